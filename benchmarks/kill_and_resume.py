@@ -211,11 +211,11 @@ def measure_cost(folder: Path) -> None:
             session.save()
             row["copied after"] = time.perf_counter() - begin
             row["step after"] = step()
-            session.finish_saving()
+            session.checkpoints.finish()
             row["written after"] = time.perf_counter() - begin
             begin = time.perf_counter()
             session.save()
-            session.finish_saving()
+            session.checkpoints.finish()
             row["written at once"] = time.perf_counter() - begin
             rows.append(row)
         newest = max((folder / "cost" / "checkpoints").iterdir())

@@ -175,7 +175,7 @@ def _run(session: Session, logs: list[Log], stop: StopRequest) -> list[StepRecor
             saved_step = session.save()
     if session.step != saved_step:
         session.save()
-    session.finish_saving()
+    session.checkpoints.finish()
     if is_stopped:
         for log in logs:
             log.note(f"Stopped after step {session.step}; resume with --run-dir {session.folder} --resume")

@@ -60,12 +60,6 @@ def build_optimizer(model: nn.Module, flags: OptimFlags) -> torch.optim.AdamW:
         return torch.optim.AdamW(groups, lr=flags.learning_rate, betas=betas, eps=flags.adam_eps)
 
 
-def parameter_names(model: nn.Module) -> list[str]:
-    """Return the names of the parameters as the optimizer of one process numbers them."""
-    named = list(model.named_parameters())
-    return [name for is_wanted in (_is_matrix, _is_vector) for name, parameter in named if is_wanted(parameter)]
-
-
 def _is_matrix(parameter: nn.Parameter) -> bool:
     return parameter.requires_grad and parameter.dim() >= 2
 

@@ -20,25 +20,21 @@ from recollect.lab.models.config import TransformerConfig
 from recollect.lab.models.gpt import GPTModel
 from recollect.lab.train.checkpoint import (
     CHANGEABLE,
-    Checkpoint,
     Manifest,
     check_identity,
     environment,
     find_damage,
     list_checkpoints,
-    load_checkpoint,
     read_manifest,
     refuse_damage,
-    rng_state,
     set_rng_state,
-    write_checkpoint,
 )
 from recollect.lab.train.config import TrainConfig
 from recollect.lab.train.corpus import Corpus, load_corpus
 from recollect.lab.train.files import read_object, remove_partial, write_text
 from recollect.lab.train.optimizer_step import resolve_device
 from recollect.lab.train.processes import ONE_PROCESS, Processes
-from recollect.lab.train.sharded_checkpoint import ShardedCheckpoints, StoredState, read_random_states, read_tensors
+from recollect.lab.train.sharded_checkpoint import Checkpoints, StoredState, read_random_states, read_tensors
 from recollect.lab.train.trained import Trained, build_trained
 from recollect.lab.train.windows import BatchSampler
 from recollect.ranks.group import Place
@@ -61,7 +57,7 @@ class Session:
         corpus: the data.
         trained: the state that training changes.
         processes: those of the run.
-        checkpoints: those of several processes; None for one.
+        checkpoints: those of the run.
         rng: random number states to start from; None: those of the seed and the step.
         step: optimizer steps completed.
         changes: settings that are others than when the run was interrupted, in words.
@@ -72,8 +68,8 @@ class Session:
     device: torch.device
     corpus: Corpus
     trained: Trained
-    processes: Processes = ONE_PROCESS
-    checkpoints: ShardedCheckpoints | None = None
+    processes: Processes
+    checkpoints: Checkpoints
     rng: dict[str, Any] | None = None
     step: int = 0
     changes: tuple[str, ...] = ()
@@ -141,30 +137,9 @@ class Session:
         Raises:
             CheckpointError: it cannot be written, or of several processes the one before it.
         """
-        if self.checkpoints is not None:
-            self.checkpoints.start(
-                self.stored_state(), step=self.step, identity=self.identity, environment=environment()
-            )
-            return self.step
-        checkpoint = Checkpoint(
-            step=self.step,
-            identity=self.identity,
-            model=self.model.state_dict(),
-            optimizer=self.optimizer.state_dict(),
-            rng=rng_state(),
-            environment=environment(),
-        )
-        write_checkpoint(self.folder / "checkpoints", checkpoint, keep=self.config.run.keep_checkpoints)
+        manifest = Manifest(self.step, self.identity, environment(), self.processes.spread, {})
+        self.checkpoints.start(self.stored_state(), manifest)
         return self.step
-
-    def finish_saving(self) -> None:
-        """Wait until the last checkpoint is written.
-
-        Raises:
-            CheckpointError: it cannot be.
-        """
-        if self.checkpoints is not None:
-            self.checkpoints.finish()
 
     def _on_device(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         tokens, labels = batch
@@ -203,12 +178,10 @@ def open_session(config: TrainConfig, processes: Processes = ONE_PROCESS) -> Ses
         corpus=corpus,
         trained=build_trained(dimensions, config, processes),
         processes=processes,
-        checkpoints=None
-        if ranks.is_alone
-        else ShardedCheckpoints(
+        checkpoints=Checkpoints(
             folder / "checkpoints",
             keep=config.run.keep_checkpoints,
-            layout=processes.spread,
+            ranks=len(ranks.ranks),
             timeout=timedelta(minutes=config.parallel.distributed_timeout_minutes),
         ),
     )
@@ -276,21 +249,17 @@ def _resume(session: Session, path: Path, problem: str | None) -> None:
 
     Args:
         session: the run; with random number states, if the checkpoint has those of its layout.
-        path: the checkpoint, of one process or of several.
+        path: the checkpoint.
         problem: see `find_damage`.
 
     Raises:
         CheckpointError: there is one, or the checkpoint has another configuration or more steps.
     """
     refuse_damage(path, problem)
-    found = (
-        read_manifest(path) if path.is_dir() else load_checkpoint(path, is_mapped=not session.processes.ranks.is_alone)
-    )
+    found = read_manifest(path)
     if isinstance(found, str):
         raise CheckpointError(f"checkpoint {path}: got {found}, expected an intact checkpoint. Resume again.")
-    current = session.identity
-    if isinstance(found, Manifest):
-        current = json.loads(json.dumps(current, default=str))  # as it was written
+    current = json.loads(json.dumps(session.identity, default=str))  # as it was written
     check_identity(path, found.identity, current)
     steps = session.config.optim.steps
     if steps < found.step:
@@ -300,25 +269,12 @@ def _resume(session: Session, path: Path, problem: str | None) -> None:
         )
     if session.processes.is_first:
         _take_changes(session, found.identity, current)
-    _read(session, path, found)
+    read_tensors(path, session.stored_state())
+    spread = session.processes.spread
+    rank = 0 if session.processes.ranks.is_alone else dist.get_rank()
+    session.rng = read_random_states(path, found, spread, rank)
     session.step = found.step
     _warn_of_changes(path, found.environment)
-
-
-def _read(session: Session, path: Path, found: Manifest | Checkpoint) -> None:
-    processes = session.processes
-    if isinstance(found, Checkpoint) and processes.ranks.is_alone:
-        session.model.load_state_dict(found.model)
-        session.optimizer.load_state_dict(found.optimizer)
-        session.rng = found.rng
-        return
-    stored = session.stored_state()
-    if isinstance(found, Checkpoint):
-        stored.take(found.model, found.optimizer)
-        return
-    read_tensors(path, stored)
-    rank = 0 if processes.ranks.is_alone else dist.get_rank()
-    session.rng = read_random_states(path, found, processes.spread, rank)
 
 
 def _take_changes(session: Session, stored: dict[str, Any], current: dict[str, Any]) -> None:

@@ -1,8 +1,8 @@
-"""Checkpoints of several processes: written while training goes on, published whole, verified when read.
+"""Write and read the tensors of checkpoints; several processes go on training while they write.
 
-A checkpoint is a folder `step_XXXXXXXX`, by `torch.distributed.checkpoint`: each process writes its part of the tensors and its
-random number states. The folder has another name until all have written, and the last file in it is the manifest. Names,
-order and shapes are those of the whole model, so that any layout reads it, and one process.
+By `torch.distributed.checkpoint`, each process writes its part of the tensors and its random number states. The folder has
+another name until all have written, and the last file in it is the manifest. Names, order and shapes are those of the whole
+model, so that any layout reads it.
 
 Each process says where its parts of tensors are in the whole ones. DTensors know that, but for fused projections under tensor
 parallelism, whose rows are reordered by rank: their parts are cut where neighbours in the whole matrix end.
@@ -13,8 +13,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -30,17 +31,24 @@ from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, SavePlanner
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import async_save
+from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.checkpoint.utils import find_state_dict_object
 from torch.distributed.tensor import DTensor
 
 from recollect.errors import CheckpointError
 from recollect.lab.models.gpt import GPTModel
 from recollect.lab.parallel.fused_rows import whole_rows
 from recollect.lab.parallel.tensor import fused_parameters
-from recollect.lab.train.checkpoint import Manifest, checksum_of, folder_path, keep_newest, rng_state, write_manifest
+from recollect.lab.train.checkpoint import (
+    Manifest,
+    checkpoint_path,
+    checksum_of,
+    keep_newest,
+    rng_state,
+    write_manifest,
+)
 from recollect.lab.train.files import publish, unpublished, write_atomically, write_text
-from recollect.lab.train.optimizer_step import parameter_names
 from recollect.recording.gathered_stage import free_gathered
 
 _MODEL, _OPTIMIZER = "model.", "optimizer."
@@ -87,22 +95,6 @@ class StoredState:
             options=StateDictOptions(flatten_optimizer_state_dict=True),
         )
 
-    def take(self, model: dict[str, Any], optimizer: dict[str, Any]) -> None:
-        """Copy this process's parts from the state dicts of a run in one process."""
-        whole: dict[str, Tensor] = {f"{_MODEL}{name}": tensor for name, tensor in model.items()}
-        with torch.device("meta"):
-            # In the order of the whole model's optimizer; here there may be some of the parameters.
-            names = parameter_names(GPTModel(self._model.config))
-        for number, name in enumerate(names):
-            for kind, tensor in optimizer["state"].get(number, {}).items():
-                whole[f"{_OPTIMIZER}{_STATE}{name}.{kind}"] = tensor
-        with torch.no_grad():
-            for name, tensor in self.tensors.items():
-                for chunk, part in parts_of(tensor, self.fused.get(name), self.tensor_ranks):
-                    ends = zip(chunk.offsets, chunk.sizes, strict=True)
-                    part.copy_(whole[name][tuple(slice(begin, begin + size) for begin, size in ends)])
-        self.put_back()
-
     def _fused(self, model: GPTModel) -> dict[str, Fused]:
         found: dict[str, Fused] = {}
         for name, reordered in fused_parameters(model).items():
@@ -141,42 +133,45 @@ def parts_of(tensor: Tensor, fused: Fused | None = None, ranks: int = 1) -> list
     return found
 
 
-class ShardedCheckpoints:
-    """Writes the checkpoints of several processes into a folder, at most one at a time, while they train.
+class Checkpoints:
+    """Writes the checkpoints of a run into a folder, at most one at a time; several processes train on meanwhile.
 
     All of them make one, and call its methods together.
 
     Args:
         folder: made if missing.
         keep: number of newest checkpoints to keep.
-        layout: how the model is spread, in words and numbers.
+        ranks: number of processes.
         timeout: for an exchange of the processes.
     """
 
-    def __init__(self, folder: Path, *, keep: int, layout: dict[str, Any], timeout: timedelta) -> None:
-        self._folder, self._keep, self._layout = folder, keep, layout
+    def __init__(self, folder: Path, *, keep: int, ranks: int, timeout: timedelta) -> None:
+        self._folder, self._keep, self._ranks = folder, keep, ranks
         # A group of its own: its exchanges run beside those of the steps, in no order.
-        self._group = dist.new_group(backend="gloo", timeout=timeout, group_desc="checkpoints")
+        self._group = dist.new_group(backend="gloo", timeout=timeout, group_desc="checkpoints") if ranks > 1 else None
         self._pending: Future[Any] | None = None
         self._step = 0
 
-    def start(self, stored: StoredState, *, step: int, identity: dict[str, Any], environment: dict[str, Any]) -> None:
-        """Copy the state and begin to write it, once the checkpoint before is there.
+    def start(self, stored: StoredState, manifest: Manifest) -> None:
+        """Write the state, once the checkpoint before is there; several processes copy it, and begin to write.
 
         Args:
             stored: the state; the next step may change it as soon as this returns.
-            step: optimizer steps completed.
-            identity: settings of the run.
-            environment: `checkpoint.environment()`.
+            manifest: without files.
 
         Raises:
-            CheckpointError: the checkpoint before could not be written.
+            CheckpointError: this checkpoint, or of several processes the one before, could not be written.
         """
         self.finish()
-        manifest = Manifest(step, identity, environment, self._layout, {})
-        path = folder_path(self._folder, step)
-        writer = _Writer(path, manifest, rank=dist.get_rank(), ranks=dist.get_world_size(), keep=self._keep)
-        self._step = step
+        self._step = manifest.step
+        path = checkpoint_path(self._folder, manifest.step)
+        writer = _Writer(path, manifest, ranks=self._ranks, keep=self._keep)
+        if self._group is None:
+            with self._named_errors(), warnings.catch_warnings():
+                # That one process writes.
+                warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+                save(stored.tensors, storage_writer=writer, planner=_SaveByWholeRows(stored), no_dist=True)
+            return
         began = async_save(
             stored.tensors, storage_writer=writer, planner=_SaveByWholeRows(stored), process_group=self._group
         )
@@ -187,34 +182,40 @@ class ShardedCheckpoints:
         """Wait until the checkpoint that is being written is there.
 
         Raises:
-            CheckpointError: it could not be written; names a process and the reason, in all of them. Older ones are kept.
+            CheckpointError: it could not be written; names the process and the reason, in all of them. Older ones are kept.
         """
         pending, self._pending = self._pending, None
-        if pending is None:
-            return
+        if pending is not None:
+            with self._named_errors():
+                pending.result()
+
+    @contextmanager
+    def _named_errors(self) -> Iterator[None]:
         try:
-            pending.result()
+            yield
         except CheckpointException as problem:
             rank, (reason, _) = next(iter(sorted(problem.failures.items())))
+            if not isinstance(reason, Exception):
+                raise reason from None  # Ctrl-C
             words = getattr(reason, "strerror", None) or (str(reason).splitlines() or [type(reason).__name__])[0]
+            who, which = ("", "") if self._group is None else (f" by rank {rank}", ", the same for all processes")
             raise CheckpointError(
-                f"checkpoint {folder_path(self._folder, self._step)}: cannot be written by rank {rank} ({words}), expected a "
-                "writable folder with free space, the same for all processes. Older checkpoints are kept; free space or choose "
-                "another --run-dir."
+                f"checkpoint {checkpoint_path(self._folder, self._step)}: cannot be written{who} ({words}), expected a "
+                f"writable folder with free space{which}. Older checkpoints are kept; free space or choose another --run-dir."
             ) from None
 
 
 class _Writer(FileSystemWriter):
     """Writes a checkpoint under another name, sums up what it wrote, and gives it its name at last."""
 
-    def __init__(self, path: Path, manifest: Manifest, *, rank: int, ranks: int, keep: int) -> None:
+    def __init__(self, path: Path, manifest: Manifest, *, ranks: int, keep: int) -> None:
         self._unpublished = unpublished(path)
         # All is on the CPU already. Else, on CUDA, the thread that writes would wait for the first device, in every process.
         super().__init__(self._unpublished, per_thread_copy_ahead=0)
         self._published, self._manifest = path, manifest
-        self._own, self._ranks, self._keep = rank, ranks, keep
+        self._own, self._ranks, self._keep = dist.get_rank() if ranks > 1 else 0, ranks, keep
         # As they are now: the thread that writes comes later.
-        self._random = rng_state(own_device=True)
+        self._random = rng_state(own_device=ranks > 1)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
         """See `StorageWriter`."""
@@ -278,12 +279,29 @@ def _random_name(rank: int) -> str:
     return f"random_{rank}.pt"
 
 
-class _SaveByWholeRows(DefaultSavePlanner):
-    """Says what this process writes, with reordered rows at their places in the whole matrix."""
+class _WholeRows:
+    """Of a planner: looks up what this process has, with reordered rows at their places in the whole matrix."""
+
+    state_dict: dict[str, Any]
 
     def __init__(self, stored: StoredState) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)  # type: ignore[call-arg]
         self._fused, self._ranks = stored.fused, stored.tensor_ranks
+
+    def _parts(self, name: str) -> list[tuple[ChunkStorageMetadata, Tensor]]:
+        return parts_of(self.state_dict[name], self._fused[name], self._ranks)
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        """See `DefaultSavePlanner`."""
+        if index.fqn not in self._fused:
+            return find_state_dict_object(self.state_dict, index)
+        return next(part for chunk, part in self._parts(index.fqn) if chunk.offsets == index.offset)
+
+    lookup_tensor = lookup_object  # as `DefaultLoadPlanner` calls it
+
+
+class _SaveByWholeRows(_WholeRows, DefaultSavePlanner):
+    """Says what this process writes."""
 
     def create_local_plan(self) -> SavePlan:
         """See `SavePlanner`."""
@@ -295,25 +313,15 @@ class _SaveByWholeRows(DefaultSavePlanner):
                 items.append(item)
                 continue
             assert item.tensor_data is not None
-            for chunk, _ in parts_of(self.state_dict[name], self._fused[name], self._ranks):
+            for chunk, _ in self._parts(name):
                 data = dataclasses.replace(item.tensor_data, chunk=chunk)
                 items.append(dataclasses.replace(item, index=MetadataIndex(name, chunk.offsets), tensor_data=data))
         self.plan = dataclasses.replace(plan, items=items)
         return self.plan
 
-    def lookup_object(self, index: MetadataIndex) -> Any:
-        """See `DefaultSavePlanner`."""
-        if index.fqn not in self._fused:
-            return super().lookup_object(index)
-        return _part_at(index, self.state_dict[index.fqn], self._fused[index.fqn], self._ranks)
 
-
-class _LoadByWholeRows(DefaultLoadPlanner):
-    """Says what this process reads, likewise."""
-
-    def __init__(self, stored: StoredState) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._fused, self._ranks = stored.fused, stored.tensor_ranks
+class _LoadByWholeRows(_WholeRows, DefaultLoadPlanner):
+    """Says what this process reads."""
 
     def create_local_plan(self) -> LoadPlan:
         """See `LoadPlanner`.
@@ -330,20 +338,8 @@ class _LoadByWholeRows(DefaultLoadPlanner):
             ) from None
         items = [item for item in plan.items if item.dest_index.fqn not in self._fused]
         assert self.metadata is not None
-        for name, reordered in self._fused.items():
+        for name in self._fused:
             stored = self.metadata.state_dict_metadata[name]
             assert isinstance(stored, TensorStorageMetadata)
-            chunks = [chunk for chunk, _ in parts_of(self.state_dict[name], reordered, self._ranks)]
-            items += create_read_items_for_chunk_list(name, stored, chunks)
+            items += create_read_items_for_chunk_list(name, stored, [chunk for chunk, _ in self._parts(name)])
         return dataclasses.replace(plan, items=items)
-
-    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        """See `DefaultLoadPlanner`."""
-        if index.fqn not in self._fused:
-            return super().lookup_tensor(index)
-        return _part_at(index, self.state_dict[index.fqn], self._fused[index.fqn], self._ranks)
-
-
-def _part_at(index: MetadataIndex, tensor: Tensor, fused: Fused, ranks: int) -> Tensor:
-    """Return the part at a place in the whole tensor."""
-    return next(part for chunk, part in parts_of(tensor, fused, ranks) if chunk.offsets == index.offset)

@@ -12,16 +12,15 @@ import torch
 
 from recollect.errors import CheckpointError
 from recollect.lab.train.checkpoint import (
-    Checkpoint,
     Manifest,
     check_identity,
     checksum_of,
     find_damage,
+    keep_newest,
     list_checkpoints,
     refuse_damage,
     rng_state,
     set_rng_state,
-    write_checkpoint,
     write_manifest,
 )
 
@@ -29,7 +28,7 @@ SETTINGS = {"model.hidden_size": 64, "data.seq_length": 32, "optim.steps": 6, "s
 
 
 def write_folder(path: Path) -> Path:
-    """Write a checkpoint of several processes; return its file with tensors."""
+    """Write a checkpoint; return its file with tensors."""
     path.mkdir()
     tensors = path / "rank_0.bin"
     tensors.write_bytes(bytes(range(100)))
@@ -96,5 +95,7 @@ def test_all_generators_go_on_where_they_were() -> None:
 
 def test_as_many_checkpoints_are_kept_as_were_asked_for(tmp_path: Path) -> None:
     for step in range(1, 5):
-        write_checkpoint(tmp_path, Checkpoint(step, SETTINGS, {}, {}, {}, {}), keep=2)
-    assert [path.name for path in list_checkpoints(tmp_path)] == ["step_00000003.pt", "step_00000004.pt"]
+        write_folder(tmp_path / f"step_{step:08d}")
+    (tmp_path / "step_00000005.partial").mkdir()
+    keep_newest(tmp_path, 2)
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step_00000003", "step_00000004"]
