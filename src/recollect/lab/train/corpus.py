@@ -13,7 +13,7 @@ import numpy as np
 
 from recollect.errors import DataError
 from recollect.lab.train.config import DataFlags
-from recollect.lab.train.documents import Document, Tokenizer, Tokens, open_tokenizer, read_documents
+from recollect.lab.train.documents import Tokenizer, Tokens, open_tokenizer, read_documents
 from recollect.lab.train.indexed_dataset import IndexedDataset, content_samples
 from recollect.lab.train.windows import BlendedWindows, PackedDocuments, TokenWindows, Windows
 
@@ -73,10 +73,10 @@ def load_corpus(flags: DataFlags, *, seed: int, vocab_size: int | None = None) -
 
 
 def _split_text(tokenizer: Tokenizer, flags: DataFlags) -> tuple[Tokens, Tokens]:
-    documents = read_documents(flags.data, text_field=flags.text_field)
-    held_out = [_hash_fraction(document) < flags.validation_fraction for document in documents]
+    texts = read_documents(flags.data, text_field=flags.text_field)
+    held_out = [_hash_fraction(text) < flags.validation_fraction for text in texts]
     training, validation = (
-        _encode(tokenizer, [d.text for d, is_held in zip(documents, held_out, strict=True) if is_held is side])
+        _encode(tokenizer, [text for text, is_held in zip(texts, held_out, strict=True) if is_held is side])
         for side in (False, True)
     )
     if flags.validation_fraction and not (training.size and validation.size):
@@ -86,8 +86,8 @@ def _split_text(tokenizer: Tokenizer, flags: DataFlags) -> tuple[Tokens, Tokens]
     return training, validation
 
 
-def _hash_fraction(document: Document) -> float:
-    return int.from_bytes(hashlib.sha256(document.text.encode()).digest()[:8], "big") / 2.0**64
+def _hash_fraction(text: str) -> float:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") / 2.0**64
 
 
 def _encode(tokenizer: Tokenizer, texts: list[str]) -> Tokens:

@@ -36,7 +36,7 @@ from recollect.lab.train.optimizer_step import resolve_device
 from recollect.lab.train.processes import ONE_PROCESS, Processes
 from recollect.lab.train.sharded_checkpoint import Checkpoints, StoredState, read_random_states, read_tensors
 from recollect.lab.train.trained import Trained, build_trained
-from recollect.lab.train.windows import BatchSampler
+from recollect.lab.train.windows import Windows, batch_at
 from recollect.ranks.group import Place
 from recollect.warning import warn_user
 
@@ -74,12 +74,6 @@ class Session:
     step: int = 0
     changes: tuple[str, ...] = ()
 
-    def __post_init__(self) -> None:
-        batch_size = self.config.optim.batch_size
-        held_out = self.corpus.validation
-        self._training = BatchSampler(self.corpus.training, batch_size=batch_size)
-        self._validation = None if held_out is None else BatchSampler(held_out, batch_size=batch_size)
-
     @property
     def model(self) -> GPTModel:
         """The model, with this process's part of the weights."""
@@ -99,7 +93,7 @@ class Session:
         """Yield this process's micro-batches of `step` (from 0), on the device; the ranks of data parallelism take turns."""
         count, ranks = self.config.optim.num_micro_batches, self.processes.data_ranks
         for position in range(step * count + self.processes.data_rank, (step + 1) * count, ranks):
-            yield self._on_device(self._training.batch(position))
+            yield self._batch(self.corpus.training, position)
 
     @property
     def own_micro_batches(self) -> int:
@@ -111,11 +105,11 @@ class Session:
 
         Every process has as many, since they run together; where they do not divide, the last one is repeated.
         """
-        if self._validation is not None:
+        if self.corpus.validation is not None:
             count, ranks = self.config.num_validation_batches, self.processes.data_ranks
             for first in range(0, count, ranks):
                 position = min(first + self.processes.data_rank, count - 1)
-                yield self._on_device(self._validation.batch(position))
+                yield self._batch(self.corpus.validation, position)
 
     def seed(self) -> None:
         """Set all random number generators to their states at this point of the run, whatever ran before.
@@ -141,8 +135,8 @@ class Session:
         self.checkpoints.start(self.stored_state(), manifest)
         return self.step
 
-    def _on_device(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        tokens, labels = batch
+    def _batch(self, windows: Windows, position: int) -> tuple[Tensor, Tensor]:
+        tokens, labels = batch_at(position, windows, self.config.optim.batch_size)
         return tokens.to(self.device), labels.to(self.device)
 
 
