@@ -20,7 +20,7 @@ from recollect.lab.bench.measure import measure
 from recollect.lab.bench.model_flops import model_flops
 from recollect.lab.bench.report import as_csv, as_markdown, notes, result_table, title
 from recollect.lab.bench.results import BenchResults, check_comparable, compared, warn_of_versions
-from recollect.lab.bench.settings import MegatronSetting, Setting, named_settings, parse_setting, read_settings
+from recollect.lab.bench.settings import Setting, named_settings, parse_setting, read_settings
 from recollect.lab.bench.subject import Subject
 from recollect.lab.models.config import TransformerConfig
 from recollect.lab.train.optimizer_step import resolve_device
@@ -102,7 +102,7 @@ def settings_of(command: Bench) -> list[Setting]:
         BenchError: a setting cannot be read, or two have the same name.
     """
     words = command.recompute.fields()
-    found: list[Setting] = [MegatronSetting(words)] if words else []
+    found = [Setting(words)] if words else []
     found += [parse_setting(text) for text in command.setting]
     found += [] if command.settings is None else read_settings(command.settings)
     return named_settings(found)
