@@ -11,7 +11,6 @@ parallelism, whose rows are reordered by rank: their parts are cut where neighbo
 from __future__ import annotations
 
 import dataclasses
-import json
 import warnings
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
@@ -48,7 +47,7 @@ from recollect.lab.train.checkpoint import (
     rng_state,
     write_manifest,
 )
-from recollect.lab.train.files import publish, unpublished, write_atomically, write_text
+from recollect.lab.train.files import publish, unpublished, write_atomically
 from recollect.recording.gathered_stage import free_gathered
 
 _MODEL, _OPTIMIZER = "model.", "optimizer."
@@ -146,7 +145,7 @@ class Checkpoints:
     """
 
     def __init__(self, folder: Path, *, keep: int, ranks: int, timeout: timedelta) -> None:
-        self._folder, self._keep, self._ranks = folder, keep, ranks
+        self._folder, self._keep = folder, keep
         # A group of its own: its exchanges run beside those of the steps, in no order.
         self._group = dist.new_group(backend="gloo", timeout=timeout, group_desc="checkpoints") if ranks > 1 else None
         self._pending: Future[Any] | None = None
@@ -165,7 +164,8 @@ class Checkpoints:
         self.finish()
         self._step = manifest.step
         path = checkpoint_path(self._folder, manifest.step)
-        writer = _Writer(path, manifest, ranks=self._ranks, keep=self._keep)
+        rank = None if self._group is None else dist.get_rank()
+        writer = _Writer(path, manifest, rank=rank, keep=self._keep)
         if self._group is None:
             with self._named_errors(), warnings.catch_warnings():
                 # That one process writes.
@@ -208,40 +208,36 @@ class Checkpoints:
 class _Writer(FileSystemWriter):
     """Writes a checkpoint under another name, sums up what it wrote, and gives it its name at last."""
 
-    def __init__(self, path: Path, manifest: Manifest, *, ranks: int, keep: int) -> None:
+    def __init__(self, path: Path, manifest: Manifest, *, rank: int | None, keep: int) -> None:
         self._unpublished = unpublished(path)
         # All is on the CPU already. Else, on CUDA, the thread that writes would wait for the first device, in every process.
         super().__init__(self._unpublished, per_thread_copy_ahead=0)
         self._published, self._manifest = path, manifest
-        self._own, self._ranks, self._keep = dist.get_rank() if ranks > 1 else 0, ranks, keep
+        self._rank, self._keep = rank or 0, keep
         # As they are now: the thread that writes comes later.
-        self._random = rng_state(own_device=ranks > 1)
+        self._random = rng_state(own_device=rank is not None)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
         """See `StorageWriter`."""
-        writing = super().write_data(plan, planner)
-        results: list[WriteResult] = writing.wait()
-        random = _random_name(self._own)
+        results: list[WriteResult] = super().write_data(plan, planner).wait()
+        random = _random_name(self._rank)
         write_atomically(self._unpublished / random, lambda file: torch.save(self._random, file))
         names = {random, *(result.storage_data.relative_path for result in results)}
+        # For `finish`, beside where each tensor is.
         sums = {name: checksum_of(self._unpublished / name) for name in sorted(names)}
-        write_text(self._sums_path(self._own), json.dumps(sums))
-        return writing
+        done: torch.futures.Future[list[WriteResult]] = torch.futures.Future()
+        done.set_result([*results, WriteResult(MetadataIndex("checksums"), 0, sums)])
+        return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """See `StorageWriter`; one process calls it, when all have written."""
+        for written in results:
+            self._manifest.files.update(written.pop().storage_data)
         super().finish(metadata, results)
-        for rank in range(self._ranks):
-            path = self._sums_path(rank)
-            self._manifest.files.update(json.loads(path.read_text()))
-            path.unlink()
         self._manifest.files[".metadata"] = checksum_of(self._unpublished / ".metadata")
         write_manifest(self._unpublished, self._manifest)
         publish(self._unpublished, self._published)
         keep_newest(self._published.parent, self._keep)
-
-    def _sums_path(self, rank: int) -> Path:
-        return self._unpublished / f"sums_{rank}.json"
 
 
 def read_tensors(path: Path, stored: StoredState) -> None:
