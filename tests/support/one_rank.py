@@ -113,7 +113,7 @@ def stored(folder: Path, mesh: LayoutMesh, device: torch.device) -> dict[str, An
         session.optimizer.step()
         session.optimizer.zero_grad()
         session.step += 1
-        return session.trained.exchange.mean(loss)
+        return session.trained.exchange.mean([loss])
 
     first = opened(resume=False)
     first.seed()

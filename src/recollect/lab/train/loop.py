@@ -29,7 +29,6 @@ from recollect.lab.train.optimizer_step import (
     measure_step,
     resolve_device,
     set_learning_rate,
-    train_step,
     validation_loss,
 )
 from recollect.lab.train.pipeline_plans import PipelinePlans
@@ -80,10 +79,10 @@ def train(config: TrainConfig, *, console: Console | None = None) -> Outcome:
     """
     console = console or Console()
     with contextlib.ExitStack() as stack:
-        stop = StopRequest()
+        stop = threading.Event()
         if num_processes() > 1:
             # When a process ends, torchrun sends the others SIGTERM, and they shall still say why they end.
-            stack.enter_context(stop)
+            stack.enter_context(stop_requests(stop))
         processes = stack.enter_context(joined_processes(config))
         ranks = processes.ranks
         if config.step.memory_budget is not None:
@@ -106,7 +105,7 @@ def train(config: TrainConfig, *, console: Console | None = None) -> Outcome:
         budget_bytes = None if plan is None else plan.budget_bytes
         logs = _open_logs(session, console, budget_bytes, stack) if processes.is_first else []
         if ranks.is_alone:
-            stack.enter_context(stop)
+            stack.enter_context(stop_requests(stop))
         records = _run(session, logs, stop)
     return Outcome(
         records=tuple(records),
@@ -150,23 +149,23 @@ def _in_folder(config: TrainConfig) -> TrainConfig:
     return dataclasses.replace(config, run=dataclasses.replace(config.run, run_dir=named))
 
 
-def _run(session: Session, logs: list[Log], stop: StopRequest) -> list[StepRecord]:
+def _run(session: Session, logs: list[Log], stop: threading.Event) -> list[StepRecord]:
     records: list[StepRecord] = []
     flags = session.config
     measured = {session.step + 1, flags.optim.steps - 1}
     is_free = session.device.type == "cuda"  # elsewhere the meter slows steps down and cannot run with a profiler
-    trace = StepTrace(flags.profile, session.folder / "profile" if session.processes.is_first else None)
+    traces = session.folder / "profile" if session.processes.is_first else None
     session.seed()
     saved_step = session.step
     is_stopped = False
     while session.step < flags.optim.steps:
         # One process that is to stop stops them all, before the same step.
-        is_stopped = not session.processes.ranks.all_of([not stop.is_set], Place.NEXT_STEP)[0]
+        is_stopped = not session.processes.ranks.all_of([not stop.is_set()], Place.NEXT_STEP)[0]
         if is_stopped:
             break
         is_measured = flags.run.log_memory_to_tensorboard or session.step in measured
-        is_measured = is_free or (is_measured and not trace.covers(session.step + 1))
-        with trace.around(session.step + 1):
+        is_measured = is_free or (is_measured and not flags.profile.covers(session.step + 1))
+        with traced(session.step + 1, flags.profile, traces):
             record = _take_step(session, is_measured=is_measured)
         records.append(record)
         for log in logs:
@@ -189,14 +188,7 @@ def _take_step(session: Session, *, is_measured: bool) -> StepRecord:
     batches = list(session.batches(session.step))
 
     def step() -> tuple[float, float]:
-        return train_step(
-            session.trained.wrapped,
-            session.optimizer,
-            batches,
-            accumulation=session.own_micro_batches,
-            clip_norm=flags.clip_norm,
-            exchange=session.trained.exchange,
-        )
+        return session.trained.step(batches, clip_norm=flags.clip_norm)
 
     start_s = time.perf_counter()
     peak_bytes = None
@@ -277,64 +269,45 @@ def _describe(session: Session) -> str:
     )
 
 
-class StepTrace:
-    """Trace each of the steps chosen by `flags` into a separate file.
+@contextlib.contextmanager
+def traced(step: int, flags: ProfileFlags, folder: Path | None) -> Iterator[None]:
+    """In a with-block, trace a step into `folder/step_00000010.json`, if `flags` choose it; None: in another process."""
+    if folder is None or not flags.covers(step):
+        yield
+        return
+    activities = [ProfilerActivity.CPU]
+    if torch.cuda.is_available():
+        activities.append(ProfilerActivity.CUDA)
+    with torch.profiler.profile(activities=activities, record_shapes=True, profile_memory=True) as profiler:
+        yield
+    folder.mkdir(parents=True, exist_ok=True)
+    profiler.export_chrome_trace(str(folder / f"step_{step:08d}.json"))
 
-    Args:
-        flags: which steps, if any.
-        folder: folder of `step_00000010.json` and so on; created with the first one. None: in another process, which traces.
+
+@contextlib.contextmanager
+def stop_requests(stop: threading.Event) -> Iterator[None]:
+    """In a with-block, let the first SIGINT or SIGTERM only set `stop`; the second one ends the process.
+
+    Outside of the main thread signals cannot be caught, and `stop` stays unset.
     """
+    previous: dict[signal.Signals, Any] = {}
 
-    def __init__(self, flags: ProfileFlags, folder: Path | None) -> None:
-        self._flags = flags
-        self._folder = folder
-
-    def covers(self, step: int) -> bool:
-        """Return whether `step` (from 1) is traced, here or in another process."""
-        return self._flags.profile and self._flags.profile_step_start <= step < self._flags.profile_step_end
-
-    @contextlib.contextmanager
-    def around(self, step: int) -> Iterator[None]:
-        """Trace a with-block, if `step` is to be traced."""
-        if not self.covers(step) or self._folder is None:
-            yield
-            return
-        activities = [ProfilerActivity.CPU]
-        if torch.cuda.is_available():
-            activities.append(ProfilerActivity.CUDA)
-        with torch.profiler.profile(activities=activities, record_shapes=True, profile_memory=True) as profiler:
-            yield
-        self._folder.mkdir(parents=True, exist_ok=True)
-        profiler.export_chrome_trace(str(self._folder / f"step_{step:08d}.json"))
-
-
-class StopRequest:
-    """In a with-block, the first SIGINT or SIGTERM only sets `is_set`; the second one ends the process.
-
-    Outside of the main thread signals cannot be caught, and `is_set` stays False.
-    """
-
-    def __init__(self) -> None:
-        self.is_set = False
-        self._previous: dict[signal.Signals, Any] = {}
-
-    def __enter__(self) -> StopRequest:
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self._previous[number] = signal.signal(number, self._on_signal)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._restore()
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self.is_set = True
-        self._restore()
-
-    def _restore(self) -> None:
-        for number, handler in self._previous.items():
+    def restore() -> None:
+        for number, handler in previous.items():
             signal.signal(number, handler)
-        self._previous.clear()
+        previous.clear()
+
+    def on_signal(_number: int, _frame: FrameType | None) -> None:
+        stop.set()
+        restore()
+
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM):
+            previous[number] = signal.signal(number, on_signal)
+    try:
+        yield
+    finally:
+        restore()
 
 
 @contextlib.contextmanager

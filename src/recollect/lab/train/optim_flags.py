@@ -85,9 +85,7 @@ class OptimFlags:
         if train_samples is not None:
             self._set("accumulation", self.num_micro_batches)  # the number of steps follows from it
             self._set("steps", train_samples // (self.batch_size * self.num_micro_batches))
-        at_least(self, 1, "steps", *(() if self.accumulation is None else ("accumulation",)))
-        if self.lr_decay_iters is not None:
-            at_least(self, 1, "lr_decay_iters")
+        at_least(self, 1, "steps", "accumulation", "lr_decay_iters")
         if min_lr is not None:
             if not 0 <= min_lr <= self.learning_rate:
                 raise ValueError(

@@ -95,11 +95,6 @@ class Session:
         for position in range(step * count + self.processes.data_rank, (step + 1) * count, ranks):
             yield self._batch(self.corpus.training, position)
 
-    @property
-    def own_micro_batches(self) -> int:
-        """Micro-batches per optimizer step in this process."""
-        return self.config.optim.num_micro_batches // self.processes.data_ranks
-
     def validation_batches(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield this process's validation batches, the same each time; none if validation is off.
 
