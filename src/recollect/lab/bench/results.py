@@ -177,29 +177,28 @@ def _mapping(place: Field) -> dict[str, Any]:
 
 
 def check_comparable(
-    golden: BenchResults, path: Path, *, workload: Mapping[str, Any], machine: Mapping[str, Any]
+    golden: BenchResults,
+    path: Path,
+    *,
+    workload: Mapping[str, Any],
+    machine: Mapping[str, Any],
+    versions: Mapping[str, Any],
 ) -> None:
-    """Check that stored results belong to the step and machine to be measured.
+    """Check that stored results belong to the step and machine to be measured, and warn of other versions.
+
+    Comparing versions may be the point.
 
     Raises:
         BenchError: names what differs.
     """
     for what, stored, now in (("model or step", golden.workload, workload), ("machine", golden.machine, machine)):
-        found = differences(stored, now)
-        if found:
+        if found := differences(stored, now):
             raise BenchError(
                 f"golden results {path}: from another {what} ({found}), expected the same one. Measure new ones with "
                 "--save-golden, or change the flags."
             )
-
-
-def warn_of_versions(golden: BenchResults, path: Path, versions: Mapping[str, Any]) -> None:
-    """Warn if stored results were measured with other versions; comparing versions may be the point."""
-    found = differences(golden.versions, versions)
-    if found:
-        warn_user(
-            f"golden results {path}: measured with other versions ({found}), which may explain differences.",
-        )
+    if found := differences(golden.versions, versions):
+        warn_user(f"golden results {path}: measured with other versions ({found}), which may explain differences.")
 
 
 def differences(stored: Mapping[str, Any], now: Mapping[str, Any]) -> str:
