@@ -51,7 +51,13 @@ def read_documents(paths: tuple[Path, ...] = (), *, text_field: str = "text") ->
     if not paths:
         texts = (path.read_text(encoding="utf-8", errors="replace") for path in library_files())
         return [text for text in texts if text]
-    documents = [document for path in paths for document in _read_path(path, text_field)]
+    documents: list[str] = []
+    for path in paths:
+        if not (path.is_dir() or path.is_file()):
+            raise DataError(
+                f"training data {path}: no such file or folder, expected a text file, a .jsonl file or a folder. Check --data."
+            )
+        documents += _read_folder(path, text_field) if path.is_dir() else _read_file(path, text_field)
     if not documents:
         names = ", ".join(str(path) for path in paths)
         raise DataError(f"training data {names}: got no text, expected at least one document. Check --data.")
@@ -62,18 +68,6 @@ def library_files() -> list[Path]:
     """Return the source files of the standard library, sorted."""
     root = Path(sysconfig.get_paths()["stdlib"])
     return [path for path in sorted(root.rglob("*.py")) if not _NOT_LIBRARY.intersection(path.relative_to(root).parts)]
-
-
-def _read_path(path: Path, text_field: str) -> Iterator[str]:
-    if path.is_dir():
-        yield from _read_folder(path, text_field)
-    elif path.is_file():
-        yield from _read_file(path, text_field)
-    else:
-        raise DataError(
-            f"training data {path}: no such file or folder, expected a text file, a .jsonl file or a folder. "
-            f"Check --data."
-        )
 
 
 def _read_folder(folder: Path, text_field: str) -> Iterator[str]:
