@@ -18,7 +18,6 @@ from recollect.warning import warn_user
 
 Result = Literal["ok", "faster", "perf regression", "memory regression", "OOM", "OOM (predicted)"]
 """OOM: the step ran out of memory, or its measured peak exceeds the limit. Predicted: it was expected to, and did not run."""
-REGRESSIONS: tuple[Result, ...] = ("perf regression", "memory regression")
 
 _FORMAT = "recollect.bench"
 _VERSION = 1
@@ -117,7 +116,8 @@ class BenchResults:
     @property
     def has_regression(self) -> bool:
         """Whether a setting is slower or larger than its golden result allows, or no longer fits."""
-        return any(row.result in REGRESSIONS or (row.is_oom and row.golden_name == row.name) for row in self.rows)
+        regressions = ("perf regression", "memory regression")
+        return any(row.result in regressions or (row.is_oom and row.golden_name == row.name) for row in self.rows)
 
     def to_json(self) -> str:
         """Return the document; `from_json` reads it back."""

@@ -107,14 +107,13 @@ class Subject:
 
     def record(self) -> Profile:
         """Record the step for the planner."""
-        profile: Profile = recollect.record(
+        return recollect.record(
             self.model,
             self.batch,
             optimizer=self.optimizer,
             holds_output=False,
             gradients="accumulated" if self.num_microbatches > 1 else "freed",
         )
-        return profile
 
     def clean_up(self) -> None:
         """Free what a step that ran out of memory left behind."""
