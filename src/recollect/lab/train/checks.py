@@ -15,11 +15,11 @@ def at_least(flags: object, least: int, *names: str) -> None:
             raise ValueError(f"{name}: got {value}, expected at least {least}.")
 
 
-def within(flags: object, name: str, low: float, high: float) -> None:
+def within(name: str, value: float, low: float, high: float) -> None:
     """Check that a flag is between `low` and `high`.
 
     Raises:
         ValueError: names the flag and its value.
     """
-    if not low <= getattr(flags, name) <= high:
-        raise ValueError(f"{name}: got {getattr(flags, name)}, expected {low:g} to {high:g}.")
+    if not low <= value <= high:
+        raise ValueError(f"{name}: got {value}, expected {low:g} to {high:g}.")

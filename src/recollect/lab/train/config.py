@@ -44,7 +44,7 @@ class DataFlags:
 
     def __post_init__(self) -> None:
         at_least(self, 1, "seq_length")
-        within(self, "validation_fraction", 0.0, 0.5)
+        within("validation_fraction", self.validation_fraction, 0.0, 0.5)
         given = [name for name in ("data", "data_path", "train_data_path") if getattr(self, name)]
         if len(given) > 1:
             raise ValueError(f"{given[1]}: given with {given[0]}, expected one of them. Remove one.")
