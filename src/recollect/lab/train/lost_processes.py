@@ -55,20 +55,16 @@ def named_errors(ranks: Ranks) -> Iterator[None]:
         with peer_watch(key, last_words, ranks):
             yield
     except Exception as error:
-        own = _first_cause(error)
+        own: BaseException = error
+        # PyTorch's pipelines raise an error of their own from what a stage raises; one of recollect says all.
+        while own.__cause__ is not None and not isinstance(own, RecollectError):
+            own = own.__cause__
         text = str(own) if isinstance(own, RecollectError) else f"{type(own).__name__}: {own}"
         is_lost = isinstance(own, dist.DistError) or any(word in str(own) for word in _LOST)
         cause = last_words.exchange(meeting_place(), text, is_lost=is_lost)
         if cause is None or not is_lost:
             raise
         raise RecordError(cause) from error
-
-
-def _first_cause(error: BaseException) -> BaseException:
-    """Return what an error of PyTorch was raised from, as pipelines do with what a stage raises; one of recollect says all."""
-    while error.__cause__ is not None and not isinstance(error, RecollectError):
-        error = error.__cause__
-    return error
 
 
 class LastWords:
