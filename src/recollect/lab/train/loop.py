@@ -28,7 +28,6 @@ from recollect.lab.train.optimizer_step import (
     learning_rate_at,
     measure_step,
     resolve_device,
-    set_learning_rate,
     validation_loss,
 )
 from recollect.lab.train.pipeline_plans import PipelinePlans
@@ -38,7 +37,6 @@ from recollect.lab.train.records import LiveDisplay, Log, MetricsFile, Outcome, 
 from recollect.lab.train.session import Session, open_session
 from recollect.measuring.device_memory import memory_bytes
 from recollect.measuring.host_memory import check_host_budget
-from recollect.plans.plan import Plan
 from recollect.printing import print_line
 from recollect.quantities import check_budget
 from recollect.ranks.group import Place
@@ -89,19 +87,25 @@ def train(config: TrainConfig, *, console: Console | None = None) -> Outcome:
             # Not before: each process has its own device from here on, and the others would wait for one with another budget.
             check_budget(config.step.memory_budget, device_bytes=memory_bytes(resolve_device(config.step.device)))
             check_host_budget(config.step.host_budget)
+        if config.run.run_dir is None:
+            named = Path("runs") / time.strftime("%Y%m%d-%H%M%S")
+            config = dataclasses.replace(config, run=dataclasses.replace(config.run, run_dir=named))
         if not ranks.is_alone:
             config = _on_ranks(config, processes)
         if not processes.is_first:
             console = Console(quiet=True)
         stack.enter_context(deterministic_kernels(wanted=config.step.deterministic))
         print_line(console, "Reading data and building the model")
-        config = _in_folder(config)
         ranks.together(lambda: _lock_folder(config, stack) if processes.is_first else None, Place.START)
         session = open_session(config, processes)
         print_line(console, _describe(session))
         plan, baseline = prepare(session, console)
         if plan is not None:
-            stack.enter_context(_applied(session, plan))
+            stack.enter_context(
+                plan.applied(session)
+                if isinstance(plan, PipelinePlans)
+                else recollect.apply(session.trained.wrapped, plan, group=processes.plan_group)
+            )
         budget_bytes = None if plan is None else plan.budget_bytes
         logs = _open_logs(session, console, budget_bytes, stack) if processes.is_first else []
         if ranks.is_alone:
@@ -120,33 +124,18 @@ def train(config: TrainConfig, *, console: Console | None = None) -> Outcome:
     )
 
 
-def _applied(session: Session, plan: Plan | PipelinePlans) -> contextlib.AbstractContextManager[object]:
-    if isinstance(plan, PipelinePlans):
-        return plan.applied(session)
-    return recollect.apply(session.trained.wrapped, plan, group=session.processes.plan_group)
-
-
 def _on_ranks(config: TrainConfig, processes: Processes) -> TrainConfig:
     """Return the configuration of a run of several processes, with the same folder in all of them."""
     # A pipeline needs a micro-batch for each of its ranks.
     optim = config.optim.on_ranks(processes.data_ranks * processes.layout.pipeline_model_parallel_size)
-    config = _in_folder(dataclasses.replace(config, optim=optim))
     folder = processes.ranks.gather(config.run.run_dir, Place.START)[0]
-    return dataclasses.replace(config, run=dataclasses.replace(config.run, run_dir=folder))
+    return dataclasses.replace(config, optim=optim, run=dataclasses.replace(config.run, run_dir=folder))
 
 
 def _lock_folder(config: TrainConfig, stack: contextlib.ExitStack) -> None:
     folder = config.run.run_dir
     if folder is not None and (folder.exists() or not config.run.resume):
         stack.enter_context(only_run_in(folder))
-
-
-def _in_folder(config: TrainConfig) -> TrainConfig:
-    """Return the configuration with a run folder: the given one, or a new name."""
-    if config.run.run_dir is not None:
-        return config
-    named = Path("runs") / time.strftime("%Y%m%d-%H%M%S")
-    return dataclasses.replace(config, run=dataclasses.replace(config.run, run_dir=named))
 
 
 def _run(session: Session, logs: list[Log], stop: threading.Event) -> list[StepRecord]:
@@ -184,7 +173,8 @@ def _run(session: Session, logs: list[Log], stop: threading.Event) -> list[StepR
 def _take_step(session: Session, *, is_measured: bool) -> StepRecord:
     flags = session.config.optim
     learning_rate = learning_rate_at(session.step, flags)
-    set_learning_rate(session.optimizer, learning_rate)
+    for group in session.optimizer.param_groups:
+        group["lr"] = learning_rate
     batches = list(session.batches(session.step))
 
     def step() -> tuple[float, float]:
@@ -215,10 +205,8 @@ def _take_step(session: Session, *, is_measured: bool) -> StepRecord:
 
 
 def _validate(session: Session) -> float | None:
-    is_last = session.step == session.config.optim.steps
-    if session.corpus.validation is None or session.config.num_validation_batches == 0:
-        return None
-    if not (is_last or _is_due(session.step, session.config.run.validate_every)):
+    is_due = session.step == session.config.optim.steps or _is_due(session.step, session.config.run.validate_every)
+    if session.corpus.validation is None or session.config.num_validation_batches == 0 or not is_due:
         return None
     return validation_loss(
         session.trained.wrapped,

@@ -93,12 +93,6 @@ def learning_rate_at(step: int, flags: OptimFlags) -> float:
     return flags.learning_rate * fraction
 
 
-def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
-    """Set the learning rate of all groups."""
-    for group in optimizer.param_groups:
-        group["lr"] = learning_rate
-
-
 def train_step(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,

@@ -53,11 +53,10 @@ def prepare(session: Session, console: Console) -> tuple[Plan | PipelinePlans | 
         PlanFormatError: plan.json or pipeline_plans.json is damaged.
         CheckpointError: baseline.json is.
     """
-    chunks = session.config.step.loss_chunks
     flags = session.config.step
     is_planned = flags.memory_budget is not None or flags.recompute is not None
-    if not is_planned and chunks != "auto":
-        session.model.loss_chunks = chunks  # otherwise the plan sets it
+    if not is_planned and flags.loss_chunks != "auto":
+        session.model.loss_chunks = flags.loss_chunks  # otherwise the plan sets it
     is_pipeline = session.processes.layout.pipeline_model_parallel_size > 1
     kind = PipelinePlans if is_pipeline else recollect.Plan
     plan_path = session.folder / ("pipeline_plans.json" if is_pipeline else "plan.json")

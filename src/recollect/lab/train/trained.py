@@ -155,12 +155,11 @@ def _spread(model: GPTModel, processes: Processes, weights: SeedWeights) -> nn.M
     share_model(model, layout, mesh)
     is_sharded = _shard(model, processes)
     _draw(weights, model, layout.tensor_model_parallel_size)
-    if is_sharded or mesh.gradients.size() == 1:
-        return model
-    if layout.tensor_model_parallel_size == 1 and layout.expert_model_parallel_size == 1:
-        return DistributedDataParallel(model, process_group=mesh.gradients.get_group(), gradient_as_bucket_view=True)
     # DDP takes no DTensors either: their gradients are reduced after backward.
-    return model
+    has_dtensors = layout.tensor_model_parallel_size > 1 or layout.expert_model_parallel_size > 1
+    if is_sharded or has_dtensors or mesh.gradients.size() == 1:
+        return model
+    return DistributedDataParallel(model, process_group=mesh.gradients.get_group(), gradient_as_bucket_view=True)
 
 
 def _shard(model: GPTModel, processes: Processes) -> bool:
