@@ -120,7 +120,7 @@ def stored(folder: Path, mesh: LayoutMesh, device: torch.device) -> dict[str, An
     step(first)
     first.save()
     after = [step(first) for _ in range(2)]
-    first.finish_saving()
+    first.checkpoints.finish()
     second = opened(resume=True)
     second.seed()
     return {"equal": [step(second) for _ in range(2)] == after, "step": second.step}

@@ -23,7 +23,8 @@ from recollect.lab.train.files import remove, write_text
 FORMAT = 1
 CHANGEABLE = ("optim.steps", "step.memory_budget", "step.recompute")
 """Settings that a resumed run may change: what it recomputes changes no bit, and more steps are more steps."""
-_NAME = re.compile(r"step_\d{8}")
+# That of one process was a file, which is refused.
+_NAME = re.compile(r"step_\d{8}(\.pt)?")
 _MANIFEST = "manifest.json"
 _CHUNK_BYTES = 1 << 22
 
@@ -57,43 +58,29 @@ def environment() -> dict[str, Any]:
     }
 
 
-def rng_state(*, own_device: bool = False) -> dict[str, Any]:
-    """Return the states of all random number generators, as types that `weights_only` loading allows.
+def rng_state(device: torch.device) -> dict[str, Any]:
+    """Return the states of the random number generators of a run, as types that `weights_only` loading allows.
 
     Args:
-        own_device: of CUDA, that of the current device alone, for one process of several: it may have another place among
-            those of its machine when it starts again.
+        device: of its model.
     """
     name, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)  # noqa: NPY002 - the global one is meant
     return {
         "torch": torch.get_rng_state(),
-        "cuda": _cuda_states(own_device),
+        "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
         "python": random.getstate(),
         "numpy": (name, [int(key) for key in keys], position, has_gauss, gauss),
     }
 
 
-def set_rng_state(state: dict[str, Any]) -> None:
+def set_rng_state(state: dict[str, Any], device: torch.device) -> None:
     """Restore what `rng_state` returned."""
     torch.set_rng_state(state["torch"])
-    if len(state["cuda"]) == 1 and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"][0])
-    elif state["cuda"] and len(state["cuda"]) == torch.cuda.device_count():
-        torch.cuda.set_rng_state_all(state["cuda"])
+    if device.type == "cuda" and state["cuda"] is not None:
+        torch.cuda.set_rng_state(state["cuda"], device)
     random.setstate(state["python"])
     name, keys, position, has_gauss, gauss = state["numpy"]
     np.random.set_state((name, np.array(keys, np.uint32), position, has_gauss, gauss))  # noqa: NPY002
-
-
-def _cuda_states(own_device: bool) -> list[torch.Tensor]:
-    if not torch.cuda.is_available():
-        return []
-    return [torch.cuda.get_rng_state()] if own_device else torch.cuda.get_rng_state_all()
-
-
-def checkpoint_path(folder: Path, step: int) -> Path:
-    """Return the path of the checkpoint after `step` steps."""
-    return folder / f"step_{step:08d}"
 
 
 def list_checkpoints(folder: Path) -> list[Path]:

@@ -83,16 +83,12 @@ class PipelinePlans:
             error=PlanFormatError,
         )
         try:
-            return cls._read(data.decode())
+            root = read_document(data.decode(), format=_FORMAT, version=_VERSION, error=PlanFormatError)
+            root.keys(allowed=["format", "version", *(field.name for field in fields(cls))])
+            stages = tuple(tuple(_read_plan(plan) for plan in own.array()) for own in root.get("stages").array())
+            return cls(stages=stages, **root.arguments(cls))
         except (UnicodeDecodeError, PlanFormatError) as error:
             raise PlanFormatError(f"{path}: {error}") from None
-
-    @classmethod
-    def _read(cls, text: str) -> PipelinePlans:
-        root = read_document(text, format=_FORMAT, version=_VERSION, error=PlanFormatError)
-        root.keys(allowed=["format", "version", *(field.name for field in fields(cls))])
-        stages = tuple(tuple(_read_plan(plan) for plan in own.array()) for own in root.get("stages").array())
-        return cls(stages=stages, **root.arguments(cls))
 
     def to_text(self, _columns: int) -> str:
         """Return the table."""
@@ -151,6 +147,7 @@ def plan_stages(session: Session) -> PipelinePlans:
     exchange, ranks = session.trained.exchange, processes.ranks
     assert isinstance(exchange, PipelineExchange)
     schedule = exchange.step.schedule
+    same_stages = len(ranks.ranks) // processes.layout.pipeline_model_parallel_size
     found: dict[int, Profile] = {}
     plain_peaks_bytes: list[int] = []
 
@@ -166,13 +163,13 @@ def plan_stages(session: Session) -> PipelinePlans:
         return recollect.predict_pipeline(profiles, schedule, megatron_stage_plans(profiles, schedule, flags.recompute))
 
     def planned(loss_chunks: int, budget: int | str | None) -> PipelinePlan:
-        # All stages, or later the last one alone, in their processes. Those with the same stages record together; the first of
-        # them stands for all.
+        # All stages, or later the last one alone, in their processes. Those with the same stages, which are in a row, record
+        # together; the first of them stands for all.
         own = ranks.together(
             lambda: record_own_stages(session, exchange.rank, loss_chunks=loss_chunks, only_last=bool(found)),
             Place.START,
         )
-        for profiles in reversed(ranks.gather(own if processes.is_first_of_stage else {}, Place.START)):
+        for profiles in reversed(ranks.gather({} if processes.rank % same_stages else own, Place.START)):
             found.update(profiles)
         made = ranks.together(lambda: plan(budget) if processes.is_first else None, Place.PLANNED)
         result: PipelinePlan = ranks.gather(made, Place.PLANNED)[0]

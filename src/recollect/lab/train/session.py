@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -12,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from recollect.errors import CheckpointError
@@ -27,6 +25,7 @@ from recollect.lab.train.checkpoint import (
     list_checkpoints,
     read_manifest,
     refuse_damage,
+    rng_state,
     set_rng_state,
 )
 from recollect.lab.train.config import TrainConfig
@@ -114,20 +113,20 @@ class Session:
         """
         torch.manual_seed(self.config.step.seed + self.processes.random_rank + self.step * _SEEDS_APART)
         if self.rng is not None:
-            set_rng_state(self.rng)
+            set_rng_state(self.rng, self.device)
 
     def stored_state(self) -> StoredState:
         """Return the tensors of this process as checkpoints store them."""
         return StoredState(self.model, self.optimizer, self.processes.layout.tensor_model_parallel_size)
 
     def save(self) -> int:
-        """Write a checkpoint and return its step; several processes go on while it is written, until `finish_saving`.
+        """Write a checkpoint and return its step; several processes go on while it is written, until `checkpoints.finish`.
 
         Raises:
             CheckpointError: it cannot be written, or of several processes the one before it.
         """
         manifest = Manifest(self.step, self.identity, environment(), self.processes.spread, {})
-        self.checkpoints.start(self.stored_state(), manifest)
+        self.checkpoints.start(self.stored_state(), manifest, rng_state(self.device))
         return self.step
 
     def _batch(self, windows: Windows, position: int) -> tuple[Tensor, Tensor]:
@@ -139,7 +138,7 @@ def open_session(config: TrainConfig, processes: Processes = ONE_PROCESS) -> Ses
     """Build a run, or load it from its newest checkpoint if `config.run.resume`; call `seed` before its next step.
 
     Args:
-        config: the run.
+        config: the run, with a folder.
         processes: those of the run, in each of which this is called.
 
     Raises:
@@ -170,11 +169,15 @@ def open_session(config: TrainConfig, processes: Processes = ONE_PROCESS) -> Ses
         checkpoints=Checkpoints(
             folder / "checkpoints",
             keep=config.run.keep_checkpoints,
-            ranks=len(ranks.ranks),
+            processes=processes,
             timeout=timedelta(minutes=config.parallel.distributed_timeout_minutes),
         ),
     )
-    problem = None if newest is None else _damage(newest, processes)
+    problem = None
+    if newest is not None:
+        # Each looks for damage in its share of the files.
+        own = find_damage(newest, share=processes.rank, shares=len(ranks.ranks))
+        problem = next((found for found in ranks.gather(own, Place.START) if found is not None), None)
 
     def start() -> None:
         if processes.is_first:
@@ -188,15 +191,9 @@ def open_session(config: TrainConfig, processes: Processes = ONE_PROCESS) -> Ses
     return session
 
 
-def _damage(path: Path, processes: Processes) -> str | None:
-    """Have the processes look for damage, each in its share of the files."""
-    ranks = processes.ranks
-    own = find_damage(path, share=0 if ranks.is_alone else dist.get_rank(), shares=len(ranks.ranks))
-    return next((problem for problem in ranks.gather(own, Place.START) if problem is not None), None)
-
-
 def _find_start(config: TrainConfig) -> tuple[Path, Path | None]:
-    folder = config.run.run_dir or Path("runs") / time.strftime("%Y%m%d-%H%M%S")
+    folder = config.run.run_dir
+    assert folder is not None
     checkpoints = list_checkpoints(folder / "checkpoints")
     if config.run.resume or (config.run.load is not None and checkpoints):
         if not (folder / "config.json").is_file():
@@ -215,14 +212,8 @@ def _find_start(config: TrainConfig) -> tuple[Path, Path | None]:
 
 
 def _start_folder(session: Session) -> None:
-    try:
-        session.folder.mkdir(parents=True, exist_ok=True)
-        write_text(session.folder / "config.json", _config_text(session))
-    except OSError as problem:
-        raise CheckpointError(
-            f"run folder {session.folder}: cannot be written ({problem.strerror}), expected a writable folder. "
-            f"Choose another --run-dir."
-        ) from None
+    session.folder.mkdir(parents=True, exist_ok=True)
+    write_text(session.folder / "config.json", _config_text(session))
     for name in _PLAN_FILES:  # left by a start that was killed before its first checkpoint
         (session.folder / name).unlink(missing_ok=True)
 
@@ -259,9 +250,7 @@ def _resume(session: Session, path: Path, problem: str | None) -> None:
     if session.processes.is_first:
         _take_changes(session, found.identity, current)
     read_tensors(path, session.stored_state())
-    spread = session.processes.spread
-    rank = 0 if session.processes.ranks.is_alone else dist.get_rank()
-    session.rng = read_random_states(path, found, spread, rank)
+    session.rng = read_random_states(path, found, session.processes.spread, session.processes.rank)
     session.step = found.step
     _warn_of_changes(path, found.environment)
 

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torch.distributed.checkpoint.storage import WriteResult
@@ -39,15 +39,9 @@ from recollect.errors import CheckpointError
 from recollect.lab.models.gpt import GPTModel
 from recollect.lab.parallel.fused_rows import whole_rows
 from recollect.lab.parallel.tensor import fused_parameters
-from recollect.lab.train.checkpoint import (
-    Manifest,
-    checkpoint_path,
-    checksum_of,
-    keep_newest,
-    rng_state,
-    write_manifest,
-)
+from recollect.lab.train.checkpoint import Manifest, checksum_of, keep_newest, write_manifest
 from recollect.lab.train.files import publish, unpublished, write_atomically
+from recollect.lab.train.processes import Processes
 from recollect.recording.gathered_stage import free_gathered
 
 _MODEL, _OPTIMIZER = "model.", "optimizer."
@@ -58,7 +52,7 @@ Fused: TypeAlias = tuple[Sequence[int], int]
 class StoredState:
     """The tensors of a model and its optimizer that are in this process, by name.
 
-    Tensors are those of the run itself: what writes to them changes it, and `put_back` makes it so for copies, too.
+    Tensors are those of the run itself: what writes to them changes it.
 
     Args:
         model: spread or not.
@@ -73,36 +67,20 @@ class StoredState:
     """
 
     def __init__(self, model: GPTModel, optimizer: torch.optim.Optimizer, tensor_ranks: int) -> None:
-        self._model, self._optimizer = model, optimizer
         # Validation has no backward, which frees what forward gathered; the optimizer has the parts.
         free_gathered(model)
         options = StateDictOptions(flatten_optimizer_state_dict=True)
-        self._of_model, self._of_optimizer = get_state_dict(model, optimizer, options=options)
-        found: dict[str, Any] = {f"{_MODEL}{name}": tensor for name, tensor in self._of_model.items()}
-        found |= {f"{_OPTIMIZER}{n}": tensor for n, tensor in self._of_optimizer.items() if n.startswith(_STATE)}
+        of_model, of_optimizer = get_state_dict(model, optimizer, options=options)
+        found: dict[str, Any] = {f"{_MODEL}{name}": tensor for name, tensor in of_model.items()}
+        found |= {f"{_OPTIMIZER}{name}": tensor for name, tensor in of_optimizer.items() if name.startswith(_STATE)}
         self.tensors: dict[str, Tensor] = found
         self.tensor_ranks = tensor_ranks
-        self.fused = self._fused(model) if tensor_ranks > 1 else {}
-
-    def put_back(self) -> None:
-        """Give model and optimizer what the tensors hold now."""
-        set_state_dict(
-            self._model,
-            self._optimizer,
-            model_state_dict=self._of_model,
-            optim_state_dict=self._of_optimizer,
-            options=StateDictOptions(flatten_optimizer_state_dict=True),
-        )
-
-    def _fused(self, model: GPTModel) -> dict[str, Fused]:
-        found: dict[str, Fused] = {}
-        for name, reordered in fused_parameters(model).items():
-            shape = self.tensors[f"{_MODEL}{name}"].shape
-            found[f"{_MODEL}{name}"] = reordered
-            prefix = f"{_OPTIMIZER}{_STATE}{name}."
+        self.fused: dict[str, Fused] = {}
+        for name, reordered in fused_parameters(model).items() if tensor_ranks > 1 else ():
+            self.fused[f"{_MODEL}{name}"] = reordered
+            prefix, shape = f"{_OPTIMIZER}{_STATE}{name}.", found[f"{_MODEL}{name}"].shape
             # Not the number of its steps.
-            found |= {n: reordered for n, t in self.tensors.items() if n.startswith(prefix) and t.shape == shape}
-        return found
+            self.fused |= {n: reordered for n, t in found.items() if n.startswith(prefix) and t.shape == shape}
 
 
 def parts_of(tensor: Tensor, fused: Fused | None = None, ranks: int = 1) -> list[tuple[ChunkStorageMetadata, Tensor]]:
@@ -140,32 +118,33 @@ class Checkpoints:
     Args:
         folder: made if missing.
         keep: number of newest checkpoints to keep.
-        ranks: number of processes.
+        processes: those of the run.
         timeout: for an exchange of the processes.
     """
 
-    def __init__(self, folder: Path, *, keep: int, ranks: int, timeout: timedelta) -> None:
-        self._folder, self._keep = folder, keep
+    def __init__(self, folder: Path, *, keep: int, processes: Processes, timeout: timedelta) -> None:
+        self._folder, self._keep, self._processes = folder, keep, processes
         # A group of its own: its exchanges run beside those of the steps, in no order.
-        self._group = dist.new_group(backend="gloo", timeout=timeout, group_desc="checkpoints") if ranks > 1 else None
+        self._group = None
+        if not processes.ranks.is_alone:
+            self._group = dist.new_group(backend="gloo", timeout=timeout, group_desc="checkpoints")
         self._pending: Future[Any] | None = None
-        self._step = 0
+        self._path = folder
 
-    def start(self, stored: StoredState, manifest: Manifest) -> None:
+    def start(self, stored: StoredState, manifest: Manifest, random: dict[str, Any]) -> None:
         """Write the state, once the checkpoint before is there; several processes copy it, and begin to write.
 
         Args:
             stored: the state; the next step may change it as soon as this returns.
             manifest: without files.
+            random: the process's random number states.
 
         Raises:
             CheckpointError: this checkpoint, or of several processes the one before, could not be written.
         """
         self.finish()
-        self._step = manifest.step
-        path = checkpoint_path(self._folder, manifest.step)
-        rank = None if self._group is None else dist.get_rank()
-        writer = _Writer(path, manifest, rank=rank, keep=self._keep)
+        self._path = self._folder / f"step_{manifest.step:08d}"
+        writer = _Writer(self._path, manifest, random, rank=self._processes.rank, keep=self._keep)
         if self._group is None:
             with self._named_errors(), warnings.catch_warnings():
                 # That one process writes.
@@ -200,22 +179,20 @@ class Checkpoints:
             words = getattr(reason, "strerror", None) or (str(reason).splitlines() or [type(reason).__name__])[0]
             who, which = ("", "") if self._group is None else (f" by rank {rank}", ", the same for all processes")
             raise CheckpointError(
-                f"checkpoint {checkpoint_path(self._folder, self._step)}: cannot be written{who} ({words}), expected a "
-                f"writable folder with free space{which}. Older checkpoints are kept; free space or choose another --run-dir."
+                f"checkpoint {self._path}: cannot be written{who} ({words}), expected a writable folder with free space"
+                f"{which}. Older checkpoints are kept; free space or choose another --run-dir."
             ) from None
 
 
 class _Writer(FileSystemWriter):
     """Writes a checkpoint under another name, sums up what it wrote, and gives it its name at last."""
 
-    def __init__(self, path: Path, manifest: Manifest, *, rank: int | None, keep: int) -> None:
+    def __init__(self, path: Path, manifest: Manifest, random: dict[str, Any], *, rank: int, keep: int) -> None:
         self._unpublished = unpublished(path)
-        # All is on the CPU already. Else, on CUDA, the thread that writes would wait for the first device, in every process.
+        # Of several processes all is on the CPU already. Else, on CUDA, the threads that write would wait for the first device.
         super().__init__(self._unpublished, per_thread_copy_ahead=0)
         self._published, self._manifest = path, manifest
-        self._rank, self._keep = rank or 0, keep
-        # As they are now: the thread that writes comes later.
-        self._random = rng_state(own_device=rank is not None)
+        self._random, self._rank, self._keep = random, rank, keep
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
         """See `StorageWriter`."""
@@ -260,7 +237,6 @@ def read_tensors(path: Path, stored: StoredState) -> None:
             load(dict(stored.tensors), storage_reader=reader, planner=planner, no_dist=True)
     except CheckpointException as problem:
         raise CheckpointError(f"checkpoint {path}: {next(iter(problem.failures.values()))[0]}") from None
-    stored.put_back()
 
 
 def read_random_states(path: Path, manifest: Manifest, layout: dict[str, Any], rank: int) -> dict[str, Any] | None:
