@@ -172,7 +172,6 @@ def measure_cost(folder: Path) -> None:
     import torch.distributed as dist
 
     from recollect.lab.train import config as flags
-    from recollect.lab.train.optimizer_step import train_step
     from recollect.lab.train.processes import joined_processes
     from recollect.lab.train.session import open_session
 
@@ -193,14 +192,7 @@ def measure_cost(folder: Path) -> None:
         def step() -> float:
             dist.barrier()
             begin = time.perf_counter()
-            train_step(
-                session.trained.wrapped,
-                session.optimizer,
-                list(session.batches(session.step)),
-                accumulation=session.own_micro_batches,
-                clip_norm=1.0,
-                exchange=session.trained.exchange,
-            )
+            session.trained.step(list(session.batches(session.step)), clip_norm=1.0)
             session.step += 1
             return time.perf_counter() - begin
 
@@ -211,11 +203,11 @@ def measure_cost(folder: Path) -> None:
             session.save()
             row["copied after"] = time.perf_counter() - begin
             row["step after"] = step()
-            session.finish_saving()
+            session.checkpoints.finish()
             row["written after"] = time.perf_counter() - begin
             begin = time.perf_counter()
             session.save()
-            session.finish_saving()
+            session.checkpoints.finish()
             row["written at once"] = time.perf_counter() - begin
             rows.append(row)
         newest = max((folder / "cost" / "checkpoints").iterdir())

@@ -232,7 +232,7 @@ MUTATIONS = (
         "changed-bytes-loaded",
         "a file of a checkpoint whose bytes have changed is loaded",
         "lab",
-        (("if checksum_of(path) != [size, crc]:", "if False:"),),
+        (("if checksum_of(path / name) != [size, crc]:", "if False:"),),
     ),
     Mutation(
         "changed-manifest-loaded",

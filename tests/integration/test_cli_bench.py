@@ -16,7 +16,7 @@ import torch
 from recollect.applying import applied_to
 from recollect.cli import main
 from recollect.lab.bench.measure import measure
-from recollect.lab.bench.settings import KeepAll, MemoryBudget, parse_setting
+from recollect.lab.bench.settings import Setting, parse_setting
 from recollect.lab.bench.subject import Subject
 from recollect.lab.models.gpt import GPTModel
 from recollect.lab.models.sizes import NAMED_CONFIGS
@@ -152,7 +152,7 @@ import ctypes, resource, sys
 import torch
 from pathlib import Path
 from recollect.lab.bench.measure import measure
-from recollect.lab.bench.settings import KeepAll, MemoryBudget
+from recollect.lab.bench.settings import parse_setting
 from recollect.lab.bench.subject import Subject
 from recollect.lab.models.architectures import llama_config
 from recollect.lab.models.gpt import GPTModel
@@ -182,7 +182,7 @@ def limit_memory(text):
         now = 1024 * int(next(line for line in status.splitlines() if line.startswith("VmSize")).split()[1])
         resource.setrlimit(resource.RLIMIT_AS, (now + int(sys.argv[1]), resource.getrlimit(resource.RLIMIT_AS)[1]))
 
-settings = [KeepAll(), MemoryBudget("55%")]
+settings = [parse_setting("none"), parse_setting("memory_budget 55%")]
 found = measure(
     subject, settings, model_flops=1.0, rounds=1, memory_limit_bytes=None, report=limit_memory
 )
@@ -265,7 +265,7 @@ def test_flags_that_do_not_parse(args: list[str], message: str, capsys: pytest.C
 
 
 def test_a_budget_in_bytes_is_a_setting() -> None:
-    assert parse_setting("memory_budget 1048576") == MemoryBudget("1048576")
+    assert parse_setting("memory_budget 1048576") == Setting({"memory_budget": "1048576"})
 
 
 def test_megatrons_words_are_measured(tmp_path: Path) -> None:
@@ -321,7 +321,7 @@ def test_a_reference_that_runs_out_of_memory_late_is_replaced() -> None:
         num_tokens=256,
         device=torch.device("cpu"),
     )
-    settings = [KeepAll(), parse_setting("full uniform 1"), MemoryBudget("80%")]
+    settings = [parse_setting(text) for text in ("none", "full uniform 1", "memory_budget 80%")]
     found = measure(subject, settings, model_flops=1.0, rounds=2, memory_limit_bytes=None, report=lambda text: None)
     plain, full, lean = found.rows
     assert (plain.result, plain.note, plain.step_s) == ("OOM", "CUDA out of memory, in fragments", None)

@@ -1,4 +1,4 @@
-"""Checkpoints of several processes: the same bits in every layout, whole or not there, and refused when they are damaged."""
+"""Checkpoints of several processes, and of one: the same bits in every layout, whole or not there, refused when damaged."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from asked_cases import AskedCases, asked_cases
 from checkpoint_ranks import EVERY, EXPERT_LAYOUTS, FIRST, LAYOUTS, OLDER, STEPS, copy_of, losses_of, settings
 from rank_processes import run_ranks, start_ranks
 from recollect.errors import CheckpointError
-from recollect.lab.train.checkpoint import find_damage, keep_newest, list_checkpoints, load_checkpoint, refuse_damage
-from recollect.lab.train.files import remove_partial
+from recollect.lab.train.checkpoint import find_damage, list_checkpoints, refuse_damage
 from recollect.lab.train.session import open_session
 from tiers import long_but
 from training_runs import losses, wait_for_steps, write_text
@@ -86,9 +85,9 @@ def test_one_process_goes_on_from_four(found: AskedCases, folder: Path) -> None:
     copy_of(folder, "plain", "plain as one")
     resumed = losses_of(settings(folder, "plain as one", resume=True))["losses"]
     assert resumed == pytest.approx(whole[EVERY:], rel=2e-6)
-    # A folder of four processes, then a file of one.
-    names = [path.name for path in list_checkpoints(folder / "plain_as_one" / "checkpoints")]
-    assert names == [OLDER, f"{NEWEST}.pt"]
+    # A folder of four processes, then one of a single process.
+    paths = list_checkpoints(folder / "plain_as_one" / "checkpoints")
+    assert [(path.name, len([*path.glob("random_*")])) for path in paths] == [(OLDER, 4), (NEWEST, 1)]
 
 
 @pytest.mark.usefixtures("alone", "alone_with_experts")
@@ -102,19 +101,17 @@ def test_what_is_stored_is_the_whole_model_whatever_the_layout(
     """One process writes, each layout reads what the one before wrote, one process reads: not a bit has changed."""
     # Each goes on from the one before.
     rows = [found[f"rewritten{kind}: {earlier}"] for earlier in range(number + 1)]
-    written = load_checkpoint(folder / f"alone{kind}".replace(" ", "_") / "checkpoints" / f"{OLDER}.pt")
+    if not (folder / f"as_one{kind}".replace(" ", "_")).exists():
+        copy_of(folder, f"alone{kind}", f"as one{kind}")
+    written = open_session(settings(folder, f"as one{kind}", resume=True, steps=20))
+    assert written.step == EVERY
     name = f"rewritten{kind} as one {number}"
     copy_of(folder, f"rewritten{kind} {number}", name, newest=EVERY + number + 1)
     session = open_session(settings(folder, name, resume=True, steps=20))
     assert session.step == EVERY + number + 1, rows
-    read = session.model.state_dict()
-    assert read.keys() == written.model.keys()
-    assert all(torch.equal(read[key], written.model[key]) for key in read)
-    state = session.optimizer.state_dict()["state"]
-    assert state.keys() == written.optimizer["state"].keys()
-    for index, values in state.items():
-        for kind, value in values.items():
-            assert torch.equal(value, written.optimizer["state"][index][kind]), (index, kind)
+    read, expected = session.stored_state().tensors, written.stored_state().tensors
+    assert read.keys() == expected.keys()
+    assert [key for key in read if not torch.equal(read[key], expected[key])] == []
 
 
 @pytest.mark.parametrize("case", BUILT)
@@ -147,18 +144,6 @@ def test_a_failed_write_is_an_error_in_all_processes(found: AskedCases) -> None:
     first = found["full"][0]["error"]
     assert f"{OLDER}: cannot be written by rank 0 (Not a directory), expected a writable folder" in first
     assert {row["error"] for row in found["full"]} == {first}
-
-
-def test_only_the_newest_are_kept_of_either_kind(tmp_path: Path) -> None:
-    for step in (1, 3):
-        (tmp_path / f"step_{step:08d}").mkdir()
-        (tmp_path / f"step_{step:08d}" / "manifest.json").write_text("{}")
-        (tmp_path / f"step_{step + 1:08d}.pt").write_text("")
-    (tmp_path / "step_00000005.partial").mkdir()
-    keep_newest(tmp_path, 2)
-    assert [path.name for path in list_checkpoints(tmp_path)] == ["step_00000003", "step_00000004.pt"]
-    remove_partial(tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000003", "step_00000004.pt"]
 
 
 def damage_truncate(path: Path) -> None:

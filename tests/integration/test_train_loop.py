@@ -56,8 +56,10 @@ def test_it_learns_and_validates(tmp_path: Path) -> None:
 def test_bf16_learns_with_fp32_weights(tmp_path: Path) -> None:
     outcome = run(tmp_path, steps=30, learning_rate=3e-3, precision="bf16", warmup_steps=5)
     assert outcome.records[-1].loss < outcome.records[0].loss - 1
-    checkpoint = torch.load(next((tmp_path / "run" / "checkpoints").iterdir()), weights_only=True)
-    assert {value.dtype for value in checkpoint["model"].values()} == {torch.float32}
+    resumed = open_session(
+        config(tmp_path, steps=30, learning_rate=3e-3, precision="bf16", warmup_steps=5, resume=True)
+    )
+    assert {value.dtype for value in resumed.model.state_dict().values()} == {torch.float32}
 
 
 def test_equal_runs_are_equal_to_the_bit_and_seeds_matter(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 from command_lines import DOCUMENTED
 from indexed_files import write_dataset
 from recollect.cli import main
+from recollect.lab.train.files import remove
 from training_runs import losses, start
 
 pytestmark = pytest.mark.integration
@@ -140,7 +141,7 @@ def test_a_megatron_command_line_as_a_process_stopped_and_resumed(tmp_path: Path
     other = tmp_path / "other"
     process = start("train", *line, "--save", other, "--load", other)
     process.communicate()
-    (other / "checkpoints" / "step_00000006.pt").unlink()
+    remove(other / "checkpoints" / "step_00000006")
     process = start("train", *line, "--save", other, "--load", other)
     output, errors = process.communicate()
     assert process.returncode == 0, errors

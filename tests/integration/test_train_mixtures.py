@@ -11,9 +11,9 @@ import torch
 from recollect.engine.content import has_same_bits
 from recollect.lab.models.gpt import GPTModel
 from recollect.lab.models.sizes import NAMED_CONFIGS
-from recollect.lab.train.checkpoint import list_checkpoints, load_checkpoint
 from recollect.lab.train.optimizer_step import train_step, validation_loss
-from training_runs import kill_after, losses, run, start, write_text
+from recollect.lab.train.session import open_session
+from training_runs import config, kill_after, losses, run, start, write_text
 
 pytestmark = pytest.mark.integration
 
@@ -31,7 +31,8 @@ def test_a_budget_changes_neither_losses_nor_biases(size: str, tmp_path: Path) -
     assert lean.measured_peak_bytes is not None
     assert lean.measured_peak_bytes <= budget_bytes
     states = [
-        load_checkpoint(list_checkpoints(tmp_path / name / "checkpoints")[-1]).model for name in ("plain", "lean")
+        open_session(config(tmp_path, run_dir=tmp_path / name, size=size, resume=True, **SIZE)).model.state_dict()
+        for name in ("plain", "lean")
     ]
     assert all(has_same_bits(states[0][name], states[1][name]) for name in states[0])
     biases = [tensor for name, tensor in states[0].items() if name.endswith("expert_bias")]

@@ -18,7 +18,7 @@ from rich.console import Console
 
 from recollect.errors import CheckpointError
 from recollect.lab.train.checkpoint import list_checkpoints
-from recollect.lab.train.files import only_run_in
+from recollect.lab.train.files import only_run_in, remove
 from recollect.lab.train.loop import train
 from recollect.lab.train.records import Outcome
 from recollect.lab.train.session import open_session
@@ -68,7 +68,7 @@ def test_interrupt_ends_after_the_step_with_a_checkpoint(tmp_path: Path) -> None
     last_step = max(losses(run_dir))
     assert 3 <= last_step < STEPS
     assert f"Stopped after step {last_step}; resume with" in output
-    assert list_checkpoints(run_dir / "checkpoints")[-1].name == f"step_{last_step:08d}.pt"
+    assert list_checkpoints(run_dir / "checkpoints")[-1].name == f"step_{last_step:08d}"
 
 
 def test_random_number_states_are_restored(tmp_path: Path) -> None:
@@ -129,7 +129,7 @@ def test_resumed_run_takes_another_budget_without_changing_a_bit(tmp_path: Path)
     run(tmp_path, run_dir=tmp_path / "whole", steps=8, memory_budget="90%", **size)
     run_dir = tmp_path / "run"
     shutil.copytree(tmp_path / "whole", run_dir)
-    (run_dir / "checkpoints" / "step_00000008.pt").unlink()
+    remove(run_dir / "checkpoints" / "step_00000008")
     first = Plan.load(run_dir / "plan.json")
     outcome, said = resumed(tmp_path, steps=8, memory_budget="80%", **size)
     assert "resuming after step 6 with memory_budget 80% (before: 90%)" in said

@@ -69,7 +69,7 @@ def copy_of(folder: Path, source: str, name: str, *, newest: int = EVERY) -> Non
     shutil.copytree(folder / source.replace(" ", "_"), target)
     for path in (target / "checkpoints").iterdir():
         if int(path.name[5:13]) > newest:
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+            shutil.rmtree(path)
 
 
 def losses_of(config: TrainConfig) -> dict[str, Any]:
@@ -102,7 +102,7 @@ def rewritten(folder: Path, kind: str, number: int) -> dict[str, Any]:
         session.seed()
         session.step += 1
         session.save()
-        session.finish_saving()
+        session.checkpoints.finish()
     return {}
 
 

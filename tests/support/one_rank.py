@@ -113,14 +113,14 @@ def stored(folder: Path, mesh: LayoutMesh, device: torch.device) -> dict[str, An
         session.optimizer.step()
         session.optimizer.zero_grad()
         session.step += 1
-        return session.trained.exchange.mean(loss)
+        return session.trained.exchange.mean([loss])
 
     first = opened(resume=False)
     first.seed()
     step(first)
     first.save()
     after = [step(first) for _ in range(2)]
-    first.finish_saving()
+    first.checkpoints.finish()
     second = opened(resume=True)
     second.seed()
     return {"equal": [step(second) for _ in range(2)] == after, "step": second.step}

@@ -19,8 +19,8 @@ from recollect.lab.bench.machine import few_objects, keep_freed_memory, processo
 from recollect.lab.bench.measure import measure
 from recollect.lab.bench.model_flops import model_flops
 from recollect.lab.bench.report import as_csv, as_markdown, notes, result_table, title
-from recollect.lab.bench.results import BenchResults, check_comparable, compared, warn_of_versions
-from recollect.lab.bench.settings import MegatronSetting, Setting, named_settings, parse_setting, read_settings
+from recollect.lab.bench.results import BenchResults, check_comparable, compared
+from recollect.lab.bench.settings import Setting, named_settings, parse_setting, read_settings
 from recollect.lab.bench.subject import Subject
 from recollect.lab.models.config import TransformerConfig
 from recollect.lab.train.optimizer_step import resolve_device
@@ -65,8 +65,7 @@ def _run(
     subject = build_subject(command, device)
     workload, machine, versions = _workload(command, subject), _machine(device), _versions()
     if golden is not None and command.golden is not None:
-        check_comparable(golden, command.golden, workload=workload, machine=machine)
-        warn_of_versions(golden, command.golden, versions)
+        check_comparable(golden, command.golden, workload=workload, machine=machine, versions=versions)
     measured = measure(
         subject,
         settings,
@@ -102,7 +101,7 @@ def settings_of(command: Bench) -> list[Setting]:
         BenchError: a setting cannot be read, or two have the same name.
     """
     words = command.recompute.fields()
-    found: list[Setting] = [MegatronSetting(words)] if words else []
+    found = [Setting(words)] if words else []
     found += [parse_setting(text) for text in command.setting]
     found += [] if command.settings is None else read_settings(command.settings)
     return named_settings(found)

@@ -18,7 +18,7 @@ from recollect.cli.output import check_folder, describe_step, wide_console, writ
 from recollect.cli.recorded_step import step_recorder
 from recollect.errors import RecollectError
 from recollect.integrations.megatron import TrainingSetting, megatron_plan
-from recollect.lab.bench.settings import MegatronSetting
+from recollect.lab.bench.settings import Setting
 from recollect.planning.explain import Explained, Explanation, LayerGroup, explain_plan
 from recollect.plans.text import label_paths
 from recollect.printing import print_line
@@ -56,7 +56,7 @@ def run_explain(command: Explain, console: Console) -> None:
             "--yaml FILE. To plan for a budget instead: recollect plan --memory-budget 60%."
         )
     words = {**(file.recompute if file else {}), **command.recompute.fields()}
-    config = MegatronSetting(words).config
+    config = Setting(words).config
     profile, setting = _recorded(command, file, console, host_link=config.cpu_offloading or bool(config.offloaded))
     explanation = explain_plan(profile, megatron_plan(profile, config, setting))
     show(explanation, profile, console, with_names=command.names)

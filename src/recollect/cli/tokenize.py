@@ -27,8 +27,8 @@ def run_tokenize(command: Tokenize, console: Console) -> None:
             f"--output-prefix {prefix}: the files already exist, expected new ones. Remove them or choose another prefix."
         )
     tokenizer = open_tokenizer(command.tokenizer)
-    documents = read_documents(command.data, text_field=command.text_field)
-    ids = (list(encoded) for encoded in tokenizer.encode(document.text for document in documents))
+    texts = read_documents(command.data, text_field=command.text_field)
+    ids = (list(encoded) for encoded in tokenizer.encode(texts))
     write_indexed_dataset(prefix, ids, vocab_size=tokenizer.vocab_size)
     written = IndexedDataset(prefix)
     print_line(

@@ -76,7 +76,7 @@ _NO_EFFECT = {
         "--log-validation-ppl-to-tensorboard"
     ),
     "all sequences are equally long": "--calculate-per-token-loss",
-    "a checkpoint holds the whole run: a file of one process, or a folder of several, written beside the next steps": (
+    "a checkpoint holds the whole run: a folder, which several processes write beside the next steps": (
         "--ckpt-format= --dist-ckpt-format= --async-save --use-dist-ckpt --auto-detect-ckpt-format "
         "--ckpt-fully-parallel-save"
     ),

@@ -16,7 +16,7 @@ from recollect.errors import BenchError, BudgetTooSmallError
 from recollect.integrations.megatron import megatron_plan
 from recollect.lab.bench.race import Contestant, Race, percentile
 from recollect.lab.bench.results import Row
-from recollect.lab.bench.settings import KeepAll, MemoryBudget, Setting
+from recollect.lab.bench.settings import Setting
 from recollect.lab.bench.subject import Subject
 from recollect.planning.choose import Planner
 
@@ -131,7 +131,7 @@ class _Session:
 
     def entry(self, setting: Setting, blank: Row) -> _Entry:
         """Return a setting with its plan, marked as OOM if it is predicted not to fit."""
-        row = replace(blank, name=setting.name, fields=setting.fields())
+        row = replace(blank, name=setting.name, fields=setting.fields)
         try:
             plan = self._plan(setting)
         except BudgetTooSmallError as problem:
@@ -193,9 +193,9 @@ class _Session:
 
     def _plan(self, setting: Setting) -> Plan | None:
         """Return a setting's plan; None for no recompute."""
-        if isinstance(setting, KeepAll):
+        if setting.is_plain:
             return None
-        if isinstance(setting, MemoryBudget):
+        if setting.budget is not None:
             return self.planner.plan(setting.budget)
         return megatron_plan(self.planner.profile, setting.config)
 

@@ -19,12 +19,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from recollect.lab.models.config import TransformerConfig
 
-CAUSAL_FRACTION = 0.5
-"""Fraction of the [seq, seq] scores left by a causal mask, with the diagonal counted as half."""
-
 
 def model_flops(
-    config: TransformerConfig, *, num_sequences: int, seq_length: int, attention_fraction: float = CAUSAL_FRACTION
+    config: TransformerConfig, *, num_sequences: int, seq_length: int, attention_fraction: float = 0.5
 ) -> float:
     """Return the FLOPs of one training step.
 
@@ -32,7 +29,8 @@ def model_flops(
         config: the model.
         num_sequences: sequences in the step, over all micro-batches.
         seq_length: tokens per sequence.
-        attention_fraction: fraction of the scores that counts; 1 for unfused attention, which computes all of them.
+        attention_fraction: fraction of the [seq, seq] scores that counts: half by a causal mask, with the diagonal counted as
+            half; 1 for unfused attention, which computes all of them.
 
     Returns:
         FLOPs of forward and backward without recompute.
@@ -44,21 +42,15 @@ def model_flops(
         >>> model_flops(config, num_sequences=1, seq_length=4) == 3 * (layer + logits)
         True
     """
-    depths = config.mtp_num_layers or 0
-    pairs = attention_fraction * seq_length
-    per_token = sum(
-        config.layer_weights(layer, config.moe_router_topk) + pairs * _attention_channels(config)
-        for layer in range(config.num_layers + depths)
-    )
-    per_token += config.vocab_size * config.hidden_size * (1 + depths)
-    per_token += depths * 2 * config.hidden_size * config.hidden_size  # each depth joins two streams into one
-    return 3.0 * 2 * num_sequences * seq_length * per_token
-
-
-def _attention_channels(config: TransformerConfig) -> int:
-    """Return the multiply-adds of core attention for one query and one key, over all heads."""
     if config.multi_latent_attention:
         channels = config.qk_head_dim + config.qk_pos_emb_head_dim + config.v_head_dim
     else:
         channels = 2 * config.kv_channels
-    return config.num_attention_heads * channels
+    # Multiply-adds of core attention for one query, over all heads.
+    attention = attention_fraction * seq_length * config.num_attention_heads * channels
+    depths = config.mtp_num_layers or 0
+    layers = range(config.num_layers + depths)
+    per_token = sum(config.layer_weights(layer, config.moe_router_topk) + attention for layer in layers)
+    per_token += config.vocab_size * config.hidden_size * (1 + depths)
+    per_token += depths * 2 * config.hidden_size * config.hidden_size  # each depth joins two streams into one
+    return 3.0 * 2 * num_sequences * seq_length * per_token

@@ -99,24 +99,20 @@ class Race(Generic[One]):
         """Run as many rounds as fit into `seconds`, but at least `least_rounds`; Ctrl+C ends this and all later calls."""
         if self.is_interrupted or not groups:
             return
+        begin, num_done = time.perf_counter(), 0
         try:
             with few_objects():
-                self._run(groups, seconds, least_rounds)
+                while True:
+                    elapsed_s = time.perf_counter() - begin
+                    if num_done >= max(1, least_rounds) and elapsed_s + elapsed_s / num_done > seconds:
+                        return
+                    self._round(groups)
+                    num_done += 1
+                    elapsed_s = time.perf_counter() - begin
+                    self._report(f"round {num_done}, {elapsed_s:.0f} s of {max(seconds, elapsed_s):.0f} s")
         except KeyboardInterrupt:
             self.is_interrupted = True
             self._report("interrupted: continuing with the results so far")
-
-    def _run(self, groups: Sequence[Sequence[One]], seconds: float, least_rounds: int) -> None:
-        begin = time.perf_counter()
-        num_done = 0
-        while True:
-            elapsed_s = time.perf_counter() - begin
-            if num_done >= max(1, least_rounds) and elapsed_s + elapsed_s / num_done > seconds:
-                return
-            self._round(groups)
-            num_done += 1
-            elapsed_s = time.perf_counter() - begin
-            self._report(f"round {num_done}, {elapsed_s:.0f} s of {max(seconds, elapsed_s):.0f} s")
 
     def _round(self, groups: Sequence[Sequence[One]]) -> None:
         before_s = self._reference()

@@ -103,21 +103,11 @@ def as_markdown(results: BenchResults) -> str:
 
 def as_csv(results: BenchResults) -> str:
     """Return the rows with all their numbers, unrounded, in bytes, seconds and FLOPs."""
-    names = [
-        *(
-            "name",
-            "result",
-            "note",
-            "tflops",
-            "hardware_tflops",
-            "versus_golden",
-            "golden_name",
-            "step_s",
-            "step_p20_s",
-        ),
-        *("step_p80_s", "tokens_per_s", "slowdown", "slowdown_p20", "slowdown_p80", "predicted_slowdown", "peak_bytes"),
-        *("predicted_peak_bytes", "reserved_bytes", "model_flops", "hardware_flops", "num_tokens"),
-    ]
+    names = (
+        "name result note tflops hardware_tflops versus_golden golden_name step_s step_p20_s step_p80_s tokens_per_s slowdown "
+        "slowdown_p20 slowdown_p80 predicted_slowdown peak_bytes predicted_peak_bytes reserved_bytes model_flops "
+        "hardware_flops num_tokens"
+    ).split()
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(names)

@@ -18,7 +18,6 @@ from recollect.warning import warn_user
 
 Result = Literal["ok", "faster", "perf regression", "memory regression", "OOM", "OOM (predicted)"]
 """OOM: the step ran out of memory, or its measured peak exceeds the limit. Predicted: it was expected to, and did not run."""
-REGRESSIONS: tuple[Result, ...] = ("perf regression", "memory regression")
 
 _FORMAT = "recollect.bench"
 _VERSION = 1
@@ -117,7 +116,8 @@ class BenchResults:
     @property
     def has_regression(self) -> bool:
         """Whether a setting is slower or larger than its golden result allows, or no longer fits."""
-        return any(row.result in REGRESSIONS or (row.is_oom and row.golden_name == row.name) for row in self.rows)
+        regressions = ("perf regression", "memory regression")
+        return any(row.result in regressions or (row.is_oom and row.golden_name == row.name) for row in self.rows)
 
     def to_json(self) -> str:
         """Return the document; `from_json` reads it back."""
@@ -177,29 +177,28 @@ def _mapping(place: Field) -> dict[str, Any]:
 
 
 def check_comparable(
-    golden: BenchResults, path: Path, *, workload: Mapping[str, Any], machine: Mapping[str, Any]
+    golden: BenchResults,
+    path: Path,
+    *,
+    workload: Mapping[str, Any],
+    machine: Mapping[str, Any],
+    versions: Mapping[str, Any],
 ) -> None:
-    """Check that stored results belong to the step and machine to be measured.
+    """Check that stored results belong to the step and machine to be measured, and warn of other versions.
+
+    Comparing versions may be the point.
 
     Raises:
         BenchError: names what differs.
     """
     for what, stored, now in (("model or step", golden.workload, workload), ("machine", golden.machine, machine)):
-        found = differences(stored, now)
-        if found:
+        if found := differences(stored, now):
             raise BenchError(
                 f"golden results {path}: from another {what} ({found}), expected the same one. Measure new ones with "
                 "--save-golden, or change the flags."
             )
-
-
-def warn_of_versions(golden: BenchResults, path: Path, versions: Mapping[str, Any]) -> None:
-    """Warn if stored results were measured with other versions; comparing versions may be the point."""
-    found = differences(golden.versions, versions)
-    if found:
-        warn_user(
-            f"golden results {path}: measured with other versions ({found}), which may explain differences.",
-        )
+    if found := differences(golden.versions, versions):
+        warn_user(f"golden results {path}: measured with other versions ({found}), which may explain differences.")
 
 
 def differences(stored: Mapping[str, Any], now: Mapping[str, Any]) -> str:

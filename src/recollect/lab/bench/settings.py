@@ -13,73 +13,57 @@ from recollect.errors import BenchError
 from recollect.integrations.megatron import RecomputeConfig
 from recollect.quantities import check_budget
 
-_GRANULARITY = "recompute_granularity"
+_GRANULARITY, _BUDGET = "recompute_granularity", "memory_budget"
+KEEP_ALL: Mapping[str, Any] = {_GRANULARITY: None}
 _SPELLINGS = "'none', 'selective core_attn,layernorm', 'full uniform 4', 'full block 2' or 'memory_budget 60%'"
 
 
 @dataclass(frozen=True)
-class KeepAll:
-    """No recompute."""
+class Setting:
+    """What to recompute.
 
-    name: str = "none"
+    Attributes:
+        fields: as in a settings file: `memory_budget`, bytes or a percentage of the peak without recompute; or Megatron's
+            names, of which missing ones have its defaults.
+        name: in messages and tables; default: the setting in a few words.
+    """
 
-    def fields(self) -> dict[str, Any]:
-        """Return the setting as in a settings file."""
-        return {_GRANULARITY: None}
-
-
-@dataclass(frozen=True)
-class MegatronSetting:
-    """Fields of Megatron's recompute configuration; missing ones have its defaults."""
-
-    settings: Mapping[str, Any]
+    fields: Mapping[str, Any]
     name: str = ""
 
     def __post_init__(self) -> None:
         if not self.name:
-            object.__setattr__(self, "name", _name_of(self.settings))
+            object.__setattr__(self, "name", _name_of(self.fields))
+        if self.budget is not None:
+            check_budget(self.budget, device_bytes=1)
 
-    def fields(self) -> dict[str, Any]:
-        """Return the setting as in a settings file."""
-        return dict(self.settings)
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing is recomputed."""
+        return self.fields == KEEP_ALL
+
+    @property
+    def budget(self) -> str | None:
+        """The memory budget, if it is one."""
+        return self.fields.get(_BUDGET)
 
     @property
     def config(self) -> RecomputeConfig:
-        """The configuration with defaults, checked against Megatron's rules.
+        """Megatron's configuration with defaults, checked against its rules.
 
         Raises:
             BenchError: an unknown name.
             ConfigError, NotYetError: see `RecomputeConfig`.
         """
         known = [field.name for field in dataclasses.fields(RecomputeConfig)]
-        for name in self.settings:
+        for name in self.fields:
             if name not in known:
                 close = difflib.get_close_matches(str(name), known, n=1)
                 meant = f" Did you mean {close[0]!r}?" if close else ""
                 raise BenchError(
                     f"setting {self.name!r}: got {name!r}, expected names of Megatron's recompute settings.{meant}"
                 )
-        return RecomputeConfig(**self.settings)
-
-
-@dataclass(frozen=True)
-class MemoryBudget:
-    """The plan for a budget, in bytes or as a percentage of the peak without recompute."""
-
-    budget: str
-    name: str = ""
-
-    def __post_init__(self) -> None:
-        if not self.name:
-            object.__setattr__(self, "name", f"memory_budget {self.budget}")
-        check_budget(self.budget, device_bytes=1)
-
-    def fields(self) -> dict[str, Any]:
-        """Return the setting as in a settings file."""
-        return {"memory_budget": self.budget}
-
-
-Setting = KeepAll | MegatronSetting | MemoryBudget
+        return RecomputeConfig(**self.fields)
 
 
 def parse_setting(text: str) -> Setting:
@@ -93,19 +77,19 @@ def parse_setting(text: str) -> Setting:
         BenchError: anything else.
 
     Example:
-        >>> parse_setting("selective core_attn,layernorm").fields()
+        >>> parse_setting("selective core_attn,layernorm").fields
         {'recompute_granularity': 'selective', 'recompute_modules': ('core_attn', 'layernorm')}
         >>> parse_setting("full uniform 4").name, parse_setting("memory_budget 60%").name
         ('full uniform 4', 'memory_budget 60%')
     """
     first, *rest = text.split() or [""]
     if first == "none" and not rest:
-        return KeepAll()
-    if first == "memory_budget" and rest:
-        return MemoryBudget(" ".join(rest))
+        return Setting(KEEP_ALL)
+    if first == _BUDGET and rest:
+        return Setting({_BUDGET: " ".join(rest)})
     if first == "selective":
         modules = tuple(name for word in rest for name in word.split(",") if name)
-        return MegatronSetting({_GRANULARITY: "selective", **({"recompute_modules": modules} if modules else {})})
+        return Setting({_GRANULARITY: "selective", **({"recompute_modules": modules} if modules else {})})
     if first == "full":
         values: dict[str, Any] = {_GRANULARITY: "full"}
         for word in rest:
@@ -113,7 +97,7 @@ def parse_setting(text: str) -> Setting:
                 int(word) if word.isdecimal() else word
             )
         if len(values) == 1 + len(rest):
-            return MegatronSetting(values)
+            return Setting(values)
     raise BenchError(f"setting {text!r}: cannot be read, expected {_SPELLINGS}.")
 
 
@@ -166,16 +150,14 @@ def _setting(entry: Any, where: str) -> Setting:
         if isinstance(values.get(key), str):
             values[key] = tuple(part.strip() for part in values[key].split(","))
     name = str(entry.get("name", ""))
-    if "memory_budget" in values:
+    if _BUDGET in values:
         if len(values) > 1:
-            others = ", ".join(key for key in values if key != "memory_budget")
+            others = ", ".join(key for key in values if key != _BUDGET)
             raise BenchError(
                 f"{where}: got memory_budget with {others}, expected a single way to choose what to recompute."
             )
-        return MemoryBudget(str(values["memory_budget"]), name)
-    if not values or values == {_GRANULARITY: None}:
-        return KeepAll(name or "none")
-    return MegatronSetting(values, name)
+        values[_BUDGET] = str(values[_BUDGET])
+    return Setting(values or KEEP_ALL, name)
 
 
 def named_settings(settings: Sequence[Setting]) -> list[Setting]:
@@ -186,12 +168,12 @@ def named_settings(settings: Sequence[Setting]) -> list[Setting]:
         ConfigError, NotYetError: settings clash, or are not supported yet.
     """
     found = list(settings)
-    if not any(isinstance(setting, KeepAll) for setting in found):
-        found.insert(0, KeepAll())
+    if not any(setting.is_plain for setting in found):
+        found.insert(0, Setting(KEEP_ALL))
     for setting in found:
-        if isinstance(setting, MegatronSetting):
+        if setting.budget is None:
             setting.config  # noqa: B018 - report clashing settings before the work begins
-    found.sort(key=lambda setting: not isinstance(setting, KeepAll))
+    found.sort(key=lambda setting: not setting.is_plain)
     seen: set[str] = set()
     for setting in found:
         if setting.name in seen:
@@ -202,6 +184,10 @@ def named_settings(settings: Sequence[Setting]) -> list[Setting]:
 
 def _name_of(values: Mapping[str, Any]) -> str:
     """Name a setting as `parse_setting` spells it, followed by its other fields."""
+    if values == KEEP_ALL:
+        return "none"
+    if _BUDGET in values:
+        return f"{_BUDGET} {values[_BUDGET]}"
     parts = [str(values.get(_GRANULARITY))]
     parts += [str(values[key]) for key in ("recompute_method", "recompute_num_layers") if key in values]
     if values.get("recompute_modules") is not None:

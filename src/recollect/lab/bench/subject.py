@@ -94,29 +94,26 @@ class Subject:
 
     def hardware_flops(self) -> float:
         """Run one step and count the FLOPs of its matrix products."""
-        with FlopCount() as count:
+        with (count := FlopCount()):
             self.step()
-        flops: float = count.flops
-        return flops
+        return count.flops
 
     @torch.no_grad()
     def forward_flops(self) -> float:
         """Run a forward without gradients and return the FLOPs of all forwards of a step."""
-        with FlopCount() as count:
+        with (count := FlopCount()):
             self.model(**self.batch)
-        flops: float = count.flops
-        return flops * self.num_microbatches
+        return count.flops * self.num_microbatches
 
     def record(self) -> Profile:
         """Record the step for the planner."""
-        profile: Profile = recollect.record(
+        return recollect.record(
             self.model,
             self.batch,
             optimizer=self.optimizer,
             holds_output=False,
             gradients="accumulated" if self.num_microbatches > 1 else "freed",
         )
-        return profile
 
     def clean_up(self) -> None:
         """Free what a step that ran out of memory left behind."""

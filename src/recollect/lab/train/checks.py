@@ -4,21 +4,22 @@ from __future__ import annotations
 
 
 def at_least(flags: object, least: int, *names: str) -> None:
-    """Check that flags are at least `least`.
+    """Check that flags that are given are at least `least`.
 
     Raises:
         ValueError: names the first flag below, and its value.
     """
     for name in names:
-        if getattr(flags, name) < least:
-            raise ValueError(f"{name}: got {getattr(flags, name)}, expected at least {least}.")
+        value = getattr(flags, name)
+        if value is not None and value < least:
+            raise ValueError(f"{name}: got {value}, expected at least {least}.")
 
 
-def within(flags: object, name: str, low: float, high: float) -> None:
+def within(name: str, value: float, low: float, high: float) -> None:
     """Check that a flag is between `low` and `high`.
 
     Raises:
         ValueError: names the flag and its value.
     """
-    if not low <= getattr(flags, name) <= high:
-        raise ValueError(f"{name}: got {getattr(flags, name)}, expected {low:g} to {high:g}.")
+    if not low <= value <= high:
+        raise ValueError(f"{name}: got {value}, expected {low:g} to {high:g}.")

@@ -44,7 +44,7 @@ class DataFlags:
 
     def __post_init__(self) -> None:
         at_least(self, 1, "seq_length")
-        within(self, "validation_fraction", 0.0, 0.5)
+        within("validation_fraction", self.validation_fraction, 0.0, 0.5)
         given = [name for name in ("data", "data_path", "train_data_path") if getattr(self, name)]
         if len(given) > 1:
             raise ValueError(f"{given[1]}: given with {given[0]}, expected one of them. Remove one.")
@@ -140,6 +140,10 @@ class ProfileFlags:
                 f"{self.profile_step_start}: the trace ends before that step."
             )
 
+    def covers(self, step: int) -> bool:
+        """Return whether `step` (from 1) is traced, in one of the processes."""
+        return self.profile and self.profile_step_start <= step < self.profile_step_end
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunFlags:
@@ -173,12 +177,8 @@ class RunFlags:
     """First measure seven steps without recompute, to compare with the plan; needs enough memory for them."""
 
     def __post_init__(self) -> None:
-        at_least(self, 0, "checkpoint_every", "validate_every")
-        at_least(self, 1, "keep_checkpoints", "validation_batches")
-        if self.eval_iters is not None:
-            at_least(self, 0, "eval_iters")
-        if self.log_interval is not None:
-            at_least(self, 1, "log_interval")
+        at_least(self, 0, "checkpoint_every", "validate_every", "eval_iters")
+        at_least(self, 1, "keep_checkpoints", "validation_batches", "log_interval")
         if self.resume and self.run_dir is None:
             raise ValueError("resume: got it without --run-dir, expected the folder of the run to go on with.")
         if self.load is not None and (self.run_dir is None or self.load.resolve() != self.run_dir.resolve()):

@@ -7,17 +7,18 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from recollect.errors import DataError
 from recollect.lab.train.config import DataFlags
-from recollect.lab.train.documents import Document, Tokenizer, Tokens, open_tokenizer, read_documents
+from recollect.lab.train.documents import Tokenizer, Tokens, open_tokenizer, read_documents
 from recollect.lab.train.indexed_dataset import IndexedDataset, content_samples
 from recollect.lab.train.windows import BlendedWindows, PackedDocuments, TokenWindows, Windows
 
 _SIDES = ("training", "validation", "test")
+_Side: TypeAlias = tuple[list[tuple[Path, float | None]], float, float]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -73,10 +74,10 @@ def load_corpus(flags: DataFlags, *, seed: int, vocab_size: int | None = None) -
 
 
 def _split_text(tokenizer: Tokenizer, flags: DataFlags) -> tuple[Tokens, Tokens]:
-    documents = read_documents(flags.data, text_field=flags.text_field)
-    held_out = [_hash_fraction(document) < flags.validation_fraction for document in documents]
+    texts = read_documents(flags.data, text_field=flags.text_field)
+    held_out = [_hash_fraction(text) < flags.validation_fraction for text in texts]
     training, validation = (
-        _encode(tokenizer, [d.text for d, is_held in zip(documents, held_out, strict=True) if is_held is side])
+        _encode(tokenizer, [text for text, is_held in zip(texts, held_out, strict=True) if is_held is side])
         for side in (False, True)
     )
     if flags.validation_fraction and not (training.size and validation.size):
@@ -86,8 +87,8 @@ def _split_text(tokenizer: Tokenizer, flags: DataFlags) -> tuple[Tokens, Tokens]
     return training, validation
 
 
-def _hash_fraction(document: Document) -> float:
-    return int.from_bytes(hashlib.sha256(document.text.encode()).digest()[:8], "big") / 2.0**64
+def _hash_fraction(text: str) -> float:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") / 2.0**64
 
 
 def _encode(tokenizer: Tokenizer, texts: list[str]) -> Tokens:
@@ -116,24 +117,23 @@ def _load_indexed(flags: DataFlags, seed: int, vocab_size: int | None) -> Corpus
             "indexed dataset: got neither --vocab-size nor --tokenizer, expected one of them, because the files do not store "
             "the size of the vocabulary. Give --vocab-size N or the tokenizer that made them."
         )
-    shares = parse_split(flags.split) if flags.data_path else None
-    blends = _blends(flags, shares)
-    digest = hashlib.sha256(repr((shares, [[weight for _, weight in blend] for blend in blends])).encode())
+    proportions = _sides(flags)
+    digest = hashlib.sha256(repr([([weight for _, weight in blend], *share) for blend, *share in proportions]).encode())
     datasets: dict[Path, IndexedDataset] = {}
-    for prefix, _ in [*blends[0], *blends[1]]:
+    for prefix in (prefix for blend, *_ in proportions for prefix, _ in blend):
         if prefix not in datasets:
             datasets[prefix] = IndexedDataset(prefix)
             for block in content_samples(datasets[prefix]):
                 digest.update(block)
     sides: list[Windows | None] = []
-    for side, blend in enumerate(blends):
+    for side, (blend, begin, end) in enumerate(proportions):
         sources: list[PackedDocuments] = []
         weights: list[float] = []
         for prefix, weight in blend:
             dataset = datasets[prefix]
             source = PackedDocuments(
                 dataset,
-                _sequences(len(dataset), shares, side),
+                (round(begin * len(dataset)), round(end * len(dataset))),
                 seq_length=flags.seq_length,
                 seed=None if side else seed,
                 vocab_size=vocab_size,
@@ -199,23 +199,13 @@ def parse_split(text: str) -> tuple[float, float, float]:
     return training, validation, test
 
 
-def _blends(
-    flags: DataFlags, shares: tuple[float, float, float] | None
-) -> tuple[list[tuple[Path, float | None]], list[tuple[Path, float | None]]]:
-    """Return the sources of training and validation; an empty list for a side that is off."""
-    if shares is None:
-        return parse_blend(flags.train_data_path, "--train-data-path"), parse_blend(
-            flags.valid_data_path, "--valid-data-path"
-        )
-    blend = parse_blend(flags.data_path, "--data-path")
-    return (blend if shares[0] else []), (blend if shares[1] else [])
-
-
-def _sequences(count: int, shares: tuple[float, float, float] | None, side: int) -> tuple[int, int]:
-    """Return the sequences of a side, from and to (exclusive); the shares follow one another in the file."""
-    if shares is None:
-        return 0, count
-    return round(sum(shares[:side]) * count), round(sum(shares[: side + 1]) * count)
+def _sides(flags: DataFlags) -> list[_Side]:
+    """Return what training and validation read: sources, and their share of each in its order, from and to."""
+    if not flags.data_path:
+        whole = ((flags.train_data_path, "--train-data-path"), (flags.valid_data_path, "--valid-data-path"))
+        return [(parse_blend(words, flag), 0.0, 1.0) for words, flag in whole]
+    blend, shares = parse_blend(flags.data_path, "--data-path"), parse_split(flags.split)
+    return [(blend if shares[side] else [], sum(shares[:side]), sum(shares[: side + 1])) for side in (0, 1)]
 
 
 def _check_has_windows(source: PackedDocuments, prefix: Path, flags: DataFlags, side: int) -> None:

@@ -10,9 +10,8 @@ import itertools
 import json
 import sysconfig
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,15 +30,7 @@ _NOT_LIBRARY = frozenset(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Document:
-    """A text, and its name for error messages."""
-
-    name: str
-    text: str
-
-
-def read_documents(paths: tuple[Path, ...] = (), *, text_field: str = "text") -> list[Document]:
+def read_documents(paths: tuple[Path, ...] = (), *, text_field: str = "text") -> list[str]:
     """Read all documents, folders in sorted order.
 
     Args:
@@ -47,47 +38,39 @@ def read_documents(paths: tuple[Path, ...] = (), *, text_field: str = "text") ->
         text_field: JSONL field with the text.
 
     Returns:
-        At least one document, all with text. In folders, hidden files are skipped, and files that are not UTF-8 text are
+        The texts, at least one, none empty. In folders, hidden files are skipped, and files that are not UTF-8 text are
         skipped with a warning.
 
     Raises:
         DataError: a path does not exist, a named file is not text, a JSONL line is broken, or there is no text at all.
 
     Example:
-        >>> read_documents()[0].name
-        '__future__.py'
+        >>> "Record of phased-in incompatible language changes" in read_documents()[0]  # __future__.py
+        True
     """
     if not paths:
-        return list(_standard_library())
-    documents = [document for path in paths for document in _read_path(path, text_field)]
+        texts = (path.read_text(encoding="utf-8", errors="replace") for path in library_files())
+        return [text for text in texts if text]
+    documents: list[str] = []
+    for path in paths:
+        if not (path.is_dir() or path.is_file()):
+            raise DataError(
+                f"training data {path}: no such file or folder, expected a text file, a .jsonl file or a folder. Check --data."
+            )
+        documents += _read_folder(path, text_field) if path.is_dir() else _read_file(path, text_field)
     if not documents:
         names = ", ".join(str(path) for path in paths)
         raise DataError(f"training data {names}: got no text, expected at least one document. Check --data.")
     return documents
 
 
-def _standard_library() -> Iterator[Document]:
+def library_files() -> list[Path]:
+    """Return the source files of the standard library, sorted."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    for path in sorted(root.rglob("*.py")):
-        relative = path.relative_to(root)
-        text = path.read_text(encoding="utf-8", errors="replace")
-        if text and not _NOT_LIBRARY.intersection(relative.parts):
-            yield Document(relative.as_posix(), text)
+    return [path for path in sorted(root.rglob("*.py")) if not _NOT_LIBRARY.intersection(path.relative_to(root).parts)]
 
 
-def _read_path(path: Path, text_field: str) -> Iterator[Document]:
-    if path.is_dir():
-        yield from _read_folder(path, text_field)
-    elif path.is_file():
-        yield from _read_file(path, text_field)
-    else:
-        raise DataError(
-            f"training data {path}: no such file or folder, expected a text file, a .jsonl file or a folder. "
-            f"Check --data."
-        )
-
-
-def _read_folder(folder: Path, text_field: str) -> Iterator[Document]:
+def _read_folder(folder: Path, text_field: str) -> Iterator[str]:
     skipped: list[Path] = []
     for path in sorted(folder.rglob("*")):
         is_hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
@@ -111,7 +94,7 @@ def _is_text(data: bytes) -> bool:
     return b"\0" not in data
 
 
-def _read_file(path: Path, text_field: str) -> Iterator[Document]:
+def _read_file(path: Path, text_field: str) -> Iterator[str]:
     try:
         data = path.read_bytes()
     except OSError as problem:
@@ -123,10 +106,10 @@ def _read_file(path: Path, text_field: str) -> Iterator[Document]:
     if path.suffix == ".jsonl":
         yield from _read_jsonl(path, data.decode(), text_field)
     elif data:
-        yield Document(str(path), data.decode())
+        yield data.decode()
 
 
-def _read_jsonl(path: Path, content: str, text_field: str) -> Iterator[Document]:
+def _read_jsonl(path: Path, content: str, text_field: str) -> Iterator[str]:
     # split("\n"), not splitlines(), which also breaks at U+2028 and others that JSON strings may contain.
     for number, line in enumerate(content.split("\n"), start=1):
         if not line.strip():
@@ -150,17 +133,7 @@ def _read_jsonl(path: Path, content: str, text_field: str) -> Iterator[Document]
                 f"{sorted(record)[:8]}, expected text in it. Name the field with --text-field."
             )
         if text:
-            yield Document(where, text)
-
-
-class Tokenizer(Protocol):
-    """Maps text to token ids, and ends each document with a separator if the vocabulary has one."""
-
-    name: str
-    vocab_size: int
-
-    def encode(self, texts: Iterable[str]) -> Iterator[list[int] | bytes]:
-        """Yield the ids of each text."""
+            yield text
 
 
 class ByteTokenizer:
@@ -209,6 +182,10 @@ class FileTokenizer:
         while some := list(itertools.islice(rest, _ENCODE_AT_ONCE)):
             for encoded in self._tokenizer.encode_batch(some, add_special_tokens=False):
                 yield encoded.ids + self._separator
+
+
+Tokenizer: TypeAlias = ByteTokenizer | FileTokenizer
+"""Maps text to token ids, and ends each document with a separator if the vocabulary has one."""
 
 
 def open_tokenizer(path: Path | None, *, vocab_size: int | None = None) -> Tokenizer:

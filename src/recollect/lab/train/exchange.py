@@ -66,21 +66,17 @@ class Exchange:
         """Scale gradients down to a norm, that of all parameters everywhere; return their norm before."""
         return nn.utils.clip_grad_norm_(parameters, max_norm).item()
 
-    def mean(self, value: Tensor) -> float:
-        """Return the mean of a number over the ranks of data parallelism."""
-        return value.item()
-
-    def mean_of_all(self, losses: Sequence[Tensor], total: int | None) -> float:
+    def mean(self, losses: Sequence[Tensor], total: int | None = None) -> float:
         """Return the mean of the losses of all ranks of data parallelism.
 
         Args:
             losses: of this rank, in the order of its batches; what is there beyond its share of `total` does not count.
-            total: number of losses that count, on all ranks; None: all of one rank.
+            total: number of losses that count, on all ranks; None: all.
         """
         return torch.stack(list(losses)).mean().item()
 
 
-class _RanksExchange(Exchange):
+class RanksExchange(Exchange):
     """A step of several processes.
 
     Args:
@@ -147,13 +143,9 @@ class _RanksExchange(Exchange):
         norms = [nn.utils.get_total_norm(found) for found in gradients.values()]
         return math.hypot(*(one.full_tensor().item() if isinstance(one, DTensor) else one.item() for one in norms))
 
-    def mean(self, value: Tensor) -> float:
+    def mean(self, losses: Sequence[Tensor], total: int | None = None) -> float:
         """See `Exchange`."""
-        return self._sum(value.detach().clone()) / self._ranks
-
-    def mean_of_all(self, losses: Sequence[Tensor], total: int | None) -> float:
-        """See `Exchange`."""
-        assert total is not None
+        total = total or len(losses) * self._ranks
         own = losses[: len(range(self._place, total, self._ranks))]
         return self._sum(torch.stack([torch.zeros_like(losses[0]), *own]).sum()) / total
 
@@ -163,7 +155,7 @@ class _RanksExchange(Exchange):
         return value.item()
 
 
-class PipelineExchange(_RanksExchange):
+class PipelineExchange(RanksExchange):
     """A step of several processes that share the layers.
 
     Args:
@@ -221,18 +213,6 @@ class PipelineExchange(_RanksExchange):
             work.wait()
         for gradient, other in zip(own, others, strict=True):
             gradient.add_(other)
-
-
-def exchange_of(processes: Processes, trained: nn.Module) -> Exchange:
-    """Return what the processes of a run exchange in a step.
-
-    Args:
-        processes: all of them.
-        trained: what runs in training: the model, or what wraps it.
-    """
-    if processes.mesh is None:
-        return Exchange()
-    return _RanksExchange(processes, processes.mesh, trained)
 
 
 def local_part(tensor: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ The index, little-endian (Megatron-LM, megatron/core/datasets/indexed_dataset.py
     int32[n]  ids in each sequence
     int64[n]  offset of each sequence in the .bin, in bytes
     int64[m]  first sequence of each document, then n
-    int8[n]   mode of each sequence; in multimodal files only
+    int8[n]   mode of each sequence, which is not read; in multimodal files only
 
 Files for language models have one sequence per document.
 """
@@ -46,7 +46,6 @@ class IndexedDataset:
         dtype: dtype of the ids in the file.
         lengths: ids in each sequence, int32.
         document_indices: first sequence of each document, then the number of sequences; int64.
-        modes: mode of each sequence, int8; None in files without modes.
 
     Raises:
         DataError: a file is missing, truncated, of another format or version, without ids, or does not match the other.
@@ -77,15 +76,13 @@ class IndexedDataset:
         dtype, sequences, documents = _read_header(index)
         self.dtype: np.dtype[Any] = np.dtype(dtype)
         raw = np.memmap(index, np.uint8, "r")
-        has_modes = _has_modes(index, raw.size, sequences, documents)
+        _check_size(index, raw.size, sequences, documents)
         offset = _HEADER.size
         self.lengths: NDArray[np.int32] = np.frombuffer(raw, "<i4", sequences, offset)
         offset += self.lengths.nbytes
         self._pointers: NDArray[np.int64] = np.frombuffer(raw, "<i8", sequences, offset)
         offset += self._pointers.nbytes
         self.document_indices: NDArray[np.int64] = np.frombuffer(raw, "<i8", documents, offset)
-        offset += self.document_indices.nbytes
-        self.modes: NDArray[np.int8] | None = np.frombuffer(raw, np.int8, sequences, offset) if has_modes else None
         self._check_entries()
         self._data = np.memmap(data, np.uint8, "r")
 
@@ -196,7 +193,7 @@ def _read_header(path: Path) -> tuple[str, int, int]:
     return dtype, sequences, documents
 
 
-def _has_modes(path: Path, size: int, sequences: int, documents: int) -> bool:
+def _check_size(path: Path, size: int, sequences: int, documents: int) -> None:
     without = _HEADER.size + sequences * (4 + 8) + documents * 8
     if size < without:
         raise _truncated(path, size, without)
@@ -204,7 +201,6 @@ def _has_modes(path: Path, size: int, sequences: int, documents: int) -> bool:
         raise _foreign(
             path, f"{size} bytes where {sequences} sequences need {without}, or {without + sequences} with modes"
         )
-    return size != without
 
 
 def _truncated(path: Path, size: int, expected: int) -> DataError:

@@ -28,8 +28,6 @@ from recollect.lab.train.optimizer_step import (
     learning_rate_at,
     measure_step,
     resolve_device,
-    set_learning_rate,
-    train_step,
     validation_loss,
 )
 from recollect.lab.train.pipeline_plans import PipelinePlans
@@ -39,7 +37,6 @@ from recollect.lab.train.records import LiveDisplay, Log, MetricsFile, Outcome, 
 from recollect.lab.train.session import Session, open_session
 from recollect.measuring.device_memory import memory_bytes
 from recollect.measuring.host_memory import check_host_budget
-from recollect.plans.plan import Plan
 from recollect.printing import print_line
 from recollect.quantities import check_budget
 from recollect.ranks.group import Place
@@ -80,33 +77,39 @@ def train(config: TrainConfig, *, console: Console | None = None) -> Outcome:
     """
     console = console or Console()
     with contextlib.ExitStack() as stack:
-        stop = StopRequest()
+        stop = threading.Event()
         if num_processes() > 1:
             # When a process ends, torchrun sends the others SIGTERM, and they shall still say why they end.
-            stack.enter_context(stop)
+            stack.enter_context(stop_requests(stop))
         processes = stack.enter_context(joined_processes(config))
         ranks = processes.ranks
         if config.step.memory_budget is not None:
             # Not before: each process has its own device from here on, and the others would wait for one with another budget.
             check_budget(config.step.memory_budget, device_bytes=memory_bytes(resolve_device(config.step.device)))
             check_host_budget(config.step.host_budget)
+        if config.run.run_dir is None:
+            named = Path("runs") / time.strftime("%Y%m%d-%H%M%S")
+            config = dataclasses.replace(config, run=dataclasses.replace(config.run, run_dir=named))
         if not ranks.is_alone:
             config = _on_ranks(config, processes)
         if not processes.is_first:
             console = Console(quiet=True)
         stack.enter_context(deterministic_kernels(wanted=config.step.deterministic))
         print_line(console, "Reading data and building the model")
-        config = _in_folder(config)
         ranks.together(lambda: _lock_folder(config, stack) if processes.is_first else None, Place.START)
         session = open_session(config, processes)
         print_line(console, _describe(session))
         plan, baseline = prepare(session, console)
         if plan is not None:
-            stack.enter_context(_applied(session, plan))
+            stack.enter_context(
+                plan.applied(session)
+                if isinstance(plan, PipelinePlans)
+                else recollect.apply(session.trained.wrapped, plan, group=processes.plan_group)
+            )
         budget_bytes = None if plan is None else plan.budget_bytes
         logs = _open_logs(session, console, budget_bytes, stack) if processes.is_first else []
         if ranks.is_alone:
-            stack.enter_context(stop)
+            stack.enter_context(stop_requests(stop))
         records = _run(session, logs, stop)
     return Outcome(
         records=tuple(records),
@@ -121,19 +124,12 @@ def train(config: TrainConfig, *, console: Console | None = None) -> Outcome:
     )
 
 
-def _applied(session: Session, plan: Plan | PipelinePlans) -> contextlib.AbstractContextManager[object]:
-    if isinstance(plan, PipelinePlans):
-        return plan.applied(session)
-    return recollect.apply(session.trained.wrapped, plan, group=session.processes.plan_group)
-
-
 def _on_ranks(config: TrainConfig, processes: Processes) -> TrainConfig:
     """Return the configuration of a run of several processes, with the same folder in all of them."""
     # A pipeline needs a micro-batch for each of its ranks.
     optim = config.optim.on_ranks(processes.data_ranks * processes.layout.pipeline_model_parallel_size)
-    config = _in_folder(dataclasses.replace(config, optim=optim))
     folder = processes.ranks.gather(config.run.run_dir, Place.START)[0]
-    return dataclasses.replace(config, run=dataclasses.replace(config.run, run_dir=folder))
+    return dataclasses.replace(config, optim=optim, run=dataclasses.replace(config.run, run_dir=folder))
 
 
 def _lock_folder(config: TrainConfig, stack: contextlib.ExitStack) -> None:
@@ -142,31 +138,23 @@ def _lock_folder(config: TrainConfig, stack: contextlib.ExitStack) -> None:
         stack.enter_context(only_run_in(folder))
 
 
-def _in_folder(config: TrainConfig) -> TrainConfig:
-    """Return the configuration with a run folder: the given one, or a new name."""
-    if config.run.run_dir is not None:
-        return config
-    named = Path("runs") / time.strftime("%Y%m%d-%H%M%S")
-    return dataclasses.replace(config, run=dataclasses.replace(config.run, run_dir=named))
-
-
-def _run(session: Session, logs: list[Log], stop: StopRequest) -> list[StepRecord]:
+def _run(session: Session, logs: list[Log], stop: threading.Event) -> list[StepRecord]:
     records: list[StepRecord] = []
     flags = session.config
     measured = {session.step + 1, flags.optim.steps - 1}
     is_free = session.device.type == "cuda"  # elsewhere the meter slows steps down and cannot run with a profiler
-    trace = StepTrace(flags.profile, session.folder / "profile" if session.processes.is_first else None)
+    traces = session.folder / "profile" if session.processes.is_first else None
     session.seed()
     saved_step = session.step
     is_stopped = False
     while session.step < flags.optim.steps:
         # One process that is to stop stops them all, before the same step.
-        is_stopped = not session.processes.ranks.all_of([not stop.is_set], Place.NEXT_STEP)[0]
+        is_stopped = not session.processes.ranks.all_of([not stop.is_set()], Place.NEXT_STEP)[0]
         if is_stopped:
             break
         is_measured = flags.run.log_memory_to_tensorboard or session.step in measured
-        is_measured = is_free or (is_measured and not trace.covers(session.step + 1))
-        with trace.around(session.step + 1):
+        is_measured = is_free or (is_measured and not flags.profile.covers(session.step + 1))
+        with traced(session.step + 1, flags.profile, traces):
             record = _take_step(session, is_measured=is_measured)
         records.append(record)
         for log in logs:
@@ -175,7 +163,7 @@ def _run(session: Session, logs: list[Log], stop: StopRequest) -> list[StepRecor
             saved_step = session.save()
     if session.step != saved_step:
         session.save()
-    session.finish_saving()
+    session.checkpoints.finish()
     if is_stopped:
         for log in logs:
             log.note(f"Stopped after step {session.step}; resume with --run-dir {session.folder} --resume")
@@ -185,18 +173,12 @@ def _run(session: Session, logs: list[Log], stop: StopRequest) -> list[StepRecor
 def _take_step(session: Session, *, is_measured: bool) -> StepRecord:
     flags = session.config.optim
     learning_rate = learning_rate_at(session.step, flags)
-    set_learning_rate(session.optimizer, learning_rate)
+    for group in session.optimizer.param_groups:
+        group["lr"] = learning_rate
     batches = list(session.batches(session.step))
 
     def step() -> tuple[float, float]:
-        return train_step(
-            session.trained.wrapped,
-            session.optimizer,
-            batches,
-            accumulation=session.own_micro_batches,
-            clip_norm=flags.clip_norm,
-            exchange=session.trained.exchange,
-        )
+        return session.trained.step(batches, clip_norm=flags.clip_norm)
 
     start_s = time.perf_counter()
     peak_bytes = None
@@ -223,10 +205,8 @@ def _take_step(session: Session, *, is_measured: bool) -> StepRecord:
 
 
 def _validate(session: Session) -> float | None:
-    is_last = session.step == session.config.optim.steps
-    if session.corpus.validation is None or session.config.num_validation_batches == 0:
-        return None
-    if not (is_last or _is_due(session.step, session.config.run.validate_every)):
+    is_due = session.step == session.config.optim.steps or _is_due(session.step, session.config.run.validate_every)
+    if session.corpus.validation is None or session.config.num_validation_batches == 0 or not is_due:
         return None
     return validation_loss(
         session.trained.wrapped,
@@ -277,64 +257,45 @@ def _describe(session: Session) -> str:
     )
 
 
-class StepTrace:
-    """Trace each of the steps chosen by `flags` into a separate file.
+@contextlib.contextmanager
+def traced(step: int, flags: ProfileFlags, folder: Path | None) -> Iterator[None]:
+    """In a with-block, trace a step into `folder/step_00000010.json`, if `flags` choose it; None: in another process."""
+    if folder is None or not flags.covers(step):
+        yield
+        return
+    activities = [ProfilerActivity.CPU]
+    if torch.cuda.is_available():
+        activities.append(ProfilerActivity.CUDA)
+    with torch.profiler.profile(activities=activities, record_shapes=True, profile_memory=True) as profiler:
+        yield
+    folder.mkdir(parents=True, exist_ok=True)
+    profiler.export_chrome_trace(str(folder / f"step_{step:08d}.json"))
 
-    Args:
-        flags: which steps, if any.
-        folder: folder of `step_00000010.json` and so on; created with the first one. None: in another process, which traces.
+
+@contextlib.contextmanager
+def stop_requests(stop: threading.Event) -> Iterator[None]:
+    """In a with-block, let the first SIGINT or SIGTERM only set `stop`; the second one ends the process.
+
+    Outside of the main thread signals cannot be caught, and `stop` stays unset.
     """
+    previous: dict[signal.Signals, Any] = {}
 
-    def __init__(self, flags: ProfileFlags, folder: Path | None) -> None:
-        self._flags = flags
-        self._folder = folder
-
-    def covers(self, step: int) -> bool:
-        """Return whether `step` (from 1) is traced, here or in another process."""
-        return self._flags.profile and self._flags.profile_step_start <= step < self._flags.profile_step_end
-
-    @contextlib.contextmanager
-    def around(self, step: int) -> Iterator[None]:
-        """Trace a with-block, if `step` is to be traced."""
-        if not self.covers(step) or self._folder is None:
-            yield
-            return
-        activities = [ProfilerActivity.CPU]
-        if torch.cuda.is_available():
-            activities.append(ProfilerActivity.CUDA)
-        with torch.profiler.profile(activities=activities, record_shapes=True, profile_memory=True) as profiler:
-            yield
-        self._folder.mkdir(parents=True, exist_ok=True)
-        profiler.export_chrome_trace(str(self._folder / f"step_{step:08d}.json"))
-
-
-class StopRequest:
-    """In a with-block, the first SIGINT or SIGTERM only sets `is_set`; the second one ends the process.
-
-    Outside of the main thread signals cannot be caught, and `is_set` stays False.
-    """
-
-    def __init__(self) -> None:
-        self.is_set = False
-        self._previous: dict[signal.Signals, Any] = {}
-
-    def __enter__(self) -> StopRequest:
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self._previous[number] = signal.signal(number, self._on_signal)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._restore()
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self.is_set = True
-        self._restore()
-
-    def _restore(self) -> None:
-        for number, handler in self._previous.items():
+    def restore() -> None:
+        for number, handler in previous.items():
             signal.signal(number, handler)
-        self._previous.clear()
+        previous.clear()
+
+    def on_signal(_number: int, _frame: FrameType | None) -> None:
+        stop.set()
+        restore()
+
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM):
+            previous[number] = signal.signal(number, on_signal)
+    try:
+        yield
+    finally:
+        restore()
 
 
 @contextlib.contextmanager

@@ -40,7 +40,7 @@ _runs = itertools.count()
 
 @contextmanager
 def named_errors(ranks: Ranks) -> Iterator[None]:
-    """Let an error in the block name the process that it began in; see `PeerWatch` for one that hears of no error.
+    """Let an error in the block name the process that it began in; see `peer_watch` for one that hears of no error.
 
     Args:
         ranks: the processes of the run, in each of which this is called.
@@ -52,29 +52,19 @@ def named_errors(ranks: Ranks) -> Iterator[None]:
     key = f"recollect/run/{next(_runs)}"
     last_words = LastWords(key, ranks)
     try:
-        with PeerWatch(key, last_words, ranks):
+        with peer_watch(key, last_words, ranks):
             yield
     except Exception as error:
-        own = _first_cause(error)
-        cause = last_words.exchange(meeting_place(), _text(own), is_lost=_is_lost(own))
-        if cause is None or not _is_lost(own):
+        own: BaseException = error
+        # PyTorch's pipelines raise an error of their own from what a stage raises; one of recollect says all.
+        while own.__cause__ is not None and not isinstance(own, RecollectError):
+            own = own.__cause__
+        text = str(own) if isinstance(own, RecollectError) else f"{type(own).__name__}: {own}"
+        is_lost = isinstance(own, dist.DistError) or any(word in str(own) for word in _LOST)
+        cause = last_words.exchange(meeting_place(), text, is_lost=is_lost)
+        if cause is None or not is_lost:
             raise
         raise RecordError(cause) from error
-
-
-def _first_cause(error: BaseException) -> BaseException:
-    """Return what an error of PyTorch was raised from, as pipelines do with what a stage raises; one of recollect says all."""
-    while error.__cause__ is not None and not isinstance(error, RecollectError):
-        error = error.__cause__
-    return error
-
-
-def _is_lost(error: BaseException) -> bool:
-    return isinstance(error, dist.DistError) or any(word in str(error) for word in _LOST)
-
-
-def _text(error: BaseException) -> str:
-    return str(error) if isinstance(error, RecollectError) else f"{type(error).__name__}: {error}"
 
 
 class LastWords:
@@ -127,12 +117,9 @@ class LastWords:
 
     def _cause(self, store: Any) -> str | None:
         """Wait a little for the notes of all, and read them."""
-        keys = dict(self._keys)
-        try:
-            store.wait(list(keys.values()), timedelta(seconds=_ANSWER_S))
-        except dist.DistStoreError:
-            keys = {rank: key if store.check([key]) else "" for rank, key in keys.items()}
-        notes = {rank: json.loads(store.get(key)) if key else None for rank, key in keys.items()}
+        with suppress(dist.DistStoreError):
+            store.wait(list(self._keys.values()), timedelta(seconds=_ANSWER_S))
+        notes = {rank: json.loads(store.get(key)) if store.check([key]) else None for rank, key in self._keys.items()}
         for rank, note in notes.items():
             if note is not None and not note["is_lost"]:
                 return f"rank {rank} of {len(notes)} failed, so that none goes on: {note['text']}"
@@ -149,8 +136,9 @@ def _note(text: str, *, is_lost: bool) -> str:
     return json.dumps({"is_lost": is_lost, "text": text})
 
 
-class PeerWatch:
-    """In a with-block, ends this process soon after another one of the block has failed or ended, unless it leaves the block.
+@contextmanager
+def peer_watch(key: str, last_words: LastWords, ranks: Ranks) -> Iterator[None]:
+    """In a with-block, end this process soon after another one of the block has failed or ended, unless it leaves the block.
 
     Over gloo a wait for a process that has failed or ended fails within a moment. On CUDA it does not: the device waits in a
     kernel of NCCL, and Python waits for the device, where it hears neither of the others nor of signals. So a thread listens
@@ -161,61 +149,58 @@ class PeerWatch:
         last_words: theirs.
         ranks: the processes.
     """
-
-    def __init__(self, key: str, last_words: LastWords, ranks: Ranks) -> None:
-        self._key, self._last_words = key, last_words
-        self._rank = dist.get_rank()
-        self._entered_keys = {rank: f"{key}/entered/{rank}" for rank in ranks.ranks}
-        # The other one may be waiting, too.
-        self._store = _own_connection()
-        self._is_over = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="PeerWatch", daemon=True)
-
-    def __enter__(self) -> PeerWatch:
-        if (place := _host()) is not None and self._store.has_extended_api():
-            self._store.append(f"{self._key}/processes/{place}", f"{self._rank} {os.getpid()} {_begin(os.getpid())}\n")
-        self._store.set(self._entered_keys[self._rank], "")
-        self._thread.start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._is_over.set()
-        self._thread.join(_EVERY_S)
+    own, is_over, is_done = dist.get_rank(), threading.Event(), False
+    entered_keys = {rank: f"{key}/entered/{rank}" for rank in ranks.ranks}
+    # The other one may be waiting, too.
+    store = _own_connection()
+    if (place := _host()) is not None and store.has_extended_api():
+        store.append(f"{key}/processes/{place}", f"{own} {os.getpid()} {_begin(os.getpid())}\n")
+    store.set(entered_keys[own], "")
+    thread = threading.Thread(target=_watch, args=(store, key, last_words, is_over), name="peer_watch", daemon=True)
+    thread.start()
+    try:
+        yield
+        is_done = True
+    finally:
+        is_over.set()
+        thread.join(_EVERY_S)
         # The process that holds the store may have ended; then none asks.
         with suppress(dist.DistError):
-            if kind is None:
-                meeting_place().set(f"{self._key}/done/{self._rank}", "")
+            if is_done:
+                meeting_place().set(f"{key}/done/{own}", "")
             # It ends with the first one, unless torchrun has it: not before the last one has come to it.
-            if self._rank == 0:
-                meeting_place().wait(list(self._entered_keys.values()), timedelta(seconds=_LATEST_S))
+            if own == 0:
+                meeting_place().wait(list(entered_keys.values()), timedelta(seconds=_LATEST_S))
 
-    def _watch(self) -> None:
-        text = None
-        try:
-            while text is None:
-                if self._is_over.wait(_EVERY_S):
-                    return
-                if self._last_words.is_alarm(self._store) or self._has_lost_one():
-                    # Those that ended because they lost another may be heard before that one.
-                    text = self._last_words.hear(self._store)
-        except RuntimeError:
-            # The store is gone: with the process that held it, or at the end.
-            return
-        if not self._is_over.wait(_PATIENCE_S):
-            sys.stderr.write(f"Error: {text}\n")
-            sys.stderr.flush()
-            os._exit(_EXIT_ERROR)
 
-    def _has_lost_one(self) -> bool:
-        """Whether a process of the block on this machine has ended within it."""
-        here = f"{self._key}/processes/{_host()}"
-        if not self._store.check([here]):
-            return False
-        for line in self._store.get(here).decode().splitlines():
-            rank, pid, begin = line.split()
-            if _begin(int(pid)) != begin and not self._store.check([f"{self._key}/done/{rank}"]):
-                return True
+def _watch(store: Any, key: str, last_words: LastWords, is_over: threading.Event) -> None:
+    text = None
+    try:
+        while text is None:
+            if is_over.wait(_EVERY_S):
+                return
+            if last_words.is_alarm(store) or _has_lost_one(store, key):
+                # Those that ended because they lost another may be heard before that one.
+                text = last_words.hear(store)
+    except RuntimeError:
+        # The store is gone: with the process that held it, or at the end.
+        return
+    if not is_over.wait(_PATIENCE_S):
+        sys.stderr.write(f"Error: {text}\n")
+        sys.stderr.flush()
+        os._exit(_EXIT_ERROR)
+
+
+def _has_lost_one(store: Any, key: str) -> bool:
+    """Whether a process of the block on this machine has ended within it."""
+    here = f"{key}/processes/{_host()}"
+    if not store.check([here]):
         return False
+    for line in store.get(here).decode().splitlines():
+        rank, pid, begin = line.split()
+        if _begin(int(pid)) != begin and not store.check([f"{key}/done/{rank}"]):
+            return True
+    return False
 
 
 def _own_connection() -> Any:

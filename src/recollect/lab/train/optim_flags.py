@@ -85,9 +85,7 @@ class OptimFlags:
         if train_samples is not None:
             self._set("accumulation", self.num_micro_batches)  # the number of steps follows from it
             self._set("steps", train_samples // (self.batch_size * self.num_micro_batches))
-        at_least(self, 1, "steps", *(() if self.accumulation is None else ("accumulation",)))
-        if self.lr_decay_iters is not None:
-            at_least(self, 1, "lr_decay_iters")
+        at_least(self, 1, "steps", "accumulation", "lr_decay_iters")
         if min_lr is not None:
             if not 0 <= min_lr <= self.learning_rate:
                 raise ValueError(
@@ -95,10 +93,9 @@ class OptimFlags:
                 )
             self._set("min_lr_fraction", min_lr / self.learning_rate if self.learning_rate else 0.0)
         if lr_warmup_fraction is not None:
-            if not 0 <= lr_warmup_fraction <= 1:
-                raise ValueError(f"lr_warmup_fraction: got {lr_warmup_fraction}, expected 0 to 1.")
+            within("lr_warmup_fraction", lr_warmup_fraction, 0.0, 1.0)
             self._set("warmup_steps", round(lr_warmup_fraction * (self.lr_decay_iters or self.steps)))
-        within(self, "min_lr_fraction", 0.0, 1.0)
+        within("min_lr_fraction", self.min_lr_fraction, 0.0, 1.0)
 
     @property
     def num_micro_batches(self) -> int:

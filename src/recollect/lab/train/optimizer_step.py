@@ -47,31 +47,19 @@ def resolve_device(name: str) -> torch.device:
 def build_optimizer(model: nn.Module, flags: OptimFlags) -> torch.optim.AdamW:
     """Return AdamW over `model`: matrices decay, vectors (biases, norm weights) do not; fused if the device supports it."""
     groups: list[dict[str, Any]] = []
-    for decay, is_wanted in ((flags.weight_decay, _is_matrix), (0.0, _is_vector)):
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for decay, is_matrix in ((flags.weight_decay, True), (0.0, False)):
         # No kernel takes tensors that are spread over different meshes, or over one and over none.
         by_mesh: dict[object, list[nn.Parameter]] = {}
-        for parameter in filter(is_wanted, model.parameters()):
-            by_mesh.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
+        for parameter in trained:
+            if (parameter.dim() >= 2) == is_matrix:
+                by_mesh.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
         groups += [{"params": parameters, "weight_decay": decay} for parameters in by_mesh.values()]
     betas = (flags.beta1, flags.beta2)
     try:
         return torch.optim.AdamW(groups, lr=flags.learning_rate, betas=betas, eps=flags.adam_eps, fused=True)
     except RuntimeError:  # the only way to learn that the device has no fused kernel
         return torch.optim.AdamW(groups, lr=flags.learning_rate, betas=betas, eps=flags.adam_eps)
-
-
-def parameter_names(model: nn.Module) -> list[str]:
-    """Return the names of the parameters as the optimizer of one process numbers them."""
-    named = list(model.named_parameters())
-    return [name for is_wanted in (_is_matrix, _is_vector) for name, parameter in named if is_wanted(parameter)]
-
-
-def _is_matrix(parameter: nn.Parameter) -> bool:
-    return parameter.requires_grad and parameter.dim() >= 2
-
-
-def _is_vector(parameter: nn.Parameter) -> bool:
-    return parameter.requires_grad and parameter.dim() < 2
 
 
 def learning_rate_at(step: int, flags: OptimFlags) -> float:
@@ -103,12 +91,6 @@ def learning_rate_at(step: int, flags: OptimFlags) -> float:
         left = 1 - progress if is_linear else 0.5 * (1 + math.cos(math.pi * progress))
         fraction = lowest + (1 - lowest) * left
     return flags.learning_rate * fraction
-
-
-def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
-    """Set the learning rate of all groups."""
-    for group in optimizer.param_groups:
-        group["lr"] = learning_rate
 
 
 def train_step(
@@ -145,7 +127,7 @@ def train_step(
     inner = model.module if isinstance(model, DistributedDataParallel) else model
     if isinstance(inner, GPTModel):
         inner.update_expert_bias()
-    return exchange.mean(loss), norm
+    return exchange.mean([loss]), norm
 
 
 @torch.no_grad()
@@ -169,7 +151,7 @@ def validation_loss(
     exchange = exchange or Exchange()
     losses = exchange.losses(model, batches)
     model.train(was_training)
-    return exchange.mean_of_all(losses, total)
+    return exchange.mean(losses, total)
 
 
 def resident_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:

@@ -83,16 +83,12 @@ class PipelinePlans:
             error=PlanFormatError,
         )
         try:
-            return cls._read(data.decode())
+            root = read_document(data.decode(), format=_FORMAT, version=_VERSION, error=PlanFormatError)
+            root.keys(allowed=["format", "version", *(field.name for field in fields(cls))])
+            stages = tuple(tuple(_read_plan(plan) for plan in own.array()) for own in root.get("stages").array())
+            return cls(stages=stages, **root.arguments(cls))
         except (UnicodeDecodeError, PlanFormatError) as error:
             raise PlanFormatError(f"{path}: {error}") from None
-
-    @classmethod
-    def _read(cls, text: str) -> PipelinePlans:
-        root = read_document(text, format=_FORMAT, version=_VERSION, error=PlanFormatError)
-        root.keys(allowed=["format", "version", *(field.name for field in fields(cls))])
-        stages = tuple(tuple(_read_plan(plan) for plan in own.array()) for own in root.get("stages").array())
-        return cls(stages=stages, **root.arguments(cls))
 
     def to_text(self, _columns: int) -> str:
         """Return the table."""
@@ -141,78 +137,52 @@ def plan_stages(session: Session) -> PipelinePlans:
         BudgetTooSmallError: no plan fits the budget.
         ConfigError, NotYetError: see `megatron_stage_plans`.
     """
-    flags = session.config.step
+    flags, processes = session.config.step, session.processes
     if parse_bytes(flags.host_budget):
         raise NotYetError(
             settings={"host_budget": flags.host_budget},
             needs="plans that offload, for the stages of a pipeline",
             advice="Train without host_budget, or without a pipeline.",
         )
-    stages = _Stages(session)
-    if flags.loss_chunks == "auto":
-        assert flags.memory_budget is not None  # else there is nothing to plan
-        made = fewest_chunks(stages.planned, flags.memory_budget)
-    else:
-        made = stages.planned(flags.loss_chunks, flags.memory_budget)
-    return PipelinePlans.of(made, session.processes.ranks.gather(stages.plain_peak_bytes, Place.PLANNED)[0])
+    exchange, ranks = session.trained.exchange, processes.ranks
+    assert isinstance(exchange, PipelineExchange)
+    schedule = exchange.step.schedule
+    same_stages = len(ranks.ranks) // processes.layout.pipeline_model_parallel_size
+    found: dict[int, Profile] = {}
+    plain_peaks_bytes: list[int] = []
 
+    def plan(budget: int | str | None) -> PipelinePlan:
+        profiles = [found[stage] for stage in range(len(found))]
+        if not plain_peaks_bytes:
+            plain = [recollect.classic_plan(profile, "keep_all") for profile in profiles]
+            plain_peaks_bytes.append(recollect.predict_pipeline(profiles, schedule, plain).peak_bytes)
+        if flags.recompute is None:
+            assert budget is not None
+            return recollect.plan_pipeline(profiles, schedule, budget)
+        flags.recompute.check(session.config.training_setting(session.model.config))
+        return recollect.predict_pipeline(profiles, schedule, megatron_stage_plans(profiles, schedule, flags.recompute))
 
-class _Stages:
-    """The stages of a run, to plan in all processes alike.
-
-    Args:
-        session: the run.
-
-    Attributes:
-        plain_peak_bytes: in the first process, of the rank that needs most, without recompute, with as many chunks as were
-            planned first.
-    """
-
-    def __init__(self, session: Session) -> None:
-        exchange = session.trained.exchange
-        assert isinstance(exchange, PipelineExchange)
-        self._session, self._exchange = session, exchange
-        self._profiles: dict[int, Profile] = {}
-        self.plain_peak_bytes = 0
-
-    def planned(self, loss_chunks: int, budget: int | str | None) -> PipelinePlan:
-        """Record what is not known yet with so many chunks of the loss, and plan: for a budget, or as Megatron's settings say.
-
-        Raises:
-            BudgetTooSmallError, ConfigError, NotYetError: as `plan_stages`, in all processes.
-        """
-        processes = self._session.processes
-        self._record(loss_chunks)
-        ranks = processes.ranks
-        made = ranks.together(lambda: self._plan(budget) if processes.is_first else None, Place.PLANNED)
+    def planned(loss_chunks: int, budget: int | str | None) -> PipelinePlan:
+        # All stages, or later the last one alone, in their processes. Those with the same stages, which are in a row, record
+        # together; the first of them stands for all.
+        own = ranks.together(
+            lambda: record_own_stages(session, exchange.rank, loss_chunks=loss_chunks, only_last=bool(found)),
+            Place.START,
+        )
+        for profiles in reversed(ranks.gather({} if processes.rank % same_stages else own, Place.START)):
+            found.update(profiles)
+        made = ranks.together(lambda: plan(budget) if processes.is_first else None, Place.PLANNED)
         result: PipelinePlan = ranks.gather(made, Place.PLANNED)[0]
         return result
 
-    def _record(self, loss_chunks: int) -> None:
-        """Record all stages, or later the last one alone, in their processes.
-
-        Processes with the same stages record together; the first of them stands for all.
-        """
-        session, rank, only_last = self._session, self._exchange.rank, bool(self._profiles)
-        processes, ranks = session.processes, session.processes.ranks
-        own = ranks.together(
-            lambda: record_own_stages(session, rank, loss_chunks=loss_chunks, only_last=only_last), Place.START
-        )
-        for profiles in reversed(ranks.gather(own if processes.is_first_of_stage else {}, Place.START)):
-            self._profiles |= profiles
-
-    def _plan(self, budget: int | str | None) -> PipelinePlan:
-        session, schedule = self._session, self._exchange.step.schedule
-        profiles = [self._profiles[stage] for stage in range(len(self._profiles))]
-        if not self.plain_peak_bytes:
-            plain = [recollect.classic_plan(profile, "keep_all") for profile in profiles]
-            self.plain_peak_bytes = recollect.predict_pipeline(profiles, schedule, plain).peak_bytes
-        recompute = session.config.step.recompute
-        if recompute is None:
-            assert budget is not None
-            return recollect.plan_pipeline(profiles, schedule, budget)
-        recompute.check(session.config.training_setting(session.model.config))
-        return recollect.predict_pipeline(profiles, schedule, megatron_stage_plans(profiles, schedule, recompute))
+    if flags.loss_chunks == "auto":
+        assert flags.memory_budget is not None  # else there is nothing to plan
+        made = fewest_chunks(planned, flags.memory_budget)
+    else:
+        made = planned(flags.loss_chunks, flags.memory_budget)
+    # With as many chunks as were planned first.
+    plain_peak_bytes = ranks.gather(next(iter(plain_peaks_bytes), 0), Place.PLANNED)[0]
+    return PipelinePlans.of(made, plain_peak_bytes)
 
 
 def record_own_stages(

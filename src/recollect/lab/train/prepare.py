@@ -15,7 +15,7 @@ from recollect.byte_format import format_bytes
 from recollect.integrations.megatron import megatron_plan
 from recollect.lab.train.config import StepFlags
 from recollect.lab.train.files import read_object, write_text
-from recollect.lab.train.optimizer_step import measure_step, train_step
+from recollect.lab.train.optimizer_step import measure_step
 from recollect.lab.train.pipeline_plans import PipelinePlans, plan_stages
 from recollect.lab.train.records import Baseline
 from recollect.lab.train.session import Session
@@ -53,11 +53,10 @@ def prepare(session: Session, console: Console) -> tuple[Plan | PipelinePlans | 
         PlanFormatError: plan.json or pipeline_plans.json is damaged.
         CheckpointError: baseline.json is.
     """
-    chunks = session.config.step.loss_chunks
     flags = session.config.step
     is_planned = flags.memory_budget is not None or flags.recompute is not None
-    if not is_planned and chunks != "auto":
-        session.model.loss_chunks = chunks  # otherwise the plan sets it
+    if not is_planned and flags.loss_chunks != "auto":
+        session.model.loss_chunks = flags.loss_chunks  # otherwise the plan sets it
     is_pipeline = session.processes.layout.pipeline_model_parallel_size > 1
     kind = PipelinePlans if is_pipeline else recollect.Plan
     plan_path = session.folder / ("pipeline_plans.json" if is_pipeline else "plan.json")
@@ -145,7 +144,7 @@ def _recorded(session: Session, loss_chunks: int) -> Profile:
 
     how: dict[str, Any] = {"batch": batches[0]}
     # This loop holds only the loss. From the second micro-batch on, gradients exist during forward, too.
-    how |= {"holds_output": False, "gradients": "accumulated" if session.own_micro_batches > 1 else "freed"}
+    how |= {"holds_output": False, "gradients": "accumulated" if len(batches) > 1 else "freed"}
     if trained.wrapped is not trained.model:
         # Only in a step that runs as it is do gradients become parts of the buckets of DDP, which are always there.
         how = {"step": step}
@@ -174,14 +173,7 @@ def _measure_plain(session: Session) -> tuple[int, float]:
     batches = list(session.batches(0))
 
     def step() -> object:
-        return train_step(
-            copy.wrapped,
-            copy.optimizer,
-            batches,
-            accumulation=session.own_micro_batches,
-            clip_norm=flags.optim.clip_norm,
-            exchange=copy.exchange,
-        )
+        return copy.step(batches, clip_norm=flags.optim.clip_norm)
 
     step()  # creates the optimizer state and warms up
     times = [timed(step, session.device)[1] for _ in range(5)]

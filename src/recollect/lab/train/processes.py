@@ -45,6 +45,11 @@ class Processes:
         return self.ranks.is_first
 
     @property
+    def rank(self) -> int:
+        """Place of this process among all."""
+        return 0 if self.mesh is None else dist.get_rank()
+
+    @property
     def data_rank(self) -> int:
         """Place of this process among those with batches of their own."""
         return 0 if self.mesh is None else self.mesh.data.get_local_rank()
@@ -64,13 +69,6 @@ class Processes:
             return 0
         tokens = self.mesh.gradients
         return self.mesh.pipeline.get_local_rank() * tokens.size() + tokens.get_local_rank()
-
-    @property
-    def is_first_of_stage(self) -> bool:
-        """Whether this process is the first of those with the same layers."""
-        # Those of a pipeline's place are in a row.
-        each = len(self.ranks.ranks) // self.layout.pipeline_model_parallel_size
-        return self.mesh is None or dist.get_rank() % each == 0
 
     @property
     def plan_group(self) -> dist.ProcessGroup | None:

@@ -193,7 +193,7 @@ class LiveDisplay(Log):
     def __init__(self, console: Console, *, total_steps: int, first_step: int, budget_bytes: int | None) -> None:
         self._total = total_steps
         self._budget_bytes = budget_bytes
-        self._peak_bytes: int | None = None
+        self._peak_bytes = 0
         self._validation_loss: float | None = None
         self._progress = Progress(
             TextColumn("step {task.completed}/{task.total}"),
@@ -212,17 +212,12 @@ class LiveDisplay(Log):
 
     def write(self, record: StepRecord) -> None:
         """Show one step."""
-        if record.peak_bytes is not None:
-            self._peak_bytes = max(record.peak_bytes, self._peak_bytes or 0)
+        self._peak_bytes = max(record.peak_bytes or 0, self._peak_bytes)
         if record.validation_loss is not None:
             self._validation_loss = record.validation_loss
-        text = describe(
-            record,
-            validation_loss=self._validation_loss,
-            peak_bytes=self._peak_bytes,
-            budget_bytes=self._budget_bytes,
-            columns=self._progress.console.width - len(f"step {self._total}/{self._total}") - _BAR_AND_TIME,
-        )
+        shown = dataclasses.replace(record, validation_loss=self._validation_loss, peak_bytes=self._peak_bytes or None)
+        columns = self._progress.console.width - len(f"step {self._total}/{self._total}") - _BAR_AND_TIME
+        text = describe(shown, self._budget_bytes, columns=columns)
         self._progress.update(self._task, completed=record.step, description=text)
 
     def close(self) -> None:
@@ -249,46 +244,32 @@ class PlainDisplay(Log):
         """Print the step if it is due, the last one, or has a validation loss or a peak."""
         is_rare = record.validation_loss is not None or record.peak_bytes is not None
         if is_rare or record.step % self._every == 0 or record.step == self._total_steps:
-            text = describe(
-                record,
-                validation_loss=record.validation_loss,
-                peak_bytes=record.peak_bytes,
-                budget_bytes=self._budget_bytes,
-            )
-            self.note(f"step {record.step}/{self._total_steps}  {text}")
+            self.note(f"step {record.step}/{self._total_steps}  {describe(record, self._budget_bytes)}")
 
 
-def describe(
-    record: StepRecord,
-    *,
-    validation_loss: float | None,
-    peak_bytes: int | None,
-    budget_bytes: int | None,
-    columns: int | None = None,
-) -> str:
+def describe(record: StepRecord, budget_bytes: int | None, *, columns: int | None = None) -> str:
     """Return loss, speed and peak of a step as one line of text.
 
     Args:
         record: the step.
-        validation_loss: shown if not None.
-        peak_bytes: shown if not None.
         budget_bytes: shown after the peak if not None.
         columns: room for the text, if there is little; what matters least is left out.
 
     Example:
         >>> record = StepRecord(step=1, loss=2.5, learning_rate=1e-3, grad_norm=1.0, step_s=0.5, tokens_per_s=2048.0)
-        >>> describe(record, validation_loss=2.75, peak_bytes=1 << 20, budget_bytes=2 << 20)
+        >>> record = dataclasses.replace(record, validation_loss=2.75, peak_bytes=1 << 20)
+        >>> describe(record, 2 << 20)
         'loss 2.5000  validation 2.7500  2,048 tokens/s  peak 1.0 MiB of 2.0 MiB'
-        >>> describe(record, validation_loss=2.75, peak_bytes=1 << 20, budget_bytes=None, columns=50)
+        >>> describe(record, None, columns=50)
         'loss 2.5000  validation 2.7500  peak 1.0 MiB'
     """
     parts = {"loss": f"loss {record.loss:.4f}"}
-    if validation_loss is not None:
-        parts["validation"] = f"validation {validation_loss:.4f}"
+    if record.validation_loss is not None:
+        parts["validation"] = f"validation {record.validation_loss:.4f}"
     parts["speed"] = f"{record.tokens_per_s:,.0f} tokens/s"
-    if peak_bytes is not None:
+    if record.peak_bytes is not None:
         of_budget = "" if budget_bytes is None else f" of {format_bytes(budget_bytes)}"
-        parts["peak"] = f"peak {format_bytes(peak_bytes)}{of_budget}"
+        parts["peak"] = f"peak {format_bytes(record.peak_bytes)}{of_budget}"
     for least in ("speed", "validation", "peak"):
         if columns is None or len("  ".join(parts.values())) <= columns:
             break

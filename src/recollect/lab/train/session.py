@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -12,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from recollect.errors import CheckpointError
@@ -20,27 +18,24 @@ from recollect.lab.models.config import TransformerConfig
 from recollect.lab.models.gpt import GPTModel
 from recollect.lab.train.checkpoint import (
     CHANGEABLE,
-    Checkpoint,
     Manifest,
     check_identity,
     environment,
     find_damage,
     list_checkpoints,
-    load_checkpoint,
     read_manifest,
     refuse_damage,
     rng_state,
     set_rng_state,
-    write_checkpoint,
 )
 from recollect.lab.train.config import TrainConfig
 from recollect.lab.train.corpus import Corpus, load_corpus
 from recollect.lab.train.files import read_object, remove_partial, write_text
 from recollect.lab.train.optimizer_step import resolve_device
 from recollect.lab.train.processes import ONE_PROCESS, Processes
-from recollect.lab.train.sharded_checkpoint import ShardedCheckpoints, StoredState, read_random_states, read_tensors
+from recollect.lab.train.sharded_checkpoint import Checkpoints, StoredState, read_random_states, read_tensors
 from recollect.lab.train.trained import Trained, build_trained
-from recollect.lab.train.windows import BatchSampler
+from recollect.lab.train.windows import Windows, batch_at
 from recollect.ranks.group import Place
 from recollect.warning import warn_user
 
@@ -61,7 +56,7 @@ class Session:
         corpus: the data.
         trained: the state that training changes.
         processes: those of the run.
-        checkpoints: those of several processes; None for one.
+        checkpoints: those of the run.
         rng: random number states to start from; None: those of the seed and the step.
         step: optimizer steps completed.
         changes: settings that are others than when the run was interrupted, in words.
@@ -72,17 +67,11 @@ class Session:
     device: torch.device
     corpus: Corpus
     trained: Trained
-    processes: Processes = ONE_PROCESS
-    checkpoints: ShardedCheckpoints | None = None
+    processes: Processes
+    checkpoints: Checkpoints
     rng: dict[str, Any] | None = None
     step: int = 0
     changes: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        batch_size = self.config.optim.batch_size
-        held_out = self.corpus.validation
-        self._training = BatchSampler(self.corpus.training, batch_size=batch_size)
-        self._validation = None if held_out is None else BatchSampler(held_out, batch_size=batch_size)
 
     @property
     def model(self) -> GPTModel:
@@ -103,23 +92,18 @@ class Session:
         """Yield this process's micro-batches of `step` (from 0), on the device; the ranks of data parallelism take turns."""
         count, ranks = self.config.optim.num_micro_batches, self.processes.data_ranks
         for position in range(step * count + self.processes.data_rank, (step + 1) * count, ranks):
-            yield self._on_device(self._training.batch(position))
-
-    @property
-    def own_micro_batches(self) -> int:
-        """Micro-batches per optimizer step in this process."""
-        return self.config.optim.num_micro_batches // self.processes.data_ranks
+            yield self._batch(self.corpus.training, position)
 
     def validation_batches(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield this process's validation batches, the same each time; none if validation is off.
 
         Every process has as many, since they run together; where they do not divide, the last one is repeated.
         """
-        if self._validation is not None:
+        if self.corpus.validation is not None:
             count, ranks = self.config.num_validation_batches, self.processes.data_ranks
             for first in range(0, count, ranks):
                 position = min(first + self.processes.data_rank, count - 1)
-                yield self._on_device(self._validation.batch(position))
+                yield self._batch(self.corpus.validation, position)
 
     def seed(self) -> None:
         """Set all random number generators to their states at this point of the run, whatever ran before.
@@ -129,45 +113,24 @@ class Session:
         """
         torch.manual_seed(self.config.step.seed + self.processes.random_rank + self.step * _SEEDS_APART)
         if self.rng is not None:
-            set_rng_state(self.rng)
+            set_rng_state(self.rng, self.device)
 
     def stored_state(self) -> StoredState:
         """Return the tensors of this process as checkpoints store them."""
         return StoredState(self.model, self.optimizer, self.processes.layout.tensor_model_parallel_size)
 
     def save(self) -> int:
-        """Write a checkpoint and return its step; several processes go on while it is written, until `finish_saving`.
+        """Write a checkpoint and return its step; several processes go on while it is written, until `checkpoints.finish`.
 
         Raises:
             CheckpointError: it cannot be written, or of several processes the one before it.
         """
-        if self.checkpoints is not None:
-            self.checkpoints.start(
-                self.stored_state(), step=self.step, identity=self.identity, environment=environment()
-            )
-            return self.step
-        checkpoint = Checkpoint(
-            step=self.step,
-            identity=self.identity,
-            model=self.model.state_dict(),
-            optimizer=self.optimizer.state_dict(),
-            rng=rng_state(),
-            environment=environment(),
-        )
-        write_checkpoint(self.folder / "checkpoints", checkpoint, keep=self.config.run.keep_checkpoints)
+        manifest = Manifest(self.step, self.identity, environment(), self.processes.spread, {})
+        self.checkpoints.start(self.stored_state(), manifest, rng_state(self.device))
         return self.step
 
-    def finish_saving(self) -> None:
-        """Wait until the last checkpoint is written.
-
-        Raises:
-            CheckpointError: it cannot be.
-        """
-        if self.checkpoints is not None:
-            self.checkpoints.finish()
-
-    def _on_device(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        tokens, labels = batch
+    def _batch(self, windows: Windows, position: int) -> tuple[Tensor, Tensor]:
+        tokens, labels = batch_at(position, windows, self.config.optim.batch_size)
         return tokens.to(self.device), labels.to(self.device)
 
 
@@ -175,7 +138,7 @@ def open_session(config: TrainConfig, processes: Processes = ONE_PROCESS) -> Ses
     """Build a run, or load it from its newest checkpoint if `config.run.resume`; call `seed` before its next step.
 
     Args:
-        config: the run.
+        config: the run, with a folder.
         processes: those of the run, in each of which this is called.
 
     Raises:
@@ -203,16 +166,18 @@ def open_session(config: TrainConfig, processes: Processes = ONE_PROCESS) -> Ses
         corpus=corpus,
         trained=build_trained(dimensions, config, processes),
         processes=processes,
-        checkpoints=None
-        if ranks.is_alone
-        else ShardedCheckpoints(
+        checkpoints=Checkpoints(
             folder / "checkpoints",
             keep=config.run.keep_checkpoints,
-            layout=processes.spread,
+            processes=processes,
             timeout=timedelta(minutes=config.parallel.distributed_timeout_minutes),
         ),
     )
-    problem = None if newest is None else _damage(newest, processes)
+    problem = None
+    if newest is not None:
+        # Each looks for damage in its share of the files.
+        own = find_damage(newest, share=processes.rank, shares=len(ranks.ranks))
+        problem = next((found for found in ranks.gather(own, Place.START) if found is not None), None)
 
     def start() -> None:
         if processes.is_first:
@@ -226,15 +191,9 @@ def open_session(config: TrainConfig, processes: Processes = ONE_PROCESS) -> Ses
     return session
 
 
-def _damage(path: Path, processes: Processes) -> str | None:
-    """Have the processes look for damage, each in its share of the files."""
-    ranks = processes.ranks
-    own = find_damage(path, share=0 if ranks.is_alone else dist.get_rank(), shares=len(ranks.ranks))
-    return next((problem for problem in ranks.gather(own, Place.START) if problem is not None), None)
-
-
 def _find_start(config: TrainConfig) -> tuple[Path, Path | None]:
-    folder = config.run.run_dir or Path("runs") / time.strftime("%Y%m%d-%H%M%S")
+    folder = config.run.run_dir
+    assert folder is not None
     checkpoints = list_checkpoints(folder / "checkpoints")
     if config.run.resume or (config.run.load is not None and checkpoints):
         if not (folder / "config.json").is_file():
@@ -253,14 +212,8 @@ def _find_start(config: TrainConfig) -> tuple[Path, Path | None]:
 
 
 def _start_folder(session: Session) -> None:
-    try:
-        session.folder.mkdir(parents=True, exist_ok=True)
-        write_text(session.folder / "config.json", _config_text(session))
-    except OSError as problem:
-        raise CheckpointError(
-            f"run folder {session.folder}: cannot be written ({problem.strerror}), expected a writable folder. "
-            f"Choose another --run-dir."
-        ) from None
+    session.folder.mkdir(parents=True, exist_ok=True)
+    write_text(session.folder / "config.json", _config_text(session))
     for name in _PLAN_FILES:  # left by a start that was killed before its first checkpoint
         (session.folder / name).unlink(missing_ok=True)
 
@@ -276,21 +229,17 @@ def _resume(session: Session, path: Path, problem: str | None) -> None:
 
     Args:
         session: the run; with random number states, if the checkpoint has those of its layout.
-        path: the checkpoint, of one process or of several.
+        path: the checkpoint.
         problem: see `find_damage`.
 
     Raises:
         CheckpointError: there is one, or the checkpoint has another configuration or more steps.
     """
     refuse_damage(path, problem)
-    found = (
-        read_manifest(path) if path.is_dir() else load_checkpoint(path, is_mapped=not session.processes.ranks.is_alone)
-    )
+    found = read_manifest(path)
     if isinstance(found, str):
         raise CheckpointError(f"checkpoint {path}: got {found}, expected an intact checkpoint. Resume again.")
-    current = session.identity
-    if isinstance(found, Manifest):
-        current = json.loads(json.dumps(current, default=str))  # as it was written
+    current = json.loads(json.dumps(session.identity, default=str))  # as it was written
     check_identity(path, found.identity, current)
     steps = session.config.optim.steps
     if steps < found.step:
@@ -300,25 +249,10 @@ def _resume(session: Session, path: Path, problem: str | None) -> None:
         )
     if session.processes.is_first:
         _take_changes(session, found.identity, current)
-    _read(session, path, found)
+    read_tensors(path, session.stored_state())
+    session.rng = read_random_states(path, found, session.processes.spread, session.processes.rank)
     session.step = found.step
     _warn_of_changes(path, found.environment)
-
-
-def _read(session: Session, path: Path, found: Manifest | Checkpoint) -> None:
-    processes = session.processes
-    if isinstance(found, Checkpoint) and processes.ranks.is_alone:
-        session.model.load_state_dict(found.model)
-        session.optimizer.load_state_dict(found.optimizer)
-        session.rng = found.rng
-        return
-    stored = session.stored_state()
-    if isinstance(found, Checkpoint):
-        stored.take(found.model, found.optimizer)
-        return
-    read_tensors(path, stored)
-    rank = 0 if processes.ranks.is_alone else dist.get_rank()
-    session.rng = read_random_states(path, found, processes.spread, rank)
 
 
 def _take_changes(session: Session, stored: dict[str, Any], current: dict[str, Any]) -> None:

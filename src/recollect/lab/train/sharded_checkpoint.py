@@ -1,8 +1,8 @@
-"""Checkpoints of several processes: written while training goes on, published whole, verified when read.
+"""Write and read the tensors of checkpoints; several processes go on training while they write.
 
-A checkpoint is a folder `step_XXXXXXXX`, by `torch.distributed.checkpoint`: each process writes its part of the tensors and its
-random number states. The folder has another name until all have written, and the last file in it is the manifest. Names,
-order and shapes are those of the whole model, so that any layout reads it, and one process.
+By `torch.distributed.checkpoint`, each process writes its part of the tensors and its random number states. The folder has
+another name until all have written, and the last file in it is the manifest. Names, order and shapes are those of the whole
+model, so that any layout reads it.
 
 Each process says where its parts of tensors are in the whole ones. DTensors know that, but for fused projections under tensor
 parallelism, whose rows are reordered by rank: their parts are cut where neighbours in the whole matrix end.
@@ -11,10 +11,10 @@ parallelism, whose rows are reordered by rank: their parts are cut where neighbo
 from __future__ import annotations
 
 import dataclasses
-import json
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -28,19 +28,20 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import async_save
+from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.checkpoint.utils import find_state_dict_object
 from torch.distributed.tensor import DTensor
 
 from recollect.errors import CheckpointError
 from recollect.lab.models.gpt import GPTModel
 from recollect.lab.parallel.fused_rows import whole_rows
 from recollect.lab.parallel.tensor import fused_parameters
-from recollect.lab.train.checkpoint import Manifest, checksum_of, folder_path, keep_newest, rng_state, write_manifest
-from recollect.lab.train.files import publish, unpublished, write_atomically, write_text
-from recollect.lab.train.optimizer_step import parameter_names
+from recollect.lab.train.checkpoint import Manifest, checksum_of, keep_newest, write_manifest
+from recollect.lab.train.files import publish, unpublished, write_atomically
+from recollect.lab.train.processes import Processes
 from recollect.recording.gathered_stage import free_gathered
 
 _MODEL, _OPTIMIZER = "model.", "optimizer."
@@ -51,7 +52,7 @@ Fused: TypeAlias = tuple[Sequence[int], int]
 class StoredState:
     """The tensors of a model and its optimizer that are in this process, by name.
 
-    Tensors are those of the run itself: what writes to them changes it, and `put_back` makes it so for copies, too.
+    Tensors are those of the run itself: what writes to them changes it.
 
     Args:
         model: spread or not.
@@ -66,52 +67,20 @@ class StoredState:
     """
 
     def __init__(self, model: GPTModel, optimizer: torch.optim.Optimizer, tensor_ranks: int) -> None:
-        self._model, self._optimizer = model, optimizer
         # Validation has no backward, which frees what forward gathered; the optimizer has the parts.
         free_gathered(model)
         options = StateDictOptions(flatten_optimizer_state_dict=True)
-        self._of_model, self._of_optimizer = get_state_dict(model, optimizer, options=options)
-        found: dict[str, Any] = {f"{_MODEL}{name}": tensor for name, tensor in self._of_model.items()}
-        found |= {f"{_OPTIMIZER}{n}": tensor for n, tensor in self._of_optimizer.items() if n.startswith(_STATE)}
+        of_model, of_optimizer = get_state_dict(model, optimizer, options=options)
+        found: dict[str, Any] = {f"{_MODEL}{name}": tensor for name, tensor in of_model.items()}
+        found |= {f"{_OPTIMIZER}{name}": tensor for name, tensor in of_optimizer.items() if name.startswith(_STATE)}
         self.tensors: dict[str, Tensor] = found
         self.tensor_ranks = tensor_ranks
-        self.fused = self._fused(model) if tensor_ranks > 1 else {}
-
-    def put_back(self) -> None:
-        """Give model and optimizer what the tensors hold now."""
-        set_state_dict(
-            self._model,
-            self._optimizer,
-            model_state_dict=self._of_model,
-            optim_state_dict=self._of_optimizer,
-            options=StateDictOptions(flatten_optimizer_state_dict=True),
-        )
-
-    def take(self, model: dict[str, Any], optimizer: dict[str, Any]) -> None:
-        """Copy this process's parts from the state dicts of a run in one process."""
-        whole: dict[str, Tensor] = {f"{_MODEL}{name}": tensor for name, tensor in model.items()}
-        with torch.device("meta"):
-            # In the order of the whole model's optimizer; here there may be some of the parameters.
-            names = parameter_names(GPTModel(self._model.config))
-        for number, name in enumerate(names):
-            for kind, tensor in optimizer["state"].get(number, {}).items():
-                whole[f"{_OPTIMIZER}{_STATE}{name}.{kind}"] = tensor
-        with torch.no_grad():
-            for name, tensor in self.tensors.items():
-                for chunk, part in parts_of(tensor, self.fused.get(name), self.tensor_ranks):
-                    ends = zip(chunk.offsets, chunk.sizes, strict=True)
-                    part.copy_(whole[name][tuple(slice(begin, begin + size) for begin, size in ends)])
-        self.put_back()
-
-    def _fused(self, model: GPTModel) -> dict[str, Fused]:
-        found: dict[str, Fused] = {}
-        for name, reordered in fused_parameters(model).items():
-            shape = self.tensors[f"{_MODEL}{name}"].shape
-            found[f"{_MODEL}{name}"] = reordered
-            prefix = f"{_OPTIMIZER}{_STATE}{name}."
+        self.fused: dict[str, Fused] = {}
+        for name, reordered in fused_parameters(model).items() if tensor_ranks > 1 else ():
+            self.fused[f"{_MODEL}{name}"] = reordered
+            prefix, shape = f"{_OPTIMIZER}{_STATE}{name}.", found[f"{_MODEL}{name}"].shape
             # Not the number of its steps.
-            found |= {n: reordered for n, t in self.tensors.items() if n.startswith(prefix) and t.shape == shape}
-        return found
+            self.fused |= {n: reordered for n, t in found.items() if n.startswith(prefix) and t.shape == shape}
 
 
 def parts_of(tensor: Tensor, fused: Fused | None = None, ranks: int = 1) -> list[tuple[ChunkStorageMetadata, Tensor]]:
@@ -141,42 +110,47 @@ def parts_of(tensor: Tensor, fused: Fused | None = None, ranks: int = 1) -> list
     return found
 
 
-class ShardedCheckpoints:
-    """Writes the checkpoints of several processes into a folder, at most one at a time, while they train.
+class Checkpoints:
+    """Writes the checkpoints of a run into a folder, at most one at a time; several processes train on meanwhile.
 
     All of them make one, and call its methods together.
 
     Args:
         folder: made if missing.
         keep: number of newest checkpoints to keep.
-        layout: how the model is spread, in words and numbers.
+        processes: those of the run.
         timeout: for an exchange of the processes.
     """
 
-    def __init__(self, folder: Path, *, keep: int, layout: dict[str, Any], timeout: timedelta) -> None:
-        self._folder, self._keep, self._layout = folder, keep, layout
+    def __init__(self, folder: Path, *, keep: int, processes: Processes, timeout: timedelta) -> None:
+        self._folder, self._keep, self._processes = folder, keep, processes
         # A group of its own: its exchanges run beside those of the steps, in no order.
-        self._group = dist.new_group(backend="gloo", timeout=timeout, group_desc="checkpoints")
+        self._group = None
+        if not processes.ranks.is_alone:
+            self._group = dist.new_group(backend="gloo", timeout=timeout, group_desc="checkpoints")
         self._pending: Future[Any] | None = None
-        self._step = 0
+        self._path = folder
 
-    def start(self, stored: StoredState, *, step: int, identity: dict[str, Any], environment: dict[str, Any]) -> None:
-        """Copy the state and begin to write it, once the checkpoint before is there.
+    def start(self, stored: StoredState, manifest: Manifest, random: dict[str, Any]) -> None:
+        """Write the state, once the checkpoint before is there; several processes copy it, and begin to write.
 
         Args:
             stored: the state; the next step may change it as soon as this returns.
-            step: optimizer steps completed.
-            identity: settings of the run.
-            environment: `checkpoint.environment()`.
+            manifest: without files.
+            random: the process's random number states.
 
         Raises:
-            CheckpointError: the checkpoint before could not be written.
+            CheckpointError: this checkpoint, or of several processes the one before, could not be written.
         """
         self.finish()
-        manifest = Manifest(step, identity, environment, self._layout, {})
-        path = folder_path(self._folder, step)
-        writer = _Writer(path, manifest, rank=dist.get_rank(), ranks=dist.get_world_size(), keep=self._keep)
-        self._step = step
+        self._path = self._folder / f"step_{manifest.step:08d}"
+        writer = _Writer(self._path, manifest, random, rank=self._processes.rank, keep=self._keep)
+        if self._group is None:
+            with self._named_errors(), warnings.catch_warnings():
+                # That one process writes.
+                warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+                save(stored.tensors, storage_writer=writer, planner=_SaveByWholeRows(stored), no_dist=True)
+            return
         began = async_save(
             stored.tensors, storage_writer=writer, planner=_SaveByWholeRows(stored), process_group=self._group
         )
@@ -187,60 +161,60 @@ class ShardedCheckpoints:
         """Wait until the checkpoint that is being written is there.
 
         Raises:
-            CheckpointError: it could not be written; names a process and the reason, in all of them. Older ones are kept.
+            CheckpointError: it could not be written; names the process and the reason, in all of them. Older ones are kept.
         """
         pending, self._pending = self._pending, None
-        if pending is None:
-            return
+        if pending is not None:
+            with self._named_errors():
+                pending.result()
+
+    @contextmanager
+    def _named_errors(self) -> Iterator[None]:
         try:
-            pending.result()
+            yield
         except CheckpointException as problem:
             rank, (reason, _) = next(iter(sorted(problem.failures.items())))
+            if not isinstance(reason, Exception):
+                raise reason from None  # Ctrl-C
             words = getattr(reason, "strerror", None) or (str(reason).splitlines() or [type(reason).__name__])[0]
+            who, which = ("", "") if self._group is None else (f" by rank {rank}", ", the same for all processes")
             raise CheckpointError(
-                f"checkpoint {folder_path(self._folder, self._step)}: cannot be written by rank {rank} ({words}), expected a "
-                "writable folder with free space, the same for all processes. Older checkpoints are kept; free space or choose "
-                "another --run-dir."
+                f"checkpoint {self._path}: cannot be written{who} ({words}), expected a writable folder with free space"
+                f"{which}. Older checkpoints are kept; free space or choose another --run-dir."
             ) from None
 
 
 class _Writer(FileSystemWriter):
     """Writes a checkpoint under another name, sums up what it wrote, and gives it its name at last."""
 
-    def __init__(self, path: Path, manifest: Manifest, *, rank: int, ranks: int, keep: int) -> None:
+    def __init__(self, path: Path, manifest: Manifest, random: dict[str, Any], *, rank: int, keep: int) -> None:
         self._unpublished = unpublished(path)
-        # All is on the CPU already. Else, on CUDA, the thread that writes would wait for the first device, in every process.
+        # Of several processes all is on the CPU already. Else, on CUDA, the threads that write would wait for the first device.
         super().__init__(self._unpublished, per_thread_copy_ahead=0)
         self._published, self._manifest = path, manifest
-        self._own, self._ranks, self._keep = rank, ranks, keep
-        # As they are now: the thread that writes comes later.
-        self._random = rng_state(own_device=True)
+        self._random, self._rank, self._keep = random, rank, keep
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
         """See `StorageWriter`."""
-        writing = super().write_data(plan, planner)
-        results: list[WriteResult] = writing.wait()
-        random = _random_name(self._own)
+        results: list[WriteResult] = super().write_data(plan, planner).wait()
+        random = _random_name(self._rank)
         write_atomically(self._unpublished / random, lambda file: torch.save(self._random, file))
         names = {random, *(result.storage_data.relative_path for result in results)}
+        # For `finish`, beside where each tensor is.
         sums = {name: checksum_of(self._unpublished / name) for name in sorted(names)}
-        write_text(self._sums_path(self._own), json.dumps(sums))
-        return writing
+        done: torch.futures.Future[list[WriteResult]] = torch.futures.Future()
+        done.set_result([*results, WriteResult(MetadataIndex("checksums"), 0, sums)])
+        return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """See `StorageWriter`; one process calls it, when all have written."""
+        for written in results:
+            self._manifest.files.update(written.pop().storage_data)
         super().finish(metadata, results)
-        for rank in range(self._ranks):
-            path = self._sums_path(rank)
-            self._manifest.files.update(json.loads(path.read_text()))
-            path.unlink()
         self._manifest.files[".metadata"] = checksum_of(self._unpublished / ".metadata")
         write_manifest(self._unpublished, self._manifest)
         publish(self._unpublished, self._published)
         keep_newest(self._published.parent, self._keep)
-
-    def _sums_path(self, rank: int) -> Path:
-        return self._unpublished / f"sums_{rank}.json"
 
 
 def read_tensors(path: Path, stored: StoredState) -> None:
@@ -263,7 +237,6 @@ def read_tensors(path: Path, stored: StoredState) -> None:
             load(dict(stored.tensors), storage_reader=reader, planner=planner, no_dist=True)
     except CheckpointException as problem:
         raise CheckpointError(f"checkpoint {path}: {next(iter(problem.failures.values()))[0]}") from None
-    stored.put_back()
 
 
 def read_random_states(path: Path, manifest: Manifest, layout: dict[str, Any], rank: int) -> dict[str, Any] | None:
@@ -278,12 +251,29 @@ def _random_name(rank: int) -> str:
     return f"random_{rank}.pt"
 
 
-class _SaveByWholeRows(DefaultSavePlanner):
-    """Says what this process writes, with reordered rows at their places in the whole matrix."""
+class _WholeRows:
+    """Of a planner: looks up what this process has, with reordered rows at their places in the whole matrix."""
+
+    state_dict: dict[str, Any]
 
     def __init__(self, stored: StoredState) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)  # type: ignore[call-arg]
         self._fused, self._ranks = stored.fused, stored.tensor_ranks
+
+    def _parts(self, name: str) -> list[tuple[ChunkStorageMetadata, Tensor]]:
+        return parts_of(self.state_dict[name], self._fused[name], self._ranks)
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        """See `DefaultSavePlanner`."""
+        if index.fqn not in self._fused:
+            return find_state_dict_object(self.state_dict, index)
+        return next(part for chunk, part in self._parts(index.fqn) if chunk.offsets == index.offset)
+
+    lookup_tensor = lookup_object  # as `DefaultLoadPlanner` calls it
+
+
+class _SaveByWholeRows(_WholeRows, DefaultSavePlanner):
+    """Says what this process writes."""
 
     def create_local_plan(self) -> SavePlan:
         """See `SavePlanner`."""
@@ -295,25 +285,15 @@ class _SaveByWholeRows(DefaultSavePlanner):
                 items.append(item)
                 continue
             assert item.tensor_data is not None
-            for chunk, _ in parts_of(self.state_dict[name], self._fused[name], self._ranks):
+            for chunk, _ in self._parts(name):
                 data = dataclasses.replace(item.tensor_data, chunk=chunk)
                 items.append(dataclasses.replace(item, index=MetadataIndex(name, chunk.offsets), tensor_data=data))
         self.plan = dataclasses.replace(plan, items=items)
         return self.plan
 
-    def lookup_object(self, index: MetadataIndex) -> Any:
-        """See `DefaultSavePlanner`."""
-        if index.fqn not in self._fused:
-            return super().lookup_object(index)
-        return _part_at(index, self.state_dict[index.fqn], self._fused[index.fqn], self._ranks)
 
-
-class _LoadByWholeRows(DefaultLoadPlanner):
-    """Says what this process reads, likewise."""
-
-    def __init__(self, stored: StoredState) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._fused, self._ranks = stored.fused, stored.tensor_ranks
+class _LoadByWholeRows(_WholeRows, DefaultLoadPlanner):
+    """Says what this process reads."""
 
     def create_local_plan(self) -> LoadPlan:
         """See `LoadPlanner`.
@@ -330,20 +310,8 @@ class _LoadByWholeRows(DefaultLoadPlanner):
             ) from None
         items = [item for item in plan.items if item.dest_index.fqn not in self._fused]
         assert self.metadata is not None
-        for name, reordered in self._fused.items():
+        for name in self._fused:
             stored = self.metadata.state_dict_metadata[name]
             assert isinstance(stored, TensorStorageMetadata)
-            chunks = [chunk for chunk, _ in parts_of(self.state_dict[name], reordered, self._ranks)]
-            items += create_read_items_for_chunk_list(name, stored, chunks)
+            items += create_read_items_for_chunk_list(name, stored, [chunk for chunk, _ in self._parts(name)])
         return dataclasses.replace(plan, items=items)
-
-    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        """See `DefaultLoadPlanner`."""
-        if index.fqn not in self._fused:
-            return super().lookup_tensor(index)
-        return _part_at(index, self.state_dict[index.fqn], self._fused[index.fqn], self._ranks)
-
-
-def _part_at(index: MetadataIndex, tensor: Tensor, fused: Fused, ranks: int) -> Tensor:
-    """Return the part at a place in the whole tensor."""
-    return next(part for chunk, part in parts_of(tensor, fused, ranks) if chunk.offsets == index.offset)

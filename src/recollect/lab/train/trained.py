@@ -5,10 +5,11 @@ The model is built and spread on the meta device, where it takes no memory. What
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import recollect
@@ -20,8 +21,8 @@ from recollect.lab.parallel.pipeline_step import PipelineStep
 from recollect.lab.parallel.stages import pipeline_rank
 from recollect.lab.parallel.tensor import fused_parameters
 from recollect.lab.train.config import TrainConfig
-from recollect.lab.train.exchange import Exchange, PipelineExchange, exchange_of
-from recollect.lab.train.optimizer_step import build_optimizer, resolve_device
+from recollect.lab.train.exchange import Exchange, PipelineExchange, RanksExchange
+from recollect.lab.train.optimizer_step import build_optimizer, resolve_device, train_step
 from recollect.lab.train.processes import Processes
 from recollect.lab.train.sharded_checkpoint import parts_of
 
@@ -41,6 +42,17 @@ class Trained:
     wrapped: nn.Module
     optimizer: torch.optim.Optimizer
     exchange: Exchange
+
+    def step(self, batches: Sequence[tuple[Tensor, Tensor]], *, clip_norm: float) -> tuple[float, float]:
+        """Run one optimizer step over the micro-batches of this process; see `train_step`."""
+        return train_step(
+            self.wrapped,
+            self.optimizer,
+            batches,
+            accumulation=len(batches),
+            clip_norm=clip_norm,
+            exchange=self.exchange,
+        )
 
 
 def build_trained(dimensions: TransformerConfig, config: TrainConfig, processes: Processes) -> Trained:
@@ -65,7 +77,8 @@ def build_trained(dimensions: TransformerConfig, config: TrainConfig, processes:
     wrapped = _spread(model, processes, weights)
     if config.holds_parts and processes.mesh is not None:
         recollect.distribute_saved_activations(wrapped, processes.mesh.tensor.get_group())
-    return Trained(model, wrapped, build_optimizer(model, config.optim), exchange_of(processes, wrapped))
+    exchange = Exchange() if processes.mesh is None else RanksExchange(processes, processes.mesh, wrapped)
+    return Trained(model, wrapped, build_optimizer(model, config.optim), exchange)
 
 
 def _pipeline(model: GPTModel, weights: SeedWeights, config: TrainConfig, processes: Processes) -> Trained:
@@ -142,12 +155,11 @@ def _spread(model: GPTModel, processes: Processes, weights: SeedWeights) -> nn.M
     share_model(model, layout, mesh)
     is_sharded = _shard(model, processes)
     _draw(weights, model, layout.tensor_model_parallel_size)
-    if is_sharded or mesh.gradients.size() == 1:
-        return model
-    if layout.tensor_model_parallel_size == 1 and layout.expert_model_parallel_size == 1:
-        return DistributedDataParallel(model, process_group=mesh.gradients.get_group(), gradient_as_bucket_view=True)
     # DDP takes no DTensors either: their gradients are reduced after backward.
-    return model
+    has_dtensors = layout.tensor_model_parallel_size > 1 or layout.expert_model_parallel_size > 1
+    if is_sharded or has_dtensors or mesh.gradients.size() == 1:
+        return model
+    return DistributedDataParallel(model, process_group=mesh.gradients.get_group(), gradient_as_bucket_view=True)
 
 
 def _shard(model: GPTModel, processes: Processes) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -17,16 +17,6 @@ from torch import Tensor
 from recollect.errors import DataError
 from recollect.lab.train.documents import Tokens
 from recollect.lab.train.indexed_dataset import IndexedDataset
-
-
-class Windows(Protocol):
-    """An endless sequence of windows, epoch after epoch."""
-
-    num_tokens: int
-    num_windows: int
-
-    def window(self, index: int) -> NDArray[Any]:
-        """Return the `seq_length + 1` ids of a window."""
 
 
 class TokenWindows:
@@ -149,7 +139,7 @@ class BlendedWindows:
         [0, 100, 1, 2, 101, 0]
     """
 
-    def __init__(self, sources: Sequence[Windows], weights: Sequence[float]) -> None:
+    def __init__(self, sources: Sequence[TokenWindows | PackedDocuments], weights: Sequence[float]) -> None:
         self.num_tokens = sum(source.num_tokens for source in sources)
         self.num_windows = sum(source.num_windows for source in sources)
         self._sources = sources
@@ -176,30 +166,26 @@ def _permutation(count: int, seed: int | None, epoch: int, stream: int) -> NDArr
     return np.random.default_rng(key).permutation(count)
 
 
-class BatchSampler:
-    """Group windows into batches.
+Windows: TypeAlias = TokenWindows | PackedDocuments | BlendedWindows
+"""An endless sequence of windows, epoch after epoch."""
+
+
+def batch_at(position: int, windows: Windows, batch_size: int) -> tuple[Tensor, Tensor]:
+    """Return a batch of tokens and labels, each int64 [batch_size, seq_length]; labels are the tokens shifted by one.
 
     Args:
+        position: number of the batch, from 0; a batch may span two epochs.
         windows: the windows.
-        batch_size: windows per batch; a batch may span two epochs.
+        batch_size: windows per batch.
 
     Example:
-        >>> from recollect.lab.train.windows import TokenWindows
         >>> windows = TokenWindows(np.arange(9, dtype=np.uint16), seq_length=4, seed=None)
-        >>> sampler = BatchSampler(windows, batch_size=1)
-        >>> sampler.batch(1)
+        >>> batch_at(1, windows, batch_size=1)
         (tensor([[4, 5, 6, 7]]), tensor([[5, 6, 7, 8]]))
-        >>> sampler.batch(3)  # the second epoch
+        >>> batch_at(3, windows, batch_size=1)  # the second epoch
         (tensor([[4, 5, 6, 7]]), tensor([[5, 6, 7, 8]]))
     """
-
-    def __init__(self, windows: Windows, *, batch_size: int) -> None:
-        self._windows = windows
-        self._batch_size = batch_size
-
-    def batch(self, position: int) -> tuple[Tensor, Tensor]:
-        """Return (tokens, labels), each int64 [batch_size, seq_length]; labels are the tokens shifted by one."""
-        first = position * self._batch_size
-        rows = np.stack([self._windows.window(first + row) for row in range(self._batch_size)]).astype(np.int64)
-        both = torch.from_numpy(rows)
-        return both[:, :-1].contiguous(), both[:, 1:].contiguous()
+    first = position * batch_size
+    rows = np.stack([windows.window(first + row) for row in range(batch_size)]).astype(np.int64)
+    both = torch.from_numpy(rows)
+    return both[:, :-1].contiguous(), both[:, 1:].contiguous()

@@ -6,13 +6,14 @@ import io
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 
 from recollect.errors import BenchError
 from recollect.lab.bench.report import as_csv, as_markdown, notes, result_table
-from recollect.lab.bench.results import BenchResults, Row, check_comparable, compared, warn_of_versions
+from recollect.lab.bench.results import BenchResults, Row, check_comparable, compared
 
 GOLDEN = Path("golden.json")
 PLAIN = Row(
@@ -42,6 +43,8 @@ RESULTS = BenchResults(
     reference="none",
     rows=(PLAIN, MLP),
 )
+
+HERE: dict[str, Any] = {name: getattr(RESULTS, name) for name in ("workload", "machine", "versions")}
 
 
 def against(*rows: Row, golden: BenchResults = RESULTS, threshold: float = 0.05) -> BenchResults:
@@ -110,19 +113,17 @@ def test_a_new_setting_is_compared_with_the_golden_reference() -> None:
     ],
 )
 def test_results_of_another_step_or_machine_are_refused(change: dict[str, dict[str, object]], message: str) -> None:
-    now = {"workload": RESULTS.workload, "machine": RESULTS.machine, **change}
     with pytest.raises(BenchError, match=message) as caught:
-        check_comparable(RESULTS, GOLDEN, workload=now["workload"], machine=now["machine"])
+        check_comparable(RESULTS, GOLDEN, **{**HERE, **change})
     assert "golden results golden.json: from another" in str(caught.value)
-    check_comparable(RESULTS, GOLDEN, workload=RESULTS.workload, machine=RESULTS.machine)
+    check_comparable(RESULTS, GOLDEN, **HERE)
 
 
 def test_other_versions_are_compared_with_a_warning() -> None:
     with pytest.warns(
         UserWarning, match=r"other versions \(torch: stored 2.13.0, now 2.14.0\), which may explain differences"
     ):
-        warn_of_versions(RESULTS, GOLDEN, {"torch": "2.14.0"})
-    warn_of_versions(RESULTS, GOLDEN, RESULTS.versions)
+        check_comparable(RESULTS, GOLDEN, **{**HERE, "versions": {"torch": "2.14.0"}})
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,8 @@ import pytest
 
 from recollect.errors import BenchError, ConfigError
 from recollect.lab.bench.settings import (
-    KeepAll,
-    MegatronSetting,
-    MemoryBudget,
+    KEEP_ALL,
+    Setting,
     named_settings,
     parse_setting,
     read_settings,
@@ -41,7 +40,7 @@ from recollect.lab.bench.settings import (
 )
 def test_words_become_fields(text: str, fields: dict[str, Any]) -> None:
     setting = parse_setting(text)
-    assert setting.fields() == fields
+    assert setting.fields == fields
     assert setting.name.split()[0] == text.split(maxsplit=1)[0]
 
 
@@ -76,9 +75,9 @@ def test_yaml_has_words_or_megatrons_names(tmp_path: Path) -> None:
             "nothing",
         )
     ]
-    assert settings[3].fields()["recompute_modules"] == ("moe", "layernorm")
-    assert isinstance(settings[4], MemoryBudget)
-    assert isinstance(settings[5], KeepAll)
+    assert settings[3].fields["recompute_modules"] == ("moe", "layernorm")
+    assert settings[4].budget == "60%"
+    assert settings[5].is_plain
 
 
 @pytest.mark.parametrize(
@@ -110,16 +109,16 @@ def test_missing_yaml_is_named(tmp_path: Path) -> None:
 
 def test_no_recompute_comes_first_and_names_are_there_once() -> None:
     words = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1}
-    full = MegatronSetting(words, name="full")
+    full = Setting(words, name="full")
     assert [setting.name for setting in named_settings([full])] == ["none", "full"]
-    assert [setting.name for setting in named_settings([full, KeepAll("plain")])] == ["plain", "full"]
+    assert [setting.name for setting in named_settings([full, Setting(KEEP_ALL, "plain")])] == ["plain", "full"]
     with pytest.raises(BenchError, match="setting 'full': given twice"):
         named_settings([full, full])
 
 
 def test_names_that_megatron_does_not_have() -> None:
     with pytest.raises(BenchError, match="got 'recompute_granularty', expected names .* mean 'recompute_granularity'?"):
-        named_settings([MegatronSetting({"recompute_granularty": "full"}, name="typo")])
+        named_settings([Setting({"recompute_granularty": "full"}, name="typo")])
 
 
 def test_settings_that_clash_are_told_at_once() -> None:

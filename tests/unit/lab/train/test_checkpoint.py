@@ -12,16 +12,15 @@ import torch
 
 from recollect.errors import CheckpointError
 from recollect.lab.train.checkpoint import (
-    Checkpoint,
     Manifest,
     check_identity,
     checksum_of,
     find_damage,
+    keep_newest,
     list_checkpoints,
     refuse_damage,
     rng_state,
     set_rng_state,
-    write_checkpoint,
     write_manifest,
 )
 
@@ -29,7 +28,7 @@ SETTINGS = {"model.hidden_size": 64, "data.seq_length": 32, "optim.steps": 6, "s
 
 
 def write_folder(path: Path) -> Path:
-    """Write a checkpoint of several processes; return its file with tensors."""
+    """Write a checkpoint; return its file with tensors."""
     path.mkdir()
     tensors = path / "rank_0.bin"
     tensors.write_bytes(bytes(range(100)))
@@ -66,6 +65,15 @@ def test_a_damaged_checkpoint_is_refused_with_the_newest_that_is_intact(tmp_path
         refuse_damage(newest, find_damage(newest))
 
 
+def test_a_file_as_one_process_wrote_it_before_is_refused_not_overlooked(tmp_path: Path) -> None:
+    (tmp_path / "step_00000003.pt").write_bytes(b"weights")
+    (path,) = list_checkpoints(tmp_path)
+    with pytest.raises(
+        CheckpointError, match=r"got an unreadable manifest\.json \(Not a directory\), expected an intact"
+    ):
+        refuse_damage(path, find_damage(path))
+
+
 @pytest.mark.parametrize(("name", "now"), [("model.hidden_size", 128), ("data.seq_length", 64), ("data.seed", 1)])
 def test_other_settings_than_a_checkpoint_was_written_with_are_refused(name: str, now: int) -> None:
     message = rf"was written with {name} = {SETTINGS.get(name)!r}, this run has {now}, expected the same"
@@ -87,14 +95,17 @@ def test_all_generators_go_on_where_they_were() -> None:
     def draw() -> list[Any]:
         return [torch.rand(3).tolist(), random.random(), np.random.rand(3).tolist()]  # noqa: NPY002
 
-    state = rng_state()
+    cpu = torch.device("cpu")
+    state = rng_state(cpu)
     drawn, next_ones = draw(), draw()
-    set_rng_state(state)
+    set_rng_state(state, cpu)
     assert draw() == drawn
     assert draw() == next_ones
 
 
 def test_as_many_checkpoints_are_kept_as_were_asked_for(tmp_path: Path) -> None:
     for step in range(1, 5):
-        write_checkpoint(tmp_path, Checkpoint(step, SETTINGS, {}, {}, {}, {}), keep=2)
-    assert [path.name for path in list_checkpoints(tmp_path)] == ["step_00000003.pt", "step_00000004.pt"]
+        write_folder(tmp_path / f"step_{step:08d}")
+    (tmp_path / "step_00000005.partial").mkdir()
+    keep_newest(tmp_path, 2)
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step_00000003", "step_00000004"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sysconfig
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,8 @@ import torch
 from recollect.errors import DataError
 from recollect.lab.train.config import DataFlags
 from recollect.lab.train.corpus import Corpus, load_corpus
-from recollect.lab.train.documents import read_documents
-from recollect.lab.train.windows import BatchSampler, TokenWindows, Windows
+from recollect.lab.train.documents import library_files, read_documents
+from recollect.lab.train.windows import TokenWindows, Windows, batch_at
 
 
 def write(path: Path, content: str | bytes) -> Path:
@@ -49,12 +50,13 @@ def flags(*paths: Path, **changes: Any) -> DataFlags:
 
 
 def test_default_is_the_standard_library_in_sorted_order() -> None:
-    documents = read_documents()
-    names = [document.name for document in documents]
+    documents, root = read_documents(), Path(sysconfig.get_paths()["stdlib"])
+    names = [path.relative_to(root).as_posix() for path in library_files()]
     assert names == sorted(names, key=lambda name: Path(name).parts)
+    assert documents == [text for name in names if (text := (root / name).read_text(errors="replace"))]
     assert {"ast.py", "asyncio/base_events.py"} <= set(names)
     assert not any("site-packages" in name or "/test/" in name for name in names)
-    assert sum(len(document.text) for document in documents) > 5_000_000
+    assert sum(map(len, documents)) > 5_000_000
 
 
 def test_folder_is_read_in_sorted_order_without_hidden_files(tmp_path: Path) -> None:
@@ -62,7 +64,7 @@ def test_folder_is_read_in_sorted_order_without_hidden_files(tmp_path: Path) -> 
     write(tmp_path / "a" / "z.md", "first")
     write(tmp_path / ".git" / "x.txt", "hidden")
     write(tmp_path / "empty.txt", "")
-    assert [document.text for document in read_documents((tmp_path,))] == ["first", "second"]
+    assert read_documents((tmp_path,)) == ["first", "second"]
 
 
 def test_binary_files_in_a_folder_are_left_out_with_a_warning(tmp_path: Path) -> None:
@@ -75,9 +77,9 @@ def test_binary_files_in_a_folder_are_left_out_with_a_warning(tmp_path: Path) ->
 def test_jsonl_lines_are_documents_and_may_hold_line_separators(tmp_path: Path) -> None:
     lines = [json.dumps({"text": "one\u2028still one"}, ensure_ascii=False), "", json.dumps({"text": "two"})]
     path = write(tmp_path / "d.jsonl", "\n".join(lines))
-    assert [document.text for document in read_documents((path,))] == ["one\u2028still one", "two"]
+    assert read_documents((path,)) == ["one\u2028still one", "two"]
     other = write(tmp_path / "e.jsonl", '{"body": "three"}\n')
-    assert read_documents((other,), text_field="body")[0].text == "three"
+    assert read_documents((other,), text_field="body")[0] == "three"
 
 
 @pytest.mark.parametrize(
@@ -169,30 +171,29 @@ def test_flags_out_of_range(change: dict[str, Any], message: str) -> None:
         DataFlags(**change)
 
 
-def sampler(*, seed: int | None = 0, batch_size: int = 3) -> BatchSampler:
-    windows = TokenWindows(np.arange(101, dtype=np.uint16), seq_length=10, seed=seed)
-    return BatchSampler(windows, batch_size=batch_size)
+def windows_of(seed: int | None = 0) -> TokenWindows:
+    return TokenWindows(np.arange(101, dtype=np.uint16), seq_length=10, seed=seed)
 
 
 def test_each_window_comes_once_an_epoch_in_an_order_of_its_own() -> None:
-    batches = sampler(batch_size=1)
-    epochs = [[int(batches.batch(10 * epoch + index)[0][0, 0]) for index in range(10)] for epoch in range(3)]
+    windows = windows_of()
+    epochs = [[int(batch_at(10 * epoch + index, windows, 1)[0][0, 0]) for index in range(10)] for epoch in range(3)]
     assert all(sorted(epoch) == list(range(0, 100, 10)) for epoch in epochs)
     assert epochs[0] != epochs[1] != epochs[2]
 
 
 def test_batch_is_a_function_of_seed_and_position_alone() -> None:
-    forward, backward = sampler(), sampler()
-    there = [forward.batch(position) for position in range(12)]
-    back = [backward.batch(position) for position in reversed(range(12))]
+    forward, backward = windows_of(), windows_of()
+    there = [batch_at(position, forward, 3) for position in range(12)]
+    back = [batch_at(position, backward, 3) for position in reversed(range(12))]
     for (tokens, labels), (other_tokens, other_labels) in zip(there, reversed(back), strict=True):
         assert torch.equal(tokens, other_tokens)
         assert torch.equal(labels, other_labels)
-    assert not torch.equal(sampler(seed=1).batch(0)[0], there[0][0])
+    assert not torch.equal(batch_at(0, windows_of(seed=1), 3)[0], there[0][0])
 
 
 def test_labels_are_the_next_tokens() -> None:
-    tokens, labels = sampler().batch(0)
+    tokens, labels = batch_at(0, windows_of(), 3)
     assert tokens.dtype == labels.dtype == torch.int64
     assert tokens.shape == labels.shape == (3, 10)
     assert torch.equal(labels, tokens + 1)

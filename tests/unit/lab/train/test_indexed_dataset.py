@@ -46,14 +46,12 @@ def test_all_integer_types_are_read(tmp_path: Path, dtype: str, code: int) -> No
     dataset = IndexedDataset(by_hand(tmp_path / "d", documents, dtype, code))
     assert [dataset[number].tolist() for number in range(len(dataset))] == documents
     assert dataset.dtype == dtype
-    assert dataset.modes is None
     assert dataset.read(0, 1, 2).tolist() == [2]
 
 
-def test_modes_of_multimodal_files_are_read(tmp_path: Path) -> None:
+def test_multimodal_files_with_modes_are_read(tmp_path: Path) -> None:
     dataset = IndexedDataset(by_hand(tmp_path / "d", [[1], [2]], "uint16", 8, modes=b"\0\1"))
-    assert dataset.modes is not None
-    assert dataset.modes.tolist() == [0, 1]
+    assert [dataset[sequence].tolist() for sequence in range(2)] == [[1], [2]]
 
 
 @pytest.mark.parametrize(("vocab_size", "dtype"), [(256, "uint16"), (65_499, "uint16"), (65_500, "int32")])
