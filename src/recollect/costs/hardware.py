@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Literal, get_args
@@ -36,6 +37,14 @@ _FORMAT = "recollect.hardware"
 _VERSION = 1
 _BASE_DTYPE = "fp32"
 
+_POSITIVE, _NOT_NEGATIVE = "a finite number above 0", "a finite number, 0 or more"
+_FRACTION = "a fraction above 0, at most 1"
+_FITS: dict[str, Callable[[float], bool]] = {
+    _POSITIVE: lambda number: number > 0,
+    _NOT_NEGATIVE: lambda number: number >= 0,
+    _FRACTION: lambda number: 0 < number <= 1,
+}
+
 
 @dataclass(frozen=True, slots=True)
 class ArithmeticRate:
@@ -61,11 +70,11 @@ class ArithmeticRate:
     half_rate_depth: float = 0.0
 
     def __post_init__(self) -> None:
-        _check_positive(f"rate {self.dtype!r}: peak_flops_per_s", self.peak_flops_per_s)
-        for name in ("matmul_efficiency", "attention_efficiency", "attention_backward_efficiency"):
-            _check_fraction(f"rate {self.dtype!r}: {name}", getattr(self, name))
-        for name in ("half_rate_outputs", "half_rate_depth"):
-            _check_not_negative(f"rate {self.dtype!r}: {name}", getattr(self, name))
+        where = f"rate {self.dtype!r}: "
+        _check(self, _POSITIVE, "peak_flops_per_s", where=where)
+        efficiencies = ("matmul_efficiency", "attention_efficiency", "attention_backward_efficiency")
+        _check(self, _FRACTION, *efficiencies, where=where)
+        _check(self, _NOT_NEGATIVE, "half_rate_outputs", "half_rate_depth", where=where)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +92,7 @@ class ElementRate:
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise ValueError(f"elements {self.kind!r}: expected one of {', '.join(KINDS)}")
-        _check_positive(f"elements {self.kind!r}: elements_per_s", self.elements_per_s)
+        _check(self, _POSITIVE, "elements_per_s", where=f"elements {self.kind!r}: ")
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,9 +118,8 @@ class HostLink:
     latency_s: float
 
     def __post_init__(self) -> None:
-        _check_positive("host_link: to_host_bytes_per_s", self.to_host_bytes_per_s)
-        _check_positive("host_link: from_host_bytes_per_s", self.from_host_bytes_per_s)
-        _check_not_negative("host_link: latency_s", self.latency_s)
+        _check(self, _POSITIVE, "to_host_bytes_per_s", "from_host_bytes_per_s", where="host_link: ")
+        _check(self, _NOT_NEGATIVE, "latency_s", where="host_link: ")
 
     def profile_fields(self) -> dict[str, float]:
         """Return the numbers under their names in a `Profile`."""
@@ -170,11 +178,9 @@ class Hardware:
     def __post_init__(self) -> None:
         if self.device not in ("cpu", "cuda"):
             raise ValueError(f"device: got {self.device!r}, expected 'cpu' or 'cuda'")
-        for name in ("memory_bytes", "bandwidth_bytes_per_s", "launch_s"):
-            _check_positive(name, getattr(self, name))
-        _check_fraction("traffic_efficiency", self.traffic_efficiency)
-        for name in ("cache_bytes", "cache_bytes_per_s"):
-            _check_not_negative(name, getattr(self, name))
+        _check(self, _POSITIVE, "memory_bytes", "bandwidth_bytes_per_s", "launch_s")
+        _check(self, _FRACTION, "traffic_efficiency")
+        _check(self, _NOT_NEGATIVE, "cache_bytes", "cache_bytes_per_s")
         if (self.cache_bytes > 0) != (self.cache_bytes_per_s > 0):
             raise ValueError("cache_bytes, cache_bytes_per_s: got one of them, expected both or none")
         for what, keys in (("rates", [r.dtype for r in self.rates]), ("elements", [e.kind for e in self.elements])):
@@ -216,12 +222,14 @@ class Hardware:
         names = [f.name for f in fields(cls) if f.name != "elements"]
         root.keys(allowed=["format", "version", *names, "elements_per_s"])
         given = root.arguments(cls, least={"memory_bytes": None, "cache_bytes": None}, is_whole=True)
-        rates, elements = root.get("rates"), root.get("elements_per_s")
+        rates, elements, link = root.get("rates"), root.get("elements_per_s"), root.find("host_link")
         try:
             return cls(
-                rates=tuple(_decode_rate(dtype, rates.get(dtype)) for dtype in rates.keys()),
+                rates=tuple(
+                    ArithmeticRate(dtype, *_numbers(rates.get(dtype), ArithmeticRate)) for dtype in rates.keys()
+                ),
                 elements=tuple(ElementRate(kind, elements.get(kind).number()) for kind in elements.keys()),
-                host_link=_decode_host_link(root.find("host_link")),
+                host_link=None if link is None else HostLink(*_numbers(link, HostLink)),
                 **given,
             )
         except ValueError as problem:
@@ -248,33 +256,16 @@ class Hardware:
             raise HardwareError(f"{path}: {error}") from None
 
 
-def _decode_rate(dtype: str, place: Field) -> ArithmeticRate:
-    names = [f.name for f in fields(ArithmeticRate) if f.name != "dtype"]
+def _numbers(place: Field, kind: type) -> list[float]:
+    """Return the numbers of a device's part, in the order of its fields; a rate is under its dtype."""
+    names = [f.name for f in fields(kind) if f.name != "dtype"]
     place.keys(allowed=names)
-    return ArithmeticRate(dtype, *(place.get(name).number() for name in names))
+    return [place.get(name).number() for name in names]
 
 
-def _decode_host_link(place: Field | None) -> HostLink | None:
-    if place is None:
-        return None
-    names = [f.name for f in fields(HostLink)]
-    place.keys(allowed=names)
-    return HostLink(*(place.get(name).number() for name in names))
-
-
-def _check_positive(what: str, number: float) -> None:
-    """Raise ValueError for a number that is not finite, or 0 or less; `what` says which one."""
-    if not (math.isfinite(number) and number > 0):
-        raise ValueError(f"{what}: got {number}, expected a finite number above 0")
-
-
-def _check_not_negative(what: str, number: float) -> None:
-    """Raise ValueError for a number that is not finite, or less than 0; `what` says which one."""
-    if not (math.isfinite(number) and number >= 0):
-        raise ValueError(f"{what}: got {number}, expected a finite number, 0 or more")
-
-
-def _check_fraction(what: str, number: float) -> None:
-    """Raise ValueError for a number that is not above 0 and at most 1; `what` says which one."""
-    if not 0 < number <= 1:
-        raise ValueError(f"{what}: got {number}, expected a fraction above 0, at most 1")
+def _check(source: object, expected: str, *names: str, where: str = "") -> None:
+    """Raise ValueError for a field that is not as expected; `where` says of what it is one."""
+    for name in names:
+        number = getattr(source, name)
+        if not (math.isfinite(number) and _FITS[expected](number)):
+            raise ValueError(f"{where}{name}: got {number}, expected {expected}")
