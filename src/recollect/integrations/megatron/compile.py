@@ -14,13 +14,12 @@ from typing import Any
 
 from recollect.arguments import check_kind
 from recollect.errors import ConfigError, ConfigWarning, ScheduleError
-from recollect.integrations.megatron.checks import mtp_block_clash, num_layers_clash
 from recollect.integrations.megatron.choice import BlockFull, Choice, ModuleName, NoRecompute, Selective, UniformFull
 from recollect.integrations.megatron.config import RecomputeConfig
 from recollect.integrations.megatron.module_values import LayerOps, values_of_module
 from recollect.integrations.megatron.offload import modules_in, with_offload
 from recollect.integrations.megatron.pipeline import model_chunks
-from recollect.integrations.megatron.rules import check_rule, refuse_not_yet, report
+from recollect.integrations.megatron.rules import check_rule, num_layers_clash, refuse_not_yet, report
 from recollect.integrations.megatron.training_setting import TrainingSetting
 from recollect.pipelines.schedule import FORWARD, PipelineAction, schedule_of
 from recollect.planning.output_choices import outputs_within
@@ -96,7 +95,7 @@ def megatron_plan(
         report("num-layers-range", num_layers_clash(config, [len(chunk) for chunk in chunks]))
     heads = _prediction_heads(profile)
     if heads and isinstance(choice, BlockFull) and not (setting is not None and setting.mtp_num_layers):
-        report("mtp-block", mtp_block_clash(config, len(heads)))
+        check_rule("mtp-block", config, TrainingSetting(mtp_num_layers=len(heads)))
     units = _units(profile, choice, chunks, heads)
     if config.distribute_saved_activations:
         units = _with_inputs_as_parts(profile, units, _with_kept_inputs(choice, chunks, heads))
