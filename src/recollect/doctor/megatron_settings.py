@@ -12,9 +12,8 @@ from recollect.doctor.rule import RULES, Finding
 from recollect.doctor.settings import Settings
 from recollect.errors import ConfigError
 from recollect.integrations.megatron.pipeline import chunk_sizes
-from recollect.integrations.megatron.recompute_settings import RecomputeSettings
 from recollect.integrations.megatron.rules import RULES as CLASHES
-from recollect.integrations.megatron.training_setting import TrainingSetting
+from recollect.integrations.megatron.settings import RecomputeSettings, TrainingSetting
 
 _RECOMPUTE = tuple(f.name for f in dataclasses.fields(RecomputeSettings))
 _TRAINING = tuple(f.name for f in dataclasses.fields(TrainingSetting))

@@ -15,4 +15,4 @@ from recollect.integrations.megatron.roll import RollCheckpointing as RollCheckp
 from recollect.integrations.megatron.roll import roll_plan as roll_plan
 from recollect.integrations.megatron.roll import roll_recompute_config as roll_recompute_config
 from recollect.integrations.megatron.rules import RULES as RULES
-from recollect.integrations.megatron.training_setting import TrainingSetting as TrainingSetting
+from recollect.integrations.megatron.settings import TrainingSetting as TrainingSetting

@@ -14,14 +14,14 @@ from typing import Any
 
 from recollect.arguments import check_kind
 from recollect.errors import ConfigError, ConfigWarning, ScheduleError
-from recollect.integrations.megatron.choice import BlockFull, Choice, ModuleName, NoRecompute, Selective, UniformFull
+from recollect.integrations.megatron.choice import BlockFull, Choice, ModuleName, Selective, UniformFull
 from recollect.integrations.megatron.config import RecomputeConfig
 from recollect.integrations.megatron.module_values import LayerOps, values_of_module
 from recollect.integrations.megatron.offload import modules_in, with_offload
 from recollect.integrations.megatron.pipeline import model_chunks
 from recollect.integrations.megatron.rules import check_rule, num_layers_clash, refuse_not_yet, report
-from recollect.integrations.megatron.training_setting import TrainingSetting
-from recollect.pipelines.schedule import FORWARD, PipelineAction, schedule_of
+from recollect.integrations.megatron.settings import TrainingSetting
+from recollect.pipelines.schedule import FORWARD, schedule_of
 from recollect.planning.output_choices import outputs_within
 from recollect.plans.action import Action
 from recollect.plans.plan import Plan
@@ -114,19 +114,19 @@ def megatron_plan(
 def _units(profile: Profile, choice: Choice, chunks: Chunks, heads: Sequence[str]) -> dict[str, UnitPlan]:
     graphs = {call.path: profile.graph_of(call) for call in profile.calls}
     layers = {path: graphs[path] for path in (*chain.from_iterable(chunks), *heads)}
-    if isinstance(choice, NoRecompute):
-        return {path: keep_all_unit(graph) for path, graph in layers.items()}
     if isinstance(choice, Selective):
         return _selective_units(layers, choice)
+    full: Collection[str] = ()
+    dropped: Collection[str] = ()
     if isinstance(choice, BlockFull):
-        full = set(chain.from_iterable(chunk[: choice.num_layers] for chunk in chunks))
-        return {
-            path: recompute_all_unit(graph) if path in full else keep_all_unit(graph) for path, graph in layers.items()
-        }
-    n = choice.num_layers
-    dropped = outputs_within(profile, [chunk[i : i + n] for chunk in chunks for i in range(0, len(chunk), n)])
+        full = {path for chunk in chunks for path in chunk[: choice.num_layers]}
+    elif isinstance(choice, UniformFull):
+        n, full = choice.num_layers, layers
+        dropped = outputs_within(profile, [chunk[i : i + n] for chunk in chunks for i in range(0, len(chunk), n)])
     return {
         path: recompute_all_unit(graph, output=Action.RECOMPUTE if path in dropped else Action.KEEP)
+        if path in full
+        else keep_all_unit(graph)
         for path, graph in layers.items()
     }
 
@@ -304,13 +304,8 @@ def megatron_stage_plans(
         >>> recollect.predict_pipeline([profile] * 2, schedule, plans).slowdown > 0
         True
     """
-    check_kind(
-        "megatron_stage_plans(profiles, schedule, config)",
-        "config",
-        config,
-        RecomputeConfig,
-        "recollect.RecomputeConfig",
-    )
+    function = "megatron_stage_plans(profiles, schedule, config)"
+    check_kind(function, "config", config, RecomputeConfig, "recollect.RecomputeConfig")
     found = schedule_of(schedule)
     if len(profiles) != found.num_stages:
         raise ScheduleError(
@@ -326,15 +321,11 @@ def megatron_stage_plans(
     rest = {key: _of_all_layers(profile, alike) for key, profile in distinct.items()}
     made: dict[int, dict[int, Plan]] = {stage: {} for stage in range(found.num_stages)}
     for actions in found.ranks:
-        window = sum(1 for _ in takewhile(_is_forward, actions))
-        for number, action in enumerate(filter(_is_forward, actions)):
+        window = sum(1 for _ in takewhile(lambda action: action.kind == FORWARD, actions))
+        for number, action in enumerate(action for action in actions if action.kind == FORWARD):
             plans = partial if number % window < num_partial else rest
             made[action.stage][action.micro_batch] = plans[id(profiles[action.stage])]
     return tuple(tuple(own[batch] for batch in sorted(own)) for own in made.values())
-
-
-def _is_forward(action: PipelineAction) -> bool:
-    return action.kind == FORWARD
 
 
 def _of_all_layers(profile: Profile, config: RecomputeConfig) -> Plan:

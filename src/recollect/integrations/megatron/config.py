@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from recollect.integrations.megatron.recompute_settings import RecomputeSettings
 from recollect.integrations.megatron.rules import check
-from recollect.integrations.megatron.training_setting import TrainingSetting
+from recollect.integrations.megatron.settings import RecomputeSettings, TrainingSetting
 
 
 @dataclass(frozen=True, kw_only=True)

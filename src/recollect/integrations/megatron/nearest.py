@@ -12,7 +12,7 @@ from recollect.integrations.megatron.choice import MODULES
 from recollect.integrations.megatron.compile import megatron_plan
 from recollect.integrations.megatron.config import RecomputeConfig
 from recollect.integrations.megatron.module_values import LayerOps, values_of_module
-from recollect.integrations.megatron.training_setting import TrainingSetting
+from recollect.integrations.megatron.settings import TrainingSetting
 from recollect.integrations.nearest import Nearest, nearest
 from recollect.pipelines.pipeline import PipelinePlan
 from recollect.pipelines.plan_pipeline import predict_pipeline

@@ -30,7 +30,6 @@ from recollect.plans.action import Action
 from recollect.plans.engines import Tape
 from recollect.plans.plan import Plan
 from recollect.plans.trip import Trip
-from recollect.plans.unit_plan import UnitPlan
 from recollect.profile.events import OP, RETURN, SAVE
 from recollect.profile.profile import Profile
 from recollect.simulation.decisions import keep_all_unit
@@ -205,10 +204,8 @@ def _with_trips(profile: Profile, plan: Plan, going: Mapping[tuple[str, str], in
     for (path, name), later in going.items():
         of_path[path][name] = Trip(later, later + ahead)
     for path, trips in of_path.items():
-        unit = units[path]
-        units[path] = UnitPlan(
-            {**unit.actions, **dict.fromkeys(trips, Action.OFFLOAD)}, unit.output, unit.engine, trips=trips
-        )
+        actions = {**units[path].actions, **dict.fromkeys(trips, Action.OFFLOAD)}
+        units[path] = replace(units[path], actions=actions, trips=trips)
     return replace(plan, units=units)
 
 
@@ -221,12 +218,7 @@ def _limited(plan: Plan, most: int | None, going: Mapping[tuple[str, str], int])
         return trip if trip.leaves_in_backward else trip._replace(leaves=min(trip.leaves, going[path, name] + most))
 
     units = {
-        path: UnitPlan(
-            unit.actions,
-            unit.output,
-            unit.engine,
-            trips={name: earlier(path, name, trip) for name, trip in unit.trips.items()},
-        )
+        path: replace(unit, trips={name: earlier(path, name, trip) for name, trip in unit.trips.items()})
         for path, unit in plan.units.items()
     }
     return replace(plan, units=units)

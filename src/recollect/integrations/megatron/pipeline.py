@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from itertools import accumulate, groupby, pairwise
 
 from recollect.errors import ConfigError
-from recollect.integrations.megatron.training_setting import TrainingSetting
+from recollect.integrations.megatron.settings import TrainingSetting
 
 
 def model_chunks(setting: TrainingSetting, num_layers: int) -> tuple[range, ...]:

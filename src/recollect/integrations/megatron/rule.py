@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, TypeAlias
 
-from recollect.integrations.megatron.recompute_settings import RecomputeSettings
-from recollect.integrations.megatron.training_setting import TrainingSetting
+from recollect.integrations.megatron.settings import RecomputeSettings, TrainingSetting
 
 Answer = Literal["error", "warning", "free", "same", "not yet"]
 """How recollect answers: raises; warns; has no such limit; does silently what Megatron does; lacks the feature."""
