@@ -12,6 +12,7 @@ from recollect.doctor.rule import RULES, Finding
 from recollect.doctor.settings import Settings
 from recollect.errors import ConfigError
 from recollect.integrations.megatron.pipeline import chunk_sizes
+from recollect.integrations.megatron.rule import Clash
 from recollect.integrations.megatron.rules import RULES as CLASHES
 from recollect.integrations.megatron.settings import RecomputeSettings, TrainingSetting
 
@@ -54,7 +55,7 @@ def findings(settings: Settings, log: InLog) -> Iterator[Finding]:
         setting = TrainingSetting(**_taken(settings.values, _TRAINING))
     except (ConfigError, TypeError) as problem:
         if isinstance(problem, ConfigError):
-            yield _clash("setting", settings, problem.settings, problem.reason, problem.advice, "ValueError")
+            yield _clash("setting", settings, problem, "ValueError")
     clashes = list(_clashes(settings, config, setting))
     yield from clashes
     if not any(clash.certainty == "certain" for clash in clashes):
@@ -89,29 +90,27 @@ def _clashes(settings: Settings, config: RecomputeSettings, setting: TrainingSet
         try:
             clash = rule.clash(config, setting)
         except ConfigError as problem:  # the layers cannot be divided among the stages
-            yield _clash("stages", settings, problem.settings, problem.reason, problem.advice, "AssertionError")
+            yield _clash("stages", settings, problem, "AssertionError")
             continue
         # Without a version the rules take Transformer Engine for missing; here it is unknown.
         is_unknown = clash is not None and clash.settings.get("transformer_engine_version", "") is None
         if clash is not None and not is_unknown:
-            yield _clash(rule.name, settings, clash.settings, clash.reason, clash.advice, rule.megatron)
+            yield _clash(rule.name, settings, clash, rule.megatron)
             if rule.name == "types":
                 return
 
 
-def _clash(
-    name: str, settings: Settings, given: Mapping[str, object], reason: str, advice: str, megatron: str
-) -> Finding:
+def _clash(name: str, settings: Settings, clash: Clash | ConfigError, megatron: str) -> Finding:
     is_error = "Error" in megatron
-    shown = settings.shown(*given)
-    missing = [f"{name} is not set" for name in given if settings.values.get(name) is None]
+    shown = settings.shown(*clash.settings)
+    missing = [f"{name} is not set" for name in clash.settings if settings.values.get(name) is None]
     return Finding(
         rule=f"megatron-{name}",
         certainty="certain" if is_error else "likely",
-        problem=f"{'Settings clash' if is_error else 'A setting does not do what it seems to'}: {reason}.",
+        problem=f"{'Settings clash' if is_error else 'A setting does not do what it seems to'}: {clash.reason}.",
         cause=f"Megatron's answer: {megatron}.",
         evidence=("; ".join((shown, *missing)) if shown[-1:] != " " else "; ".join((settings.place, *missing)),),
-        fix=(advice,),
+        fix=(clash.advice,),
         source=f"docs/megatron.md, rule {name}",
     )
 

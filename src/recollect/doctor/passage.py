@@ -47,9 +47,9 @@ class Passage:
         starts = [i for i, line in enumerate(self.before) if _TRACEBACK in line]
         return self.before[starts[-1] + 1 :] if starts else self.before[-_WITHOUT_HEAD:]
 
-    def quoted(self, line: str | None = None) -> str:
-        """Return a line (by default, the passage's) after its place, shortened if it is long."""
-        text = (self.line if line is None else line).strip()
+    def quoted(self) -> str:
+        """Return the line after its place, shortened if it is long."""
+        text = self.line.strip()
         shown = text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]} ..."
         return f"{self.place}: {shown}"
 
