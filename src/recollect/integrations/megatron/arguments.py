@@ -146,7 +146,7 @@ def _values(flag: ForeignFlag, words: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _check(flag: ForeignFlag, values: list[str]) -> None:
-    if flag.needs and not any(_is_same(values, one) for one in flag.allowed or ()):
+    if flag.needs and not any(_is_same(values, one) for one in flag.allowed):
         raise NotYetError(settings={flag.name: _text([flag.name, *values])}, needs=flag.needs, advice=flag.advice)
 
 
