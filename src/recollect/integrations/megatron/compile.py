@@ -16,8 +16,8 @@ from recollect.arguments import check_kind
 from recollect.errors import ConfigError, ConfigWarning, ScheduleError
 from recollect.integrations.megatron.choice import BlockFull, Choice, ModuleName, Selective, UniformFull
 from recollect.integrations.megatron.config import RecomputeConfig
-from recollect.integrations.megatron.module_values import LayerOps, values_of_module
-from recollect.integrations.megatron.offload import modules_in, with_offload
+from recollect.integrations.megatron.module_values import LayerOps, modules_in, values_of_module
+from recollect.integrations.megatron.offload import with_offload
 from recollect.integrations.megatron.pipeline import model_chunks
 from recollect.integrations.megatron.rules import check_rule, num_layers_clash, refuse_not_yet, report
 from recollect.integrations.megatron.settings import TrainingSetting

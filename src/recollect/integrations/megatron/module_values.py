@@ -24,12 +24,12 @@ The other names (`gdn_norm_out`, `gdp_in_proj`, `gdp_qkv`, `mhc`) stand for part
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from recollect.integrations.megatron.choice import ModuleName, OffloadName
 from recollect.profile.graph import UnitGraph
+from recollect.profile.profile import Profile
 
 _ATTENTIONS = frozenset({"self_attn", "attn", "self_attention", "attention"})
 _MLPS = frozenset({"mlp", "block_sparse_moe", "feed_forward"})
@@ -133,10 +133,17 @@ def _layer_op(name: str, inputs: tuple[int, ...], outputs: tuple[int, ...]) -> _
     return _LayerOp(tuple(module), call.partition("#")[0], inputs, outputs)
 
 
-def values_of_module(layer: LayerOps, name: ModuleName | OffloadName) -> frozenset[int]:
+def values_of_module(layer: LayerOps, name: str) -> frozenset[int]:
     """Return the indices of the values that a Megatron module computes in a layer; none if the layer lacks it."""
     find = _PARTS.get(name)
     return frozenset(find(layer)) if find is not None else frozenset()
+
+
+def modules_in(profile: Profile, layers: Collection[str], names: Iterable[str]) -> list[str]:
+    """Return those of some names for which a layer has a module."""
+    graphs = {call.graph for call in profile.calls if call.path in layers}
+    found = [LayerOps(profile.graphs[graph]) for graph in graphs]
+    return [name for name in names if any(values_of_module(layer, name) for layer in found)]
 
 
 def _core_attn(layer: LayerOps) -> frozenset[int]:
@@ -208,7 +215,7 @@ def _in_attention(layer: LayerOps, is_part: Callable[[int, int, int], bool]) -> 
     )
 
 
-_PARTS: dict[ModuleName | OffloadName, Callable[[LayerOps], Iterable[int]]] = {
+_PARTS: dict[str, Callable[[LayerOps], Iterable[int]]] = {
     "core_attn": _core_attn,
     "mlp": lambda layer: () if layer.has_experts else _feed_forward(layer),
     "moe": lambda layer: _feed_forward(layer) if layer.has_experts else (),

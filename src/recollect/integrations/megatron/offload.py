@@ -150,13 +150,6 @@ def _may_go(profile: Profile, plan: Plan, config: RecomputeConfig, key: _Key) ->
     return value.nbytes >= _LEAST_BYTES_OF_LAYERS
 
 
-def modules_in(profile: Profile, layers: Collection[str], names: Collection[str]) -> set[str]:
-    """Return those of some names for which a layer has a module."""
-    graphs = {call.graph for call in profile.calls if call.path in layers}
-    found = [LayerOps(profile.graphs[graph]) for graph in graphs]
-    return {name for name in OFFLOAD_MODULES if name in names and any(values_of_module(layer, name) for layer in found)}
-
-
 def _groups(profile: Profile, config: RecomputeConfig, layers: Sequence[str]) -> list[_Group]:
     """Return what is to offload, in forward order."""
     names = [name for name in OFFLOAD_MODULES if name in config.offloaded]
