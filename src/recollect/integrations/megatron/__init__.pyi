@@ -1,9 +1,5 @@
 """The names of the package and their homes: for type checkers, and for `__init__.py`, which reads them here."""
 
-from recollect.integrations.megatron.choice import BlockFull as BlockFull
-from recollect.integrations.megatron.choice import NoRecompute as NoRecompute
-from recollect.integrations.megatron.choice import Selective as Selective
-from recollect.integrations.megatron.choice import UniformFull as UniformFull
 from recollect.integrations.megatron.compile import megatron_plan as megatron_plan
 from recollect.integrations.megatron.compile import megatron_stage_plans as megatron_stage_plans
 from recollect.integrations.megatron.config import RecomputeConfig as RecomputeConfig
@@ -15,4 +11,8 @@ from recollect.integrations.megatron.roll import RollCheckpointing as RollCheckp
 from recollect.integrations.megatron.roll import roll_plan as roll_plan
 from recollect.integrations.megatron.roll import roll_recompute_config as roll_recompute_config
 from recollect.integrations.megatron.rules import RULES as RULES
+from recollect.integrations.megatron.settings import BlockFull as BlockFull
+from recollect.integrations.megatron.settings import NoRecompute as NoRecompute
+from recollect.integrations.megatron.settings import Selective as Selective
 from recollect.integrations.megatron.settings import TrainingSetting as TrainingSetting
+from recollect.integrations.megatron.settings import UniformFull as UniformFull

@@ -14,13 +14,12 @@ from typing import Any
 
 from recollect.arguments import check_kind
 from recollect.errors import ConfigError, ConfigWarning, ScheduleError
-from recollect.integrations.megatron.choice import BlockFull, Choice, ModuleName, Selective, UniformFull
 from recollect.integrations.megatron.config import RecomputeConfig
 from recollect.integrations.megatron.module_values import LayerOps, modules_in, values_of_module
 from recollect.integrations.megatron.offload import with_offload
 from recollect.integrations.megatron.pipeline import model_chunks
 from recollect.integrations.megatron.rules import check_rule, num_layers_clash, refuse_not_yet, report
-from recollect.integrations.megatron.settings import TrainingSetting
+from recollect.integrations.megatron.settings import BlockFull, Choice, Selective, TrainingSetting, UniformFull
 from recollect.pipelines.schedule import FORWARD, schedule_of
 from recollect.planning.output_choices import outputs_within
 from recollect.plans.action import Action
@@ -47,7 +46,7 @@ def megatron_plan(
 
     Full recompute drops everything that can be recomputed, and outputs between the layers of one `uniform` region too.
     Selective recompute drops what the named modules compute; their outputs are kept or dropped as in Megatron
-    (`MEGATRON_OUTPUT` in `choice.py`), unless `recompute_discard_outputs` says otherwise. What cannot be recomputed (a
+    (`MEGATRON_OUTPUT` in `settings.py`), unless `recompute_discard_outputs` says otherwise. What cannot be recomputed (a
     router's choices) is always kept. With `distribute_saved_activations` the inputs that full recompute keeps have the action
     "shard". What `cpu_offloading` and `offload_modules` stand for has the action "offload", unless it is recomputed anyway.
 
@@ -213,7 +212,7 @@ def _chunks(profile: Profile, setting: TrainingSetting | None) -> Chunks:
 
 def _selective_units(layers: dict[str, UnitGraph], choice: Selective) -> dict[str, UnitPlan]:
     made: dict[int, UnitPlan] = {}
-    matched: set[ModuleName] = set()
+    matched: set[str] = set()
     units = {}
     for path, graph in layers.items():
         if id(graph) not in made:
@@ -226,7 +225,7 @@ def _selective_units(layers: dict[str, UnitGraph], choice: Selective) -> dict[st
     return units
 
 
-def _unit(layer: LayerOps, choice: Selective, parts: dict[ModuleName, frozenset[int]]) -> UnitPlan:
+def _unit(layer: LayerOps, choice: Selective, parts: dict[str, frozenset[int]]) -> UnitPlan:
     dropped: set[int] = set()
     for name, inside in parts.items():
         dropped |= inside if choice.outputs[name] == Action.RECOMPUTE else inside - layer.outputs_of(inside)

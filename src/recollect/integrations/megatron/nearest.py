@@ -8,11 +8,10 @@ from contextlib import suppress
 from itertools import combinations
 
 from recollect.errors import BudgetTooSmallError, ConfigError, ConfigWarning, NotYetError
-from recollect.integrations.megatron.choice import MODULES
 from recollect.integrations.megatron.compile import megatron_plan
 from recollect.integrations.megatron.config import RecomputeConfig
 from recollect.integrations.megatron.module_values import modules_in
-from recollect.integrations.megatron.settings import TrainingSetting
+from recollect.integrations.megatron.settings import MODULES, TrainingSetting
 from recollect.integrations.nearest import Nearest, nearest
 from recollect.pipelines.pipeline import PipelinePlan
 from recollect.pipelines.plan_pipeline import predict_pipeline

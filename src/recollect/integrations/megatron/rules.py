@@ -15,10 +15,9 @@ from typing import Any, Final
 import yaml
 
 from recollect.errors import ConfigError, ConfigWarning, NotYetError
-from recollect.integrations.megatron.choice import MODULES, OFFLOAD_MODULES
 from recollect.integrations.megatron.pipeline import chunk_sizes
 from recollect.integrations.megatron.rule import Broken, Clash, Rule, condition, found, version_of
-from recollect.integrations.megatron.settings import RecomputeSettings, TrainingSetting
+from recollect.integrations.megatron.settings import MODULES, OFFLOAD_MODULES, RecomputeSettings, TrainingSetting
 from recollect.warning import warn_user
 
 # By the annotations of the settings.
