@@ -90,7 +90,8 @@ def _reentrant(settings: Settings) -> Iterator[Finding]:
         evidence = settings.shown(*_SWITCHES, *_KWARGS, "use_reentrant", *_ADAPTERS, "finetuning_type", "adapter")
         yield RULES["no-input-requires-grad"].finding(evidence, certainty="possible")
     unknown = {"saved": "(not run yet)", "recomputed": "(not run yet)"}
-    if reentrant is not True and is_adapter and _zero_stage(settings) == 3:
+    zero_stage = settings.section("zero_optimization").get("stage", settings.get("zero_stage"))
+    if reentrant is not True and is_adapter and zero_stage == 3:
         evidence = settings.shown(
             *_SWITCHES, *_KWARGS, *_ADAPTERS, "finetuning_type", "zero_optimization", "zero_stage"
         )
@@ -98,11 +99,6 @@ def _reentrant(settings: Settings) -> Iterator[Finding]:
     if reentrant is not True and is_moe_config(settings.values):
         evidence = settings.shown(*_SWITCHES, *_KWARGS, "num_local_experts", "num_experts", "n_routed_experts")
         yield RULES["metadata-routing"].finding(evidence, certainty="possible", **unknown)
-
-
-def _zero_stage(settings: Settings) -> object:
-    section = settings.get("zero_optimization")
-    return section.get("stage") if isinstance(section, Mapping) else settings.get("zero_stage")
 
 
 def _torchtitan(settings: Settings) -> Iterator[Finding]:

@@ -27,17 +27,8 @@ _PROFILED = re.compile(r"(.+)\((\d+)\): (.+)$")
 _GAPS_MATTER = 0.15  # of what is reserved
 _SHARE_MATTERS = 0.3  # of the peak, but for these:
 _OTHER_SHARES = {"snapshot-logits": 0.2, "snapshot-without-stacks": 0.5}
-_PLACES = {
-    "snapshot-optimizer": re.compile(
-        r"torch/optim/(?!lr_scheduler)|_init_group|initialize_optimizer_states|bitsandbytes/optim|deepspeed/ops/adam"
-    ),
-    "snapshot-logits": re.compile(
-        r"cross_entropy|log_softmax|loss_utils\.py|ForCausalLMLoss|lm_head|compute_log_probs|output_layer"
-    ),
-    "snapshot-recompute": re.compile(
-        r"(?:utils/checkpoint|tensor_parallel/random)\.py:\d+:(?:recompute_fn|unpack_hook|backward)$"
-    ),
-}
+# A stack may fit several, of which the first counts.
+_PLACES = tuple(RULES[f"snapshot-{name}"] for name in ("optimizer", "logits", "recompute"))
 _BACKWARD = re.compile(r"run_backward|:backward$")
 _FORWARD = re.compile(r":(?:forward|forward_with_checkpointing)$")
 _OWN = re.compile(r"^none:|(?:^|/)torch/|\?\?:|\.cpp:|\.h:")
@@ -311,9 +302,9 @@ def _gaps(snapshot: Snapshot) -> Finding | None:
 def _kind(stack: tuple[str, ...]) -> str | None:
     if not stack:
         return "snapshot-without-stacks"
-    for name, pattern in _PLACES.items():
-        if any(pattern.search(frame) for frame in stack):
-            return name
+    for rule in _PLACES:
+        if any(map(rule.is_frame, stack)):
+            return rule.name
     is_backward = any(_BACKWARD.search(frame) for frame in stack)
     return "snapshot-activations" if not is_backward and any(_FORWARD.search(frame) for frame in stack) else None
 
