@@ -102,7 +102,7 @@ def calibrate(device: torch.device, *, seconds_to_spend: float = 40.0, quick: bo
 
 def _measure(ops: Sequence[MeasuredOp], device: torch.device, *, until: float) -> int:
     """Run all ops in turn, so that a slow moment of the machine affects each of them a little and none much."""
-    time_op = _cuda_seconds if device.type == "cuda" else _cpu_seconds
+    time_op = _cuda_seconds if device.type == "cuda" else lambda run: timed_work(run, device)[1]
     rounds = 0
     with below_autograd():
         for op in ops:
@@ -112,10 +112,6 @@ def _measure(ops: Sequence[MeasuredOp], device: torch.device, *, until: float) -
                 op.seconds.append(time_op(op.run))
             rounds += 1
     return rounds
-
-
-def _cpu_seconds(run: Callable[[], None]) -> float:
-    return timed_work(run, torch.device("cpu"))[1]
 
 
 def _cuda_seconds(run: Callable[[], None]) -> float:
@@ -133,7 +129,7 @@ def _blank(device: torch.device) -> Hardware:
     return Hardware(
         name=_device_name(device),
         device=device.type,
-        memory_bytes=_memory_bytes(device),
+        memory_bytes=memory_bytes(device) or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         bandwidth_bytes_per_s=1.0,
         traffic_efficiency=1.0,
         launch_s=1.0,
@@ -219,7 +215,7 @@ def _least_errors(
         hardware = hardware_of([math.exp(number) for number in logarithms])
         return [math.log(seconds(op.work, hardware) / op.median_s) for op in ops]
 
-    guess, least, most = (np.log([getattr(each, name) for each in ranges]) for name in ("guess", "least", "most"))
+    guess, least, most = np.log(ranges).T
     found = least_squares(residuals, guess, bounds=(least, most), loss="soft_l1", f_scale=0.3, diff_step=1e-3)
     return hardware_of([math.exp(number) for number in found.x])
 
@@ -251,7 +247,3 @@ def _device_name(device: torch.device) -> str:
         return torch.cuda.get_device_name(device)
     threads = torch.get_num_threads()
     return f"{processor_model()}, {threads} thread{'' if threads == 1 else 's'}"
-
-
-def _memory_bytes(device: torch.device) -> int:
-    return memory_bytes(device) or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

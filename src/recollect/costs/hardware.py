@@ -199,16 +199,13 @@ class Hardware:
 
     def to_json(self) -> str:
         """Return the hardware as JSON text; `from_json` reads it back as an equal one."""
-        document = {"format": _FORMAT, "version": _VERSION}
-        parts = ("rates", "elements", "host_link")
-        document |= {f.name: getattr(self, f.name) for f in fields(self) if f.name not in parts}
-        document["rates"] = {
-            rate.dtype: {f.name: getattr(rate, f.name) for f in fields(rate) if f.name != "dtype"}
-            for rate in self.rates
+        document = {"format": _FORMAT, "version": _VERSION, **asdict(self)}
+        document["rates"] = {rate.pop("dtype"): rate for rate in document["rates"]}
+        document["elements_per_s"] = {
+            element["kind"]: element["elements_per_s"] for element in document.pop("elements")
         }
-        document["elements_per_s"] = {element.kind: element.elements_per_s for element in self.elements}
-        if self.host_link is not None:
-            document["host_link"] = asdict(self.host_link)
+        if self.host_link is None:
+            del document["host_link"]
         return json.dumps(document, indent=2, allow_nan=False) + "\n"
 
     @classmethod
