@@ -63,23 +63,14 @@ class MemoryMessage:
             >>> message.tried_bytes - message.free_bytes == 2**30
             True
         """
-        tried = _bytes(_TRIED, line)
+        amounts = (_TRIED, _CAPACITY, _FREE, _ALLOCATED, _UNALLOCATED, _RESERVED)
+        tried, capacity, free, allocated, unallocated, reserved = (_bytes(amount, line) for amount in amounts)
         if tried is None:
             return None
-        capacity = _bytes(_CAPACITY, line)
-        allocated = _bytes(_ALLOCATED, line)
-        unallocated = _bytes(_UNALLOCATED, line)
-        reserved = _bytes(_RESERVED, line)
         if unallocated is None and reserved is not None and allocated is not None:
             unallocated = max(reserved - allocated, 0)
-        return cls(
-            tried,
-            capacity,
-            _bytes(_FREE, line),
-            allocated,
-            unallocated,
-            _others(line, allocated, unallocated, capacity),
-        )
+        others = _others(line, allocated, unallocated, capacity)
+        return cls(tried, capacity, free, allocated, unallocated, others)
 
     @property
     def room_bytes(self) -> int | None:
