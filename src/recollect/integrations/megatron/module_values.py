@@ -78,7 +78,10 @@ class LayerOps:
 
     def __init__(self, graph: UnitGraph) -> None:
         self.graph = graph
-        self.ops = [_layer_op(op.name, op.inputs, op.outputs) for op in graph.ops]
+        self.ops: list[_LayerOp] = []
+        for op in graph.ops:
+            *module, call = op.name.split(".")
+            self.ops.append(_LayerOp(tuple(module), call.partition("#")[0], op.inputs, op.outputs))
 
     @cached_property
     def has_experts(self) -> bool:
@@ -126,11 +129,6 @@ class LayerOps:
         read = {v for op in self.ops if inside.isdisjoint(op.outputs) for v in op.inputs}
         returned = {index for index, value in enumerate(self.graph.values) if value.is_output}
         return inside & (read | returned)
-
-
-def _layer_op(name: str, inputs: tuple[int, ...], outputs: tuple[int, ...]) -> _LayerOp:
-    *module, call = name.split(".")
-    return _LayerOp(tuple(module), call.partition("#")[0], inputs, outputs)
 
 
 def values_of_module(layer: LayerOps, name: str) -> frozenset[int]:
@@ -192,10 +190,6 @@ def _mla_up_proj(layer: LayerOps) -> frozenset[int]:
     return layer.values(lambda index, op: op.is_in(_LATENT_UP) or (op.module == layer.attention and index < start))
 
 
-def _mlp_norm(layer: LayerOps) -> frozenset[int]:
-    return _layernorm(layer) - _attn_norm(layer)
-
-
 def _attn_norm(layer: LayerOps) -> frozenset[int]:
     return layer.values(lambda _, op: op.is_in(_ATTENTION_NORMS))
 
@@ -224,7 +218,7 @@ _PARTS: dict[str, Callable[[LayerOps], Iterable[int]]] = {
     "moe_act": _moe_act,
     "mla_up_proj": _mla_up_proj,
     "attn_norm": _attn_norm,
-    "mlp_norm": _mlp_norm,
+    "mlp_norm": lambda layer: _layernorm(layer) - _attn_norm(layer),
     "qkv_linear": lambda layer: _in_attention(layer, lambda index, first, _: index < first),
     "attn_proj": lambda layer: _in_attention(layer, lambda index, _, last: index > last),
     "expert_fc1": _expert_fc1,
