@@ -2,7 +2,6 @@
 
 from recollect.integrations.megatron.compile import megatron_plan as megatron_plan
 from recollect.integrations.megatron.compile import megatron_stage_plans as megatron_stage_plans
-from recollect.integrations.megatron.config import RecomputeConfig as RecomputeConfig
 from recollect.integrations.megatron.nearest import bridge_lines as bridge_lines
 from recollect.integrations.megatron.nearest import megatron_flags as megatron_flags
 from recollect.integrations.megatron.nearest import nearest_settings as nearest_settings
@@ -11,6 +10,7 @@ from recollect.integrations.megatron.roll import RollCheckpointing as RollCheckp
 from recollect.integrations.megatron.roll import roll_plan as roll_plan
 from recollect.integrations.megatron.roll import roll_recompute_config as roll_recompute_config
 from recollect.integrations.megatron.rules import RULES as RULES
+from recollect.integrations.megatron.rules import RecomputeConfig as RecomputeConfig
 from recollect.integrations.megatron.settings import BlockFull as BlockFull
 from recollect.integrations.megatron.settings import NoRecompute as NoRecompute
 from recollect.integrations.megatron.settings import Selective as Selective

@@ -14,11 +14,10 @@ from typing import Any
 
 from recollect.arguments import check_kind
 from recollect.errors import ConfigError, ConfigWarning, ScheduleError
-from recollect.integrations.megatron.config import RecomputeConfig
 from recollect.integrations.megatron.module_values import LayerOps, modules_in, values_of_module
 from recollect.integrations.megatron.offload import with_offload
 from recollect.integrations.megatron.pipeline import model_chunks
-from recollect.integrations.megatron.rules import check_rule, num_layers_clash, refuse_not_yet, report
+from recollect.integrations.megatron.rules import RecomputeConfig, check_rule, num_layers_clash, refuse_not_yet, report
 from recollect.integrations.megatron.settings import BlockFull, Choice, Selective, TrainingSetting, UniformFull
 from recollect.pipelines.schedule import FORWARD, schedule_of
 from recollect.planning.output_choices import outputs_within

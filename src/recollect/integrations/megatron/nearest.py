@@ -9,8 +9,8 @@ from itertools import combinations
 
 from recollect.errors import BudgetTooSmallError, ConfigError, ConfigWarning, NotYetError
 from recollect.integrations.megatron.compile import megatron_plan
-from recollect.integrations.megatron.config import RecomputeConfig
 from recollect.integrations.megatron.module_values import modules_in
+from recollect.integrations.megatron.rules import RecomputeConfig
 from recollect.integrations.megatron.settings import MODULES, TrainingSetting
 from recollect.integrations.nearest import Nearest, nearest
 from recollect.pipelines.pipeline import PipelinePlan

@@ -22,8 +22,8 @@ from itertools import groupby
 from typing import Final
 
 from recollect.errors import ConfigWarning
-from recollect.integrations.megatron.config import RecomputeConfig
 from recollect.integrations.megatron.module_values import LayerOps, values_of_module
+from recollect.integrations.megatron.rules import RecomputeConfig
 from recollect.integrations.megatron.settings import OFFLOAD_MODULES
 from recollect.planning.trips import scheduled
 from recollect.plans.action import Action

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from tyro.conf import FlagCreatePairsOff, Suppress, arg
 
-from recollect.integrations.megatron.config import RecomputeConfig
+from recollect.integrations.megatron.rules import RecomputeConfig
 from recollect.integrations.megatron.settings import TrainingSetting
 from recollect.lab.models.config import TransformerConfig
 from recollect.lab.parallel.layout import ParallelFlags
