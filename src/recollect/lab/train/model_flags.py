@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from tyro.conf import FlagCreatePairsOff, OmitArgPrefixes, arg
 
@@ -13,25 +13,10 @@ from recollect.lab.models.config import TransformerConfig
 from recollect.lab.models.sizes import NAMED_CONFIGS
 from recollect.lab.train.checks import at_least
 
-SizeName = Literal[
-    "demo",
-    "tiny",
-    "gpt-tiny",
-    "llama-tiny",
-    "mixtral-tiny",
-    "deepseek-v3-tiny",
-    "160m",
-    "1b",
-    "7b",
-    "7b-32k",
-    "8b",
-    "13b",
-    "70b",
-    "gpt2",
-    "gpt3-175b",
-    "mixtral-8x7b",
-    "deepseek-v3-671b",
-]
+if TYPE_CHECKING:  # which cannot read names from a table
+    SizeName = str
+else:
+    SizeName = Literal[tuple(NAMED_CONFIGS)]
 
 _HEAD_CHANNELS = 128  # of LLaMA, GPT-3 and Mixtral
 
