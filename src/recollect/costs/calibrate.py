@@ -25,7 +25,7 @@ from scipy.optimize import least_squares
 
 from recollect._torch_private import below_autograd
 from recollect.costs.calibration_ops import MeasuredOp, Sizes, calibration_ops
-from recollect.costs.hardware import KINDS, ArithmeticRate, ElementRate, Hardware, HostLink
+from recollect.costs.hardware import KINDS, ArithmeticRate, Hardware, HostLink
 from recollect.costs.hardware_table import hardware_of_device, processor_model
 from recollect.costs.op_work import DTYPES
 from recollect.costs.roofline import seconds
@@ -194,7 +194,7 @@ def _with_memory(hardware: Hardware, numbers: Sequence[float]) -> Hardware:
         bandwidth_bytes_per_s=bandwidth,
         cache_bytes_per_s=cache_rate,
         cache_bytes=round(cache_bytes),
-        elements=tuple(ElementRate(kind, rate) for kind, rate in zip(_ELEMENT_KINDS, elements, strict=True)),
+        elements_per_s=dict(zip(_ELEMENT_KINDS, elements, strict=True)),
     )
 
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -78,24 +78,6 @@ class ArithmeticRate:
 
 
 @dataclass(frozen=True, slots=True)
-class ElementRate:
-    """Elements per second of one kind of op, where that is the limit and not memory.
-
-    Attributes:
-        kind: one of `KINDS`, such as "transcendental".
-        elements_per_s: elements of the op's largest tensor, per second.
-    """
-
-    kind: str
-    elements_per_s: float
-
-    def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise ValueError(f"elements {self.kind!r}: expected one of {', '.join(KINDS)}")
-        _check(self, _POSITIVE, "elements_per_s", where=f"elements {self.kind!r}: ")
-
-
-@dataclass(frozen=True, slots=True)
 class HostLink:
     """How fast copies between a device and the memory of its host are.
 
@@ -143,7 +125,8 @@ class Hardware:
         launch_s: seconds that the smallest op takes.
         rates: one for each dtype; "fp32" is required and stands in for missing ones.
         cache_bytes, cache_bytes_per_s: the first so many bytes that an op touches move at this rate; 0 for no cache.
-        elements: kinds of ops that are limited by something other than memory.
+        elements_per_s: of ops that are limited by something other than memory, by their kind, one of `KINDS`: elements of their
+            largest tensor, per second.
         host_link: what connects it with the memory of its host; None if that is not known.
 
     Raises:
@@ -172,7 +155,7 @@ class Hardware:
     traffic_efficiency: float = 0.85
     cache_bytes: int = 0
     cache_bytes_per_s: float = 0.0
-    elements: tuple[ElementRate, ...] = ()
+    elements_per_s: Mapping[str, float] = field(default_factory=dict)
     host_link: HostLink | None = None
 
     def __post_init__(self) -> None:
@@ -183,11 +166,15 @@ class Hardware:
         _check(self, _NOT_NEGATIVE, "cache_bytes", "cache_bytes_per_s")
         if (self.cache_bytes > 0) != (self.cache_bytes_per_s > 0):
             raise ValueError("cache_bytes, cache_bytes_per_s: got one of them, expected both or none")
-        for what, keys in (("rates", [r.dtype for r in self.rates]), ("elements", [e.kind for e in self.elements])):
-            twice = next((key for key in keys if keys.count(key) > 1), None)
-            if twice is not None:
-                raise ValueError(f"{what}: {twice!r} is there twice, expected each once")
-        if _BASE_DTYPE not in (rate.dtype for rate in self.rates):
+        for kind, number in self.elements_per_s.items():
+            if kind not in KINDS:
+                raise ValueError(f"elements {kind!r}: expected one of {', '.join(KINDS)}")
+            if not (math.isfinite(number) and number > 0):
+                raise ValueError(f"elements {kind!r}: elements_per_s: got {number}, expected {_POSITIVE}")
+        dtypes = [rate.dtype for rate in self.rates]
+        if twice := [dtype for dtype in dtypes if dtypes.count(dtype) > 1]:
+            raise ValueError(f"rates: {twice[0]!r} is there twice, expected each once")
+        if _BASE_DTYPE not in dtypes:
             raise ValueError(
                 f"rates: {_BASE_DTYPE!r} is missing, which stands in for dtypes without a rate of their own"
             )
@@ -201,9 +188,6 @@ class Hardware:
         """Return the hardware as JSON text; `from_json` reads it back as an equal one."""
         document = {"format": _FORMAT, "version": _VERSION, **asdict(self)}
         document["rates"] = {rate.pop("dtype"): rate for rate in document["rates"]}
-        document["elements_per_s"] = {
-            element["kind"]: element["elements_per_s"] for element in document.pop("elements")
-        }
         if self.host_link is None:
             del document["host_link"]
         return json.dumps(document, indent=2, allow_nan=False) + "\n"
@@ -216,8 +200,7 @@ class Hardware:
             HardwareError: no JSON, not of this format, a later version, or a number that cannot be; says where.
         """
         root = read_document(text, format=_FORMAT, version=_VERSION, error=HardwareError)
-        names = [f.name for f in fields(cls) if f.name != "elements"]
-        root.keys(allowed=["format", "version", *names, "elements_per_s"])
+        root.keys(allowed=["format", "version", *(f.name for f in fields(cls))])
         given = root.arguments(cls, least={"memory_bytes": None, "cache_bytes": None}, is_whole=True)
         rates, elements, link = root.get("rates"), root.get("elements_per_s"), root.find("host_link")
         try:
@@ -225,7 +208,7 @@ class Hardware:
                 rates=tuple(
                     ArithmeticRate(dtype, *_numbers(rates.get(dtype), ArithmeticRate)) for dtype in rates.keys()
                 ),
-                elements=tuple(ElementRate(kind, elements.get(kind).number()) for kind in elements.keys()),
+                elements_per_s={kind: elements.get(kind).number() for kind in elements.keys()},
                 host_link=None if link is None else HostLink(*_numbers(link, HostLink)),
                 **given,
             )

@@ -43,7 +43,7 @@ from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
 
-from recollect.costs.hardware import ArithmeticRate, ElementRate, Hardware, HostLink
+from recollect.costs.hardware import ArithmeticRate, Hardware, HostLink
 from recollect.errors import HardwareError
 
 _DEFAULT_NAME = "H100"
@@ -103,17 +103,17 @@ HARDWARE: dict[str, Hardware] = {
         ),
         cache_bytes=4_300_000,
         cache_bytes_per_s=73e9,
-        elements=(
-            ElementRate("copy", 4.6e9),
-            ElementRate("elementwise", 7.7e9),
-            ElementRate("transcendental", 1.2e9),
-            ElementRate("reduction", 7.1e9),
-            ElementRate("softmax", 2.4e9),
-            ElementRate("random", 0.2e9),
-            ElementRate("gather", 1.9e9),
-            ElementRate("scatter", 1.1e9),
-            ElementRate("sort", 0.12e9),
-        ),
+        elements_per_s={
+            "copy": 4.6e9,
+            "elementwise": 7.7e9,
+            "transcendental": 1.2e9,
+            "reduction": 7.1e9,
+            "softmax": 2.4e9,
+            "random": 0.2e9,
+            "gather": 1.9e9,
+            "scatter": 1.1e9,
+            "sort": 0.12e9,
+        },
         host_link=HostLink(9.3e9, 9.4e9, 0.7e-6),
     ),
 }
