@@ -33,8 +33,6 @@ from recollect.warning import warn_user
 Chunks = Sequence[Sequence[str]]
 """Paths of the layers of each model chunk."""
 
-_MTP = "mtp"
-
 
 def megatron_plan(
     profile: Profile,
@@ -91,7 +89,7 @@ def megatron_plan(
     chunks = _chunks(profile, setting)
     if isinstance(choice, (UniformFull, BlockFull)):
         report("num-layers-range", num_layers_clash(config, [len(chunk) for chunk in chunks]))
-    heads = _prediction_heads(profile)
+    heads = list(dict.fromkeys(call.path for call in profile.calls if _is_head(call.path)))
     if heads and isinstance(choice, BlockFull) and not (setting is not None and setting.mtp_num_layers):
         check_rule("mtp-block", config, TrainingSetting(mtp_num_layers=len(heads)))
     units = _units(profile, choice, chunks, heads)
@@ -177,17 +175,15 @@ def _with_inputs_as_parts(
     return found
 
 
-def _prediction_heads(profile: Profile) -> list[str]:
-    """Return the multi-token prediction layers."""
-    return list(dict.fromkeys(call.path for call in profile.calls if _MTP in call.path.split(".")))
+def _is_head(path: str) -> bool:
+    """Return whether a layer is one of multi-token prediction."""
+    return "mtp" in path.split(".")
 
 
 def _chunks(profile: Profile, setting: TrainingSetting | None) -> Chunks:
     """Return the layers of each model chunk: those of one parent module, cut by the pipeline."""
     blocks: dict[str, list[str]] = {}
-    for path in dict.fromkeys(call.path for call in profile.calls if call.repeated):
-        if _MTP in path.split("."):
-            continue
+    for path in dict.fromkeys(call.path for call in profile.calls if call.repeated and not _is_head(call.path)):
         blocks.setdefault(path.rpartition(".")[0], []).append(path)
     if setting is None or setting.pipeline_model_parallel_size == 1 and not setting.num_layers:
         return list(blocks.values())
