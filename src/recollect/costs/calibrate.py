@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -41,6 +40,9 @@ _FEWEST_ROUNDS = 3
 _MOST_ROUNDS = 30
 _RUNS_PER_EVENT = 10
 
+_Range = tuple[float, float, float]
+"""Of a number: a guess, the least and the most."""
+
 
 @dataclass(frozen=True)
 class Calibration:
@@ -61,12 +63,6 @@ class Calibration:
     def ratios(self, kind: str | None = None) -> list[float]:
         """Return modelled over measured time of the ops of a kind, or of all."""
         return [seconds(op.work, self.hardware) / op.median_s for op in self.ops if kind in (None, op.work.kind)]
-
-
-class _Range(NamedTuple):
-    guess: float
-    least: float
-    most: float
 
 
 def calibrate(device: torch.device, *, seconds_to_spend: float = 40.0, quick: bool = False) -> Calibration:
@@ -163,14 +159,14 @@ def _memory_ranges(ops: Sequence[MeasuredOp]) -> list[_Range]:
     large = max(op.work.traffic_bytes / op.median_s for op in ops if op.work.traffic_bytes > most_bytes / 4)
     best = max(op.work.traffic_bytes / op.median_s for op in ops)
     ranges = [
-        _Range(launch_s, shortest_s / 2, 4 * launch_s),
-        _Range(large, large / 10, 2 * large),
-        _Range(best, large / 10, 2 * best),
-        _Range(most_bytes / 16, most_bytes / 1e4, most_bytes / 4),
+        (launch_s, shortest_s / 2, 4 * launch_s),
+        (large, large / 10, 2 * large),
+        (best, large / 10, 2 * best),
+        (most_bytes / 16, most_bytes / 1e4, most_bytes / 4),
     ]
     for kind in _ELEMENT_KINDS:
         fastest = max(op.work.elements / op.median_s for op in ops if op.work.kind == kind)
-        ranges.append(_Range(fastest, fastest / 10, 2 * fastest))
+        ranges.append((fastest, fastest / 10, 2 * fastest))
     return ranges
 
 
@@ -179,11 +175,11 @@ def _rate_ranges(ops: Sequence[MeasuredOp]) -> list[_Range]:
     ranges = []
     for kind in _PRODUCT_KINDS:
         fastest = max(op.work.flops / op.median_s for op in ops if op.work.kind == kind)
-        ranges.append(_Range(fastest, fastest / 4, 1.5 * fastest))
+        ranges.append((fastest, fastest / 4, 1.5 * fastest))
     products = [op.work for op in ops if op.work.kind == "matmul"]
     most_outputs = max(work.outputs for work in products)
     most_depth = max(work.flops / 2 / work.outputs for work in products)
-    return [*ranges, _Range(most_outputs / 100, 1.0, most_outputs), _Range(most_depth / 20, 1.0, most_depth)]
+    return [*ranges, (most_outputs / 100, 1.0, most_outputs), (most_depth / 20, 1.0, most_depth)]
 
 
 def _with_memory(hardware: Hardware, numbers: Sequence[float]) -> Hardware:
