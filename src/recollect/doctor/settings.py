@@ -78,13 +78,9 @@ class Settings:
 
 
 def _shown(value: object) -> str:
-    return (
-        ", ".join(map(str, value))
-        if isinstance(value, (list, tuple))
-        else str(value).lower()
-        if isinstance(value, bool)
-        else str(value)
-    )
+    if isinstance(value, bool):
+        return str(value).lower()
+    return ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
 
 
 def settings_in_data(data: Mapping[Any, Any], place: str) -> list[Settings]:
