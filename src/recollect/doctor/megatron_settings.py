@@ -12,6 +12,7 @@ from recollect.doctor.rule import RULES, Finding
 from recollect.doctor.settings import Settings
 from recollect.errors import ConfigError
 from recollect.integrations.megatron.pipeline import chunk_sizes
+from recollect.integrations.megatron.roll import with_roll_defaults
 from recollect.integrations.megatron.rule import Clash
 from recollect.integrations.megatron.rules import RULES as CLASHES
 from recollect.integrations.megatron.settings import RecomputeSettings, TrainingSetting
@@ -49,7 +50,9 @@ def findings(settings: Settings, log: InLog) -> Iterator[Finding]:
     Yields:
         Clashes first.
     """
-    config = RecomputeSettings(**_taken(_with_roll_defaults(settings), _RECOMPUTE))
+    is_roll = "strategy_config" in settings.place or "strategy_args" in settings.place
+    values = with_roll_defaults(settings.values) if is_roll else settings.values
+    config = RecomputeSettings(**_taken(values, _RECOMPUTE))
     setting = TrainingSetting()
     try:
         setting = TrainingSetting(**_taken(settings.values, _TRAINING))
@@ -63,15 +66,6 @@ def findings(settings: Settings, log: InLog) -> Iterator[Finding]:
         yield from _layers(settings, config, setting)
         yield from _fp8(settings, config, log)
     yield from _memory(settings, log)
-
-
-def _with_roll_defaults(settings: Settings) -> Mapping[str, Any]:
-    """Return the values; in ROLL, full recompute without method and number of layers means uniform and 1."""
-    is_roll = "strategy_config" in settings.place or "strategy_args" in settings.place
-    is_bare = settings.get("recompute_method", "recompute_num_layers") is None
-    if is_roll and is_bare and settings.get("recompute_granularity") == "full":
-        return {**settings.values, "recompute_method": "uniform", "recompute_num_layers": 1}
-    return settings.values
 
 
 def _taken(values: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
