@@ -43,19 +43,16 @@ def _deepspeed(settings: Settings) -> Iterator[Finding]:
     section = settings.get("activation_checkpointing")
     if not isinstance(section, Mapping):
         return
-    shown = f"{settings.place}: activation_checkpointing: {dict(section)}"
+    shown, clash = f"{settings.place}: activation_checkpointing: {dict(section)}", RULES["deepspeed-clash"]
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", ConfigWarning)
             ActivationCheckpointing.of({"activation_checkpointing": section})
         for warning in caught:
-            advice = "Leave it out."
-            yield RULES["deepspeed-clash"].finding(
-                shown, certainty="likely", reason=str(warning.message), advice=advice
-            )
+            yield clash.finding(shown, certainty="likely", reason=str(warning.message), advice="Leave it out.")
     except ConfigError as problem:
         given = ", ".join(f"{name}: {value}" for name, value in problem.settings.items())
-        yield RULES["deepspeed-clash"].finding(shown, reason=f"{given}: {problem.reason}", advice=problem.advice)
+        yield clash.finding(shown, reason=f"{given}: {problem.reason}", advice=problem.advice)
     if section.get("cpu_checkpointing") and not section.get("partition_activations"):
         yield RULES["deepspeed-cpu-checkpointing"].finding(shown)
     if not settings.values.get("gradient_checkpointing"):

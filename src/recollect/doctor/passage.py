@@ -92,7 +92,5 @@ def _passage(
     before: tuple[tuple[str, str], ...],
     after: list[tuple[str, str]],
 ) -> Passage:
-    def of_rank(labelled: Iterable[tuple[str, str]]) -> tuple[str, ...]:
-        return tuple(text for label, text in labelled if label == rank)
-
-    return Passage(f"{name}:{number}", line, of_rank(before), of_rank(after))
+    own = (tuple(text for label, text in lines if label == rank) for lines in (before, after))
+    return Passage(f"{name}:{number}", line, *own)
