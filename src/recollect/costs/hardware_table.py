@@ -46,8 +46,6 @@ from pathlib import Path
 from recollect.costs.hardware import ArithmeticRate, Hardware, HostLink
 from recollect.errors import HardwareError
 
-_DEFAULT_NAME = "H100"
-
 _GIB = 2**30
 _TILE = 128
 _DEPTH = 64.0
@@ -187,7 +185,7 @@ def choose_hardware(which: str | os.PathLike[str] | Hardware | None, *, own_devi
     """
     if which is not None:
         return find_hardware(which)
-    return (hardware_of_device(own_device) if own_device else None) or HARDWARE[_DEFAULT_NAME]
+    return (hardware_of_device(own_device) if own_device else None) or HARDWARE["H100"]
 
 
 def _short(name: str) -> str:

@@ -44,7 +44,6 @@ class Link:
 LINKS: dict[str, Link] = {
     name: Link(name, float(row["bytes_per_s"]), float(row["hop_s"])) for name, row in read_table("links.csv").items()
 }
-_DEVICES_PER_NODE = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +116,7 @@ def cluster_of(
         >>> cluster_of(find_hardware("A100"), within="pcie 4", devices_per_node=4).within.name
         'PCIe 4'
     """
-    count = _DEVICES_PER_NODE if devices_per_node is None else devices_per_node
+    count = 8 if devices_per_node is None else devices_per_node
     if count < 1:
         raise ConfigError(
             settings={"devices_per_node": count}, reason="it counts devices", advice="Pass 1 or more, such as 8."
