@@ -15,7 +15,7 @@ import torch
 import recollect
 from flags import MachineFlags, parse
 from recollect.integrations.megatron import RecomputeConfig, megatron_plan
-from recollect.integrations.megatron.choice import MEGATRON_OUTPUT
+from recollect.integrations.megatron.settings import MEGATRON_OUTPUT
 from recollect.lab.models.gpt import GPTModel
 from recollect.lab.models.sizes import NAMED_CONFIGS
 from tables import markdown

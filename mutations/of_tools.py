@@ -71,8 +71,8 @@ MUTATIONS = (
         "integrations",
         (
             (
-                "full = set(chain.from_iterable(chunk[: choice.num_layers] for chunk in chunks))",
-                "full = set(chain.from_iterable(chunk[-choice.num_layers :] for chunk in chunks))",
+                "full = {path for chunk in chunks for path in chunk[: choice.num_layers]}",
+                "full = {path for chunk in chunks for path in chunk[-choice.num_layers :]}",
             ),
         ),
     ),
@@ -150,7 +150,7 @@ MUTATIONS = (
         "roll-default-misread",
         "full recompute without a method is read as block in ROLL's settings",
         "integrations",
-        (('found |= {"recompute_method": "uniform",', 'found |= {"recompute_method": "block",'),),
+        (('**({"recompute_method": "uniform",', '**({"recompute_method": "block",'),),
     ),
     Mutation(
         "checkpointing-beside-a-budget",

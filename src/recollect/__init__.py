@@ -4,34 +4,9 @@ The names in `__init__.pyi` are the public API. They are imported on first use, 
 planner works where PyTorch is not installed.
 """
 
-from __future__ import annotations
-
-import ast
-import importlib
-import pkgutil
-from typing import Any
+from recollect.lazy_names import lazy_names
 
 __version__ = "0.1.0"
 
-_STUB = pkgutil.get_data(__name__, "__init__.pyi") or b""
-_HOME_OF_NAME = {
-    alias.name: node.module or ""
-    for node in ast.parse(_STUB).body
-    if isinstance(node, ast.ImportFrom)
-    for alias in node.names
-}
-
+_HOME_OF_NAME, __getattr__, __dir__ = lazy_names(__name__)
 __all__ = sorted(_HOME_OF_NAME)  # noqa: PLE0605 - a list of texts all the same
-
-
-def __getattr__(name: str) -> Any:
-    home = _HOME_OF_NAME.get(name)
-    if home is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(home), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})

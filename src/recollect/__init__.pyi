@@ -14,7 +14,7 @@ from recollect.engine.placed_forward import Applied as Applied
 from recollect.engine.sharded_keep import distribute_saved_activations as distribute_saved_activations
 from recollect.fitting import fit as fit
 from recollect.integrations.megatron.compile import megatron_plan as megatron_plan
-from recollect.integrations.megatron.config import RecomputeConfig as RecomputeConfig
+from recollect.integrations.megatron.rules import RecomputeConfig as RecomputeConfig
 from recollect.loss.chunked import chunked_cross_entropy as chunked_cross_entropy
 from recollect.measuring.meter import PeakMeasurement as PeakMeasurement
 from recollect.measuring.meter import measure_peak as measure_peak

@@ -37,12 +37,14 @@ def public_names() -> set[str]:
     """What `recollect` offers, and each of its integrations."""
     found = {f"recollect.{name}" for name in recollect.__all__}
     folder = ROOT / "src" / "recollect" / "integrations"
-    for path in [*folder.glob("[!_]*.py"), *folder.glob("*/__init__.py")]:
-        module = path.stem if path.stem != "__init__" else path.parent.name
+    for path in [*folder.glob("[!_]*.py"), *folder.glob("*/__init__.pyi")]:
+        module = path.stem if path.suffix == ".py" else path.parent.name
         if module not in PRIVATE_INTEGRATIONS:
-            (names,) = re.findall(r"^__all__ = \[(.*?)\]", path.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
-            offered = set(re.findall(r'"(\w+)"', names)) - set(recollect.__all__)
-            found |= {f"recollect.integrations.{module}.{name}" for name in offered}
+            text = path.read_text(encoding="utf-8")
+            listed = "".join(re.findall(r"^__all__ = \[(.*?)\]", text, re.MULTILINE | re.DOTALL))
+            offered = {*re.findall(r'"(\w+)"', listed), *re.findall(r"import (\w+) as \1$", text, re.MULTILINE)}
+            assert offered, f"{path} offers nothing"
+            found |= {f"recollect.integrations.{module}.{name}" for name in offered - set(recollect.__all__)}
     return found
 
 

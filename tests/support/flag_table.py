@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import groupby
 
-from recollect.integrations.megatron.foreign_flags import FOREIGN_FLAGS, ForeignFlag
+from recollect.integrations.megatron.arguments import FOREIGN_FLAGS, ForeignFlag
 
 
 def foreign_table() -> str:

@@ -49,8 +49,8 @@ def rates_table(measured: Calibration) -> Table:
     bandwidth = hardware.bandwidth_bytes_per_s * hardware.traffic_efficiency
     table.add_row("memory", f"{bandwidth / 1e9:,.1f} GB/s")
     table.add_row(f"within {format_bytes(hardware.cache_bytes)}", f"{hardware.cache_bytes_per_s / 1e9:,.1f} GB/s")
-    for element in hardware.elements:
-        table.add_row(f"{element.kind}, fp32", f"{element.elements_per_s / 1e6:,.0f} million elements/s")
+    for kind, elements_per_s in hardware.elements_per_s.items():
+        table.add_row(f"{kind}, fp32", f"{elements_per_s / 1e6:,.0f} million elements/s")
     table.add_row("smallest op", f"{hardware.launch_s * 1e6:.1f} us")
     if (link := hardware.host_link) is not None:
         table.add_row("copies to the host's memory", f"{link.to_host_bytes_per_s / 1e9:,.1f} GB/s")

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
 from tyro.conf import FlagCreatePairsOff, OmitArgPrefixes, Positional, UseAppendAction, arg
 
 from recollect.cli.recompute_flags import RecomputeFlags
-from recollect.lab.parallel.layout import DeviceLayout, ParallelFlags
+from recollect.lab.parallel.layout import ParallelFlags
 from recollect.lab.parallel.pipeline_layout import ScheduleName
 from recollect.lab.train.checks import at_least
 from recollect.lab.train.config import TrainConfig
@@ -63,20 +63,6 @@ class ClusterFlags(ParallelFlags):
     """Whose pipelines: torch's hold receive buffers for all micro-batches, Megatron's free what they received and sent."""
     node: Annotated[OmitArgPrefixes[NodeFlags], arg(name="node", prefix_name=False)] = field(default_factory=NodeFlags)
     """How devices are connected."""
-
-    def layout(self, data_parallel_size: int = 1) -> DeviceLayout:
-        """Return the layout with some number of ranks of data parallelism.
-
-        Raises:
-            ConfigError: a size is below 1, or sizes clash.
-        """
-        return replace(
-            super().layout(data_parallel_size),
-            decoder_first_pipeline_num_layers=self.decoder_first_pipeline_num_layers,
-            decoder_last_pipeline_num_layers=self.decoder_last_pipeline_num_layers,
-            pipeline_split=None if self.pipeline_split == "auto" else self.pipeline_split,
-            pipeline_parallel_schedule=self.pipeline_parallel_schedule,
-        )
 
     @property
     def is_given(self) -> bool:

@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -25,7 +24,7 @@ from scipy.optimize import least_squares
 
 from recollect._torch_private import below_autograd
 from recollect.costs.calibration_ops import MeasuredOp, Sizes, calibration_ops
-from recollect.costs.hardware import KINDS, ArithmeticRate, ElementRate, Hardware, HostLink
+from recollect.costs.hardware import KINDS, ArithmeticRate, Hardware, HostLink
 from recollect.costs.hardware_table import hardware_of_device, processor_model
 from recollect.costs.op_work import DTYPES
 from recollect.costs.roofline import seconds
@@ -40,6 +39,9 @@ _ELEMENT_KINDS = tuple(kind for kind in KINDS if kind not in _PRODUCT_KINDS)
 _FEWEST_ROUNDS = 3
 _MOST_ROUNDS = 30
 _RUNS_PER_EVENT = 10
+
+_Range = tuple[float, float, float]
+"""Of a number: a guess, the least and the most."""
 
 
 @dataclass(frozen=True)
@@ -61,12 +63,6 @@ class Calibration:
     def ratios(self, kind: str | None = None) -> list[float]:
         """Return modelled over measured time of the ops of a kind, or of all."""
         return [seconds(op.work, self.hardware) / op.median_s for op in self.ops if kind in (None, op.work.kind)]
-
-
-class _Range(NamedTuple):
-    guess: float
-    least: float
-    most: float
 
 
 def calibrate(device: torch.device, *, seconds_to_spend: float = 40.0, quick: bool = False) -> Calibration:
@@ -102,7 +98,7 @@ def calibrate(device: torch.device, *, seconds_to_spend: float = 40.0, quick: bo
 
 def _measure(ops: Sequence[MeasuredOp], device: torch.device, *, until: float) -> int:
     """Run all ops in turn, so that a slow moment of the machine affects each of them a little and none much."""
-    time_op = _cuda_seconds if device.type == "cuda" else _cpu_seconds
+    time_op = _cuda_seconds if device.type == "cuda" else lambda run: timed_work(run, device)[1]
     rounds = 0
     with below_autograd():
         for op in ops:
@@ -112,10 +108,6 @@ def _measure(ops: Sequence[MeasuredOp], device: torch.device, *, until: float) -
                 op.seconds.append(time_op(op.run))
             rounds += 1
     return rounds
-
-
-def _cpu_seconds(run: Callable[[], None]) -> float:
-    return timed_work(run, torch.device("cpu"))[1]
 
 
 def _cuda_seconds(run: Callable[[], None]) -> float:
@@ -133,7 +125,7 @@ def _blank(device: torch.device) -> Hardware:
     return Hardware(
         name=_device_name(device),
         device=device.type,
-        memory_bytes=_memory_bytes(device),
+        memory_bytes=memory_bytes(device) or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         bandwidth_bytes_per_s=1.0,
         traffic_efficiency=1.0,
         launch_s=1.0,
@@ -167,14 +159,14 @@ def _memory_ranges(ops: Sequence[MeasuredOp]) -> list[_Range]:
     large = max(op.work.traffic_bytes / op.median_s for op in ops if op.work.traffic_bytes > most_bytes / 4)
     best = max(op.work.traffic_bytes / op.median_s for op in ops)
     ranges = [
-        _Range(launch_s, shortest_s / 2, 4 * launch_s),
-        _Range(large, large / 10, 2 * large),
-        _Range(best, large / 10, 2 * best),
-        _Range(most_bytes / 16, most_bytes / 1e4, most_bytes / 4),
+        (launch_s, shortest_s / 2, 4 * launch_s),
+        (large, large / 10, 2 * large),
+        (best, large / 10, 2 * best),
+        (most_bytes / 16, most_bytes / 1e4, most_bytes / 4),
     ]
     for kind in _ELEMENT_KINDS:
         fastest = max(op.work.elements / op.median_s for op in ops if op.work.kind == kind)
-        ranges.append(_Range(fastest, fastest / 10, 2 * fastest))
+        ranges.append((fastest, fastest / 10, 2 * fastest))
     return ranges
 
 
@@ -183,11 +175,11 @@ def _rate_ranges(ops: Sequence[MeasuredOp]) -> list[_Range]:
     ranges = []
     for kind in _PRODUCT_KINDS:
         fastest = max(op.work.flops / op.median_s for op in ops if op.work.kind == kind)
-        ranges.append(_Range(fastest, fastest / 4, 1.5 * fastest))
+        ranges.append((fastest, fastest / 4, 1.5 * fastest))
     products = [op.work for op in ops if op.work.kind == "matmul"]
     most_outputs = max(work.outputs for work in products)
     most_depth = max(work.flops / 2 / work.outputs for work in products)
-    return [*ranges, _Range(most_outputs / 100, 1.0, most_outputs), _Range(most_depth / 20, 1.0, most_depth)]
+    return [*ranges, (most_outputs / 100, 1.0, most_outputs), (most_depth / 20, 1.0, most_depth)]
 
 
 def _with_memory(hardware: Hardware, numbers: Sequence[float]) -> Hardware:
@@ -198,7 +190,7 @@ def _with_memory(hardware: Hardware, numbers: Sequence[float]) -> Hardware:
         bandwidth_bytes_per_s=bandwidth,
         cache_bytes_per_s=cache_rate,
         cache_bytes=round(cache_bytes),
-        elements=tuple(ElementRate(kind, rate) for kind, rate in zip(_ELEMENT_KINDS, elements, strict=True)),
+        elements_per_s=dict(zip(_ELEMENT_KINDS, elements, strict=True)),
     )
 
 
@@ -219,7 +211,7 @@ def _least_errors(
         hardware = hardware_of([math.exp(number) for number in logarithms])
         return [math.log(seconds(op.work, hardware) / op.median_s) for op in ops]
 
-    guess, least, most = (np.log([getattr(each, name) for each in ranges]) for name in ("guess", "least", "most"))
+    guess, least, most = np.log(ranges).T
     found = least_squares(residuals, guess, bounds=(least, most), loss="soft_l1", f_scale=0.3, diff_step=1e-3)
     return hardware_of([math.exp(number) for number in found.x])
 
@@ -251,7 +243,3 @@ def _device_name(device: torch.device) -> str:
         return torch.cuda.get_device_name(device)
     threads = torch.get_num_threads()
     return f"{processor_model()}, {threads} thread{'' if threads == 1 else 's'}"
-
-
-def _memory_bytes(device: torch.device) -> int:
-    return memory_bytes(device) or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -36,6 +37,14 @@ _FORMAT = "recollect.hardware"
 _VERSION = 1
 _BASE_DTYPE = "fp32"
 
+_POSITIVE, _NOT_NEGATIVE = "a finite number above 0", "a finite number, 0 or more"
+_FRACTION = "a fraction above 0, at most 1"
+_FITS: dict[str, Callable[[float], bool]] = {
+    _POSITIVE: lambda number: number > 0,
+    _NOT_NEGATIVE: lambda number: number >= 0,
+    _FRACTION: lambda number: 0 < number <= 1,
+}
+
 
 @dataclass(frozen=True, slots=True)
 class ArithmeticRate:
@@ -61,29 +70,11 @@ class ArithmeticRate:
     half_rate_depth: float = 0.0
 
     def __post_init__(self) -> None:
-        _check_positive(f"rate {self.dtype!r}: peak_flops_per_s", self.peak_flops_per_s)
-        for name in ("matmul_efficiency", "attention_efficiency", "attention_backward_efficiency"):
-            _check_fraction(f"rate {self.dtype!r}: {name}", getattr(self, name))
-        for name in ("half_rate_outputs", "half_rate_depth"):
-            _check_not_negative(f"rate {self.dtype!r}: {name}", getattr(self, name))
-
-
-@dataclass(frozen=True, slots=True)
-class ElementRate:
-    """Elements per second of one kind of op, where that is the limit and not memory.
-
-    Attributes:
-        kind: one of `KINDS`, such as "transcendental".
-        elements_per_s: elements of the op's largest tensor, per second.
-    """
-
-    kind: str
-    elements_per_s: float
-
-    def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise ValueError(f"elements {self.kind!r}: expected one of {', '.join(KINDS)}")
-        _check_positive(f"elements {self.kind!r}: elements_per_s", self.elements_per_s)
+        where = f"rate {self.dtype!r}: "
+        _check(self, _POSITIVE, "peak_flops_per_s", where=where)
+        efficiencies = ("matmul_efficiency", "attention_efficiency", "attention_backward_efficiency")
+        _check(self, _FRACTION, *efficiencies, where=where)
+        _check(self, _NOT_NEGATIVE, "half_rate_outputs", "half_rate_depth", where=where)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,9 +100,8 @@ class HostLink:
     latency_s: float
 
     def __post_init__(self) -> None:
-        _check_positive("host_link: to_host_bytes_per_s", self.to_host_bytes_per_s)
-        _check_positive("host_link: from_host_bytes_per_s", self.from_host_bytes_per_s)
-        _check_not_negative("host_link: latency_s", self.latency_s)
+        _check(self, _POSITIVE, "to_host_bytes_per_s", "from_host_bytes_per_s", where="host_link: ")
+        _check(self, _NOT_NEGATIVE, "latency_s", where="host_link: ")
 
     def profile_fields(self) -> dict[str, float]:
         """Return the numbers under their names in a `Profile`."""
@@ -135,7 +125,8 @@ class Hardware:
         launch_s: seconds that the smallest op takes.
         rates: one for each dtype; "fp32" is required and stands in for missing ones.
         cache_bytes, cache_bytes_per_s: the first so many bytes that an op touches move at this rate; 0 for no cache.
-        elements: kinds of ops that are limited by something other than memory.
+        elements_per_s: of ops that are limited by something other than memory, by their kind, one of `KINDS`: elements of their
+            largest tensor, per second.
         host_link: what connects it with the memory of its host; None if that is not known.
 
     Raises:
@@ -164,24 +155,26 @@ class Hardware:
     traffic_efficiency: float = 0.85
     cache_bytes: int = 0
     cache_bytes_per_s: float = 0.0
-    elements: tuple[ElementRate, ...] = ()
+    elements_per_s: Mapping[str, float] = field(default_factory=dict)
     host_link: HostLink | None = None
 
     def __post_init__(self) -> None:
         if self.device not in ("cpu", "cuda"):
             raise ValueError(f"device: got {self.device!r}, expected 'cpu' or 'cuda'")
-        for name in ("memory_bytes", "bandwidth_bytes_per_s", "launch_s"):
-            _check_positive(name, getattr(self, name))
-        _check_fraction("traffic_efficiency", self.traffic_efficiency)
-        for name in ("cache_bytes", "cache_bytes_per_s"):
-            _check_not_negative(name, getattr(self, name))
+        _check(self, _POSITIVE, "memory_bytes", "bandwidth_bytes_per_s", "launch_s")
+        _check(self, _FRACTION, "traffic_efficiency")
+        _check(self, _NOT_NEGATIVE, "cache_bytes", "cache_bytes_per_s")
         if (self.cache_bytes > 0) != (self.cache_bytes_per_s > 0):
             raise ValueError("cache_bytes, cache_bytes_per_s: got one of them, expected both or none")
-        for what, keys in (("rates", [r.dtype for r in self.rates]), ("elements", [e.kind for e in self.elements])):
-            twice = next((key for key in keys if keys.count(key) > 1), None)
-            if twice is not None:
-                raise ValueError(f"{what}: {twice!r} is there twice, expected each once")
-        if _BASE_DTYPE not in (rate.dtype for rate in self.rates):
+        for kind, number in self.elements_per_s.items():
+            if kind not in KINDS:
+                raise ValueError(f"elements {kind!r}: expected one of {', '.join(KINDS)}")
+            if not (math.isfinite(number) and number > 0):
+                raise ValueError(f"elements {kind!r}: elements_per_s: got {number}, expected {_POSITIVE}")
+        dtypes = [rate.dtype for rate in self.rates]
+        if twice := [dtype for dtype in dtypes if dtypes.count(dtype) > 1]:
+            raise ValueError(f"rates: {twice[0]!r} is there twice, expected each once")
+        if _BASE_DTYPE not in dtypes:
             raise ValueError(
                 f"rates: {_BASE_DTYPE!r} is missing, which stands in for dtypes without a rate of their own"
             )
@@ -193,16 +186,10 @@ class Hardware:
 
     def to_json(self) -> str:
         """Return the hardware as JSON text; `from_json` reads it back as an equal one."""
-        document = {"format": _FORMAT, "version": _VERSION}
-        parts = ("rates", "elements", "host_link")
-        document |= {f.name: getattr(self, f.name) for f in fields(self) if f.name not in parts}
-        document["rates"] = {
-            rate.dtype: {f.name: getattr(rate, f.name) for f in fields(rate) if f.name != "dtype"}
-            for rate in self.rates
-        }
-        document["elements_per_s"] = {element.kind: element.elements_per_s for element in self.elements}
-        if self.host_link is not None:
-            document["host_link"] = asdict(self.host_link)
+        document = {"format": _FORMAT, "version": _VERSION, **asdict(self)}
+        document["rates"] = {rate.pop("dtype"): rate for rate in document["rates"]}
+        if self.host_link is None:
+            del document["host_link"]
         return json.dumps(document, indent=2, allow_nan=False) + "\n"
 
     @classmethod
@@ -213,15 +200,16 @@ class Hardware:
             HardwareError: no JSON, not of this format, a later version, or a number that cannot be; says where.
         """
         root = read_document(text, format=_FORMAT, version=_VERSION, error=HardwareError)
-        names = [f.name for f in fields(cls) if f.name != "elements"]
-        root.keys(allowed=["format", "version", *names, "elements_per_s"])
+        root.keys(allowed=["format", "version", *(f.name for f in fields(cls))])
         given = root.arguments(cls, least={"memory_bytes": None, "cache_bytes": None}, is_whole=True)
-        rates, elements = root.get("rates"), root.get("elements_per_s")
+        rates, elements, link = root.get("rates"), root.get("elements_per_s"), root.find("host_link")
         try:
             return cls(
-                rates=tuple(_decode_rate(dtype, rates.get(dtype)) for dtype in rates.keys()),
-                elements=tuple(ElementRate(kind, elements.get(kind).number()) for kind in elements.keys()),
-                host_link=_decode_host_link(root.find("host_link")),
+                rates=tuple(
+                    ArithmeticRate(dtype, *_numbers(rates.get(dtype), ArithmeticRate)) for dtype in rates.keys()
+                ),
+                elements_per_s={kind: elements.get(kind).number() for kind in elements.keys()},
+                host_link=None if link is None else HostLink(*_numbers(link, HostLink)),
                 **given,
             )
         except ValueError as problem:
@@ -248,33 +236,16 @@ class Hardware:
             raise HardwareError(f"{path}: {error}") from None
 
 
-def _decode_rate(dtype: str, place: Field) -> ArithmeticRate:
-    names = [f.name for f in fields(ArithmeticRate) if f.name != "dtype"]
+def _numbers(place: Field, kind: type) -> list[float]:
+    """Return the numbers of a device's part, in the order of its fields; a rate is under its dtype."""
+    names = [f.name for f in fields(kind) if f.name != "dtype"]
     place.keys(allowed=names)
-    return ArithmeticRate(dtype, *(place.get(name).number() for name in names))
+    return [place.get(name).number() for name in names]
 
 
-def _decode_host_link(place: Field | None) -> HostLink | None:
-    if place is None:
-        return None
-    names = [f.name for f in fields(HostLink)]
-    place.keys(allowed=names)
-    return HostLink(*(place.get(name).number() for name in names))
-
-
-def _check_positive(what: str, number: float) -> None:
-    """Raise ValueError for a number that is not finite, or 0 or less; `what` says which one."""
-    if not (math.isfinite(number) and number > 0):
-        raise ValueError(f"{what}: got {number}, expected a finite number above 0")
-
-
-def _check_not_negative(what: str, number: float) -> None:
-    """Raise ValueError for a number that is not finite, or less than 0; `what` says which one."""
-    if not (math.isfinite(number) and number >= 0):
-        raise ValueError(f"{what}: got {number}, expected a finite number, 0 or more")
-
-
-def _check_fraction(what: str, number: float) -> None:
-    """Raise ValueError for a number that is not above 0 and at most 1; `what` says which one."""
-    if not 0 < number <= 1:
-        raise ValueError(f"{what}: got {number}, expected a fraction above 0, at most 1")
+def _check(source: object, expected: str, *names: str, where: str = "") -> None:
+    """Raise ValueError for a field that is not as expected; `where` says of what it is one."""
+    for name in names:
+        number = getattr(source, name)
+        if not (math.isfinite(number) and _FITS[expected](number)):
+            raise ValueError(f"{where}{name}: got {number}, expected {expected}")

@@ -1,20 +1,8 @@
 """Devices by name. Rates are dense; data sheets with an asterisk at tensor-core figures double them for sparsity.
 
-| name | fp32 | tf32 | fp16, bf16 | fp8 | TFLOP/s; memory | bandwidth | source |
-|---|--:|--:|--:|--:|--:|--:|---|
-| H100 (SXM) | 67 | 494.7 | 989.4 | 1979 | 80 GB | 3.35 TB/s | NVIDIA, "H100 Tensor Core GPU" data sheet, 2023 |
-| H100 PCIe | 51 | 378 | 756 | 1513 | 80 GB | 2.0 TB/s | the same, 2022 edition |
-| H100 NVL | 60 | 417.5 | 835.5 | 1671 | 94 GB | 3.9 TB/s | the same, 2024 edition, for one of the two cards |
-| H800 (SXM) | 67 | 494.7 | 989.4 | 1979 | 80 GB | 3.35 TB/s | an H100 with less fp64 and NVLink: arXiv 2505.09343 |
-| GH200 | 67 | 494.7 | 989.4 | 1979 | 96 GB | 4.0 TB/s | NVIDIA, "GH200 Grace Hopper Superchip" data sheet, 2023, with HBM3 |
-| H200 | 67 | 494.7 | 989.4 | 1979 | 141 GB | 4.8 TB/s | NVIDIA, "H200 Tensor Core GPU" data sheet, 2024 |
-| A100 40GB | 19.5 | 156 | 312 | | 40 GB | 1.555 TB/s | NVIDIA, "A100 Tensor Core GPU" data sheet, 2020 |
-| A100 (80 GB) | 19.5 | 156 | 312 | | 80 GB | 2.039 TB/s | the same, 2021 edition, SXM |
-| A100 80GB PCIe | 19.5 | 156 | 312 | | 80 GB | 1.935 TB/s | the same, 2021 edition |
-| B200 | 75 | 1100 | 2250 | 4500 | 180 GB | 7.7 TB/s | NVIDIA, "Blackwell" data sheet, HGX B200 per GPU, 2024 |
-| L40S | 91.6 | 183 | 362 | 733 | 48 GB | 0.864 TB/s | NVIDIA, "L40S" data sheet, 2023 |
-| RTX 4090 | 82.6 | 82.6 | 165.2 | 330.3 | 24 GB | 1.008 TB/s | NVIDIA, "Ada GPU Architecture" white paper, appendix A |
-| MI300X | 163.4 | 653.7 | 1307.4 | 2614.9 | 192 GB | 5.3 TB/s | AMD, "Instinct MI300X Accelerator" data sheet, 2023 |
+hardware.csv has a row for each GPU: what its data sheet says (memory in GiB, peaks in TFLOP/s), which fraction of the peaks
+matrix products and attention reach, its usual links (`links.py`), and what `torch.cuda.get_device_name()` says, in full: other
+cards have names that begin the same ("RTX 4090 Laptop GPU"), and a part of a card (MIG) has its card's.
 
 `cpu` is one thread of a virtual AMD EPYC (Zen 5), measured by `recollect calibrate` with torch 2.13; other CPUs differ, so
 calibrate your own.
@@ -46,16 +34,17 @@ launch of a copy and the event after it, is an assumption.
 
 from __future__ import annotations
 
+import csv
 import difflib
 import os
 import platform
 import re
+from collections.abc import Mapping
+from importlib import resources
 from pathlib import Path
 
-from recollect.costs.hardware import ArithmeticRate, ElementRate, Hardware, HostLink
+from recollect.costs.hardware import ArithmeticRate, Hardware, HostLink
 from recollect.errors import HardwareError
-
-_DEFAULT_NAME = "H100"
 
 _GIB = 2**30
 _TILE = 128
@@ -70,61 +59,35 @@ HOST_LINKS: dict[str, HostLink] = {
 }
 
 
-def _gpu(
-    name: str,
-    memory_gib: int,
-    bandwidth_bytes_per_s: float,
-    host_link: HostLink,
-    num_multiprocessors: int,
-    tflops_per_s: dict[str, float],
-    matmul_efficiency: float = 0.8,
-    attention_efficiencies: tuple[float, float] = (0.35, 0.3),
-) -> Hardware:
-    forward, backward = attention_efficiencies
-    half_rate_outputs = num_multiprocessors * _TILE * _TILE / 2
+def read_table(name: str) -> dict[str, dict[str, str]]:
+    """Return the rows of a CSV file of this folder by their names, each as texts by column."""
+    text = (resources.files(__package__) / name).read_text(encoding="utf-8")
+    return {row["name"]: row for row in csv.DictReader(text.splitlines())}
+
+
+def _gpu(row: Mapping[str, str]) -> Hardware:
+    matmul, forward, backward = (float(row[name]) for name in ("matmul", "attention", "attention_backward"))
+    half_rate_outputs = int(row["multiprocessors"]) * _TILE * _TILE / 2
     return Hardware(
-        name=name,
+        name=row["full_name"],
         device="cuda",
-        memory_bytes=memory_gib * _GIB,
-        bandwidth_bytes_per_s=bandwidth_bytes_per_s,
+        memory_bytes=int(row["memory_gib"]) * _GIB,
+        bandwidth_bytes_per_s=float(row["bandwidth_bytes_per_s"]),
         launch_s=_LAUNCH_S,
         rates=tuple(
-            ArithmeticRate(dtype, 1e12 * peak, matmul_efficiency, forward, backward, half_rate_outputs, _DEPTH)
-            for dtype, peak in tflops_per_s.items()
+            ArithmeticRate(dtype, 1e12 * float(row[dtype]), matmul, forward, backward, half_rate_outputs, _DEPTH)
+            for dtype in ("fp32", "tf32", "fp16", "bf16", "fp8")
+            if row[dtype]
         ),
-        host_link=host_link,
+        host_link=HOST_LINKS[row["to_host"]],
     )
 
 
-def _tensor_cores(fp32: float, tf32: float, half: float, fp8: float | None = None) -> dict[str, float]:
-    rates = {"fp32": fp32, "tf32": tf32, "fp16": half, "bf16": half}
-    return rates if fp8 is None else {**rates, "fp8": fp8}
+GPUS = read_table("hardware.csv")
+"""The rows of the table, by name."""
 
-
-_HOPPER = _tensor_cores(67, 494.7, 989.4, 1979)
-_AMPERE = _tensor_cores(19.5, 156, 312)
-_FLASH_2 = (0.7, 0.6)  # where FlashAttention-2 does as well as on the A100
-
-_PCIE_4, _PCIE_5 = HOST_LINKS["PCIe 4"], HOST_LINKS["PCIe 5"]
-
-# A GPU's memory in GiB, bytes/s of it, link to its host, multiprocessors, TFLOP/s; fractions of these in matrix products and
-# attention.
 HARDWARE: dict[str, Hardware] = {
-    "H100": _gpu("NVIDIA H100 SXM", 80, 3.35e12, _PCIE_5, 132, _HOPPER),
-    "H100 PCIe": _gpu("NVIDIA H100 PCIe", 80, 2.0e12, _PCIE_5, 114, _tensor_cores(51, 378, 756, 1513)),
-    "H100 NVL": _gpu("NVIDIA H100 NVL", 94, 3.9e12, _PCIE_5, 132, _tensor_cores(60, 417.5, 835.5, 1671)),
-    "GH200": _gpu("NVIDIA GH200", 96, 4.0e12, HOST_LINKS["NVLink-C2C"], 132, _HOPPER),
-    "H200": _gpu("NVIDIA H200", 141, 4.8e12, _PCIE_5, 132, _HOPPER),
-    "H800": _gpu("NVIDIA H800 SXM", 80, 3.35e12, _PCIE_5, 132, _HOPPER),
-    "A100 40GB": _gpu("NVIDIA A100 40GB", 40, 1.555e12, _PCIE_4, 108, _AMPERE, 0.86, _FLASH_2),
-    "A100": _gpu("NVIDIA A100 80GB SXM", 80, 2.039e12, _PCIE_4, 108, _AMPERE, 0.86, _FLASH_2),
-    "A100 80GB PCIe": _gpu("NVIDIA A100 80GB PCIe", 80, 1.935e12, _PCIE_4, 108, _AMPERE, 0.82, _FLASH_2),
-    "B200": _gpu("NVIDIA B200", 180, 7.7e12, _PCIE_5, 148, _tensor_cores(75, 1100, 2250, 4500), 0.78),
-    "L40S": _gpu("NVIDIA L40S", 48, 0.864e12, _PCIE_4, 142, _tensor_cores(91.6, 183, 362, 733), 0.8, (0.6, 0.5)),
-    "RTX 4090": _gpu(
-        "NVIDIA GeForce RTX 4090", 24, 1.008e12, _PCIE_4, 128, _tensor_cores(82.6, 82.6, 165.2, 330.3), 0.8, _FLASH_2
-    ),
-    "MI300X": _gpu("AMD Instinct MI300X", 192, 5.3e12, _PCIE_5, 304, _tensor_cores(163.4, 653.7, 1307.4, 2614.9), 0.6),
+    **{name: _gpu(row) for name, row in GPUS.items()},
     "cpu": Hardware(
         name="AMD EPYC (Zen 5), 1 thread",
         device="cpu",
@@ -138,37 +101,19 @@ HARDWARE: dict[str, Hardware] = {
         ),
         cache_bytes=4_300_000,
         cache_bytes_per_s=73e9,
-        elements=(
-            ElementRate("copy", 4.6e9),
-            ElementRate("elementwise", 7.7e9),
-            ElementRate("transcendental", 1.2e9),
-            ElementRate("reduction", 7.1e9),
-            ElementRate("softmax", 2.4e9),
-            ElementRate("random", 0.2e9),
-            ElementRate("gather", 1.9e9),
-            ElementRate("scatter", 1.1e9),
-            ElementRate("sort", 0.12e9),
-        ),
+        elements_per_s={
+            "copy": 4.6e9,
+            "elementwise": 7.7e9,
+            "transcendental": 1.2e9,
+            "reduction": 7.1e9,
+            "softmax": 2.4e9,
+            "random": 0.2e9,
+            "gather": 1.9e9,
+            "scatter": 1.1e9,
+            "sort": 0.12e9,
+        },
         host_link=HostLink(9.3e9, 9.4e9, 0.7e-6),
     ),
-}
-
-# What `torch.cuda.get_device_name()` says. In full: other cards have names that begin the same ("RTX 4090 Laptop GPU"), and a
-# part of a card (MIG) has its card's.
-_DEVICE_NAMES = {
-    "H100": r"H100 80GB HBM3|H100 SXM5?",
-    "H100 PCIe": r"H100 PCIe",
-    "H100 NVL": r"H100 NVL",
-    "GH200": r"GH200 480GB",
-    "H200": r"H200( NVL)?",
-    "H800": r"H800( SXM5?| 80GB HBM3)?",
-    "A100 40GB": r"A100-(SXM4|SXM|PCIE|PG509-200)(-40GB)?",
-    "A100": r"A100-SXM(4)?-80GB",
-    "A100 80GB PCIe": r"A100[- ]80GB[- ]PCIe|A100-PCIE-80GB",
-    "B200": r"B200",
-    "L40S": r"L40S",
-    "RTX 4090": r"(GeForce )?RTX 4090",
-    "MI300X": r"(Instinct )?MI300X( VF)?",
 }
 
 
@@ -182,10 +127,8 @@ def hardware_of_device(device_name: str) -> Hardware | None:
         True
     """
     short = re.sub(r"^(NVIDIA|AMD|Tesla)\s+", "", device_name.strip(), flags=re.IGNORECASE)
-    for name, pattern in _DEVICE_NAMES.items():
-        if re.fullmatch(pattern, short, flags=re.IGNORECASE):
-            return HARDWARE[name]
-    return None
+    names = (name for name, row in GPUS.items() if re.fullmatch(row["reported_as"], short, flags=re.IGNORECASE))
+    return HARDWARE.get(next(names, ""))
 
 
 def processor_model() -> str:
@@ -242,7 +185,7 @@ def choose_hardware(which: str | os.PathLike[str] | Hardware | None, *, own_devi
     """
     if which is not None:
         return find_hardware(which)
-    return (hardware_of_device(own_device) if own_device else None) or HARDWARE[_DEFAULT_NAME]
+    return (hardware_of_device(own_device) if own_device else None) or HARDWARE["H100"]
 
 
 def _short(name: str) -> str:

@@ -1,21 +1,9 @@
 """What connects devices, and the time of a collective over it. Imports no torch.
 
-Rates are per device and direction. The second column is what rings of NCCL reach: the speeds that NCCL's own model assumes, as
-PyTorch's estimator has them (`torch/_inductor/comm_analysis.py`, from `graph/topo.h` of NCCL); for the last two rows, 70 % of
-the data sheet is an assumption. A hop is a ring step of NCCL's "Simple" protocol (`graph/tuning.cc`). Nothing of this is
-measured here.
-
-| link | data sheet | reached | hop | source of the data sheet's rate |
-|---|--:|--:|--:|---|
-| NVLink 3 | 300 GB/s | 240 GB/s | 3.4 us | NVIDIA, "A100 Tensor Core GPU", 2020: 600 GB/s in both directions |
-| NVLink 4 | 450 GB/s | 370 GB/s | 3.4 us | NVIDIA, "H100 Tensor Core GPU", 2023: 900 GB/s |
-| NVLink 4 (H800) | 200 GB/s | 160 GB/s | 3.4 us | arXiv 2505.09343: 400 GB/s; reached: arXiv 2412.19437, 3.2.2 |
-| NVLink 5 | 900 GB/s | 720 GB/s | 3.4 us | NVIDIA, "Blackwell", 2024: 1.8 TB/s |
-| PCIe 4 | 32 GB/s | 24 GB/s | 5.7 us | PCI-SIG: 64 GB/s for 16 lanes |
-| InfiniBand HDR | 25 GB/s | 20 GB/s | 14 us | NVIDIA, "ConnectX-6": 200 Gb/s, an adapter a device; reached: 80 % |
-| InfiniBand NDR | 50 GB/s | 40 GB/s | 14 us | NVIDIA, "ConnectX-7": 400 Gb/s; likewise |
-| PCIe 5 | 64 GB/s | 45 GB/s | 5.7 us | PCI-SIG: 128 GB/s for 16 lanes |
-| Infinity Fabric | 448 GB/s | 314 GB/s | 3.4 us | AMD, "Instinct MI300X": seven links of 64 GB/s |
+links.csv has the rates, per device and direction, and the seconds of a hop. What is reached is what rings of NCCL reach: the
+speeds that NCCL's own model assumes, as PyTorch's estimator has them (`torch/_inductor/comm_analysis.py`, from
+`graph/topo.h` of NCCL); for PCIe 5 and Infinity Fabric, 70 % of the data sheet is an assumption. A hop is a ring step of
+NCCL's "Simple" protocol (`graph/tuning.cc`). Nothing of this is measured here.
 
 The GH200 has NVLink 4 where 32 of them are connected by switches; where four share a board, a pair has a third of it. What
 connects a device with its host's memory is in `hardware_table.py`.
@@ -29,7 +17,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from recollect.costs.hardware import Hardware
-from recollect.costs.hardware_table import HARDWARE
+from recollect.costs.hardware_table import GPUS, HARDWARE, read_table
 from recollect.errors import ConfigError, HardwareError
 
 CollectiveKind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
@@ -54,37 +42,8 @@ class Link:
 
 
 LINKS: dict[str, Link] = {
-    link.name: link
-    for link in (
-        Link("NVLink 3", 240e9, 3.4e-6),
-        Link("NVLink 4", 370e9, 3.4e-6),
-        Link("NVLink 4 (H800)", 160e9, 3.4e-6),
-        Link("NVLink 5", 720e9, 3.4e-6),
-        Link("PCIe 4", 24e9, 5.7e-6),
-        Link("PCIe 5", 45e9, 5.7e-6),
-        Link("InfiniBand HDR", 20e9, 14e-6),
-        Link("InfiniBand NDR", 40e9, 14e-6),
-        Link("Infinity Fabric", 314e9, 3.4e-6),
-    )
+    name: Link(name, float(row["bytes_per_s"]), float(row["hop_s"])) for name, row in read_table("links.csv").items()
 }
-
-# Of each device in the hardware table: the link within a node, and between nodes.
-_USUAL: dict[str, tuple[str, str]] = {
-    "H100": ("NVLink 4", "InfiniBand NDR"),
-    "H100 PCIe": ("PCIe 5", "InfiniBand NDR"),
-    "H100 NVL": ("PCIe 5", "InfiniBand NDR"),
-    "GH200": ("NVLink 4", "InfiniBand NDR"),
-    "H200": ("NVLink 4", "InfiniBand NDR"),
-    "H800": ("NVLink 4 (H800)", "InfiniBand NDR"),
-    "A100 40GB": ("NVLink 3", "InfiniBand HDR"),
-    "A100": ("NVLink 3", "InfiniBand HDR"),
-    "A100 80GB PCIe": ("PCIe 4", "InfiniBand HDR"),
-    "B200": ("NVLink 5", "InfiniBand NDR"),
-    "L40S": ("PCIe 4", "InfiniBand HDR"),
-    "RTX 4090": ("PCIe 4", "InfiniBand HDR"),
-    "MI300X": ("Infinity Fabric", "InfiniBand NDR"),
-}
-_DEVICES_PER_NODE = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,20 +116,20 @@ def cluster_of(
         >>> cluster_of(find_hardware("A100"), within="pcie 4", devices_per_node=4).within.name
         'PCIe 4'
     """
-    count = _DEVICES_PER_NODE if devices_per_node is None else devices_per_node
+    count = 8 if devices_per_node is None else devices_per_node
     if count < 1:
         raise ConfigError(
             settings={"devices_per_node": count}, reason="it counts devices", advice="Pass 1 or more, such as 8."
         )
     name = next((name for name, known in HARDWARE.items() if known == hardware), "")
-    usual = _USUAL.get(name)
-    if usual is None and (within is None or between is None):
+    usual = GPUS.get(name, {})
+    within, between = within or usual.get("in_node"), between or usual.get("between_nodes")
+    if within is None or between is None:
         raise HardwareError(
             f"hardware {hardware.name!r}: its links to other devices are not known; expected them as well, within a node and "
             f"between nodes: of {', '.join(LINKS)}."
         )
-    own_within, own_between = usual or ("", "")
-    return Cluster(hardware, _link(within or own_within), _link(between or own_between), count)
+    return Cluster(hardware, _link(within), _link(between), count)
 
 
 def _link(name: str) -> Link:

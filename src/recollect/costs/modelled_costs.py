@@ -37,6 +37,7 @@ _OPS: dict[str, tuple[CollectiveKind, int]] = {
     "c10d::allreduce_": ("all_reduce", 0),
     "c10d::alltoall_base_": ("all_to_all", 1),
 }
+_WAIT = "_c10d_functional::wait_tensor"
 
 
 class Collective(NamedTuple):
@@ -61,11 +62,6 @@ def collective_of(func: Any, args: Any, output: Any) -> Collective | None:
     kind, position = found
     whole = tensors_in(output if position < 0 else args[position])
     return Collective(kind, sum(t.numel() * t.element_size() for t in whole), group_ranks(args))
-
-
-def ends_collective(func: Any) -> bool:
-    """Whether an op only waits for a collective that has begun."""
-    return _name(func) == "_c10d_functional::wait_tensor"
 
 
 def _name(func: Any) -> str:
@@ -122,7 +118,7 @@ class ModelledCosts:
         if self._cluster is not None:
             if (collective := collective_of(func, args, output)) is not None:
                 return output, self._run_collective(collective, key, self._cluster)
-            if ends_collective(func):
+            if _name(func) == _WAIT:  # for one that has begun
                 self._seconds[key] = 0.0
         if key not in self._seconds:
             self._seconds[key] = seconds(work_of(func, facts, args, kwargs, output), self.hardware)

@@ -61,7 +61,8 @@ def seconds(work: Work, hardware: Hardware) -> float:
     limits_s = [(work.traffic_bytes - cached_bytes) / (hardware.bandwidth_bytes_per_s * hardware.traffic_efficiency)]
     if cached_bytes:
         limits_s[0] += cached_bytes / hardware.cache_bytes_per_s
-    limits_s += [work.elements / e.elements_per_s for e in hardware.elements if e.kind == work.kind]
+    if work.kind in hardware.elements_per_s:
+        limits_s.append(work.elements / hardware.elements_per_s[work.kind])
     if work.flops:
         limits_s.append(work.flops / _flops_per_s(work, hardware))
     return work.launches * hardware.launch_s + max(limits_s)

@@ -227,9 +227,7 @@ class Case:
 
 def _merged(scopes: list[Settings]) -> Settings:
     """Return the settings of all files as one scope; of a name that several have, the first counts."""
-    values: dict[str, Any] = {}
-    for scope in scopes:
-        values = {**scope.values, **values}
+    values = {name: value for scope in reversed(scopes) for name, value in scope.values.items()}
     return Settings(", ".join(dict.fromkeys(scope.place.partition(": ")[0] for scope in scopes)), values)
 
 

@@ -43,19 +43,16 @@ def _deepspeed(settings: Settings) -> Iterator[Finding]:
     section = settings.get("activation_checkpointing")
     if not isinstance(section, Mapping):
         return
-    shown = f"{settings.place}: activation_checkpointing: {dict(section)}"
+    shown, clash = f"{settings.place}: activation_checkpointing: {dict(section)}", RULES["deepspeed-clash"]
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", ConfigWarning)
             ActivationCheckpointing.of({"activation_checkpointing": section})
         for warning in caught:
-            advice = "Leave it out."
-            yield RULES["deepspeed-clash"].finding(
-                shown, certainty="likely", reason=str(warning.message), advice=advice
-            )
+            yield clash.finding(shown, certainty="likely", reason=str(warning.message), advice="Leave it out.")
     except ConfigError as problem:
         given = ", ".join(f"{name}: {value}" for name, value in problem.settings.items())
-        yield RULES["deepspeed-clash"].finding(shown, reason=f"{given}: {problem.reason}", advice=problem.advice)
+        yield clash.finding(shown, reason=f"{given}: {problem.reason}", advice=problem.advice)
     if section.get("cpu_checkpointing") and not section.get("partition_activations"):
         yield RULES["deepspeed-cpu-checkpointing"].finding(shown)
     if not settings.values.get("gradient_checkpointing"):
@@ -90,7 +87,8 @@ def _reentrant(settings: Settings) -> Iterator[Finding]:
         evidence = settings.shown(*_SWITCHES, *_KWARGS, "use_reentrant", *_ADAPTERS, "finetuning_type", "adapter")
         yield RULES["no-input-requires-grad"].finding(evidence, certainty="possible")
     unknown = {"saved": "(not run yet)", "recomputed": "(not run yet)"}
-    if reentrant is not True and is_adapter and _zero_stage(settings) == 3:
+    zero_stage = settings.section("zero_optimization").get("stage", settings.get("zero_stage"))
+    if reentrant is not True and is_adapter and zero_stage == 3:
         evidence = settings.shown(
             *_SWITCHES, *_KWARGS, *_ADAPTERS, "finetuning_type", "zero_optimization", "zero_stage"
         )
@@ -98,11 +96,6 @@ def _reentrant(settings: Settings) -> Iterator[Finding]:
     if reentrant is not True and is_moe_config(settings.values):
         evidence = settings.shown(*_SWITCHES, *_KWARGS, "num_local_experts", "num_experts", "n_routed_experts")
         yield RULES["metadata-routing"].finding(evidence, certainty="possible", **unknown)
-
-
-def _zero_stage(settings: Settings) -> object:
-    section = settings.get("zero_optimization")
-    return section.get("stage") if isinstance(section, Mapping) else settings.get("zero_stage")
 
 
 def _torchtitan(settings: Settings) -> Iterator[Finding]:

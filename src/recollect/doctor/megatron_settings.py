@@ -12,9 +12,10 @@ from recollect.doctor.rule import RULES, Finding
 from recollect.doctor.settings import Settings
 from recollect.errors import ConfigError
 from recollect.integrations.megatron.pipeline import chunk_sizes
-from recollect.integrations.megatron.recompute_settings import RecomputeSettings
+from recollect.integrations.megatron.roll import with_roll_defaults
+from recollect.integrations.megatron.rule import Clash
 from recollect.integrations.megatron.rules import RULES as CLASHES
-from recollect.integrations.megatron.training_setting import TrainingSetting
+from recollect.integrations.megatron.settings import RecomputeSettings, TrainingSetting
 
 _RECOMPUTE = tuple(f.name for f in dataclasses.fields(RecomputeSettings))
 _TRAINING = tuple(f.name for f in dataclasses.fields(TrainingSetting))
@@ -49,13 +50,15 @@ def findings(settings: Settings, log: InLog) -> Iterator[Finding]:
     Yields:
         Clashes first.
     """
-    config = RecomputeSettings(**_taken(_with_roll_defaults(settings), _RECOMPUTE))
+    is_roll = "strategy_config" in settings.place or "strategy_args" in settings.place
+    values = with_roll_defaults(settings.values) if is_roll else settings.values
+    config = RecomputeSettings(**_taken(values, _RECOMPUTE))
     setting = TrainingSetting()
     try:
         setting = TrainingSetting(**_taken(settings.values, _TRAINING))
     except (ConfigError, TypeError) as problem:
         if isinstance(problem, ConfigError):
-            yield _clash("setting", settings, problem.settings, problem.reason, problem.advice, "ValueError")
+            yield _clash("setting", settings, problem, "ValueError")
     clashes = list(_clashes(settings, config, setting))
     yield from clashes
     if not any(clash.certainty == "certain" for clash in clashes):
@@ -63,15 +66,6 @@ def findings(settings: Settings, log: InLog) -> Iterator[Finding]:
         yield from _layers(settings, config, setting)
         yield from _fp8(settings, config, log)
     yield from _memory(settings, log)
-
-
-def _with_roll_defaults(settings: Settings) -> Mapping[str, Any]:
-    """Return the values; in ROLL, full recompute without method and number of layers means uniform and 1."""
-    is_roll = "strategy_config" in settings.place or "strategy_args" in settings.place
-    is_bare = settings.get("recompute_method", "recompute_num_layers") is None
-    if is_roll and is_bare and settings.get("recompute_granularity") == "full":
-        return {**settings.values, "recompute_method": "uniform", "recompute_num_layers": 1}
-    return settings.values
 
 
 def _taken(values: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
@@ -90,29 +84,27 @@ def _clashes(settings: Settings, config: RecomputeSettings, setting: TrainingSet
         try:
             clash = rule.clash(config, setting)
         except ConfigError as problem:  # the layers cannot be divided among the stages
-            yield _clash("stages", settings, problem.settings, problem.reason, problem.advice, "AssertionError")
+            yield _clash("stages", settings, problem, "AssertionError")
             continue
         # Without a version the rules take Transformer Engine for missing; here it is unknown.
         is_unknown = clash is not None and clash.settings.get("transformer_engine_version", "") is None
         if clash is not None and not is_unknown:
-            yield _clash(rule.name, settings, clash.settings, clash.reason, clash.advice, rule.megatron)
+            yield _clash(rule.name, settings, clash, rule.megatron)
             if rule.name == "types":
                 return
 
 
-def _clash(
-    name: str, settings: Settings, given: Mapping[str, object], reason: str, advice: str, megatron: str
-) -> Finding:
+def _clash(name: str, settings: Settings, clash: Clash | ConfigError, megatron: str) -> Finding:
     is_error = "Error" in megatron
-    shown = settings.shown(*given)
-    missing = [f"{name} is not set" for name in given if settings.values.get(name) is None]
+    shown = settings.shown(*clash.settings)
+    missing = [f"{name} is not set" for name in clash.settings if settings.values.get(name) is None]
     return Finding(
         rule=f"megatron-{name}",
         certainty="certain" if is_error else "likely",
-        problem=f"{'Settings clash' if is_error else 'A setting does not do what it seems to'}: {reason}.",
+        problem=f"{'Settings clash' if is_error else 'A setting does not do what it seems to'}: {clash.reason}.",
         cause=f"Megatron's answer: {megatron}.",
         evidence=("; ".join((shown, *missing)) if shown[-1:] != " " else "; ".join((settings.place, *missing)),),
-        fix=(advice,),
+        fix=(clash.advice,),
         source=f"docs/megatron.md, rule {name}",
     )
 

@@ -9,27 +9,11 @@ from typing import Any
 
 from recollect.byte_format import format_bytes
 from recollect.doctor.passage import Passage
-from recollect.doctor.rule import RULES, Certainty, Finding, Rule
+from recollect.doctor.rule import RULES, TOPICS, Certainty, Finding, Rule
 
 _SIZES_MATTER = 0.05  # of the device; less in other processes is their CUDA context
 # Innermost frames first. A step with a closure runs forward and backward inside the optimizer's, so the search ends there.
-_PLACES = {
-    "memory-in-logits": re.compile(
-        r"cross_entropy|log_softmax|loss_utils\.py|ForCausalLMLoss|lm_head|\blogits\b.*(?:float|exp|softmax|to\()"
-        r"|compute_log_probs|LogitsProcessor|output_layer"
-    ),
-    "memory-in-recompute": re.compile(
-        r"(?:utils/checkpoint|tensor_parallel/random|checkpointing)\.py(?:\", line |:)\d+,? in (?:\w+\.)?(?:recompute_fn|"
-        r"unpack_hook|backward|inner)\b"
-    ),
-    "memory-at-optimizer-start": re.compile(
-        r"torch/optim/(?!lr_scheduler)|_init_group|exp_avg|initialize_optimizer_states|step_with_ready_grads|"
-        r"bitsandbytes/optim"
-    ),
-    "memory-while-loading": re.compile(
-        r"\bin (?:\w+\.)?(?:_apply|from_pretrained|_load_state_dict\w*|load_checkpoint|set_module_tensor_to_device)\b"
-    ),
-}
+_PLACES = [rule for rule in TOPICS["Out of memory"] if rule.frame]
 _END = re.compile(r"closure|training_step|train_step")
 _LAYER = re.compile(r"modeling_\w+\.py(?:\", line |:)\d+,? in (?:\w+\.)?forward")
 _CHECKPOINT = re.compile(r"checkpoint\w*\.py\"|_gradient_checkpointing_func|_checkpointed_forward")
@@ -79,23 +63,14 @@ class MemoryMessage:
             >>> message.tried_bytes - message.free_bytes == 2**30
             True
         """
-        tried = _bytes(_TRIED, line)
+        amounts = (_TRIED, _CAPACITY, _FREE, _ALLOCATED, _UNALLOCATED, _RESERVED)
+        tried, capacity, free, allocated, unallocated, reserved = (_bytes(amount, line) for amount in amounts)
         if tried is None:
             return None
-        capacity = _bytes(_CAPACITY, line)
-        allocated = _bytes(_ALLOCATED, line)
-        unallocated = _bytes(_UNALLOCATED, line)
-        reserved = _bytes(_RESERVED, line)
         if unallocated is None and reserved is not None and allocated is not None:
             unallocated = max(reserved - allocated, 0)
-        return cls(
-            tried,
-            capacity,
-            _bytes(_FREE, line),
-            allocated,
-            unallocated,
-            _others(line, allocated, unallocated, capacity),
-        )
+        others = _others(line, allocated, unallocated, capacity)
+        return cls(tried, capacity, free, allocated, unallocated, others)
 
     @property
     def room_bytes(self) -> int | None:
@@ -179,9 +154,8 @@ def _place(traceback: tuple[str, ...]) -> tuple[Rule | None, str]:
     """Return the rule of the innermost frame that has one, and that frame with its line of code."""
     for i in range(len(traceback) - 1, -1, -1):
         line = traceback[i]
-        for name, pattern in _PLACES.items():
-            if pattern.search(line):
-                return RULES[name], _frame_at(traceback, i)
+        if (place := next((rule for rule in _PLACES if rule.is_frame(line)), None)) is not None:
+            return place, _frame_at(traceback, i)
         if _FRAME.match(line) and _END.search(line):
             break
     return None, ""

@@ -47,9 +47,9 @@ class Passage:
         starts = [i for i, line in enumerate(self.before) if _TRACEBACK in line]
         return self.before[starts[-1] + 1 :] if starts else self.before[-_WITHOUT_HEAD:]
 
-    def quoted(self, line: str | None = None) -> str:
-        """Return a line (by default, the passage's) after its place, shortened if it is long."""
-        text = (self.line if line is None else line).strip()
+    def quoted(self) -> str:
+        """Return the line after its place, shortened if it is long."""
+        text = self.line.strip()
         shown = text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]} ..."
         return f"{self.place}: {shown}"
 
@@ -92,7 +92,5 @@ def _passage(
     before: tuple[tuple[str, str], ...],
     after: list[tuple[str, str]],
 ) -> Passage:
-    def of_rank(labelled: Iterable[tuple[str, str]]) -> tuple[str, ...]:
-        return tuple(text for label, text in labelled if label == rank)
-
-    return Passage(f"{name}:{number}", line, of_rank(before), of_rank(after))
+    own = (tuple(text for label, text in lines if label == rank) for lines in (before, after))
+    return Passage(f"{name}:{number}", line, *own)

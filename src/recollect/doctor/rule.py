@@ -68,6 +68,7 @@ class Rule:
         pattern: regular expression of a line of a text that shows it, whose groups fill the {names}; "" if the rule goes by
             other things.
         near: regular expression that must be found in the lines around that one, too; "" is none.
+        frame: regular expression of the frame of a traceback or stack in which it happens; "" if the rule goes by other things.
     """
 
     name: str
@@ -79,10 +80,15 @@ class Rule:
     certainty: Certainty = "certain"
     pattern: str = ""
     near: str = ""
+    frame: str = ""
 
     def is_in(self, line: str) -> bool:
         """Return whether the pattern is found in a line."""
         return _compiled(self.pattern).search(line) is not None
+
+    def is_frame(self, line: str) -> bool:
+        """Return whether the frame's pattern is found in a line."""
+        return _compiled(self.frame).search(line) is not None
 
     def match(self, passage: Passage) -> dict[str, Any] | None:
         """Return the groups of the pattern if the passage fits, else None."""

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from recollect.byte_format import format_bytes
-from recollect.doctor import metadata_mismatch, out_of_memory
+from recollect.doctor import out_of_memory
 from recollect.doctor.passage import Passage, passages
 from recollect.doctor.rule import RULES, Finding, Rule
 from recollect.doctor.settings import Settings
@@ -36,6 +36,12 @@ _NAN = re.compile(
     re.IGNORECASE,
 )
 _EXPANDABLE = re.compile(r"ALLOC_CONF['\"\]]*\s*[=:,]\s*\S*expandable_segments:True")
+_MISMATCH = "have different metadata than during the forward pass"
+_METADATA = re.compile(r"(saved|recomputed) metadata: \{'shape': torch\.Size\(\[([\d, ]*)\]\), 'dtype': torch\.(\w+)")
+_EXPERTS = re.compile(
+    r"\bmoe|\bexpert|router|row_id_map|num_local_experts|mixtral|deepseek_?v|token_dispatch", re.IGNORECASE
+)
+_Tensor = tuple[tuple[int, ...], str]
 
 
 class LogNumbers:
@@ -114,7 +120,7 @@ class TextScan:
                 evidence.append(f"and {more} more line{'' if more == 1 else 's'} like it")
             yield rule.finding(*evidence, **values)
         for passage in self._mismatches:
-            yield from metadata_mismatch.findings(passage)
+            yield from _mismatch(passage)
         yield from self.numbers.findings()
 
     def _in_portions(self, lines: Iterable[str]) -> Iterator[str]:
@@ -136,17 +142,62 @@ class TextScan:
     def _is_message(self, line: str) -> bool:
         if out_of_memory.is_out_of_memory(line):
             return len(self.out_of_memory) < _ENOUGH
-        if metadata_mismatch.is_mismatch(line):  # before the rules, since its first line is all that they would see
+        if _MISMATCH in line:  # before the rules, since its first line is all that they would see
             return len(self._mismatches) < _ENOUGH
         return any(rule.is_in(line) for rule in _TEXT_RULES)
 
     def _take(self, passage: Passage) -> None:
         if out_of_memory.is_out_of_memory(passage.line):
             self.out_of_memory.append(passage)
-        elif metadata_mismatch.is_mismatch(passage.line):
+        elif _MISMATCH in passage.line:
             self._mismatches.append(passage)
         for rule in _TEXT_RULES:
             values = rule.match(passage)
             if values is not None:
                 self._counts[rule] += 1
                 self._found.setdefault(rule, (passage, values))
+
+
+def _mismatch(passage: Passage) -> Iterator[Finding]:
+    """Yield the cause of CheckpointError "have different metadata", by the shapes and types in the lines after its first."""
+    pairs = _pairs(passage)
+    for name in ("metadata-zero3", "metadata-dtype", "metadata-routing", "metadata-cache"):
+        for saved, recomputed in pairs:
+            if _fits(name, saved, recomputed, passage):
+                shown: dict[str, Any] = {"saved": _text(saved), "recomputed": _text(recomputed)}
+                yield RULES[name].finding(
+                    passage.quoted(), f"saved {shown['saved']}, recomputed {shown['recomputed']}", **shown
+                )
+                return
+    pair = f": saved {_text(pairs[0][0])}, recomputed {_text(pairs[0][1])}" if pairs else ""
+    yield RULES["metadata-other"].finding(passage.quoted(), pair=pair)
+
+
+def _pairs(passage: Passage) -> list[tuple[_Tensor, _Tensor]]:
+    found: list[tuple[str, _Tensor]] = []
+    for line in (passage.line, *passage.after):
+        for kind, shape, dtype in _METADATA.findall(line):
+            found.append((kind, (tuple(int(size) for size in shape.split(",") if size.strip()), dtype)))
+    return [
+        (first, second)
+        for (kind, first), (next_kind, second) in zip(found, found[1:], strict=False)
+        if (kind, next_kind) == ("saved", "recomputed")
+    ]
+
+
+def _fits(name: str, saved: _Tensor, recomputed: _Tensor, passage: Passage) -> bool:
+    (old, old_dtype), (new, new_dtype) = saved, recomputed
+    changed = [i for i, (a, b) in enumerate(zip(old, new, strict=False)) if a != b] if len(old) == len(new) else []
+    if name == "metadata-zero3":
+        return new == (0,) and old != (0,)
+    if name == "metadata-dtype":
+        return old == new and old_dtype != new_dtype
+    if name == "metadata-routing":
+        # A cache grows a sequence to twice its length; tokens that move change the first dimension by little.
+        is_drift = changed == [0] and 2 / 3 < (new[0] + 1) / (old[0] + 1) < 1.5
+        return is_drift or (bool(changed) and bool(_EXPERTS.search(passage.text)))
+    return len(changed) == 1 and new[changed[0]] > old[changed[0]]
+
+
+def _text(tensor: _Tensor) -> str:
+    return f"{list(tensor[0])} {tensor[1]}"

@@ -7,8 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from recollect.integrations.megatron.recompute_settings import RecomputeSettings
-from recollect.integrations.megatron.training_setting import TrainingSetting
+from recollect.integrations.megatron.settings import RecomputeSettings, TrainingSetting
 
 _MEGATRON_NAMES = frozenset(f.name for kind in (RecomputeSettings, TrainingSetting) for f in dataclasses.fields(kind))
 # Names of Megatron's command line for the same settings, and older names.
@@ -79,13 +78,9 @@ class Settings:
 
 
 def _shown(value: object) -> str:
-    return (
-        ", ".join(map(str, value))
-        if isinstance(value, (list, tuple))
-        else str(value).lower()
-        if isinstance(value, bool)
-        else str(value)
-    )
+    if isinstance(value, bool):
+        return str(value).lower()
+    return ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
 
 
 def settings_in_data(data: Mapping[Any, Any], place: str) -> list[Settings]:

@@ -11,7 +11,7 @@ import json
 import pickle
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NoReturn
@@ -27,17 +27,8 @@ _PROFILED = re.compile(r"(.+)\((\d+)\): (.+)$")
 _GAPS_MATTER = 0.15  # of what is reserved
 _SHARE_MATTERS = 0.3  # of the peak, but for these:
 _OTHER_SHARES = {"snapshot-logits": 0.2, "snapshot-without-stacks": 0.5}
-_PLACES = {
-    "snapshot-optimizer": re.compile(
-        r"torch/optim/(?!lr_scheduler)|_init_group|initialize_optimizer_states|bitsandbytes/optim|deepspeed/ops/adam"
-    ),
-    "snapshot-logits": re.compile(
-        r"cross_entropy|log_softmax|loss_utils\.py|ForCausalLMLoss|lm_head|compute_log_probs|output_layer"
-    ),
-    "snapshot-recompute": re.compile(
-        r"(?:utils/checkpoint|tensor_parallel/random)\.py:\d+:(?:recompute_fn|unpack_hook|backward)$"
-    ),
-}
+# A stack may fit several, of which the first counts.
+_PLACES = tuple(RULES[f"snapshot-{name}"] for name in ("optimizer", "logits", "recompute"))
 _BACKWARD = re.compile(r"run_backward|:backward$")
 _FORWARD = re.compile(r":(?:forward|forward_with_checkpointing)$")
 _OWN = re.compile(r"^none:|(?:^|/)torch/|\?\?:|\.cpp:|\.h:")
@@ -146,16 +137,6 @@ def is_snapshot(data: object) -> bool:
     return isinstance(data, Mapping) and isinstance(data.get("segments"), Sequence)
 
 
-@dataclass
-class _Device:
-    """What is gathered about a device while its segments are read."""
-
-    reserved_bytes: int = 0
-    live: dict[int, Block] = field(default_factory=dict)
-    free: list[int] = field(default_factory=list)
-    expandable: set[bool] = field(default_factory=set)
-
-
 def snapshot_of(data: Mapping[str, Any], place: str) -> list[Snapshot]:
     """Return a snapshot for each device that holds memory.
 
@@ -170,14 +151,14 @@ def snapshot_of(data: Mapping[str, Any], place: str) -> list[Snapshot]:
         DiagnosisError: data of another form.
     """
     try:
-        devices: dict[int, _Device] = {}
+        devices: dict[int, list[Mapping[str, Any]]] = {}
         for segment in data["segments"]:
-            _read_segment(segment, devices.setdefault(int(segment.get("device", 0)), _Device()))
+            devices.setdefault(int(segment.get("device", 0)), []).append(segment)
         traces = data.get("device_traces") or []
         many = len(devices) > 1
         return [
-            _finished(device, traces[i] if i < len(traces) else [], f"{place} (device {i})" if many else place)
-            for i, device in sorted(devices.items())
+            _of_device(segments, traces[i] if i < len(traces) else [], f"{place} (device {i})" if many else place)
+            for i, segments in sorted(devices.items())
         ]
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as problem:
         raise DiagnosisError(
@@ -186,18 +167,32 @@ def snapshot_of(data: Mapping[str, Any], place: str) -> list[Snapshot]:
         ) from None
 
 
-def _read_segment(segment: Mapping[str, Any], device: _Device) -> None:
-    device.reserved_bytes += int(segment["total_size"]) if "allocated_size" in segment else 0
-    if "is_expandable" in segment:
-        device.expandable.add(bool(segment["is_expandable"]))
-    address = int(segment.get("address", 0))
-    for block in segment["blocks"]:
-        start = int(block.get("address", address))
-        address = start + int(block["size"])
-        if str(block["state"]).startswith("active"):
-            device.live[start] = Block(int(block.get("requested_size", block["size"])), _stack(block))
-        elif "allocated_size" in segment:  # else of a profiler, whose segment is all addresses between two tensors
-            device.free.append(int(block["size"]))
+def _of_device(segments: Sequence[Mapping[str, Any]], trace: Sequence[Mapping[str, Any]], place: str) -> Snapshot:
+    live: dict[int, Block] = {}
+    free: list[int] = []
+    # A profiler's segment, which has no such size, is all addresses between two tensors.
+    reserved_bytes = sum(int(segment["total_size"]) for segment in segments if "allocated_size" in segment)
+    for segment in segments:
+        address = int(segment.get("address", 0))
+        for block in segment["blocks"]:
+            start = int(block.get("address", address))
+            address = start + int(block["size"])
+            if str(block["state"]).startswith("active"):
+                live[start] = Block(int(block.get("requested_size", block["size"])), _stack(block))
+            elif "allocated_size" in segment:
+                free.append(int(block["size"]))
+    refused = next((event for event in reversed(trace) if event.get("action") == "oom"), None)
+    expandable = [bool(segment["is_expandable"]) for segment in segments if "is_expandable" in segment]
+    return Snapshot(
+        place,
+        reserved_bytes,
+        tuple(live.values()),
+        tuple(sorted(free, reverse=True)),
+        _peak(live, trace),
+        None if refused is None else int(refused["size"]),
+        None if refused is None or "device_free" not in refused else int(refused["device_free"]),
+        any(expandable) if expandable else None,
+    )
 
 
 def _stack(record: Mapping[str, Any]) -> tuple[str, ...]:
@@ -212,20 +207,6 @@ def _frame(frame: Mapping[str, Any]) -> str:
     if frame["filename"] == "none" and (found := _PROFILED.match(frame["name"])):
         return f"{found[1]}:{found[2]}:{found[3]}"
     return f"{frame['filename']}:{frame['line']}:{frame['name']}"
-
-
-def _finished(device: _Device, trace: Sequence[Mapping[str, Any]], place: str) -> Snapshot:
-    refused = next((event for event in reversed(trace) if event.get("action") == "oom"), None)
-    return Snapshot(
-        place,
-        device.reserved_bytes,
-        tuple(device.live.values()),
-        tuple(sorted(device.free, reverse=True)),
-        _peak(device.live, trace),
-        None if refused is None else int(refused["size"]),
-        None if refused is None or "device_free" not in refused else int(refused["device_free"]),
-        None if not device.expandable else True in device.expandable,
-    )
 
 
 def _peak(live: Mapping[int, Block], trace: Sequence[Mapping[str, Any]]) -> tuple[Block, ...]:
@@ -321,9 +302,9 @@ def _gaps(snapshot: Snapshot) -> Finding | None:
 def _kind(stack: tuple[str, ...]) -> str | None:
     if not stack:
         return "snapshot-without-stacks"
-    for name, pattern in _PLACES.items():
-        if any(pattern.search(frame) for frame in stack):
-            return name
+    for rule in _PLACES:
+        if any(map(rule.is_frame, stack)):
+            return rule.name
     is_backward = any(_BACKWARD.search(frame) for frame in stack)
     return "snapshot-activations" if not is_backward and any(_FORWARD.search(frame) for frame in stack) else None
 

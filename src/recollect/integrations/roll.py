@@ -6,7 +6,7 @@ the same as a plan for a recorded step.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from contextlib import ExitStack
 from typing import Any
 
 from torch import nn
@@ -23,7 +23,7 @@ from recollect.recording.find_units import find_units
 __all__ = ["RollApplied", "apply_roll_checkpointing"]
 
 
-class RollApplied(AbstractContextManager["RollApplied"]):
+class RollApplied(ExitStack):
     """ROLL's switches in effect on a model. `remove()`, or the end of a with-block, ends them.
 
     Attributes:
@@ -32,18 +32,16 @@ class RollApplied(AbstractContextManager["RollApplied"]):
     """
 
     def __init__(self, applied: Applied | None, cache_off: CacheOff | None, settings: dict[str, Any]) -> None:
+        super().__init__()
         self.applied = applied
         self.settings = settings
-        self._handles = [handle for handle in (applied, cache_off) if handle is not None]
+        for handle in (applied, cache_off):
+            if handle is not None:
+                self.callback(handle.remove)
 
     def remove(self) -> None:
         """Leave the model as it was; do nothing the second time."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
-
-    def __exit__(self, *_: object) -> None:
-        self.remove()
+        self.close()
 
 
 def apply_roll_checkpointing(

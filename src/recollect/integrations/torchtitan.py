@@ -19,6 +19,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -37,7 +38,6 @@ from recollect.fitting import DEFAULT_BUDGET
 from recollect.integrations.trainers import check_version
 from recollect.planning.planners import plan as planned
 from recollect.plans.plan import Plan
-from recollect.profile.graph import UnitGraph
 from recollect.profile.profile import Profile
 from recollect.recording.record import record
 from recollect.warning import warn_user
@@ -52,7 +52,6 @@ with needed("torchtitan", by="recollect.integrations.torchtitan"):
 __all__ = ["MemoryBudget"]
 
 _PLAN_FILE: Final = "recollect_plan.json"
-_PARALLEL: Final = ("tensor_parallel_degree", "pipeline_parallel_degree", "context_parallel_degree")
 _HIDDEN_ATTENTION: Final = ("FlexAttention", "VarlenAttention")
 
 
@@ -263,20 +262,16 @@ def _keeping(profile: Profile, modules: tuple[str, ...]) -> Profile:
     """Return the profile with all that some modules compute as values that no plan may drop."""
     if not modules:
         return profile
-    inside: dict[int, set[str]] = {}
+    inside: defaultdict[int, set[str]] = defaultdict(set)
     for call in profile.calls:
-        parts = [path.removeprefix(f"{call.path}.") for path in modules if path.startswith(f"{call.path}.")]
-        inside.setdefault(call.graph, set()).update(parts)
-    graphs = tuple(_kept_in(graph, inside.get(index, set())) for index, graph in enumerate(profile.graphs))
-    return dataclasses.replace(profile, graphs=graphs)
-
-
-def _kept_in(graph: UnitGraph, modules: set[str]) -> UnitGraph:
-    values = tuple(
-        dataclasses.replace(value, must_keep=True) if any(value.name.startswith(f"{m}.") for m in modules) else value
-        for value in graph.values
-    )
-    return dataclasses.replace(graph, values=values)
+        prefix = f"{call.path}."
+        inside[call.graph].update(f"{path.removeprefix(prefix)}." for path in modules if path.startswith(prefix))
+    graphs = []
+    for index, graph in enumerate(profile.graphs):
+        parts = tuple(inside[index])
+        values = (dataclasses.replace(v, must_keep=v.must_keep or v.name.startswith(parts)) for v in graph.values)
+        graphs.append(dataclasses.replace(graph, values=tuple(values)))
+    return dataclasses.replace(profile, graphs=tuple(graphs))
 
 
 def _seq_len(model: nn.Module) -> int:
@@ -315,7 +310,7 @@ def _check_job(job: Any, *, is_planned: bool) -> None:
     if not is_planned:
         return
     parallelism, training = job.parallelism, job.training
-    names = (*_PARALLEL, "expert_parallel_degree")
+    names = [f"{kind}_parallel_degree" for kind in ("tensor", "pipeline", "context", "expert")]
     split = {f"parallelism.{name}": n for name in names if (n := getattr(parallelism, name, 1)) > 1}
     if split:
         raise NotYetError(

@@ -130,7 +130,8 @@ class MemoryBudget(BudgetCallback, TrainerCallback):
         """Refuse arguments that clash with a plan, before any data is read; have a training that fails leave a plain model."""
         _check_arguments(args)
         if args.deepspeed:
-            check_before(model, _config_of(args), self._section(args))
+            # The trainer replaces "auto" in it by its arguments.
+            check_before(model, args.hf_deepspeed_config.config, self._section(args))
         trainer = calling_trainer()
         if trainer is not None:
             _check_layout(trainer.accelerator)
@@ -173,7 +174,7 @@ class MemoryBudget(BudgetCallback, TrainerCallback):
         """Return what the callback and DeepSpeed's configuration say together; the callback's defaults say nothing."""
         budget = None if self.budget == DEFAULT_BUDGET else self.budget
         on_larger: OnLarger | None = None if self.on_larger == "replan" else self.on_larger
-        return BudgetSection.of(_config_of(args)).with_arguments(budget, on_larger, self.units)
+        return BudgetSection.of(args.hf_deepspeed_config.config).with_arguments(budget, on_larger, self.units)
 
 
 def _wrapped(trainer: Any, args: Any, model: Any) -> Any:
@@ -189,12 +190,6 @@ def _wrapped(trainer: Any, args: Any, model: Any) -> Any:
             "recollect.integrations.deepspeed.initialize.",
         )
     return trainer.model_wrapped
-
-
-def _config_of(args: Any) -> dict[str, Any]:
-    """Return DeepSpeed's configuration, in which the trainer replaces "auto" by its arguments."""
-    config: dict[str, Any] = args.hf_deepspeed_config.config
-    return config
 
 
 def _check_version() -> None:

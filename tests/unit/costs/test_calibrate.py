@@ -11,7 +11,7 @@ import torch
 from recollect.cli import main
 from recollect.costs.calibrate import Calibration, calibrate, fit
 from recollect.costs.calibration_ops import MeasuredOp, Sizes, calibration_ops
-from recollect.costs.hardware import KINDS, ArithmeticRate, ElementRate, Hardware
+from recollect.costs.hardware import KINDS, ArithmeticRate, Hardware
 from recollect.costs.hardware_table import HARDWARE, find_hardware
 from recollect.costs.roofline import seconds
 from recollect.errors import HardwareError
@@ -35,7 +35,7 @@ TRUTH = Hardware(
     ),
     cache_bytes=200_000,
     cache_bytes_per_s=8e9,
-    elements=(ElementRate("transcendental", 1e8), ElementRate("random", 2e7), ElementRate("sort", 1e7)),
+    elements_per_s={"transcendental": 1e8, "random": 2e7, "sort": 1e7},
 )
 
 
@@ -56,16 +56,15 @@ def test_every_kind_is_measured(ops: list[MeasuredOp]) -> None:
 
 
 def test_fit_finds_the_device_that_the_times_come_from(ops: list[MeasuredOp]) -> None:
-    start = replace(TRUTH, launch_s=1.0, bandwidth_bytes_per_s=1.0, cache_bytes=0, cache_bytes_per_s=0.0, elements=())
-    start = replace(start, rates=(ArithmeticRate("fp32", 1.0), ArithmeticRate("bf16", 1.0)))
+    start = replace(TRUTH, launch_s=1.0, bandwidth_bytes_per_s=1.0, cache_bytes=0, cache_bytes_per_s=0.0)
+    start = replace(start, elements_per_s={}, rates=(ArithmeticRate("fp32", 1.0), ArithmeticRate("bf16", 1.0)))
     fitted = fit(start, ops, None)
     # 3 % of noise, a law with a knee, and few sizes on either side of it.
     assert fitted.launch_s == pytest.approx(TRUTH.launch_s, rel=0.05)
     assert fitted.bandwidth_bytes_per_s == pytest.approx(TRUTH.bandwidth_bytes_per_s, rel=0.1)
     assert fitted.cache_bytes_per_s == pytest.approx(TRUTH.cache_bytes_per_s, rel=0.1)
-    rates = {element.kind: element.elements_per_s for element in fitted.elements}
-    for element in TRUTH.elements:
-        assert rates[element.kind] == pytest.approx(element.elements_per_s, rel=0.1)
+    for kind, elements_per_s in TRUTH.elements_per_s.items():
+        assert fitted.elements_per_s[kind] == pytest.approx(elements_per_s, rel=0.1)
     for truth in TRUTH.rates:
         found = fitted.rate(truth.dtype)
         assert found.peak_flops_per_s == pytest.approx(truth.peak_flops_per_s, rel=0.15)

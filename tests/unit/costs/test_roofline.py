@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from recollect.costs.hardware import ArithmeticRate, ElementRate, Hardware
+from recollect.costs.hardware import ArithmeticRate, Hardware
 from recollect.costs.op_work import work_of
 from recollect.costs.roofline import FREE, Work, seconds
 from recollect.engine.facts import facts_of
@@ -193,7 +193,7 @@ PLAIN = Hardware(
         ArithmeticRate("fp32", 1e9, 0.5, 0.25, 0.125),
         ArithmeticRate("bf16", 8e9, 0.5, half_rate_outputs=64.0, half_rate_depth=16.0),
     ),
-    elements=(ElementRate("random", 1e6),),
+    elements_per_s={"random": 1e6},
 )
 
 

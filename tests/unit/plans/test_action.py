@@ -8,7 +8,7 @@ import pickle
 
 import pytest
 
-from recollect.integrations.megatron.choice import Selective
+from recollect.integrations.megatron.settings import Selective
 from recollect.plans.action import Action
 from recollect.plans.plan import Plan
 from recollect.plans.unit_plan import UnitPlan

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from recollect.checkpointing.checkpoint import checkpoint as checkpoint_on_tape
@@ -125,27 +126,9 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         >>> torch.equal(hidden.grad, torch.ones(2).exp().cos() * torch.ones(2).exp())
         True
     """
-
-    def run(*given: Any) -> Any:
-        return function(*given, **kwargs)
-
     # DeepSpeed's keywords are all the function's, also those that PyTorch's checkpoint would take for its own.
-    return checkpoint_on_tape(run if kwargs else function, *args, use_reentrant=False)
+    return checkpoint_on_tape(partial(function, **kwargs) if kwargs else function, *args, use_reentrant=False)
 
 
-def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any) -> Any:
-    """Do what `checkpoint` does, which never runs backward inside backward.
-
-    Args:
-        function: such as a layer.
-        *args: what it takes.
-
-    Returns:
-        What it returns.
-
-    Example:
-        >>> import torch
-        >>> non_reentrant_checkpoint(torch.exp, torch.zeros(1))
-        tensor([1.])
-    """
-    return checkpoint(function, *args)
+non_reentrant_checkpoint = checkpoint
+"""The same: `checkpoint` never runs backward inside backward."""

@@ -25,8 +25,8 @@ from typing import Any
 
 from recollect.errors import ConfigError, ConfigWarning, NotYetError
 from recollect.integrations.megatron.compile import megatron_plan
-from recollect.integrations.megatron.config import RecomputeConfig
 from recollect.integrations.megatron.rule import did_you_mean
+from recollect.integrations.megatron.rules import RecomputeConfig
 from recollect.plans.plan import Plan
 from recollect.profile.profile import Profile
 from recollect.warning import warn_user

@@ -9,9 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from importlib import resources
+from typing import Literal
+
+import yaml
 
 from recollect.errors import ConfigError, NotYetError
-from recollect.integrations.megatron.foreign_flags import FOREIGN_FLAGS, ForeignFlag
+
+Arity = Literal[0, 1, "any"]
 
 _RECOMPUTE = (
     *("--recompute-activations", "--recompute-granularity", "--recompute-method", "--recompute-num-layers"),
@@ -32,6 +37,41 @@ _EITHER_OR = (
     ("--train-data-path", "--split"),
     *(("--memory-budget", flag) for flag in _RECOMPUTE),
 )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForeignFlag:
+    """A flag that is removed from the command line before recollect reads its own.
+
+    Attributes:
+        name: with dashes.
+        arity: number of values that follow it.
+        allowed: values without effect here, if it `needs` something for others.
+        why: why it has no effect.
+        needs: what recollect would need for other values; empty: every value is allowed.
+        advice: what to do meanwhile.
+    """
+
+    name: str
+    arity: Arity = 0
+    allowed: tuple[str, ...] = ()
+    why: str = ""
+    needs: str = ""
+    advice: str = "Leave it out."
+
+
+def _read() -> Iterator[ForeignFlag]:
+    text = (resources.files(__package__) / "foreign_flags.yaml").read_text(encoding="utf-8")
+    for entry in yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
+        allowed = tuple(entry.pop("allowed", ()))
+        for word in entry.pop("flags").split():
+            name, takes, several = word.partition("=")
+            arity: Arity = "any" if several else 1 if takes else 0
+            yield ForeignFlag(name=name, arity=arity, allowed=allowed, **entry)
+
+
+FOREIGN_FLAGS: dict[str, ForeignFlag] = {flag.name: flag for flag in _read()}
+"""Flags without a setting in recollect, by name. docs/megatron_flags.md has the table; a test compares the two."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +186,7 @@ def _values(flag: ForeignFlag, words: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _check(flag: ForeignFlag, values: list[str]) -> None:
-    if flag.needs and not any(_is_same(values, one) for one in flag.allowed or ()):
+    if flag.needs and not any(_is_same(values, one) for one in flag.allowed):
         raise NotYetError(settings={flag.name: _text([flag.name, *values])}, needs=flag.needs, advice=flag.advice)
 
 

@@ -14,15 +14,12 @@ from typing import Any
 
 from recollect.arguments import check_kind
 from recollect.errors import ConfigError, ConfigWarning, ScheduleError
-from recollect.integrations.megatron.checks import mtp_block_clash, num_layers_clash
-from recollect.integrations.megatron.choice import BlockFull, Choice, ModuleName, NoRecompute, Selective, UniformFull
-from recollect.integrations.megatron.config import RecomputeConfig
-from recollect.integrations.megatron.module_values import LayerOps, values_of_module
-from recollect.integrations.megatron.offload import modules_in, with_offload
+from recollect.integrations.megatron.module_values import LayerOps, modules_in, values_of_module
+from recollect.integrations.megatron.offload import with_offload
 from recollect.integrations.megatron.pipeline import model_chunks
-from recollect.integrations.megatron.rules import check_rule, refuse_not_yet, report
-from recollect.integrations.megatron.training_setting import TrainingSetting
-from recollect.pipelines.schedule import FORWARD, PipelineAction, schedule_of
+from recollect.integrations.megatron.rules import RecomputeConfig, check_rule, num_layers_clash, refuse_not_yet, report
+from recollect.integrations.megatron.settings import BlockFull, Choice, Selective, TrainingSetting, UniformFull
+from recollect.pipelines.schedule import FORWARD, schedule_of
 from recollect.planning.output_choices import outputs_within
 from recollect.plans.action import Action
 from recollect.plans.plan import Plan
@@ -36,8 +33,6 @@ from recollect.warning import warn_user
 Chunks = Sequence[Sequence[str]]
 """Paths of the layers of each model chunk."""
 
-_MTP = "mtp"
-
 
 def megatron_plan(
     profile: Profile,
@@ -48,7 +43,7 @@ def megatron_plan(
 
     Full recompute drops everything that can be recomputed, and outputs between the layers of one `uniform` region too.
     Selective recompute drops what the named modules compute; their outputs are kept or dropped as in Megatron
-    (`MEGATRON_OUTPUT` in `choice.py`), unless `recompute_discard_outputs` says otherwise. What cannot be recomputed (a
+    (`MEGATRON_OUTPUT` in `settings.py`), unless `recompute_discard_outputs` says otherwise. What cannot be recomputed (a
     router's choices) is always kept. With `distribute_saved_activations` the inputs that full recompute keeps have the action
     "shard". What `cpu_offloading` and `offload_modules` stand for has the action "offload", unless it is recomputed anyway.
 
@@ -94,9 +89,9 @@ def megatron_plan(
     chunks = _chunks(profile, setting)
     if isinstance(choice, (UniformFull, BlockFull)):
         report("num-layers-range", num_layers_clash(config, [len(chunk) for chunk in chunks]))
-    heads = _prediction_heads(profile)
+    heads = list(dict.fromkeys(call.path for call in profile.calls if _is_head(call.path)))
     if heads and isinstance(choice, BlockFull) and not (setting is not None and setting.mtp_num_layers):
-        report("mtp-block", mtp_block_clash(config, len(heads)))
+        check_rule("mtp-block", config, TrainingSetting(mtp_num_layers=len(heads)))
     units = _units(profile, choice, chunks, heads)
     if config.distribute_saved_activations:
         units = _with_inputs_as_parts(profile, units, _with_kept_inputs(choice, chunks, heads))
@@ -115,19 +110,19 @@ def megatron_plan(
 def _units(profile: Profile, choice: Choice, chunks: Chunks, heads: Sequence[str]) -> dict[str, UnitPlan]:
     graphs = {call.path: profile.graph_of(call) for call in profile.calls}
     layers = {path: graphs[path] for path in (*chain.from_iterable(chunks), *heads)}
-    if isinstance(choice, NoRecompute):
-        return {path: keep_all_unit(graph) for path, graph in layers.items()}
     if isinstance(choice, Selective):
         return _selective_units(layers, choice)
+    full: Collection[str] = ()
+    dropped: Collection[str] = ()
     if isinstance(choice, BlockFull):
-        full = set(chain.from_iterable(chunk[: choice.num_layers] for chunk in chunks))
-        return {
-            path: recompute_all_unit(graph) if path in full else keep_all_unit(graph) for path, graph in layers.items()
-        }
-    n = choice.num_layers
-    dropped = outputs_within(profile, [chunk[i : i + n] for chunk in chunks for i in range(0, len(chunk), n)])
+        full = {path for chunk in chunks for path in chunk[: choice.num_layers]}
+    elif isinstance(choice, UniformFull):
+        n, full = choice.num_layers, layers
+        dropped = outputs_within(profile, [chunk[i : i + n] for chunk in chunks for i in range(0, len(chunk), n)])
     return {
         path: recompute_all_unit(graph, output=Action.RECOMPUTE if path in dropped else Action.KEEP)
+        if path in full
+        else keep_all_unit(graph)
         for path, graph in layers.items()
     }
 
@@ -180,17 +175,15 @@ def _with_inputs_as_parts(
     return found
 
 
-def _prediction_heads(profile: Profile) -> list[str]:
-    """Return the multi-token prediction layers."""
-    return list(dict.fromkeys(call.path for call in profile.calls if _MTP in call.path.split(".")))
+def _is_head(path: str) -> bool:
+    """Return whether a layer is one of multi-token prediction."""
+    return "mtp" in path.split(".")
 
 
 def _chunks(profile: Profile, setting: TrainingSetting | None) -> Chunks:
     """Return the layers of each model chunk: those of one parent module, cut by the pipeline."""
     blocks: dict[str, list[str]] = {}
-    for path in dict.fromkeys(call.path for call in profile.calls if call.repeated):
-        if _MTP in path.split("."):
-            continue
+    for path in dict.fromkeys(call.path for call in profile.calls if call.repeated and not _is_head(call.path)):
         blocks.setdefault(path.rpartition(".")[0], []).append(path)
     if setting is None or setting.pipeline_model_parallel_size == 1 and not setting.num_layers:
         return list(blocks.values())
@@ -214,7 +207,7 @@ def _chunks(profile: Profile, setting: TrainingSetting | None) -> Chunks:
 
 def _selective_units(layers: dict[str, UnitGraph], choice: Selective) -> dict[str, UnitPlan]:
     made: dict[int, UnitPlan] = {}
-    matched: set[ModuleName] = set()
+    matched: set[str] = set()
     units = {}
     for path, graph in layers.items():
         if id(graph) not in made:
@@ -227,7 +220,7 @@ def _selective_units(layers: dict[str, UnitGraph], choice: Selective) -> dict[st
     return units
 
 
-def _unit(layer: LayerOps, choice: Selective, parts: dict[ModuleName, frozenset[int]]) -> UnitPlan:
+def _unit(layer: LayerOps, choice: Selective, parts: dict[str, frozenset[int]]) -> UnitPlan:
     dropped: set[int] = set()
     for name, inside in parts.items():
         dropped |= inside if choice.outputs[name] == Action.RECOMPUTE else inside - layer.outputs_of(inside)
@@ -305,13 +298,8 @@ def megatron_stage_plans(
         >>> recollect.predict_pipeline([profile] * 2, schedule, plans).slowdown > 0
         True
     """
-    check_kind(
-        "megatron_stage_plans(profiles, schedule, config)",
-        "config",
-        config,
-        RecomputeConfig,
-        "recollect.RecomputeConfig",
-    )
+    function = "megatron_stage_plans(profiles, schedule, config)"
+    check_kind(function, "config", config, RecomputeConfig, "recollect.RecomputeConfig")
     found = schedule_of(schedule)
     if len(profiles) != found.num_stages:
         raise ScheduleError(
@@ -327,15 +315,11 @@ def megatron_stage_plans(
     rest = {key: _of_all_layers(profile, alike) for key, profile in distinct.items()}
     made: dict[int, dict[int, Plan]] = {stage: {} for stage in range(found.num_stages)}
     for actions in found.ranks:
-        window = sum(1 for _ in takewhile(_is_forward, actions))
-        for number, action in enumerate(filter(_is_forward, actions)):
+        window = sum(1 for _ in takewhile(lambda action: action.kind == FORWARD, actions))
+        for number, action in enumerate(action for action in actions if action.kind == FORWARD):
             plans = partial if number % window < num_partial else rest
             made[action.stage][action.micro_batch] = plans[id(profiles[action.stage])]
     return tuple(tuple(own[batch] for batch in sorted(own)) for own in made.values())
-
-
-def _is_forward(action: PipelineAction) -> bool:
-    return action.kind == FORWARD
 
 
 def _of_all_layers(profile: Profile, config: RecomputeConfig) -> Plan:

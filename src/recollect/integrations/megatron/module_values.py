@@ -24,12 +24,12 @@ The other names (`gdn_norm_out`, `gdp_in_proj`, `gdp_qkv`, `mhc`) stand for part
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from recollect.integrations.megatron.choice import ModuleName, OffloadName
 from recollect.profile.graph import UnitGraph
+from recollect.profile.profile import Profile
 
 _ATTENTIONS = frozenset({"self_attn", "attn", "self_attention", "attention"})
 _MLPS = frozenset({"mlp", "block_sparse_moe", "feed_forward"})
@@ -78,7 +78,10 @@ class LayerOps:
 
     def __init__(self, graph: UnitGraph) -> None:
         self.graph = graph
-        self.ops = [_layer_op(op.name, op.inputs, op.outputs) for op in graph.ops]
+        self.ops: list[_LayerOp] = []
+        for op in graph.ops:
+            *module, call = op.name.split(".")
+            self.ops.append(_LayerOp(tuple(module), call.partition("#")[0], op.inputs, op.outputs))
 
     @cached_property
     def has_experts(self) -> bool:
@@ -128,15 +131,17 @@ class LayerOps:
         return inside & (read | returned)
 
 
-def _layer_op(name: str, inputs: tuple[int, ...], outputs: tuple[int, ...]) -> _LayerOp:
-    *module, call = name.split(".")
-    return _LayerOp(tuple(module), call.partition("#")[0], inputs, outputs)
-
-
-def values_of_module(layer: LayerOps, name: ModuleName | OffloadName) -> frozenset[int]:
+def values_of_module(layer: LayerOps, name: str) -> frozenset[int]:
     """Return the indices of the values that a Megatron module computes in a layer; none if the layer lacks it."""
     find = _PARTS.get(name)
     return frozenset(find(layer)) if find is not None else frozenset()
+
+
+def modules_in(profile: Profile, layers: Collection[str], names: Iterable[str]) -> list[str]:
+    """Return those of some names for which a layer has a module."""
+    graphs = {call.graph for call in profile.calls if call.path in layers}
+    found = [LayerOps(profile.graphs[graph]) for graph in graphs]
+    return [name for name in names if any(values_of_module(layer, name) for layer in found)]
 
 
 def _core_attn(layer: LayerOps) -> frozenset[int]:
@@ -185,10 +190,6 @@ def _mla_up_proj(layer: LayerOps) -> frozenset[int]:
     return layer.values(lambda index, op: op.is_in(_LATENT_UP) or (op.module == layer.attention and index < start))
 
 
-def _mlp_norm(layer: LayerOps) -> frozenset[int]:
-    return _layernorm(layer) - _attn_norm(layer)
-
-
 def _attn_norm(layer: LayerOps) -> frozenset[int]:
     return layer.values(lambda _, op: op.is_in(_ATTENTION_NORMS))
 
@@ -208,7 +209,7 @@ def _in_attention(layer: LayerOps, is_part: Callable[[int, int, int], bool]) -> 
     )
 
 
-_PARTS: dict[ModuleName | OffloadName, Callable[[LayerOps], Iterable[int]]] = {
+_PARTS: dict[str, Callable[[LayerOps], Iterable[int]]] = {
     "core_attn": _core_attn,
     "mlp": lambda layer: () if layer.has_experts else _feed_forward(layer),
     "moe": lambda layer: _feed_forward(layer) if layer.has_experts else (),
@@ -217,7 +218,7 @@ _PARTS: dict[ModuleName | OffloadName, Callable[[LayerOps], Iterable[int]]] = {
     "moe_act": _moe_act,
     "mla_up_proj": _mla_up_proj,
     "attn_norm": _attn_norm,
-    "mlp_norm": _mlp_norm,
+    "mlp_norm": lambda layer: _layernorm(layer) - _attn_norm(layer),
     "qkv_linear": lambda layer: _in_attention(layer, lambda index, first, _: index < first),
     "attn_proj": lambda layer: _in_attention(layer, lambda index, _, last: index > last),
     "expert_fc1": _expert_fc1,

@@ -8,11 +8,10 @@ from contextlib import suppress
 from itertools import combinations
 
 from recollect.errors import BudgetTooSmallError, ConfigError, ConfigWarning, NotYetError
-from recollect.integrations.megatron.choice import MODULES
 from recollect.integrations.megatron.compile import megatron_plan
-from recollect.integrations.megatron.config import RecomputeConfig
-from recollect.integrations.megatron.module_values import LayerOps, values_of_module
-from recollect.integrations.megatron.training_setting import TrainingSetting
+from recollect.integrations.megatron.module_values import modules_in
+from recollect.integrations.megatron.rules import RecomputeConfig
+from recollect.integrations.megatron.settings import MODULES, TrainingSetting
 from recollect.integrations.nearest import Nearest, nearest
 from recollect.pipelines.pipeline import PipelinePlan
 from recollect.pipelines.plan_pipeline import predict_pipeline
@@ -148,15 +147,11 @@ def _choices(profile: Profile, setting: TrainingSetting | None = None) -> list[t
 
 def _configs(profile: Profile) -> Iterator[RecomputeConfig]:
     yield RecomputeConfig()
-    num_layers = len({call.path for call in profile.calls if call.repeated})
+    layers = {call.path for call in profile.calls if call.repeated}
     for method in ("uniform", "block"):
-        for number in range(1, num_layers + 1):
+        for number in range(1, len(layers) + 1):
             yield RecomputeConfig(recompute_granularity="full", recompute_method=method, recompute_num_layers=number)
-    layers = [
-        LayerOps(graph)
-        for graph in {call.graph: profile.graph_of(call) for call in profile.calls if call.repeated}.values()
-    ]
-    there = [name for name in MODULES if any(values_of_module(layer, name) for layer in layers)]
+    there = modules_in(profile, layers, MODULES)
     for count in range(1, len(there) + 1):
         for names in combinations(there, count):
             yield RecomputeConfig(recompute_granularity="selective", recompute_modules=names)

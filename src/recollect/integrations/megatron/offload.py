@@ -22,15 +22,14 @@ from itertools import groupby
 from typing import Final
 
 from recollect.errors import ConfigWarning
-from recollect.integrations.megatron.choice import OFFLOAD_MODULES
-from recollect.integrations.megatron.config import RecomputeConfig
 from recollect.integrations.megatron.module_values import LayerOps, values_of_module
+from recollect.integrations.megatron.rules import RecomputeConfig
+from recollect.integrations.megatron.settings import OFFLOAD_MODULES
 from recollect.planning.trips import scheduled
 from recollect.plans.action import Action
 from recollect.plans.engines import Tape
 from recollect.plans.plan import Plan
 from recollect.plans.trip import Trip
-from recollect.plans.unit_plan import UnitPlan
 from recollect.profile.events import OP, RETURN, SAVE
 from recollect.profile.profile import Profile
 from recollect.simulation.decisions import keep_all_unit
@@ -151,13 +150,6 @@ def _may_go(profile: Profile, plan: Plan, config: RecomputeConfig, key: _Key) ->
     return value.nbytes >= _LEAST_BYTES_OF_LAYERS
 
 
-def modules_in(profile: Profile, layers: Collection[str], names: Collection[str]) -> set[str]:
-    """Return those of some names for which a layer has a module."""
-    graphs = {call.graph for call in profile.calls if call.path in layers}
-    found = [LayerOps(profile.graphs[graph]) for graph in graphs]
-    return {name for name in OFFLOAD_MODULES if name in names and any(values_of_module(layer, name) for layer in found)}
-
-
 def _groups(profile: Profile, config: RecomputeConfig, layers: Sequence[str]) -> list[_Group]:
     """Return what is to offload, in forward order."""
     names = [name for name in OFFLOAD_MODULES if name in config.offloaded]
@@ -205,10 +197,8 @@ def _with_trips(profile: Profile, plan: Plan, going: Mapping[tuple[str, str], in
     for (path, name), later in going.items():
         of_path[path][name] = Trip(later, later + ahead)
     for path, trips in of_path.items():
-        unit = units[path]
-        units[path] = UnitPlan(
-            {**unit.actions, **dict.fromkeys(trips, Action.OFFLOAD)}, unit.output, unit.engine, trips=trips
-        )
+        actions = {**units[path].actions, **dict.fromkeys(trips, Action.OFFLOAD)}
+        units[path] = replace(units[path], actions=actions, trips=trips)
     return replace(plan, units=units)
 
 
@@ -221,12 +211,7 @@ def _limited(plan: Plan, most: int | None, going: Mapping[tuple[str, str], int])
         return trip if trip.leaves_in_backward else trip._replace(leaves=min(trip.leaves, going[path, name] + most))
 
     units = {
-        path: UnitPlan(
-            unit.actions,
-            unit.output,
-            unit.engine,
-            trips={name: earlier(path, name, trip) for name, trip in unit.trips.items()},
-        )
+        path: replace(unit, trips={name: earlier(path, name, trip) for name, trip in unit.trips.items()})
         for path, unit in plan.units.items()
     }
     return replace(plan, units=units)

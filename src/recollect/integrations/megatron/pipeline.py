@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from itertools import accumulate, groupby, pairwise
 
 from recollect.errors import ConfigError
-from recollect.integrations.megatron.training_setting import TrainingSetting
+from recollect.integrations.megatron.settings import TrainingSetting
 
 
 def model_chunks(setting: TrainingSetting, num_layers: int) -> tuple[range, ...]:
@@ -79,14 +79,10 @@ def split_flags(sizes: Sequence[int], num_ranks: int, *, num_predicted: int = 0)
         ends = {"first": sizes[0], "last": sizes[-1]}
         between = sizes[1] if num_ranks > 2 else None
         return " ".join(f"--decoder-{end}-pipeline-num-layers {size}" for end, size in ends.items() if size != between)
-    stages = [_written(size) for size in sizes]
+    stages = ["t" if size == 1 else f"t*{size}" for size in sizes]
     stages[0] = "E" + stages[0]
     stages[-1] += "m" * num_predicted + "L"
     # Stages that are alike in a row are written once; the first and the last are like no other.
     runs = [(text, len(list(run))) for text, run in groupby(stages[:-1])]
     before = "".join(f"{text}|" if count == 1 else f"({text}|)*{count}" for text, count in runs)
     return f"--pipeline-model-parallel-layout '{before}{stages[-1]}'"
-
-
-def _written(size: int) -> str:
-    return "t" if size == 1 else f"t*{size}"

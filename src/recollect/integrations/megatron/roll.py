@@ -12,8 +12,8 @@ from typing import Any
 
 from recollect.errors import ConfigError
 from recollect.integrations.megatron.compile import megatron_plan
-from recollect.integrations.megatron.config import RecomputeConfig
 from recollect.integrations.megatron.rule import did_you_mean
+from recollect.integrations.megatron.rules import RecomputeConfig
 from recollect.plans.plan import Plan
 from recollect.profile.profile import Profile
 
@@ -73,10 +73,14 @@ def roll_recompute_config(settings: Mapping[str, Any]) -> RecomputeConfig:
             advice="Set it to 'block', which is what its help describes.",
             rule="method",
         )
-    is_full = found.get("recompute_granularity") == "full"
-    if is_full and found.get("recompute_method") is None and found.get("recompute_num_layers") is None:
-        found |= {"recompute_method": "uniform", "recompute_num_layers": 1}
-    return RecomputeConfig(**found)
+    return RecomputeConfig(**with_roll_defaults(found))
+
+
+def with_roll_defaults(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings, with "uniform" and 1 where they are "full" without method and number of layers."""
+    is_bare = settings.get("recompute_method") is None and settings.get("recompute_num_layers") is None
+    is_full = settings.get("recompute_granularity") == "full"
+    return {**settings, **({"recompute_method": "uniform", "recompute_num_layers": 1} if is_bare and is_full else {})}
 
 
 @dataclass(frozen=True, kw_only=True)

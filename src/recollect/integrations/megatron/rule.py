@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, TypeAlias
 
-from recollect.integrations.megatron.recompute_settings import RecomputeSettings
-from recollect.integrations.megatron.training_setting import TrainingSetting
+from recollect.integrations.megatron.settings import RecomputeSettings, TrainingSetting
 
 Answer = Literal["error", "warning", "free", "same", "not yet"]
 """How recollect answers: raises; warns; has no such limit; does silently what Megatron does; lacks the feature."""
@@ -102,13 +101,9 @@ class Clash:
     advice: str
 
 
-Alone: TypeAlias = Callable[[RecomputeSettings], Broken]
-Within: TypeAlias = Callable[[RecomputeSettings, TrainingSetting], Broken]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """One rule. What breaks it is said in one of three ways, `breaks`, `alone` and `within`; or in none, if nothing does here.
+    """One rule. What breaks it is said by `breaks`, or by `check`; or by neither, if nothing does here.
 
     Attributes:
         name: as in errors and in the table; empty for a missing feature.
@@ -118,8 +113,8 @@ class Rule:
         why: the reason for it, where an error gives another or none.
         breaks: the conditions that all hold of a configuration, and of the rest of the training's settings, that break it, by
             names of fields or properties: "modules" are the recomputed ones, with defaults.
-        alone: tells whether the configuration breaks it.
-        within: tells whether the configuration breaks it, with the rest of the training's settings.
+        check: tells whether the configuration breaks it, with the rest of the training's settings if it `needs_training`.
+        needs_training: whether it compares the configuration with the rest of the training's settings.
         settings: what an error shows, in this order.
         reason: what an error gives as its reason; for a missing feature, what recollect would need.
         advice: what an error says to do; by default for two settings that exclude each other. It may name what breaks the rule
@@ -133,8 +128,8 @@ class Rule:
     ours: Answer = "error"
     why: str = ""
     breaks: Mapping[str, Condition] = field(default_factory=dict)
-    alone: Alone | None = None
-    within: Within | None = None
+    check: Callable[..., Broken] | None = None
+    needs_training: bool = False
     settings: tuple[str, ...] = ()
     reason: str = ""
     advice: str = "Leave out one of them."
@@ -143,12 +138,7 @@ class Rule:
     @property
     def is_checked(self) -> bool:
         """Whether anything breaks it."""
-        return bool(self.breaks or self.alone or self.within)
-
-    @property
-    def needs_training(self) -> bool:
-        """Whether it compares the configuration with the rest of the training's settings."""
-        return self.within is not None or any(hasattr(TrainingSetting, name) for name in self.breaks)
+        return bool(self.breaks or self.check)
 
     @property
     def words(self) -> str:
@@ -176,12 +166,10 @@ class Rule:
         )
 
     def _broken(self, config: RecomputeSettings, setting: TrainingSetting | None) -> Broken:
-        if self.alone is not None:
-            return self.alone(config)
         if self.needs_training and setting is None:
             return None
-        if self.within is not None and setting is not None:
-            return self.within(config, setting)
+        if self.check is not None:
+            return self.check(config, setting) if self.needs_training else self.check(config)
         details: list[Broken] = []
         for name, condition in self.breaks.items():
             broken = condition.holds(_value(config, setting, name))

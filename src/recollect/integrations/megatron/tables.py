@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from recollect.integrations.megatron.choice import MEGATRON_OUTPUT
 from recollect.integrations.megatron.rules import NOT_YET, RULES
+from recollect.integrations.megatron.settings import MEGATRON_OUTPUT
 
 
 def _table(*rows: tuple[str, ...]) -> str:

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from recollect.errors import ConfigError, ConfigWarning, NotYetError
 from recollect.integrations.megatron.compile import megatron_plan
-from recollect.integrations.megatron.config import RecomputeConfig
-from recollect.integrations.megatron.rules import refuse_not_yet
-from recollect.integrations.megatron.training_setting import TrainingSetting
+from recollect.integrations.megatron.rules import RecomputeConfig, refuse_not_yet
+from recollect.integrations.megatron.settings import TrainingSetting
 from recollect.lab.models.config import TransformerConfig
 from recollect.lab.models.sizes import NAMED_CONFIGS
 from recollect.warning import warn_user

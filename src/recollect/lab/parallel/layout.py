@@ -5,7 +5,7 @@ The flags are Megatron's, for `recollect plan` and `recollect train`. Imports no
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from math import prod
 from typing import Literal
 
@@ -214,6 +214,9 @@ def _check_parts(config: TransformerConfig, ranks: int, *, has_whole_experts: bo
         check_divides("moe_ffn_hidden_size", config.moe_ffn_hidden_size, "8 x tensor_model_parallel_size", 8 * ranks)
 
 
+_SIZES = {field.name for field in fields(DeviceLayout)}
+
+
 @dataclass(frozen=True, kw_only=True)
 class ParallelFlags:
     """How a model is spread over devices.
@@ -265,17 +268,11 @@ class ParallelFlags:
         Raises:
             ConfigError: a size is below 1, or sizes clash.
         """
-        return DeviceLayout(
-            tensor_model_parallel_size=self.tensor_model_parallel_size,
-            pipeline_model_parallel_size=self.pipeline_model_parallel_size,
-            data_parallel_size=data_parallel_size,
-            context_parallel_size=self.context_parallel_size,
-            expert_model_parallel_size=self.expert_model_parallel_size,
-            expert_tensor_parallel_size=self.expert_tensor_parallel_size,
-            # As in Megatron: without ranks to split it over there is nothing to do.
-            sequence_parallel=self.sequence_parallel and self.tensor_model_parallel_size > 1,
-            num_layers_per_virtual_pipeline_stage=self.num_layers_per_virtual_pipeline_stage,
-        )
+        # A pipeline_split of "auto" is chosen with the plans.
+        sizes = {name: value for name, value in vars(self).items() if name in _SIZES and value != "auto"}
+        # As in Megatron: without ranks to split it over there is nothing to do.
+        sizes["sequence_parallel"] = self.sequence_parallel and self.tensor_model_parallel_size > 1
+        return DeviceLayout(**{**sizes, "data_parallel_size": data_parallel_size})
 
     def layout_of_one(self) -> DeviceLayout:
         """Return the layout of a single replica of what is no expert: experts are shared by ranks that are there anyway.

@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal
 
 from tyro.conf import FlagCreatePairsOff, Suppress, arg
 
-from recollect.integrations.megatron.config import RecomputeConfig
-from recollect.integrations.megatron.training_setting import TrainingSetting
+from recollect.integrations.megatron.rules import RecomputeConfig
+from recollect.integrations.megatron.settings import TrainingSetting
 from recollect.lab.models.config import TransformerConfig
 from recollect.lab.parallel.layout import ParallelFlags
 from recollect.lab.train.checks import at_least, within

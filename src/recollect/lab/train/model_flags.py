@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from tyro.conf import FlagCreatePairsOff, OmitArgPrefixes, arg
 
@@ -13,8 +13,8 @@ from recollect.lab.models.config import TransformerConfig
 from recollect.lab.models.sizes import NAMED_CONFIGS
 from recollect.lab.train.checks import at_least
 
-if TYPE_CHECKING:
-    SizeName: TypeAlias = str
+if TYPE_CHECKING:  # which cannot read names from a table
+    SizeName = str
 else:
     SizeName = Literal[tuple(NAMED_CONFIGS)]
 

@@ -15,8 +15,7 @@ from recollect.cli import main
 from recollect.cli.commands import Train
 from recollect.cli.entry import parse_train
 from recollect.errors import ConfigError, NotYetError
-from recollect.integrations.megatron.arguments import describes_model, read_arguments
-from recollect.integrations.megatron.foreign_flags import FOREIGN_FLAGS
+from recollect.integrations.megatron.arguments import FOREIGN_FLAGS, describes_model, read_arguments
 from recollect.lab.train.config import TrainConfig
 
 

@@ -1,0 +1,32 @@
+"""Names that a package imports on first use, so that importing it is quick and does not need what they need."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import pkgutil
+import sys
+from collections.abc import Callable
+from typing import Any
+
+
+def lazy_names(package: str) -> tuple[dict[str, str], Callable[[str], Any], Callable[[], list[str]]]:
+    """Return the module of each name that a package's `__init__.pyi` imports, and the package's `__getattr__` and `__dir__`.
+
+    Example:
+        >>> homes, get, _ = lazy_names("recollect.integrations.megatron")
+        >>> homes["model_chunks"], get("model_chunks").__name__
+        ('recollect.integrations.megatron.pipeline', 'model_chunks')
+    """
+    stub = ast.parse(pkgutil.get_data(package, "__init__.pyi") or b"")
+    imports = [node for node in stub.body if isinstance(node, ast.ImportFrom)]
+    homes = {alias.name: node.module or "" for node in imports for alias in node.names}
+
+    def get(name: str) -> Any:
+        if name not in homes:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        value = getattr(importlib.import_module(homes[name]), name)
+        setattr(sys.modules[package], name, value)
+        return value
+
+    return homes, get, lambda: sorted({*vars(sys.modules[package]), *homes})
