@@ -132,15 +132,13 @@ class Architecture:
         name: for messages.
         model_type: as in `config.json`.
         class_name: their class of the whole model.
-        build: makes our configuration from its fields, such as `llama_config`.
+        default: the model whose `config.json` leaves all of these fields out; what they do not say is as there.
         rules: yields a rule for each tensor, in the order of the layers.
         same: their field by ours, where both mean the same.
-        defaults: values of these fields, by their names, where the file leaves them out.
         fixed: fields of theirs, and the only value that our models support.
         repeated: fields of theirs that must equal one of ours, given by its name.
-        activation: their field for the activation, and its default.
+        activation: their field for the activation.
         words: our activations by their words; of two words for one, the first is written.
-        rotary_base: default base of the rotary frequencies; None without rotary positions.
         read_more: reads what no table above can, from their fields and ours so far.
         write_more: the reverse.
         ignored: a pattern for tensors that a checkpoint may hold and that no part of a model needs.
@@ -149,15 +147,13 @@ class Architecture:
     name: str
     model_type: str
     class_name: str
-    build: Callable[..., TransformerConfig]
+    default: TransformerConfig
     rules: Callable[[TransformerConfig], Iterator[WeightRule]]
     same: Mapping[str, str]
-    defaults: Mapping[str, Any]
     fixed: Mapping[str, Any] = field(default_factory=dict)
     repeated: Mapping[str, str] = field(default_factory=dict)
-    activation: tuple[str, str] | None = None
+    activation: str | None = None
     words: Mapping[str, str] = field(default_factory=dict)
-    rotary_base: float | None = None
     read_more: Callable[[Mapping[str, Any], Mapping[str, Any]], dict[str, Any]] = lambda _fields, _ours: {}
     write_more: Callable[[TransformerConfig], dict[str, Any]] = lambda _config: {}
     ignored: str = ""
@@ -172,15 +168,14 @@ class Architecture:
             UnsupportedModelError: a field asks for something that our models do not support.
         """
         require(fields, self.fixed)
-        given = {**self.defaults, **fields}
-        ours = {name: given[theirs] for name, theirs in self.same.items()}
+        default = self.default.given()
+        ours = {name: fields.get(theirs, default.get(name)) for name, theirs in self.same.items()}
         require(fields, {theirs: ours[name] for theirs, name in self.repeated.items()})
-        if self.activation is not None:
-            theirs, default = self.activation
-            ours["activation_func"] = _translate(theirs, fields.get(theirs, default), self.words)
-        if self.rotary_base is not None:
-            ours["rotary_base"] = _rotary_base(fields, self.rotary_base)
-        return self.build(**ours, **self.read_more(fields, ours))
+        if self.activation is not None and self.activation in fields:
+            ours["activation_func"] = _translate(self.activation, fields[self.activation], self.words)
+        if self.default.position_embedding_type == "rope":
+            ours["rotary_base"] = _rotary_base(fields, self.default.rotary_base)
+        return self.default.changed(**ours, **self.read_more(fields, ours))
 
     def write(self, config: TransformerConfig) -> dict[str, Any]:
         """Return the content of `config.json` for a model.
@@ -196,8 +191,8 @@ class Architecture:
         fields |= {theirs: getattr(config, name) for theirs, name in self.repeated.items()}
         if self.activation is not None:
             by_ours = {ours: theirs for theirs, ours in reversed(list(self.words.items()))}
-            fields[self.activation[0]] = by_ours[config.activation_func]
-        if self.rotary_base is not None:
+            fields[self.activation] = by_ours[config.activation_func]
+        if self.default.position_embedding_type == "rope":
             fields["rope_theta"] = config.rotary_base
         fields |= self.write_more(config)
         self._check_reads_back(config, fields)

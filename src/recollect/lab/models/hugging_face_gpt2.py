@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from recollect.lab.models.architectures import gpt_config
 from recollect.lab.models.config import TransformerConfig
 from recollect.lab.models.hugging_face_architecture import Architecture, Layout, WeightRule, rename
+from recollect.lab.models.sizes import NAMED_CONFIGS
 
 _LAYER = {
     "input_layernorm": "ln_1",
@@ -45,7 +45,7 @@ GPT2 = Architecture(
     name="GPT-2",
     model_type="gpt2",
     class_name="GPT2LMHeadModel",
-    build=gpt_config,
+    default=NAMED_CONFIGS["gpt2"],
     rules=_rules,
     same={
         "num_layers": "n_layer",
@@ -60,19 +60,6 @@ GPT2 = Architecture(
         "init_method_std": "initializer_range",
         "share_embeddings_and_output_weights": "tie_word_embeddings",
     },
-    defaults={
-        "n_layer": 12,
-        "n_embd": 768,
-        "n_inner": None,
-        "n_head": 12,
-        "vocab_size": 50_257,
-        "n_positions": 1024,
-        "layer_norm_epsilon": 1e-5,
-        "attn_pdrop": 0.1,
-        "resid_pdrop": 0.1,
-        "initializer_range": 0.02,
-        "tie_word_embeddings": True,
-    },
     fixed={
         "scale_attn_weights": True,
         "scale_attn_by_inverse_layer_idx": False,
@@ -80,7 +67,7 @@ GPT2 = Architecture(
         "add_cross_attention": False,
     },
     repeated={"embd_pdrop": "hidden_dropout"},
-    activation=("activation_function", "gelu_new"),
+    activation="activation_function",
     words={
         "gelu_new": "gelu_tanh",
         "gelu_pytorch_tanh": "gelu_tanh",
