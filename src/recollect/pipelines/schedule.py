@@ -91,15 +91,15 @@ class PipelineSchedule:
             raise ScheduleError(
                 f"the schedule has stages {sorted(rank_of)}, expected 0, 1, 2 and so on, each at least once"
             )
-        batches = {stage: self._micro_batches(stage, rank) for stage, rank in rank_of.items()}
+        batches = {
+            stage: {action.micro_batch for action in self.ranks[rank] if action.stage == stage}
+            for stage, rank in rank_of.items()
+        }
         for stage, found in batches.items():
             if found != batches[0]:
                 raise ScheduleError(
                     f"stage {stage} runs micro-batches {sorted(found)}, and stage 0 {sorted(batches[0])}, expected the same"
                 )
-
-    def _micro_batches(self, stage: int, rank: int) -> frozenset[int]:
-        return frozenset(action.micro_batch for action in self.ranks[rank] if action.stage == stage)
 
     @property
     def num_stages(self) -> int:
@@ -187,11 +187,9 @@ class PipelineSchedule:
 
 def _chunk(number: int, rank: int, num_ranks: int, stages_per_rank: int, kind: str) -> PipelineAction:
     """Return a rank's forward or backward of that number: groups of `num_ranks` micro-batches go through all its stages."""
-    chunk = number // num_ranks % stages_per_rank if stages_per_rank > 1 else 0
+    chunk = number // num_ranks % stages_per_rank
     if kind == BACKWARD:
         chunk = stages_per_rank - 1 - chunk
-    if stages_per_rank == 1:
-        return PipelineAction(rank, kind, number)
     batch = number // (num_ranks * stages_per_rank) * num_ranks + number % num_ranks
     return PipelineAction(chunk * num_ranks + rank, kind, batch)
 
@@ -308,25 +306,6 @@ def _check_counts(**counts: int) -> None:
             raise ConfigError(
                 settings={name: number}, reason="it counts what there must be one of", advice="Pass 1 or more."
             )
-
-
-@dataclass(frozen=True, slots=True)
-class StageTimes:
-    """Seconds of one micro-batch of a stage; recompute is part of what it is for.
-
-    Attributes:
-        forward_s, backward_s: of forward, and of a whole backward.
-        input_s, weight_s: of the halves of a backward.
-    """
-
-    forward_s: float
-    backward_s: float = 0.0
-    input_s: float = 0.0
-    weight_s: float = 0.0
-
-    def of(self, kind: str) -> float:
-        """Return the seconds of an action of this kind."""
-        return {FORWARD: self.forward_s, BACKWARD: self.backward_s, INPUT: self.input_s, WEIGHT: self.weight_s}[kind]
 
 
 def played_s(schedule: PipelineSchedule, lasts: Callable[[PipelineAction], float], *, send_s: float = 0.0) -> float:

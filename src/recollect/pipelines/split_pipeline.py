@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import permutations
 from typing import Any, Final
 
 from recollect.arguments import check_kind
 from recollect.errors import BudgetTooSmallError, ScheduleError
 from recollect.pipelines.pipeline import Pipeline, PipelinePlan, RecordedPieces
-from recollect.pipelines.rank_bound import rank_planners
-from recollect.pipelines.rank_profile import stage_plan
+from recollect.pipelines.rank import Rank
+from recollect.pipelines.rank_bound import rank_planner
 from recollect.pipelines.schedule import PipelineSchedule, schedule_of
-from recollect.planning.choose import Planner
 from recollect.plans.plan import Plan
 from recollect.profile.profile import Profile
 from recollect.progress.stage import stage as progress_stage
@@ -138,7 +138,7 @@ class _Found:
 
 
 class _Search:
-    """Descends from a split to its neighbours, and remembers every rank that it planned."""
+    """Descends from a split to its neighbours, and remembers every rank that it planned, and every split."""
 
     def __init__(
         self,
@@ -152,15 +152,15 @@ class _Search:
         self._recorded = RecordedPieces(layers, split_layers)
         self._schedule = schedule
         self._send_s = send_s
-        self._planners: dict[object, Planner] = {}
-        self._planned: dict[Planner, Plan | BudgetTooSmallError] = {}
-        self._known: dict[tuple[int, ...], _Found] = {}
-        self._plain_s: dict[tuple[int, ...], float] = {}
+        self._planner = cache(rank_planner)
+        self._plan = cache(self._planned)
+        self._plain = cache(self._plain_s)
+        self._at = cache(self._planned_at)
         num_stages = schedule.num_stages
         share, rest = divmod(len(layers), num_stages)
         self._even = tuple(share + (stage < rest) for stage in range(num_stages))
-        even = rank_planners(self._pipeline(self._even).ranks, self._planners)
-        self._plain_peak_bytes = max(planner.plain_peak_bytes for planner in even)
+        ranks = self._pipeline(self._even).ranks
+        self._plain_peak_bytes = max(self._planner(rank).plain_peak_bytes for rank in ranks)
         self._budget_bytes = parse_budget(
             budget,
             reference_bytes=self._plain_peak_bytes,
@@ -186,13 +186,11 @@ class _Search:
     def _pipeline(self, sizes: tuple[int, ...]) -> Pipeline:
         return Pipeline(self._schedule, self._recorded, sizes)
 
-    def _plan(self, planner: Planner) -> Plan | BudgetTooSmallError:
-        if planner not in self._planned:
-            try:
-                self._planned[planner] = planner.plan(self._budget_bytes)
-            except BudgetTooSmallError as error:
-                self._planned[planner] = error
-        return self._planned[planner]
+    def _planned(self, rank: Rank) -> Plan | BudgetTooSmallError:
+        try:
+            return self._planner(rank).plan(self._budget_bytes)
+        except BudgetTooSmallError as error:
+            return error
 
     def _fastest_plain(self) -> tuple[int, ...]:
         """Return a split whose step without recompute no single move shortens."""
@@ -203,11 +201,8 @@ class _Search:
                 return best
             best = found
 
-    def _plain(self, sizes: tuple[int, ...]) -> float:
-        if sizes not in self._plain_s:
-            plain = [Plan({})] * len(self._layers)
-            self._plain_s[sizes] = self._pipeline(sizes).step_s(plain, send_s=self._send_s)
-        return self._plain_s[sizes]
+    def _plain_s(self, sizes: tuple[int, ...]) -> float:
+        return self._pipeline(sizes).step_s([Plan({})] * len(self._layers), send_s=self._send_s)
 
     def _descend(self, start: tuple[int, ...]) -> _Found:
         best = self._at(start)
@@ -221,26 +216,15 @@ class _Search:
             if best is before:
                 return best
 
-    def _at(self, sizes: tuple[int, ...]) -> _Found:
-        if sizes not in self._known:
-            self._known[sizes] = self._planned_at(sizes)
-        return self._known[sizes]
-
     def _planned_at(self, sizes: tuple[int, ...]) -> _Found:
         pipeline = self._pipeline(sizes)
-        chosen = [self._plan(planner) for planner in rank_planners(pipeline.ranks, self._planners)]
-        shortfall_bytes = max(
-            plan.least_peak_bytes - self._budget_bytes if isinstance(plan, BudgetTooSmallError) else 0
-            for plan in chosen
-        )
-        made: dict[int, Plan] = {}
-        for rank, plan in enumerate(chosen):
-            if isinstance(plan, BudgetTooSmallError):
-                return _Found(sizes, shortfall_bytes, self._plain(sizes))
-            for number, piece in enumerate(pipeline.pieces_of_rank(rank)):
-                made[piece] = stage_plan(plan, number, self._layers[piece])
-        plans = tuple(made[piece] for piece in range(len(made)))
-        peaks_bytes = tuple(plan.predicted_peak_bytes or 0 for plan in chosen if isinstance(plan, Plan))
+        chosen = [self._plan(rank) for rank in pipeline.ranks]
+        if errors := [plan for plan in chosen if isinstance(plan, BudgetTooSmallError)]:
+            shortfall_bytes = max(error.least_peak_bytes for error in errors) - self._budget_bytes
+            return _Found(sizes, shortfall_bytes, self._plain(sizes))
+        fitting = [plan for plan in chosen if isinstance(plan, Plan)]
+        plans = pipeline.plans_of_pieces(fitting)
+        peaks_bytes = tuple(plan.predicted_peak_bytes or 0 for plan in fitting)
         return _Found(sizes, 0, pipeline.step_s(plans, send_s=self._send_s), plans, peaks_bytes)
 
     def _too_small(self, best: _Found) -> BudgetTooSmallError:
