@@ -211,21 +211,20 @@ class GPTModel(nn.Module):
 
     def _predict(self, x_BTD: Tensor, labels: Tensor) -> tuple[Tensor | None, Tensor]:
         """Return the logits, or None if the loss is computed in chunks, and the loss of this rank."""
-        logits_BTV, mean = self._mean_loss(x_BTD, self.sequence.own(labels))
-        return logits_BTV, self.sequence.loss(mean, labels)
-
-    def _mean_loss(self, x_BTD: Tensor, labels: Tensor) -> tuple[Tensor | None, Tensor]:
+        own, logits_BTV = self.sequence.own(labels), None
         if self.loss_chunks > 1:
-            return None, chunked_cross_entropy(
+            mean = chunked_cross_entropy(
                 x_BTD,
                 self.output_layer.weight,
-                labels,
+                own,
                 num_chunks=self.loss_chunks,
                 ignore_index=IGNORE_INDEX,
                 group=self.vocabulary_group,
             )
-        logits_BTV = self.output_layer(x_BTD)
-        return logits_BTV, self.cross_entropy(logits_BTV, labels)
+        else:
+            logits_BTV = self.output_layer(x_BTD)
+            mean = self.cross_entropy(logits_BTV, own)
+        return logits_BTV, self.sequence.loss(mean, labels)
 
     def _mtp_loss(
         self, mtp: MultiTokenPrediction, x_BTD: Tensor, tokens: Tensor, labels: Tensor, rotary: Rotary | None
