@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections import UserDict
+from collections.abc import Iterable
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +87,8 @@ def load_hugging_face(folder: str | Path, *, compute_dtype: torch.dtype | None =
     """
     model_type, config = read_config(folder)
     rules = list(_architecture(model_type).rules(config))
-    with torch.no_grad(), _Tensors(Path(folder)) as theirs:
+    theirs = _Tensors(Path(folder))
+    with torch.no_grad():
         _check_names(theirs, rules, config, _architecture(model_type).ignored, folder)
         model = _without_weights(config, compute_dtype)
         state = model.state_dict()
@@ -209,20 +212,24 @@ def _read_index(path: Path) -> dict[str, str]:
         ) from None
 
 
-class _Tensors(Mapping[str, Tensor]):
-    """The tensors of a checkpoint by name, read on lookup."""
+def _opened(folder: Path, file: str) -> Any:
+    try:
+        return safe_open(folder / file, framework="pt")
+    except (OSError, SafetensorError) as problem:
+        raise CheckpointError(f"{folder / file}: cannot be read ({problem}), expected safetensors.") from None
+
+
+class _Tensors(UserDict[str, Any]):
+    """The tensors of a checkpoint by name, read on lookup; `data` has their files."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._open: dict[str, Any] = {}
+        self._file = cache(partial(_opened, folder))
         index = folder / _INDEX
-        if index.exists():
-            self._files = _read_index(index)
-        else:
-            self._files = dict.fromkeys(self._file(_SINGLE).keys(), _SINGLE)
+        super().__init__(_read_index(index) if index.exists() else dict.fromkeys(self._file(_SINGLE).keys(), _SINGLE))
 
     def __getitem__(self, name: str) -> Tensor:
-        file = self._files[name]
+        file = self.data[name]
         try:
             tensor: Tensor = self._file(file).get_tensor(name)
         except SafetensorError as problem:
@@ -230,27 +237,3 @@ class _Tensors(Mapping[str, Tensor]):
                 f"{self._folder / file}: {name!r} cannot be read ({problem}), expected it there by the index."
             ) from None
         return tensor
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._files
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._files)
-
-    def __len__(self) -> int:
-        return len(self._files)
-
-    def _file(self, name: str) -> Any:
-        if name not in self._open:
-            path = self._folder / name
-            try:
-                self._open[name] = safe_open(path, framework="pt")
-            except (OSError, SafetensorError) as problem:
-                raise CheckpointError(f"{path}: cannot be read ({problem}), expected safetensors.") from None
-        return self._open[name]
-
-    def __enter__(self) -> _Tensors:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._open.clear()
