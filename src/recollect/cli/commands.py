@@ -70,13 +70,9 @@ class ClusterFlags(ParallelFlags):
         Raises:
             ConfigError: a size is below 1, or sizes clash.
         """
-        return replace(
-            super().layout(data_parallel_size),
-            decoder_first_pipeline_num_layers=self.decoder_first_pipeline_num_layers,
-            decoder_last_pipeline_num_layers=self.decoder_last_pipeline_num_layers,
-            pipeline_split=None if self.pipeline_split == "auto" else self.pipeline_split,
-            pipeline_parallel_schedule=self.pipeline_parallel_schedule,
-        )
+        if self.pipeline_split == "auto":
+            return replace(self, pipeline_split=None).layout(data_parallel_size)
+        return super().layout(data_parallel_size)
 
     @property
     def is_given(self) -> bool:

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import get_args
 
 from recollect.byte_format import format_bytes
-from recollect.errors import ConfigError
 from recollect.lab.parallel.cluster_step import (
     Axis,
     ClusterStep,
@@ -16,6 +15,7 @@ from recollect.lab.parallel.cluster_step import (
     schedule_of_step,
     send_s,
 )
+from recollect.lab.parallel.pipeline_layout import DECODER_ENDS, clash
 from recollect.pipelines.pipeline import PipelinePlan
 from recollect.pipelines.plan_pipeline import plan_pipeline
 from recollect.pipelines.schedule import INPUT
@@ -255,23 +255,13 @@ def choose_split(step: ClusterStep, budget: int | str) -> PipelineSplit:
     Complexity: see `split_pipeline`.
     """
     layout, num_layers = step.layout, step.config.num_layers
-    names = ("pipeline_split", "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
-    if given := {name: getattr(layout, name) for name in names if getattr(layout, name) is not None}:
-        raise ConfigError(
-            settings={"pipeline_split": "auto", **given},
-            reason="both say how many layers stages have",
-            advice="Leave one of them out.",
-        )
-    num_stages = layout.num_stages(num_layers)
-    if layout.pipeline_model_parallel_size == 1 or num_layers < num_stages:
-        raise ConfigError(
-            settings={
-                "pipeline_split": "auto",
-                "num_layers": num_layers,
-                "pipeline_model_parallel_size": layout.pipeline_model_parallel_size,
-            },
-            reason=f"there are {num_stages} stages to divide the layers among",
-            advice="Use two ranks of the pipeline or more, and as many layers as stages at least.",
+    layout.check_only_split("auto", others=("pipeline_split", *DECODER_ENDS))
+    ranks, num_stages = layout.pipeline_model_parallel_size, layout.num_stages(num_layers)
+    if ranks == 1 or num_layers < num_stages:
+        clash(
+            {"pipeline_split": "auto", "num_layers": num_layers, "pipeline_model_parallel_size": ranks},
+            f"there are {num_stages} stages to divide the layers among",
+            "Use two ranks of the pipeline or more, and as many layers as stages at least.",
         )
     each, rest = divmod(num_layers, num_stages)
     even = with_split(step, [each + (stage < rest) for stage in range(num_stages)])
