@@ -18,13 +18,14 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_s
 from torch.distributed.tensor import DTensor
 
 from recollect._torch_parallel import fake_process_group
-from recollect.costs.links import Cluster
+from recollect.costs.links import Cluster, CollectiveKind
 from recollect.costs.modelled_costs import ModelledCosts, Traffic
 from recollect.engine.sharded_keep import distribute_saved_activations
 from recollect.errors import ConfigError
 from recollect.lab.models.config import TransformerConfig
 from recollect.lab.parallel.layout import DeviceLayout, Sharding
 from recollect.lab.parallel.mesh import LayoutMesh, data_parallel, layout_mesh, share_model
+from recollect.lab.parallel.pipeline_step import received
 from recollect.lab.parallel.stages import StageModel
 from recollect.pipelines.schedule import Loop, PipelineSchedule, schedule_of
 from recollect.profile.profile import Profile
@@ -68,6 +69,11 @@ class ClusterStep:
     pipeline_engine: Literal["torch", "megatron"] = "torch"
     holds_parts: bool = False
     loss_chunks: int = 1
+
+    @property
+    def narrow(self) -> torch.dtype:
+        """The dtype of weights and activations."""
+        return torch.bfloat16 if self.dtype == "bf16" else torch.float32
 
     def first_rank(self, stage: int) -> int:
         """Return the lowest rank that runs a stage."""
@@ -209,16 +215,16 @@ def _record_stage(
 
 
 def _built(step: ClusterStep, layers: range, mesh: LayoutMesh) -> StageModel:
-    narrow = torch.bfloat16 if step.dtype == "bf16" else torch.float32
     with torch.device("meta"):
         model = StageModel(step.config, layers)
+    model.compute_dtype = step.narrow
     # FSDP2 shards the weights that the optimizer steps over, and gathers them in the narrow dtype.
-    model = model.to(torch.float32 if step.sharding == "all" else narrow).train()
+    model = model.to(torch.float32 if step.sharding == "all" else step.narrow).train()
     share_model(model, step.layout, mesh, balanced=True)
     if step.holds_parts:
         distribute_saved_activations(model, mesh.tensor.get_group())
     if step.sharding == "all":
-        precision = MixedPrecisionPolicy(param_dtype=narrow, reduce_dtype=torch.float32)
+        precision = MixedPrecisionPolicy(param_dtype=step.narrow, reduce_dtype=torch.float32)
         experts = mesh.replicas if step.layout.expert_model_parallel_size > 1 else None
         data_parallel(model, mesh.gradients, expert_mesh=experts, precision=precision)
     return model
@@ -226,12 +232,7 @@ def _built(step: ClusterStep, layers: range, mesh: LayoutMesh) -> StageModel:
 
 def _micro_batch(step: ClusterStep, model: StageModel) -> dict[str, Tensor]:
     tokens = torch.zeros(step.micro_batch_size, step.seq_length, dtype=torch.int64, device="meta")
-    batch = {"x": tokens}
-    if not model.is_first:
-        positions = step.seq_length // (model.sequence_ranks * model.sequence.ranks)
-        shape = (step.micro_batch_size, positions, step.config.hidden_size)
-        dtype = torch.bfloat16 if step.dtype == "bf16" else torch.float32
-        batch["x"] = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
+    batch = {"x": tokens if model.is_first else received(model, tokens.shape)}
     if model.is_last and not model.is_first and model.mtp is not None:
         batch["tokens"] = tokens
     return {**batch, "labels": tokens} if model.is_last else batch
@@ -254,25 +255,24 @@ def _persistent(step: ClusterStep, profile: Profile, experts: int) -> dict[str, 
 
 def _num_parameters(step: ClusterStep, profile: Profile) -> int:
     """Return the parameters of a rank that shares none with the ranks of data parallelism."""
-    return profile.persistent["parameters"] // (2 if step.dtype == "bf16" else 4)
+    return profile.persistent["parameters"] // step.narrow.itemsize
 
 
 def _reduction_s(step: ClusterStep, number: int, profile: Profile, experts: int) -> float:
     if step.sharding == "all":
         return 0.0  # in each micro-batch, and in the recorded traffic
     count = _num_parameters(step, profile)
-    narrow_bytes = profile.persistent["parameters"] // count
     parts = {step.group("data", number): count - experts, step.group("replicas", number): experts}
     if step.layout.expert_model_parallel_size == 1:
         parts = {step.group("data", number): count}
+    kinds: dict[CollectiveKind, int] = {"all_gather": step.narrow.itemsize, "reduce_scatter": _WIDE_BYTES}
     if step.sharding == "none":
-        return sum(step.cluster.collective_s("all_reduce", _WIDE_BYTES * n, ranks) for ranks, n in parts.items() if n)
-    return sum(
-        step.cluster.collective_s("all_gather", narrow_bytes * n, ranks)
-        + step.cluster.collective_s("reduce_scatter", _WIDE_BYTES * n, ranks)
-        for ranks, n in parts.items()
-        if n
-    )
+        kinds = {"all_reduce": _WIDE_BYTES}
+
+    def parts_s(ranks: tuple[int, ...], count: int) -> float:
+        return sum(step.cluster.collective_s(kind, each * count, ranks) for kind, each in kinds.items())
+
+    return sum(parts_s(ranks, n) for ranks, n in parts.items() if n)
 
 
 def schedule_of_step(step: ClusterStep) -> PipelineSchedule:
@@ -306,8 +306,7 @@ def send_s(step: ClusterStep) -> float:
     parts = step.layout.tensor_model_parallel_size if step.layout.sequence_parallel else 1
     parts *= step.layout.context_parallel_size
     elements = step.micro_batch_size * step.seq_length * step.config.hidden_size // parts
-    nbytes = elements * (2 if step.dtype == "bf16" else 4)
-    return step.cluster.send_s(nbytes, (step.first_rank(0), step.first_rank(1)))
+    return step.cluster.send_s(elements * step.narrow.itemsize, (step.first_rank(0), step.first_rank(1)))
 
 
 def torch_schedule(layout: DeviceLayout, *, num_stages: int, num_micro_batches: int) -> PipelineSchedule:

@@ -61,22 +61,13 @@ def layout_mesh(layout: DeviceLayout, device_type: str = "cpu") -> LayoutMesh:
     if layout.has_whole_experts:
         expert //= layout.tensor_model_parallel_size
     # Experts are shared by ranks in a row of those of data and context: cut the row where either ends.
+    begin, end = ("outer",), ("inner",)
     if expert >= context:
         sizes = (data * context // expert, expert // context, context)
-        axes = {
-            "data": ("outer", "middle"),
-            "context": ("inner",),
-            "expert": ("middle", "inner"),
-            "replicas": ("outer",),
-        }
+        axes = {"data": (*begin, "middle"), "context": end, "expert": ("middle", *end), "replicas": begin}
     else:
         sizes = (data, context // expert, expert)
-        axes = {
-            "data": ("outer",),
-            "context": ("middle", "inner"),
-            "expert": ("inner",),
-            "replicas": ("outer", "middle"),
-        }
+        axes = {"data": begin, "context": ("middle", *end), "expert": end, "replicas": (*begin, "middle")}
     mesh = init_device_mesh(
         device_type,
         (layout.pipeline_model_parallel_size, *sizes, layout.tensor_model_parallel_size),

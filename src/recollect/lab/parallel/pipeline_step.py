@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 
-from recollect.lab.parallel.stages import LossStage, PipelineRank
+from recollect.lab.parallel.stages import PipelineRank, StageModel
 from recollect.pipelines.schedule import PipelineSchedule, schedule_of
 from recollect.recording.gathered_stage import free_gathered
 
@@ -121,7 +121,7 @@ class PipelineStep:
         return [loss.detach() for loss in losses]
 
 
-def received(stage: LossStage, shape: Sequence[int]) -> Tensor:
+def received(stage: StageModel, shape: Sequence[int]) -> Tensor:
     """Return what a stage receives of a micro-batch, on the meta device.
 
     Args:
@@ -133,7 +133,7 @@ def received(stage: LossStage, shape: Sequence[int]) -> Tensor:
     return _between(stage, shape)
 
 
-def _between(stage: LossStage, shape: Sequence[int]) -> Tensor:
+def _between(stage: StageModel, shape: Sequence[int]) -> Tensor:
     """Return the residual stream of a micro-batch, of this rank's positions."""
     size, positions = shape
     return torch.empty(

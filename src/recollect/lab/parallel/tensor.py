@@ -9,6 +9,7 @@ experts and the shared expert by their channels. All by PyTorch's DTensor and it
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ from recollect.lab.parallel.tensor_modules import (
     OwnPartMoELayer,
     SequenceLinear,
     SplitMoELayer,
-    VocabularyParallelLoss,
+    vocabulary_parallel_loss,
     with_partial_gradient,
 )
 
@@ -89,7 +90,7 @@ def tensor_parallel(
         model.sequence_ranks = mesh.size()
     _split_ends(model, mesh, between)
     model.vocabulary_group = mesh.get_group()
-    model.cross_entropy = VocabularyParallelLoss(mesh.get_group(), IGNORE_INDEX)
+    model.cross_entropy = partial(vocabulary_parallel_loss, group=mesh.get_group(), ignore_index=IGNORE_INDEX)
     return model
 
 

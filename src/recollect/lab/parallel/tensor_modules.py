@@ -154,8 +154,10 @@ class OwnPartMoELayer(MoELayer):
         return whole
 
 
-class VocabularyParallelLoss:
-    """Mean cross entropy over the labels that are not ignored, from this rank's logits.
+def vocabulary_parallel_loss(
+    logits_BTV: Tensor, labels_BT: Tensor, *, group: ProcessGroup, ignore_index: int
+) -> Tensor:
+    """Return the mean cross entropy over the labels that are not ignored, from this rank's logits: an fp32 scalar.
 
     Each rank knows, for its part of the vocabulary, the largest logit of a token, the sum of exponentials, and the label's
     logit if the label is there. One all-gather of these three numbers a token gives every rank all that the loss needs; they
@@ -163,28 +165,15 @@ class VocabularyParallelLoss:
     part of softmax minus one-hot, without communication.
 
     Args:
+        logits_BTV: [..., V] of this rank.
+        labels_BT: [...] int64, ids of the whole vocabulary, the same on all ranks.
         group: the ranks among which the vocabulary is split, in equal parts, in order.
         ignore_index: the label of ignored tokens.
     """
-
-    def __init__(self, group: ProcessGroup, ignore_index: int) -> None:
-        self.group = group
-        self.rank = get_rank(group)
-        self.ignore_index = ignore_index
-
-    def __call__(self, logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
-        """Return the loss, an fp32 scalar; the same bits on every rank.
-
-        Args:
-            logits_BTV: [..., V] of this rank.
-            labels_BT: [...] int64, ids of the whole vocabulary, the same on all ranks.
-        """
-        logits_NV, labels_N = logits_BTV.flatten(0, -2), labels_BT.flatten()
-        labels_N = labels_N - self.rank * logits_NV.shape[1]
-        loss: Any = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
-            logits_NV, labels_N, labels_BT.flatten() != self.ignore_index, self.group
-        )
-        return cast(Tensor, loss)
+    logits_NV, labels_N = logits_BTV.flatten(0, -2), labels_BT.flatten()
+    own_N = labels_N - get_rank(group) * logits_NV.shape[1]
+    loss: Any = _CrossEntropy.apply(logits_NV, own_N, labels_N != ignore_index, group)  # type: ignore[no-untyped-call]
+    return cast(Tensor, loss)
 
 
 class _CrossEntropy(torch.autograd.Function):
