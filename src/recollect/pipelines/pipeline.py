@@ -203,7 +203,11 @@ class Pipeline:
         run = [action for action in actions if action is not None]
 
         def by_piece(some: Sequence[PipelineAction]) -> tuple[PipelineAction, ...]:
-            return tuple(replace(action, stage=own.index(piece)) for action in some for piece in self._in_order(action))
+            return tuple(
+                replace(action, stage=own.index(piece))
+                for action in some
+                for piece in self.pieces_of[action.stage][:: 1 if action.kind == FORWARD else -1]
+            )
 
         whole = run if is_whole else first_actions(run)
         some = by_piece(whole)
@@ -228,10 +232,6 @@ class Pipeline:
             if runs in some:
                 later = (_as_run(action) for action in order[order.index(before) :])
                 yield by_piece([runs])[0], by_piece([next(action for action in later if action in some)])[0]
-
-    def _in_order(self, action: PipelineAction) -> Sequence[int]:
-        pieces = self.pieces_of[action.stage]
-        return pieces if action.kind == FORWARD else pieces[::-1]
 
     def _rank_stage(self, piece: int, own: Sequence[int]) -> RankStage:
         all_pieces = self.recorded.pieces

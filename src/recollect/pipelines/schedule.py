@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from itertools import chain
 from typing import Any, Final
 
 from recollect.errors import ConfigError, ScheduleError
@@ -104,7 +105,7 @@ class PipelineSchedule:
     @property
     def num_stages(self) -> int:
         """Number of stages, those of all ranks together."""
-        return 1 + max(action.stage for actions in self.ranks for action in actions)
+        return 1 + max(action.stage for action in chain(*self.ranks))
 
     @property
     def num_micro_batches(self) -> int:
@@ -117,9 +118,8 @@ class PipelineSchedule:
 
     def most_in_flight(self, stage: int) -> int:
         """Return the most micro-batches whose forward ran and whose backward did not end."""
-        rank = next(r for r in range(len(self.ranks)) if stage in self.stages_of(r))
         alive = most = 0
-        for action in self.ranks[rank]:
+        for action in chain(*self.ranks):
             if action.stage == stage:
                 alive += {FORWARD: 1, INPUT: 0, BACKWARD: -1, WEIGHT: -1}[action.kind]
                 most = max(most, alive)
@@ -127,10 +127,7 @@ class PipelineSchedule:
 
     def backwards_of(self, stage: int) -> frozenset[str]:
         """Return the kinds of backward that a stage runs: "B" for a whole one, "I" for one in halves."""
-        return frozenset(action.kind for actions in self.ranks for action in actions if action.stage == stage) & {
-            BACKWARD,
-            INPUT,
-        }
+        return frozenset(action.kind for action in chain(*self.ranks) if action.stage == stage) & {BACKWARD, INPUT}
 
     @classmethod
     def gpipe(cls, *, num_stages: int, num_micro_batches: int) -> PipelineSchedule:
@@ -323,7 +320,6 @@ def played_s(schedule: PipelineSchedule, lasts: Callable[[PipelineAction], float
         ScheduleError: the ranks wait for each other for ever.
     """
     rank_of = {stage: rank for rank in range(len(schedule.ranks)) for stage in schedule.stages_of(rank)}
-    num_stages = schedule.num_stages
     # When the output of a stage, or the gradient of its input, is there: (is it the gradient, stage, micro-batch).
     made: dict[tuple[bool, int, int], float] = {}
     clocks = [0.0] * len(schedule.ranks)
@@ -334,27 +330,18 @@ def played_s(schedule: PipelineSchedule, lasts: Callable[[PipelineAction], float
             actions = schedule.ranks[rank]
             while position[rank] < len(actions):
                 action = actions[position[rank]]
-                source = _source(action, num_stages)
-                if source is not None and source not in made:
-                    break
-                ready = 0.0
-                if source is not None:
-                    ready = made[source] + (send_s if rank_of[source[1]] != rank else 0.0)
-                clocks[rank] = max(clocks[rank], ready) + lasts(action)
+                is_gradient = action.kind != FORWARD
+                source = is_gradient, action.stage + (1 if is_gradient else -1), action.micro_batch
+                if action.kind != WEIGHT and source[1] in rank_of:
+                    if source not in made:
+                        break
+                    clocks[rank] = max(clocks[rank], made[source] + (send_s if rank_of[source[1]] != rank else 0.0))
+                clocks[rank] += lasts(action)
                 if action.kind != WEIGHT:
-                    made[action.kind != FORWARD, action.stage, action.micro_batch] = clocks[rank]
+                    made[is_gradient, action.stage, action.micro_batch] = clocks[rank]
                 position[rank] += 1
                 ran = True
         if not ran:
             stuck = ", ".join(f"rank {rank} at {schedule.ranks[rank][position[rank]]}" for rank in waiting)
             raise ScheduleError(f"the ranks wait for each other: {stuck}")
     return max(clocks)
-
-
-def _source(action: PipelineAction, num_stages: int) -> tuple[bool, int, int] | None:
-    """Return what an action needs from another stage, as `played_s` names it."""
-    if action.kind == FORWARD and action.stage:
-        return False, action.stage - 1, action.micro_batch
-    if action.kind in (BACKWARD, INPUT) and action.stage < num_stages - 1:
-        return True, action.stage + 1, action.micro_batch
-    return None
