@@ -8,6 +8,7 @@ the loss is exactly the model's, or there is an error.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -166,12 +167,7 @@ def _loss(
 
 
 def _composed(steps: tuple[Callable[[Tensor], Tensor], ...]) -> Callable[[Tensor], Tensor]:
-    def transform(logits: Tensor) -> Tensor:
-        for step in steps:
-            logits = step(logits)
-        return logits
-
-    return transform
+    return lambda raw: functools.reduce(lambda logits, step: step(logits), steps, raw)
 
 
 def _cast(logits: DeferredLogits, dtype: torch.dtype | None, args: Any, kwargs: Any) -> _Recipe | None:
