@@ -61,11 +61,11 @@ class PipelineStep:
         }
         own: list[Any] = list(self.stages.values())
         # Gradients are divided by the number of micro-batches at the end, those of the routers' losses, too.
-        self._torch: Any = (
-            Schedule1F1B(own[0], num_micro_batches, loss_fn=_own_loss)
-            if num_stages == mesh.size()
-            else ScheduleInterleaved1F1B(own, num_micro_batches, loss_fn=_own_loss)
-        )
+        make: Any = ScheduleInterleaved1F1B
+        if num_stages == mesh.size():
+            make, (own,) = Schedule1F1B, own
+        # The last stage has computed its loss.
+        self._torch: Any = make(own, num_micro_batches, loss_fn=lambda loss, _labels: loss)
 
     @property
     def schedule(self) -> PipelineSchedule:
@@ -144,8 +144,3 @@ def _between(stage: StageModel, shape: Sequence[int]) -> Tensor:
         device="meta",
         requires_grad=True,
     )
-
-
-def _own_loss(loss: Tensor, _labels: Tensor) -> Tensor:
-    """Return the loss that the last stage has computed."""
-    return loss

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from recollect._torch_parallel import all_gather_rows
 from recollect.lab.models.linear import Linear
-from recollect.lab.models.mlp import Experts, MoELayer
+from recollect.lab.models.mlp import MoELayer
 from recollect.lab.models.router import RouterStatistics
 from recollect.lab.parallel.expert import SharedGroups
 from recollect.lab.parallel.fused_rows import interleaved
@@ -79,7 +79,14 @@ class SplitMoELayer(MoELayer):
         nn.Module.__init__(self)
         self.router, self.experts, self.shared_experts = whole.router, whole.experts, whole.shared_experts
         self.mesh, self.between = mesh, between
-        _split(self.experts, mesh)
+        experts = self.experts  # the channels inside of each are cut into parts
+        if experts.activation_func.is_gated:
+            weight_EOI = experts.linear_fc1.weight
+            width = weight_EOI.shape[1] // 2
+            with torch.no_grad():
+                weight_EOI.copy_(interleaved(weight_EOI.transpose(0, 1), (width, width), mesh.size()).transpose(0, 1))
+        experts.linear_fc1 = SharedGroups(experts.linear_fc1, mesh, 1)
+        experts.linear_fc2 = SharedGroups(experts.linear_fc2, mesh, 2)
         self.train(whole.training)
 
     def forward(self, x_BTD: Tensor) -> tuple[Tensor, RouterStatistics]:
@@ -99,17 +106,6 @@ class SplitMoELayer(MoELayer):
         if self.shared_experts is not None:
             out_BTD = out_BTD + self.shared_experts(x_BTD)
         return out_BTD, routing.statistics
-
-
-def _split(experts: Experts, mesh: DeviceMesh) -> None:
-    """Cut the channels inside of each expert into parts."""
-    if experts.activation_func.is_gated:
-        weight_EOI = experts.linear_fc1.weight
-        width = weight_EOI.shape[1] // 2
-        with torch.no_grad():
-            weight_EOI.copy_(interleaved(weight_EOI.transpose(0, 1), (width, width), mesh.size()).transpose(0, 1))
-    experts.linear_fc1 = SharedGroups(experts.linear_fc1, mesh, 1)
-    experts.linear_fc2 = SharedGroups(experts.linear_fc2, mesh, 2)
 
 
 class OwnPartMoELayer(MoELayer):
