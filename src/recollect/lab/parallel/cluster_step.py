@@ -131,48 +131,33 @@ def record_stages(step: ClusterStep, pieces: Sequence[range] | None = None) -> R
             reason="each rank of data parallelism has at least one micro-batch a step",
             advice="Raise the global batch size, or use fewer ranks of data parallelism.",
         )
-    if step.holds_parts and (step.layout.tensor_model_parallel_size == 1 or step.layout.sequence_parallel):
+    tensor, sequence = step.layout.tensor_model_parallel_size, step.layout.sequence_parallel
+    if step.holds_parts and (tensor == 1 or sequence):
+        sizes = {"tensor_model_parallel_size": tensor, "sequence_parallel": sequence}
         raise ConfigError(
-            settings={
-                "distribute_saved_activations": True,
-                "tensor_model_parallel_size": step.layout.tensor_model_parallel_size,
-                "sequence_parallel": step.layout.sequence_parallel,
-            },
+            settings={"distribute_saved_activations": True, **sizes},
             reason="it is about what all ranks of tensor parallelism hold alike, which sequence parallelism splits already",
             advice="Leave it out, or use tensor parallelism without sequence parallelism.",
         )
     step.layout.check_model(step.config, seq_length=step.seq_length)
     stages = step.layout.layers_of_stages(step.config.num_layers)
-    known: dict[tuple[object, ...], tuple[Profile, Mapping[str, Traffic], int]] = {}
-    known_halves: dict[int, Profile] = {}
+    known: dict[tuple[object, ...], tuple[Profile, Profile, Mapping[str, Traffic], int]] = {}
     found = []
-    numbers = []
     for layers in stages if pieces is None else pieces:
         number = next(number for number, own in enumerate(stages) if layers.start in own)
-        numbers.append(number)
-        kind = (
-            layers.start == 0,
-            layers.stop == step.config.num_layers,
-            *(step.config.is_moe_layer(layer) for layer in layers),
-        )
+        is_first, is_last = layers.start == 0, layers.stop == step.config.num_layers
+        kind = is_first, is_last, *(step.config.is_moe_layer(layer) for layer in layers)
         if kind not in known:
-            known[kind] = _record_stage(step, number, layers)
-            if step.layout.splits_backward:
-                # The first stage, whose tokens need no gradient, runs a whole one under any schedule.
-                whole = known[kind][0]
-                halves = _record_stage(step, number, layers, split_backward=True)[0] if layers.start else whole
-                known_halves[id(whole)] = halves
-        found.append(known[kind])
-    profiles = tuple(profile for profile, _, _ in found)
-    return RecordedStages(
-        profiles=profiles,
-        split_profiles=tuple(known_halves[id(profile)] for profile in profiles) if known_halves else (),
-        traffic=tuple(traffic for _, traffic, _ in found),
-        reduction_s=tuple(
-            _reduction_s(step, number, profile, experts)
-            for number, (profile, _, experts) in zip(numbers, found, strict=True)
-        ),
-    )
+            profile, traffic, experts = _record_stage(step, number, layers)
+            halves = profile
+            # The first stage, whose tokens need no gradient, runs a whole backward under any schedule.
+            if step.layout.splits_backward and not is_first:
+                halves, *_ = _record_stage(step, number, layers, split_backward=True)
+            known[kind] = profile, halves, traffic, experts
+        profile, halves, traffic, experts = known[kind]
+        found.append((profile, halves, traffic, _reduction_s(step, number, profile, experts)))
+    profiles, split_profiles, traffics, reductions_s = zip(*found, strict=True)
+    return RecordedStages(profiles, split_profiles if step.layout.splits_backward else (), traffics, reductions_s)
 
 
 def _record_stage(
