@@ -21,8 +21,7 @@ from recollect.extras import needed
 from recollect.lab.models.config import TransformerConfig
 from recollect.lab.models.gpt import GPTModel
 from recollect.lab.models.hugging_face_architecture import Architecture, WeightRule
-from recollect.lab.models.hugging_face_decoders import DEEPSEEK_V3, LLAMA, MIXTRAL
-from recollect.lab.models.hugging_face_gpt2 import GPT2
+from recollect.lab.models.hugging_face_decoders import ARCHITECTURES
 
 with needed("safetensors", by="a Hugging Face checkpoint"):
     from safetensors import SafetensorError, safe_open
@@ -30,9 +29,6 @@ with needed("safetensors", by="a Hugging Face checkpoint"):
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
-
-
-ARCHITECTURES = {architecture.model_type: architecture for architecture in (GPT2, LLAMA, MIXTRAL, DEEPSEEK_V3)}
 
 
 def read_config(folder: str | Path) -> tuple[str, TransformerConfig]:
