@@ -173,12 +173,9 @@ class _Search:
         best = min((self._descend(start) for start in dict.fromkeys(starts)), key=lambda found: found.order)
         if best.shortfall_bytes:
             raise self._too_small(best)
-        return self._split(best)
-
-    def _split(self, found: _Found) -> PipelineSplit:
-        pipeline = self._pipeline(found.sizes)
+        pipeline = self._pipeline(best.sizes)
         predicted = pipeline.predicted(
-            found.plans, found.peaks_bytes, send_s=self._send_s, budget_bytes=self._budget_bytes
+            best.plans, best.peaks_bytes, send_s=self._send_s, budget_bytes=self._budget_bytes
         )
         even = self._at(self._even)
         return PipelineSplit(tuple(pipeline.pieces_of), predicted, None if even.shortfall_bytes else even.step_s)
