@@ -142,11 +142,10 @@ def predict_pipeline(
 
 
 def _checked(profiles: Sequence[Profile], schedule: Any, split_profiles: Sequence[Profile], call: str) -> Pipeline:
+    found = schedule_of(schedule)
     for name, given in (("profiles", profiles), ("split_profiles", split_profiles)):
         for profile in given:
             check_kind(call, name, profile, Profile, "recollect.Profile")
-    found = schedule_of(schedule)
-    for name, given in (("profiles", profiles), ("split_profiles", split_profiles)):
         if len(given) != found.num_stages and (given or name == "profiles"):
             raise ScheduleError(
                 f"got {len(given)} {name} for a schedule of {found.num_stages} stages, expected one for each"

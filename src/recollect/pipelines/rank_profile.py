@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
@@ -50,10 +51,9 @@ def rank_step(rank: Rank) -> RankStep:
 
     Complexity: linear in the events of all actions.
     """
-    persistent: dict[str, int] = {}
+    persistent: Counter[str] = Counter()
     for stage in rank.stages:
-        for kind, nbytes in _persistent(stage, rank).items():
-            persistent[kind] = persistent.get(kind, 0) + nbytes
+        persistent.update(_persistent(stage, rank))
     writer = _Writer(rank)
     for action in rank.actions:
         writer.add(action)
@@ -65,7 +65,7 @@ def rank_step(rank: Rank) -> RankStep:
         calls=tuple(writer.calls),
         log=StepLog(blocks=((*writer.log, *writer.optimizer_steps()),), sequence=((0, -1),)),
         step_s=sum(recorded.step_s for _, _, recorded in writer.forwards),
-        persistent=persistent,
+        persistent=dict(persistent),
         calibration_bytes=max(stage.recorded.whole.profile.calibration_bytes for stage in rank.stages),
         model_class=f"stages {', '.join(map(str, numbers))} of a pipeline",
         batch=f"{rank.num_micro_batches} micro-batches",
