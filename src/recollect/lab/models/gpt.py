@@ -165,7 +165,7 @@ class GPTModel(nn.Module):
 
         Limitations: counts the tokens of this process, or those of the ranks that `recollect.lab.parallel` has told it of.
         """
-        for router in self._routers():
+        for router in self.routers:
             router.update_expert_bias()
 
     def forward(self, tokens: Tensor, labels: Tensor | None = None) -> GPTOutput:
@@ -241,12 +241,14 @@ class GPTModel(nn.Module):
             losses.append(torch.where((targets != IGNORE_INDEX).any(), loss, torch.zeros_like(loss)))
         return self.config.mtp_loss_scaling_factor * torch.stack(losses).mean(), statistics
 
-    def _routers(self) -> list[TopKRouter]:
+    @property
+    def routers(self) -> list[TopKRouter]:
+        """The routers of all layers that have experts, in order."""
         return [module for module in self.modules() if isinstance(module, TopKRouter)]
 
     def _count(self, statistics: list[RouterStatistics | None]) -> None:
         """Count the tokens of a forward in training."""
         if not (self.training and torch.is_grad_enabled()):
             return
-        for router, one in zip(self._routers(), (one for one in statistics if one is not None), strict=True):
+        for router, one in zip(self.routers, (one for one in statistics if one is not None), strict=True):
             router.count(one)

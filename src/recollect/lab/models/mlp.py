@@ -145,21 +145,12 @@ class Experts(nn.Module):
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
-        width, has_bias = config.moe_ffn_hidden_size, config.add_bias_linear
+        width, hidden = config.moe_ffn_hidden_size, config.hidden_size
         into = 2 * width if config.gated_linear_unit else width
-        experts, grouped = config.num_moe_experts or 0, config.moe_grouped_gemm
-        self.linear_fc1 = GroupedLinear(
-            experts, config.hidden_size, into, bias=has_bias, init_std=config.init_method_std, is_grouped=grouped
-        )
+        of_each = functools.partial(GroupedLinear, config.num_moe_experts or 0, is_grouped=config.moe_grouped_gemm)
+        self.linear_fc1 = of_each(hidden, into, bias=config.add_bias_linear, init_std=config.init_method_std)
         self.activation_func = Activation(config)
-        self.linear_fc2 = GroupedLinear(
-            experts,
-            width,
-            config.hidden_size,
-            bias=has_bias,
-            init_std=config.scaled_init_method_std,
-            is_grouped=grouped,
-        )
+        self.linear_fc2 = of_each(width, hidden, bias=config.add_bias_linear, init_std=config.scaled_init_method_std)
 
     def forward(self, x_SD: Tensor, probabilities_S: Tensor, expert_S: Tensor, ends_E: Tensor) -> Tensor:
         """Return `probability * expert(row)` of each row, [S, D].
