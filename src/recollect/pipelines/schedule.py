@@ -269,13 +269,10 @@ def _receives(row: Iterable[Any]) -> Iterable[tuple[PipelineAction, PipelineActi
             continue
         action = PipelineAction(int(computed[1]), computed[2], int(computed[3]))
         early.update({key: action for key, first in early.items() if first is None})
-        before = (
-            None
-            if action.kind == WEIGHT
-            else early.pop((action.stage, action.kind == FORWARD, action.micro_batch), None)
-        )
-        if before not in (None, action):
-            yield action, before
+        if action.kind != WEIGHT:
+            before = early.pop((action.stage, action.kind == FORWARD, action.micro_batch), None)
+            if before not in (None, action):
+                yield action, before
 
 
 def _check_pairs(rank: int, actions: Iterable[PipelineAction]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from itertools import permutations
 from typing import Any, Final
@@ -121,20 +121,15 @@ def split_pipeline(
         return _Search(layers, split_layers, found, budget, send_s).result()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, order=True)
 class _Found:
-    """A split under plans: by how many bytes the fullest rank exceeds the budget, and the step."""
+    """A split under plans: by how many bytes the fullest rank exceeds the budget, and the step. Lower is better."""
 
-    sizes: tuple[int, ...]
     shortfall_bytes: int
     step_s: float
-    plans: tuple[Plan, ...] = ()
-    peaks_bytes: tuple[int, ...] = ()
-
-    @property
-    def order(self) -> tuple[int, float, tuple[int, ...]]:
-        """Lower is better."""
-        return self.shortfall_bytes, self.step_s, self.sizes
+    sizes: tuple[int, ...]
+    plans: tuple[Plan, ...] = field(default=(), compare=False)
+    peaks_bytes: tuple[int, ...] = field(default=(), compare=False)
 
 
 class _Search:
@@ -169,10 +164,16 @@ class _Search:
 
     def result(self) -> PipelineSplit:
         """Return the best split of all descents."""
-        starts = [self._even, self._fastest_plain()]
-        best = min((self._descend(start) for start in dict.fromkeys(starts)), key=lambda found: found.order)
+        best = min(self._descend(start) for start in dict.fromkeys([self._even, self._fastest_plain()]))
         if best.shortfall_bytes:
-            raise self._too_small(best)
+            sizes = ", ".join(map(str, best.sizes))
+            raise BudgetTooSmallError(
+                budget_bytes=self._budget_bytes,
+                least_peak_bytes=self._budget_bytes + best.shortfall_bytes,
+                unit=f"the fullest rank of the leanest split that was found ({sizes} layers by stage)",
+                advice=("Use more ranks or smaller micro-batches.",),
+                plain_peak_bytes=self._plain_peak_bytes,
+            )
         pipeline = self._pipeline(best.sizes)
         predicted = pipeline.predicted(
             best.plans, best.peaks_bytes, send_s=self._send_s, budget_bytes=self._budget_bytes
@@ -209,7 +210,7 @@ class _Search:
             moved = sorted(_neighbours(best.sizes), key=lambda sizes: (self._plain(sizes), sizes))
             for sizes in moved if best.shortfall_bytes else moved[:_MOST_MOVES]:
                 if best.shortfall_bytes or self._plain(sizes) < best.step_s:
-                    best = min(best, self._at(sizes), key=lambda found: found.order)
+                    best = min(best, self._at(sizes))
             if best is before:
                 return best
 
@@ -218,21 +219,11 @@ class _Search:
         chosen = [self._plan(rank) for rank in pipeline.ranks]
         if errors := [plan for plan in chosen if isinstance(plan, BudgetTooSmallError)]:
             shortfall_bytes = max(error.least_peak_bytes for error in errors) - self._budget_bytes
-            return _Found(sizes, shortfall_bytes, self._plain(sizes))
+            return _Found(shortfall_bytes, self._plain(sizes), sizes)
         fitting = [plan for plan in chosen if isinstance(plan, Plan)]
         plans = pipeline.plans_of_pieces(fitting)
         peaks_bytes = tuple(plan.predicted_peak_bytes or 0 for plan in fitting)
-        return _Found(sizes, 0, pipeline.step_s(plans, send_s=self._send_s), plans, peaks_bytes)
-
-    def _too_small(self, best: _Found) -> BudgetTooSmallError:
-        least_bytes = self._budget_bytes + best.shortfall_bytes
-        return BudgetTooSmallError(
-            budget_bytes=self._budget_bytes,
-            least_peak_bytes=least_bytes,
-            unit=f"the fullest rank of the leanest split that was found ({', '.join(map(str, best.sizes))} layers by stage)",
-            advice=("Use more ranks or smaller micro-batches.",),
-            plain_peak_bytes=self._plain_peak_bytes,
-        )
+        return _Found(0, pipeline.step_s(plans, send_s=self._send_s), sizes, plans, peaks_bytes)
 
 
 def _neighbours(sizes: tuple[int, ...]) -> list[tuple[int, ...]]:
