@@ -138,11 +138,9 @@ class TransformerConfig:
             "moe_ffn_hidden_size": self.ffn_hidden_size or 4 * self.hidden_size,
         }
         derived = {name: value for name, value in derived.items() if not getattr(self, name)}
-        for name, value in derived.items():
-            object.__setattr__(self, name, value)
-        object.__setattr__(self, "_derived", frozenset(derived))  # not a field: it does not describe the model
+        vars(self).update(derived, _derived=frozenset(derived))  # not a field: it does not describe the model
         if not isinstance(self.moe_layer_freq, int):
-            object.__setattr__(self, "moe_layer_freq", tuple(self.moe_layer_freq))
+            vars(self)["moe_layer_freq"] = tuple(self.moe_layer_freq)
         _check_ranges(self)
         if self.hidden_size % self.num_attention_heads and "kv_channels" in derived:
             expected = f"a multiple of num_attention_heads = {self.num_attention_heads}, or kv_channels set"

@@ -86,7 +86,13 @@ def load_hugging_face(folder: str | Path, *, compute_dtype: torch.dtype | None =
     theirs = _Tensors(Path(folder))
     with torch.no_grad():
         _check_names(theirs, rules, config, _architecture(model_type).ignored, folder)
-        model = _without_weights(config, compute_dtype)
+        with torch.device("meta"):
+            model = GPTModel(config, compute_dtype=compute_dtype)
+        model = model.to_empty(device=torch.get_default_device())  # weights to be read need no random values first
+        if config.share_embeddings_and_output_weights:
+            model.output_layer.weight = model.embedding.word_embeddings.weight
+        for buffer in model.buffers():
+            buffer.zero_()  # as in a new model; a checkpoint need not hold them
         state = model.state_dict()
         for rule in rules:
             if rule.is_extra:
@@ -149,18 +155,6 @@ def save_hugging_face(
         total = {"total_size": sum(tensor.nbytes for _, tensor in tensors)}
         text = json.dumps({"metadata": total, "weight_map": index}, indent=2)
         (folder / _INDEX).write_text(text + "\n", encoding="utf-8")
-
-
-def _without_weights(config: TransformerConfig, compute_dtype: torch.dtype | None) -> GPTModel:
-    """Return a model with uninitialised weights: those to be read need no random values first."""
-    with torch.device("meta"):
-        model = GPTModel(config, compute_dtype=compute_dtype)
-    model = model.to_empty(device=torch.get_default_device())
-    if config.share_embeddings_and_output_weights:
-        model.output_layer.weight = model.embedding.word_embeddings.weight
-    for buffer in model.buffers():
-        buffer.zero_()  # as in a new model; a checkpoint need not hold them
-    return model
 
 
 def _check_names(

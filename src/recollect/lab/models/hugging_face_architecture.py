@@ -172,7 +172,11 @@ class Architecture:
         ours = {name: fields.get(theirs, default.get(name)) for name, theirs in self.same.items()}
         require(fields, {theirs: ours[name] for theirs, name in self.repeated.items()})
         if self.activation is not None and self.activation in fields:
-            ours["activation_func"] = _translate(self.activation, fields[self.activation], self.words)
+            word = fields[self.activation]
+            if word not in self.words:
+                words = ", ".join(sorted(self.words))
+                raise UnsupportedModelError(f"config.json: {self.activation} is {word!r}, expected one of {words}.")
+            ours["activation_func"] = self.words[word]
         if self.default.position_embedding_type == "rope":
             ours["rotary_base"] = _rotary_base(fields, self.default.rotary_base)
         return self.default.changed(**ours, **self.read_more(fields, ours))
@@ -195,10 +199,6 @@ class Architecture:
         if self.default.position_embedding_type == "rope":
             fields["rope_theta"] = config.rotary_base
         fields |= self.write_more(config)
-        self._check_reads_back(config, fields)
-        return fields
-
-    def _check_reads_back(self, config: TransformerConfig, fields: Mapping[str, Any]) -> None:
         read = self.read(fields)
         for name in (one.name for one in dataclasses.fields(config) if one.name not in _NOT_IN_FILE):
             ours, theirs = getattr(config, name), getattr(read, name)
@@ -207,6 +207,7 @@ class Architecture:
                     f"TransformerConfig.{name}: got {ours!r}, expected {theirs!r}, because Hugging Face's {self.name} "
                     "has no other."
                 )
+        return fields
 
 
 def require(fields: Mapping[str, Any], values: Mapping[str, Any]) -> None:
@@ -228,12 +229,6 @@ def require(fields: Mapping[str, Any], values: Mapping[str, Any]) -> None:
                 f"config.json: {name} is {fields[name]!r}, expected {value!r}, the only value that the reference models "
                 "support."
             )
-
-
-def _translate(name: str, value: Any, words: Mapping[str, str]) -> str:
-    if value not in words:
-        raise UnsupportedModelError(f"config.json: {name} is {value!r}, expected one of {', '.join(sorted(words))}.")
-    return words[value]
 
 
 def _rotary_base(fields: Mapping[str, Any], default: float) -> float:
