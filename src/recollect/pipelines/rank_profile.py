@@ -201,7 +201,8 @@ class _Writer:
         if stage.next_is_inside or stage.previous_is_inside:
             now, later = _half(action.kind, now)
         self._ends[key] = self._renumbered(later, found) + self._ends.pop((action.stage + 1, action.micro_batch), [])
-        self._write(now, found)
+        self.starts.append(len(self.log))
+        self.log += self._renumbered(now, found)
         if not stage.previous_is_inside:
             self.log += self._ends.pop(key)
         # The second half may read it.
@@ -226,7 +227,8 @@ class _Writer:
         found = _InFlight(parts, len(self.calls), self._num_storages, self._num_handles, None)
         self._add_calls(action.stage, parts)
         self.forwards.append((action.stage, action.micro_batch, parts.profile))
-        self._write(parts.parts[FORWARD], found)
+        self.starts.append(len(self.log))
+        self.log += self._renumbered(parts.parts[FORWARD], found)
         self._num_storages += parts.num_storages
         self._num_handles += parts.num_handles
         if self._buffers and not (stage.is_last or stage.next_is_inside):
@@ -275,10 +277,6 @@ class _Writer:
                     outside=tuple((value, self._num_storages + storage) for value, storage in call.outside),
                 )
             )
-
-    def _write(self, part: Sequence[Event], found: _InFlight) -> None:
-        self.starts.append(len(self.log))
-        self.log += self._renumbered(part, found)
 
     def _renumbered(self, part: Sequence[Event], found: _InFlight) -> list[Event]:
         renumbered: list[Event] = []
