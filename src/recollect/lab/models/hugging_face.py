@@ -161,7 +161,7 @@ def _check_names(
     theirs: Iterable[str], rules: list[WeightRule], config: TransformerConfig, ignored: str, folder: str | Path
 ) -> None:
     """Check that every tensor belongs to the model; others would be dropped silently."""
-    known = {name for rule in rules for name in rule.their_names()}
+    known = {name for rule in rules for layout in rule.layouts for names in layout.names() for name in names}
     if config.share_embeddings_and_output_weights:
         known.add("lm_head.weight")  # some checkpoints hold the tied matrix twice
     unknown = sorted(name for name in theirs if name not in known and not re.fullmatch(ignored, name))

@@ -97,12 +97,6 @@ class WeightRule:
             parts = tensor.split(self.rows) if len(names) > 1 else (tensor,)
             yield from zip(names, parts, strict=True)
 
-    def their_names(self) -> Iterator[str]:
-        """Yield the names of their tensors, in every layout."""
-        for layout in self.layouts:
-            for names in layout.names():
-                yield from names
-
 
 def _joined(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -19,6 +19,8 @@ from recollect.lab.models.config import TransformerConfig
 from recollect.lab.models.hugging_face_architecture import Architecture, Layout, WeightRule, rename, require
 from recollect.lab.models.sizes import NAMED_CONFIGS
 
+_WORDS = {"gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "relu": "relu", "silu": "silu"}
+
 _GPT2_LAYER = {
     "input_layernorm": "ln_1",
     "self_attention.linear_qkv": "attn.c_attn",
@@ -75,14 +77,7 @@ GPT2 = Architecture(
     },
     repeated={"embd_pdrop": "hidden_dropout"},
     activation="activation_function",
-    words={
-        "gelu_new": "gelu_tanh",
-        "gelu_pytorch_tanh": "gelu_tanh",
-        "gelu": "gelu",
-        "relu": "relu",
-        "silu": "silu",
-        "swish": "silu",
-    },
+    words={"gelu_new": "gelu_tanh", **_WORDS, "swish": "silu"},
     # Masks, which old versions of transformers stored with the weights.
     ignored=r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)",
 )
@@ -204,7 +199,7 @@ LLAMA = Architecture(
     fixed={"sliding_window": None},
     repeated={"attention_bias": "add_bias_linear"},  # our biases are everywhere or nowhere
     activation="hidden_act",
-    words={"gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "relu": "relu", "silu": "silu"},
+    words=_WORDS,
     # Rotary frequencies, which old versions of transformers stored with the weights.
     ignored=r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq",
 )
