@@ -110,11 +110,9 @@ def _gathered(hidden: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return all hidden states; their gradients are summed over the ranks, or each rank gets its part of the sum."""
     from torch.distributed.tensor import DTensor, Partial, Replicate
 
-    if (
-        not isinstance(hidden, DTensor)
-        or not _is_over(hidden, group)
-        or hidden.placements[0].is_shard(hidden.dim() - 1)
-    ):
+    if not isinstance(hidden, DTensor) or not _is_over(hidden, group):
+        raise _other_split("hidden", hidden)
+    if hidden.placements[0].is_shard(hidden.dim() - 1):
         raise _other_split("hidden", hidden)
     whole: Tensor = hidden.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
     return whole

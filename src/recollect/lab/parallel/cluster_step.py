@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
@@ -168,6 +168,10 @@ def _record_stage(
         # FSDP2 warns of logits and of experts' results that are views, which nothing writes to here.
         warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module", category=UserWarning)
         model = _built(step, layers, layout_mesh(step.layout))
+        tokens = torch.zeros(step.micro_batch_size, step.seq_length, dtype=torch.int64, device="meta")
+        batch = {"x": tokens if model.is_first else received(model, tokens.shape)}
+        if model.is_last and not model.is_first and model.mtp is not None:
+            batch["tokens"] = tokens
         axes = {axis: step.group(axis, number) for axis in get_args(Axis)}
         # Of experts there are fewer replicas.
         replicas = step.group("replicas", number)
@@ -179,7 +183,7 @@ def _record_stage(
         profile = record_with(
             costs,
             model,
-            _micro_batch(step, model),
+            {**batch, "labels": tokens} if model.is_last else batch,
             optimizer=torch.optim.AdamW(model.parameters()) if step.sharding == "all" else None,
             loss_fn=None if model.is_last else torch.sum,
             units=[f"decoder.layers.{index}" for index in range(len(layers))],
@@ -215,19 +219,11 @@ def _built(step: ClusterStep, layers: range, mesh: LayoutMesh) -> StageModel:
     return model
 
 
-def _micro_batch(step: ClusterStep, model: StageModel) -> dict[str, Tensor]:
-    tokens = torch.zeros(step.micro_batch_size, step.seq_length, dtype=torch.int64, device="meta")
-    batch = {"x": tokens if model.is_first else received(model, tokens.shape)}
-    if model.is_last and not model.is_first and model.mtp is not None:
-        batch["tokens"] = tokens
-    return {**batch, "labels": tokens} if model.is_last else batch
-
-
 def _persistent(step: ClusterStep, profile: Profile, experts: int) -> dict[str, int]:
     """Return what lives through the whole step, with the dtypes and the sharding of the step."""
     found: dict[str, int] = dict(profile.persistent)
     if step.sharding != "all":
-        count = _num_parameters(step, profile)
+        count = profile.persistent["parameters"] // step.narrow.itemsize
         wide = _WIDE_BYTES * count
         copies = _MOMENTS + (step.dtype == "bf16")
         state = {"data": _WIDE_BYTES * (count - experts) * copies, "replicas": _WIDE_BYTES * experts * copies}
@@ -238,15 +234,10 @@ def _persistent(step: ClusterStep, profile: Profile, experts: int) -> dict[str, 
     return found
 
 
-def _num_parameters(step: ClusterStep, profile: Profile) -> int:
-    """Return the parameters of a rank that shares none with the ranks of data parallelism."""
-    return profile.persistent["parameters"] // step.narrow.itemsize
-
-
 def _reduction_s(step: ClusterStep, number: int, profile: Profile, experts: int) -> float:
     if step.sharding == "all":
         return 0.0  # in each micro-batch, and in the recorded traffic
-    count = _num_parameters(step, profile)
+    count = profile.persistent["parameters"] // step.narrow.itemsize
     parts = {step.group("data", number): count - experts, step.group("replicas", number): experts}
     if step.layout.expert_model_parallel_size == 1:
         parts = {step.group("data", number): count}

@@ -29,7 +29,7 @@ from recollect.lab.models.attention import LatentAttention, SelfAttention, UpPro
 from recollect.lab.models.gpt import IGNORE_INDEX, GPTModel
 from recollect.lab.models.linear import Linear
 from recollect.lab.models.mlp import MLP, MoELayer
-from recollect.lab.parallel.fused_rows import interleaved, shares
+from recollect.lab.parallel.fused_rows import interleaved
 from recollect.lab.parallel.layout import DeviceLayout
 from recollect.lab.parallel.tensor_modules import (
     OwnPartMoELayer,
@@ -105,7 +105,7 @@ def _split_layer(layer: nn.Module, mesh: DeviceMesh, between: Shard | Replicate,
     else:
         assert isinstance(attention, SelfAttention)
         styles["self_attention.linear_qkv"] = ColwiseParallel(input_layouts=between)
-        attention.sizes = tuple(shares(attention.sizes, mesh.size()))
+        attention.sizes = tuple(size // mesh.size() for size in attention.sizes)
     if isinstance(mlp, MoELayer):
         layer.mlp = OwnPartMoELayer(mlp, mesh) if has_whole_experts else SplitMoELayer(mlp, mesh, between)
         if mlp.shared_experts is not None:

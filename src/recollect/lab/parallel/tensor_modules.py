@@ -139,15 +139,12 @@ class OwnPartMoELayer(MoELayer):
         out_BLD = self._routed(own_BLD.flatten(0, 1), routing).view_as(own_BLD)
         if self.shared_experts is not None:
             out_BLD = out_BLD + self.shared_experts(x_BLD)
-        return out_BLD, routing.statistics._replace(aux_loss=self._mean(routing.statistics.aux_loss))
-
-    def _mean(self, loss: Tensor | None) -> Tensor | None:
-        """Return the mean of the ranks' losses, each with the gradient of its own."""
-        if loss is None:
-            return None
-        part = DTensor.from_local(loss / self.mesh.size(), self.mesh, [Partial()], run_check=False)
-        whole: Tensor = part.redistribute(placements=[Replicate()]).to_local()
-        return whole
+        statistics: RouterStatistics = routing.statistics
+        if statistics.aux_loss is not None:
+            # The mean of the ranks' losses, each with the gradient of its own.
+            part = DTensor.from_local(statistics.aux_loss / self.mesh.size(), self.mesh, [Partial()], run_check=False)
+            statistics = statistics._replace(aux_loss=part.redistribute(placements=[Replicate()]).to_local())
+        return out_BLD, statistics
 
 
 def vocabulary_parallel_loss(
