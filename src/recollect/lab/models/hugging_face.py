@@ -94,9 +94,7 @@ def load_hugging_face(folder: str | Path, *, compute_dtype: torch.dtype | None =
         for buffer in model.buffers():
             buffer.zero_()  # as in a new model; a checkpoint need not hold them
         state = model.state_dict()
-        for rule in rules:
-            if rule.is_extra:
-                continue
+        for rule in (one for one in rules if not one.is_extra):
             name, tensor = rule.ours, rule.read(theirs)
             if state[name].shape != tensor.shape:
                 raise CheckpointError(
