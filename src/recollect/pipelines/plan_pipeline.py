@@ -86,8 +86,8 @@ def plan_pipeline(
             except BudgetTooSmallError as error:
                 raise _too_small(error, pipeline.schedule, rank, plain_peak_bytes) from None
         peaks_bytes = [plan.predicted_peak_bytes or 0 for plan in plans]
-        chosen = pipeline.plans_of_pieces(plans)
-        return pipeline.predicted(chosen, peaks_bytes, send_s=send_s, budget_bytes=budget_bytes)
+        of_stages = pipeline.plans_of_pieces(plans)
+        return pipeline.predicted(of_stages, peaks_bytes, send_s=send_s, budget_bytes=budget_bytes)
 
 
 def predict_pipeline(

@@ -93,7 +93,9 @@ class _Moments:
             batch = action.stage, action.micro_batch
             key = action.stage, rank.backwards[batch]
             waiting.pop(batch, None)
-            counts = self._counts(list(waiting.values()))
+            states = list(waiting.values())
+            # How many micro-batches wait, by kind and by the action that they wait after.
+            counts = tuple(states.count((of, after)) for of, other in self._kinds.items() for after in other.waiting)
             kind = self._kinds[key]
             for moment in kind.moments_of(action.kind):
                 known = rows.setdefault((key, action.kind, moment), {})
@@ -111,10 +113,6 @@ class _Moments:
             for (column, waits), count in zip(places, counts, strict=True):
                 self._counts_of[column][row, waits] += count
             self._counts_of[self._columns[key]][row, moment] += 1
-
-    def _counts(self, waiting: Sequence[tuple[tuple[int, str], str]]) -> tuple[int, ...]:
-        """Return how many micro-batches wait, by kind and by the action that they wait after."""
-        return tuple(waiting.count((key, kind)) for key, found in self._kinds.items() for kind in found.waiting)
 
     @property
     def most_s(self) -> float:

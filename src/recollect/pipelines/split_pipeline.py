@@ -156,11 +156,8 @@ class _Search:
         self._even = tuple(share + (stage < rest) for stage in range(num_stages))
         ranks = self._pipeline(self._even).ranks
         self._plain_peak_bytes = max(self._planner(rank).plain_peak_bytes for rank in ranks)
-        self._budget_bytes = parse_budget(
-            budget,
-            reference_bytes=self._plain_peak_bytes,
-            device_bytes=min(profile.device_memory_bytes for profile in layers),
-        )
+        device_bytes = min(profile.device_memory_bytes for profile in layers)
+        self._budget_bytes = parse_budget(budget, reference_bytes=self._plain_peak_bytes, device_bytes=device_bytes)
 
     def result(self) -> PipelineSplit:
         """Return the best split of all descents."""
