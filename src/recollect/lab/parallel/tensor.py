@@ -26,7 +26,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from recollect.lab.models.attention import LatentAttention, SelfAttention, UpProjection
-from recollect.lab.models.gpt import IGNORE_INDEX, GPTModel
+from recollect.lab.models.gpt import GPTModel
 from recollect.lab.models.linear import Linear
 from recollect.lab.models.mlp import MLP, MoELayer
 from recollect.lab.parallel.fused_rows import interleaved
@@ -90,7 +90,7 @@ def tensor_parallel(
         model.sequence_ranks = mesh.size()
     _split_ends(model, mesh, between)
     model.vocabulary_group = mesh.get_group()
-    model.cross_entropy = partial(vocabulary_parallel_loss, group=mesh.get_group(), ignore_index=IGNORE_INDEX)
+    model.cross_entropy = partial(vocabulary_parallel_loss, group=mesh.get_group())
     return model
 
 

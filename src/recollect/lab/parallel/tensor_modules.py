@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from recollect._torch_parallel import all_gather_rows
+from recollect.lab.models.gpt import IGNORE_INDEX
 from recollect.lab.models.linear import Linear
 from recollect.lab.models.mlp import MoELayer
 from recollect.lab.models.router import RouterStatistics
@@ -147,9 +148,7 @@ class OwnPartMoELayer(MoELayer):
         return out_BLD, statistics
 
 
-def vocabulary_parallel_loss(
-    logits_BTV: Tensor, labels_BT: Tensor, *, group: ProcessGroup, ignore_index: int
-) -> Tensor:
+def vocabulary_parallel_loss(logits_BTV: Tensor, labels_BT: Tensor, *, group: ProcessGroup) -> Tensor:
     """Return the mean cross entropy over the labels that are not ignored, from this rank's logits: an fp32 scalar.
 
     Each rank knows, for its part of the vocabulary, the largest logit of a token, the sum of exponentials, and the label's
@@ -161,11 +160,10 @@ def vocabulary_parallel_loss(
         logits_BTV: [..., V] of this rank.
         labels_BT: [...] int64, ids of the whole vocabulary, the same on all ranks.
         group: the ranks among which the vocabulary is split, in equal parts, in order.
-        ignore_index: the label of ignored tokens.
     """
     logits_NV, labels_N = logits_BTV.flatten(0, -2), labels_BT.flatten()
     own_N = labels_N - get_rank(group) * logits_NV.shape[1]
-    loss: Any = _CrossEntropy.apply(logits_NV, own_N, labels_N != ignore_index, group)  # type: ignore[no-untyped-call]
+    loss: Any = _CrossEntropy.apply(logits_NV, own_N, labels_N != IGNORE_INDEX, group)  # type: ignore[no-untyped-call]
     return cast(Tensor, loss)
 
 

@@ -49,7 +49,7 @@ def test_a_rank_finds_the_labels_that_are_among_its_words(monkeypatch: pytest.Mo
     def of_rank(rank: int) -> tuple[Tensor, Tensor]:
         part_TV = logits_TV.detach().chunk(2, dim=1)[rank].requires_grad_()
         with fake_process_group(rank, 2):
-            loss = vocabulary_parallel_loss(part_TV, labels_T, group=dist.new_group(), ignore_index=IGNORE_INDEX)
+            loss = vocabulary_parallel_loss(part_TV, labels_T, group=dist.new_group())
         (gradient_TV,) = torch.autograd.grad(loss, part_TV)
         return loss, gradient_TV
 
