@@ -196,7 +196,7 @@ MUTATIONS = (
         "expert-counts-of-one-rank",
         "routers are balanced by the tokens of their own rank",
         "lab",
-        (("module.counts_of_all = functools.partial(summed, group=mesh.get_group())", "pass"),),
+        (("router.counts_of_all = functools.partial(summed, group=mesh.get_group())", "pass"),),
     ),
     Mutation(
         "parts-of-sequences-weigh-alike",
@@ -208,7 +208,7 @@ MUTATIONS = (
         "labels-without-offset",
         "every rank of a split vocabulary looks for labels among its first words",
         "lab",
-        (("labels_N = labels_N - self.rank * logits_NV.shape[1]", "pass"),),
+        (("own_N = labels_N - get_rank(group) * logits_NV.shape[1]", "own_N = labels_N"),),
     ),
     Mutation(
         "backward-as-dear-as-forward",

@@ -7,7 +7,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from recollect.lab.models.gpt import GPTModel
-from recollect.lab.parallel.fused_rows import shares
 from recollect.lab.parallel.tensor import fused_parameters
 
 
@@ -24,7 +23,7 @@ def whole_gradients(model: GPTModel, ranks: int) -> dict[str, Tensor]:
         whole = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
         if name in sizes_of:
             sizes, dim = sizes_of[name]
-            parts = [share.split(shares(sizes, ranks), dim) for share in whole.chunk(ranks, dim)]
+            parts = [share.split([size // ranks for size in sizes], dim) for share in whole.chunk(ranks, dim)]
             whole = torch.cat([parts[rank][matrix] for matrix in range(len(sizes)) for rank in range(ranks)], dim)
         found[name] = whole
     return found

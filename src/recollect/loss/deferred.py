@@ -8,6 +8,7 @@ the loss is exactly the model's, or there is an error.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -21,8 +22,7 @@ from recollect._torch_private import disable_torch_function
 from recollect.errors import ChunkedLossError
 from recollect.loss.chunked import chunked_cross_entropy
 
-# Methods that cast to PyTorch's type of the same name.
-_CASTS = ("float", "double", "half", "bfloat16")
+_CASTS = ("float", "double", "half", "bfloat16", "to", "type")
 _ELEMENTWISE = ("mul", "multiply", "div", "divide", "tanh")
 _RESHAPES = ("view", "reshape", "flatten", "contiguous", "__getitem__")
 # Facts that need no content of the tensor.
@@ -99,8 +99,8 @@ class DeferredLogits(Tensor):
         logits = next((item for item in args if isinstance(item, DeferredLogits)), None)
         recipe = None
         if logits is not None:
-            if name in _CASTS or name in ("to", "type"):
-                recipe = _cast(logits, getattr(torch, name) if name in _CASTS else None, args[1:], kwargs)
+            if name in _CASTS:
+                recipe = _cast(logits.recipe, name, args[1:], kwargs)
             elif name in _ELEMENTWISE:
                 recipe = _elementwise(logits.recipe, getattr(torch, name), args, kwargs)
             elif name in _RESHAPES and logits is args[0]:
@@ -166,22 +166,15 @@ def _loss(
 
 
 def _composed(steps: tuple[Callable[[Tensor], Tensor], ...]) -> Callable[[Tensor], Tensor]:
-    def transform(logits: Tensor) -> Tensor:
-        for step in steps:
-            logits = step(logits)
-        return logits
-
-    return transform
+    return lambda raw: functools.reduce(lambda logits, step: step(logits), steps, raw)
 
 
-def _cast(logits: DeferredLogits, dtype: torch.dtype | None, args: Any, kwargs: Any) -> _Recipe | None:
-    recipe = logits.recipe
-    if dtype is None:
-        with disable_torch_function():
-            facts = torch.empty(0, dtype=recipe.dtype, device=recipe.hidden.device).to(*args, **kwargs)
-        if facts.device != recipe.hidden.device:
-            return None
-        dtype = facts.dtype
+def _cast(recipe: _Recipe, name: str, args: Any, kwargs: Any) -> _Recipe | None:
+    with disable_torch_function():
+        facts = getattr(torch.empty(0, dtype=recipe.dtype, device=recipe.hidden.device), name)(*args, **kwargs)
+    dtype: torch.dtype = facts.dtype
+    if facts.device != recipe.hidden.device:
+        return None
     if dtype is recipe.dtype:
         return recipe
     if dtype is torch.float64:

@@ -168,24 +168,19 @@ def _head_of(module: nn.Module) -> nn.Module | None:
 
 def _check_head(head: nn.Module, name: str, num_chunks: int) -> None:
     what = ""
+    forward: Any = head.forward
+    while isinstance(forward, PlacedForward):
+        forward = forward.forward  # of a plan
     if type(head).forward is not nn.Linear.forward:
         what = f"is a {type(head).__module__}.{type(head).__qualname__}, expected a plain torch.nn.Linear: an adapter on it, "
         what += "or another kind of matrix, would be left out"
-    elif getattr(_own_forward(head), "__func__", None) is not nn.Linear.forward:
+    elif getattr(forward, "__func__", None) is not nn.Linear.forward:
         what = "has a `forward` of its own on the instance (accelerate places one for offloading), which would not run"
     if what:
         raise ChunkedLossError(
             f"cannot compute the loss of {name} in {num_chunks} chunks: its head {what}. Use loss_chunks=1."
         )
     _check_hooks(head, name, num_chunks)
-
-
-def _own_forward(head: nn.Module) -> Any:
-    """Return a module's forward without the forwards that plans placed around it."""
-    forward: Any = head.forward
-    while isinstance(forward, PlacedForward):
-        forward = forward.forward
-    return forward
 
 
 def _check_hooks(head: nn.Module, name: str, num_chunks: int) -> None:

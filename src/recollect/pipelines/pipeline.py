@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import accumulate
 
 from recollect.byte_format import format_bytes
 from recollect.errors import ScheduleError
 from recollect.pipelines.rank import Rank, RankStage, first_actions, left_out
-from recollect.pipelines.rank_profile import RankStep, rank_step, unit_path
+from recollect.pipelines.rank_profile import RankStep, rank_step, stage_plan, unit_path
 from recollect.pipelines.schedule import (
     BACKWARD,
     FORWARD,
@@ -18,17 +18,14 @@ from recollect.pipelines.schedule import (
     WEIGHT,
     PipelineAction,
     PipelineSchedule,
-    StageTimes,
     played_s,
 )
 from recollect.pipelines.stage_parts import RecordedStage, StageParts
 from recollect.plans.plan import Plan
-from recollect.profile import events
 from recollect.profile.events import StepLog
 from recollect.profile.profile import Profile
 from recollect.simulation.decisions import CallActions, decide
 from recollect.simulation.simulate import simulate
-from recollect.simulation.timeline import timeline
 
 StagePlans = Plan | Sequence[Plan]
 """A plan for all micro-batches of a stage, or one for each of them."""
@@ -112,26 +109,28 @@ class RecordedPieces:
         ]
         # With the plan itself, whose `id` is part of the key.
         self._added: dict[tuple[int, int], tuple[Plan, tuple[float, float]]] = {}
-        self._forward_s: dict[int, float] = {}
 
     def _parts(self, number: int, profile: Profile) -> StageParts:
         if id(profile) not in self._known_parts:
             self._known_parts[id(profile)] = StageParts(number, profile)
         return self._known_parts[id(profile)]
 
-    def times(self, number: int, plan: Plan, *, is_first: bool) -> StageTimes:
-        """Return the seconds of each action of a piece under a plan; `is_first`: it is of the first stage."""
+    def times(self, number: int, plan: Plan, *, is_first: bool) -> Mapping[str, float]:
+        """Return the seconds of each kind of action of a piece under a plan; `is_first`: it is of the first stage."""
         recorded = self.pieces[number]
-        whole = recorded.whole.profile
-        forward_s = self._plain_forward_s(whole)
-        backward_s = whole.step_s - forward_s + sum(self.added_s(recorded.whole, plan))
+        forward_s = recorded.whole.forward_s
+        backward_s = recorded.whole.profile.step_s - forward_s + sum(self.added_s(recorded.whole, plan))
         if is_first or recorded.halves is None:
-            return StageTimes(forward_s, backward_s, 0.0, backward_s)
-        halves = recorded.halves.profile
-        rest_s = halves.step_s - self._plain_forward_s(halves)
+            return {FORWARD: forward_s, BACKWARD: backward_s, INPUT: 0.0, WEIGHT: backward_s}
+        rest_s = recorded.halves.profile.step_s - recorded.halves.forward_s
         share = recorded.halves.input_share
         first_s, second_s = self.added_s(recorded.halves, plan)
-        return StageTimes(forward_s, backward_s, rest_s * share + first_s, rest_s * (1 - share) + second_s)
+        return {
+            FORWARD: forward_s,
+            BACKWARD: backward_s,
+            INPUT: rest_s * share + first_s,
+            WEIGHT: rest_s * (1 - share) + second_s,
+        }
 
     def added_s(self, parts: StageParts, plan: Plan) -> tuple[float, float]:
         """Return the seconds that a plan adds up to the end of the first half of backward, and after it."""
@@ -147,16 +146,6 @@ class RecordedPieces:
                 first_s = simulate(first, decisions).recompute_s
             self._added[key] = plan, (first_s, whole_s - first_s)
         return self._added[key][1]
-
-    def _plain_forward_s(self, profile: Profile) -> float:
-        """Return the seconds from the first op of forward to the first of backward, without recompute."""
-        if id(profile) not in self._forward_s:
-            plain = timeline(profile, Plan({}))
-            is_backward = plain.phases == events.BACKWARD
-            self._forward_s[id(profile)] = (
-                float(plain.time_s[is_backward.argmax()]) if is_backward.any() else profile.step_s
-            )
-        return self._forward_s[id(profile)]
 
 
 class Pipeline:
@@ -198,6 +187,15 @@ class Pipeline:
         """Return the pieces of all stages of a rank."""
         return [piece for stage in self.schedule.stages_of(number) for piece in self.pieces_of[stage]]
 
+    def plans_of_pieces(self, plans: Sequence[Plan]) -> tuple[Plan, ...]:
+        """Return the plan of each piece, from those of the ranks."""
+        found = {
+            piece: stage_plan(plan, number, self.recorded.pieces[piece].whole.profile)
+            for rank, plan in enumerate(plans)
+            for number, piece in enumerate(self.pieces_of_rank(rank))
+        }
+        return tuple(found[piece] for piece in sorted(found))
+
     def rank(self, number: int, *, is_whole: bool) -> Rank:
         """Return what one rank runs; with all of its micro-batches, or as few as say the same if they are alike."""
         own = self.pieces_of_rank(number)
@@ -205,7 +203,11 @@ class Pipeline:
         run = [action for action in actions if action is not None]
 
         def by_piece(some: Sequence[PipelineAction]) -> tuple[PipelineAction, ...]:
-            return tuple(replace(action, stage=own.index(piece)) for action in some for piece in self._in_order(action))
+            return tuple(
+                replace(action, stage=own.index(piece))
+                for action in some
+                for piece in self.pieces_of[action.stage][:: 1 if action.kind == FORWARD else -1]
+            )
 
         whole = run if is_whole else first_actions(run)
         some = by_piece(whole)
@@ -231,10 +233,6 @@ class Pipeline:
                 later = (_as_run(action) for action in order[order.index(before) :])
                 yield by_piece([runs])[0], by_piece([next(action for action in later if action in some)])[0]
 
-    def _in_order(self, action: PipelineAction) -> Sequence[int]:
-        pieces = self.pieces_of[action.stage]
-        return pieces if action.kind == FORWARD else pieces[::-1]
-
     def _rank_stage(self, piece: int, own: Sequence[int]) -> RankStage:
         all_pieces = self.recorded.pieces
         is_last = piece == len(all_pieces) - 1
@@ -257,16 +255,14 @@ class Pipeline:
     def peaks_bytes(self, plans: Sequence[StagePlans]) -> tuple[int, ...]:
         """Return the most bytes that each rank holds under given plans of the pieces."""
         known: dict[object, int] = {}
-        steps: dict[object, RankStep] = {}
+        step_of = cache(rank_step)
         found = []
         for number in range(len(self.schedule.ranks)):
             own = [plans[piece] for piece in self.pieces_of_rank(number)]
             rank = self.rank(number, is_whole=not all(isinstance(plan, Plan) for plan in own))
-            key = rank.key, tuple(id(plan) for plan in own)
+            key = rank, tuple(id(plan) for plan in own)
             if key not in known:
-                if rank.key not in steps:
-                    steps[rank.key] = rank_step(rank)
-                known[key] = _peak_bytes(steps[rank.key], own)
+                known[key] = _peak_bytes(step_of(rank), own)
             found.append(known[key])
         return tuple(found)
 
@@ -307,7 +303,7 @@ class Pipeline:
             if key not in known:
                 is_first = action.stage == 0
                 times = [self.recorded.times(p, plan, is_first=is_first) for p, plan in zip(pieces, own, strict=True)]
-                known[key] = sum(one.of(action.kind) for one in times)
+                known[key] = sum(one[action.kind] for one in times)
             return known[key]
 
         return played_s(self.schedule, lasts, send_s=send_s)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache, partial
 from typing import Any
 
 from recollect.arguments import check_kind
 from recollect.errors import BudgetTooSmallError, ScheduleError
 from recollect.pipelines.pipeline import Pipeline, PipelinePlan, RecordedPieces, StagePlans
-from recollect.pipelines.rank_bound import rank_planners
-from recollect.pipelines.rank_profile import stage_plan
+from recollect.pipelines.rank_bound import rank_planner
 from recollect.pipelines.schedule import PipelineSchedule, schedule_of
+from recollect.planning.choose import Planner
 from recollect.plans.plan import Plan
 from recollect.profile.profile import Profile
 from recollect.progress.stage import stage as progress_stage
@@ -73,25 +74,20 @@ def plan_pipeline(
     """
     pipeline = _checked(profiles, schedule, split_profiles, "plan_pipeline(profiles, schedule, budget)")
     with progress_stage("planning the pipeline"):
-        planners = rank_planners(pipeline.ranks, {})
+        planners = [*map(cache(rank_planner), pipeline.ranks)]
         plain_peak_bytes = max(planner.plain_peak_bytes for planner in planners)
         device_bytes = min(profile.device_memory_bytes for profile in profiles)
         budget_bytes = parse_budget(budget, reference_bytes=plain_peak_bytes, device_bytes=device_bytes)
-        made: dict[int, Plan] = {}
-        peaks = []
-        chosen: dict[int, Plan] = {}
+        plan_of = cache(partial(Planner.plan, budget=budget_bytes))
+        plans: list[Plan] = []
         for rank, planner in enumerate(planners):
-            if id(planner) not in chosen:
-                try:
-                    chosen[id(planner)] = planner.plan(budget_bytes)
-                except BudgetTooSmallError as error:
-                    raise _too_small(error, pipeline.schedule, rank, plain_peak_bytes) from None
-            plan = chosen[id(planner)]
-            peaks.append(plan.predicted_peak_bytes or 0)
-            for number, stage in enumerate(pipeline.schedule.stages_of(rank)):
-                made[stage] = stage_plan(plan, number, profiles[stage])
-        plans = [made[stage] for stage in range(len(made))]
-        return pipeline.predicted(plans, peaks, send_s=send_s, budget_bytes=budget_bytes)
+            try:
+                plans.append(plan_of(planner))
+            except BudgetTooSmallError as error:
+                raise _too_small(error, pipeline.schedule, rank, plain_peak_bytes) from None
+        peaks_bytes = [plan.predicted_peak_bytes or 0 for plan in plans]
+        of_stages = pipeline.plans_of_pieces(plans)
+        return pipeline.predicted(of_stages, peaks_bytes, send_s=send_s, budget_bytes=budget_bytes)
 
 
 def predict_pipeline(
@@ -146,11 +142,10 @@ def predict_pipeline(
 
 
 def _checked(profiles: Sequence[Profile], schedule: Any, split_profiles: Sequence[Profile], call: str) -> Pipeline:
+    found = schedule_of(schedule)
     for name, given in (("profiles", profiles), ("split_profiles", split_profiles)):
         for profile in given:
             check_kind(call, name, profile, Profile, "recollect.Profile")
-    found = schedule_of(schedule)
-    for name, given in (("profiles", profiles), ("split_profiles", split_profiles)):
         if len(given) != found.num_stages and (given or name == "profiles"):
             raise ScheduleError(
                 f"got {len(given)} {name} for a schedule of {found.num_stages} stages, expected one for each"

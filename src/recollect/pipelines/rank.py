@@ -6,7 +6,8 @@ Also the buffers through which stages exchange what they make, where torch makes
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from functools import cached_property
 
 from recollect.pipelines.schedule import BACKWARD, FORWARD, INPUT, WEIGHT, Loop, PipelineAction
 from recollect.pipelines.stage_parts import RecordedStage
@@ -14,7 +15,7 @@ from recollect.profile import events
 from recollect.profile.events import Event
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class RankStage:
     """One of a rank's stages, and what it exchanges with others.
 
@@ -45,16 +46,10 @@ class RankStage:
         """Whether its output goes to another rank."""
         return not (self.is_last or self.next_is_here or self.next_is_inside)
 
-    @property
-    def key(self) -> tuple[object, ...]:
-        """Equal for stages that do alike."""
-        others = (getattr(self, field.name) for field in fields(self) if field.name != "recorded")
-        return id(self.recorded.whole), id(self.recorded.halves), *others
 
-
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Rank:
-    """What one rank runs.
+    """What one rank runs; equal for ranks that do alike.
 
     Attributes:
         stages: in order.
@@ -74,11 +69,11 @@ class Rank:
     receives: tuple[tuple[PipelineAction, PipelineAction], ...]
     left_out: tuple[int, ...]
 
-    @property
-    def key(self) -> tuple[object, ...]:
-        """Equal for ranks that do alike."""
-        others = (getattr(self, field.name) for field in fields(self) if field.name != "stages")
-        return tuple(stage.key for stage in self.stages), *others
+    @cached_property
+    def backwards(self) -> Mapping[tuple[int, int], str]:
+        """The kind of backward of each stage and micro-batch: "B", or "I" for one in halves."""
+        kinds = (BACKWARD, INPUT)
+        return {(action.stage, action.micro_batch): action.kind for action in self.actions if action.kind in kinds}
 
 
 def first_actions(actions: Sequence[PipelineAction]) -> tuple[PipelineAction, ...]:
@@ -156,16 +151,12 @@ class Buffers:
         log: of the rank, to write to.
         allocate: writes that a storage of so many bytes is made; returns its number.
         rank: whose buffers they are.
-        kinds: the kind of backward of each stage and micro-batch: "B", or "I" for one in halves.
     """
 
-    def __init__(
-        self, log: list[Event], allocate: Callable[[int], int], rank: Rank, kinds: Mapping[tuple[int, int], str]
-    ) -> None:
+    def __init__(self, log: list[Event], allocate: Callable[[int], int], rank: Rank) -> None:
         self._log = log
         self._allocate = allocate
         self._rank = rank
-        self._kinds = kinds
         self._early: dict[PipelineAction, list[PipelineAction]] = {}
         for needed, before in rank.receives:
             self._early.setdefault(before, []).append(needed)
@@ -185,7 +176,7 @@ class Buffers:
         if not is_received or (key, is_forward) in self._received:
             return
         self._received.add((key, is_forward))
-        stays = is_forward and self.stay_with_loss(action.stage) and self._kinds[key] == BACKWARD
+        stays = is_forward and self.stay_with_loss(action.stage) and self._rank.backwards[key] == BACKWARD
         holder = "loss" if stays else (self._first_part(action.stage), action.micro_batch)
         self.make([holder], stage.recorded.whole.input_bytes if is_forward else stage.output_bytes)
 

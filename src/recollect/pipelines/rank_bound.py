@@ -39,14 +39,6 @@ def rank_planner(rank: Rank) -> Planner:
     return Planner(step.profile, make_bound=partial(rank_bound, rank, step))
 
 
-def rank_planners(ranks: Sequence[Rank], known: dict[object, Planner]) -> list[Planner]:
-    """Return a planner for each rank, from those that are known by the key of their rank, or else a new one."""
-    for rank in ranks:
-        if rank.key not in known:
-            known[rank.key] = rank_planner(rank)
-    return [known[rank.key] for rank in ranks]
-
-
 def rank_bound(rank: Rank, step: RankStep) -> LowerBound:
     """Return the bound on the recompute of any plan of a rank.
 
@@ -89,12 +81,7 @@ class _Moments:
 
     def __init__(self, rank: Rank, step: RankStep) -> None:
         self._kinds: dict[tuple[int, str], _Kind] = {}
-        backward_of = {
-            (action.stage, action.micro_batch): action.kind
-            for action in rank.actions
-            if action.kind in (BACKWARD, INPUT)
-        }
-        for (stage, _), backward in backward_of.items():
+        for (stage, _), backward in rank.backwards.items():
             if (stage, backward) not in self._kinds:
                 self._kinds[stage, backward] = _Kind(rank.stages[stage].recorded.parts_of(backward), backward)
             self._kinds[stage, backward].num_micro_batches += 1
@@ -104,9 +91,11 @@ class _Moments:
         waiting: dict[tuple[int, int], tuple[tuple[int, str], str]] = {}
         for action, start in zip(rank.actions, step.starts, strict=True):
             batch = action.stage, action.micro_batch
-            key = action.stage, backward_of[batch]
+            key = action.stage, rank.backwards[batch]
             waiting.pop(batch, None)
-            counts = self._counts(list(waiting.values()))
+            states = list(waiting.values())
+            # How many micro-batches wait, by kind and by the action that they wait after.
+            counts = tuple(states.count((of, after)) for of, other in self._kinds.items() for after in other.waiting)
             kind = self._kinds[key]
             for moment in kind.moments_of(action.kind):
                 known = rows.setdefault((key, action.kind, moment), {})
@@ -124,10 +113,6 @@ class _Moments:
             for (column, waits), count in zip(places, counts, strict=True):
                 self._counts_of[column][row, waits] += count
             self._counts_of[self._columns[key]][row, moment] += 1
-
-    def _counts(self, waiting: Sequence[tuple[tuple[int, str], str]]) -> tuple[int, ...]:
-        """Return how many micro-batches wait, by kind and by the action that they wait after."""
-        return tuple(waiting.count((key, kind)) for key, found in self._kinds.items() for kind in found.waiting)
 
     @property
     def most_s(self) -> float:

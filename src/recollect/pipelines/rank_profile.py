@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
 from recollect.errors import ProfileFormatError
 from recollect.pipelines.rank import Buffers, Rank, RankStage
-from recollect.pipelines.schedule import BACKWARD, FORWARD, INPUT, WEIGHT, PipelineAction
+from recollect.pipelines.schedule import FORWARD, INPUT, WEIGHT, PipelineAction
 from recollect.pipelines.stage_parts import STORAGE_EVENTS, RecordedStage, StageParts
 from recollect.plans.plan import Plan
 from recollect.profile import events
@@ -50,10 +51,9 @@ def rank_step(rank: Rank) -> RankStep:
 
     Complexity: linear in the events of all actions.
     """
-    persistent: dict[str, int] = {}
+    persistent: Counter[str] = Counter()
     for stage in rank.stages:
-        for kind, nbytes in _persistent(stage, rank).items():
-            persistent[kind] = persistent.get(kind, 0) + nbytes
+        persistent.update(_persistent(stage, rank))
     writer = _Writer(rank)
     for action in rank.actions:
         writer.add(action)
@@ -65,7 +65,7 @@ def rank_step(rank: Rank) -> RankStep:
         calls=tuple(writer.calls),
         log=StepLog(blocks=((*writer.log, *writer.optimizer_steps()),), sequence=((0, -1),)),
         step_s=sum(recorded.step_s for _, _, recorded in writer.forwards),
-        persistent=persistent,
+        persistent=dict(persistent),
         calibration_bytes=max(stage.recorded.whole.profile.calibration_bytes for stage in rank.stages),
         model_class=f"stages {', '.join(map(str, numbers))} of a pipeline",
         batch=f"{rank.num_micro_batches} micro-batches",
@@ -138,11 +138,6 @@ class _Writer:
         self.forwards: list[tuple[int, int, Profile]] = []
         self.starts: list[int] = []
         self._rank = rank
-        self._kinds = {
-            (action.stage, action.micro_batch): action.kind
-            for action in rank.actions
-            if action.kind in (BACKWARD, INPUT)
-        }
         self._first_graph: dict[int, int] = {}
         for stage in rank.stages:
             self._add_graphs(stage.recorded)
@@ -150,7 +145,7 @@ class _Writer:
         # Of each stage: events that free the gradient that it sent last.
         self._sent: dict[int, list[Event]] = {}
         self._open: dict[tuple[int, int], _InFlight] = {}
-        self._buffers = Buffers(self.log, self.allocate, rank, self._kinds) if rank.as_needed else None
+        self._buffers = Buffers(self.log, self.allocate, rank) if rank.as_needed else None
         # Of each part of a stage and micro-batch: events that free the gradient that it handed to the part before.
         self._handed: dict[tuple[int, int], list[Event]] = {}
         # Of each part of a stage and micro-batch: how half of its backward ends, and of the parts after it.
@@ -187,9 +182,6 @@ class _Writer:
             self.graphs += found[0].profile.graphs
         self._first_graph.update((id(parts), first) for parts in found)
 
-    def _holds_output_sent(self, stage: RankStage) -> bool:
-        return self._rank.loop.holds_sent and stage.sends_output
-
     def add(self, action: PipelineAction) -> None:
         """Add a forward, with calls of its own, or the backward of one, or half of it."""
         key = action.stage, action.micro_batch
@@ -209,7 +201,8 @@ class _Writer:
         if stage.next_is_inside or stage.previous_is_inside:
             now, later = _half(action.kind, now)
         self._ends[key] = self._renumbered(later, found) + self._ends.pop((action.stage + 1, action.micro_batch), [])
-        self._write(now, found)
+        self.starts.append(len(self.log))
+        self.log += self._renumbered(now, found)
         if not stage.previous_is_inside:
             self.log += self._ends.pop(key)
         # The second half may read it.
@@ -220,7 +213,7 @@ class _Writer:
         # torch holds a stage's output for the second half, but not the last one's.
         if action.kind == INPUT and not stage.is_last:
             return
-        if found.output is not None and not self._holds_output_sent(stage):
+        if found.output is not None and not (self._rank.loop.holds_sent and stage.sends_output):
             self.log.append((events.FREE, found.output))
             self._open[key] = replace(found, output=None)
         if action.kind != INPUT:
@@ -230,11 +223,12 @@ class _Writer:
 
     def _add_forward(self, action: PipelineAction, stage: RankStage) -> None:
         key = action.stage, action.micro_batch
-        parts = stage.recorded.parts_of(self._kinds[key])
+        parts = stage.recorded.parts_of(self._rank.backwards[key])
         found = _InFlight(parts, len(self.calls), self._num_storages, self._num_handles, None)
         self._add_calls(action.stage, parts)
         self.forwards.append((action.stage, action.micro_batch, parts.profile))
-        self._write(parts.parts[FORWARD], found)
+        self.starts.append(len(self.log))
+        self.log += self._renumbered(parts.parts[FORWARD], found)
         self._num_storages += parts.num_storages
         self._num_handles += parts.num_handles
         if self._buffers and not (stage.is_last or stage.next_is_inside):
@@ -283,10 +277,6 @@ class _Writer:
                     outside=tuple((value, self._num_storages + storage) for value, storage in call.outside),
                 )
             )
-
-    def _write(self, part: Sequence[Event], found: _InFlight) -> None:
-        self.starts.append(len(self.log))
-        self.log += self._renumbered(part, found)
 
     def _renumbered(self, part: Sequence[Event], found: _InFlight) -> list[Event]:
         renumbered: list[Event] = []

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from itertools import chain
 from typing import Any, Final
 
 from recollect.errors import ConfigError, ScheduleError
@@ -91,20 +92,20 @@ class PipelineSchedule:
             raise ScheduleError(
                 f"the schedule has stages {sorted(rank_of)}, expected 0, 1, 2 and so on, each at least once"
             )
-        batches = {stage: self._micro_batches(stage, rank) for stage, rank in rank_of.items()}
+        batches = {
+            stage: {action.micro_batch for action in self.ranks[rank] if action.stage == stage}
+            for stage, rank in rank_of.items()
+        }
         for stage, found in batches.items():
             if found != batches[0]:
                 raise ScheduleError(
                     f"stage {stage} runs micro-batches {sorted(found)}, and stage 0 {sorted(batches[0])}, expected the same"
                 )
 
-    def _micro_batches(self, stage: int, rank: int) -> frozenset[int]:
-        return frozenset(action.micro_batch for action in self.ranks[rank] if action.stage == stage)
-
     @property
     def num_stages(self) -> int:
         """Number of stages, those of all ranks together."""
-        return 1 + max(action.stage for actions in self.ranks for action in actions)
+        return 1 + max(action.stage for action in chain(*self.ranks))
 
     @property
     def num_micro_batches(self) -> int:
@@ -117,9 +118,8 @@ class PipelineSchedule:
 
     def most_in_flight(self, stage: int) -> int:
         """Return the most micro-batches whose forward ran and whose backward did not end."""
-        rank = next(r for r in range(len(self.ranks)) if stage in self.stages_of(r))
         alive = most = 0
-        for action in self.ranks[rank]:
+        for action in chain(*self.ranks):
             if action.stage == stage:
                 alive += {FORWARD: 1, INPUT: 0, BACKWARD: -1, WEIGHT: -1}[action.kind]
                 most = max(most, alive)
@@ -127,10 +127,7 @@ class PipelineSchedule:
 
     def backwards_of(self, stage: int) -> frozenset[str]:
         """Return the kinds of backward that a stage runs: "B" for a whole one, "I" for one in halves."""
-        return frozenset(action.kind for actions in self.ranks for action in actions if action.stage == stage) & {
-            BACKWARD,
-            INPUT,
-        }
+        return frozenset(action.kind for action in chain(*self.ranks) if action.stage == stage) & {BACKWARD, INPUT}
 
     @classmethod
     def gpipe(cls, *, num_stages: int, num_micro_batches: int) -> PipelineSchedule:
@@ -187,11 +184,9 @@ class PipelineSchedule:
 
 def _chunk(number: int, rank: int, num_ranks: int, stages_per_rank: int, kind: str) -> PipelineAction:
     """Return a rank's forward or backward of that number: groups of `num_ranks` micro-batches go through all its stages."""
-    chunk = number // num_ranks % stages_per_rank if stages_per_rank > 1 else 0
+    chunk = number // num_ranks % stages_per_rank
     if kind == BACKWARD:
         chunk = stages_per_rank - 1 - chunk
-    if stages_per_rank == 1:
-        return PipelineAction(rank, kind, number)
     batch = number // (num_ranks * stages_per_rank) * num_ranks + number % num_ranks
     return PipelineAction(chunk * num_ranks + rank, kind, batch)
 
@@ -274,13 +269,10 @@ def _receives(row: Iterable[Any]) -> Iterable[tuple[PipelineAction, PipelineActi
             continue
         action = PipelineAction(int(computed[1]), computed[2], int(computed[3]))
         early.update({key: action for key, first in early.items() if first is None})
-        before = (
-            None
-            if action.kind == WEIGHT
-            else early.pop((action.stage, action.kind == FORWARD, action.micro_batch), None)
-        )
-        if before not in (None, action):
-            yield action, before
+        if action.kind != WEIGHT:
+            before = early.pop((action.stage, action.kind == FORWARD, action.micro_batch), None)
+            if before not in (None, action):
+                yield action, before
 
 
 def _check_pairs(rank: int, actions: Iterable[PipelineAction]) -> None:
@@ -310,25 +302,6 @@ def _check_counts(**counts: int) -> None:
             )
 
 
-@dataclass(frozen=True, slots=True)
-class StageTimes:
-    """Seconds of one micro-batch of a stage; recompute is part of what it is for.
-
-    Attributes:
-        forward_s, backward_s: of forward, and of a whole backward.
-        input_s, weight_s: of the halves of a backward.
-    """
-
-    forward_s: float
-    backward_s: float = 0.0
-    input_s: float = 0.0
-    weight_s: float = 0.0
-
-    def of(self, kind: str) -> float:
-        """Return the seconds of an action of this kind."""
-        return {FORWARD: self.forward_s, BACKWARD: self.backward_s, INPUT: self.input_s, WEIGHT: self.weight_s}[kind]
-
-
 def played_s(schedule: PipelineSchedule, lasts: Callable[[PipelineAction], float], *, send_s: float = 0.0) -> float:
     """Return the seconds from the first forward to the last backward.
 
@@ -344,7 +317,6 @@ def played_s(schedule: PipelineSchedule, lasts: Callable[[PipelineAction], float
         ScheduleError: the ranks wait for each other for ever.
     """
     rank_of = {stage: rank for rank in range(len(schedule.ranks)) for stage in schedule.stages_of(rank)}
-    num_stages = schedule.num_stages
     # When the output of a stage, or the gradient of its input, is there: (is it the gradient, stage, micro-batch).
     made: dict[tuple[bool, int, int], float] = {}
     clocks = [0.0] * len(schedule.ranks)
@@ -355,27 +327,18 @@ def played_s(schedule: PipelineSchedule, lasts: Callable[[PipelineAction], float
             actions = schedule.ranks[rank]
             while position[rank] < len(actions):
                 action = actions[position[rank]]
-                source = _source(action, num_stages)
-                if source is not None and source not in made:
-                    break
-                ready = 0.0
-                if source is not None:
-                    ready = made[source] + (send_s if rank_of[source[1]] != rank else 0.0)
-                clocks[rank] = max(clocks[rank], ready) + lasts(action)
+                is_gradient = action.kind != FORWARD
+                source = is_gradient, action.stage + (1 if is_gradient else -1), action.micro_batch
+                if action.kind != WEIGHT and source[1] in rank_of:
+                    if source not in made:
+                        break
+                    clocks[rank] = max(clocks[rank], made[source] + (send_s if rank_of[source[1]] != rank else 0.0))
+                clocks[rank] += lasts(action)
                 if action.kind != WEIGHT:
-                    made[action.kind != FORWARD, action.stage, action.micro_batch] = clocks[rank]
+                    made[is_gradient, action.stage, action.micro_batch] = clocks[rank]
                 position[rank] += 1
                 ran = True
         if not ran:
             stuck = ", ".join(f"rank {rank} at {schedule.ranks[rank][position[rank]]}" for rank in waiting)
             raise ScheduleError(f"the ranks wait for each other: {stuck}")
     return max(clocks)
-
-
-def _source(action: PipelineAction, num_stages: int) -> tuple[bool, int, int] | None:
-    """Return what an action needs from another stage, as `played_s` names it."""
-    if action.kind == FORWARD and action.stage:
-        return False, action.stage - 1, action.micro_batch
-    if action.kind in (BACKWARD, INPUT) and action.stage < num_stages - 1:
-        return True, action.stage + 1, action.micro_batch
-    return None

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cache
 from itertools import permutations
 from typing import Any, Final
 
 from recollect.arguments import check_kind
 from recollect.errors import BudgetTooSmallError, ScheduleError
 from recollect.pipelines.pipeline import Pipeline, PipelinePlan, RecordedPieces
-from recollect.pipelines.rank_bound import rank_planners
-from recollect.pipelines.rank_profile import stage_plan
+from recollect.pipelines.rank import Rank
+from recollect.pipelines.rank_bound import rank_planner
 from recollect.pipelines.schedule import PipelineSchedule, schedule_of
-from recollect.planning.choose import Planner
 from recollect.plans.plan import Plan
 from recollect.profile.profile import Profile
 from recollect.progress.stage import stage as progress_stage
@@ -121,24 +121,19 @@ def split_pipeline(
         return _Search(layers, split_layers, found, budget, send_s).result()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, order=True)
 class _Found:
-    """A split under plans: by how many bytes the fullest rank exceeds the budget, and the step."""
+    """A split under plans: by how many bytes the fullest rank exceeds the budget, and the step. Lower is better."""
 
-    sizes: tuple[int, ...]
     shortfall_bytes: int
     step_s: float
-    plans: tuple[Plan, ...] = ()
-    peaks_bytes: tuple[int, ...] = ()
-
-    @property
-    def order(self) -> tuple[int, float, tuple[int, ...]]:
-        """Lower is better."""
-        return self.shortfall_bytes, self.step_s, self.sizes
+    sizes: tuple[int, ...]
+    plans: tuple[Plan, ...] = field(default=(), compare=False)
+    peaks_bytes: tuple[int, ...] = field(default=(), compare=False)
 
 
 class _Search:
-    """Descends from a split to its neighbours, and remembers every rank that it planned."""
+    """Descends from a split to its neighbours, and remembers every rank that it planned, and every split."""
 
     def __init__(
         self,
@@ -152,33 +147,33 @@ class _Search:
         self._recorded = RecordedPieces(layers, split_layers)
         self._schedule = schedule
         self._send_s = send_s
-        self._planners: dict[object, Planner] = {}
-        self._planned: dict[Planner, Plan | BudgetTooSmallError] = {}
-        self._known: dict[tuple[int, ...], _Found] = {}
-        self._plain_s: dict[tuple[int, ...], float] = {}
+        self._planner = cache(rank_planner)
+        self._plan = cache(self._planned)
+        self._plain = cache(self._plain_s)
+        self._at = cache(self._planned_at)
         num_stages = schedule.num_stages
         share, rest = divmod(len(layers), num_stages)
         self._even = tuple(share + (stage < rest) for stage in range(num_stages))
-        even = rank_planners(self._pipeline(self._even).ranks, self._planners)
-        self._plain_peak_bytes = max(planner.plain_peak_bytes for planner in even)
-        self._budget_bytes = parse_budget(
-            budget,
-            reference_bytes=self._plain_peak_bytes,
-            device_bytes=min(profile.device_memory_bytes for profile in layers),
-        )
+        ranks = self._pipeline(self._even).ranks
+        self._plain_peak_bytes = max(self._planner(rank).plain_peak_bytes for rank in ranks)
+        device_bytes = min(profile.device_memory_bytes for profile in layers)
+        self._budget_bytes = parse_budget(budget, reference_bytes=self._plain_peak_bytes, device_bytes=device_bytes)
 
     def result(self) -> PipelineSplit:
         """Return the best split of all descents."""
-        starts = [self._even, self._fastest_plain()]
-        best = min((self._descend(start) for start in dict.fromkeys(starts)), key=lambda found: found.order)
+        best = min(self._descend(start) for start in dict.fromkeys([self._even, self._fastest_plain()]))
         if best.shortfall_bytes:
-            raise self._too_small(best)
-        return self._split(best)
-
-    def _split(self, found: _Found) -> PipelineSplit:
-        pipeline = self._pipeline(found.sizes)
+            sizes = ", ".join(map(str, best.sizes))
+            raise BudgetTooSmallError(
+                budget_bytes=self._budget_bytes,
+                least_peak_bytes=self._budget_bytes + best.shortfall_bytes,
+                unit=f"the fullest rank of the leanest split that was found ({sizes} layers by stage)",
+                advice=("Use more ranks or smaller micro-batches.",),
+                plain_peak_bytes=self._plain_peak_bytes,
+            )
+        pipeline = self._pipeline(best.sizes)
         predicted = pipeline.predicted(
-            found.plans, found.peaks_bytes, send_s=self._send_s, budget_bytes=self._budget_bytes
+            best.plans, best.peaks_bytes, send_s=self._send_s, budget_bytes=self._budget_bytes
         )
         even = self._at(self._even)
         return PipelineSplit(tuple(pipeline.pieces_of), predicted, None if even.shortfall_bytes else even.step_s)
@@ -186,13 +181,11 @@ class _Search:
     def _pipeline(self, sizes: tuple[int, ...]) -> Pipeline:
         return Pipeline(self._schedule, self._recorded, sizes)
 
-    def _plan(self, planner: Planner) -> Plan | BudgetTooSmallError:
-        if planner not in self._planned:
-            try:
-                self._planned[planner] = planner.plan(self._budget_bytes)
-            except BudgetTooSmallError as error:
-                self._planned[planner] = error
-        return self._planned[planner]
+    def _planned(self, rank: Rank) -> Plan | BudgetTooSmallError:
+        try:
+            return self._planner(rank).plan(self._budget_bytes)
+        except BudgetTooSmallError as error:
+            return error
 
     def _fastest_plain(self) -> tuple[int, ...]:
         """Return a split whose step without recompute no single move shortens."""
@@ -203,11 +196,8 @@ class _Search:
                 return best
             best = found
 
-    def _plain(self, sizes: tuple[int, ...]) -> float:
-        if sizes not in self._plain_s:
-            plain = [Plan({})] * len(self._layers)
-            self._plain_s[sizes] = self._pipeline(sizes).step_s(plain, send_s=self._send_s)
-        return self._plain_s[sizes]
+    def _plain_s(self, sizes: tuple[int, ...]) -> float:
+        return self._pipeline(sizes).step_s([Plan({})] * len(self._layers), send_s=self._send_s)
 
     def _descend(self, start: tuple[int, ...]) -> _Found:
         best = self._at(start)
@@ -217,41 +207,20 @@ class _Search:
             moved = sorted(_neighbours(best.sizes), key=lambda sizes: (self._plain(sizes), sizes))
             for sizes in moved if best.shortfall_bytes else moved[:_MOST_MOVES]:
                 if best.shortfall_bytes or self._plain(sizes) < best.step_s:
-                    best = min(best, self._at(sizes), key=lambda found: found.order)
+                    best = min(best, self._at(sizes))
             if best is before:
                 return best
 
-    def _at(self, sizes: tuple[int, ...]) -> _Found:
-        if sizes not in self._known:
-            self._known[sizes] = self._planned_at(sizes)
-        return self._known[sizes]
-
     def _planned_at(self, sizes: tuple[int, ...]) -> _Found:
         pipeline = self._pipeline(sizes)
-        chosen = [self._plan(planner) for planner in rank_planners(pipeline.ranks, self._planners)]
-        shortfall_bytes = max(
-            plan.least_peak_bytes - self._budget_bytes if isinstance(plan, BudgetTooSmallError) else 0
-            for plan in chosen
-        )
-        made: dict[int, Plan] = {}
-        for rank, plan in enumerate(chosen):
-            if isinstance(plan, BudgetTooSmallError):
-                return _Found(sizes, shortfall_bytes, self._plain(sizes))
-            for number, piece in enumerate(pipeline.pieces_of_rank(rank)):
-                made[piece] = stage_plan(plan, number, self._layers[piece])
-        plans = tuple(made[piece] for piece in range(len(made)))
-        peaks_bytes = tuple(plan.predicted_peak_bytes or 0 for plan in chosen if isinstance(plan, Plan))
-        return _Found(sizes, 0, pipeline.step_s(plans, send_s=self._send_s), plans, peaks_bytes)
-
-    def _too_small(self, best: _Found) -> BudgetTooSmallError:
-        least_bytes = self._budget_bytes + best.shortfall_bytes
-        return BudgetTooSmallError(
-            budget_bytes=self._budget_bytes,
-            least_peak_bytes=least_bytes,
-            unit=f"the fullest rank of the leanest split that was found ({', '.join(map(str, best.sizes))} layers by stage)",
-            advice=("Use more ranks or smaller micro-batches.",),
-            plain_peak_bytes=self._plain_peak_bytes,
-        )
+        chosen = [self._plan(rank) for rank in pipeline.ranks]
+        if errors := [plan for plan in chosen if isinstance(plan, BudgetTooSmallError)]:
+            shortfall_bytes = max(error.least_peak_bytes for error in errors) - self._budget_bytes
+            return _Found(shortfall_bytes, self._plain(sizes), sizes)
+        fitting = [plan for plan in chosen if isinstance(plan, Plan)]
+        plans = pipeline.plans_of_pieces(fitting)
+        peaks_bytes = tuple(plan.predicted_peak_bytes or 0 for plan in fitting)
+        return _Found(0, pipeline.step_s(plans, send_s=self._send_s), sizes, plans, peaks_bytes)
 
 
 def _neighbours(sizes: tuple[int, ...]) -> list[tuple[int, ...]]:

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Final
 
 from recollect.errors import ProfileFormatError
 from recollect.pipelines.schedule import BACKWARD, FORWARD, INPUT, WEIGHT
+from recollect.plans.plan import Plan
 from recollect.profile import events
 from recollect.profile.events import Event
 from recollect.profile.profile import Profile
+from recollect.simulation.timeline import timeline
 
 STORAGE_EVENTS: Final = (events.ALLOC, events.FREE)
 _ENDS: Final = (events.DIES, events.FREE, events.LET_GO, events.RELEASE)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class RecordedStage:
-    """A stage, or a part of one, as it was recorded on one micro-batch.
+    """A stage, or a part of one, as it was recorded on one micro-batch; equal to others with the same record.
 
     Attributes:
         number: of the stage, for errors.
@@ -27,7 +29,7 @@ class RecordedStage:
         halves: with one in two halves; None if no schedule splits it.
     """
 
-    number: int
+    number: int = field(compare=False)
     whole: StageParts
     halves: StageParts | None
 
@@ -85,6 +87,13 @@ class StageParts:
         self.left_behind = _left_behind(profile, whole[:end])
         self.num_storages = 1 + max((event[1] for event in whole if event[0] in STORAGE_EVENTS), default=-1)
         self.num_handles = 1 + max((event[3] for event in whole if event[0] == events.SAVE), default=-1)
+
+    @cached_property
+    def forward_s(self) -> float:
+        """Seconds from the first op of forward to the first of backward, without recompute."""
+        plain = timeline(self.profile, Plan({}))
+        is_backward = plain.phases == events.BACKWARD
+        return float(plain.time_s[is_backward.argmax()]) if is_backward.any() else self.profile.step_s
 
     @cached_property
     def input_share(self) -> float:

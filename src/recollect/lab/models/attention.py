@@ -125,12 +125,8 @@ class LatentAttention(nn.Module):
         self.kv_layernorm = build_norm(config, config.kv_lora_rank)
         self.qkv_up_proj = UpProjection(config)
         self.core_attention: nn.Module = build_core_attention(config)
-        self.linear_proj = Linear(
-            config.num_attention_heads * config.v_head_dim,
-            hidden,
-            bias=config.add_bias_linear,
-            init_std=config.scaled_init_method_std,
-        )
+        values = config.num_attention_heads * config.v_head_dim
+        self.linear_proj = Linear(values, hidden, bias=config.add_bias_linear, init_std=config.scaled_init_method_std)
 
     def forward(self, x_BTD: Tensor, rotary: Rotary) -> Tensor:
         """Mix positions; position t sees 0..t."""

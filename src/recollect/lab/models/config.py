@@ -138,12 +138,15 @@ class TransformerConfig:
             "moe_ffn_hidden_size": self.ffn_hidden_size or 4 * self.hidden_size,
         }
         derived = {name: value for name, value in derived.items() if not getattr(self, name)}
-        for name, value in derived.items():
-            object.__setattr__(self, name, value)
-        object.__setattr__(self, "_derived", frozenset(derived))  # not a field: it does not describe the model
+        vars(self).update(derived, _derived=frozenset(derived))  # not a field: it does not describe the model
         if not isinstance(self.moe_layer_freq, int):
-            object.__setattr__(self, "moe_layer_freq", tuple(self.moe_layer_freq))
-        _check(self, has_own_kv_channels="kv_channels" not in derived)
+            vars(self)["moe_layer_freq"] = tuple(self.moe_layer_freq)
+        _check_ranges(self)
+        if self.hidden_size % self.num_attention_heads and "kv_channels" in derived:
+            expected = f"a multiple of num_attention_heads = {self.num_attention_heads}, or kv_channels set"
+            _refuse("hidden_size", self.hidden_size, expected)
+        _check_attention(self)
+        _check_experts(self)
 
     def changed(self, **changes: Any) -> TransformerConfig:
         """Return a configuration with changed fields; unlike `dataclasses.replace`, derive again what was derived.
@@ -260,24 +263,6 @@ class TransformerConfig:
 
     def _norm(self, channels: int) -> int:
         return 2 * channels if self.normalization == "LayerNorm" else channels
-
-
-def _check(config: TransformerConfig, *, has_own_kv_channels: bool) -> None:
-    """Check that a model can be built from a configuration.
-
-    Args:
-        config: the configuration, with derived fields filled in.
-        has_own_kv_channels: whether `kv_channels` was given, not derived.
-
-    Raises:
-        ValueError: names the field, its value, the values allowed and what to change.
-    """
-    _check_ranges(config)
-    if config.hidden_size % config.num_attention_heads and not has_own_kv_channels:
-        expected = f"a multiple of num_attention_heads = {config.num_attention_heads}, or kv_channels set"
-        _refuse("hidden_size", config.hidden_size, expected)
-    _check_attention(config)
-    _check_experts(config)
 
 
 def _refuse(name: str, got: Any, expected: str) -> None:

@@ -165,7 +165,7 @@ class GPTModel(nn.Module):
 
         Limitations: counts the tokens of this process, or those of the ranks that `recollect.lab.parallel` has told it of.
         """
-        for router in self._routers():
+        for router in self.routers:
             router.update_expert_bias()
 
     def forward(self, tokens: Tensor, labels: Tensor | None = None) -> GPTOutput:
@@ -211,21 +211,20 @@ class GPTModel(nn.Module):
 
     def _predict(self, x_BTD: Tensor, labels: Tensor) -> tuple[Tensor | None, Tensor]:
         """Return the logits, or None if the loss is computed in chunks, and the loss of this rank."""
-        logits_BTV, mean = self._mean_loss(x_BTD, self.sequence.own(labels))
-        return logits_BTV, self.sequence.loss(mean, labels)
-
-    def _mean_loss(self, x_BTD: Tensor, labels: Tensor) -> tuple[Tensor | None, Tensor]:
+        own, logits_BTV = self.sequence.own(labels), None
         if self.loss_chunks > 1:
-            return None, chunked_cross_entropy(
+            mean = chunked_cross_entropy(
                 x_BTD,
                 self.output_layer.weight,
-                labels,
+                own,
                 num_chunks=self.loss_chunks,
                 ignore_index=IGNORE_INDEX,
                 group=self.vocabulary_group,
             )
-        logits_BTV = self.output_layer(x_BTD)
-        return logits_BTV, self.cross_entropy(logits_BTV, labels)
+        else:
+            logits_BTV = self.output_layer(x_BTD)
+            mean = self.cross_entropy(logits_BTV, own)
+        return logits_BTV, self.sequence.loss(mean, labels)
 
     def _mtp_loss(
         self, mtp: MultiTokenPrediction, x_BTD: Tensor, tokens: Tensor, labels: Tensor, rotary: Rotary | None
@@ -242,12 +241,14 @@ class GPTModel(nn.Module):
             losses.append(torch.where((targets != IGNORE_INDEX).any(), loss, torch.zeros_like(loss)))
         return self.config.mtp_loss_scaling_factor * torch.stack(losses).mean(), statistics
 
-    def _routers(self) -> list[TopKRouter]:
+    @property
+    def routers(self) -> list[TopKRouter]:
+        """The routers of all layers that have experts, in order."""
         return [module for module in self.modules() if isinstance(module, TopKRouter)]
 
     def _count(self, statistics: list[RouterStatistics | None]) -> None:
         """Count the tokens of a forward in training."""
         if not (self.training and torch.is_grad_enabled()):
             return
-        for router, one in zip(self._routers(), (one for one in statistics if one is not None), strict=True):
+        for router, one in zip(self.routers, (one for one in statistics if one is not None), strict=True):
             router.count(one)

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections import UserDict
+from collections.abc import Iterable
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +21,7 @@ from recollect.extras import needed
 from recollect.lab.models.config import TransformerConfig
 from recollect.lab.models.gpt import GPTModel
 from recollect.lab.models.hugging_face_architecture import Architecture, WeightRule
-from recollect.lab.models.hugging_face_decoders import DEEPSEEK_V3, LLAMA, MIXTRAL
-from recollect.lab.models.hugging_face_gpt2 import GPT2
+from recollect.lab.models.hugging_face_decoders import ARCHITECTURES
 
 with needed("safetensors", by="a Hugging Face checkpoint"):
     from safetensors import SafetensorError, safe_open
@@ -28,9 +29,6 @@ with needed("safetensors", by="a Hugging Face checkpoint"):
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
-
-
-ARCHITECTURES = {architecture.model_type: architecture for architecture in (GPT2, LLAMA, MIXTRAL, DEEPSEEK_V3)}
 
 
 def read_config(folder: str | Path) -> tuple[str, TransformerConfig]:
@@ -85,13 +83,18 @@ def load_hugging_face(folder: str | Path, *, compute_dtype: torch.dtype | None =
     """
     model_type, config = read_config(folder)
     rules = list(_architecture(model_type).rules(config))
-    with torch.no_grad(), _Tensors(Path(folder)) as theirs:
+    theirs = _Tensors(Path(folder))
+    with torch.no_grad():
         _check_names(theirs, rules, config, _architecture(model_type).ignored, folder)
-        model = _without_weights(config, compute_dtype)
+        with torch.device("meta"):
+            model = GPTModel(config, compute_dtype=compute_dtype)
+        model = model.to_empty(device=torch.get_default_device())  # weights to be read need no random values first
+        if config.share_embeddings_and_output_weights:
+            model.output_layer.weight = model.embedding.word_embeddings.weight
+        for buffer in model.buffers():
+            buffer.zero_()  # as in a new model; a checkpoint need not hold them
         state = model.state_dict()
-        for rule in rules:
-            if rule.is_extra:
-                continue
+        for rule in (one for one in rules if not one.is_extra):
             name, tensor = rule.ours, rule.read(theirs)
             if state[name].shape != tensor.shape:
                 raise CheckpointError(
@@ -152,23 +155,11 @@ def save_hugging_face(
         (folder / _INDEX).write_text(text + "\n", encoding="utf-8")
 
 
-def _without_weights(config: TransformerConfig, compute_dtype: torch.dtype | None) -> GPTModel:
-    """Return a model with uninitialised weights: those to be read need no random values first."""
-    with torch.device("meta"):
-        model = GPTModel(config, compute_dtype=compute_dtype)
-    model = model.to_empty(device=torch.get_default_device())
-    if config.share_embeddings_and_output_weights:
-        model.output_layer.weight = model.embedding.word_embeddings.weight
-    for buffer in model.buffers():
-        buffer.zero_()  # as in a new model; a checkpoint need not hold them
-    return model
-
-
 def _check_names(
     theirs: Iterable[str], rules: list[WeightRule], config: TransformerConfig, ignored: str, folder: str | Path
 ) -> None:
     """Check that every tensor belongs to the model; others would be dropped silently."""
-    known = {name for rule in rules for name in rule.their_names()}
+    known = {name for rule in rules for layout in rule.layouts for names in layout.names() for name in names}
     if config.share_embeddings_and_output_weights:
         known.add("lm_head.weight")  # some checkpoints hold the tied matrix twice
     unknown = sorted(name for name in theirs if name not in known and not re.fullmatch(ignored, name))
@@ -209,20 +200,24 @@ def _read_index(path: Path) -> dict[str, str]:
         ) from None
 
 
-class _Tensors(Mapping[str, Tensor]):
-    """The tensors of a checkpoint by name, read on lookup."""
+def _opened(folder: Path, file: str) -> Any:
+    try:
+        return safe_open(folder / file, framework="pt")
+    except (OSError, SafetensorError) as problem:
+        raise CheckpointError(f"{folder / file}: cannot be read ({problem}), expected safetensors.") from None
+
+
+class _Tensors(UserDict[str, Any]):
+    """The tensors of a checkpoint by name, read on lookup; `data` has their files."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._open: dict[str, Any] = {}
+        self._file = cache(partial(_opened, folder))
         index = folder / _INDEX
-        if index.exists():
-            self._files = _read_index(index)
-        else:
-            self._files = dict.fromkeys(self._file(_SINGLE).keys(), _SINGLE)
+        super().__init__(_read_index(index) if index.exists() else dict.fromkeys(self._file(_SINGLE).keys(), _SINGLE))
 
     def __getitem__(self, name: str) -> Tensor:
-        file = self._files[name]
+        file = self.data[name]
         try:
             tensor: Tensor = self._file(file).get_tensor(name)
         except SafetensorError as problem:
@@ -230,27 +225,3 @@ class _Tensors(Mapping[str, Tensor]):
                 f"{self._folder / file}: {name!r} cannot be read ({problem}), expected it there by the index."
             ) from None
         return tensor
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._files
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._files)
-
-    def __len__(self) -> int:
-        return len(self._files)
-
-    def _file(self, name: str) -> Any:
-        if name not in self._open:
-            path = self._folder / name
-            try:
-                self._open[name] = safe_open(path, framework="pt")
-            except (OSError, SafetensorError) as problem:
-                raise CheckpointError(f"{path}: cannot be read ({problem}), expected safetensors.") from None
-        return self._open[name]
-
-    def __enter__(self) -> _Tensors:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._open.clear()

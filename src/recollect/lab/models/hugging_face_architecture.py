@@ -97,12 +97,6 @@ class WeightRule:
             parts = tensor.split(self.rows) if len(names) > 1 else (tensor,)
             yield from zip(names, parts, strict=True)
 
-    def their_names(self) -> Iterator[str]:
-        """Yield the names of their tensors, in every layout."""
-        for layout in self.layouts:
-            for names in layout.names():
-                yield from names
-
 
 def _joined(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -132,15 +126,13 @@ class Architecture:
         name: for messages.
         model_type: as in `config.json`.
         class_name: their class of the whole model.
-        build: makes our configuration from its fields, such as `llama_config`.
+        default: the model whose `config.json` leaves all of these fields out; what they do not say is as there.
         rules: yields a rule for each tensor, in the order of the layers.
         same: their field by ours, where both mean the same.
-        defaults: values of these fields, by their names, where the file leaves them out.
         fixed: fields of theirs, and the only value that our models support.
         repeated: fields of theirs that must equal one of ours, given by its name.
-        activation: their field for the activation, and its default.
+        activation: their field for the activation.
         words: our activations by their words; of two words for one, the first is written.
-        rotary_base: default base of the rotary frequencies; None without rotary positions.
         read_more: reads what no table above can, from their fields and ours so far.
         write_more: the reverse.
         ignored: a pattern for tensors that a checkpoint may hold and that no part of a model needs.
@@ -149,15 +141,13 @@ class Architecture:
     name: str
     model_type: str
     class_name: str
-    build: Callable[..., TransformerConfig]
+    default: TransformerConfig
     rules: Callable[[TransformerConfig], Iterator[WeightRule]]
     same: Mapping[str, str]
-    defaults: Mapping[str, Any]
     fixed: Mapping[str, Any] = field(default_factory=dict)
     repeated: Mapping[str, str] = field(default_factory=dict)
-    activation: tuple[str, str] | None = None
+    activation: str | None = None
     words: Mapping[str, str] = field(default_factory=dict)
-    rotary_base: float | None = None
     read_more: Callable[[Mapping[str, Any], Mapping[str, Any]], dict[str, Any]] = lambda _fields, _ours: {}
     write_more: Callable[[TransformerConfig], dict[str, Any]] = lambda _config: {}
     ignored: str = ""
@@ -172,15 +162,18 @@ class Architecture:
             UnsupportedModelError: a field asks for something that our models do not support.
         """
         require(fields, self.fixed)
-        given = {**self.defaults, **fields}
-        ours = {name: given[theirs] for name, theirs in self.same.items()}
+        default = self.default.given()
+        ours = {name: fields.get(theirs, default.get(name)) for name, theirs in self.same.items()}
         require(fields, {theirs: ours[name] for theirs, name in self.repeated.items()})
-        if self.activation is not None:
-            theirs, default = self.activation
-            ours["activation_func"] = _translate(theirs, fields.get(theirs, default), self.words)
-        if self.rotary_base is not None:
-            ours["rotary_base"] = _rotary_base(fields, self.rotary_base)
-        return self.build(**ours, **self.read_more(fields, ours))
+        if self.activation is not None and self.activation in fields:
+            word = fields[self.activation]
+            if word not in self.words:
+                words = ", ".join(sorted(self.words))
+                raise UnsupportedModelError(f"config.json: {self.activation} is {word!r}, expected one of {words}.")
+            ours["activation_func"] = self.words[word]
+        if self.default.position_embedding_type == "rope":
+            ours["rotary_base"] = _rotary_base(fields, self.default.rotary_base)
+        return self.default.changed(**ours, **self.read_more(fields, ours))
 
     def write(self, config: TransformerConfig) -> dict[str, Any]:
         """Return the content of `config.json` for a model.
@@ -196,14 +189,10 @@ class Architecture:
         fields |= {theirs: getattr(config, name) for theirs, name in self.repeated.items()}
         if self.activation is not None:
             by_ours = {ours: theirs for theirs, ours in reversed(list(self.words.items()))}
-            fields[self.activation[0]] = by_ours[config.activation_func]
-        if self.rotary_base is not None:
+            fields[self.activation] = by_ours[config.activation_func]
+        if self.default.position_embedding_type == "rope":
             fields["rope_theta"] = config.rotary_base
         fields |= self.write_more(config)
-        self._check_reads_back(config, fields)
-        return fields
-
-    def _check_reads_back(self, config: TransformerConfig, fields: Mapping[str, Any]) -> None:
         read = self.read(fields)
         for name in (one.name for one in dataclasses.fields(config) if one.name not in _NOT_IN_FILE):
             ours, theirs = getattr(config, name), getattr(read, name)
@@ -212,6 +201,7 @@ class Architecture:
                     f"TransformerConfig.{name}: got {ours!r}, expected {theirs!r}, because Hugging Face's {self.name} "
                     "has no other."
                 )
+        return fields
 
 
 def require(fields: Mapping[str, Any], values: Mapping[str, Any]) -> None:
@@ -233,12 +223,6 @@ def require(fields: Mapping[str, Any], values: Mapping[str, Any]) -> None:
                 f"config.json: {name} is {fields[name]!r}, expected {value!r}, the only value that the reference models "
                 "support."
             )
-
-
-def _translate(name: str, value: Any, words: Mapping[str, str]) -> str:
-    if value not in words:
-        raise UnsupportedModelError(f"config.json: {name} is {value!r}, expected one of {', '.join(sorted(words))}.")
-    return words[value]
 
 
 def _rotary_base(fields: Mapping[str, Any], default: float) -> float:

@@ -1,4 +1,7 @@
-"""Llama, Mixtral and DeepSeek-V3 as Hugging Face stores them: the fields of `config.json`, and the names of weights.
+"""GPT-2, Llama, Mixtral and DeepSeek-V3 as Hugging Face stores them: the fields of `config.json`, and the names of weights.
+
+GPT-2's matrices are stored transposed. Checkpoints of the whole model say `transformer.h.0`; those released with GPT-2, which
+lack the LM head, say `h.0`. Both are read, the first is written.
 
 Mixtral's auxiliary loss is counted differently and is off by default, so its coefficient is written but never read.
 
@@ -12,11 +15,74 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from recollect.errors import UnsupportedModelError
-from recollect.lab.models.architectures import deepseek_v3_config, llama_config, mixtral_config
 from recollect.lab.models.config import TransformerConfig
 from recollect.lab.models.hugging_face_architecture import Architecture, Layout, WeightRule, rename, require
+from recollect.lab.models.sizes import NAMED_CONFIGS
 
-# The fields that all three share: their name by ours.
+_WORDS = {"gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "relu": "relu", "silu": "silu"}
+
+_GPT2_LAYER = {
+    "input_layernorm": "ln_1",
+    "self_attention.linear_qkv": "attn.c_attn",
+    "self_attention.linear_proj": "attn.c_proj",
+    "pre_mlp_layernorm": "ln_2",
+    "mlp.linear_fc1": "mlp.c_fc",
+    "mlp.linear_fc2": "mlp.c_proj",
+}
+
+
+def _gpt2_rules(config: TransformerConfig) -> Iterator[WeightRule]:
+    yield _gpt2_rule("embedding.word_embeddings.weight", "wte.weight")
+    yield _gpt2_rule("embedding.position_embeddings.weight", "wpe.weight")
+    for layer in range(config.num_layers):
+        for name, their_name in _GPT2_LAYER.items():
+            ours, theirs = f"decoder.layers.{layer}.{name}", f"h.{layer}.{their_name}"
+            yield _gpt2_rule(f"{ours}.weight", f"{theirs}.weight", is_transposed="linear" in name)
+            yield _gpt2_rule(f"{ours}.bias", f"{theirs}.bias")
+    yield _gpt2_rule("decoder.final_layernorm.weight", "ln_f.weight")
+    yield _gpt2_rule("decoder.final_layernorm.bias", "ln_f.bias")
+    if not config.share_embeddings_and_output_weights:
+        yield rename("output_layer.weight", "lm_head.weight")
+
+
+def _gpt2_rule(ours: str, theirs: str, *, is_transposed: bool = False) -> WeightRule:
+    names = (f"transformer.{theirs}", theirs)
+    return WeightRule(ours, tuple(Layout((name,), is_transposed=is_transposed) for name in names))
+
+
+GPT2 = Architecture(
+    name="GPT-2",
+    model_type="gpt2",
+    class_name="GPT2LMHeadModel",
+    default=NAMED_CONFIGS["gpt2"],
+    rules=_gpt2_rules,
+    same={
+        "num_layers": "n_layer",
+        "hidden_size": "n_embd",
+        "ffn_hidden_size": "n_inner",
+        "num_attention_heads": "n_head",
+        "vocab_size": "vocab_size",
+        "max_position_embeddings": "n_positions",
+        "layernorm_epsilon": "layer_norm_epsilon",
+        "attention_dropout": "attn_pdrop",
+        "hidden_dropout": "resid_pdrop",
+        "init_method_std": "initializer_range",
+        "share_embeddings_and_output_weights": "tie_word_embeddings",
+    },
+    fixed={
+        "scale_attn_weights": True,
+        "scale_attn_by_inverse_layer_idx": False,
+        "reorder_and_upcast_attn": False,
+        "add_cross_attention": False,
+    },
+    repeated={"embd_pdrop": "hidden_dropout"},
+    activation="activation_function",
+    words={"gelu_new": "gelu_tanh", **_WORDS, "swish": "silu"},
+    # Masks, which old versions of transformers stored with the weights.
+    ignored=r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)",
+)
+
+# The fields that the other three share: their name by ours.
 _FIELDS = {
     "num_layers": "num_hidden_layers",
     "hidden_size": "hidden_size",
@@ -29,17 +95,8 @@ _FIELDS = {
     "init_method_std": "initializer_range",
     "share_embeddings_and_output_weights": "tie_word_embeddings",
 }
-_DEFAULTS = {"attention_dropout": 0.0, "initializer_range": 0.02, "tie_word_embeddings": False}
 # Those that Llama and Mixtral share beside.
 _LLAMA_FIELDS = {**_FIELDS, "num_query_groups": "num_key_value_heads", "kv_channels": "head_dim"}
-_LLAMA_DEFAULTS = {
-    **_DEFAULTS,
-    "num_hidden_layers": 32,
-    "hidden_size": 4096,
-    "num_attention_heads": 32,
-    "head_dim": None,
-    "vocab_size": 32_000,
-}
 
 # Yields the rules of one layer, given the model, the layer's number there and its path here.
 LayerRules = Callable[[TransformerConfig, int, str], Iterator[WeightRule]]
@@ -136,22 +193,13 @@ LLAMA = Architecture(
     name="Llama",
     model_type="llama",
     class_name="LlamaForCausalLM",
-    build=llama_config,
+    default=NAMED_CONFIGS["7b"].changed(num_query_groups=0, max_position_embeddings=2048, layernorm_epsilon=1e-6),
     rules=lambda config: decoder_rules(config, _llama_layer),
     same={**_LLAMA_FIELDS, "add_bias_linear": "mlp_bias"},
-    defaults={
-        **_LLAMA_DEFAULTS,
-        "intermediate_size": 11_008,
-        "num_key_value_heads": None,
-        "max_position_embeddings": 2048,
-        "rms_norm_eps": 1e-6,
-        "mlp_bias": False,
-    },
     fixed={"sliding_window": None},
     repeated={"attention_bias": "add_bias_linear"},  # our biases are everywhere or nowhere
-    activation=("hidden_act", "silu"),
-    words={"gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "relu": "relu", "silu": "silu"},
-    rotary_base=1e4,
+    activation="hidden_act",
+    words=_WORDS,
     # Rotary frequencies, which old versions of transformers stored with the weights.
     ignored=r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq",
 )
@@ -168,24 +216,14 @@ MIXTRAL = Architecture(
     name="Mixtral",
     model_type="mixtral",
     class_name="MixtralForCausalLM",
-    build=mixtral_config,
+    default=NAMED_CONFIGS["mixtral-8x7b"].changed(max_position_embeddings=131_072),
     rules=lambda config: decoder_rules(config, _mixtral_layer),
     same={
         **_LLAMA_FIELDS,
         "num_moe_experts": "num_local_experts",
         "moe_router_topk": "num_experts_per_tok",
     },
-    defaults={
-        **_LLAMA_DEFAULTS,
-        "intermediate_size": 14_336,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 131_072,
-        "rms_norm_eps": 1e-5,
-        "num_local_experts": 8,
-        "num_experts_per_tok": 2,
-    },
     fixed={"hidden_act": "silu", "sliding_window": None, "router_jitter_noise": 0.0},
-    rotary_base=1e6,
     write_more=lambda config: {"router_aux_loss_coef": config.moe_aux_loss_coeff},
 )
 
@@ -265,7 +303,7 @@ DEEPSEEK_V3 = Architecture(
     name="DeepSeek-V3",
     model_type="deepseek_v3",
     class_name="DeepseekV3ForCausalLM",
-    build=deepseek_v3_config,
+    default=NAMED_CONFIGS["deepseek-v3-671b"],
     rules=_deepseek_rules,
     same={
         **_FIELDS,
@@ -282,31 +320,10 @@ DEEPSEEK_V3 = Architecture(
         "moe_router_topk_scaling_factor": "routed_scaling_factor",
         "moe_ffn_hidden_size": "moe_intermediate_size",
     },
-    defaults={
-        **_DEFAULTS,
-        "num_hidden_layers": 61,
-        "hidden_size": 7168,
-        "intermediate_size": 18_432,
-        "num_attention_heads": 128,
-        "vocab_size": 129_280,
-        "max_position_embeddings": 4096,
-        "rms_norm_eps": 1e-6,
-        "rope_interleave": True,
-        "q_lora_rank": 1536,
-        "kv_lora_rank": 512,
-        "qk_nope_head_dim": 128,
-        "qk_rope_head_dim": 64,
-        "v_head_dim": 128,
-        "n_routed_experts": 256,
-        "num_experts_per_tok": 8,
-        "n_group": 8,
-        "topk_group": 4,
-        "routed_scaling_factor": 2.5,
-        "moe_intermediate_size": 2048,
-    },
     # Their norms of latent vectors have this epsilon, whatever the field says.
     fixed={"hidden_act": "silu", "attention_bias": False, "norm_topk_prob": True, "rms_norm_eps": 1e-6},
-    rotary_base=1e4,
     read_more=_read_more,
     write_more=_write_more,
 )
+
+ARCHITECTURES = {architecture.model_type: architecture for architecture in (GPT2, LLAMA, MIXTRAL, DEEPSEEK_V3)}

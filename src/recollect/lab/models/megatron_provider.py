@@ -122,7 +122,7 @@ class GPTModelProvider:
             raise ConfigError(
                 settings=dict.fromkeys(missing), reason="a model needs them", advice=f"Set {' and '.join(missing)}."
             )
-        values = {name: getattr(self, name) for name in _names(TransformerConfig)}
+        values = self._values(TransformerConfig)
         step = self.make_vocab_size_divisible_by
         values["vocab_size"] = -(-self.vocab_size // step) * step
         # Megatron's field holds a function; use its name.
@@ -137,7 +137,7 @@ class GPTModelProvider:
         Raises:
             ConfigError: settings clash.
         """
-        return RecomputeConfig(**{name: getattr(self, name) for name in _names(RecomputeConfig)})
+        return RecomputeConfig(**self._values(RecomputeConfig))
 
     def training_setting(self) -> TrainingSetting:
         """Return the other settings that the rules for recompute depend on.
@@ -145,7 +145,7 @@ class GPTModelProvider:
         Raises:
             ConfigError: a setting has an invalid value.
         """
-        return TrainingSetting(**{name: getattr(self, name) for name in _names(TrainingSetting)})
+        return TrainingSetting(**self._values(TrainingSetting))
 
     def finalize(self) -> None:
         """Check all fields together; they may still be changed afterwards, and are then checked again.
@@ -236,6 +236,9 @@ class GPTModelProvider:
 
         return recollect.apply(model, self.plan(model, batch, budget=budget, optimizer=optimizer))
 
+    def _values(self, kind: type) -> dict[str, Any]:
+        return {field.name: getattr(self, field.name) for field in fields(kind)}
+
     @classmethod
     def _defaults(cls) -> dict[str, Any]:
         found: dict[str, Any] = {**_OWN, **dict.fromkeys(_WITHOUT_EFFECT)}
@@ -288,7 +291,3 @@ class MixtralModelProvider8x7B(GPTModelProvider, size="mixtral-8x7b"):
 
 class DeepSeekV3ModelProvider(GPTModelProvider, size="deepseek-v3-671b"):
     """DeepSeek-V3 671B."""
-
-
-def _names(kind: type) -> list[str]:
-    return [field.name for field in fields(kind)]

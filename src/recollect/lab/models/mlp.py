@@ -33,6 +33,9 @@ _FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 class Activation(nn.Module):
     """Activation of an MLP or an expert: f(x), or with a gate f(first half) * second half.
 
+    Between an expert's two products it is multiplied by the router's probability. Here and not after the second product, so
+    that backward does not need that product's result. The multiplication is in fp32, like the router.
+
     Args:
         config: the model.
     """
@@ -42,12 +45,16 @@ class Activation(nn.Module):
         self.function = _FUNCTIONS[config.activation_func]
         self.is_gated = config.gated_linear_unit
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Map [..., F], or [..., 2F] with a gate, to [..., F]."""
-        if not self.is_gated:
-            return self.function(x)
-        gate, linear = x.chunk(2, dim=-1)
-        return self.function(gate) * linear
+    def forward(self, x: Tensor, probabilities_S: Tensor | None = None) -> Tensor:
+        """Map [..., F], or [..., 2F] with a gate, to [..., F]; of experts [S, F], times the probability of each row."""
+        if self.is_gated:
+            gate, linear = x.chunk(2, dim=-1)
+            activated = self.function(gate) * linear
+        else:
+            activated = self.function(x)
+        if probabilities_S is None:
+            return activated
+        return (activated * probabilities_S.unsqueeze(-1)).to(x.dtype)
 
 
 class MLP(nn.Module):
@@ -129,21 +136,6 @@ class GroupedLinear(nn.Module):
         return parameter
 
 
-class ExpertActivation(Activation):
-    """Activation between an expert's two products, multiplied by the router's probability.
-
-    Multiplied here and not after the second product, so that backward does not need that product's result. The multiplication
-    is in fp32, like the router.
-    """
-
-    def forward(self, x_SF: Tensor, probabilities_S: Tensor | None = None) -> Tensor:
-        """Map [S, F], or [S, 2F] with a gate, to [S, F]."""
-        activated_SF = super().forward(x_SF)
-        if probabilities_S is None:
-            return activated_SF
-        return (activated_SF * probabilities_S.unsqueeze(-1)).to(x_SF.dtype)
-
-
 class Experts(nn.Module):
     """The MLPs of all experts, each applied to the rows routed to it.
 
@@ -153,21 +145,12 @@ class Experts(nn.Module):
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
-        width, has_bias = config.moe_ffn_hidden_size, config.add_bias_linear
+        width, hidden = config.moe_ffn_hidden_size, config.hidden_size
         into = 2 * width if config.gated_linear_unit else width
-        experts, grouped = config.num_moe_experts or 0, config.moe_grouped_gemm
-        self.linear_fc1 = GroupedLinear(
-            experts, config.hidden_size, into, bias=has_bias, init_std=config.init_method_std, is_grouped=grouped
-        )
-        self.activation_func = ExpertActivation(config)
-        self.linear_fc2 = GroupedLinear(
-            experts,
-            width,
-            config.hidden_size,
-            bias=has_bias,
-            init_std=config.scaled_init_method_std,
-            is_grouped=grouped,
-        )
+        of_each = functools.partial(GroupedLinear, config.num_moe_experts or 0, is_grouped=config.moe_grouped_gemm)
+        self.linear_fc1 = of_each(hidden, into, bias=config.add_bias_linear, init_std=config.init_method_std)
+        self.activation_func = Activation(config)
+        self.linear_fc2 = of_each(width, hidden, bias=config.add_bias_linear, init_std=config.scaled_init_method_std)
 
     def forward(self, x_SD: Tensor, probabilities_S: Tensor, expert_S: Tensor, ends_E: Tensor) -> Tensor:
         """Return `probability * expert(row)` of each row, [S, D].

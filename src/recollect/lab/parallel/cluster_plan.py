@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import get_args
 
 from recollect.byte_format import format_bytes
-from recollect.errors import ConfigError
 from recollect.lab.parallel.cluster_step import (
     Axis,
     ClusterStep,
@@ -16,13 +15,13 @@ from recollect.lab.parallel.cluster_step import (
     schedule_of_step,
     send_s,
 )
+from recollect.lab.parallel.pipeline_layout import DECODER_ENDS, clash
 from recollect.pipelines.pipeline import PipelinePlan
 from recollect.pipelines.plan_pipeline import plan_pipeline
 from recollect.pipelines.schedule import INPUT
 from recollect.pipelines.split_pipeline import PipelineSplit, split_pipeline
 from recollect.planning.loss_chunks import fewest_chunks
 from recollect.plans.plan import Plan
-from recollect.profile.profile import Profile
 
 
 @dataclass(frozen=True)
@@ -32,30 +31,20 @@ class RankUse:
     Attributes:
         stages: that it runs.
         peak_bytes: the most that it holds.
-        weights_bytes: of that, its weights.
-        gradients_bytes: gradients.
-        optimizer_bytes: optimizer state.
+        held_bytes: of that, its "parameters", "gradients" and "optimizer_state".
         compute_s: seconds of forward and backward.
         recompute_s: what its plans add.
-        tensor_s: collectives of tensor parallelism.
-        context_s: of context parallelism.
-        expert_s: of expert parallelism.
+        communication_s: collectives by axis; those of "data" parallelism run beside the computation.
         waiting_s: the pipeline's bubble: for other stages, and for what they send.
-        data_s: collectives of data parallelism, which run beside the computation.
     """
 
     stages: tuple[int, ...]
     peak_bytes: int
-    weights_bytes: int
-    gradients_bytes: int
-    optimizer_bytes: int
+    held_bytes: Mapping[str, int]
     compute_s: float
     recompute_s: float
-    tensor_s: float
-    context_s: float
-    expert_s: float
+    communication_s: Mapping[str, float]
     waiting_s: float
-    data_s: float
 
 
 @dataclass(frozen=True, repr=False)
@@ -85,7 +74,7 @@ class ClusterPlan:
     @property
     def step_s(self) -> float:
         """Seconds of the step: the pipeline's, and what data parallelism takes longer than all that it runs beside."""
-        beside = (use.data_s - use.compute_s - use.recompute_s for use in self.ranks)
+        beside = (use.communication_s["data"] - use.compute_s - use.recompute_s for use in self.ranks)
         return self.planned.step_s + max(0.0, *beside)
 
     @property
@@ -110,9 +99,9 @@ class ClusterPlan:
             + "".join(f" {name:>9}" for name in ("compute", "recompute", "tensor", *more, "waiting", "data")),
         ]
         for number, use in enumerate(self.ranks):
-            sizes = (use.peak_bytes, use.weights_bytes, use.gradients_bytes, use.optimizer_bytes)
-            others = [getattr(use, f"{name}_s") for name in more]
-            times = (use.compute_s, use.recompute_s, use.tensor_s, *others, use.waiting_s, use.data_s)
+            waits_s = [use.communication_s[name] for name in ("tensor", *more)]
+            times = (use.compute_s, use.recompute_s, *waits_s, use.waiting_s, use.communication_s["data"])
+            sizes = (use.peak_bytes, *use.held_bytes.values())
             cells = [f"{format_bytes(size):>9}" for size in sizes] + [f"{1e3 * time:6,.0f} ms" for time in times]
             lines.append(" ".join([f"{number:>4}", *cells]))
         if self.split is not None:
@@ -131,6 +120,16 @@ class ClusterPlan:
             "torch": "Pipelines as torch.distributed.pipelining runs them, with receive buffers for all micro-batches",
             "megatron": "Pipelines as Megatron runs them, which frees what it received and sent",
         }
+        is_sent_by_all = step.layout.tensor_model_parallel_size > 1 and not step.layout.has_whole_experts
+        routing = (
+            "Each expert gets as many tokens as any other; a token's row is sent once for each of its experts, to all ranks "
+            "that share experts alike, over the slowest link between them"
+            f"{', by all ranks of tensor parallelism' if is_sent_by_all else ''}."
+        )
+        reduction = (
+            "FSDP2 reduces gradients after each micro-batch, and holds their parts; torch.distributed.pipelining reduces them "
+            "once a step, and holds them whole until then."
+        )
         return [
             f"{step.num_micro_batches} x {step.micro_batch_size} sequences of {step.seq_length} tokens on each rank of data "
             f"parallelism; {step.dtype} weights and activations; {wide}, of which "
@@ -139,30 +138,11 @@ class ClusterPlan:
             f"{cluster.within.bytes_per_s / 1e9:.0f} and {cluster.between.bytes_per_s / 1e9:.0f} GB/s a device.",
             "The computation waits for collectives of tensor, context and expert parallelism; those of data parallelism run "
             "beside it.",
-            *self._routing(),
+            *([routing] if step.config.num_moe_experts is not None else []),
             *([f"LM head and loss in {step.loss_chunks} chunks."] if step.loss_chunks > 1 else []),
             *([f"{engine[step.pipeline_engine]}."] if len(self.ranks) > 1 else []),
-            *self._reduction(),
+            *([reduction] if step.sharding == "all" and len(self.ranks) > 1 else []),
             "Not counted: the optimizer's workspace and time, buffers of NCCL and DDP, the CUDA context.",
-        ]
-
-    def _reduction(self) -> list[str]:
-        if self.step.sharding != "all" or len(self.ranks) == 1:
-            return []
-        return [
-            "FSDP2 reduces gradients after each micro-batch, and holds their parts; torch.distributed.pipelining reduces them "
-            "once a step, and holds them whole until then."
-        ]
-
-    def _routing(self) -> list[str]:
-        if self.step.config.num_moe_experts is None:
-            return []
-        layout = self.step.layout
-        is_sent_by_all = layout.tensor_model_parallel_size > 1 and not layout.has_whole_experts
-        by_all = ", by all ranks of tensor parallelism" if is_sent_by_all else ""
-        return [
-            "Each expert gets as many tokens as any other; a token's row is sent once for each of its experts, to all ranks "
-            f"that share experts alike, over the slowest link between them{by_all}."
         ]
 
 
@@ -208,34 +188,32 @@ def plan_cluster(step: ClusterStep, budget: int | str, *, chooses_split: bool = 
 
 def _use(step: ClusterStep, stages: RecordedStages, planned: PipelinePlan, rank: int) -> RankUse:
     own = planned.schedule.stages_of(rank)
-    persistent = [stages.profiles[stage].persistent for stage in own]
-    own_s = {stage: _backward_as_run(stages, planned, stage).step_s for stage in own}
+    halves = stages.split_profiles
+    # With the backward that a stage runs, most of it if there are both.
+    own_s = {
+        stage: (halves if halves and planned.schedule.backwards_of(stage) == {INPUT} else stages.profiles)[stage].step_s
+        for stage in own
+    }
     busy_s = step.num_micro_batches * sum(own_s.values())
     recompute_s = step.num_micro_batches * sum(planned.slowdowns[stage] * own_s[stage] for stage in own)
     communicating = {
         axis: step.num_micro_batches * sum(t[axis].time_s for stage in own if axis in (t := stages.traffic[stage]))
         for axis in get_args(Axis)
     }
+    waits_s = sum(communicating[axis] for axis in ("tensor", "context", "expert"))
+    communicating["data"] += sum(stages.reduction_s[stage] for stage in own)
     return RankUse(
         stages=own,
         peak_bytes=planned.peaks_bytes[rank],
-        weights_bytes=sum(found.get("parameters", 0) for found in persistent),
-        gradients_bytes=sum(found.get("gradients", 0) for found in persistent),
-        optimizer_bytes=sum(found.get("optimizer_state", 0) for found in persistent),
-        compute_s=busy_s - sum(communicating[axis] for axis in ("tensor", "context", "expert")),
+        held_bytes={
+            kind: sum(stages.profiles[stage].persistent.get(kind, 0) for stage in own)
+            for kind in ("parameters", "gradients", "optimizer_state")
+        },
+        compute_s=busy_s - waits_s,
         recompute_s=recompute_s,
-        tensor_s=communicating["tensor"],
-        context_s=communicating["context"],
-        expert_s=communicating["expert"],
+        communication_s=communicating,
         waiting_s=max(0.0, planned.step_s - busy_s - recompute_s),
-        data_s=communicating["data"] + sum(stages.reduction_s[stage] for stage in own),
     )
-
-
-def _backward_as_run(stages: RecordedStages, planned: PipelinePlan, stage: int) -> Profile:
-    """Return the profile with the backward that a stage runs, most of it if there are both."""
-    is_split = stages.split_profiles and planned.schedule.backwards_of(stage) == {INPUT}
-    return stages.split_profiles[stage] if is_split else stages.profiles[stage]
 
 
 def choose_split(step: ClusterStep, budget: int | str) -> PipelineSplit:
@@ -255,23 +233,13 @@ def choose_split(step: ClusterStep, budget: int | str) -> PipelineSplit:
     Complexity: see `split_pipeline`.
     """
     layout, num_layers = step.layout, step.config.num_layers
-    names = ("pipeline_split", "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
-    if given := {name: getattr(layout, name) for name in names if getattr(layout, name) is not None}:
-        raise ConfigError(
-            settings={"pipeline_split": "auto", **given},
-            reason="both say how many layers stages have",
-            advice="Leave one of them out.",
-        )
-    num_stages = layout.num_stages(num_layers)
-    if layout.pipeline_model_parallel_size == 1 or num_layers < num_stages:
-        raise ConfigError(
-            settings={
-                "pipeline_split": "auto",
-                "num_layers": num_layers,
-                "pipeline_model_parallel_size": layout.pipeline_model_parallel_size,
-            },
-            reason=f"there are {num_stages} stages to divide the layers among",
-            advice="Use two ranks of the pipeline or more, and as many layers as stages at least.",
+    layout.check_only_split("auto", others=("pipeline_split", *DECODER_ENDS))
+    ranks, num_stages = layout.pipeline_model_parallel_size, layout.num_stages(num_layers)
+    if ranks == 1 or num_layers < num_stages:
+        clash(
+            {"pipeline_split": "auto", "num_layers": num_layers, "pipeline_model_parallel_size": ranks},
+            f"there are {num_stages} stages to divide the layers among",
+            "Use two ranks of the pipeline or more, and as many layers as stages at least.",
         )
     each, rest = divmod(num_layers, num_stages)
     even = with_split(step, [each + (stage < rest) for stage in range(num_stages)])

@@ -11,20 +11,21 @@ from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 from torch.distributed.tensor import DTensor
 
 from recollect._torch_parallel import fake_process_group
-from recollect.costs.links import Cluster
+from recollect.costs.links import Cluster, CollectiveKind
 from recollect.costs.modelled_costs import ModelledCosts, Traffic
 from recollect.engine.sharded_keep import distribute_saved_activations
 from recollect.errors import ConfigError
 from recollect.lab.models.config import TransformerConfig
 from recollect.lab.parallel.layout import DeviceLayout, Sharding
 from recollect.lab.parallel.mesh import LayoutMesh, data_parallel, layout_mesh, share_model
+from recollect.lab.parallel.pipeline_step import received
 from recollect.lab.parallel.stages import StageModel
 from recollect.pipelines.schedule import Loop, PipelineSchedule, schedule_of
 from recollect.profile.profile import Profile
@@ -68,6 +69,11 @@ class ClusterStep:
     pipeline_engine: Literal["torch", "megatron"] = "torch"
     holds_parts: bool = False
     loss_chunks: int = 1
+
+    @property
+    def narrow(self) -> torch.dtype:
+        """The dtype of weights and activations."""
+        return torch.bfloat16 if self.dtype == "bf16" else torch.float32
 
     def first_rank(self, stage: int) -> int:
         """Return the lowest rank that runs a stage."""
@@ -125,48 +131,33 @@ def record_stages(step: ClusterStep, pieces: Sequence[range] | None = None) -> R
             reason="each rank of data parallelism has at least one micro-batch a step",
             advice="Raise the global batch size, or use fewer ranks of data parallelism.",
         )
-    if step.holds_parts and (step.layout.tensor_model_parallel_size == 1 or step.layout.sequence_parallel):
+    tensor, sequence = step.layout.tensor_model_parallel_size, step.layout.sequence_parallel
+    if step.holds_parts and (tensor == 1 or sequence):
+        sizes = {"tensor_model_parallel_size": tensor, "sequence_parallel": sequence}
         raise ConfigError(
-            settings={
-                "distribute_saved_activations": True,
-                "tensor_model_parallel_size": step.layout.tensor_model_parallel_size,
-                "sequence_parallel": step.layout.sequence_parallel,
-            },
+            settings={"distribute_saved_activations": True, **sizes},
             reason="it is about what all ranks of tensor parallelism hold alike, which sequence parallelism splits already",
             advice="Leave it out, or use tensor parallelism without sequence parallelism.",
         )
     step.layout.check_model(step.config, seq_length=step.seq_length)
     stages = step.layout.layers_of_stages(step.config.num_layers)
-    known: dict[tuple[object, ...], tuple[Profile, Mapping[str, Traffic], int]] = {}
-    known_halves: dict[int, Profile] = {}
+    known: dict[tuple[object, ...], tuple[Profile, Profile, Mapping[str, Traffic], int]] = {}
     found = []
-    numbers = []
     for layers in stages if pieces is None else pieces:
         number = next(number for number, own in enumerate(stages) if layers.start in own)
-        numbers.append(number)
-        kind = (
-            layers.start == 0,
-            layers.stop == step.config.num_layers,
-            *(step.config.is_moe_layer(layer) for layer in layers),
-        )
+        is_first, is_last = layers.start == 0, layers.stop == step.config.num_layers
+        kind = is_first, is_last, *(step.config.is_moe_layer(layer) for layer in layers)
         if kind not in known:
-            known[kind] = _record_stage(step, number, layers)
-            if step.layout.splits_backward:
-                # The first stage, whose tokens need no gradient, runs a whole one under any schedule.
-                whole = known[kind][0]
-                halves = _record_stage(step, number, layers, split_backward=True)[0] if layers.start else whole
-                known_halves[id(whole)] = halves
-        found.append(known[kind])
-    profiles = tuple(profile for profile, _, _ in found)
-    return RecordedStages(
-        profiles=profiles,
-        split_profiles=tuple(known_halves[id(profile)] for profile in profiles) if known_halves else (),
-        traffic=tuple(traffic for _, traffic, _ in found),
-        reduction_s=tuple(
-            _reduction_s(step, number, profile, experts)
-            for number, (profile, _, experts) in zip(numbers, found, strict=True)
-        ),
-    )
+            profile, traffic, experts = _record_stage(step, number, layers)
+            halves = profile
+            # The first stage, whose tokens need no gradient, runs a whole backward under any schedule.
+            if step.layout.splits_backward and not is_first:
+                halves, *_ = _record_stage(step, number, layers, split_backward=True)
+            known[kind] = profile, halves, traffic, experts
+        profile, halves, traffic, experts = known[kind]
+        found.append((profile, halves, traffic, _reduction_s(step, number, profile, experts)))
+    profiles, split_profiles, traffics, reductions_s = zip(*found, strict=True)
+    return RecordedStages(profiles, split_profiles if step.layout.splits_backward else (), traffics, reductions_s)
 
 
 def _record_stage(
@@ -177,6 +168,10 @@ def _record_stage(
         # FSDP2 warns of logits and of experts' results that are views, which nothing writes to here.
         warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module", category=UserWarning)
         model = _built(step, layers, layout_mesh(step.layout))
+        tokens = torch.zeros(step.micro_batch_size, step.seq_length, dtype=torch.int64, device="meta")
+        batch = {"x": tokens if model.is_first else received(model, tokens.shape)}
+        if model.is_last and not model.is_first and model.mtp is not None:
+            batch["tokens"] = tokens
         axes = {axis: step.group(axis, number) for axis in get_args(Axis)}
         # Of experts there are fewer replicas.
         replicas = step.group("replicas", number)
@@ -188,7 +183,7 @@ def _record_stage(
         profile = record_with(
             costs,
             model,
-            _micro_batch(step, model),
+            {**batch, "labels": tokens} if model.is_last else batch,
             optimizer=torch.optim.AdamW(model.parameters()) if step.sharding == "all" else None,
             loss_fn=None if model.is_last else torch.sum,
             units=[f"decoder.layers.{index}" for index in range(len(layers))],
@@ -209,39 +204,26 @@ def _record_stage(
 
 
 def _built(step: ClusterStep, layers: range, mesh: LayoutMesh) -> StageModel:
-    narrow = torch.bfloat16 if step.dtype == "bf16" else torch.float32
     with torch.device("meta"):
         model = StageModel(step.config, layers)
+    model.compute_dtype = step.narrow
     # FSDP2 shards the weights that the optimizer steps over, and gathers them in the narrow dtype.
-    model = model.to(torch.float32 if step.sharding == "all" else narrow).train()
+    model = model.to(torch.float32 if step.sharding == "all" else step.narrow).train()
     share_model(model, step.layout, mesh, balanced=True)
     if step.holds_parts:
         distribute_saved_activations(model, mesh.tensor.get_group())
     if step.sharding == "all":
-        precision = MixedPrecisionPolicy(param_dtype=narrow, reduce_dtype=torch.float32)
+        precision = MixedPrecisionPolicy(param_dtype=step.narrow, reduce_dtype=torch.float32)
         experts = mesh.replicas if step.layout.expert_model_parallel_size > 1 else None
         data_parallel(model, mesh.gradients, expert_mesh=experts, precision=precision)
     return model
-
-
-def _micro_batch(step: ClusterStep, model: StageModel) -> dict[str, Tensor]:
-    tokens = torch.zeros(step.micro_batch_size, step.seq_length, dtype=torch.int64, device="meta")
-    batch = {"x": tokens}
-    if not model.is_first:
-        positions = step.seq_length // (model.sequence_ranks * model.sequence.ranks)
-        shape = (step.micro_batch_size, positions, step.config.hidden_size)
-        dtype = torch.bfloat16 if step.dtype == "bf16" else torch.float32
-        batch["x"] = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
-    if model.is_last and not model.is_first and model.mtp is not None:
-        batch["tokens"] = tokens
-    return {**batch, "labels": tokens} if model.is_last else batch
 
 
 def _persistent(step: ClusterStep, profile: Profile, experts: int) -> dict[str, int]:
     """Return what lives through the whole step, with the dtypes and the sharding of the step."""
     found: dict[str, int] = dict(profile.persistent)
     if step.sharding != "all":
-        count = _num_parameters(step, profile)
+        count = profile.persistent["parameters"] // step.narrow.itemsize
         wide = _WIDE_BYTES * count
         copies = _MOMENTS + (step.dtype == "bf16")
         state = {"data": _WIDE_BYTES * (count - experts) * copies, "replicas": _WIDE_BYTES * experts * copies}
@@ -252,27 +234,21 @@ def _persistent(step: ClusterStep, profile: Profile, experts: int) -> dict[str, 
     return found
 
 
-def _num_parameters(step: ClusterStep, profile: Profile) -> int:
-    """Return the parameters of a rank that shares none with the ranks of data parallelism."""
-    return profile.persistent["parameters"] // (2 if step.dtype == "bf16" else 4)
-
-
 def _reduction_s(step: ClusterStep, number: int, profile: Profile, experts: int) -> float:
     if step.sharding == "all":
         return 0.0  # in each micro-batch, and in the recorded traffic
-    count = _num_parameters(step, profile)
-    narrow_bytes = profile.persistent["parameters"] // count
+    count = profile.persistent["parameters"] // step.narrow.itemsize
     parts = {step.group("data", number): count - experts, step.group("replicas", number): experts}
     if step.layout.expert_model_parallel_size == 1:
         parts = {step.group("data", number): count}
+    kinds: dict[CollectiveKind, int] = {"all_gather": step.narrow.itemsize, "reduce_scatter": _WIDE_BYTES}
     if step.sharding == "none":
-        return sum(step.cluster.collective_s("all_reduce", _WIDE_BYTES * n, ranks) for ranks, n in parts.items() if n)
-    return sum(
-        step.cluster.collective_s("all_gather", narrow_bytes * n, ranks)
-        + step.cluster.collective_s("reduce_scatter", _WIDE_BYTES * n, ranks)
-        for ranks, n in parts.items()
-        if n
-    )
+        kinds = {"all_reduce": _WIDE_BYTES}
+
+    def parts_s(ranks: tuple[int, ...], count: int) -> float:
+        return sum(step.cluster.collective_s(kind, each * count, ranks) for kind, each in kinds.items())
+
+    return sum(parts_s(ranks, n) for ranks, n in parts.items() if n)
 
 
 def schedule_of_step(step: ClusterStep) -> PipelineSchedule:
@@ -306,8 +282,7 @@ def send_s(step: ClusterStep) -> float:
     parts = step.layout.tensor_model_parallel_size if step.layout.sequence_parallel else 1
     parts *= step.layout.context_parallel_size
     elements = step.micro_batch_size * step.seq_length * step.config.hidden_size // parts
-    nbytes = elements * (2 if step.dtype == "bf16" else 4)
-    return step.cluster.send_s(nbytes, (step.first_rank(0), step.first_rank(1)))
+    return step.cluster.send_s(elements * step.narrow.itemsize, (step.first_rank(0), step.first_rank(1)))
 
 
 def torch_schedule(layout: DeviceLayout, *, num_stages: int, num_micro_batches: int) -> PipelineSchedule:

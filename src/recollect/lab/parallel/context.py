@@ -21,7 +21,6 @@ from recollect._torch_parallel import gathered_with_gradient, summed
 from recollect.lab.models.attention import LatentAttention, SelfAttention
 from recollect.lab.models.gpt import IGNORE_INDEX, GPTModel, LanguageModelEmbedding
 from recollect.lab.models.rotary import RotaryEmbedding
-from recollect.lab.models.router import TopKRouter
 from recollect.lab.models.sequence import WholeSequence
 from recollect.lab.parallel.expert import balance_over
 from recollect.lab.parallel.layout import DeviceLayout
@@ -63,9 +62,8 @@ def route_parts(model: GPTModel, mesh: DeviceMesh) -> None:
         mesh: one-dimensional: the ranks that share a sequence.
     """
     part = SequencePart(mesh.get_group())
-    for module in model.modules():
-        if isinstance(module, TopKRouter):
-            module.sequence = part
+    for router in model.routers:
+        router.sequence = part
 
 
 class SequencePart(WholeSequence):

@@ -21,7 +21,6 @@ from recollect._torch_private import is_fake_tensor
 from recollect.errors import ConfigError
 from recollect.lab.models.gpt import GPTModel
 from recollect.lab.models.mlp import Experts, GroupedLinear, MoELayer
-from recollect.lab.models.router import TopKRouter
 from recollect.lab.parallel.layout import DeviceLayout
 
 
@@ -63,9 +62,8 @@ def balance_over(model: GPTModel, mesh: DeviceMesh) -> None:
         model: with any routers.
         mesh: one-dimensional.
     """
-    for module in model.modules():
-        if isinstance(module, TopKRouter):
-            module.counts_of_all = functools.partial(summed, group=mesh.get_group())
+    for router in model.routers:
+        router.counts_of_all = functools.partial(summed, group=mesh.get_group())
 
 
 class ExchangedExperts(Experts):

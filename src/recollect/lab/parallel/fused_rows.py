@@ -12,11 +12,6 @@ import torch
 from torch import Tensor
 
 
-def shares(sizes: Sequence[int], ranks: int) -> list[int]:
-    """Return each fused matrix's rows on one rank."""
-    return [size // ranks for size in sizes]
-
-
 def interleaved(rows: Tensor, sizes: Sequence[int], ranks: int) -> Tensor:
     """Return the rows with the share of rank 0 first, then that of rank 1, and so on.
 
@@ -43,7 +38,8 @@ def whole_rows(rows: range, sizes: Sequence[int], ranks: int) -> list[range]:
     found, begin = [], 0
     starts = [sum(sizes[:matrix]) for matrix in range(len(sizes))]
     for rank in range(ranks):
-        for start, share in zip(starts, shares(sizes, ranks), strict=True):
+        for start, size in zip(starts, sizes, strict=True):
+            share = size // ranks
             first, last = max(rows.start, begin), min(rows.stop, begin + share)
             if first < last:
                 moved = start + rank * share - begin

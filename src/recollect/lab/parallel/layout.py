@@ -11,7 +11,7 @@ from typing import Literal
 
 from tyro.conf import FlagCreatePairsOff
 
-from recollect.errors import ConfigError, NotYetError
+from recollect.errors import NotYetError
 from recollect.lab.models.config import TransformerConfig
 from recollect.lab.parallel.pipeline_layout import PipelineLayout, check_divides, clash
 
@@ -101,19 +101,15 @@ class DeviceLayout(PipelineLayout):
             _check_parts(config, ranks, has_whole_experts=self.has_whole_experts)
             for name in ("num_attention_heads", "num_query_groups", "ffn_hidden_size", "vocab_size"):
                 check_divides(name, getattr(config, name), "tensor_model_parallel_size", ranks)
-        if self.expert_model_parallel_size > 1:
+        experts = self.expert_model_parallel_size
+        if experts > 1:
             if config.num_moe_experts is None:
                 clash(
-                    {"num_moe_experts": None, "expert_model_parallel_size": self.expert_model_parallel_size},
+                    {"num_moe_experts": None, "expert_model_parallel_size": experts},
                     "there are no experts to share",
                     "Leave expert_model_parallel_size out, or choose a model with experts.",
                 )
-            check_divides(
-                "num_moe_experts",
-                config.num_moe_experts or 0,
-                "expert_model_parallel_size",
-                self.expert_model_parallel_size,
-            )
+            check_divides("num_moe_experts", config.num_moe_experts or 0, "expert_model_parallel_size", experts)
         if seq_length is not None:
             self.check_sequence(seq_length)
         self.layers_of_stages(config.num_layers)
@@ -291,9 +287,9 @@ class ParallelFlags:
         each = self.layout_of_one().num_devices
         if world_size % each:
             sizes = {name: getattr(self, name) for name in _FLAGS if getattr(self, name) != 1}
-            raise ConfigError(
-                settings={"world_size": world_size, **sizes},
-                reason=f"one model takes {each} processes",
-                advice=f"Start a multiple of {each} processes (torchrun --nproc-per-node), or change the sizes.",
+            clash(
+                {"world_size": world_size, **sizes},
+                f"one model takes {each} processes",
+                f"Start a multiple of {each} processes (torchrun --nproc-per-node), or change the sizes.",
             )
         return self.layout(world_size // each)

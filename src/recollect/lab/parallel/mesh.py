@@ -61,22 +61,13 @@ def layout_mesh(layout: DeviceLayout, device_type: str = "cpu") -> LayoutMesh:
     if layout.has_whole_experts:
         expert //= layout.tensor_model_parallel_size
     # Experts are shared by ranks in a row of those of data and context: cut the row where either ends.
+    begin, end = ("outer",), ("inner",)
     if expert >= context:
         sizes = (data * context // expert, expert // context, context)
-        axes = {
-            "data": ("outer", "middle"),
-            "context": ("inner",),
-            "expert": ("middle", "inner"),
-            "replicas": ("outer",),
-        }
+        axes = {"data": (*begin, "middle"), "context": end, "expert": ("middle", *end), "replicas": begin}
     else:
         sizes = (data, context // expert, expert)
-        axes = {
-            "data": ("outer",),
-            "context": ("middle", "inner"),
-            "expert": ("inner",),
-            "replicas": ("outer", "middle"),
-        }
+        axes = {"data": begin, "context": ("middle", *end), "expert": end, "replicas": (*begin, "middle")}
     mesh = init_device_mesh(
         device_type,
         (layout.pipeline_model_parallel_size, *sizes, layout.tensor_model_parallel_size),
@@ -139,7 +130,7 @@ def data_parallel(
         The model. Gradients are means over the ranks.
     """
     policy = MixedPrecisionPolicy() if precision is None else precision
-    units: list[nn.Module] = [*model.decoder.layers, model]
+    shard = partial(fully_shard, reshard_after_forward=reshard_after_forward, mp_policy=policy)
     sharded_over = mesh if expert_mesh is None else expert_mesh
     alone: set[nn.Parameter] = set()
     for experts in [module for module in model.modules() if isinstance(module, ExchangedExperts)]:
@@ -147,14 +138,12 @@ def data_parallel(
             # FSDP2 would copy them for nothing.
             alone |= {*experts.parameters()}
             continue
-        sharded = fully_shard(experts, mesh=sharded_over, reshard_after_forward=reshard_after_forward, mp_policy=policy)
+        sharded = shard(experts, mesh=sharded_over)
         # They have the sum over the ranks that share them. Only NCCL divides by any number as it reduces.
         sharded.set_force_sum_reduction_for_comms(True)
         sharded.set_gradient_divide_factor(mesh.size())
     for parameter in alone:
         parameter.register_hook(partial(torch.div, other=mesh.size()))
-    for unit in units:
-        fully_shard(
-            unit, mesh=mesh, reshard_after_forward=reshard_after_forward, mp_policy=policy, ignored_params=alone
-        )
+    for unit in [*model.decoder.layers, model]:
+        shard(unit, mesh=mesh, ignored_params=alone)
     return model

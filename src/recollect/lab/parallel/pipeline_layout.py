@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Final, Literal, get_args
@@ -18,6 +18,12 @@ _SEVERAL_STAGES: Final = ("Interleaved1F1B", "LoopedBFS")
 # The second half of a rank's two stages goes back: the first rank has the first stage and the last.
 _V_SHAPED: Final = ("ZBVZeroBubble", "DualPipeV")
 _ZERO_BUBBLE: Final = ("InterleavedZeroBubble", *_V_SHAPED)
+
+# Fields below, in messages.
+_RANKS: Final = "pipeline_model_parallel_size"
+_EACH: Final = "num_layers_per_virtual_pipeline_stage"
+DECODER_ENDS: Final = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
+_SCHEDULE: Final = "pipeline_parallel_schedule"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,13 +52,13 @@ class PipelineLayout:
         Raises:
             ConfigError: sizes that clash; names them.
         """
-        for name in ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"):
+        for name in DECODER_ENDS:
             if (layers := getattr(self, name)) is not None and layers < 1:
                 clash({name: layers}, "each rank of a pipeline has layers", "Pass 1 or more.")
         layers, ranks = self.num_layers_per_virtual_pipeline_stage, self.pipeline_model_parallel_size
         if layers is not None and (layers < 1 or ranks == 1):
             clash(
-                {"num_layers_per_virtual_pipeline_stage": layers, "pipeline_model_parallel_size": ranks},
+                {_EACH: layers, _RANKS: ranks},
                 "virtual stages are those of a pipeline of two ranks or more, with one layer or more each",
                 "Set pipeline_model_parallel_size, or leave num_layers_per_virtual_pipeline_stage out.",
             )
@@ -110,17 +116,13 @@ class PipelineLayout:
             return self._split_layers(self.pipeline_split, num_layers)
         if self.decoder_first_pipeline_num_layers is not None or self.decoder_last_pipeline_num_layers is not None:
             return self._uneven_layers(num_layers)
-        check_divides("num_layers", num_layers, "pipeline_model_parallel_size", ranks)
+        check_divides("num_layers", num_layers, _RANKS, ranks)
         each = self.num_layers_per_virtual_pipeline_stage or num_layers // ranks
         if self.is_v_shaped:
             each = self._layers_of_two(num_layers // ranks)
         if (num_layers // ranks) % each:
             clash(
-                {
-                    "num_layers": num_layers,
-                    "pipeline_model_parallel_size": ranks,
-                    "num_layers_per_virtual_pipeline_stage": each,
-                },
+                {"num_layers": num_layers, _RANKS: ranks, _EACH: each},
                 f"{num_layers // ranks} layers a rank are no multiple of {each}",
                 "Choose sizes that divide.",
             )
@@ -144,35 +146,31 @@ class PipelineLayout:
         sizes, ranks = self.pipeline_split, self.pipeline_model_parallel_size
         if sizes is None:
             return
-        others = (
-            "num_layers_per_virtual_pipeline_stage",
-            "decoder_first_pipeline_num_layers",
-            "decoder_last_pipeline_num_layers",
-        )
-        if given := {name: getattr(self, name) for name in others if getattr(self, name) is not None}:
-            clash(
-                {"pipeline_split": sizes, **given},
-                "both say how many layers stages have",
-                "Leave one of them out.",
-            )
+        self.check_only_split(sizes, others=(_EACH, *DECODER_ENDS))
         is_fit = len(sizes) == 2 * ranks if self.is_v_shaped else bool(sizes) and len(sizes) % ranks == 0
         if ranks == 1 or not is_fit or min(sizes) < 1:
             each = "two stages" if self.is_v_shaped else "as many stages"
             clash(
-                {"pipeline_split": sizes, "pipeline_model_parallel_size": ranks},
+                {"pipeline_split": sizes, _RANKS: ranks},
                 f"each of two ranks or more runs {each}, with one layer or more each",
                 "Give the layers of each stage, in the order of the model.",
             )
+
+    def check_only_split(self, split: object, others: Sequence[str]) -> None:
+        """Check that other fields leave it to a split how many layers stages have.
+
+        Raises:
+            ConfigError: they say it, too.
+        """
+        if given := {name: getattr(self, name) for name in others if getattr(self, name) is not None}:
+            clash({"pipeline_split": split, **given}, "both say how many layers stages have", "Leave one of them out.")
 
     def _layers_of_two(self, num_layers: int) -> int:
         """Return the layers of each of a rank's two stages."""
         each = self.num_layers_per_virtual_pipeline_stage
         if num_layers % 2 or each not in (None, num_layers // 2):
             clash(
-                {
-                    "pipeline_parallel_schedule": self.pipeline_parallel_schedule,
-                    "num_layers_per_virtual_pipeline_stage": each,
-                },
+                {_SCHEDULE: self.pipeline_parallel_schedule, _EACH: each},
                 f"each rank runs two stages alike, and has {num_layers} layers",
                 "Choose sizes that leave an even number of layers a rank, and half of them a virtual stage (the default)."
                 if num_layers % 2
@@ -185,7 +183,7 @@ class PipelineLayout:
         schedule, ranks = self.pipeline_parallel_schedule, self.pipeline_model_parallel_size
         if schedule is None:
             return
-        settings = {"pipeline_parallel_schedule": schedule, "pipeline_model_parallel_size": ranks}
+        settings = {_SCHEDULE: schedule, _RANKS: ranks}
         if schedule not in get_args(ScheduleName):
             clash(settings, "there is no such schedule", f"Choose one of {', '.join(get_args(ScheduleName))}.")
         if ranks == 1:
@@ -200,10 +198,7 @@ class PipelineLayout:
         schedule = self.pipeline_parallel_schedule
         if (count > 1 and schedule in _ONE_STAGE) or (count == 1 and schedule in _SEVERAL_STAGES):
             clash(
-                {
-                    "pipeline_parallel_schedule": schedule,
-                    "num_layers_per_virtual_pipeline_stage": self.num_layers_per_virtual_pipeline_stage,
-                },
+                {_SCHEDULE: schedule, _EACH: self.num_layers_per_virtual_pipeline_stage},
                 f"it runs one stage on each rank, and there are {count}"
                 if count > 1
                 else "it runs several stages on each rank, and there is one",
@@ -219,15 +214,9 @@ class PipelineLayout:
         rest = num_layers - (first or 0) - (last or 0)
         has_several = self.num_layers_per_virtual_pipeline_stage is not None or self.is_v_shaped
         if between < 1 or rest < between or rest % between or has_several:
+            names = (_RANKS, _EACH, *DECODER_ENDS, *([_SCHEDULE] if self.is_v_shaped else []))
             clash(
-                {
-                    "num_layers": num_layers,
-                    "pipeline_model_parallel_size": self.pipeline_model_parallel_size,
-                    "num_layers_per_virtual_pipeline_stage": self.num_layers_per_virtual_pipeline_stage,
-                    "decoder_first_pipeline_num_layers": first,
-                    "decoder_last_pipeline_num_layers": last,
-                    **({"pipeline_parallel_schedule": self.pipeline_parallel_schedule} if self.is_v_shaped else {}),
-                },
+                {"num_layers": num_layers, **{name: getattr(self, name) for name in names}},
                 f"{rest} layers are left for {between} ranks with one stage each, alike",
                 "Choose sizes that leave a multiple.",
             )
@@ -253,4 +242,4 @@ def clash(settings: Mapping[str, object], reason: str, advice: str) -> None:
     Raises:
         ConfigError: always.
     """
-    raise ConfigError(settings=dict(settings), reason=reason, advice=advice)
+    raise ConfigError(settings=settings, reason=reason, advice=advice)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 
-from recollect.lab.parallel.stages import LossStage, PipelineRank
+from recollect.lab.parallel.stages import PipelineRank, StageModel
 from recollect.pipelines.schedule import PipelineSchedule, schedule_of
 from recollect.recording.gathered_stage import free_gathered
 
@@ -61,11 +61,11 @@ class PipelineStep:
         }
         own: list[Any] = list(self.stages.values())
         # Gradients are divided by the number of micro-batches at the end, those of the routers' losses, too.
-        self._torch: Any = (
-            Schedule1F1B(own[0], num_micro_batches, loss_fn=_own_loss)
-            if num_stages == mesh.size()
-            else ScheduleInterleaved1F1B(own, num_micro_batches, loss_fn=_own_loss)
-        )
+        make: Any = ScheduleInterleaved1F1B
+        if num_stages == mesh.size():
+            make, (own,) = Schedule1F1B, own
+        # The last stage has computed its loss.
+        self._torch: Any = make(own, num_micro_batches, loss_fn=lambda loss, _labels: loss)
 
     @property
     def schedule(self) -> PipelineSchedule:
@@ -121,7 +121,7 @@ class PipelineStep:
         return [loss.detach() for loss in losses]
 
 
-def received(stage: LossStage, shape: Sequence[int]) -> Tensor:
+def received(stage: StageModel, shape: Sequence[int]) -> Tensor:
     """Return what a stage receives of a micro-batch, on the meta device.
 
     Args:
@@ -133,7 +133,7 @@ def received(stage: LossStage, shape: Sequence[int]) -> Tensor:
     return _between(stage, shape)
 
 
-def _between(stage: LossStage, shape: Sequence[int]) -> Tensor:
+def _between(stage: StageModel, shape: Sequence[int]) -> Tensor:
     """Return the residual stream of a micro-batch, of this rank's positions."""
     size, positions = shape
     return torch.empty(
@@ -144,8 +144,3 @@ def _between(stage: LossStage, shape: Sequence[int]) -> Tensor:
         device="meta",
         requires_grad=True,
     )
-
-
-def _own_loss(loss: Tensor, _labels: Tensor) -> Tensor:
-    """Return the loss that the last stage has computed."""
-    return loss

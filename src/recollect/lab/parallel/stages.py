@@ -157,14 +157,11 @@ def cut_stage(model: GPTModel, layers: range) -> LossStage:
         stage = LossStage(model.config, layers)
     stage.compute_dtype = model.compute_dtype
     stage.decoder.layers = nn.ModuleList(model.decoder.layers[layer] for layer in layers)
-    if stage.is_first or stage.mtp is not None:
-        # For the tokens in between, the last stage has a copy: that of its own process.
-        stage.embedding = model.embedding
-    if stage.mtp is not None:
-        stage.mtp = model.mtp
+    # For the tokens in between, the last stage has a copy of the embedding: that of its own process.
+    for name in {"embedding", "output_layer", "mtp"} & dict(stage.named_children()).keys():
+        setattr(stage, name, getattr(model, name))
     if stage.is_last:
         stage.decoder.final_layernorm = model.decoder.final_layernorm
-        stage.output_layer = model.output_layer
     return stage.train(model.training)
 
 

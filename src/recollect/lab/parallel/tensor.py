@@ -9,6 +9,7 @@ experts and the shared expert by their channels. All by PyTorch's DTensor and it
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,16 +26,16 @@ from torch.distributed.tensor.parallel import (
 )
 
 from recollect.lab.models.attention import LatentAttention, SelfAttention, UpProjection
-from recollect.lab.models.gpt import IGNORE_INDEX, GPTModel
+from recollect.lab.models.gpt import GPTModel
 from recollect.lab.models.linear import Linear
 from recollect.lab.models.mlp import MLP, MoELayer
-from recollect.lab.parallel.fused_rows import interleaved, shares
+from recollect.lab.parallel.fused_rows import interleaved
 from recollect.lab.parallel.layout import DeviceLayout
 from recollect.lab.parallel.tensor_modules import (
     OwnPartMoELayer,
     SequenceLinear,
     SplitMoELayer,
-    VocabularyParallelLoss,
+    vocabulary_parallel_loss,
     with_partial_gradient,
 )
 
@@ -89,7 +90,7 @@ def tensor_parallel(
         model.sequence_ranks = mesh.size()
     _split_ends(model, mesh, between)
     model.vocabulary_group = mesh.get_group()
-    model.cross_entropy = VocabularyParallelLoss(mesh.get_group(), IGNORE_INDEX)
+    model.cross_entropy = partial(vocabulary_parallel_loss, group=mesh.get_group())
     return model
 
 
@@ -104,7 +105,7 @@ def _split_layer(layer: nn.Module, mesh: DeviceMesh, between: Shard | Replicate,
     else:
         assert isinstance(attention, SelfAttention)
         styles["self_attention.linear_qkv"] = ColwiseParallel(input_layouts=between)
-        attention.sizes = tuple(shares(attention.sizes, mesh.size()))
+        attention.sizes = tuple(size // mesh.size() for size in attention.sizes)
     if isinstance(mlp, MoELayer):
         layer.mlp = OwnPartMoELayer(mlp, mesh) if has_whole_experts else SplitMoELayer(mlp, mesh, between)
         if mlp.shared_experts is not None:

@@ -22,8 +22,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from recollect._torch_parallel import all_gather_rows
+from recollect.lab.models.gpt import IGNORE_INDEX
 from recollect.lab.models.linear import Linear
-from recollect.lab.models.mlp import Experts, MoELayer
+from recollect.lab.models.mlp import MoELayer
 from recollect.lab.models.router import RouterStatistics
 from recollect.lab.parallel.expert import SharedGroups
 from recollect.lab.parallel.fused_rows import interleaved
@@ -79,7 +80,14 @@ class SplitMoELayer(MoELayer):
         nn.Module.__init__(self)
         self.router, self.experts, self.shared_experts = whole.router, whole.experts, whole.shared_experts
         self.mesh, self.between = mesh, between
-        _split(self.experts, mesh)
+        experts = self.experts  # the channels inside of each are cut into parts
+        if experts.activation_func.is_gated:
+            weight_EOI = experts.linear_fc1.weight
+            width = weight_EOI.shape[1] // 2
+            with torch.no_grad():
+                weight_EOI.copy_(interleaved(weight_EOI.transpose(0, 1), (width, width), mesh.size()).transpose(0, 1))
+        experts.linear_fc1 = SharedGroups(experts.linear_fc1, mesh, 1)
+        experts.linear_fc2 = SharedGroups(experts.linear_fc2, mesh, 2)
         self.train(whole.training)
 
     def forward(self, x_BTD: Tensor) -> tuple[Tensor, RouterStatistics]:
@@ -99,17 +107,6 @@ class SplitMoELayer(MoELayer):
         if self.shared_experts is not None:
             out_BTD = out_BTD + self.shared_experts(x_BTD)
         return out_BTD, routing.statistics
-
-
-def _split(experts: Experts, mesh: DeviceMesh) -> None:
-    """Cut the channels inside of each expert into parts."""
-    if experts.activation_func.is_gated:
-        weight_EOI = experts.linear_fc1.weight
-        width = weight_EOI.shape[1] // 2
-        with torch.no_grad():
-            weight_EOI.copy_(interleaved(weight_EOI.transpose(0, 1), (width, width), mesh.size()).transpose(0, 1))
-    experts.linear_fc1 = SharedGroups(experts.linear_fc1, mesh, 1)
-    experts.linear_fc2 = SharedGroups(experts.linear_fc2, mesh, 2)
 
 
 class OwnPartMoELayer(MoELayer):
@@ -143,19 +140,16 @@ class OwnPartMoELayer(MoELayer):
         out_BLD = self._routed(own_BLD.flatten(0, 1), routing).view_as(own_BLD)
         if self.shared_experts is not None:
             out_BLD = out_BLD + self.shared_experts(x_BLD)
-        return out_BLD, routing.statistics._replace(aux_loss=self._mean(routing.statistics.aux_loss))
-
-    def _mean(self, loss: Tensor | None) -> Tensor | None:
-        """Return the mean of the ranks' losses, each with the gradient of its own."""
-        if loss is None:
-            return None
-        part = DTensor.from_local(loss / self.mesh.size(), self.mesh, [Partial()], run_check=False)
-        whole: Tensor = part.redistribute(placements=[Replicate()]).to_local()
-        return whole
+        statistics: RouterStatistics = routing.statistics
+        if statistics.aux_loss is not None:
+            # The mean of the ranks' losses, each with the gradient of its own.
+            part = DTensor.from_local(statistics.aux_loss / self.mesh.size(), self.mesh, [Partial()], run_check=False)
+            statistics = statistics._replace(aux_loss=part.redistribute(placements=[Replicate()]).to_local())
+        return out_BLD, statistics
 
 
-class VocabularyParallelLoss:
-    """Mean cross entropy over the labels that are not ignored, from this rank's logits.
+def vocabulary_parallel_loss(logits_BTV: Tensor, labels_BT: Tensor, *, group: ProcessGroup) -> Tensor:
+    """Return the mean cross entropy over the labels that are not ignored, from this rank's logits: an fp32 scalar.
 
     Each rank knows, for its part of the vocabulary, the largest logit of a token, the sum of exponentials, and the label's
     logit if the label is there. One all-gather of these three numbers a token gives every rank all that the loss needs; they
@@ -163,28 +157,14 @@ class VocabularyParallelLoss:
     part of softmax minus one-hot, without communication.
 
     Args:
+        logits_BTV: [..., V] of this rank.
+        labels_BT: [...] int64, ids of the whole vocabulary, the same on all ranks.
         group: the ranks among which the vocabulary is split, in equal parts, in order.
-        ignore_index: the label of ignored tokens.
     """
-
-    def __init__(self, group: ProcessGroup, ignore_index: int) -> None:
-        self.group = group
-        self.rank = get_rank(group)
-        self.ignore_index = ignore_index
-
-    def __call__(self, logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
-        """Return the loss, an fp32 scalar; the same bits on every rank.
-
-        Args:
-            logits_BTV: [..., V] of this rank.
-            labels_BT: [...] int64, ids of the whole vocabulary, the same on all ranks.
-        """
-        logits_NV, labels_N = logits_BTV.flatten(0, -2), labels_BT.flatten()
-        labels_N = labels_N - self.rank * logits_NV.shape[1]
-        loss: Any = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
-            logits_NV, labels_N, labels_BT.flatten() != self.ignore_index, self.group
-        )
-        return cast(Tensor, loss)
+    logits_NV, labels_N = logits_BTV.flatten(0, -2), labels_BT.flatten()
+    own_N = labels_N - get_rank(group) * logits_NV.shape[1]
+    loss: Any = _CrossEntropy.apply(logits_NV, own_N, labels_N != IGNORE_INDEX, group)  # type: ignore[no-untyped-call]
+    return cast(Tensor, loss)
 
 
 class _CrossEntropy(torch.autograd.Function):

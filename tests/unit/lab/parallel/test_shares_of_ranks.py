@@ -17,7 +17,7 @@ from recollect.lab.models.sizes import NAMED_CONFIGS
 from recollect.lab.parallel import expert, tensor_modules
 from recollect.lab.parallel.context import SequencePart
 from recollect.lab.parallel.expert import balance_over
-from recollect.lab.parallel.tensor_modules import VocabularyParallelLoss
+from recollect.lab.parallel.tensor_modules import vocabulary_parallel_loss
 
 X = IGNORE_INDEX
 
@@ -49,7 +49,7 @@ def test_a_rank_finds_the_labels_that_are_among_its_words(monkeypatch: pytest.Mo
     def of_rank(rank: int) -> tuple[Tensor, Tensor]:
         part_TV = logits_TV.detach().chunk(2, dim=1)[rank].requires_grad_()
         with fake_process_group(rank, 2):
-            loss = VocabularyParallelLoss(dist.new_group(), IGNORE_INDEX)(part_TV, labels_T)
+            loss = vocabulary_parallel_loss(part_TV, labels_T, group=dist.new_group())
         (gradient_TV,) = torch.autograd.grad(loss, part_TV)
         return loss, gradient_TV
 
