@@ -6,14 +6,13 @@ import dataclasses
 import re
 import subprocess
 import sys
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 
 from recollect.lab.models.architectures import deepseek_v3_config, gpt_config, llama_config, mixtral_config
 from recollect.lab.models.config import TransformerConfig
 from recollect.lab.models.sizes import NAMED_CONFIGS
-from recollect.lab.train.model_flags import SizeName
 
 DIMENSIONS: dict[str, Any] = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 256}
 
@@ -71,10 +70,6 @@ def test_what_was_derived_is_derived_again_after_a_change() -> None:
     assert mixtral_config(**DIMENSIONS, ffn_hidden_size=96).changed(ffn_hidden_size=32).moe_ffn_hidden_size == 32
     with pytest.raises(TypeError, match="no_such_field"):
         config.changed(no_such_field=1)
-
-
-def test_every_named_model_is_a_size_of_the_command_line() -> None:
-    assert set(get_args(SizeName)) == set(NAMED_CONFIGS)
 
 
 def test_layers_with_experts() -> None:
