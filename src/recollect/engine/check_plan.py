@@ -12,8 +12,6 @@ from recollect.plans.paths import compress_paths
 from recollect.plans.plan import Plan
 from recollect.warning import warn_user
 
-__all__ = ["check_depth", "device_name", "warn_if_recorded_elsewhere"]
-
 _REMEDY = "Make a plan for this model: recollect.fit, or recollect.record and recollect.plan."
 
 

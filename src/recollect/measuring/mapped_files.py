@@ -8,8 +8,6 @@ import tempfile
 
 import torch
 
-__all__ = ["mapped_file"]
-
 _CHUNK_BYTES = 1 << 20
 
 

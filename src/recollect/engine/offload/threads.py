@@ -13,8 +13,6 @@ from recollect.engine.offload.pool import Slot
 from recollect.errors import OffloadError
 from recollect.measuring.mapped_files import mapped_file
 
-__all__ = ["ThreadCarrier"]
-
 # Where the rate is limited, so many bytes are copied at a time.
 _CHUNK_BYTES = 2**20
 
