@@ -17,6 +17,7 @@ from recollect.planning.classic import classic_plan
 from recollect.plans.plan import Plan
 from recollect.plans.unit_plan import UnitPlan
 from recollect.profile.profile import Profile
+from recollect.ranks.common import common_plan
 from recollect.recording.next_step import foreseen, with_copies
 from recollect.recording.simulated_policy import recorded_under
 
@@ -53,9 +54,12 @@ class LeanStart:
         if not planned:
             return None
         profile, planner, own = self._lockstep.together(lambda: self._leanest(planned, call, parameters))
-        known = self._lockstep.leanest(profile, own, planner.plain_peak_bytes).units
+        ranks, place = self._lockstep.ranks, self._lockstep.place
+        chosen, _ = common_plan(
+            profile, own, plain_bytes=planner.plain_peak_bytes, budget_bytes=1, ranks=ranks, place=place
+        )
         ran = {its.path for its in profile.calls}
-        return {**{path: UnitPlan({}) for path in unit_paths if path not in ran}, **known}
+        return {**{path: UnitPlan({}) for path in unit_paths if path not in ran}, **chosen.units}
 
     def _leanest(
         self, planned: Sequence[PlannedStep], call: Call, parameters: Iterable[torch.Tensor]

@@ -11,7 +11,7 @@ from torch import nn
 
 from recollect._torch_private import num_dispatch_modes, profiler_is_active
 from recollect.applying import apply_own, apply_policy
-from recollect.attaching.entries import Watcher, entry_forwards
+from recollect.attaching.entries import EntryForward, Watcher
 from recollect.attaching.planned_step import PlannedStep
 from recollect.attaching.unit_watch import UnitWatch
 from recollect.byte_format import format_bytes
@@ -21,6 +21,7 @@ from recollect.engine.policy import DropAll, leanest_policy
 from recollect.plans.unit_plan import UnitPlan
 from recollect.recording.find_units import Unit
 from recollect.recording.model_step import step_tensors
+from recollect.recording.returns import entry_modules
 from recollect.recording.step_recording import StepRecording
 
 
@@ -52,7 +53,8 @@ class Placement:
         self.model = model
         self._applied: Applied | None = None
         self.units = UnitWatch(model, unit_paths, departs)
-        self._watching = Applied(model, [*self.units.units, *entry_forwards(model, unit_paths, watcher)], None)
+        entries = [EntryForward(entry, path, watcher) for path, entry in entry_modules(model, unit_paths).items()]
+        self._watching = Applied(model, [*self.units.units, *entries], None)
 
     def suspended(self) -> AbstractContextManager[None]:
         """Take the watch off for the duration of a with-block, in which plans are put below it."""

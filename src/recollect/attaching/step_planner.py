@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -13,7 +13,7 @@ from recollect.attaching.course import Course
 from recollect.attaching.held import beyond_noise, expect
 from recollect.attaching.lockstep import Lockstep
 from recollect.attaching.placement import Placement, excess_of
-from recollect.attaching.planned_step import PlannedStep, line_of, plan_step, profile_of
+from recollect.attaching.planned_step import PlannedStep, line_of, own_plan
 from recollect.attaching.planned_steps import PlannedSteps, difference, grouped
 from recollect.attaching.reserve import Reserve
 from recollect.attaching.step_shape import Call
@@ -21,8 +21,12 @@ from recollect.attaching.step_under_way import Departure, StepUnderWay
 from recollect.byte_format import format_bytes
 from recollect.errors import BudgetWarning
 from recollect.measuring.host_copies import with_host_link
+from recollect.planning.classic import classic_plan
+from recollect.planning.planners import planner_for
 from recollect.profile.profile import Profile
 from recollect.progress.stage import stage
+from recollect.quantities import parse_budget
+from recollect.ranks.common import common_plan, with_common_times
 from recollect.ranks.group import Place
 from recollect.recording.step_recording import StepRecording
 from recollect.warning import warn_user
@@ -161,7 +165,7 @@ class StepPlanner:
                     lambda: self._profile(recording, calls, budget),
                     is_end=True,
                 )
-            for seen in self._lockstep.ranks.gather(self.steps.seen(), Place.STEP_END):
+            for seen in self._lockstep.ranks.gather(self.steps.seen, Place.STEP_END):
                 self.steps.note_seen(seen)
             index = len(self.recorded_steps)
             self.recorded_steps.append(number)
@@ -178,7 +182,14 @@ class StepPlanner:
         self._log(line_of(planned, time.perf_counter() - begin))
 
     def _profile(self, recording: StepRecording, calls: Sequence[Call], budget: int | str) -> Profile:
-        profile = profile_of(recording, calls, self._optimizers, budget)
+        """Stop recording a step, and return its profile."""
+        recording.stop(self._optimizers)
+        profile = recording.profile(
+            optimizer_step=None,
+            gradients="freed",
+            batch=f"{calls[0]}, {len(calls)} calls" if len(calls) > 1 else str(calls[0]),
+            budget=budget,
+        )
         return with_host_link(profile, self._device) if self._host_bytes else profile
 
     def see_to(self, step: StepUnderWay, departure: Departure, number: int, placement: Placement) -> None:
@@ -293,18 +304,16 @@ class StepPlanner:
         spare: list[Mapping[str, int]] = [
             reserve.completed(course, its) for course, its in zip(courses, lacking, strict=True)
         ]
-        planned = plan_step(
+        planned = self._with_plan(
             reserve.with_room(profile, grouped(calls, spare), more_bytes),
-            calls,
             budget,
-            self.steps.steps,
+            calls=calls,
             number=number,
             courses=courses,
             spare=spare,
-            ranks=self._lockstep.ranks,
-            host_bytes=self._host_bytes,
+            more_bytes=more_bytes,
+            state_bytes=reserve.optimizer_bytes(),
         )
-        planned.more_bytes, planned.state_bytes = more_bytes, reserve.optimizer_bytes()
         expect(planned)
         if not planned.fits:
             beside = f", {format_bytes(more_bytes)} of it for what came to be held beside the step since"
@@ -314,3 +323,36 @@ class StepPlanner:
                 key=str(calls[0]),
             )
         return planned
+
+    def _with_plan(self, profile: Profile, budget: int | str, **seen: Any) -> PlannedStep:
+        """Return a step with its plan: the leanest that there is, if none fits and it is not the first.
+
+        Args:
+            profile: the step, as this process recorded it, with memory reserved for what is spare.
+            budget: bytes, or a text; percentages are of the process that needs the most, or of each one's own device.
+            **seen: the other fields of the step.
+
+        Raises:
+            BudgetTooSmallError: no plan fits, in some process, and there is no earlier step.
+        """
+        ranks, place = self._lockstep.ranks, Place.STEP_END
+        profile = with_common_times(profile, ranks, place)
+        planner = planner_for(profile, self._host_bytes)
+        plain_bytes = max(ranks.gather(planner.plain_peak_bytes, place))
+        budget_bytes = parse_budget(budget, reference_bytes=plain_bytes, device_bytes=profile.device_memory_bytes)
+        own, problem = own_plan(planner, budget_bytes)
+        problems = [found for found in ranks.gather(problem, place) if found is not None]
+        if problems and not self.steps.steps:
+            raise max(problems, key=lambda error: error.least_peak_bytes)
+        chosen, worst_slowdown = common_plan(
+            profile, own, plain_bytes=planner.plain_peak_bytes, budget_bytes=budget_bytes, ranks=ranks, place=place
+        )
+        return PlannedStep(
+            profile=profile,
+            plan=chosen,
+            budget_bytes=budget_bytes,
+            plain_peak_bytes=planner.plain_peak_bytes,
+            full_slowdown=classic_plan(profile, "full").predicted_slowdown or 0.0,
+            worst_slowdown=worst_slowdown,
+            **seen,
+        )
