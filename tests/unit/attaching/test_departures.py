@@ -192,7 +192,7 @@ def test_spare_runs_are_completed_for_units_of_one_kind(model: Blocks) -> None:
 def test_a_structure_is_looked_at(model: Blocks) -> None:
     structure = Structure(model)
     assert not structure.look() and structure.version == 0
-    model.blocks.append(nn.Linear(32, 32))
+    model.blocks.append(nn.GELU())
     assert structure.look(), "it has more modules"
     model.blocks[-1].weight = nn.Parameter(torch.zeros(32, 32))
     assert structure.look(), "it has another parameter"
