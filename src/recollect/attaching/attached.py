@@ -28,18 +28,21 @@ from recollect.attaching.held import CallWatch, DevicePeak
 from recollect.attaching.lean_start import LeanStart
 from recollect.attaching.lockstep import Lockstep
 from recollect.attaching.optimizers_seen import OptimizersSeen
-from recollect.attaching.placement import Placement, begin_recording, obstacle
+from recollect.attaching.placement import Placement, obstacle
 from recollect.attaching.planned_step import PlannedStep, report_of
 from recollect.attaching.step_end import StepEnd, without_backward
 from recollect.attaching.step_planner import StepPlanner
 from recollect.attaching.step_shape import Call, describe_call
 from recollect.attaching.step_under_way import Departure, StepUnderWay
 from recollect.attaching.structure import Structure
+from recollect.costs.op_costs import MeasuredCosts
 from recollect.errors import LargerStepError
+from recollect.plans.paths import unit_words
 from recollect.plans.plan import Plan
 from recollect.plans.unit_plan import UnitPlan
 from recollect.ranks.group import ALONE, Ranks
 from recollect.recording.find_units import find_units
+from recollect.recording.model_step import step_tensors
 from recollect.recording.step_recording import StepRecording
 
 OnLarger: TypeAlias = Literal["replan", "warn", "raise"]
@@ -191,9 +194,11 @@ class Attached:
         self._watch.begin(step, self._placement, is_planned=is_planned, is_on=self._state is not State.IDLE)
 
     def _begin_step(self) -> None:
-        """Look whether the model is still what it was."""
+        """Watch the model as it is built now."""
         if self._structure.look() and not self._structure.recomputes():
-            self._rebuild()
+            self._placement.remove()
+            self._units = find_units(self.model, self._named_units)
+            self._placement = Placement(self.model, self.unit_paths, self._watcher, self._departs)
         self._is_disturbed = self._structure.recomputes()
         if self._is_disturbed:
             self._planner.warn_once(
@@ -201,12 +206,6 @@ class Attached:
                 "was switched on after attach: values are recomputed twice, and the plan does not hold. Switch it off",
                 key="other mechanism",
             )
-
-    def _rebuild(self) -> None:
-        """Watch the model as it is built now."""
-        self._placement.remove()
-        self._units = find_units(self.model, self._named_units)
-        self._placement = Placement(self.model, self.unit_paths, self._watcher, self._departs)
 
     def _decide(self, call: Call) -> None:
         """Choose and put in place under what a call runs."""
@@ -256,7 +255,7 @@ class Attached:
 
     def _departs(self, path: str) -> None:
         """Note the first run of a unit that the plan does not foresee."""
-        self._now.departure = Departure.of_unit(path)
+        self._now.departure = Departure(f"ran {unit_words(path)} more often than the plan foresees, or on more")
         if self._on_larger == "raise":
             raise LargerStepError(
                 f"a step {self._now.departure.text}: it does more than the steps that were planned, at equal shapes. Pass "
@@ -294,17 +293,23 @@ class Attached:
                 "the model is in eval mode; a step in training mode will be recorded and planned anew"
             )
 
-        self._recording = self._lockstep.together(
-            lambda: begin_recording(
-                self._placement,
+        def begin() -> StepRecording:
+            tensors = step_tensors(self.model, None, self._optimizers, parameters=self._structure.parameters)
+            gradients = tensors.pop("gradients")
+            recording = StepRecording(
+                self.model,
                 self._units,
-                self._optimizers,
+                MeasuredCosts(self._device, looks_around=True),
                 self._device,
-                parameters=self._structure.parameters,
-                lean_units=lean_units,
+                in_loop=True,
                 replays_collectives=not self._lockstep.is_alone,
+                lean_units=lean_units,
             )
-        )
+            with self._placement.suspended():
+                recording.start(tensors, gradients=gradients)
+            return recording
+
+        self._recording = self._lockstep.together(begin)
         self._watcher.returns, self._state = self._recording.returns, State.RECORDING
 
     def _abandon_step(self) -> None:

@@ -66,10 +66,9 @@ class StepRecording:
         units: of the model.
         costs: runs the ops and knows their costs.
         device: where the step runs.
-        counts_all_tensors: whether to count, on the CPU, too, what is in memory besides the step; on CUDA it always counts.
-            The recording itself then takes as little as it can.
+        in_loop: whether it begins in a call of somebody's loop, who then tells `returns` of all calls. It takes as little
+            memory as it can, and counts, on the CPU, too, what is there besides the step, which counts on CUDA in any case.
         replays_collectives: whether plans may run collectives again; this recording then does.
-        sees_calls: whether to note by itself when models return; otherwise whoever sees their calls tells `returns`.
         lean_units: the leanest plan that is known for the step, which then runs under it, and within the budget if that can be;
             else it drops all that can be dropped but what units return.
 
@@ -86,23 +85,21 @@ class StepRecording:
         costs: Costs,
         device: torch.device,
         *,
-        counts_all_tensors: bool = False,
+        in_loop: bool = False,
         replays_collectives: bool = False,
-        sees_calls: bool = True,
         lean_units: Mapping[str, UnitPlan] | None = None,
     ) -> None:
         self.model = model
         self.device = device
         self._costs = costs
-        self._counts_all_tensors = counts_all_tensors
-        self._sees_calls = sees_calls
+        self._in_loop = in_loop
         self._layers = {unit.path for unit in units if unit.is_layer}
         self._paths = [unit.path for unit in units]
         self._modelled = costs if isinstance(costs, ModelledCosts) else None
         self.recorder = StepRecorder(costs, device)
         self._ranks = self.recorder.ranks = RanksWithParts.of(model, device, self._modelled)
         samples = UnitSamples if self._modelled is None else NoSamples
-        self._samples = samples(model, device, in_excerpts=counts_all_tensors)
+        self._samples = samples(model, device, in_excerpts=in_loop)
         self._policy = leanest_policy(lean_units)
         self._tape = RecordingTape(self._policy, self.recorder, self._samples, replays_collectives=replays_collectives)
         self._stack = ExitStack()
@@ -149,14 +146,14 @@ class StepRecording:
         self._unrelated = UnrelatedMemory(
             self.device,
             known if self.device.type == "cuda" else [*known, *last_gradients],
-            looks_on_cpu=self._counts_all_tensors,
+            looks_on_cpu=self._in_loop,
             set_aside_bytes=set_aside_bytes + buckets_bytes,
         )
         enter = self._stack.enter_context
         try:
             enter(apply_policy(self.model, self._paths, self._tape))
             self._stack.callback(register_optimizer_step_pre_hook(self._optimizer_begins).remove)
-            if self._sees_calls:
+            if not self._in_loop:
                 enter(self.returns.seen_by_hooks(self.model, self._paths))
             enter(filled_storages(recorder.note_resize))
             enter(self._costs.recording())
