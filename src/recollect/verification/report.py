@@ -50,11 +50,11 @@ class Report:
     gradients_equal: bool
     first_difference: tuple[str, float] | None
     num_compared: int
-    plain_peak_bytes: int | None
     plan_peak_bytes: int
     predicted_peak_bytes: int | None
     predicted_slowdown: float | None
-    measured_slowdown: float | None
+    plain_peak_bytes: int | None = None
+    measured_slowdown: float | None = None
     loss_chunks: int = 1
     unchunked_difference: tuple[str, float] | None = None
     plan_reserved_bytes: int | None = None
