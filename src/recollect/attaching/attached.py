@@ -223,7 +223,7 @@ class Attached:
         elif chosen is not None and not (self._planner.missed.was_over and self._lockstep.decides_alone):
             self._placement.put(chosen)
             self._state = State.PLANNED
-            more_bytes = self._watch.missing_room(self._placement) if is_first else 0
+            more_bytes = self._watch.missing_room(chosen) if is_first else 0
             if more_bytes and self._lockstep.is_alone:
                 self._planner.make_room(self._placement, more_bytes)
         elif is_refused:

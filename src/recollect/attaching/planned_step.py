@@ -40,7 +40,7 @@ class PlannedStep:
         more_bytes: reserved for what other steps held for reasons that nothing tells.
         state_bytes: that the optimizers had when it was planned.
         num_calls: of the model that ran under the plan.
-        held: the last readings of the allocator for each call under the plan; this and what follows is for `HeldBytes`.
+        held: the last readings of the allocator for each call under the plan; this and what follows is for `CallWatch`.
         held_before: the least that was in memory before a step under the plan; 0 if that is not known.
         most_held_bytes: that its only call should hold when it returns; None if it has several.
     """
