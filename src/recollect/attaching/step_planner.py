@@ -19,8 +19,8 @@ from recollect.attaching.reserve import Reserve
 from recollect.attaching.step_shape import Call
 from recollect.attaching.step_under_way import Departure, StepUnderWay
 from recollect.byte_format import format_bytes
+from recollect.costs.host_copies import with_host_link
 from recollect.errors import BudgetWarning
-from recollect.measuring.host_copies import with_host_link
 from recollect.planning.classic import classic_plan
 from recollect.planning.planners import planner_for
 from recollect.profile.profile import Profile

@@ -14,13 +14,13 @@ from torch import nn
 from recollect._torch_private import DATA_DEPENDENT
 from recollect.costs.hardware import Hardware
 from recollect.costs.hardware_table import choose_hardware
+from recollect.costs.host_copies import with_host_link
 from recollect.costs.modelled_costs import ModelledCosts
 from recollect.costs.op_costs import MeasuredCosts
 from recollect.engine.self_check import check_steps_can_be_recorded
 from recollect.errors import HardwareError, RecordError
 from recollect.loss.intercept import loss_in_chunks
 from recollect.measuring.device_memory import other_bytes
-from recollect.measuring.host_copies import with_host_link
 from recollect.profile.profile import Profile
 from recollect.progress.stage import stage
 from recollect.ranks.common import with_common_times

@@ -17,8 +17,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from recollect.costs.hardware import HostLink
 from recollect.errors import HardwareError
-from recollect.measuring.mapped_files import mapped_file
+from recollect.measuring.host_memory import mapped_file
 from recollect.profile.profile import Profile
 
 _LARGE_BYTES = 64 << 20
@@ -32,20 +33,6 @@ _FEWEST_COPIES = 3
 _Span = tuple[float, float]
 
 
-class HostCopies(NamedTuple):
-    """What copies between a device and the memory of its host reach.
-
-    Attributes:
-        to_host_bytes_per_s: of large copies out of the device, in the median.
-        from_host_bytes_per_s: of large copies into it.
-        latency_s: seconds of the smallest copies, of the slower direction.
-    """
-
-    to_host_bytes_per_s: float
-    from_host_bytes_per_s: float
-    latency_s: float
-
-
 class Copies(NamedTuple):
     """The copies of one direction."""
 
@@ -53,7 +40,7 @@ class Copies(NamedTuple):
     small: list[_Span]
 
 
-def measure_host_link(device: torch.device) -> HostCopies:
+def measure_host_link(device: torch.device) -> HostLink:
     """Measure copies of a device to and from the memory of its host.
 
     Takes less than a second, and 128 MiB of each memory; on the CPU also of the folder for temporary files.
@@ -72,9 +59,9 @@ def measure_host_link(device: torch.device) -> HostCopies:
     return reached(*(_cpu_copies() if device.type == "cpu" else _device_copies(device)))
 
 
-def reached(out: Copies, back: Copies) -> HostCopies:
+def reached(out: Copies, back: Copies) -> HostLink:
     """Return what the copies of both directions, which ran at once, reach."""
-    return HostCopies(
+    return HostLink(
         to_host_bytes_per_s=_LARGE_BYTES / _median_s(out.large, beside=back.large),
         from_host_bytes_per_s=_LARGE_BYTES / _median_s(back.large, beside=out.large),
         latency_s=max(_median_s(out.small, beside=back.small), _median_s(back.small, beside=out.small)),
@@ -171,15 +158,10 @@ def with_host_link(profile: Profile, device: torch.device) -> Profile:
     Raises:
         HardwareError: the device cannot copy, or there is no room to try.
     """
-    link = _measured(device)
-    return replace(
-        profile,
-        to_host_bytes_per_s=link.to_host_bytes_per_s,
-        from_host_bytes_per_s=link.from_host_bytes_per_s,
-        host_latency_s=link.latency_s,
-    )
+    measured: dict[str, Any] = _measured(device).profile_fields()
+    return replace(profile, **measured)
 
 
 @cache
-def _measured(device: torch.device) -> HostCopies:
+def _measured(device: torch.device) -> HostLink:
     return measure_host_link(device)
