@@ -27,10 +27,9 @@ from recollect.attaching.entries import Removable, Watcher
 from recollect.attaching.held import CallWatch, DevicePeak
 from recollect.attaching.lean_start import LeanStart
 from recollect.attaching.lockstep import Lockstep
-from recollect.attaching.optimizers_seen import OptimizersSeen
 from recollect.attaching.placement import Placement, obstacle
 from recollect.attaching.planned_step import PlannedStep, report_of
-from recollect.attaching.step_end import StepEnd, without_backward
+from recollect.attaching.step_end import OptimizersSeen, StepEnd, without_backward
 from recollect.attaching.step_planner import StepPlanner
 from recollect.attaching.step_shape import Call, describe_call
 from recollect.attaching.step_under_way import Departure, StepUnderWay

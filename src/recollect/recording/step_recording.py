@@ -39,11 +39,18 @@ from recollect.recording.optimizers import Optimizers, state_tensors
 from recollect.recording.recording_tape import RecordingTape, StepMode
 from recollect.recording.replicated_values import RanksWithParts
 from recollect.recording.returns import Returns
-from recollect.recording.simulated_policy import in_one_backward, leanest_of
 from recollect.recording.step_recorder import Costs, StepRecorder
 from recollect.recording.trackers import TrackedOther, UnrelatedMemory, filled_storages, tracker_of
 from recollect.recording.unit_samples import NoSamples, UnitSample, UnitSamples
-from recollect.recording.unit_times import TOGETHER, Rounds, measure_unit_times, rounds_for, with_unit_times
+from recollect.recording.unit_times import (
+    TOGETHER,
+    Rounds,
+    in_one_backward,
+    leanest_of,
+    measure_unit_times,
+    rounds_for,
+    with_unit_times,
+)
 from recollect.simulation.decisions import CallActions
 from recollect.simulation.simulate import simulate
 
