@@ -10,7 +10,7 @@ import json
 import math
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from recollect.errors import HardwareError
 from recollect.fields import Field, read_document
@@ -216,12 +216,12 @@ class Hardware:
         names = [f.name for f in fields(cls) if f.name != "elements"]
         root.keys(allowed=["format", "version", *names, "elements_per_s"])
         given = root.arguments(cls, least={"memory_bytes": None, "cache_bytes": None}, is_whole=True)
-        rates, elements = root.get("rates"), root.get("elements_per_s")
+        rates, elements, link = root.get("rates"), root.get("elements_per_s"), root.find("host_link")
         try:
             return cls(
-                rates=tuple(_decode_rate(dtype, rates.get(dtype)) for dtype in rates.keys()),
+                rates=tuple(_decode(ArithmeticRate, rates.get(dtype), dtype) for dtype in rates.keys()),
                 elements=tuple(ElementRate(kind, elements.get(kind).number()) for kind in elements.keys()),
-                host_link=_decode_host_link(root.find("host_link")),
+                host_link=None if link is None else _decode(HostLink, link),
                 **given,
             )
         except ValueError as problem:
@@ -248,18 +248,11 @@ class Hardware:
             raise HardwareError(f"{path}: {error}") from None
 
 
-def _decode_rate(dtype: str, place: Field) -> ArithmeticRate:
-    names = [f.name for f in fields(ArithmeticRate) if f.name != "dtype"]
+def _decode(kind: type, place: Field, *given: str) -> Any:
+    """Return a record of numbers, but for the first fields if they are given."""
+    names = [f.name for f in fields(kind)[len(given) :]]
     place.keys(allowed=names)
-    return ArithmeticRate(dtype, *(place.get(name).number() for name in names))
-
-
-def _decode_host_link(place: Field | None) -> HostLink | None:
-    if place is None:
-        return None
-    names = [f.name for f in fields(HostLink)]
-    place.keys(allowed=names)
-    return HostLink(*(place.get(name).number() for name in names))
+    return kind(*given, *(place.get(name).number() for name in names))
 
 
 def _check_positive(what: str, number: float) -> None:
