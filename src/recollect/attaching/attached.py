@@ -223,7 +223,7 @@ class Attached:
             self._placement.put(chosen)
             self._state = State.PLANNED
             more_bytes = self._watch.missing_room(chosen) if is_first else 0
-            if more_bytes and self._lockstep.is_alone:
+            if more_bytes and self._lockstep.ranks.is_alone:
                 self._planner.make_room(self._placement, more_bytes)
         elif is_refused:
             self._refuse(call)
@@ -231,13 +231,13 @@ class Attached:
             if chosen is None:
                 self._planner.missed.note(self._now.calls)
             # The others may not be here, to be asked for theirs.
-            self._placement.put_leanest(self._lean_units(call, self.planned if self._lockstep.is_alone else []))
+            self._placement.put_leanest(self._lean_units(call, self.planned if self._lockstep.ranks.is_alone else []))
             self._state = State.LEAN
 
     def _choice(self) -> tuple[bool, PlannedStep | None]:
         """Return whether the plan is disturbed, in some process; and the fastest planned step that covers the calls so far."""
         step, active, is_disturbed = self._now, self._placement.active, self._is_disturbed
-        if self._lockstep.is_alone:
+        if self._lockstep.ranks.is_alone:
             chosen = self._planner.steps.choice(
                 step.calls, step.group, active, lambda: self._on_larger == "replan" and self._can_record()
             )
@@ -280,7 +280,7 @@ class Attached:
     def _lean_units(self, call: Call, planned: Sequence[PlannedStep]) -> Mapping[str, UnitPlan] | None:
         """Return the leanest plan that is foreseen; None for a step that may do other things than the planned ones."""
         is_new = self._planner.missed.did_more or not any(call.is_alike(step.calls[0]) for step in planned)
-        if is_new and self._lockstep.is_alone:  # Others may know of nothing new, and would wait for an answer.
+        if is_new and self._lockstep.ranks.is_alone:  # Others may know of nothing new, and would wait for an answer.
             return None
         return self._lean_start.units(planned, call, self._structure.parameters, self.unit_paths)
 
@@ -301,7 +301,7 @@ class Attached:
                 MeasuredCosts(self._device, looks_around=True),
                 self._device,
                 in_loop=True,
-                replays_collectives=not self._lockstep.is_alone,
+                replays_collectives=not self._lockstep.ranks.is_alone,
                 lean_units=lean_units,
             )
             with self._placement.suspended():

@@ -73,11 +73,6 @@ class Lockstep:
         self._replicas = [module for module in model.modules() if is_data_parallel(module)]
 
     @property
-    def is_alone(self) -> bool:
-        """Whether there is one process only."""
-        return self.ranks.is_alone
-
-    @property
     def decides_alone(self) -> bool:
         """Whether this process does not ask the others in the step under way."""
         return not self._asks

@@ -216,7 +216,7 @@ class StepPlanner:
             self.warn_once(f"step {number} {said}. What follows is planned for that, too", key=f"step {number}")
         is_read = departure.more_bytes is not None
         # What the allocator showed once may be in the next step, too, where it can be recorded.
-        if not self._lockstep.is_alone or (is_read and active.number not in self._tried):
+        if not self._lockstep.ranks.is_alone or (is_read and active.number not in self._tried):
             self._tried.add(active.number)
             self.missed.note(step.calls, courses, attempts=1, did_more=any(beyond), was_over=bool(said))
         elif is_read or (

@@ -298,7 +298,7 @@ class _RecordingMode(FunctionMode):
         again = RunsAgain(run, call)
         if recorder.current is not None and any(map(group_of, run.partitioned)):
             recorder.communicating.add(recorder.current)
-        cost = recorder.costs.run_function(run.args, recorder.runs_since(self._function_mark), again)
+        cost = recorder.costs.run_function(run.args, recorder.other_runs[self._function_mark.runs :], again)
         if not again.are_equal:
             recorder.differing.add(cost.key)
         # What it reads by other ways than its arguments would have to be kept for it, which no plan knows.

@@ -313,10 +313,6 @@ class StepRecorder:
         """Return the place in the record where it is now."""
         return Mark(len(self.events), len(self.other_runs), self.num_storages)
 
-    def runs_since(self, mark: Mark) -> list[OpRun]:
-        """Return the runs of ops outside units since a place in the record."""
-        return self.other_runs[mark.runs :]
-
     def note_function(
         self,
         mark: Mark,
