@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -102,6 +103,7 @@ def is_little(courses: Sequence[Course], spare: Sequence[Mapping[str, int]]) -> 
     return all(sum(its.values()) <= _MOST_SPARE * course.num_runs for course, its in zip(courses, spare, strict=True))
 
 
+@dataclass(eq=False)
 class StepPlanner:
     """Knows the planned steps of a model, and plans more.
 
@@ -121,27 +123,19 @@ class StepPlanner:
         missed: what no plan covered.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizers: Sequence[torch.optim.Optimizer],
-        budget: int | str,
-        lockstep: Lockstep,
-        log: Callable[[str], object],
-        device: torch.device,
-        host_bytes: int = 0,
-    ) -> None:
+    model: nn.Module
+    optimizers: Sequence[torch.optim.Optimizer]
+    budget: int | str
+    lockstep: Lockstep
+    log: Callable[[str], object]
+    device: torch.device
+    host_bytes: int = 0
+
+    def __post_init__(self) -> None:
         self.budget_bytes: int | None = None
         self.recorded_steps: list[int] = []
         self.steps = PlannedSteps()
         self.missed = Missed()
-        self._model = model
-        self._optimizers = optimizers
-        self._budget = budget
-        self._lockstep = lockstep
-        self._log = log
-        self._device = device
-        self._host_bytes = host_bytes
         self._warned: set[str] = set()
         # Numbers of planned steps after which one was recorded, since the allocator showed more than was planned.
         self._tried: set[int] = set()
@@ -156,16 +150,16 @@ class StepPlanner:
             placement: of plans.
         """
         begin = time.perf_counter()
-        budget = self._budget if self.budget_bytes is None else self.budget_bytes
+        budget = self.budget if self.budget_bytes is None else self.budget_bytes
         calls, courses = step.calls, step.courses()
         self.steps.note(calls, courses)
         with stage("planning"):
             with placement.suspended():
-                profile = self._lockstep.together(
+                profile = self.lockstep.together(
                     lambda: self._profile(recording, calls, budget),
                     is_end=True,
                 )
-            for seen in self._lockstep.ranks.gather(self.steps.seen, Place.STEP_END):
+            for seen in self.lockstep.ranks.gather(self.steps.seen, Place.STEP_END):
                 self.steps.note_seen(seen)
             index = len(self.recorded_steps)
             self.recorded_steps.append(number)
@@ -174,23 +168,23 @@ class StepPlanner:
         self.budget_bytes = planned.budget_bytes
         if planned.fits and (excess := excess_of(recording, planned)):
             self.warn_once(excess, key=f"recording {calls[0]}")
-        self.missed.end_attempt(is_met=self._lockstep.all_end(self.missed.is_met_by(planned)))
+        self.missed.end_attempt(is_met=self.lockstep.all_end(self.missed.is_met_by(planned)))
         self.steps.add(planned)
-        self._lockstep.note_plan(planned)
+        self.lockstep.note_plan(planned)
         self._renew(reserve)
         placement.put(planned)
-        self._log(line_of(planned, time.perf_counter() - begin))
+        self.log(line_of(planned, time.perf_counter() - begin))
 
     def _profile(self, recording: StepRecording, calls: Sequence[Call], budget: int | str) -> Profile:
         """Stop recording a step, and return its profile."""
-        recording.stop(self._optimizers)
+        recording.stop(self.optimizers)
         profile = recording.profile(
             optimizer_step=None,
             gradients="freed",
             batch=f"{calls[0]}, {len(calls)} calls" if len(calls) > 1 else str(calls[0]),
             budget=budget,
         )
-        return with_host_link(profile, self._device) if self._host_bytes else profile
+        return with_host_link(profile, self.device) if self.host_bytes else profile
 
     def see_to(self, step: StepUnderWay, departure: Departure, number: int, placement: Placement) -> None:
         """Say what a step needed that did what its plan does not foresee, and have the next ones planned.
@@ -216,7 +210,7 @@ class StepPlanner:
             self.warn_once(f"step {number} {said}. What follows is planned for that, too", key=f"step {number}")
         is_read = departure.more_bytes is not None
         # What the allocator showed once may be in the next step, too, where it can be recorded.
-        if not self._lockstep.ranks.is_alone or (is_read and active.number not in self._tried):
+        if not self.lockstep.ranks.is_alone or (is_read and active.number not in self._tried):
             self._tried.add(active.number)
             self.missed.note(step.calls, courses, attempts=1, did_more=any(beyond), was_over=bool(said))
         elif is_read or (
@@ -254,7 +248,7 @@ class StepPlanner:
         if step.held_before:
             again.held_before, again.state_bytes = step.held_before, step.state_bytes
         self.steps.exchange(step, again)
-        self._log(line_of(again, time.perf_counter() - begin))
+        self.log(line_of(again, time.perf_counter() - begin))
         return again
 
     def _renew(self, reserve: Reserve) -> None:
@@ -262,14 +256,14 @@ class StepPlanner:
         own = {step.number: step for step in self.steps.steps}
         state_bytes = reserve.optimizer_bytes()
         stale = {n: step.profile.persistent.get("optimizer_state", 0) < state_bytes for n, step in own.items()}
-        offered = self._lockstep.ranks.gather(stale, Place.STEP_END)
+        offered = self.lockstep.ranks.gather(stale, Place.STEP_END)
         # Processes may have forgotten different ones.
         for number in sorted(set(own).intersection(*offered)):
             if any(its[number] for its in offered):
                 self._plan_again(own[number], reserve, 0)
 
     def _reserve(self, placement: Placement) -> Reserve:
-        return Reserve(self._model, placement.unit_paths, self._optimizers, self._device)
+        return Reserve(self.model, placement.unit_paths, self.optimizers, self.device)
 
     def has_given_up(self, num_steps: int) -> bool:
         """Return, and say, whether so many of the steps so far were recorded that no more are."""
@@ -335,9 +329,9 @@ class StepPlanner:
         Raises:
             BudgetTooSmallError: no plan fits, in some process, and there is no earlier step.
         """
-        ranks, place = self._lockstep.ranks, Place.STEP_END
+        ranks, place = self.lockstep.ranks, Place.STEP_END
         profile = with_common_times(profile, ranks, place)
-        planner = planner_for(profile, self._host_bytes)
+        planner = planner_for(profile, self.host_bytes)
         plain_bytes = max(ranks.gather(planner.plain_peak_bytes, place))
         budget_bytes = parse_budget(budget, reference_bytes=plain_bytes, device_bytes=profile.device_memory_bytes)
         own, problem = own_plan(planner, budget_bytes)
