@@ -106,8 +106,7 @@ class RecordingTape(Tape):
         """Run a unit's forward and record it as a call."""
         recorder = self.recorder
         outer = recorder.current
-        recorder.begin_forward()
-        if outer is None and recorder.is_in_forward:
+        if recorder.begin_forward() and outer is None:
             recorder.note_reads((args, kwargs))
         with recorder.unseen():
             self.samples.take(unit_path, len(recorder.calls), args, kwargs)

@@ -103,15 +103,11 @@ class StepRecorder:
             self.has_run_backward |= phase == events.BACKWARD
             self.log(events.PHASE, phase)
 
-    @property
-    def is_in_forward(self) -> bool:
-        """Whether forward is under way."""
-        return self._phase == events.FORWARD
-
-    def begin_forward(self) -> None:
-        """Log that forward begins, unless backward runs a module again."""
+    def begin_forward(self) -> bool:
+        """Log that forward begins, unless backward runs a module again; return whether forward is under way."""
         if current_autograd_node() < 0:
             self.begin_phase(events.FORWARD)
+        return self._phase == events.FORWARD
 
     def use(self, handle: int, saver: int) -> None:
         """Log that backward asks for what call `saver` saved."""
