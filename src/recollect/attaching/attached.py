@@ -219,7 +219,7 @@ class Attached:
         records = wants_recording and self._lockstep.all_can(self._can_record())
         if records:
             self._start_recording(call)
-        elif chosen is not None and not (self._planner.missed.was_over and self._lockstep.decides_alone):
+        elif chosen is not None and not (self._planner.missed.was_over and not self._lockstep.asks):
             self._placement.put(chosen)
             self._state = State.PLANNED
             more_bytes = self._watch.missing_room(chosen) if is_first else 0

@@ -60,6 +60,7 @@ class Lockstep:
 
     Attributes:
         place: of the loop, where they ask.
+        asks: whether this process asks the others in the step under way.
     """
 
     def __init__(self, model: nn.Module, ranks: Ranks, *, may_differ: bool) -> None:
@@ -69,13 +70,8 @@ class Lockstep:
         self._num_recorded = 0
         self._next_step = 0
         self._num_steady = 0
-        self._asks = True
+        self.asks = True
         self._replicas = [module for module in model.modules() if is_data_parallel(module)]
-
-    @property
-    def decides_alone(self) -> bool:
-        """Whether this process does not ask the others in the step under way."""
-        return not self._asks
 
     def at_call(
         self, covering: Sequence[PlannedStep], step: int, *, is_first: bool, is_calm: bool, missed: bool
@@ -99,8 +95,8 @@ class Lockstep:
                 "itself."
             )
         if is_first:
-            self._asks = step >= self._next_step
-        if not self._asks:
+            self.asks = step >= self._next_step
+        if not self.asks:
             return Answer(is_calm, _least_recompute_first(covering), missed)
         self.place = Place.FIRST_CALL if is_first else Place.LATER_CALL
         own = {planned.number: planned for planned in covering}
@@ -120,7 +116,7 @@ class Lockstep:
 
     def all_can(self, flag: bool) -> bool:
         """Return whether all can do something at this call; not where they do not ask."""
-        return self._asks and self.ranks.all_of([flag], self.place)[0]
+        return self.asks and self.ranks.all_of([flag], self.place)[0]
 
     def all_end(self, flag: bool) -> bool:
         """Return whether something is so in all processes, at the end of a recorded step."""

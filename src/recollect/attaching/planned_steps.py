@@ -102,10 +102,6 @@ class PlannedSteps:
             self.steps.remove(alike[0])
         self._learn_arguments(planned)
 
-    def exchange(self, old: PlannedStep, new: PlannedStep) -> None:
-        """Replace a step by one that is planned anew."""
-        self.steps = [new if step is old else step for step in self.steps]
-
     def note(self, calls: Sequence[Call], courses: Sequence[Course]) -> None:
         """Note what happened in the calls of a step."""
         for call, course in zip(calls, courses, strict=True):

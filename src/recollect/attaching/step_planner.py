@@ -247,7 +247,7 @@ class StepPlanner:
         )
         if step.held_before:
             again.held_before, again.state_bytes = step.held_before, step.state_bytes
-        self.steps.exchange(step, again)
+        self.steps.steps = [again if known is step else known for known in self.steps.steps]
         self.log(line_of(again, time.perf_counter() - begin))
         return again
 
