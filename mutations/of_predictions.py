@@ -257,7 +257,7 @@ MUTATIONS = (
     Mutation(
         "copies-of-one-direction-alone",
         "the rate of a direction counts copies that ran when the other one was over",
-        "measuring",
+        "costs",
         (("for begin, end in together or spans", "for begin, end in spans"),),
     ),
     Mutation(

@@ -28,7 +28,7 @@ MUTATIONS = (
         "departure-not-noticed",
         "a step that runs a unit more often than planned passes for a planned one",
         "attaching",
-        (("self._now.departure = Departure.of_unit(path)", "self._now.departure = None"),),
+        (('self._now.departure = Departure(f"ran', '_ = Departure(f"ran'),),
     ),
     Mutation(
         "optimizer-replaced-unseen",

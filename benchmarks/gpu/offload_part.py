@@ -7,15 +7,16 @@ bit; how much was in host memory, and how many values were asked for at another 
 from __future__ import annotations
 
 import time
+from dataclasses import astuple
 
 import torch
 
 import recollect
 from gpu.part import Context
 from gpu.prediction_part import Case, Loop, Row, cases, measured, table
+from recollect.costs.host_copies import measure_host_link
 from recollect.engine.offload.carriers import carrier_for
 from recollect.errors import BudgetTooSmallError
-from recollect.measuring.host_copies import measure_host_link
 from recollect.planning.offload_planner import OffloadPlanner
 from recollect.planning.planners import planner_for
 from recollect.plans.plan import Plan
@@ -45,7 +46,7 @@ def run(context: Context) -> str:
 
 def _link(context: Context) -> None:
     """Measure copies in both directions, and how long it takes to have host memory."""
-    out, back, latency_s = measure_host_link(context.device)
+    out, back, latency_s = astuple(measure_host_link(context.device))
     context.say(f"link: {out / 1e9:.1f} GB/s out, {back / 1e9:.1f} GB/s in, {1e6 * latency_s:.1f} us")
     numbers = [
         Number("to_host", "B/s", "link", out),

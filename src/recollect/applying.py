@@ -17,6 +17,7 @@ from torch import nn
 from recollect._torch_fsdp import freed_after_forward
 from recollect._torch_parallel import is_checkpoint_wrapper
 from recollect.arguments import check_kind
+from recollect.costs.host_copies import warn_if_link_is_slower
 from recollect.engine.agreement import Agreement, first_call_forwards
 from recollect.engine.check_plan import check_depth, warn_if_recorded_elsewhere
 from recollect.engine.eager import EagerForward, eager_forwards
@@ -87,6 +88,7 @@ def apply(model: nn.Module, plan: Plan | Sequence[Plan], *, group: GroupChoice =
     distinct = list({id(one): one for one in plans}.values())
     for one in distinct:
         warn_if_recorded_elsewhere(model, one)
+        warn_if_link_is_slower(model, one)
     check_same_plans(plans, ranks)
 
     def applied() -> Applied:

@@ -17,8 +17,6 @@ from typing import Any, NoReturn, get_args, get_type_hints
 
 from recollect.errors import MissingFileError
 
-_ZERO_OR_MORE: Mapping[str, int | None] = MappingProxyType({})
-
 
 class _JsonError(ValueError):
     """A problem found while parsing; `read_document` turns it into the document's error."""
@@ -179,7 +177,7 @@ class Field:
         return self.data
 
     def arguments(
-        self, kind: type, *, least: Mapping[str, int | None] = _ZERO_OR_MORE, is_whole: bool = False
+        self, kind: type, *, least: Mapping[str, int | None] = MappingProxyType({}), is_whole: bool = False
     ) -> dict[str, Any]:
         """Return what the object here has for the fields of a dataclass; what is missing or null has its default.
 

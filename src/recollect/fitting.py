@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, Final
 
@@ -76,7 +76,8 @@ class _FittedForward(PlacedForward):
     def _look(self, args: Any, kwargs: Any) -> None:
         found = tensors_in((args, kwargs))
         if self.numel is not None and sum(tensor.numel() for tensor in found) > self.numel:
-            sizes = " and ".join(_largest(shapes) for shapes in ([tuple(t.shape) for t in found], self.shapes))
+            of_both = [tuple(tensor.shape) for tensor in found], self.shapes
+            sizes = " and ".join(str(list(max(shapes, key=math.prod, default=()))) for shapes in of_both)
             self._say("batch", f"got a larger batch than its plan was made for (shapes {sizes})")
         if self.module.training and not self.is_training:
             self._say("mode", "trains, and its plan was made in eval mode, in which dropout and batch norm hold less")
@@ -100,10 +101,6 @@ class _FittedForward(PlacedForward):
                 "trains (model.train(), its largest batch, optimizer=...); or use attach, which follows the loop.",
                 BudgetWarning,
             )
-
-
-def _largest(shapes: Sequence[tuple[int, ...]]) -> str:
-    return str(list(max(shapes, key=math.prod, default=())))
 
 
 def fit(

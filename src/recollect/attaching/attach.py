@@ -17,7 +17,7 @@ from recollect.fitting import DEFAULT_BUDGET
 from recollect.measuring.device_memory import memory_bytes
 from recollect.measuring.host_memory import check_host_budget
 from recollect.quantities import check_budget, parse_bytes
-from recollect.ranks.group import Place, Ranks
+from recollect.ranks.group import Place
 from recollect.ranks.members import GroupChoice, check_alike, ranks_of
 from recollect.recording.model_step import device_of
 from recollect.recording.optimizers import check_optimizers, optimizers_in
@@ -99,14 +99,34 @@ def attach(
         raise RecordError(f"on_larger: got {on_larger!r}, expected 'replan', 'warn' or 'raise'.")
     whole = model if isinstance(model, nn.Module) else _together(model)
     ranks = ranks_of(whole, group, "attach(model, optimizer, budget)")
-    names = None if units is None else list(units)
-    attached = ranks.together(
-        lambda: _attached(
-            whole, optimizer, budget, on_larger=on_larger, units=names, host_budget=host_budget, log=log, ranks=ranks
-        ),
-        Place.START,
-        undo=Attached.remove,
-    )
+
+    def begin() -> Attached:
+        check_steps_can_be_recorded()
+        optimizers = optimizers_in(optimizer)
+        if not optimizers:
+            raise RecordError("attach: got no optimizer, expected the one whose step ends a training step.")
+        check_optimizers(whole, optimizers)
+        if applied_to(whole):
+            raise AlreadyAppliedError(
+                f"cannot attach to {type(whole).__name__}: it has a plan already. Remove it first: "
+                "for applied in recollect.applied_to(model): applied.remove()."
+            )
+        device = device_of(whole, None)
+        check_budget(budget, device_bytes=memory_bytes(device))
+        check_host_budget(host_budget)
+        return Attached(
+            whole,
+            units,
+            optimizers,
+            budget,
+            device=device,
+            on_larger=on_larger,
+            host_bytes=parse_bytes(host_budget),
+            log=log or (_to_standard_error if ranks.is_first else lambda _: None),
+            ranks=ranks,
+        )
+
+    attached = ranks.together(begin, Place.START, undo=Attached.remove)
     try:
         alike = {"budget": budget, "host_budget": host_budget, "on_larger": on_larger, "units": attached.unit_paths}
         check_alike(ranks, whole, alike)
@@ -114,43 +134,6 @@ def attach(
         attached.remove()
         raise
     return attached
-
-
-def _attached(
-    model: nn.Module,
-    optimizer: Any,
-    budget: int | str,
-    *,
-    on_larger: OnLarger,
-    units: Sequence[str] | None,
-    host_budget: int | str,
-    log: Callable[[str], object] | None,
-    ranks: Ranks,
-) -> Attached:
-    check_steps_can_be_recorded()
-    optimizers = optimizers_in(optimizer)
-    if not optimizers:
-        raise RecordError("attach: got no optimizer, expected the one whose step ends a training step.")
-    check_optimizers(model, optimizers)
-    if applied_to(model):
-        raise AlreadyAppliedError(
-            f"cannot attach to {type(model).__name__}: it has a plan already. Remove it first: "
-            "for applied in recollect.applied_to(model): applied.remove()."
-        )
-    device = device_of(model, None)
-    check_budget(budget, device_bytes=memory_bytes(device))
-    check_host_budget(host_budget)
-    return Attached(
-        model,
-        units,
-        optimizers,
-        budget,
-        device=device,
-        on_larger=on_larger,
-        host_bytes=parse_bytes(host_budget),
-        log=log or (_to_standard_error if ranks.is_first else _to_nobody),
-        ranks=ranks,
-    )
 
 
 class _Models(nn.Module):
@@ -167,10 +150,6 @@ def _together(models: Sequence[nn.Module] | Mapping[str, nn.Module]) -> nn.Modul
             raise RecordError(f"attach: model {name!r} is a {type(model).__name__}, expected a torch.nn.Module.")
         whole.add_module(name, model)
     return whole
-
-
-def _to_nobody(_line: str) -> None:
-    pass
 
 
 def _to_standard_error(line: str) -> None:

@@ -27,19 +27,21 @@ from recollect.attaching.entries import Removable, Watcher
 from recollect.attaching.held import CallWatch, DevicePeak
 from recollect.attaching.lean_start import LeanStart
 from recollect.attaching.lockstep import Lockstep
-from recollect.attaching.optimizers_seen import OptimizersSeen
-from recollect.attaching.placement import Placement, begin_recording, obstacle
+from recollect.attaching.placement import Placement, obstacle
 from recollect.attaching.planned_step import PlannedStep, report_of
-from recollect.attaching.step_end import StepEnd, without_backward
+from recollect.attaching.step_end import OptimizersSeen, StepEnd, without_backward
 from recollect.attaching.step_planner import StepPlanner
 from recollect.attaching.step_shape import Call, describe_call
 from recollect.attaching.step_under_way import Departure, StepUnderWay
 from recollect.attaching.structure import Structure
+from recollect.costs.op_costs import MeasuredCosts
 from recollect.errors import LargerStepError
+from recollect.plans.paths import unit_words
 from recollect.plans.plan import Plan
 from recollect.plans.unit_plan import UnitPlan
 from recollect.ranks.group import ALONE, Ranks
 from recollect.recording.find_units import find_units
+from recollect.recording.model_step import step_tensors
 from recollect.recording.step_recording import StepRecording
 
 OnLarger: TypeAlias = Literal["replan", "warn", "raise"]
@@ -191,9 +193,11 @@ class Attached:
         self._watch.begin(step, self._placement, is_planned=is_planned, is_on=self._state is not State.IDLE)
 
     def _begin_step(self) -> None:
-        """Look whether the model is still what it was."""
+        """Watch the model as it is built now."""
         if self._structure.look() and not self._structure.recomputes():
-            self._rebuild()
+            self._placement.remove()
+            self._units = find_units(self.model, self._named_units)
+            self._placement = Placement(self.model, self.unit_paths, self._watcher, self._departs)
         self._is_disturbed = self._structure.recomputes()
         if self._is_disturbed:
             self._planner.warn_once(
@@ -201,12 +205,6 @@ class Attached:
                 "was switched on after attach: values are recomputed twice, and the plan does not hold. Switch it off",
                 key="other mechanism",
             )
-
-    def _rebuild(self) -> None:
-        """Watch the model as it is built now."""
-        self._placement.remove()
-        self._units = find_units(self.model, self._named_units)
-        self._placement = Placement(self.model, self.unit_paths, self._watcher, self._departs)
 
     def _decide(self, call: Call) -> None:
         """Choose and put in place under what a call runs."""
@@ -221,11 +219,11 @@ class Attached:
         records = wants_recording and self._lockstep.all_can(self._can_record())
         if records:
             self._start_recording(call)
-        elif chosen is not None and not (self._planner.missed.was_over and self._lockstep.decides_alone):
+        elif chosen is not None and not (self._planner.missed.was_over and not self._lockstep.asks):
             self._placement.put(chosen)
             self._state = State.PLANNED
-            more_bytes = self._watch.missing_room(self._placement) if is_first else 0
-            if more_bytes and self._lockstep.is_alone:
+            more_bytes = self._watch.missing_room(chosen) if is_first else 0
+            if more_bytes and self._lockstep.ranks.is_alone:
                 self._planner.make_room(self._placement, more_bytes)
         elif is_refused:
             self._refuse(call)
@@ -233,13 +231,13 @@ class Attached:
             if chosen is None:
                 self._planner.missed.note(self._now.calls)
             # The others may not be here, to be asked for theirs.
-            self._placement.put_leanest(self._lean_units(call, self.planned if self._lockstep.is_alone else []))
+            self._placement.put_leanest(self._lean_units(call, self.planned if self._lockstep.ranks.is_alone else []))
             self._state = State.LEAN
 
     def _choice(self) -> tuple[bool, PlannedStep | None]:
         """Return whether the plan is disturbed, in some process; and the fastest planned step that covers the calls so far."""
         step, active, is_disturbed = self._now, self._placement.active, self._is_disturbed
-        if self._lockstep.is_alone:
+        if self._lockstep.ranks.is_alone:
             chosen = self._planner.steps.choice(
                 step.calls, step.group, active, lambda: self._on_larger == "replan" and self._can_record()
             )
@@ -256,7 +254,7 @@ class Attached:
 
     def _departs(self, path: str) -> None:
         """Note the first run of a unit that the plan does not foresee."""
-        self._now.departure = Departure.of_unit(path)
+        self._now.departure = Departure(f"ran {unit_words(path)} more often than the plan foresees, or on more")
         if self._on_larger == "raise":
             raise LargerStepError(
                 f"a step {self._now.departure.text}: it does more than the steps that were planned, at equal shapes. Pass "
@@ -282,7 +280,7 @@ class Attached:
     def _lean_units(self, call: Call, planned: Sequence[PlannedStep]) -> Mapping[str, UnitPlan] | None:
         """Return the leanest plan that is foreseen; None for a step that may do other things than the planned ones."""
         is_new = self._planner.missed.did_more or not any(call.is_alike(step.calls[0]) for step in planned)
-        if is_new and self._lockstep.is_alone:  # Others may know of nothing new, and would wait for an answer.
+        if is_new and self._lockstep.ranks.is_alone:  # Others may know of nothing new, and would wait for an answer.
             return None
         return self._lean_start.units(planned, call, self._structure.parameters, self.unit_paths)
 
@@ -294,17 +292,23 @@ class Attached:
                 "the model is in eval mode; a step in training mode will be recorded and planned anew"
             )
 
-        self._recording = self._lockstep.together(
-            lambda: begin_recording(
-                self._placement,
+        def begin() -> StepRecording:
+            tensors = step_tensors(self.model, None, self._optimizers, parameters=self._structure.parameters)
+            gradients = tensors.pop("gradients")
+            recording = StepRecording(
+                self.model,
                 self._units,
-                self._optimizers,
+                MeasuredCosts(self._device, looks_around=True),
                 self._device,
-                parameters=self._structure.parameters,
+                in_loop=True,
+                replays_collectives=not self._lockstep.ranks.is_alone,
                 lean_units=lean_units,
-                replays_collectives=not self._lockstep.is_alone,
             )
-        )
+            with self._placement.suspended():
+                recording.start(tensors, gradients=gradients)
+            return recording
+
+        self._recording = self._lockstep.together(begin)
         self._watcher.returns, self._state = self._recording.returns, State.RECORDING
 
     def _abandon_step(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -12,7 +12,7 @@ from torch import nn
 
 from recollect._torch_private import uncompiled, untraced
 from recollect.engine.placed_forward import PlacedForward
-from recollect.recording.returns import Returns, entry_modules
+from recollect.recording.returns import Returns
 from recollect.tensors import tensors_held
 
 Entry = Callable[[str, nn.Module, Any, Any], None]
@@ -131,11 +131,6 @@ class Watcher:
         if self._returns is None:
             return function(*args, **kwargs)
         return self._returns.run(module, function, args, kwargs)
-
-
-def entry_forwards(model: nn.Module, unit_paths: Collection[str], watcher: Watcher) -> list[EntryForward]:
-    """Return forwards for what a training loop may call."""
-    return [EntryForward(module, path, watcher) for path, module in entry_modules(model, unit_paths).items()]
 
 
 class _Here(threading.local):

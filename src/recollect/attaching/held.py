@@ -51,77 +51,6 @@ def expect(planned: PlannedStep) -> None:
     planned.most_held_bytes = held_bytes + held_bytes // 20 + _OWN_BYTES
 
 
-class HeldBytes:
-    """A meter that shares nothing with the planner's, read where memory is near its fullest: when forward is over.
-
-    Args:
-        device: where the model runs.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._begin: int | None = None
-        self._is_new = False
-        self._next_s = 0.0
-
-    def begin_call(self, planned: PlannedStep) -> None:
-        """Read the meter before a call, unless that has been done; not in all calls where the allocator is slow to tell."""
-        if self._is_new:
-            return
-        self._is_new = True
-        begin_s = time.perf_counter()
-        planned.num_calls += 1
-        if begin_s < self._next_s and planned.num_calls > _ALWAYS_READ and planned.num_calls % _READ_EVERY:
-            self._begin = None
-            return
-        self._begin = held_now(self._device)
-        self._next_s = begin_s + 2 * (time.perf_counter() - begin_s) / _PRICE
-
-    def end_call(self) -> None:
-        """Have the meter read anew before the next call."""
-        self._is_new = False
-
-    def excess_before(self, planned: PlannedStep) -> int:
-        """Return how much more is held before a step than was before others under its plan, and than that has room for."""
-        if self._begin is None:
-            return 0
-        planned.held_before = min(planned.held_before or self._begin, self._begin)
-        growth_bytes = self._begin - planned.held_before
-        return beyond_noise(growth_bytes - planned.more_bytes, planned) if growth_bytes > _GROWTH_BYTES else 0
-
-    def excess_in_call(self, planned: PlannedStep, position: int, call: Call, *, is_whole: bool) -> int:
-        """Return how much more a call holds than others like it did under a plan, and than that has room for.
-
-        Args:
-            planned: the step whose plan is in place.
-            position: of the call in its step.
-            call: that has returned.
-            is_whole: all runs of units came that the plan foresees; what such calls hold is what is expected.
-        """
-        now = None if self._begin is None else held_now(self._device)
-        if now is None or self._begin is None:
-            return 0
-        known = planned.held.setdefault((position, call), deque(maxlen=_MOST_READINGS))
-        # Garbage that is collected in a call makes one reading too low, not most of them.
-        usual = statistics.median(known) if len(known) == _MOST_READINGS else math.inf
-        expected = planned.most_held_bytes if position == 1 and call == planned.calls[0] else None
-        least = min(usual, math.inf if expected is None else expected)
-        foreseen = now if least == math.inf else self._begin + int(least) + planned.more_bytes
-        for _ in range(_READ_AGAIN):
-            if not beyond_noise(now - foreseen, planned):
-                break
-            time.sleep(_PAUSE_S)
-            now = min(now, held_now(self._device) or now)
-        if is_whole:
-            known.append(now - self._begin)
-        return beyond_noise(now - foreseen, planned)
-
-
-def beyond_noise(nbytes: int, planned: PlannedStep) -> int:
-    """Return a difference of two readings; 0 if it is too small to say anything."""
-    return nbytes if nbytes > max(_NOISE_BYTES, planned.budget_bytes // 200) else 0
-
-
 class DevicePeak:
     """The most that a CUDA device ever held, which it counts itself.
 
@@ -156,7 +85,9 @@ class DevicePeak:
 
 
 class CallWatch:
-    """Begins and ends with the calls of one model.
+    """Begins and ends with the calls of one model, and reads what is held where memory is near its fullest: after forward.
+
+    The meter shares nothing with the planner's.
 
     Args:
         device: where it runs.
@@ -165,16 +96,34 @@ class CallWatch:
     """
 
     def __init__(self, device: torch.device, *, keeps_to_plan: bool, joins_others: bool) -> None:
-        self._held = HeldBytes(device)
+        self._device = device
         self._keeps_to_plan = keeps_to_plan
         self._joins_others = joins_others
+        self._begin: int | None = None
+        self._is_new = False
+        self._next_s = 0.0
 
-    def missing_room(self, placement: Placement) -> int:
-        """Return how much more is in memory before a step than there was before others under its plan."""
-        if placement.active is None:
+    def missing_room(self, planned: PlannedStep) -> int:
+        """Return how much more is held before a step than was before others under its plan, and than that has room for."""
+        self._read(planned)
+        if self._begin is None:
             return 0
-        self._held.begin_call(placement.active)
-        return self._held.excess_before(placement.active)
+        planned.held_before = min(planned.held_before or self._begin, self._begin)
+        growth_bytes = self._begin - planned.held_before
+        return beyond_noise(growth_bytes - planned.more_bytes, planned) if growth_bytes > _GROWTH_BYTES else 0
+
+    def _read(self, planned: PlannedStep) -> None:
+        """Read the meter before a call, unless that has been done; not in all calls where the allocator is slow to tell."""
+        if self._is_new:
+            return
+        self._is_new = True
+        begin_s = time.perf_counter()
+        planned.num_calls += 1
+        if begin_s < self._next_s and planned.num_calls > _ALWAYS_READ and planned.num_calls % _READ_EVERY:
+            self._begin = None
+            return
+        self._begin = held_now(self._device)
+        self._next_s = begin_s + 2 * (time.perf_counter() - begin_s) / _PRICE
 
     def begin(self, step: StepUnderWay, placement: Placement, *, is_planned: bool, is_on: bool) -> None:
         """Say which runs of units a call may have.
@@ -194,7 +143,7 @@ class CallWatch:
         course, spare = foreseen
         step.foresee(course)
         step.planned = active
-        self._held.begin_call(active)
+        self._read(active)
         # Where others run collectives again in backward, this process has to, too.
         keeps_to_plan = self._keeps_to_plan or (self._joins_others and active.needs_all_ranks)
         placement.units.allow(course, spare, keeps_to_plan=keeps_to_plan)
@@ -205,7 +154,39 @@ class CallWatch:
         comes_to = placement.units.comes_to()
         # What spare runs hold has room of its own.
         if active is not None and step.departure is None and step.is_last_foreseen() and comes_to <= 0:
-            more_bytes = self._held.excess_in_call(active, len(step.calls), step.calls[-1], is_whole=not comes_to)
+            more_bytes = self._excess(active, len(step.calls), step.calls[-1], is_whole=not comes_to)
             if more_bytes:
                 step.departure = Departure("held more after forward than its plan foresees", more_bytes)
-        self._held.end_call()
+        self._is_new = False
+
+    def _excess(self, planned: PlannedStep, position: int, call: Call, *, is_whole: bool) -> int:
+        """Return how much more a call holds than others like it did under a plan, and than that has room for.
+
+        Args:
+            planned: the step whose plan is in place.
+            position: of the call in its step.
+            call: that has returned.
+            is_whole: all runs of units came that the plan foresees; what such calls hold is what is expected.
+        """
+        now = None if self._begin is None else held_now(self._device)
+        if now is None or self._begin is None:
+            return 0
+        known = planned.held.setdefault((position, call), deque(maxlen=_MOST_READINGS))
+        # Garbage that is collected in a call makes one reading too low, not most of them.
+        usual = statistics.median(known) if len(known) == _MOST_READINGS else math.inf
+        expected = planned.most_held_bytes if position == 1 and call == planned.calls[0] else None
+        least = min(usual, math.inf if expected is None else expected)
+        foreseen = now if least == math.inf else self._begin + int(least) + planned.more_bytes
+        for _ in range(_READ_AGAIN):
+            if not beyond_noise(now - foreseen, planned):
+                break
+            time.sleep(_PAUSE_S)
+            now = min(now, held_now(self._device) or now)
+        if is_whole:
+            known.append(now - self._begin)
+        return beyond_noise(now - foreseen, planned)
+
+
+def beyond_noise(nbytes: int, planned: PlannedStep) -> int:
+    """Return a difference of two readings; 0 if it is too small to say anything."""
+    return nbytes if nbytes > max(_NOISE_BYTES, planned.budget_bytes // 200) else 0

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+import weakref
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 
 from recollect.attaching.lockstep import Lockstep
 from recollect.attaching.planned_step import PlannedStep, own_plan
 from recollect.attaching.step_shape import Call
-from recollect.engine.policy import leanest_policy
+from recollect.engine.policy import Policy, leanest_policy
 from recollect.measuring.meter import storages_of
 from recollect.planning.choose import Planner
 from recollect.planning.classic import classic_plan
 from recollect.plans.plan import Plan
 from recollect.plans.unit_plan import UnitPlan
 from recollect.profile.profile import Profile
+from recollect.ranks.common import common_plan
 from recollect.recording.next_step import foreseen, with_copies
-from recollect.recording.simulated_policy import recorded_under
+from recollect.simulation.decisions import CallActions, decide_call
+from recollect.simulation.playback import Playback, Token
+from recollect.simulation.program import Key, Program
+from recollect.simulation.simulate import Simulation, run
 
 
 class LeanStart:
@@ -53,9 +58,12 @@ class LeanStart:
         if not planned:
             return None
         profile, planner, own = self._lockstep.together(lambda: self._leanest(planned, call, parameters))
-        known = self._lockstep.leanest(profile, own, planner.plain_peak_bytes).units
+        ranks, place = self._lockstep.ranks, self._lockstep.place
+        chosen, _ = common_plan(
+            profile, own, plain_bytes=planner.plain_peak_bytes, budget_bytes=1, ranks=ranks, place=place
+        )
         ran = {its.path for its in profile.calls}
-        return {**{path: UnitPlan({}) for path in unit_paths if path not in ran}, **known}
+        return {**{path: UnitPlan({}) for path in unit_paths if path not in ran}, **chosen.units}
 
     def _leanest(
         self, planned: Sequence[PlannedStep], call: Call, parameters: Iterable[torch.Tensor]
@@ -94,3 +102,40 @@ def _distance(step: PlannedStep, call: Call) -> tuple[bool, float, bool, int]:
         first.has_gradients != call.has_gradients,
         -step.number,
     )
+
+
+def recorded_under(profile: Profile, policy: Policy) -> Simulation:
+    """Simulate the step as a recording runs it: all units on a tape that follows a policy, and that copies what it holds."""
+    known: dict[tuple[int, str], CallActions] = {}
+    for call in profile.calls:
+        if (call.graph, call.path) not in known:
+            graph = profile.graph_of(call)
+            names = (value.name for value in graph.values if value.producer is not None)
+            unit = UnitPlan({name: policy.action(call.path, name) for name in names}, policy.output_action(call.path))
+            known[call.graph, call.path] = decide_call(graph, unit)
+    decisions = dict(enumerate(known[call.graph, call.path] for call in profile.calls))
+    return run(_Copying(Program(profile), decisions, frozenset(decisions)))
+
+
+class _Copy(Token):
+    """Bytes of a copy, which all that hold it share."""
+
+    __slots__ = ("__weakref__",)
+
+
+class _Copying(Playback):
+    """Plays a step whose tape holds copies of what the model has, for as long as anything needs them."""
+
+    def __init__(self, program: Program, decisions: Mapping[int, CallActions], on_tape: Collection[int]) -> None:
+        super().__init__(program, decisions, on_tape)
+        self._copies: weakref.WeakValueDictionary[Key, _Copy] = weakref.WeakValueDictionary()
+
+    def bytes_of(self, key: Key) -> object:
+        """Return a copy."""
+        own = self.tensors.get(key)
+        if not isinstance(own, Token):
+            return super().bytes_of(key)
+        copy = self._copies.get(key)
+        if copy is None:
+            copy = self._copies[key] = _Copy(self, own.nbytes, key)
+        return copy

@@ -18,18 +18,15 @@ come up for some steps, they ask in every 16th step only. What makes that safe:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final, NamedTuple, TypeVar
 
 from torch import nn
 
 from recollect._torch_parallel import allows_uneven_inputs, is_data_parallel
-from recollect.attaching.planned_step import PlannedStep, common_steps, least_recompute_first
+from recollect.attaching.planned_step import PlannedStep
 from recollect.engine.partitioned import is_partitioned
 from recollect.errors import RecordError
-from recollect.plans.plan import Plan
-from recollect.profile.profile import Profile
-from recollect.ranks.common import common_plan
 from recollect.ranks.group import Place, Ranks
 
 T = TypeVar("T")
@@ -60,27 +57,21 @@ class Lockstep:
         model: that they train.
         ranks: the processes.
         may_differ: they may decide for themselves for some steps; not where one may have to raise alone.
+
+    Attributes:
+        place: of the loop, where they ask.
+        asks: whether this process asks the others in the step under way.
     """
 
     def __init__(self, model: nn.Module, ranks: Ranks, *, may_differ: bool) -> None:
         self.ranks = ranks
-        self._place = Place.FIRST_CALL
+        self.place = Place.FIRST_CALL
         self._may_differ = may_differ and not any(map(is_partitioned, model.parameters()))
         self._num_recorded = 0
         self._next_step = 0
         self._num_steady = 0
-        self._asks = True
+        self.asks = True
         self._replicas = [module for module in model.modules() if is_data_parallel(module)]
-
-    @property
-    def is_alone(self) -> bool:
-        """Whether there is one process only."""
-        return self.ranks.is_alone
-
-    @property
-    def decides_alone(self) -> bool:
-        """Whether this process does not ask the others in the step under way."""
-        return not self._asks
 
     def at_call(
         self, covering: Sequence[PlannedStep], step: int, *, is_first: bool, is_calm: bool, missed: bool
@@ -104,13 +95,14 @@ class Lockstep:
                 "itself."
             )
         if is_first:
-            self._asks = step >= self._next_step
-        if not self._asks:
-            return Answer(is_calm, least_recompute_first(covering), missed)
-        self._place = Place.FIRST_CALL if is_first else Place.LATER_CALL
-        flags = [is_calm, not missed]
-        found = common_steps(covering, self._num_recorded, self.ranks, self._place, flags)
-        steps, (all_calm, none_missed) = found
+            self.asks = step >= self._next_step
+        if not self.asks:
+            return Answer(is_calm, _least_recompute_first(covering), missed)
+        self.place = Place.FIRST_CALL if is_first else Place.LATER_CALL
+        own = {planned.number: planned for planned in covering}
+        flags = [*(number in own for number in range(self._num_recorded)), is_calm, not missed]
+        *is_common, all_calm, none_missed = self.ranks.all_of(flags, self.place)
+        steps = _least_recompute_first(own[number] for number, is_so in enumerate(is_common) if is_so)
         is_steady = self._may_differ and all_calm and none_missed and bool(steps)
         self._num_steady = self._num_steady + is_first if is_steady else 0
         if is_first and self._num_steady >= _STEADY_STEPS:
@@ -124,29 +116,22 @@ class Lockstep:
 
     def all_can(self, flag: bool) -> bool:
         """Return whether all can do something at this call; not where they do not ask."""
-        return self._asks and self.ranks.all_of([flag], self._place)[0]
+        return self.asks and self.ranks.all_of([flag], self.place)[0]
 
     def all_end(self, flag: bool) -> bool:
         """Return whether something is so in all processes, at the end of a recorded step."""
         return self.ranks.all_of([flag], Place.STEP_END)[0]
 
-    def leanest(self, profile: Profile, own: Plan, plain_bytes: int) -> Plan:
-        """Return, of the leanest plans that the processes made for the call that is about to run, the one for all of them.
-
-        Args:
-            profile: that this process goes by.
-            own: its leanest plan.
-            plain_bytes: its peak without recompute.
-        """
-        return common_plan(profile, own, plain_bytes=plain_bytes, budget_bytes=1, ranks=self.ranks, place=self._place)[
-            0
-        ]
-
     def together(self, action: Callable[[], T], *, is_end: bool = False) -> T:
         """Do something that fails in all processes if it fails in one; see `Ranks.together`."""
-        return self.ranks.together(action, Place.STEP_END if is_end else self._place)
+        return self.ranks.together(action, Place.STEP_END if is_end else self.place)
 
     def first_text(self, text: str | None) -> str:
         """Return the text of the first process that has one, which some process has, in all of them."""
-        texts: list[str | None] = self.ranks.gather(text, self._place)
+        texts: list[str | None] = self.ranks.gather(text, self.place)
         return next(its for its in texts if its is not None)
+
+
+def _least_recompute_first(steps: Iterable[PlannedStep]) -> list[PlannedStep]:
+    """Return steps in the order in which all processes prefer them."""
+    return sorted(steps, key=lambda step: (step.worst_slowdown, step.number))

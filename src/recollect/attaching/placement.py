@@ -11,16 +11,14 @@ from torch import nn
 
 from recollect._torch_private import num_dispatch_modes, profiler_is_active
 from recollect.applying import apply_own, apply_policy
-from recollect.attaching.entries import Watcher, entry_forwards
+from recollect.attaching.entries import EntryForward, Watcher
 from recollect.attaching.planned_step import PlannedStep
 from recollect.attaching.unit_watch import UnitWatch
 from recollect.byte_format import format_bytes
-from recollect.costs.op_costs import MeasuredCosts
 from recollect.engine.placed_forward import Applied
 from recollect.engine.policy import DropAll, leanest_policy
 from recollect.plans.unit_plan import UnitPlan
-from recollect.recording.find_units import Unit
-from recollect.recording.model_step import step_tensors
+from recollect.recording.returns import entry_modules
 from recollect.recording.step_recording import StepRecording
 
 
@@ -52,7 +50,8 @@ class Placement:
         self.model = model
         self._applied: Applied | None = None
         self.units = UnitWatch(model, unit_paths, departs)
-        self._watching = Applied(model, [*self.units.units, *entry_forwards(model, unit_paths, watcher)], None)
+        entries = [EntryForward(entry, path, watcher) for path, entry in entry_modules(model, unit_paths).items()]
+        self._watching = Applied(model, [*self.units.units, *entries], None)
 
     def suspended(self) -> AbstractContextManager[None]:
         """Take the watch off for the duration of a with-block, in which plans are put below it."""
@@ -92,44 +91,6 @@ def obstacle(device: torch.device) -> str:
     if num_dispatch_modes():
         return "a dispatch mode is active around the model: running at the leanest until it ends"
     return ""
-
-
-def begin_recording(
-    placement: Placement,
-    units: Sequence[Unit],
-    optimizers: Sequence[torch.optim.Optimizer],
-    device: torch.device,
-    *,
-    parameters: Sequence[torch.Tensor],
-    lean_units: Mapping[str, UnitPlan] | None,
-    replays_collectives: bool,
-) -> StepRecording:
-    """Begin to record the step whose first call is about to run.
-
-    Args:
-        placement: of what watches the model; the recorder goes below it.
-        units: of the model.
-        optimizers: that train it.
-        device: where it runs.
-        parameters: of the model.
-        lean_units: see `StepRecording`.
-        replays_collectives: see `StepRecording`.
-    """
-    tensors = step_tensors(placement.model, None, optimizers, parameters=parameters)
-    gradients = tensors.pop("gradients")
-    recording = StepRecording(
-        placement.model,
-        units,
-        MeasuredCosts(device, looks_around=True),
-        device,
-        counts_all_tensors=True,
-        replays_collectives=replays_collectives,
-        sees_calls=False,
-        lean_units=lean_units,
-    )
-    with placement.suspended():
-        recording.start(tensors, gradients=gradients)
-    return recording
 
 
 def excess_of(recording: StepRecording, planned: PlannedStep) -> str:

@@ -3,28 +3,20 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
-
-import torch
 
 from recollect.attaching.course import Course, largest
 from recollect.attaching.step_shape import Call, covering
 from recollect.byte_format import format_bytes
 from recollect.errors import BudgetTooSmallError
 from recollect.planning.choose import Planner
-from recollect.planning.classic import classic_plan
 from recollect.planning.offload_planner import OffloadPlanner
-from recollect.planning.planners import planner_for
 from recollect.plans.engines import Region
 from recollect.plans.plan import Plan
 from recollect.plans.unit_plan import needs_all_ranks
 from recollect.profile.profile import Profile
-from recollect.quantities import parse_budget
-from recollect.ranks.common import common_plan, with_common_times
-from recollect.ranks.group import ALONE, Place, Ranks
-from recollect.recording.step_recording import StepRecording
 
 # Of two recordings of the same step, the later one may be this part of the other.
 _NEARLY: Final = 0.99
@@ -48,7 +40,7 @@ class PlannedStep:
         more_bytes: reserved for what other steps held for reasons that nothing tells.
         state_bytes: that the optimizers had when it was planned.
         num_calls: of the model that ran under the plan.
-        held: the last readings of the allocator for each call under the plan; this and what follows is for `HeldBytes`.
+        held: the last readings of the allocator for each call under the plan; this and what follows is for `CallWatch`.
         held_before: the least that was in memory before a step under the plan; 0 if that is not known.
         most_held_bytes: that its only call should hold when it returns; None if it has several.
     """
@@ -129,99 +121,6 @@ class PlannedStep:
         num_common = min(len(self.calls), len(other.calls))
         is_alike = self.calls[:num_common] == other.calls[:num_common] and len(self.calls) >= len(other.calls)
         return is_alike and (self.work_bytes, self.number) > (other.work_bytes, other.number)
-
-
-def profile_of(
-    recording: StepRecording, calls: Sequence[Call], optimizers: Sequence[torch.optim.Optimizer], budget: int | str
-) -> Profile:
-    """Stop recording a step, and return its profile.
-
-    Args:
-        recording: that is under way.
-        calls: of the model, since it began.
-        optimizers: that have stepped.
-        budget: see `StepRecording.profile`.
-    """
-    recording.stop(optimizers)
-    return recording.profile(
-        optimizer_step=None,
-        gradients="freed",
-        batch=f"{calls[0]}, {len(calls)} calls" if len(calls) > 1 else str(calls[0]),
-        budget=budget,
-    )
-
-
-def plan_step(
-    profile: Profile,
-    calls: list[Call],
-    budget: int | str,
-    earlier: Sequence[PlannedStep],
-    *,
-    number: int,
-    courses: list[Course],
-    spare: list[Mapping[str, int]],
-    ranks: Ranks = ALONE,
-    host_bytes: int = 0,
-) -> PlannedStep:
-    """Return a step with its plan: the leanest that there is, if none fits and it is not the first.
-
-    Args:
-        profile: the step, as this process recorded it.
-        calls: of the model in it.
-        budget: bytes, or a text; percentages are of the process that needs the most, or of each one's own device.
-        earlier: what was planned before.
-        number: of recordings before it.
-        courses: see `PlannedStep`.
-        spare: see `PlannedStep`; the profile has memory reserved for it.
-        ranks: the processes that have recorded it, too, and get the same plan.
-        host_bytes: most bytes that may be in host memory.
-
-    Raises:
-        BudgetTooSmallError: no plan fits, in some process, and there is no earlier step.
-    """
-    profile = with_common_times(profile, ranks, Place.STEP_END)
-    planner = planner_for(profile, host_bytes)
-    plain_bytes = max(ranks.gather(planner.plain_peak_bytes, Place.STEP_END))
-    budget_bytes = parse_budget(budget, reference_bytes=plain_bytes, device_bytes=profile.device_memory_bytes)
-    own, problem = own_plan(planner, budget_bytes)
-    problems = [found for found in ranks.gather(problem, Place.STEP_END) if found is not None]
-    if problems and not earlier:
-        raise max(problems, key=lambda error: error.least_peak_bytes)
-    chosen, worst_slowdown = common_plan(
-        profile,
-        own,
-        plain_bytes=planner.plain_peak_bytes,
-        budget_bytes=budget_bytes,
-        ranks=ranks,
-        place=Place.STEP_END,
-    )
-    full = classic_plan(profile, "full").predicted_slowdown or 0.0
-    return PlannedStep(
-        calls, profile, chosen, budget_bytes, planner.plain_peak_bytes, full, number, worst_slowdown, courses, spare
-    )
-
-
-def common_steps(
-    covering: Sequence[PlannedStep], num_recorded: int, ranks: Ranks, place: Place, flags: Sequence[bool]
-) -> tuple[list[PlannedStep], list[bool]]:
-    """Return the steps that cover the calls so far in all processes, the least recompute first; and flags, where set in all.
-
-    Args:
-        covering: those that cover the calls of this process.
-        num_recorded: recordings so far.
-        ranks: the processes, which all ask at the same call.
-        place: where they are.
-        flags: of this process.
-    """
-    own = {step.number: step for step in covering}
-    found = ranks.all_of([*(number in own for number in range(num_recorded)), *flags], place)
-    is_common, common_flags = found[:num_recorded], found[num_recorded:]
-    return least_recompute_first(own[number] for number in range(num_recorded) if is_common[number]), common_flags
-
-
-def least_recompute_first(steps: Iterable[PlannedStep]) -> list[PlannedStep]:
-    """Return steps in the order in which all processes prefer them."""
-    return sorted(steps, key=lambda step: (step.worst_slowdown, step.number))
 
 
 def own_plan(planner: Planner | OffloadPlanner, budget_bytes: int) -> tuple[Plan, BudgetTooSmallError | None]:

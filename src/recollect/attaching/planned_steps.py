@@ -29,12 +29,12 @@ class PlannedSteps:
 
     Attributes:
         steps: that have plans, in the order in which they were recorded.
+        seen: what was seen in the calls of each module, each unit as often as in any, whatever its shapes.
     """
 
     def __init__(self) -> None:
         self.steps: list[PlannedStep] = []
-        # Each unit as often as in any call of a module, whatever its shapes.
-        self._seen: dict[_Key, Course] = {}
+        self.seen: dict[_Key, Course] = {}
         self._ignored: set[tuple[str, int]] = set()
 
     def as_known(self, call: Call) -> Call:
@@ -102,10 +102,6 @@ class PlannedSteps:
             self.steps.remove(alike[0])
         self._learn_arguments(planned)
 
-    def exchange(self, old: PlannedStep, new: PlannedStep) -> None:
-        """Replace a step by one that is planned anew."""
-        self.steps = [new if step is old else step for step in self.steps]
-
     def note(self, calls: Sequence[Call], courses: Sequence[Course]) -> None:
         """Note what happened in the calls of a step."""
         for call, course in zip(calls, courses, strict=True):
@@ -114,19 +110,15 @@ class PlannedSteps:
             runs = Course({path: Runs(its.number, 0) for path, its in course.units.items()})
             self.note_seen({key: runs})
 
-    def seen(self) -> Mapping[_Key, Course]:
-        """Return what was seen in the calls of each module, each unit as often as in any."""
-        return self._seen
-
     def note_seen(self, others: Mapping[_Key, Course]) -> None:
         """Note what was seen in the calls of each module, here or in other processes."""
         for key, course in others.items():
-            self._seen[key] = largest([self._seen.get(key, Course()), course])
+            self.seen[key] = largest([self.seen.get(key, Course()), course])
 
     def spare(self, calls: Sequence[Call], courses: Sequence[Course]) -> list[Mapping[str, int]]:
         """Return for each call of a step the runs of units that others like it had, and it had not."""
         return [
-            course.lacks(self._seen.get((call.entry, call.context), course))
+            course.lacks(self.seen.get((call.entry, call.context), course))
             for call, course in zip(calls, courses, strict=True)
         ]
 

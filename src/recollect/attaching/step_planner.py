@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Final
+from dataclasses import dataclass
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -13,16 +14,20 @@ from recollect.attaching.course import Course
 from recollect.attaching.held import beyond_noise, expect
 from recollect.attaching.lockstep import Lockstep
 from recollect.attaching.placement import Placement, excess_of
-from recollect.attaching.planned_step import PlannedStep, line_of, plan_step, profile_of
+from recollect.attaching.planned_step import PlannedStep, line_of, own_plan
 from recollect.attaching.planned_steps import PlannedSteps, difference, grouped
 from recollect.attaching.reserve import Reserve
 from recollect.attaching.step_shape import Call
 from recollect.attaching.step_under_way import Departure, StepUnderWay
 from recollect.byte_format import format_bytes
+from recollect.costs.host_copies import with_host_link
 from recollect.errors import BudgetWarning
-from recollect.measuring.host_copies import with_host_link
+from recollect.planning.classic import classic_plan
+from recollect.planning.planners import planner_for
 from recollect.profile.profile import Profile
 from recollect.progress.stage import stage
+from recollect.quantities import parse_budget
+from recollect.ranks.common import common_plan, with_common_times
 from recollect.ranks.group import Place
 from recollect.recording.step_recording import StepRecording
 from recollect.warning import warn_user
@@ -98,6 +103,7 @@ def is_little(courses: Sequence[Course], spare: Sequence[Mapping[str, int]]) -> 
     return all(sum(its.values()) <= _MOST_SPARE * course.num_runs for course, its in zip(courses, spare, strict=True))
 
 
+@dataclass(eq=False)
 class StepPlanner:
     """Knows the planned steps of a model, and plans more.
 
@@ -117,27 +123,19 @@ class StepPlanner:
         missed: what no plan covered.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizers: Sequence[torch.optim.Optimizer],
-        budget: int | str,
-        lockstep: Lockstep,
-        log: Callable[[str], object],
-        device: torch.device,
-        host_bytes: int = 0,
-    ) -> None:
+    model: nn.Module
+    optimizers: Sequence[torch.optim.Optimizer]
+    budget: int | str
+    lockstep: Lockstep
+    log: Callable[[str], object]
+    device: torch.device
+    host_bytes: int = 0
+
+    def __post_init__(self) -> None:
         self.budget_bytes: int | None = None
         self.recorded_steps: list[int] = []
         self.steps = PlannedSteps()
         self.missed = Missed()
-        self._model = model
-        self._optimizers = optimizers
-        self._budget = budget
-        self._lockstep = lockstep
-        self._log = log
-        self._device = device
-        self._host_bytes = host_bytes
         self._warned: set[str] = set()
         # Numbers of planned steps after which one was recorded, since the allocator showed more than was planned.
         self._tried: set[int] = set()
@@ -152,16 +150,16 @@ class StepPlanner:
             placement: of plans.
         """
         begin = time.perf_counter()
-        budget = self._budget if self.budget_bytes is None else self.budget_bytes
+        budget = self.budget if self.budget_bytes is None else self.budget_bytes
         calls, courses = step.calls, step.courses()
         self.steps.note(calls, courses)
         with stage("planning"):
             with placement.suspended():
-                profile = self._lockstep.together(
+                profile = self.lockstep.together(
                     lambda: self._profile(recording, calls, budget),
                     is_end=True,
                 )
-            for seen in self._lockstep.ranks.gather(self.steps.seen(), Place.STEP_END):
+            for seen in self.lockstep.ranks.gather(self.steps.seen, Place.STEP_END):
                 self.steps.note_seen(seen)
             index = len(self.recorded_steps)
             self.recorded_steps.append(number)
@@ -170,16 +168,23 @@ class StepPlanner:
         self.budget_bytes = planned.budget_bytes
         if planned.fits and (excess := excess_of(recording, planned)):
             self.warn_once(excess, key=f"recording {calls[0]}")
-        self.missed.end_attempt(is_met=self._lockstep.all_end(self.missed.is_met_by(planned)))
+        self.missed.end_attempt(is_met=self.lockstep.all_end(self.missed.is_met_by(planned)))
         self.steps.add(planned)
-        self._lockstep.note_plan(planned)
+        self.lockstep.note_plan(planned)
         self._renew(reserve)
         placement.put(planned)
-        self._log(line_of(planned, time.perf_counter() - begin))
+        self.log(line_of(planned, time.perf_counter() - begin))
 
     def _profile(self, recording: StepRecording, calls: Sequence[Call], budget: int | str) -> Profile:
-        profile = profile_of(recording, calls, self._optimizers, budget)
-        return with_host_link(profile, self._device) if self._host_bytes else profile
+        """Stop recording a step, and return its profile."""
+        recording.stop(self.optimizers)
+        profile = recording.profile(
+            optimizer_step=None,
+            gradients="freed",
+            batch=f"{calls[0]}, {len(calls)} calls" if len(calls) > 1 else str(calls[0]),
+            budget=budget,
+        )
+        return with_host_link(profile, self.device) if self.host_bytes else profile
 
     def see_to(self, step: StepUnderWay, departure: Departure, number: int, placement: Placement) -> None:
         """Say what a step needed that did what its plan does not foresee, and have the next ones planned.
@@ -205,7 +210,7 @@ class StepPlanner:
             self.warn_once(f"step {number} {said}. What follows is planned for that, too", key=f"step {number}")
         is_read = departure.more_bytes is not None
         # What the allocator showed once may be in the next step, too, where it can be recorded.
-        if not self._lockstep.is_alone or (is_read and active.number not in self._tried):
+        if not self.lockstep.ranks.is_alone or (is_read and active.number not in self._tried):
             self._tried.add(active.number)
             self.missed.note(step.calls, courses, attempts=1, did_more=any(beyond), was_over=bool(said))
         elif is_read or (
@@ -242,8 +247,8 @@ class StepPlanner:
         )
         if step.held_before:
             again.held_before, again.state_bytes = step.held_before, step.state_bytes
-        self.steps.exchange(step, again)
-        self._log(line_of(again, time.perf_counter() - begin))
+        self.steps.steps = [again if known is step else known for known in self.steps.steps]
+        self.log(line_of(again, time.perf_counter() - begin))
         return again
 
     def _renew(self, reserve: Reserve) -> None:
@@ -251,14 +256,14 @@ class StepPlanner:
         own = {step.number: step for step in self.steps.steps}
         state_bytes = reserve.optimizer_bytes()
         stale = {n: step.profile.persistent.get("optimizer_state", 0) < state_bytes for n, step in own.items()}
-        offered = self._lockstep.ranks.gather(stale, Place.STEP_END)
+        offered = self.lockstep.ranks.gather(stale, Place.STEP_END)
         # Processes may have forgotten different ones.
         for number in sorted(set(own).intersection(*offered)):
             if any(its[number] for its in offered):
                 self._plan_again(own[number], reserve, 0)
 
     def _reserve(self, placement: Placement) -> Reserve:
-        return Reserve(self._model, placement.unit_paths, self._optimizers, self._device)
+        return Reserve(self.model, placement.unit_paths, self.optimizers, self.device)
 
     def has_given_up(self, num_steps: int) -> bool:
         """Return, and say, whether so many of the steps so far were recorded that no more are."""
@@ -293,18 +298,16 @@ class StepPlanner:
         spare: list[Mapping[str, int]] = [
             reserve.completed(course, its) for course, its in zip(courses, lacking, strict=True)
         ]
-        planned = plan_step(
+        planned = self._with_plan(
             reserve.with_room(profile, grouped(calls, spare), more_bytes),
-            calls,
             budget,
-            self.steps.steps,
+            calls=calls,
             number=number,
             courses=courses,
             spare=spare,
-            ranks=self._lockstep.ranks,
-            host_bytes=self._host_bytes,
+            more_bytes=more_bytes,
+            state_bytes=reserve.optimizer_bytes(),
         )
-        planned.more_bytes, planned.state_bytes = more_bytes, reserve.optimizer_bytes()
         expect(planned)
         if not planned.fits:
             beside = f", {format_bytes(more_bytes)} of it for what came to be held beside the step since"
@@ -314,3 +317,36 @@ class StepPlanner:
                 key=str(calls[0]),
             )
         return planned
+
+    def _with_plan(self, profile: Profile, budget: int | str, **seen: Any) -> PlannedStep:
+        """Return a step with its plan: the leanest that there is, if none fits and it is not the first.
+
+        Args:
+            profile: the step, as this process recorded it, with memory reserved for what is spare.
+            budget: bytes, or a text; percentages are of the process that needs the most, or of each one's own device.
+            **seen: the other fields of the step.
+
+        Raises:
+            BudgetTooSmallError: no plan fits, in some process, and there is no earlier step.
+        """
+        ranks, place = self.lockstep.ranks, Place.STEP_END
+        profile = with_common_times(profile, ranks, place)
+        planner = planner_for(profile, self.host_bytes)
+        plain_bytes = max(ranks.gather(planner.plain_peak_bytes, place))
+        budget_bytes = parse_budget(budget, reference_bytes=plain_bytes, device_bytes=profile.device_memory_bytes)
+        own, problem = own_plan(planner, budget_bytes)
+        problems = [found for found in ranks.gather(problem, place) if found is not None]
+        if problems and not self.steps.steps:
+            raise max(problems, key=lambda error: error.least_peak_bytes)
+        chosen, worst_slowdown = common_plan(
+            profile, own, plain_bytes=planner.plain_peak_bytes, budget_bytes=budget_bytes, ranks=ranks, place=place
+        )
+        return PlannedStep(
+            profile=profile,
+            plan=chosen,
+            budget_bytes=budget_bytes,
+            plain_peak_bytes=planner.plain_peak_bytes,
+            full_slowdown=classic_plan(profile, "full").predicted_slowdown or 0.0,
+            worst_slowdown=worst_slowdown,
+            **seen,
+        )

@@ -11,7 +11,6 @@ from recollect.attaching.planned_step import PlannedStep
 from recollect.attaching.step_shape import Call
 from recollect.attaching.unit_watch import UnitWatch
 from recollect.byte_format import format_bytes
-from recollect.plans.paths import unit_words
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,11 +24,6 @@ class Departure:
 
     text: str
     more_bytes: int | None = None
-
-    @classmethod
-    def of_unit(cls, path: str) -> Departure:
-        """Return that a unit ran more often, or on more, than the plan holds for."""
-        return cls(f"ran {unit_words(path)} more often than the plan foresees, or on more")
 
     def excess(self, planned: PlannedStep, more_bytes: int | None) -> str:
         """Return what to say of the step; "" if it needed no more than the budget.

@@ -50,23 +50,16 @@ class Structure:
         for handle in self._handles:
             handle.remove()
 
-    def look(self) -> str:
-        """Return what has changed since the last time, in words; "" if nothing has."""
+    def look(self) -> bool:
+        """Return whether anything has changed since the last time."""
         shape, num_hooks = self._shape(), sum(map(len, self._hooks))
         if not self._is_stale and shape == self._seen_shape and num_hooks == self._num_hooks:
-            return ""
-        before = list(self.parameters), self._modules, self._seen_shape[0], self._num_hooks
+            return False
+        before, hooks_before = self._built(), self._num_hooks
         self._read()
-        text = ""
-        if [*map(id, before[1])] != [*map(id, self._modules)]:
-            text = f"it has {len(self._modules)} modules in place of {len(before[1])}, or others"
-        elif [*map(id, before[0])] != [*map(id, self.parameters)] or before[2] != self._seen_shape[0]:
-            text = "it has other parameters, or larger ones"
-        elif before[3] < self._num_hooks:
-            names = [name for name, module in self._model.named_modules() if any(getattr(module, h) for h in _HOOKS)]
-            text = f"its modules have {self._num_hooks} hooks in place of {before[3]} ({', '.join(names[:3])}, ...)"
-        self.version += bool(text)
-        return text
+        has_changed = before != self._built() or hooks_before < self._num_hooks
+        self.version += has_changed
+        return has_changed
 
     def recomputes(self) -> bool:
         """Return whether layers recompute by checkpoint wrappers, or Hugging Face's switch."""
@@ -78,6 +71,10 @@ class Structure:
             vars(module)[kind].get(name) is registered for kind in ("_modules", "_parameters")
         ):
             self._is_stale = True
+
+    def _built(self) -> tuple[list[int], list[int], int]:
+        """Return what tells modules, parameters, and the sizes of these apart from others."""
+        return [*map(id, self._modules)], [*map(id, self.parameters)], self._seen_shape[0]
 
     def _shape(self) -> tuple[int, int]:
         return sum(map(torch.Tensor.numel, self._sized)), sum(map(len, self._children))

@@ -118,12 +118,7 @@ def _returning(profile: Profile, path: str) -> set[str]:
 
 
 def _unit(graph: UnitGraph, kept: set[str], offloaded: set[str]) -> UnitPlan:
-    actions: dict[str, Action] = {}
-    for value in graph.values:
-        if value.producer is None:
-            continue
-        if value.name in offloaded:
-            actions[value.name] = Action.OFFLOAD
-        else:
-            actions[value.name] = Action.KEEP if value.must_keep or value.name in kept else Action.RECOMPUTE
-    return UnitPlan(actions)
+    computed = [value for value in graph.values if value.producer is not None]
+    stays = {value.name for value in computed if value.must_keep} | kept
+    actions = {value.name: Action.KEEP if value.name in stays else Action.RECOMPUTE for value in computed}
+    return UnitPlan(actions | dict.fromkeys(actions.keys() & offloaded, Action.OFFLOAD))

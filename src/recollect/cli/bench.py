@@ -46,7 +46,7 @@ def run_bench(command: Bench, console: Console) -> int:
     """
     settings = settings_of(command)
     golden = None if command.golden is None else BenchResults.load(command.golden)
-    _limit_bytes(command)
+    limit_bytes = None if command.memory_limit is None else parse_bytes(command.memory_limit)
     for path in _files(command):
         check_folder(path)
     device = resolve_device(command.step.device)
@@ -55,25 +55,18 @@ def run_bench(command: Bench, console: Console) -> int:
         if command.threads is not None:
             torch.set_num_threads(command.threads)
     with few_objects():
-        return _run(command, console, settings, golden, device)
-
-
-def _run(
-    command: Bench, console: Console, settings: list[Setting], golden: BenchResults | None, device: torch.device
-) -> int:
-    limit_bytes = _limit_bytes(command)
-    subject = build_subject(command, device)
-    workload, machine, versions = _workload(command, subject), _machine(device), _versions()
-    if golden is not None and command.golden is not None:
-        check_comparable(golden, command.golden, workload=workload, machine=machine, versions=versions)
-    measured = measure(
-        subject,
-        settings,
-        model_flops=_model_flops(command, subject),
-        rounds=command.rounds,
-        memory_limit_bytes=limit_bytes,
-        report=lambda text: print_line(console, text, style="dim"),
-    )
+        subject = build_subject(command, device)
+        workload, machine, versions = _workload(command, subject), _machine(device), _versions()
+        if golden is not None and command.golden is not None:
+            check_comparable(golden, command.golden, workload=workload, machine=machine, versions=versions)
+        measured = measure(
+            subject,
+            settings,
+            model_flops=_model_flops(command, subject),
+            rounds=command.rounds,
+            memory_limit_bytes=limit_bytes,
+            report=lambda text: print_line(console, text, style="dim"),
+        )
     results = BenchResults(
         workload=workload,
         machine=machine,
@@ -88,10 +81,6 @@ def _run(
     _show(results, console)
     _write(command, results, console)
     return 1 if results.has_regression else 0
-
-
-def _limit_bytes(command: Bench) -> int | None:
-    return None if command.memory_limit is None else parse_bytes(command.memory_limit)
 
 
 def settings_of(command: Bench) -> list[Setting]:

@@ -95,10 +95,7 @@ def read_megatron_file(path: Path) -> MegatronFile:
 
 
 def _sorted(path: Path, values: dict[str, Any], ignored: list[str]) -> MegatronFile:
-    recompute: dict[str, Any] = {}
-    model: dict[str, Any] = {}
-    setting: dict[str, Any] = {}
-    step: dict[str, Any] = {}
+    recompute, model, setting, step = (dict[str, Any]() for _ in range(4))
     fields = {kind: {f.name for f in dataclasses.fields(kind)} for kind in (RecomputeConfig, TransformerConfig)}
     settings = {f.name for f in dataclasses.fields(TrainingSetting)}
     for name, value in values.items():

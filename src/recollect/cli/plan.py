@@ -16,10 +16,12 @@ from recollect.byte_format import format_bytes
 from recollect.cli.cluster import run_cluster
 from recollect.cli.commands import MakePlan
 from recollect.cli.output import check_folder, check_pictures, write_file
-from recollect.cli.recorded_step import build_step, check_step_budget, step_recorder
+from recollect.cli.recorded_step import build_step, step_recorder
 from recollect.errors import NotYetError
 from recollect.integrations.megatron.nearest import bridge_lines, megatron_flags, nearest_settings
 from recollect.integrations.torchtitan_settings import nearest_policy, torchtitan_flags
+from recollect.lab.train.optimizer_step import resolve_device
+from recollect.measuring.device_memory import memory_bytes
 from recollect.measuring.host_memory import check_host_budget
 from recollect.pictures.page import write_plan_page
 from recollect.pictures.png import draw_memory
@@ -58,9 +60,10 @@ def run_plan(command: MakePlan, console: Console) -> None:
         run_largest(command, console)
         return
     check_pictures(command.png, command.html)
-    check_step_budget(command.memory_budget, command.step)
-    recorder = step_recorder(command.step, host_link=bool(parse_bytes(command.host_budget)))
-    if not command.step.fake:
+    step = command.step
+    check_budget(command.memory_budget, device_bytes=1 if step.fake else memory_bytes(resolve_device(step.device)))
+    recorder = step_recorder(step, host_link=bool(parse_bytes(command.host_budget)))
+    if not step.fake:
         check_host_budget(command.host_budget)
     planned = plan_with_chunks(recorder, command.memory_budget, command.loss_chunks, command.host_budget)
     plan = planned.plan

@@ -18,9 +18,7 @@ from recollect.lab.models.config import TransformerConfig
 from recollect.lab.models.gpt import GPTModel
 from recollect.lab.train.optim_flags import OptimFlags
 from recollect.lab.train.optimizer_step import build_optimizer, resolve_device
-from recollect.measuring.device_memory import memory_bytes
 from recollect.profile.profile import Profile
-from recollect.quantities import check_budget
 from recollect.recording.step_recording import Gradients
 
 
@@ -88,15 +86,6 @@ def step_recorder(
         loss_chunks=loss_chunks,
         host_link=host_link,
     )
-
-
-def check_step_budget(budget: str, flags: RecordedStep) -> None:
-    """Check that a budget can be parsed, before the step is built and recorded.
-
-    Raises:
-        QuantityError: it cannot.
-    """
-    check_budget(budget, device_bytes=1 if flags.fake else memory_bytes(resolve_device(flags.device)))
 
 
 def _hugging_face_model(path: Path) -> nn.Module:

@@ -24,13 +24,13 @@ from scipy.optimize import least_squares
 
 from recollect._torch_private import below_autograd
 from recollect.costs.calibration_ops import MeasuredOp, Sizes, calibration_ops
-from recollect.costs.hardware import KINDS, ArithmeticRate, Hardware, HostLink
+from recollect.costs.hardware import KINDS, ArithmeticRate, Hardware
 from recollect.costs.hardware_table import hardware_of_device, processor_model
+from recollect.costs.host_copies import measure_host_link
 from recollect.costs.op_work import DTYPES
 from recollect.costs.roofline import seconds
 from recollect.errors import HardwareError
 from recollect.measuring.device_memory import memory_bytes
-from recollect.measuring.host_copies import measure_host_link
 from recollect.measuring.timing import timed_work
 
 _DTYPES = (torch.float32, torch.bfloat16)
@@ -92,7 +92,7 @@ def calibrate(device: torch.device, *, seconds_to_spend: float = 40.0, quick: bo
         ops = calibration_ops(device, _DTYPES, Sizes.of(device, quick=quick))
         rounds = _measure(ops, device, until=begin + (0.0 if quick else seconds_to_spend))
     fitted = fit(_blank(device), ops, hardware_of_device(_device_name(device)))
-    hardware = replace(fitted, host_link=HostLink(*measure_host_link(device)))
+    hardware = replace(fitted, host_link=measure_host_link(device))
     return Calibration(hardware, tuple(ops), rounds, time.perf_counter() - begin)
 
 

@@ -17,7 +17,7 @@ import torch
 from recollect._torch_parallel import waited_for
 from recollect._torch_private import keep_busy, tree_map
 from recollect.engine.facts import OpFacts
-from recollect.measuring.op_peaks import CpuOpPeaks, CudaOpPeaks
+from recollect.measuring.meter import CpuOpPeaks, CudaOpPeaks
 from recollect.measuring.timing import timed_by_events, timed_work
 
 T = TypeVar("T")

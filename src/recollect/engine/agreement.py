@@ -25,8 +25,6 @@ from recollect.engine.op_mode import OpMode
 from recollect.engine.placed_forward import PlacedForward
 from recollect.errors import PlanError
 
-__all__ = ["Agreement", "first_call_forwards"]
-
 # A rank that has this plan tells so before it joins the group's first collective of the step, which the others have joined
 # when they come to look; on CUDA they may be ahead of it by what the CPU does in a step.
 _PATIENCE_S: Final = 60.0

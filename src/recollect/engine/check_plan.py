@@ -7,13 +7,10 @@ from collections.abc import Collection
 import torch
 from torch import nn
 
-from recollect.errors import HardwareError, PlanMismatchWarning, ProfileMismatchWarning, UnknownNameError
-from recollect.measuring.host_copies import host_link
+from recollect.errors import PlanMismatchWarning, ProfileMismatchWarning, UnknownNameError
 from recollect.plans.paths import compress_paths
 from recollect.plans.plan import Plan
 from recollect.warning import warn_user
-
-__all__ = ["check_depth", "device_name", "warn_if_recorded_elsewhere"]
 
 _REMEDY = "Make a plan for this model: recollect.fit, or recollect.record and recollect.plan."
 
@@ -72,7 +69,7 @@ def device_name(device: torch.device) -> str:
 
 
 def warn_if_recorded_elsewhere(model: nn.Module, plan: Plan) -> None:
-    """Warn if the plan's profile was recorded with another PyTorch, on another device than the model's, or over a faster link.
+    """Warn if the plan's profile was recorded with another PyTorch, or on another device than the model's.
 
     Builds of one version ("2.13.0+cpu") count as equal: they only differ in the device.
     """
@@ -89,29 +86,5 @@ def warn_if_recorded_elsewhere(model: nn.Module, plan: Plan) -> None:
             f"the plan's profile was recorded {', and '.join(differences)}: ops, their times and the bytes that they work in "
             "can differ, so that the step, though exact, may need more memory or time than predicted. Record it here and "
             "make a new plan.",
-            ProfileMismatchWarning,
-        )
-    elif plan.offloads and plan.device_name and devices:
-        _warn_if_link_is_slower(plan, next(iter(devices)))
-
-
-# Of the rates that the plan was made for.
-_LEAST_RATE = 2 / 3
-
-
-def _warn_if_link_is_slower(plan: Plan, device: torch.device) -> None:
-    planned = [rate for rate in (plan.to_host_bytes_per_s, plan.from_host_bytes_per_s) if rate is not None]
-    if len(planned) < 2:
-        return
-    try:
-        found = host_link(device)[:2]
-    except HardwareError:
-        return  # If there is no room for the plan's own copies either, they say so.
-    if any(rate < _LEAST_RATE * most for rate, most in zip(found, planned, strict=True)):
-        out, back, planned_out, planned_back = (f"{rate / 1e9:.3g}" for rate in (*found, *planned))
-        warn_user(
-            f"copies reach {out} GB/s to host memory and {back} GB/s back here, and the plan was made for {planned_out} and "
-            f"{planned_back} GB/s: gradients and peak are as planned, but steps may wait for copies. Make a new plan from a "
-            "profile recorded here with host_link=True, or with a smaller link_share if what else copies now always does.",
             ProfileMismatchWarning,
         )

@@ -17,8 +17,6 @@ from torch.nn import Parameter
 from recollect._torch_private import disable_torch_dispatch
 from recollect.tensors import inner_tensors
 
-__all__ = ["checksums", "glance_at", "has_same_bits"]
-
 _SMALL_BYTES = 4096
 
 # Up to this size, holding the bytes is cheaper than hashing them.

@@ -22,8 +22,6 @@ from recollect.engine.facts import OpFacts
 from recollect.errors import RandomDrawError
 from recollect.tensors import tensors_in
 
-__all__ = ["Draw", "draws_unknown", "first_run", "random_turn", "state_content", "takes_generator"]
-
 # One draw at a time, so that planned models in several threads cannot disturb each other. The same thread may come
 # again: a custom op can run a planned unit.
 _TURN = threading.RLock()

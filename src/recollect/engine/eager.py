@@ -25,8 +25,6 @@ from recollect.errors import BudgetWarning, ConfigError, ConfigWarning
 from recollect.plans.paths import paths_above, unit_words
 from recollect.warning import warn_user
 
-__all__ = ["EagerForward", "eager_forwards", "look_for_compiler"]
-
 # Models of which it was said that they are compiled.
 _told: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 

@@ -14,8 +14,6 @@ from recollect.engine.tape_engine import TapeEngine
 from recollect.plans.engines import EngineChoice, Region, Tape
 from recollect.plans.unit_plan import UnitPlan
 
-__all__ = ["ENGINES", "Engine"]
-
 
 class Engine(Protocol):
     """Carries out units' plans on a model; `ENGINES` maps a plan's engine choice to its class."""

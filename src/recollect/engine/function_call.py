@@ -21,8 +21,6 @@ from recollect.engine.region_draws import RegionDraws
 from recollect.engine.values import Layout, layout_of
 from recollect.errors import RecomputeMismatchError
 
-__all__ = ["Autocast", "FunctionArguments", "FunctionCall", "Whole"]
-
 Autocast = tuple[tuple[str, torch.dtype], ...]
 """The device types for which autocast was on in forward, and to which type it cast."""
 

@@ -24,8 +24,6 @@ from recollect.engine.values import StorageRecord, TapeValue, attach_record, for
 from recollect.plans.action import Action
 from recollect.replay import Node
 
-__all__ = ["FunctionMode"]
-
 
 class FunctionMode(TapeMode):
     """The mode of one call of a unit, which also sees the calls of Functions."""

@@ -37,8 +37,6 @@ from recollect.engine.self_check import SwitchedOff, switched_off
 from recollect.engine.values import Layout, is_known, layout_of
 from recollect.tensors import tensors_in
 
-__all__ = ["FunctionRun", "FunctionWatch", "Made", "may_run_again"]
-
 # On a storage: which call made it, or was given it.
 _MARK = "_recollect_function"
 

@@ -6,8 +6,6 @@ from typing import Any
 
 from recollect._torch_private import TorchDispatchMode, fake_mode, untraced
 
-__all__ = ["OpMode"]
-
 
 class OpMode(TorchDispatchMode):
     """A dispatch mode that leaves `torch.compile` alone: what is compiled runs compiled, and the mode itself is not traced.

@@ -11,8 +11,6 @@ from typing import Any, TypeGuard
 import torch
 from torch import nn
 
-__all__ = ["can_be_gathered", "gathered", "group_of", "is_partitioned"]
-
 
 def is_partitioned(tensor: Any) -> TypeGuard[nn.Parameter]:
     """Whether a tensor is a parameter of which this rank has a part."""

@@ -15,8 +15,6 @@ from recollect.plans.unit_plan import UnitPlan
 from recollect.plans.value_names import collective_kind, module_of
 from recollect.warning import warn_user
 
-__all__ = ["DropAll", "LeanPlan", "PlanPolicy", "Policy", "leanest_policy"]
-
 
 class Policy(Protocol):
     """Decides what happens to values. Asked once for each name; the answer holds for all later calls."""

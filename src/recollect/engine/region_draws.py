@@ -16,8 +16,6 @@ from recollect.engine.facts import facts_of
 from recollect.engine.op_mode import OpMode
 from recollect.engine.values import snapshot_targets
 
-__all__ = ["HostDraws", "RegionDraws", "host_states", "set_host_states"]
-
 
 class RegionDraws:
     """The random numbers of one call of a region, or of a custom autograd Function.

@@ -37,8 +37,6 @@ from recollect.engine.self_check import SwitchedOff, switched_off
 from recollect.engine.settings import current_settings
 from recollect.plans.unit_plan import UnitPlan
 
-__all__ = ["RegionEngine"]
-
 
 class RegionEngine:
     """Runs each unit under `torch.utils.checkpoint`; `recollect.simulation.region_schedule` simulates the cost."""

@@ -27,8 +27,6 @@ from recollect.engine.values import TapeValue, alias_in_hook, layout_of, private
 from recollect.errors import MutatedValueError
 from recollect.tensors import sparse_parts
 
-__all__ = ["HOOKS", "SMALL_BYTES", "ModuleParts", "ModuleState", "WrittenBuffers", "small_buffer_bytes"]
-
 SMALL_BYTES = 64 * 1024
 """Buffers up to this size are always copied: some kernels (batch norm) write to them without raising their version."""
 

@@ -45,8 +45,6 @@ from recollect.engine.values import alias_in_hook, alias_in_mode, attach_record
 from recollect.errors import RecordError, TorchVersionWarning
 from recollect.warning import warn_user
 
-__all__ = ["SwitchedOff", "check_steps_can_be_recorded", "hooks", "switched_off"]
-
 
 class SwitchedOff(Enum):
     """What is switched off where a hook does not hold; the value says so in the warning."""

@@ -16,8 +16,6 @@ import torch
 from recollect._torch_private import dispatch_mode_stack, kernel_switches, replaced_dispatch_modes
 from recollect.errors import ConfigError
 
-__all__ = ["Replaying", "Settings", "applied_here", "current_settings", "hold_here"]
-
 # The smallest normal number: half of it is zero where denormal numbers are flushed. There is no getter for that.
 _SMALLEST_NORMAL = 2.2250738585072014e-308
 

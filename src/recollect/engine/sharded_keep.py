@@ -23,8 +23,6 @@ from recollect.engine.values import Layout, TapeValue, bytes_of, laid_out, layou
 from recollect.errors import PlanError
 from recollect.plans.paths import unit_words
 
-__all__ = ["Gather", "Shards", "content_of", "distribute_saved_activations", "shards_of"]
-
 _groups: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
 
 

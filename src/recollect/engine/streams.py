@@ -11,8 +11,6 @@ import torch
 
 from recollect._torch_private import current_raw_stream, disable_torch_dispatch, is_fake_tensor
 
-__all__ = ["Stream", "read_here", "stream_of"]
-
 Stream = tuple[int, int]
 """A CUDA device and one of its streams, as numbers that are quick to compare."""
 

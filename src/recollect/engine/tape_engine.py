@@ -21,8 +21,6 @@ from recollect.plans.action import Action
 from recollect.plans.paths import unit_words
 from recollect.plans.unit_plan import UnitPlan
 
-__all__ = ["TapeEngine", "tape_forwards"]
-
 
 class TapeEngine:
     """Keeps or drops value by value; see `recollect.engine.tape`."""

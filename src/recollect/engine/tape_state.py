@@ -24,8 +24,6 @@ from recollect.plans.action import Action
 from recollect.plans.value_names import result_names, value_stem
 from recollect.replay import KeptPass
 
-__all__ = ["ALL_KEPT", "ModuleKey", "OpActions", "OpKey", "TapeState", "Watch"]
-
 # A unit that runs twice per step may get another unit's dropped output only the second time.
 _RUNS_TO_SETTLE = 2
 

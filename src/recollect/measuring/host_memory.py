@@ -1,9 +1,13 @@
-"""How much memory the host has: that of the machine, or of the container that this process runs in."""
+"""The memory of the host: how much there is in the machine, or the container that this process runs in; and mapped files."""
 
 from __future__ import annotations
 
+import mmap
 import os
+import tempfile
 from pathlib import Path
+
+import torch
 
 from recollect.byte_format import format_bytes
 from recollect.errors import ConfigError
@@ -11,6 +15,7 @@ from recollect.quantities import parse_bytes
 
 # Where Linux says how much a group of processes may use: version 2 and 1 of its control groups.
 _LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+_CHUNK_BYTES = 1 << 20
 
 
 def host_memory_bytes() -> int:
@@ -45,3 +50,26 @@ def check_host_budget(host_budget: int | str) -> None:
             reason=f"this machine, or the container that this runs in, has {format_bytes(there)} of memory",
             advice="Pass less than that: the process needs some for itself.",
         )
+
+
+def mapped_file(nbytes: int) -> torch.Tensor:
+    """Return bytes of a temporary file that has no name, so that nothing is left of it however the process ends.
+
+    The operating system can write its pages out, as it cannot those of other memory.
+
+    Raises:
+        OSError: there is no room for it.
+
+    Example:
+        >>> mapped_file(100).shape
+        torch.Size([100])
+    """
+    with tempfile.TemporaryFile(prefix="recollect") as file:
+        # Not with holes: a write to a page that the disk has no room for ends the process.
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(file.fileno(), 0, nbytes)
+        else:
+            for begin in range(0, nbytes, _CHUNK_BYTES):
+                file.write(bytes(min(_CHUNK_BYTES, nbytes - begin)))
+            file.flush()
+        return torch.frombuffer(mmap.mmap(file.fileno(), nbytes), dtype=torch.uint8)

@@ -1,5 +1,5 @@
 "use strict";
-// Fill the page from its JSON. Names of modules are untrusted text: insert them by textContent, and pass them to Plotly,
+// Fill the page from its JSON. Names of modules are untrusted text: insert them as text nodes, and pass them to Plotly,
 // which interprets some HTML, only through `plain`.
 (async () => {
   const element = (id) => document.getElementById(id);
@@ -12,14 +12,17 @@
     const scaled = value * data.unit_bytes / 1024 ** power;
     return power ? `${scaled.toFixed(1)} ${" KMGT"[power]}iB` : `${Math.round(scaled)} B`;
   };
+  const make = (tag, properties, ...children) => {
+    const made = Object.assign(document.createElement(tag), properties);
+    made.append(...children);
+    return made;
+  };
   let chosen = data.chosen;
 
   try {
     const packed = Uint8Array.from(atob(element("plotly").textContent), (c) => c.charCodeAt(0));
     const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"));
-    const script = document.createElement("script");
-    script.textContent = await new Response(stream).text();
-    document.head.append(script);
+    document.head.append(make("script", { textContent: await new Response(stream).text() }));
   } catch (problem) {
     element("problem").textContent = `The charts need a browser of 2023 or later (${problem}).`;
     element("problem").hidden = false;
@@ -159,44 +162,20 @@
     for (const what of ["command", "code"]) element(what).textContent = plan[what].trim();
     element("command-step").hidden = !plan.command;
     element("text").textContent = plan.text;
-    const swatch = (c) => {
-      const mark = document.createElement("span");
-      mark.className = "swatch";
-      mark.style.background = data.categories[c].color;
-      return mark;
-    };
-    const row = (name, amount, category) => {
-      const line = document.createElement("tr");
-      const [what, number] = [document.createElement(category === null ? "td" : "th"), document.createElement("td")];
-      if (category === null) what.className = "item"; else what.append(swatch(category));
-      what.append(name);
-      number.className = "number";
-      number.textContent = amount;
-      line.append(what, number);
-      return line;
-    };
+    const swatch = (c) => make("span", { className: "swatch", style: `background: ${data.categories[c].color}` });
+    const row = (what, amount) => make("tr", {}, what, make("td", { className: "number" }, amount));
     const rows = plan.alive.flatMap((group) => [
-      row(data.categories[group.category].name, group.size, group.category),
-      ...group.items.map(([name, amount]) => row(name, amount, null)),
+      row(make("th", {}, swatch(group.category), data.categories[group.category].name), group.size),
+      ...group.items.map(([name, amount]) => row(make("td", { className: "item" }, name), amount)),
     ]);
     element("alive").tBodies[0].replaceChildren(...rows);
-    element("legend").replaceChildren(...data.categories.flatMap((category, c) => {
-      const values = plan.memory.bytes[c];
-      if (values === 0) return [];
-      const entry = document.createElement("li");
-      entry.append(swatch(c), category.name);
-      return [entry];
-    }).reverse());
+    element("legend").replaceChildren(...data.categories.flatMap((category, c) =>
+      plan.memory.bytes[c] === 0 ? [] : [make("li", {}, swatch(c), category.name)]).reverse());
   }
 
   function fillKey() {
-    const entry = (name, glyph, shade) => {
-      const [line, mark] = [document.createElement("li"), document.createElement("span")];
-      mark.textContent = `${glyph} `;
-      mark.style.color = `var(--${shade})`;
-      line.append(mark, name);
-      return line;
-    };
+    const entry = (name, glyph, shade) =>
+      make("li", {}, make("span", { style: `color: var(--${shade})` }, `${glyph} `), name);
     element("key").replaceChildren(
       entry("recollect", "\u25cf", "ours"),
       ...data.plans.filter((plan) => plan.group === "classic")
@@ -250,19 +229,12 @@
   }
 
   for (const [group, name] of [["plan", "recollect"], ["classic", "classic schedules"]]) {
-    const options = document.createElement("optgroup");
-    options.label = name;
-    data.plans.forEach((plan, i) => {
-      if (plan.group === group) options.append(new Option(plan.label, String(i)));
-    });
-    if (options.children.length) element("plan").append(options);
+    const options = data.plans.flatMap((plan, i) => plan.group === group ? [new Option(plan.label, String(i))] : []);
+    if (options.length) element("plan").append(make("optgroup", { label: name }, ...options));
   }
   fillKey();
-  element("meanings").replaceChildren(...data.categories.flatMap((category) => ["dt", "dd"].map((tag) => {
-    const line = document.createElement(tag);
-    line.textContent = tag === "dt" ? category.name : category.meaning;
-    return line;
-  })));
+  element("meanings").replaceChildren(...data.categories.flatMap(
+    (category) => [make("dt", {}, category.name), make("dd", {}, category.meaning)]));
   if (fromAddress() >= 0) chosen = fromAddress();
   addEventListener("hashchange", () => {
     const index = fromAddress();

@@ -141,7 +141,8 @@ def draw_memory(profile: Profile, plan: Plan, out: str | Path) -> None:
             zorder=5,
         )
     peak = found.report.peak_bytes / unit_bytes
-    axes.plot(curve.peak_at, peak, "o", color=INK, markersize=6, zorder=7, label=_peak_text(found))
+    where = f"peak, {_shortened(found.where(found.peak))}"
+    axes.plot(curve.peak_at, peak, "o", color=INK, markersize=6, zorder=7, label=where)
     slowdown = "" if plan.predicted_slowdown is None else f", {percent(plan.predicted_slowdown)} slower"
     title = (
         f"{profile.model_class or 'Model'}: memory of one step, peak {format_bytes(found.report.peak_bytes)}{slowdown}"
@@ -156,10 +157,6 @@ def draw_memory(profile: Profile, plan: Plan, out: str | Path) -> None:
     axes.set_position(_MEMORY_PLACE)
     _legend(axes, found)
     save_png(figure, Path(out))
-
-
-def _peak_text(found: Timeline) -> str:
-    return f"peak, {_shortened(found.where(found.peak))}"
 
 
 def _shortened(text: str) -> str:

@@ -47,42 +47,38 @@ def _grouped_shape(left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor |
 
 @contextmanager
 def fake_run(model: nn.Module, batch: Any, device: torch.device) -> Iterator[Any]:
-    """Within the block, run a model on fake tensors, and leave no traces: what it makes and keeps would be fake.
+    """Within the block, run a model on fake tensors in place of its parameters and buffers, and leave no traces.
+
+    Everything computed from them is fake too, and so would be what the model keeps of it. The model's own tensors, which may
+    be on the meta device, come back at the end. Tied parameters stay tied.
 
     Yields the batch, of fake tensors on `device`.
     """
-    with restored_attributes(model), restored_generators(model), fake_tensors(model, device):
-        yield fake_batch(batch, device)
-
-
-@contextmanager
-def fake_tensors(model: nn.Module, device: torch.device) -> Iterator[FakeTensorMode]:
-    """Within the block, replace the model's parameters and buffers by fake ones on `device`.
-
-    Everything computed from them is fake too. The model's own tensors, which may be on the meta device, come back at the
-    end. Tied parameters stay tied.
-    """
-    mode = _FakeMode(allow_non_fake_inputs=True)
     fakes: dict[int, Any] = {}
     originals: list[tuple[dict[str, Any], str, Any]] = []
 
-    def fake_of(tensor: Any) -> Any:
-        if id(tensor) not in fakes:
-            fake = _empty_like(tensor, device)
-            is_parameter = isinstance(tensor, nn.Parameter)
-            fakes[id(tensor)] = nn.Parameter(fake, requires_grad=tensor.requires_grad) if is_parameter else fake
-        return fakes[id(tensor)]
+    def fake_of(item: Any) -> Any:
+        if not isinstance(item, torch.Tensor):
+            return item
+        if id(item) not in fakes:
+            fake = _empty_like(item, device)
+            fakes[id(item)] = nn.Parameter(fake, False) if isinstance(item, nn.Parameter) else fake
+            fakes[id(item)].requires_grad_(item.requires_grad)
+        return fakes[id(item)]
 
-    with other_sharded_parameters(model) as use_others, mode:
+    with (
+        restored_attributes(model),
+        restored_generators(model),
+        other_sharded_parameters(model) as use_others,
+        _FakeMode(allow_non_fake_inputs=True),
+    ):
         try:
             for module in model.modules():
                 for tensors in (module._parameters, module._buffers):
-                    for name, tensor in tensors.items():
-                        if tensor is not None:
-                            originals.append((tensors, name, tensor))
-                            tensors[name] = fake_of(tensor)
+                    originals += [(tensors, name, tensor) for name, tensor in tensors.items()]
+                    tensors.update({name: fake_of(tensor) for name, tensor in tensors.items()})
             use_others()
-            yield mode
+            yield tree_map(fake_of, batch)
         finally:
             for tensors, name, tensor in originals:
                 tensors[name] = tensor
@@ -99,18 +95,3 @@ def _empty_like(tensor: Any, device: torch.device) -> Any:
         name: _empty_like(part, device) if isinstance(part, torch.Tensor) else part for name, part in parts.items()
     }
     return type(tensor).__tensor_unflatten__(parts, context, tensor.size(), tensor.stride())
-
-
-def fake_batch(batch: Any, device: torch.device) -> Any:
-    """Return a batch with fake tensors in place of real ones; call it within `fake_tensors`."""
-    fakes: dict[int, torch.Tensor] = {}
-
-    def fake_of(item: Any) -> Any:
-        if not isinstance(item, torch.Tensor):
-            return item
-        if id(item) not in fakes:
-            fake = torch.empty_strided(item.size(), item.stride(), dtype=item.dtype, device=device)
-            fakes[id(item)] = fake.requires_grad_(item.requires_grad)
-        return fakes[id(item)]
-
-    return tree_map(fake_of, batch)

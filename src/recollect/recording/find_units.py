@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from torch import nn
@@ -178,8 +178,8 @@ def _repeated_leaves(model: nn.Module) -> set[str]:
             ]
             count = Counter(type(child) for _, child in leaves)
             found |= {name for name, child in leaves if count[type(child)] > 1}
-    weights = _Weights(model)
-    is_most = sum(weights.of(model.get_submodule(path)) for path in found) >= 0.5 * weights.of(model)
+    weight_of = _weigher(model)
+    is_most = sum(weight_of(model.get_submodule(path)) for path in found) >= 0.5 * weight_of(model)
     return found if is_most else set()
 
 
@@ -188,39 +188,34 @@ def _is_single_op(module: nn.Module) -> bool:
 
 
 def _heaviest(model: nn.Module) -> set[str]:
-    weights = _Weights(model)
+    weight_of = _weigher(model)
     path, module = "", model
-    heavy = _heavy_children(module, path, weights)
+    heavy = _heavy_children(module, path, weight_of)
     if len(heavy) > 1 and sum(heavy.values()) >= 0.5:
         return set(heavy)
     while len(heavy) == 1 and sum(heavy.values()) >= _WHOLE_SHARE:
         (path,) = heavy
         module = model.get_submodule(path)
-        heavy = _heavy_children(module, path, weights)
-    is_empty = not _has_children(module) and not weights.of(module)
+        heavy = _heavy_children(module, path, weight_of)
+    is_empty = not _has_children(module) and not weight_of(module)
     return set() if isinstance(module, NOT_CALLED) or is_empty else {path}
 
 
-def _heavy_children(parent: nn.Module, path: str, weights: _Weights) -> dict[str, float]:
+def _heavy_children(parent: nn.Module, path: str, weight_of: Callable[[nn.Module], int]) -> dict[str, float]:
     """Return the children with children that have much of their parent's parameters, with their share."""
-    whole = max(1, weights.of(parent))
+    whole = max(1, weight_of(parent))
     shares = {
-        name: weights.of(child) / whole
+        name: weight_of(child) / whole
         for name, child in _called(parent, f"{path}." if path else "")
         if _has_children(child)
     }
     return {name: share for name, share in shares.items() if share >= _LEAST_SHARE}
 
 
-class _Weights:
-    """Numbers of parameters, without those of embeddings, and of output layers as large."""
-
-    def __init__(self, model: nn.Module) -> None:
-        embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
-        self._left_out = {module.weight.shape for module in embeddings}
-
-    def of(self, module: nn.Module) -> int:
-        return sum(p.numel() for p in module.parameters() if p.shape not in self._left_out)
+def _weigher(model: nn.Module) -> Callable[[nn.Module], int]:
+    """Return what counts parameters of modules, without those of embeddings, and of output layers as large."""
+    left_out = {module.weight.shape for module in model.modules() if isinstance(module, nn.Embedding)}
+    return lambda module: sum(p.numel() for p in module.parameters() if p.shape not in left_out)
 
 
 def _called(parent: nn.Module, prefix: str) -> list[tuple[str, nn.Module]]:

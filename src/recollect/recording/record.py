@@ -14,13 +14,13 @@ from torch import nn
 from recollect._torch_private import DATA_DEPENDENT
 from recollect.costs.hardware import Hardware
 from recollect.costs.hardware_table import choose_hardware
+from recollect.costs.host_copies import with_host_link
 from recollect.costs.modelled_costs import ModelledCosts
 from recollect.costs.op_costs import MeasuredCosts
 from recollect.engine.self_check import check_steps_can_be_recorded
 from recollect.errors import HardwareError, RecordError
 from recollect.loss.intercept import loss_in_chunks
 from recollect.measuring.device_memory import other_bytes
-from recollect.measuring.host_copies import with_host_link
 from recollect.profile.profile import Profile
 from recollect.progress.stage import stage
 from recollect.ranks.common import with_common_times
@@ -155,21 +155,16 @@ def record_with(
     model: nn.Module,
     batch: Any,
     *,
-    optimizer: Optimizers = None,
-    loss_fn: LossFunction | None = None,
     units: Iterable[str] | None = None,
-    holds_output: bool = True,
-    gradients: Gradients = "held",
-    split_backward: bool = False,
-    loss_chunks: int = 1,
     collectives: Collectives = "keep",
+    **of_loop: Any,
 ) -> Profile:
     """Record a step with costs of your own: a cost model's on real tensors, or `ModelledCosts` on fake ones.
 
     They run the ops and know what each costs. The other arguments are those of `record`.
     """
     check_step(model, batch, None)
-    loop = _Loop(model, batch, None, optimizer, loss_fn, holds_output, gradients, loss_chunks, split_backward)
+    loop = _Loop(model, batch, **of_loop)
     return loop.recorded(*loop.prepared(costs, units, collectives))
 
 
@@ -179,13 +174,13 @@ class _Loop:
 
     model: nn.Module
     batch: Any
-    step: Callable[[], object] | None
-    optimizer: Optimizers
-    loss_fn: LossFunction | None
-    holds_output: bool
-    gradients: Gradients
-    loss_chunks: int
-    split_backward: bool
+    step: Callable[[], object] | None = None
+    optimizer: Optimizers = None
+    loss_fn: LossFunction | None = None
+    holds_output: bool = True
+    gradients: Gradients = "held"
+    loss_chunks: int = 1
+    split_backward: bool = False
 
     def __post_init__(self) -> None:
         self.device = device_of(self.model, self.batch)

@@ -106,8 +106,7 @@ class RecordingTape(Tape):
         """Run a unit's forward and record it as a call."""
         recorder = self.recorder
         outer = recorder.current
-        recorder.begin_forward()
-        if outer is None and recorder.is_in_forward:
+        if recorder.begin_forward() and outer is None:
             recorder.note_reads((args, kwargs))
         with recorder.unseen():
             self.samples.take(unit_path, len(recorder.calls), args, kwargs)
@@ -298,7 +297,7 @@ class _RecordingMode(FunctionMode):
         again = RunsAgain(run, call)
         if recorder.current is not None and any(map(group_of, run.partitioned)):
             recorder.communicating.add(recorder.current)
-        cost = recorder.costs.run_function(run.args, recorder.runs_since(self._function_mark), again)
+        cost = recorder.costs.run_function(run.args, recorder.other_runs[self._function_mark.runs :], again)
         if not again.are_equal:
             recorder.differing.add(cost.key)
         # What it reads by other ways than its arguments would have to be kept for it, which no plan knows.

@@ -29,46 +29,15 @@ _ALIKE: Final = "_recollect_alike"
 _GATHERING: Final = ("all_reduce", "all_gather", "broadcast")
 
 
-class _AlikeTensors:
-    """Which tensors of a step on fake tensors are the same on all ranks, as far as what they are made of tells.
+def _is_alike(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is the same on all ranks."""
+    return getattr(storage_of(tensor), _ALIKE, False)
 
-    An op makes the same of the same, and so do collectives of all the ranks together. Integers are left out, with all that is
-    made of them: ranks count from places of their own in what they share, such as a vocabulary, by numbers that ops are given.
-    What a plan then holds as parts is compared when it is applied.
 
-    Args:
-        ranks: that hold parts.
-    """
-
-    def __init__(self, ranks: Sequence[int]) -> None:
-        self._ranks = frozenset(ranks)
-
-    def begin(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Take parameters, buffers and the batch, which ranks share unless they are parts."""
-        for tensor in tensors:
-            # Not by type: to import DTensor takes a second, and plain models have none.
-            placements = getattr(tensor, "placements", ())
-            if all(placement.is_replicate() for placement in placements):
-                self._mark(tensor.to_local() if placements else tensor, is_alike=True)  # type: ignore[attr-defined]
-
-    def after_op(self, func: Any, facts: OpFacts, args: Any, kwargs: Any, output: Any) -> None:
-        """Follow an op."""
-        inputs = list(_tensors((args, kwargs)))
-        is_alike = bool(inputs) and all(map(self.is_alike, inputs)) and not facts.is_random
-        if func.namespace in ("c10d_functional", "_c10d_functional") and "wait" not in func.__name__:
-            whole = self._ranks <= set(group_ranks(tree_leaves((args, kwargs))))
-            is_alike = any(word in func.__name__ for word in _GATHERING) if whole else is_alike
-        for tensor in _tensors(output):
-            self._mark(tensor, is_alike=is_alike)
-
-    def is_alike(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is the same on all ranks."""
-        return getattr(storage_of(tensor), _ALIKE, False)
-
-    def _mark(self, tensor: torch.Tensor, *, is_alike: bool) -> None:
-        storage = storage_of(tensor)
-        if storage is not None:
-            setattr(storage, _ALIKE, is_alike and tensor.dtype.is_floating_point)
+def _mark(tensor: torch.Tensor, *, is_alike: bool) -> None:
+    storage = storage_of(tensor)
+    if storage is not None:
+        setattr(storage, _ALIKE, is_alike and tensor.dtype.is_floating_point)
 
 
 def _tensors(found: Any) -> Iterator[torch.Tensor]:
@@ -78,17 +47,21 @@ def _tensors(found: Any) -> Iterator[torch.Tensor]:
 class RanksWithParts:
     """The ranks that may hold parts of a model's values.
 
+    Tensors of a step on fake tensors have no content to compare, but what they are made of tells which are the same on all
+    ranks: an op makes the same of the same, and so do collectives of all the ranks together. Integers are left out, with all
+    that is made of them: ranks count from places of their own in what they share, such as a vocabulary, by numbers that ops
+    are given. What a plan then holds as parts is compared when it is applied.
+
     Args:
         shards: how values are cut into parts.
         device: where the step runs.
-        modelled: the costs of a step on fake tensors, which have no content to compare.
+        modelled: the costs of a step on fake tensors.
     """
 
     def __init__(self, shards: Shards, device: torch.device, modelled: ModelledCosts | None) -> None:
         self._shards = shards
         self._device = device
         self._modelled = modelled
-        self._alike = None if modelled is None else _AlikeTensors(shards.ranks)
 
     @classmethod
     def of(cls, model: nn.Module, device: torch.device, modelled: ModelledCosts | None) -> RanksWithParts | None:
@@ -97,20 +70,30 @@ class RanksWithParts:
         return None if shards is None else cls(shards, device, modelled)
 
     def begin(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Take the parameters, buffers and batch of the step that is about to run."""
-        if self._alike is not None:
-            self._alike.begin(tensors)
+        """Take parameters, buffers and the batch of the step to run, which ranks share unless they are parts."""
+        for tensor in () if self._modelled is None else tensors:
+            # Not by type: to import DTensor takes a second, and plain models have none.
+            placements = getattr(tensor, "placements", ())
+            if all(placement.is_replicate() for placement in placements):
+                _mark(tensor.to_local() if placements else tensor, is_alike=True)  # type: ignore[attr-defined]
 
     def after_op(self, func: Any, facts: OpFacts, args: Any, kwargs: Any, output: Any) -> None:
         """Follow an op."""
-        if self._alike is not None:
-            self._alike.after_op(func, facts, args, kwargs, output)
+        if self._modelled is None:
+            return
+        inputs = list(_tensors((args, kwargs)))
+        is_alike = bool(inputs) and all(map(_is_alike, inputs)) and not facts.is_random
+        if func.namespace in ("c10d_functional", "_c10d_functional") and "wait" not in func.__name__:
+            whole = set(self._shards.ranks) <= set(group_ranks(tree_leaves((args, kwargs))))
+            is_alike = any(word in func.__name__ for word in _GATHERING) if whole else is_alike
+        for tensor in _tensors(output):
+            _mark(tensor, is_alike=is_alike)
 
     def content_of(self, tensor: torch.Tensor) -> int | None:
         """Return a number for what is in a tensor that may be held as a part; None for one that may not."""
-        if self._alike is None:
+        if self._modelled is None:
             return content_of(tensor)
-        return 0 if self._alike.is_alike(tensor) else None
+        return 0 if _is_alike(tensor) else None
 
     def told(self, calls: Sequence[RecordedCall]) -> tuple[list[tuple[PartRecord, ...]], dict[str, Any]]:
         """Return what can be held as parts in each call, and the fields of the profile about it.
@@ -137,7 +120,7 @@ class RanksWithParts:
 
     def _same(self, calls: Sequence[RecordedCall]) -> set[tuple[int, int]]:
         """Return the values that have the same content on all ranks, as (call, value)."""
-        if self._alike is not None:
+        if self._modelled is not None:
             return {(number, index) for number, call in enumerate(calls) for index in call.contents}
         keys = [(number, index) for number, call in enumerate(calls) for index in range(len(call.values))]
         own = torch.tensor([calls[number].contents.get(index, 0) for number, index in keys], device=self._device)

@@ -103,15 +103,11 @@ class StepRecorder:
             self.has_run_backward |= phase == events.BACKWARD
             self.log(events.PHASE, phase)
 
-    @property
-    def is_in_forward(self) -> bool:
-        """Whether forward is under way."""
-        return self._phase == events.FORWARD
-
-    def begin_forward(self) -> None:
-        """Log that forward begins, unless backward runs a module again."""
+    def begin_forward(self) -> bool:
+        """Log that forward begins, unless backward runs a module again; return whether forward is under way."""
         if current_autograd_node() < 0:
             self.begin_phase(events.FORWARD)
+        return self._phase == events.FORWARD
 
     def use(self, handle: int, saver: int) -> None:
         """Log that backward asks for what call `saver` saved."""
@@ -312,10 +308,6 @@ class StepRecorder:
     def mark(self) -> Mark:
         """Return the place in the record where it is now."""
         return Mark(len(self.events), len(self.other_runs), self.num_storages)
-
-    def runs_since(self, mark: Mark) -> list[OpRun]:
-        """Return the runs of ops outside units since a place in the record."""
-        return self.other_runs[mark.runs :]
 
     def note_function(
         self,

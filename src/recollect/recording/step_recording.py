@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, Final, Literal, TypeAlias
 
 import torch
@@ -39,11 +39,18 @@ from recollect.recording.optimizers import Optimizers, state_tensors
 from recollect.recording.recording_tape import RecordingTape, StepMode
 from recollect.recording.replicated_values import RanksWithParts
 from recollect.recording.returns import Returns
-from recollect.recording.simulated_policy import in_one_backward, leanest_of
 from recollect.recording.step_recorder import Costs, StepRecorder
 from recollect.recording.trackers import TrackedOther, UnrelatedMemory, filled_storages, tracker_of
 from recollect.recording.unit_samples import NoSamples, UnitSample, UnitSamples
-from recollect.recording.unit_times import TOGETHER, Rounds, measure_unit_times, rounds_for, with_unit_times
+from recollect.recording.unit_times import (
+    TOGETHER,
+    Rounds,
+    in_one_backward,
+    leanest_of,
+    measure_unit_times,
+    rounds_for,
+    with_unit_times,
+)
 from recollect.simulation.decisions import CallActions
 from recollect.simulation.simulate import simulate
 
@@ -58,6 +65,7 @@ Collectives: TypeAlias = Literal["keep", "replay"]
 _UNSEEN_BYTES: Final = 1024
 
 
+@dataclass(eq=False)
 class StepRecording:
     """Records a step: its ops, what they save, and what memory does, while as little as possible is kept.
 
@@ -66,10 +74,9 @@ class StepRecording:
         units: of the model.
         costs: runs the ops and knows their costs.
         device: where the step runs.
-        counts_all_tensors: whether to count, on the CPU, too, what is in memory besides the step; on CUDA it always counts.
-            The recording itself then takes as little as it can.
+        in_loop: whether it begins in a call of somebody's loop, who then tells `returns` of all calls. It takes as little
+            memory as it can, and counts, on the CPU, too, what is there besides the step, which counts on CUDA in any case.
         replays_collectives: whether plans may run collectives again; this recording then does.
-        sees_calls: whether to note by itself when models return; otherwise whoever sees their calls tells `returns`.
         lean_units: the leanest plan that is known for the step, which then runs under it, and within the budget if that can be;
             else it drops all that can be dropped but what units return.
 
@@ -79,32 +86,21 @@ class StepRecording:
             last step's gradients.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        units: Sequence[Unit],
-        costs: Costs,
-        device: torch.device,
-        *,
-        counts_all_tensors: bool = False,
-        replays_collectives: bool = False,
-        sees_calls: bool = True,
-        lean_units: Mapping[str, UnitPlan] | None = None,
-    ) -> None:
-        self.model = model
-        self.device = device
-        self._costs = costs
-        self._counts_all_tensors = counts_all_tensors
-        self._sees_calls = sees_calls
-        self._layers = {unit.path for unit in units if unit.is_layer}
-        self._paths = [unit.path for unit in units]
-        self._modelled = costs if isinstance(costs, ModelledCosts) else None
-        self.recorder = StepRecorder(costs, device)
-        self._ranks = self.recorder.ranks = RanksWithParts.of(model, device, self._modelled)
+    model: nn.Module
+    units: Sequence[Unit]
+    costs: Costs
+    device: torch.device
+    _: KW_ONLY
+    in_loop: bool = False
+    replays_collectives: bool = False
+    lean_units: Mapping[str, UnitPlan] | None = None
+
+    def __post_init__(self) -> None:
+        self._modelled = self.costs if isinstance(self.costs, ModelledCosts) else None
+        self.recorder = StepRecorder(self.costs, self.device)
+        self._ranks = self.recorder.ranks = RanksWithParts.of(self.model, self.device, self._modelled)
         samples = UnitSamples if self._modelled is None else NoSamples
-        self._samples = samples(model, device, in_excerpts=counts_all_tensors)
-        self._policy = leanest_policy(lean_units)
-        self._tape = RecordingTape(self._policy, self.recorder, self._samples, replays_collectives=replays_collectives)
+        self._samples = samples(self.model, self.device, in_excerpts=self.in_loop)
         self._stack = ExitStack()
         self._persistent: dict[str, int] = {}
         self.returns = Returns(self.recorder)
@@ -149,17 +145,19 @@ class StepRecording:
         self._unrelated = UnrelatedMemory(
             self.device,
             known if self.device.type == "cuda" else [*known, *last_gradients],
-            looks_on_cpu=self._counts_all_tensors,
+            looks_on_cpu=self.in_loop,
             set_aside_bytes=set_aside_bytes + buckets_bytes,
         )
         enter = self._stack.enter_context
+        policy, paths = leanest_policy(self.lean_units), [unit.path for unit in self.units]
+        tape = RecordingTape(policy, recorder, self._samples, replays_collectives=self.replays_collectives)
         try:
-            enter(apply_policy(self.model, self._paths, self._tape))
+            enter(apply_policy(self.model, paths, tape))
             self._stack.callback(register_optimizer_step_pre_hook(self._optimizer_begins).remove)
-            if self._sees_calls:
-                enter(self.returns.seen_by_hooks(self.model, self._paths))
+            if not self.in_loop:
+                enter(self.returns.seen_by_hooks(self.model, paths))
             enter(filled_storages(recorder.note_resize))
-            enter(self._costs.recording())
+            enter(self.costs.recording())
             enter(StepMode(recorder))
         except BaseException:
             self.abort()
@@ -226,7 +224,7 @@ class StepRecording:
     @property
     def peak_bytes(self) -> int:
         """The peak of the recorded step itself, with all that this process had in memory, as its costs measured it."""
-        return 0 if isinstance(self._costs, ModelledCosts) else self._costs.step_bytes
+        return 0 if isinstance(self.costs, ModelledCosts) else self.costs.step_bytes
 
     @property
     def _sample_bytes(self) -> int:
@@ -266,8 +264,8 @@ class StepRecording:
         host_link = None if modelled is None else modelled.hardware.host_link
         made = assemble(
             recorder,
-            self._costs,
-            self._layers,
+            self.costs,
+            {unit.path for unit in self.units if unit.is_layer},
             persistent=persistent,
             device=str(self.device),
             device_name=device_name(self.device) if modelled is None else modelled.hardware.name,
@@ -298,8 +296,8 @@ class StepRecording:
         backward_s, backward_bytes = [0.0] * len(profile.calls), [0] * len(profile.calls)
         for run, call in zip(recorder.other_runs, recorder.backward_of, strict=True):
             if call >= 0:
-                backward_s[call] += self._costs.seconds_of(run)
-                backward_bytes[call] = max(backward_bytes[call], self._costs.working_bytes_of(run))
+                backward_s[call] += self.costs.seconds_of(run)
+                backward_bytes[call] = max(backward_bytes[call], self.costs.working_bytes_of(run))
         first_alike, known = self._samples.first_alike, set[int]()
         num_calls = Counter(first_alike.values())
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -30,10 +30,12 @@ from recollect.applying import apply_policy
 from recollect.engine.policy import DropAll, LeanPlan, Policy
 from recollect.engine.tape import Tape
 from recollect.measuring.timing import timed_work
+from recollect.profile import events
 from recollect.profile.profile import Profile
 from recollect.progress.stage import stage
 from recollect.recording.unit_samples import UnitSample
-from recollect.simulation.simulate import Simulation
+from recollect.simulation.decisions import CallActions, drop_all
+from recollect.simulation.simulate import Simulation, simulate
 
 # Even if noise makes recompute look free, op times must still tell ops apart.
 _LEAST_SHRUNK = 0.1
@@ -210,6 +212,30 @@ def with_unit_times(
         for index, graph in enumerate(profile.graphs)
     )
     return replace(profile, graphs=graphs, step_s=max(plain_s, profile.step_s + shift_s))
+
+
+def leanest_of(profile: Profile, graphs: Container[int]) -> Simulation:
+    """Simulate the step in which calls of some graphs drop all they can but their outputs, and the others nothing."""
+    return simulate(
+        profile,
+        [drop_all(profile.graph_of(call)) if call.graph in graphs else CallActions() for call in profile.calls],
+    )
+
+
+def in_one_backward(profile: Profile) -> Profile:
+    """Return the profile of the same step with a backward that uses its graph up, in which no op runs again twice.
+
+    A unit is timed so; in the step, halves of a backward may each run an op again.
+    """
+    blocks = tuple(
+        tuple(
+            (events.USE, *event[1:]) if event[0] == events.PEEK else event
+            for event in block
+            if event[0] not in (events.GIVE_BACK, events.LET_GO)
+        )
+        for block in profile.log.blocks
+    )
+    return replace(profile, log=replace(profile.log, blocks=blocks))
 
 
 def _shared_out(seconds: float, num_ops: Mapping[str, int]) -> tuple[tuple[str, float], ...]:

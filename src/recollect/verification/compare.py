@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -174,51 +176,43 @@ def compare_units(
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     active = [path for path, unit in plan.units.items() if unit.recomputes_anything]
-    with stage("comparing units", total=len(active)) as done:
-        comparison = _Comparison(plan, done, in_any)
-        handles = [modules[path].register_forward_pre_hook(comparison.hook(path), with_kwargs=True) for path in active]
+    findings, compared, is_busy = Findings(), set[str](), False
+
+    def compare(path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        nonlocal findings, is_busy
+        if is_busy:  # It is being compared, or a unit that it is in.
+            return
+        is_busy = True
         try:
-            with torch.no_grad():
-                forward()
+            with torch.enable_grad():
+                found = _compared_alone(plan.units[path], module, args, kwargs, in_any)
         finally:
-            for handle in handles:
-                handle.remove()
-    return comparison.findings
+            is_busy = False
+        findings = findings.followed_by(found.within(path))
+        if path not in compared:
+            compared.add(path)
+            done()
+
+    with stage("comparing units", total=len(active)) as done, ExitStack() as stack, torch.no_grad():
+        for path in active:
+            hook = modules[path].register_forward_pre_hook(partial(compare, path), with_kwargs=True)
+            stack.callback(hook.remove)
+        forward()
+    return findings
 
 
-class _Comparison:
-    def __init__(self, plan: Plan, done: Callable[[], None], in_any: Callable[[bool], bool]) -> None:
-        self.plan = plan
-        self._in_any = in_any
-        self._done = done
-        self._compared: set[str] = set()
-        self.findings = Findings()
-        self._is_busy = False
-
-    def hook(self, path: str) -> Callable[..., None]:
-        def before_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if self._is_busy:
-                return
-            self._is_busy = True
-            try:
-                with torch.enable_grad():
-                    self._compare(path, module, args, kwargs)
-            finally:
-                self._is_busy = False
-
-        return before_forward
-
-    def _compare(self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        unit = self.plan.units[path]
-        alone = Plan({"": UnitPlan(unit.actions, output=Action.KEEP, engine=unit.engine)})
-        expected = _computed(module, args, kwargs)
-        with apply(module, alone):
-            got = _computed(module, args, kwargs)
-        found = compare_runs(expected, got, again=lambda: _computed(module, args, kwargs), in_any=self._in_any)
-        self.findings = self.findings.followed_by(found.within(path))
-        if path not in self._compared:
-            self._compared.add(path)
-            self._done()
+def _compared_alone(
+    unit: UnitPlan,
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    in_any: Callable[[bool], bool],
+) -> Findings:
+    """Compare a unit that keeps its output, as the unit that would recompute it is not running."""
+    expected = _computed(module, args, kwargs)
+    with apply(module, Plan({"": UnitPlan(unit.actions, output=Action.KEEP, engine=unit.engine)})):
+        got = _computed(module, args, kwargs)
+    return compare_runs(expected, got, again=lambda: _computed(module, args, kwargs), in_any=in_any)
 
 
 def _computed(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Computed:

@@ -50,11 +50,11 @@ class Report:
     gradients_equal: bool
     first_difference: tuple[str, float] | None
     num_compared: int
-    plain_peak_bytes: int | None
     plan_peak_bytes: int
     predicted_peak_bytes: int | None
     predicted_slowdown: float | None
-    measured_slowdown: float | None
+    plain_peak_bytes: int | None = None
+    measured_slowdown: float | None = None
     loss_chunks: int = 1
     unchunked_difference: tuple[str, float] | None = None
     plan_reserved_bytes: int | None = None
@@ -136,31 +136,23 @@ def report_of_ranks(reports: Sequence[Report], ranks: Sequence[int]) -> Report:
         ranks: their numbers, in the same order.
     """
     by_rank = dict(zip(ranks, reports, strict=True))
+
+    def in_ranks(name: str) -> list[Difference]:
+        """Return the differences of this name that there are, with their rank."""
+        found = {number: getattr(its, name) for number, its in by_rank.items()}
+        return [(f"{its[0]} in rank {number}", its[1]) for number, its in found.items() if its is not None]
+
     rank = max(by_rank, key=lambda number: by_rank[number].plan_peak_bytes)
     slowdowns = [report.measured_slowdown for report in reports if report.measured_slowdown is not None]
     return replace(
         by_rank[rank],
         gradients_equal=all(report.gradients_equal for report in reports),
-        first_difference=_first({number: its.first_difference for number, its in by_rank.items()}),
-        first_state_difference=_first({number: its.first_state_difference for number, its in by_rank.items()}),
-        plain_difference=_first({number: its.plain_difference for number, its in by_rank.items()}),
-        unchunked_difference=_largest({number: its.unchunked_difference for number, its in by_rank.items()}),
+        first_difference=next(iter(in_ranks("first_difference")), None),
+        first_state_difference=next(iter(in_ranks("first_state_difference")), None),
+        plain_difference=next(iter(in_ranks("plain_difference")), None),
+        unchunked_difference=max(in_ranks("unchunked_difference"), key=lambda found: found[1], default=None),
         num_compared=min(report.num_compared for report in reports),
         measured_slowdown=max(slowdowns, default=None),
         rank=rank,
         by_rank=by_rank,
     )
-
-
-def _first(differences: Mapping[int, Difference | None]) -> Difference | None:
-    """Return the first difference, with its rank."""
-    return next((_in_rank(found, rank) for rank, found in differences.items() if found is not None), None)
-
-
-def _largest(differences: Mapping[int, Difference | None]) -> Difference | None:
-    found = [_in_rank(its, rank) for rank, its in differences.items() if its is not None]
-    return max(found, key=lambda difference: difference[1], default=None)
-
-
-def _in_rank(difference: Difference, rank: int) -> Difference:
-    return f"{difference[0]} in rank {rank}", difference[1]

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -25,34 +25,20 @@ from recollect.recording.step_recording import Gradients
 from recollect.verification.compare import Computed, state_after
 
 
-class VerifiedStep(ABC):
-    """A step that runs as often as it takes.
+@dataclass(eq=False)
+class _RepeatedStep:
+    """A step that runs as often as it takes, from the same state.
 
-    Args:
+    Attributes:
         model: whose parameters are trained.
         device: where it runs.
     """
 
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
-        self.model = model
-        self.device = device
+    model: nn.Module
+    device: torch.device
+
+    def __post_init__(self) -> None:
         self._random_state = torch.random.get_rng_state()
-
-    @abstractmethod
-    def undisturbed(self) -> Any:
-        """Return a context after which everything is as it was before."""
-
-    @abstractmethod
-    def run(self) -> Computed:
-        """Run one step from the same state as ever; return what it computed."""
-
-    @abstractmethod
-    def prepare_loop(self) -> None:
-        """Make what is there before the first step of the loop."""
-
-    @abstractmethod
-    def loop(self) -> None:
-        """Run two steps of the loop, so that the second one finds what the first one left behind."""
 
     def clear(self) -> None:
         """Free the gradients."""
@@ -65,33 +51,14 @@ class VerifiedStep(ABC):
                 torch.cuda.manual_seed(0)
 
 
-class BatchStep(VerifiedStep):
-    """`out = model(**batch); out.loss.backward()`.
+@dataclass(eq=False)
+class BatchStep(_RepeatedStep):
+    """`out = model(**batch); out.loss.backward()`; see `verify` and `record`."""
 
-    Args:
-        model: see `verify`.
-        device: where it runs.
-        batch: see `verify`.
-        loss_fn: see `verify`.
-        holds_output: see `record`.
-        gradients: see `record`.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        device: torch.device,
-        batch: Any,
-        loss_fn: LossFunction | None,
-        *,
-        holds_output: bool,
-        gradients: Gradients,
-    ) -> None:
-        super().__init__(model, device)
-        self._batch = batch
-        self._loss_fn = loss_fn
-        self._holds_output = holds_output
-        self._gradients = gradients
+    batch: Any
+    loss_fn: LossFunction | None
+    holds_output: bool
+    gradients: Gradients
 
     def undisturbed(self) -> Any:
         """Return a context after which everything is as it was before."""
@@ -102,7 +69,7 @@ class BatchStep(VerifiedStep):
         self.clear()
         with restored_buffers(self.model):
             self._seed()
-            _, loss = run_forward(self.model, self._batch, self._loss_fn)
+            _, loss = run_forward(self.model, self.batch, self.loss_fn)
             loss.backward()
             state = state_after(self.model, self.device)
         gradients = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
@@ -111,7 +78,7 @@ class BatchStep(VerifiedStep):
 
     def prepare_loop(self) -> None:
         """Make the gradients that are there before the first step, if the loop adds to them."""
-        prepare_gradients(self.model, self._gradients)
+        prepare_gradients(self.model, self.gradients)
 
     def loop(self) -> None:
         """Run two steps, holding what the loop holds."""
@@ -121,38 +88,32 @@ class BatchStep(VerifiedStep):
         with restored_buffers(self.model):
             for _ in range(2):
                 self._seed()
-                output = run_model(self.model, self._batch)
+                output = run_model(self.model, self.batch)
                 # The last one's output, and with it the last loss, which is a scalar.
-                held = output if self._holds_output else None
-                loss = loss_in(output, type(self.model).__name__, self._loss_fn)
+                held = output if self.holds_output else None
+                loss = loss_in(output, type(self.model).__name__, self.loss_fn)
                 del output
-                if self._gradients == "held":
+                if self.gradients == "held":
                     free_gradients(trained)
                 loss.backward()
-                held = (held, loss) if self._holds_output else None
+                held = (held, loss) if self.holds_output else None
                 del loss
-                if self._gradients == "freed":
+                if self.gradients == "freed":
                     self.clear()
         del held
 
 
-class OwnStep(VerifiedStep):
-    """The user's own step, from the same parameters, gradients, buffers and optimizer state each time.
+@dataclass(eq=False)
+class OwnStep(_RepeatedStep):
+    """The user's own step, from the same parameters, gradients, buffers and optimizer state each time; see `verify`."""
 
-    Args:
-        model: see `verify`.
-        device: where it runs.
-        step: see `verify`.
-        optimizer: those that the step may run.
-    """
+    step: Callable[[], object]
+    optimizer: Optimizers
 
-    def __init__(
-        self, model: nn.Module, device: torch.device, step: Callable[[], object], optimizer: Optimizers
-    ) -> None:
-        super().__init__(model, device)
-        self._step = step
-        self._optimizers = optimizers_in(optimizer)
-        self._parameters = [(p, p.detach().clone(), p.grad) for p in model.parameters()]
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._optimizers = optimizers_in(self.optimizer)
+        self._parameters = [(p, p.detach().clone(), p.grad) for p in self.model.parameters()]
         self._states = [copy.deepcopy(found.state_dict()) for found in self._optimizers]
 
     @contextmanager
@@ -174,7 +135,7 @@ class OwnStep(VerifiedStep):
         self._restore()
         with restored_buffers(self.model):
             self._seed()
-            self._step()
+            self.step()
             state = state_after(self.model, self.device)
         named = list(self.model.named_parameters())
         computed = {name: p.grad.clone() for name, p in named if p.grad is not None}
@@ -191,7 +152,7 @@ class OwnStep(VerifiedStep):
         with restored_buffers(self.model):
             for _ in range(2):
                 self._seed()
-                self._step()
+                self.step()
 
     def _restore(self) -> None:
         with torch.no_grad():
@@ -201,3 +162,6 @@ class OwnStep(VerifiedStep):
         self.clear()
         for optimizer, state in zip(self._optimizers, self._states, strict=True):
             optimizer.load_state_dict(copy.deepcopy(state))
+
+
+VerifiedStep: TypeAlias = BatchStep | OwnStep

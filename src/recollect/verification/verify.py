@@ -14,7 +14,6 @@ from recollect._torch_fsdp import fully_sharded_modules
 from recollect._torch_parallel import GradientBuckets
 from recollect.applying import apply, without_plans
 from recollect.arguments import check_kind
-from recollect.engine.offload.flight import HostUse
 from recollect.errors import NotYetError
 from recollect.loss.intercept import loss_in_chunks
 from recollect.measuring.device_memory import OtherAllocations, empty_cache, memory_bytes
@@ -106,7 +105,7 @@ def verify(
     others = OtherAllocations(device, resident_tensors(model, batch, optimizer))
     verified: VerifiedStep
     if step is None:
-        verified = BatchStep(model, device, batch, loss_fn, holds_output=holds_output, gradients=gradients)
+        verified = BatchStep(model, device, batch, loss_fn, holds_output, gradients)
     else:
         verified = OwnStep(model, device, step, optimizer)
     check = _Check(verified, batch, optimizer, others, ranks)
@@ -176,7 +175,16 @@ class _Check:
         # The loss is no gradient.
         findings = replace(findings, num_compared=findings.num_compared - ("the loss" in expected.gradients))
         del got
-        return self._report(plan, "step", findings, plain_peak_bytes, peak, self._slowdown(plan), off, host)
+        return self._report(
+            plan,
+            "step",
+            findings,
+            peak,
+            plain_peak_bytes=plain_peak_bytes,
+            measured_slowdown=self._slowdown(plan),
+            unchunked_difference=off,
+            host=host,
+        )
 
     def _reference(self, plan: Plan) -> Computed:
         """Run the step that the plan's is compared with."""
@@ -198,18 +206,15 @@ class _Check:
         # Whole logits did not fit, so they would not fit here either.
         with loss_in_chunks(self.model, plan.loss_chunks, without_gradients=True):
             found = compare_units(self.model, plan, lambda: call_model(self.model, self.batch), self._in_any)
-        return self._report(plan, "units", found, None, peak, None, None)
+        return self._report(plan, "units", found, peak)
 
     def _report(
         self,
         plan: Plan,
         compared: Literal["step", "units"],
         findings: Findings,
-        plain_peak_bytes: int | None,
         peak: PeakMeasurement[Any],
-        slowdown: float | None,
-        unchunked_difference: tuple[str, float] | None,
-        host: HostUse | None = None,
+        **of_step: Any,
     ) -> Report:
         return Report(
             compared=compared,
@@ -217,18 +222,15 @@ class _Check:
             first_difference=findings.difference,
             first_state_difference=findings.state_difference,
             num_compared=findings.num_compared,
-            plain_peak_bytes=plain_peak_bytes,
             plan_peak_bytes=peak.peak_bytes,
             plan_reserved_bytes=peak.peak_reserved_bytes,
             plan_fragmentation_bytes=peak.fragmentation_bytes,
             predicted_peak_bytes=plan.predicted_peak_bytes,
             predicted_slowdown=plan.predicted_slowdown,
-            measured_slowdown=slowdown,
             loss_chunks=plan.loss_chunks,
-            unchunked_difference=unchunked_difference,
             plain_difference=findings.plain_difference,
-            host=host,
             predicted_host_bytes=plan.predicted_host_bytes,
+            **of_step,
         )
 
     def _peak_of(self, plan: Plan) -> PeakMeasurement[Any]:

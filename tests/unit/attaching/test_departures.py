@@ -189,17 +189,17 @@ def test_spare_runs_are_completed_for_units_of_one_kind(model: Blocks) -> None:
     assert reserve.completed(course, {}) == {}
 
 
-def test_a_structure_is_looked_at_in_words(model: Blocks) -> None:
+def test_a_structure_is_looked_at(model: Blocks) -> None:
     structure = Structure(model)
-    assert structure.look() == "" and structure.version == 0
-    model.blocks.append(nn.Linear(32, 32))
-    assert structure.look() == "it has 19 modules in place of 18, or others"
+    assert not structure.look() and structure.version == 0
+    model.blocks.append(nn.GELU())
+    assert structure.look(), "it has more modules"
     model.blocks[-1].weight = nn.Parameter(torch.zeros(32, 32))
-    assert structure.look() == "it has other parameters, or larger ones"
+    assert structure.look(), "it has another parameter"
     handle = model.blocks[0].register_forward_hook(lambda *_: None)
-    assert structure.look() == "its modules have 1 hooks in place of 0 (blocks.0, ...)"
+    assert structure.look(), "a module has a hook"
     handle.remove()
-    assert structure.look() == "" and structure.version == 3
+    assert not structure.look() and structure.version == 3
     structure.remove()
     model.blocks.append(nn.Linear(32, 32))
-    assert structure.look() != "", "what is registered unseen shows in the lengths"
+    assert structure.look(), "what is registered unseen shows in the lengths"

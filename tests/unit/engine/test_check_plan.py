@@ -13,10 +13,10 @@ import pytest
 import torch
 
 import recollect
+from recollect.costs.host_copies import host_link
 from recollect.errors import OffloadError, ProfileMismatchWarning
 from recollect.lab.models.architectures import llama_config
 from recollect.lab.models.gpt import GPTModel
-from recollect.measuring.host_copies import host_link
 from recollect.plans.plan import Plan
 from recollect.profile.profile import Profile
 
@@ -101,7 +101,8 @@ def test_copies_that_are_slower_than_planned() -> None:
 
 
 def test_copies_that_are_fast_enough() -> None:
-    rates = host_link(torch.device("cpu"))[:2]
+    link = host_link(torch.device("cpu"))
+    rates = link.to_host_bytes_per_s, link.from_host_bytes_per_s
     assert warned(offloading(*(1.4 * rate for rate in rates))) == []
     assert len(warned(offloading(*(1.6 * rate for rate in rates)))) == 1
     # What nothing is copied for, or nobody knows, is not measured.

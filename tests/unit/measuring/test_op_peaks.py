@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from recollect.measuring.op_peaks import CpuOpPeaks
+from recollect.measuring.meter import CpuOpPeaks
 
 
 def test_each_op_has_its_own_peak() -> None:

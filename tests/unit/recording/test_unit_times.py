@@ -18,9 +18,8 @@ from recollect.planning.hull import unit_hull
 from recollect.planning.unit_options import unit_options
 from recollect.profile.profile import Profile
 from recollect.recording.model_step import call_model
-from recollect.recording.simulated_policy import in_one_backward, leanest_of
 from recollect.recording.unit_samples import UnitSample, UnitSamples
-from recollect.recording.unit_times import UnitTimes, measure_unit_times, with_unit_times
+from recollect.recording.unit_times import UnitTimes, in_one_backward, leanest_of, measure_unit_times, with_unit_times
 from recollect.simulation.decisions import decide, drop_all
 from recollect.simulation.simulate import Simulation, simulate
 from small_llama import batch_of, graph_at, llama

@@ -27,8 +27,6 @@ from recollect.engine.offload.streams import AcceleratorStreams, StreamCarrier
 from recollect.engine.offload.threads import ThreadCarrier
 from recollect.errors import OffloadError
 
-__all__ = ["CARRIERS", "Carrier", "carrier_for"]
-
 
 class Carrier(Protocol):
     """Copies bytes between a device and host memory; a copy under way is told by a ticket."""

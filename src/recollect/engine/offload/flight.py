@@ -23,8 +23,6 @@ from recollect.plans.trip import Timetable, Trip
 from recollect.plans.unit_plan import UnitPlan
 from recollect.warning import warn_user
 
-__all__ = ["Flight", "HostUse", "Mark", "Offload", "Place", "is_constant"]
-
 # On the storages of what no step makes.
 _CONSTANT = "_recollect_constant"
 # Of values that the plan does not name, but others like them.

@@ -10,8 +10,6 @@ import torch
 from recollect.engine.offload.carriers import carrier_for
 from recollect.engine.offload.pool import HostPool
 
-__all__ = ["Host"]
-
 
 class Host:
     """Host memory beside a device.

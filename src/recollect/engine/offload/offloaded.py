@@ -24,8 +24,6 @@ from recollect.engine.streams import read_here, stream_of
 from recollect.engine.values import Layout, bytes_of, laid_out, layout_of, record_of
 from recollect.errors import FreedValueError, MutatedValueError, OffloadError
 
-__all__ = ["Offloaded", "settle"]
-
 _OUT = "to host memory"
 _BACK = "back"
 

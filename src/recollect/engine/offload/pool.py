@@ -11,8 +11,6 @@ import torch
 
 from recollect.slots import SlotList
 
-__all__ = ["HostPool", "Slot"]
-
 # Where it is not known how much is needed: the first slab, and then each as large as all before it.
 _FIRST_SLAB_BYTES = 16 * 2**20
 

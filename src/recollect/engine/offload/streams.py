@@ -18,8 +18,6 @@ import torch
 from recollect.engine.offload.pool import Slot
 from recollect.errors import OffloadError
 
-__all__ = ["AcceleratorStreams", "StreamCarrier", "Streams", "Ticket"]
-
 # All contexts of the process may copy from and to it: `cudaHostRegisterPortable`.
 _PORTABLE = 1
 

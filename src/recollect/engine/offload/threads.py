@@ -11,9 +11,7 @@ import torch
 
 from recollect.engine.offload.pool import Slot
 from recollect.errors import OffloadError
-from recollect.measuring.mapped_files import mapped_file
-
-__all__ = ["ThreadCarrier"]
+from recollect.measuring.host_memory import mapped_file
 
 # Where the rate is limited, so many bytes are copied at a time.
 _CHUNK_BYTES = 2**20

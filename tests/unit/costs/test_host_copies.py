@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from recollect.costs.host_copies import Copies, copies_in_streams, measure_host_link, reached
 from recollect.errors import HardwareError
-from recollect.measuring.host_copies import Copies, copies_in_streams, measure_host_link, reached
 
 MIB = 2**20
 LATENCY_S = 5e-6

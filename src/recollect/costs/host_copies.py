@@ -16,10 +16,15 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
-from recollect.errors import HardwareError
-from recollect.measuring.mapped_files import mapped_file
+from recollect.costs.hardware import HostLink
+from recollect.engine.check_plan import device_name
+from recollect.errors import HardwareError, ProfileMismatchWarning
+from recollect.measuring.host_memory import mapped_file
+from recollect.plans.plan import Plan
 from recollect.profile.profile import Profile
+from recollect.warning import warn_user
 
 _LARGE_BYTES = 64 << 20
 _SMALL_BYTES = 4 << 10
@@ -28,22 +33,11 @@ _NUM_COPIES = 16
 _CPU_S = 0.25
 _FEWEST_COPIES = 3
 
+# A link that reaches less of the planned rates is worth a warning.
+_LEAST_RATE = 2 / 3
+
 # When a copy began and ended, in seconds.
 _Span = tuple[float, float]
-
-
-class HostCopies(NamedTuple):
-    """What copies between a device and the memory of its host reach.
-
-    Attributes:
-        to_host_bytes_per_s: of large copies out of the device, in the median.
-        from_host_bytes_per_s: of large copies into it.
-        latency_s: seconds of the smallest copies, of the slower direction.
-    """
-
-    to_host_bytes_per_s: float
-    from_host_bytes_per_s: float
-    latency_s: float
 
 
 class Copies(NamedTuple):
@@ -53,7 +47,7 @@ class Copies(NamedTuple):
     small: list[_Span]
 
 
-def measure_host_link(device: torch.device) -> HostCopies:
+def measure_host_link(device: torch.device) -> HostLink:
     """Measure copies of a device to and from the memory of its host.
 
     Takes less than a second, and 128 MiB of each memory; on the CPU also of the folder for temporary files.
@@ -72,9 +66,9 @@ def measure_host_link(device: torch.device) -> HostCopies:
     return reached(*(_cpu_copies() if device.type == "cpu" else _device_copies(device)))
 
 
-def reached(out: Copies, back: Copies) -> HostCopies:
+def reached(out: Copies, back: Copies) -> HostLink:
     """Return what the copies of both directions, which ran at once, reach."""
-    return HostCopies(
+    return HostLink(
         to_host_bytes_per_s=_LARGE_BYTES / _median_s(out.large, beside=back.large),
         from_host_bytes_per_s=_LARGE_BYTES / _median_s(back.large, beside=out.large),
         latency_s=max(_median_s(out.small, beside=back.small), _median_s(back.small, beside=out.small)),
@@ -171,16 +165,32 @@ def with_host_link(profile: Profile, device: torch.device) -> Profile:
     Raises:
         HardwareError: the device cannot copy, or there is no room to try.
     """
-    link = host_link(device)
-    return replace(
-        profile,
-        to_host_bytes_per_s=link.to_host_bytes_per_s,
-        from_host_bytes_per_s=link.from_host_bytes_per_s,
-        host_latency_s=link.latency_s,
-    )
+    measured: dict[str, Any] = host_link(device).profile_fields()
+    return replace(profile, **measured)
 
 
 @cache
-def host_link(device: torch.device) -> HostCopies:
+def host_link(device: torch.device) -> HostLink:
     """Return what `measure_host_link` returned for a device, in this process."""
     return measure_host_link(device)
+
+
+def warn_if_link_is_slower(model: nn.Module, plan: Plan) -> None:
+    """Warn if a plan offloads, and was recorded on a device like the model's, but over a faster link to the host."""
+    device = next((tensor.device for tensor in model.parameters() if tensor.device.type != "meta"), None)
+    planned = [rate for rate in (plan.to_host_bytes_per_s, plan.from_host_bytes_per_s) if rate is not None]
+    if not plan.offloads or len(planned) < 2 or device is None or device_name(device) != plan.device_name:
+        return
+    try:
+        link = host_link(device)
+    except HardwareError:
+        return  # If there is no room for the plan's own copies either, they say so.
+    found = link.to_host_bytes_per_s, link.from_host_bytes_per_s
+    if any(rate < _LEAST_RATE * most for rate, most in zip(found, planned, strict=True)):
+        out, back, planned_out, planned_back = (f"{rate / 1e9:.3g}" for rate in (*found, *planned))
+        warn_user(
+            f"copies reach {out} GB/s to host memory and {back} GB/s back here, and the plan was made for {planned_out} and "
+            f"{planned_back} GB/s: gradients and peak are as planned, but steps may wait for copies. Make a new plan from a "
+            "profile recorded here with host_link=True, or with a smaller link_share if what else copies now always does.",
+            ProfileMismatchWarning,
+        )
