@@ -142,7 +142,7 @@ def names_of(graph: UnitGraph, kind: str) -> list[str]:
 def alone() -> dict[str, Any]:
     """What the leanest plan of one rank needs; without partners all values seem to be the same on all ranks."""
     made = model()
-    profile = recollect.record(made, batch(), collectives="replay")
+    profile = timed_alike(recollect.record(made, batch(), collectives="replay"))
     planner = Planner(profile)
     plan = planner.plan(least_bytes(planner))
     report = recollect.verify(made, batch(), plan, compare="step")
