@@ -218,8 +218,8 @@ def test_damage_is_the_same_error_in_all_processes(found: AskedCases) -> None:
 def test_killed_and_stopped_the_losses_are_the_same_to_the_bit(tmp_path: Path) -> None:
     """Without torchrun, whose part `test_train_torchrun.py` tests."""
     write_text(tmp_path)
-    sizes = ("--size", "tiny", "--seq-length", 16, "--batch-size", 1, "--steps", 22, "--device", "cpu")
-    run = ("--data", tmp_path / "text.txt", "--checkpoint-every", 4, "--hidden-dropout", 0.1, "--validate-every", 0)
+    sizes = ("--size", "tiny", "--seq-length", 16, "--batch-size", 1, "--steps", 14, "--device", "cpu")
+    run = ("--data", tmp_path / "text.txt", "--checkpoint-every", 3, "--hidden-dropout", 0.1, "--validate-every", 0)
     words = ("train", *sizes, *run, "--tensor-model-parallel-size", 2, "--sequence-parallel", "--run-dir")
 
     def launched(*more: object, until: int, number: signal.Signals) -> str:
@@ -235,11 +235,11 @@ def test_killed_and_stopped_the_losses_are_the_same_to_the_bit(tmp_path: Path) -
         return "".join(written[0])
 
     run_ranks(2, "recollect", *words, tmp_path / "whole")
-    said = launched(until=6, number=signal.SIGKILL)
+    said = launched(until=4, number=signal.SIGKILL)
     assert "of 2 has ended without a word" in " ".join(said.split())
-    launched("--resume", until=10, number=signal.SIGTERM)
+    launched("--resume", until=7, number=signal.SIGTERM)
     last = max(losses(tmp_path / "broken"))
-    assert 10 <= last < 22
+    assert 7 <= last < 14
     assert list_checkpoints(tmp_path / "broken" / "checkpoints")[-1].name == f"step_{last:08d}"
     run_ranks(2, "recollect", *words, tmp_path / "broken", "--resume")
     assert losses(tmp_path / "broken") == losses(tmp_path / "whole")
