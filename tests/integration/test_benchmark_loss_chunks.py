@@ -5,11 +5,14 @@ from __future__ import annotations
 import csv
 from pathlib import Path
 
+import pytest
+
 from forked_processes import run_forked
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "loss_chunks.py"
 
 
+@pytest.mark.long
 def test_loss_chunks(tmp_path: Path) -> None:
     flags = ["--vocab-sizes", "2048", "--hidden-size", "32", "--seq-length", "64", "--threads", "1", "--minutes", "0"]
     done = run_forked(SCRIPT, *flags, "--least-rounds", 1, "--out", tmp_path)

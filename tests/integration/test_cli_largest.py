@@ -41,7 +41,7 @@ def rows(output: str) -> dict[str, list[str]]:
 
 @pytest.mark.parametrize(
     ("along", "other"),
-    [("micro-batch", "--seq-length"), ("seq-length", "--batch-size")],
+    [("micro-batch", "--seq-length"), pytest.param("seq-length", "--batch-size", marks=pytest.mark.long)],
 )
 def test_tables_and_plan(along: str, other: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "plan.json"

@@ -67,6 +67,7 @@ def test_default_batch_is_that_of_train_for_the_default_model_only() -> None:
     assert ModelStep(batch_size=3).num_sequences == 3
 
 
+@pytest.mark.long  # `test_record_fake.py` records it, too.
 def test_70b_is_planned_without_its_memory(tmp_path: Path) -> None:
     out = tmp_path / "plan.json"
     args = ["plan", "--size", "70b", "--fake", "--dtype", "bf16", "--seq-length", "4096", "--memory-budget", "520GiB"]

@@ -108,6 +108,7 @@ def test_what_is_asked_for_twice_or_not_there_is_refused_by_name(refusals: dict[
     assert refusals.keys() == EXPECTED.keys()
 
 
+@pytest.mark.long
 def test_processes_whose_batches_grow_at_different_times_record_together(pairs: AskedCases) -> None:
     """Each is longer in one step of its own; both then record, so that one plan holds for both."""
     for row in pairs[LENGTHS]:

@@ -20,10 +20,8 @@ from tiers import long_but  # noqa: E402
 _NAMES = [name for name in LOOPS if name not in ("accumulation of 1", "accumulation of 2", "accumulation of 8")]
 _QUICK = [
     "output held",
-    "accumulation of 4",
     "bf16 autocast",
     "lengths in random order",
-    "DPO's pairs",
 ]
 # The tightest that holds in every step: at the least peak itself, the recorded step may need more, because it also times
 # single units. The benchmark runs that one, too, and budgets with more room.

@@ -56,7 +56,7 @@ def cases() -> Iterator[AskedCases]:
 
 
 @needs_meter
-@pytest.mark.parametrize("name", long_but(("llama", "QLoRA", "SFT of lora"), CASES))
+@pytest.mark.parametrize("name", long_but(("llama",), CASES))
 def test_every_step_is_within_the_budget(name: str, cases: AskedCases) -> None:
     for package in CASES[name]:
         pytest.importorskip(package, reason=f"needs {package}")
