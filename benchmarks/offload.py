@@ -51,7 +51,7 @@ class Flags:
     seq_length: int = 8192
     """Its tokens, in one sequence."""
     shares: tuple[float, ...] = (0.75, 0.5, 0.35, 0.25)
-    """Budgets, as parts of what is not alive throughout; of the plain peak over threads."""
+    """Budgets, as parts of what is not alive throughout."""
     link_share: float = 1.0
     """The part of a modelled link to plan for."""
     bytes_per_s: float = 0.5e9
@@ -147,15 +147,23 @@ def _print_timed(flags: Flags, console: Console) -> None:
     for heading in ("budget", "plan", "predicted", "measured", "identical pair", "waited ms", "bits"):
         table.add_column(heading, justify="right")
     for share in flags.shares:
-        budget_bytes = int(share * plain.plain_peak_bytes)
+        working_bytes = plain.plain_peak_bytes - profile.persistent_bytes
+        budget_bytes = int(profile.persistent_bytes + share * working_bytes)
         plans = {
-            "recompute": plain.plan(budget_bytes),
+            "recompute": _plan_within(plain, budget_bytes),
             "offload": planner.offloading(Plan({}), budget_bytes),
-            "joint": planner.plan(budget_bytes),
+            "joint": _plan_within(planner, budget_bytes),
         }
         for row in _timed(model, batch, {name: plan for name, plan in plans.items() if plan is not None}, flags.rounds):
             table.add_row(f"{share:.0%}", *row)
     console.print(table)
+
+
+def _plan_within(planner: Planner | OffloadPlanner, budget_bytes: int) -> Plan | None:
+    try:
+        return planner.plan(budget_bytes)
+    except BudgetTooSmallError:
+        return None
 
 
 def _timed(
