@@ -97,7 +97,7 @@ def lifetimes(profile: Profile, decisions: Sequence[CallActions]) -> Lifetimes:
         time_s=_stretched(np.array(playback.times_s), profile.step_s + simulation.recompute_s),
         phases=phases,
         calls=np.array(playback.calls, dtype=np.int32),
-        has_times=untimed_s(profile) is None,
+        has_times=playback.untimed_s is None,
         backwards=tuple(playback.backwards),
         began=playback.began,
         reruns=tuple(playback.reruns),
@@ -162,11 +162,16 @@ class _TimedHost(HostRoom):
 
 
 class ClockedPlayback(Playback):
-    """Plays a step with a clock, whose seconds so far are `clock_s`."""
+    """Plays a step with a clock.
+
+    Attributes:
+        clock_s: seconds so far.
+        untimed_s: as `untimed_s` returns.
+    """
 
     def __init__(self, program: EveryEvent, decisions: Sequence[CallActions]) -> None:
         super().__init__(program, dict(enumerate(decisions)), calls_on_tape(decisions))
-        self._untimed_s = untimed_s(program.profile) or 0.0
+        self.untimed_s = untimed_s(program.profile)
         self.clock_s = 0.0
 
     def actions(self) -> dict[int, Callable[..., None]]:
@@ -178,7 +183,7 @@ class ClockedPlayback(Playback):
         self._work(op.working_bytes, op.time_s, op.name)
 
     def _work_outside(self, nbytes: int, time_ns: int | None = None) -> None:
-        self._work(nbytes, self._untimed_s if time_ns is None else 1e-9 * time_ns, "")
+        self._work(nbytes, (self.untimed_s or 0.0) if time_ns is None else 1e-9 * time_ns, "")
 
     def _work(self, nbytes: int, time_s: float, name: str) -> None:
         self._bulk(nbytes, 0)
