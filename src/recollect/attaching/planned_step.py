@@ -169,9 +169,8 @@ def report_of(
         return "recollect: no step was recorded yet; the first one ends with the optimizer's step"
     lines = [f"{format_bytes(budget_bytes)} budget, {num_steps} steps, {len(recorded_steps)} of them recorded"]
     for step in planned:
-        calls = " and ".join(
-            f"{number} calls of {call}" if number > 1 else str(call) for call, number in Counter(step.calls).items()
-        )
+        counts = Counter(map(str, step.calls))
+        calls = " and ".join(f"{number} calls of {call}" if number > 1 else call for call, number in counts.items())
         # Steps of the same calls may differ in what is alive, or in what runs in the units: the number tells them apart.
         lines.append(
             f"{calls}, as in step {recorded_steps[step.number]}: predicted peak {format_bytes(step.peak_bytes)} "
