@@ -128,7 +128,7 @@ class UnknownNameError(PlanError):
         self.kind = kind
         self.name = name
         self.where = where
-        names = list(dict.fromkeys(known))
+        names = [known_name for known_name in dict.fromkeys(known) if known_name]
         self.suggestions = tuple(difflib.get_close_matches(name, names, n=3, cutoff=0.6))
         if reason:
             advice = reason
@@ -216,21 +216,15 @@ class BudgetTooSmallError(RecollectError, ValueError):
         # A percentage whose sign was forgotten; as text it is refused before.
         meant = f" If you meant a percentage, write '{budget_bytes}%'." if 0 < budget_bytes <= 100 else ""
         remedy = f". {' '.join(advice)}" if advice else ", or use a smaller batch."
+        needed_by = unit if " " in unit else f"unit {unit!r}" if unit else "the model"  # or "the optimizer step"
         super().__init__(
             f"{format_bytes(budget_bytes)} ({budget_bytes} bytes) is below the least possible peak "
-            f"{format_bytes(least_peak_bytes)} ({least_peak_bytes} bytes), which {unit or 'the model'} needs. "
+            f"{format_bytes(least_peak_bytes)} ({least_peak_bytes} bytes), which {needed_by} needs. "
             f"Raise the budget to {' or '.join(map(repr, self.least_budgets))}{remedy}{meant}"
         )
 
-    def with_percentage_of(self, plain_peak_bytes: int) -> BudgetTooSmallError:
-        """Return the same error for a budget whose percentages are of another peak without recompute."""
-        return self._with(plain_peak_bytes=plain_peak_bytes)
-
-    def with_advice(self, advice: Sequence[str]) -> BudgetTooSmallError:
-        """Return the same error with other advice."""
-        return self._with(advice=advice)
-
-    def _with(self, **changed: Any) -> BudgetTooSmallError:
+    def changed(self, **changed: Any) -> BudgetTooSmallError:
+        """Return the same error with other advice, or with percentages of another peak without recompute, and so on."""
         names = ("budget_bytes", "least_peak_bytes", "unit", "advice", "plain_peak_bytes")
         return BudgetTooSmallError(**{name: getattr(self, name) for name in names} | changed)
 

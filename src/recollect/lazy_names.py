@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import difflib
 import importlib
 import pkgutil
 import sys
@@ -24,7 +25,9 @@ def lazy_names(package: str) -> tuple[dict[str, str], Callable[[str], Any], Call
 
     def get(name: str) -> Any:
         if name not in homes:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+            near = difflib.get_close_matches(name, homes, n=1)
+            advice = f"; did you mean {near[0]!r}?" if near and not name.startswith("_") else ""
+            raise AttributeError(f"module {package!r} has no attribute {name!r}{advice}")
         value = getattr(importlib.import_module(homes[name]), name)
         setattr(sys.modules[package], name, value)
         return value

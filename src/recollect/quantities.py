@@ -103,8 +103,8 @@ def parse_budget(value: str | int, *, reference_bytes: int | None, device_bytes:
     if not device_bytes:
         raise QuantityError(
             value,
-            "how much memory the device has is known of CUDA devices, and of the hardware of a fake profile, only; "
-            f"{_EXPECTED}",
+            "the device's memory is known of CUDA devices, and of the hardware of a fake profile, only. Give bytes, such as "
+            "budget='16GiB'",
         )
     return _checked(value, math.floor(number * _whole_bytes(device_bytes) / 100))
 
@@ -199,6 +199,8 @@ def _split(text: str, expected: str, *, given: str | None = None) -> tuple[Fract
         raise QuantityError(given, f"empty; {expected}")
     if len(stripped) > _LONGEST_TEXT:
         raise QuantityError(given, f"longer than {_LONGEST_TEXT} characters; {expected}")
+    if "," in stripped:
+        raise QuantityError(given, "has a comma; write '16000MB' for thousands, and '1.5GiB' for decimals")
     match = _NUMBER_AND_SUFFIX.fullmatch(stripped)
     if match is None:
         raise QuantityError(given, f"does not begin with a number, or has more than one suffix; {expected}")

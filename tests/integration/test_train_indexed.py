@@ -119,6 +119,8 @@ def test_data_that_do_not_suffice(tmp_path: Path) -> None:
     prefix = write_dataset(tmp_path, count=20)
     with pytest.raises(DataError, match=r"got neither --vocab-size nor --tokenizer, expected one of them"):
         load_corpus(flags(prefix), seed=0)
+    with pytest.raises(DataError, match=r"indexed dataset .*nowhere: no file .*nowhere\.idx, expected a pair"):
+        load_corpus(flags(tmp_path / "nowhere"), seed=0)
     with pytest.raises(DataError, match=r"corpus: validation has \d+ tokens, expected at least 17 .* with --split"):
         load_corpus(flags(prefix, split="98,2"), seed=0, vocab_size=256)
     with pytest.raises(DataError, match=r"training has \d+ tokens, expected at least 5001 .* Lower --seq-length"):

@@ -127,8 +127,8 @@ def test_errors_can_be_sent_between_processes(error: RecollectError, copied: obj
 def test_budget_too_small() -> None:
     error = BudgetTooSmallError(budget_bytes=12 * 2**30, least_peak_bytes=15 * 2**30, unit="layers.17")
     assert str(error) == (
-        "12.0 GiB (12884901888 bytes) is below the least possible peak 15.0 GiB (16106127360 bytes), which layers.17 "
-        "needs. Raise the budget to '15.0GiB', or use a smaller batch."
+        "12.0 GiB (12884901888 bytes) is below the least possible peak 15.0 GiB (16106127360 bytes), which unit "
+        "'layers.17' needs. Raise the budget to '15.0GiB', or use a smaller batch."
     )
     assert (error.budget_bytes, error.least_peak_bytes, error.unit) == (12884901888, 16106127360, "layers.17")
     whole_model = BudgetTooSmallError(budget_bytes=1000, least_peak_bytes=2000, unit="")
@@ -143,7 +143,7 @@ def test_budget_too_small_as_a_percentage_without_its_sign() -> None:
 
 def test_budget_too_small_with_advice() -> None:
     error = BudgetTooSmallError(budget_bytes=1000, least_peak_bytes=2000, unit="head", advice=["Try this.", "Or that."])
-    assert str(error).endswith("which head needs. Raise the budget to '2.0KiB'. Try this. Or that.")
+    assert str(error).endswith("which unit 'head' needs. Raise the budget to '2.0KiB'. Try this. Or that.")
     assert error.advice == ("Try this.", "Or that.")
 
 
@@ -156,7 +156,7 @@ def test_budget_too_small_gives_the_least_budget_to_paste(least_peak_bytes: int)
     assert f"Raise the budget to {error.least_budgets[0]!r} or {error.least_budgets[1]!r}, or" in str(error)
     for text, tolerance in zip(error.least_budgets, (1.1, 1.05), strict=True):  # one decimal; one percent
         assert least_peak_bytes <= parse_budget(text, reference_bytes=plain_bytes) <= least_peak_bytes * tolerance
-    other = error.with_percentage_of(2 * plain_bytes)
+    other = error.changed(plain_peak_bytes=2 * plain_bytes)
     assert int(other.least_budgets[1].rstrip("%")) == 34
 
 

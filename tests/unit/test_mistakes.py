@@ -17,6 +17,7 @@ from recollect.errors import (
     ArgumentError,
     HardwareError,
     MissingFileError,
+    PlanError,
     PlanFormatError,
     PlanMismatchWarning,
     ProfileFormatError,
@@ -175,6 +176,29 @@ def test_optimizers_that_are_none_or_of_another_model(call: Callable[[Any], obje
         call(iter([]))
 
 
+def test_a_budget_in_place_of_the_optimizer() -> None:
+    message = "got '1GiB', expected an optimizer. A budget comes after it: recollect.attach(model, optimizer, '1GiB')."
+    with pytest.raises(RecordError, match=re.escape(message)):
+        recollect.attach(MODEL, "1GiB")
+
+
+def test_a_name_that_is_nearly_one_of_ours() -> None:
+    with pytest.raises(AttributeError, match=r"^module 'recollect' has no attribute 'atach'; did you mean 'attach'\?$"):
+        recollect.atach  # type: ignore[attr-defined]  # noqa: B018 - it raises
+    with pytest.raises(AttributeError, match=r"'quux'$"):
+        recollect.quux  # type: ignore[attr-defined]  # noqa: B018 - it raises
+
+
+def test_a_plan_cannot_be_saved_where_no_file_can_be(tmp_path: Path) -> None:
+    missing = tmp_path / "nowhere" / "plan.json"
+    with pytest.raises(
+        PlanError, match=re.escape(f"{missing}: cannot be written (no folder {missing.parent}), expected")
+    ):
+        PLAN.save(missing)
+    with pytest.raises(PlanError, match=re.escape(f"{tmp_path}: cannot be written (Is a directory), expected a file")):
+        PLAN.save(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("budget", "message"),
     [
@@ -192,9 +216,9 @@ def test_typos_in_a_budget_are_found_before_a_step_runs(budget: Any, message: st
 
 
 def test_part_of_a_device_without_a_size_is_found_before_a_step_runs() -> None:
-    with pytest.raises(QuantityError, match="how much memory the device has"):
+    with pytest.raises(QuantityError, match="the device's memory is known of CUDA devices, .*Give bytes, such as"):
         recollect.fit(MODEL, TOKENS)
-    with pytest.raises(QuantityError, match="how much memory the device has"):
+    with pytest.raises(QuantityError, match="the device's memory is known of CUDA devices, .*Give bytes, such as"):
         recollect.attach(MODEL, ADAMW)
 
 

@@ -122,7 +122,7 @@ def test_check_budget_finds_what_parse_budget_would(value: Any) -> None:
 
 def test_check_budget_of_a_device() -> None:
     check_budget("90% of the device", device_bytes=1)
-    with pytest.raises(QuantityError, match="how much memory the device has"):
+    with pytest.raises(QuantityError, match="the device's memory is known of"):
         check_budget("90% of the device", device_bytes=None)
     check_budget("101", device_bytes=None)
 
@@ -137,8 +137,10 @@ def test_parse_budget_of_the_device(value: str) -> None:
     [
         (
             "90% of the device",
-            "'90% of the device': how much memory the device has is known of CUDA devices, and of the",
+            "'90% of the device': the device's memory is known of CUDA devices, and of the hardware of a fake profile, only. "
+            "Give bytes, such as budget='16GiB'",
         ),
+        ("60,5%", "'60,5%': has a comma; write '16000MB' for thousands, and '1.5GiB' for decimals"),
         ("90% of the cake", "'90% of the cake': what stands after the percent sign is not known; write a percentage"),
         ("90 of the device", "'90 of the device': does not begin with a number, or has more than one suffix"),
         ("x% of the device", "'x% of the device': does not begin with a number"),

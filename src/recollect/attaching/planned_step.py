@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
@@ -169,10 +169,12 @@ def report_of(
         return "recollect: no step was recorded yet; the first one ends with the optimizer's step"
     lines = [f"{format_bytes(budget_bytes)} budget, {num_steps} steps, {len(recorded_steps)} of them recorded"]
     for step in planned:
-        calls = f" and {len(step.calls) - 1} more calls" if len(step.calls) > 1 else ""
+        counts = Counter(map(str, step.calls))
+        calls = " and ".join(f"{number} calls of {call}" if number > 1 else call for call, number in counts.items())
+        # Steps of the same calls may differ in what is alive, or in what runs in the units: the number tells them apart.
         lines.append(
-            f"{step.calls[0]}{calls}: peak {format_bytes(step.peak_bytes)} ({format_bytes(step.plain_peak_bytes)} without "
-            f"recompute), {step.plan.predicted_slowdown or 0.0:+.1%}"
+            f"{calls}, as in step {recorded_steps[step.number]}: predicted peak {format_bytes(step.peak_bytes)} "
+            f"({format_bytes(step.plain_peak_bytes)} without recompute), {step.plan.predicted_slowdown or 0.0:+.1%}"
         )
     last = planned[-1].profile
     counted = ", ".join(f"{kind.replace('_', ' ')} {format_bytes(n)}" for kind, n in last.persistent.items() if n)

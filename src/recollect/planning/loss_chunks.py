@@ -96,7 +96,7 @@ def plan_with_chunks(
             made = Planned(plan_for(profile, budget_bytes, host_budget), profile, plain_bytes)
         except BudgetTooSmallError as error:
             if failure is None or error.least_peak_bytes < failure.least_peak_bytes:
-                failure = error.with_percentage_of(plain_bytes)
+                failure = error.changed(plain_peak_bytes=plain_bytes)
         else:
             if best is not None and _step_s(made) >= (1 - SAME_TIME) * _step_s(best):
                 break
@@ -134,7 +134,7 @@ def fewest_chunks(plan: Callable[[int, int | str], _Step], budget: int | str) ->
             budget, plain_bytes = error.budget_bytes, plain_bytes or error.plain_peak_bytes
             if failure is not None and error.least_peak_bytes > (1 - SAME_PEAK) * failure.least_peak_bytes:
                 break
-            failure = error.with_percentage_of(plain_bytes)
+            failure = error.changed(plain_peak_bytes=plain_bytes)
             continue
         budget = found.budget_bytes or budget
         if best is not None and found.step_s >= (1 - SAME_TIME) * best.step_s:

@@ -151,7 +151,7 @@ class OffloadPlanner:
             if without is None:
                 others = [sentence for sentence in too_small.advice if sentence != HOST_ADVICE]
                 own = [] if self._host_bytes == _ANY_BYTES else [self._advice(budget_bytes)]
-                raise too_small.with_advice([*own, *others])
+                raise too_small.changed(advice=[*own, *others])
             return self._finished_without(without)
         return self._finished(found, budget_bytes)
 

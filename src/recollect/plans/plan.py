@@ -177,8 +177,17 @@ class Plan:
             raise PlanFormatError(str(error)) from None
 
     def save(self, path: str | Path) -> None:
-        """Write the plan as JSON."""
-        Path(path).write_text(self.to_json(), encoding="utf-8")
+        """Write the plan as JSON.
+
+        Raises:
+            PlanError: no file can be written there; the message says why.
+        """
+        try:
+            Path(path).write_text(self.to_json(), encoding="utf-8")
+        except OSError as problem:
+            folder = Path(path).absolute().parent
+            found = problem.strerror if folder.is_dir() else f"no folder {folder}"
+            raise PlanError(f"{path}: cannot be written ({found}), expected a file in a writable folder.") from None
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:

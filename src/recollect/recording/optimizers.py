@@ -47,6 +47,11 @@ def optimizers_in(optimizers: Any) -> list[torch.optim.Optimizer]:
             f"optimizer: got the class {optimizers.__name__}, expected an optimizer made from it. "
             f"Make one: {optimizers.__name__}(model.parameters())."
         )
+    if isinstance(optimizers, (str, int)):
+        raise RecordError(
+            f"optimizer: got {optimizers!r}, expected an optimizer. A budget comes after it: "
+            f"recollect.attach(model, optimizer, {optimizers!r})."
+        )
     if not all(hasattr(optimizers, name) for name in ("param_groups", "state", "step")):
         raise RecordError(
             f"optimizer: got a {type(optimizers).__name__}, expected an optimizer of torch.optim or one made like them, with "

@@ -34,7 +34,8 @@ class Report:
             with the plan, and how many of them were unused; the prediction excludes them. None on the CPU.
         predicted_peak_bytes, predicted_slowdown: the plan's predictions.
         measured_slowdown: median of the ratio of times with the plan and without recompute (both with the plan's loss chunks,
-            as in the prediction), minus one; runs alternate.
+            as in the prediction), minus one; runs alternate. None if it was not asked for.
+        slowdowns: that of each round, which tell how sure the median is.
         loss_chunks: parts of the plan's loss; with more than one, sums have another order than the model's.
         unchunked_difference: the gradient (or "the loss") furthest from that of the unchunked model, and its distance: the norm
             of the difference over the norm; None with one chunk, or if the plain step did not run.
@@ -55,6 +56,7 @@ class Report:
     predicted_slowdown: float | None
     plain_peak_bytes: int | None = None
     measured_slowdown: float | None = None
+    slowdowns: tuple[float, ...] = ()
     loss_chunks: int = 1
     unchunked_difference: tuple[str, float] | None = None
     plan_reserved_bytes: int | None = None
@@ -99,8 +101,7 @@ class Report:
         if self.host is not None:
             lines.append(f"host memory      {format_bytes(self.host.most_bytes)}{self._compared_host(self.host)}")
         if self.measured_slowdown is not None:
-            predicted = "" if self.predicted_slowdown is None else f" (predicted {self.predicted_slowdown:.1%})"
-            lines.append(f"slowdown         {self.measured_slowdown:.1%}{predicted}")
+            lines.append(f"slowdown         {self.measured_slowdown:.1%}{self._compared_slowdown()}")
         if self.rank is not None:
             lines.append(f"ranks            {self._compared_ranks()}")
         return "\n".join(lines)
@@ -110,6 +111,14 @@ class Report:
             return ""
         off = self.plan_peak_bytes / self.predicted_peak_bytes - 1
         return f" (predicted {format_bytes(self.predicted_peak_bytes)}, measured {off:+.2%})"
+
+    def _compared_slowdown(self) -> str:
+        found = []
+        if self.slowdowns:
+            found.append(f"{min(self.slowdowns):.1%} to {max(self.slowdowns):.1%} in {len(self.slowdowns)} rounds")
+        if self.predicted_slowdown is not None:
+            found.append(f"predicted {self.predicted_slowdown:.1%}")
+        return f" ({', '.join(found)})" if found else ""
 
     def _compared_host(self, host: HostUse) -> str:
         found = [] if self.predicted_host_bytes is None else [f"predicted {format_bytes(self.predicted_host_bytes)}"]
@@ -143,7 +152,7 @@ def report_of_ranks(reports: Sequence[Report], ranks: Sequence[int]) -> Report:
         return [(f"{its[0]} in rank {number}", its[1]) for number, its in found.items() if its is not None]
 
     rank = max(by_rank, key=lambda number: by_rank[number].plan_peak_bytes)
-    slowdowns = [report.measured_slowdown for report in reports if report.measured_slowdown is not None]
+    slowest = max(reports, key=lambda report: report.measured_slowdown or -1.0)
     return replace(
         by_rank[rank],
         gradients_equal=all(report.gradients_equal for report in reports),
@@ -152,7 +161,8 @@ def report_of_ranks(reports: Sequence[Report], ranks: Sequence[int]) -> Report:
         plain_difference=next(iter(in_ranks("plain_difference")), None),
         unchunked_difference=max(in_ranks("unchunked_difference"), key=lambda found: found[1], default=None),
         num_compared=min(report.num_compared for report in reports),
-        measured_slowdown=max(slowdowns, default=None),
+        measured_slowdown=slowest.measured_slowdown,
+        slowdowns=slowest.slowdowns,
         rank=rank,
         by_rank=by_rank,
     )

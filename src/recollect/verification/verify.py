@@ -34,7 +34,10 @@ from recollect.verification.compare import Computed, Findings, compare_runs, com
 from recollect.verification.report import Report, report_of_ranks
 from recollect.verification.steps import BatchStep, OwnStep, VerifiedStep
 
-_NUM_TIMINGS = 5
+# Rounds of a step without the plan and one under it, and when they are enough: differing by this part of the step's time.
+_FEWEST_ROUNDS: Final = 2
+_MOST_ROUNDS: Final = 5
+_SETTLED: Final = 0.02
 # Of a device, for a step in a group: one that runs out of memory there leaves the others waiting.
 _USABLE: Final = 0.9
 
@@ -50,6 +53,7 @@ def verify(
     holds_output: bool = True,
     gradients: Gradients = "held",
     compare: Literal["auto", "step", "units"] = "auto",
+    time: bool = True,
     group: GroupChoice = None,
 ) -> Report:
     """Run the step with and without the plan, from the same random state on the same data, and compare.
@@ -61,7 +65,7 @@ def verify(
         model: the model that the plan is for.
         batch: a tensor, tuple or dict, passed to the model as `record` does; None with `step`.
         plan: the plan to check.
-        step: your own training step in place of a batch, which runs about twenty times, each time from the same parameters,
+        step: your own training step in place of a batch, which runs eight to fourteen times, each time from the same parameters,
             gradients, buffers and state of the optimizers; what else it changes stays changed.
         optimizer: its state counts; it does not step, unless `step` has it step.
         loss_fn: from the model's output to a scalar; see `record`.
@@ -70,6 +74,8 @@ def verify(
         compare: "step" runs the whole step without the plan; "units" compares unit by unit, which needs no more memory
             than full recompute; "auto" tries the step, and the units if the step runs out of memory. In a group it predicts
             whether the step fits, and compares units in all processes if it does not in one.
+        time: measure the slowdown too: two rounds of a step without the plan and one under it, up to five where these differ.
+            The first round is that whose gradients are compared.
         group: the processes that verify together, each its own step, and all get one report: a process group or a device mesh;
             by default those that the model is spread over; "alone" for a report of its own.
 
@@ -108,7 +114,7 @@ def verify(
         verified = BatchStep(model, device, batch, loss_fn, holds_output, gradients)
     else:
         verified = OwnStep(model, device, step, optimizer)
-    check = _Check(verified, batch, optimizer, others, ranks)
+    check = _Check(verified, batch, optimizer, others, ranks, is_timed=time)
     with stage("verifying the plan"), verified.undisturbed(), without_plans(model):
         if ranks.is_alone:
             return _checked(check, plan, compare, may_fall_back=step is None)
@@ -145,9 +151,17 @@ def _all_fit(ranks: Ranks, model: nn.Module, batch: Any, optimizer: Optimizers, 
 
 class _Check:
     def __init__(
-        self, step: VerifiedStep, batch: Any, optimizer: Optimizers, others: OtherAllocations, ranks: Ranks
+        self,
+        step: VerifiedStep,
+        batch: Any,
+        optimizer: Optimizers,
+        others: OtherAllocations,
+        ranks: Ranks,
+        *,
+        is_timed: bool,
     ) -> None:
         self.step = step
+        self.is_timed = is_timed
         self.ranks = ranks
         self.model = step.model
         self.batch = batch
@@ -162,26 +176,26 @@ class _Check:
         # Peaks first: gradients to compare with would count on CUDA.
         plain_peak_bytes = self._peak().peak_bytes
         peak = self._peak_of(plan)
-        expected = self.step.run()
-        off = None
-        if plan.loss_chunks > 1:
-            unchunked, expected = expected, self._reference(plan)
-            off = furthest(unchunked.gradients, expected.gradients)
-            del unchunked
+        unchunked = self.step.run() if plan.loss_chunks > 1 else None
+        expected, plain_s = timed(lambda: self._reference(plan), self.device)
+        off = None if unchunked is None else furthest(unchunked.gradients, expected.gradients)
+        del unchunked
         with apply(self.model, plan) as applied:
-            got = self.step.run()
+            got, plan_s = timed(self.step.run, self.device)
             host = applied.host_use
         findings = compare_runs(expected, got, again=lambda: self._reference(plan), in_any=self._in_any)
         # The loss is no gradient.
         findings = replace(findings, num_compared=findings.num_compared - ("the loss" in expected.gradients))
         del got
+        slowdowns = self._slowdowns(plan, plan_s / plain_s - 1) if self.is_timed else ()
         return self._report(
             plan,
             "step",
             findings,
             peak,
             plain_peak_bytes=plain_peak_bytes,
-            measured_slowdown=self._slowdown(plan),
+            measured_slowdown=statistics.median(slowdowns) if slowdowns else None,
+            slowdowns=slowdowns,
             unchunked_difference=off,
             host=host,
         )
@@ -248,17 +262,19 @@ class _Check:
         self.step.clear()
         return measured
 
-    def _slowdown(self, plan: Plan) -> float:
-        plain_s, plan_s = [], []
-        with stage("timing steps", total=_NUM_TIMINGS) as done:
-            for _ in range(_NUM_TIMINGS):
-                with loss_in_chunks(self.model, plan.loss_chunks):
-                    plain_s.append(self._seconds())
+    def _slowdowns(self, plan: Plan, first: float) -> tuple[float, ...]:
+        """Return the slowdown in each round, of which the first ran already."""
+        found = [first]
+        with stage("timing steps") as done:
+            while len(found) < _FEWEST_ROUNDS or (len(found) < _MOST_ROUNDS and self._in_any(not _have_settled(found))):
+                _, plain_s = timed(lambda: self._reference(plan), self.device)
                 with apply(self.model, plan):
-                    plan_s.append(self._seconds())
+                    _, plan_s = timed(self.step.run, self.device)
+                # The ratio of neighbours, so that a machine that slows down favours neither.
+                found.append(plan_s / plain_s - 1)
                 done()
-        # The ratio of neighbours, so that a machine that slows down favours neither.
-        return statistics.median(b / a for a, b in zip(plain_s, plan_s, strict=True)) - 1
+        return tuple(found)
 
-    def _seconds(self) -> float:
-        return timed(self.step.run, self.device)[1]
+
+def _have_settled(slowdowns: list[float]) -> bool:
+    return max(slowdowns) - min(slowdowns) <= _SETTLED * (1 + statistics.median(slowdowns))

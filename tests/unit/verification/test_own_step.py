@@ -65,3 +65,20 @@ def test_a_plan_that_runs_more_ops_is_slower(monkeypatch: pytest.MonkeyPatch) ->
     plain, planned = set(times[::2]), set(times[1::2])
     assert len(plain) == len(planned) == 1
     assert report.measured_slowdown == planned.pop() / plain.pop() - 1 > 0
+    assert len(times) == 4 and len(set(report.slowdowns)) == 1, "two rounds that agree are enough"
+
+
+def test_rounds_that_differ_are_followed_by_more_up_to_five(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, plan = model_and_plan()
+    seconds = iter([1.0, 1.1, 1.0, 1.4, 1.0, 1.2, 1.0, 1.3, 1.0, 1.25])
+    monkeypatch.setattr(of_verify, "timed", lambda run, _: (run(), next(seconds)))
+    report = recollect.verify(model, ROWS, plan, loss_fn=mean_square)
+    assert report.slowdowns == pytest.approx((0.1, 0.4, 0.2, 0.3, 0.25))
+    assert str(report).splitlines()[-1].startswith("slowdown         25.0% (10.0% to 40.0% in 5 rounds, predicted ")
+
+
+def test_time_is_measured_only_if_asked_for() -> None:
+    model, plan = model_and_plan()
+    report = recollect.verify(model, ROWS, plan, loss_fn=mean_square, time=False)
+    assert report.equal and report.measured_slowdown is None and report.slowdowns == ()
+    assert "slowdown" not in str(report)

@@ -112,11 +112,6 @@ def _load_indexed(flags: DataFlags, seed: int, vocab_size: int | None) -> Corpus
     if flags.tokenizer is not None:
         tokenizer = open_tokenizer(flags.tokenizer, vocab_size=vocab_size)
         vocab_size = vocab_size or tokenizer.vocab_size
-    if vocab_size is None:
-        raise DataError(
-            "indexed dataset: got neither --vocab-size nor --tokenizer, expected one of them, because the files do not store "
-            "the size of the vocabulary. Give --vocab-size N or the tokenizer that made them."
-        )
     proportions = _sides(flags)
     digest = hashlib.sha256(repr([([weight for _, weight in blend], *share) for blend, *share in proportions]).encode())
     datasets: dict[Path, IndexedDataset] = {}
@@ -125,6 +120,11 @@ def _load_indexed(flags: DataFlags, seed: int, vocab_size: int | None) -> Corpus
             datasets[prefix] = IndexedDataset(prefix)
             for block in content_samples(datasets[prefix]):
                 digest.update(block)
+    if vocab_size is None:
+        raise DataError(
+            "indexed dataset: got neither --vocab-size nor --tokenizer, expected one of them, because the files do not store "
+            "the size of the vocabulary. Give --vocab-size N or the tokenizer that made them."
+        )
     sides: list[Windows | None] = []
     for side, (blend, begin, end) in enumerate(proportions):
         sources: list[PackedDocuments] = []
