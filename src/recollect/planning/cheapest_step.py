@@ -41,7 +41,6 @@ from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 from recollect.planning.checkpoint_times import CheckpointTimes
 from recollect.plans.value_names import module_of
 from recollect.profile.profile import Profile
-from recollect.simulation.program import rounded_bytes
 
 # So that a capacity and the flow against it are below 2**31 together.
 _MOST: Final = 2**30 - 1
@@ -102,7 +101,7 @@ class CheapestStep:
     def __init__(self, profile: Profile, times: CheckpointTimes) -> None:
         self._times = times
         graphs = [profile.graph_of(call) for call in profile.calls]
-        self._nbytes = np.array([rounded_bytes(profile, v.nbytes) for g in graphs for v in g.values], dtype=np.int64)
+        self._nbytes = np.array([profile.block_bytes(v.nbytes) for g in graphs for v in g.values], dtype=np.int64)
         self._op_s = np.array(
             [c.num_runs * op.time_s for c in profile.calls for op in profile.graph_of(c).ops], dtype=float
         )
@@ -120,7 +119,7 @@ class CheapestStep:
         for call, graph, first_value in zip(profile.calls, graphs, times.first_value, strict=False):
             for part in graph.parts:
                 column = first_value + part.value
-                self._part_bytes[column] = min(self._nbytes[column], rounded_bytes(profile, part.nbytes))
+                self._part_bytes[column] = min(self._nbytes[column], profile.block_bytes(part.nbytes))
                 self._gather_s[column] = call.num_runs * part.gather_s
         self._readers, self._read = times.reads[:, 0], times.reads[:, 1]
         self._writers, self._written = times.writes[:, 0], times.writes[:, 1]

@@ -22,7 +22,6 @@ from numpy.typing import NDArray
 
 from recollect.profile.events import ALLOC, BACKWARD, DIES, FREE, OP, OPTIMIZER, PHASE, RELEASE, SAVE, USE, WORK
 from recollect.profile.profile import Profile
-from recollect.simulation.program import rounded_bytes
 from recollect.simulation.windows import windows
 
 
@@ -152,7 +151,7 @@ class _Scan:
         graphs = [profile.graph_of(call) for call in profile.calls]
         self.first_value = (0, *itertools.accumulate(len(graph.values) for graph in graphs))
         self.first_op = (0, *itertools.accumulate(len(graph.ops) for graph in graphs))
-        sizes = [[rounded_bytes(profile, value.nbytes) for value in graph.values] for graph in profile.graphs]
+        sizes = [[profile.block_bytes(value.nbytes) for value in graph.values] for graph in profile.graphs]
         self._nbytes = [nbytes for call in profile.calls for nbytes in sizes[call.graph]]
         self._origins = [{value: self.first_value[c] + v for value, c, v in call.origins} for call in profile.calls]
         self._outside = [dict(call.outside) for call in profile.calls]
@@ -225,7 +224,7 @@ class _Scan:
             self._demanded_bytes += self._nbytes[value] if before == 0 else -self._nbytes[value]
 
     def _alloc(self, storage: int, nbytes: int) -> None:
-        self._storages[storage] = rounded_bytes(self._profile, nbytes)
+        self._storages[storage] = self._profile.block_bytes(nbytes)
         self._holders[storage] = 1
         self._alive_bytes += self._storages[storage]
 

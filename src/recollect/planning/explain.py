@@ -162,7 +162,7 @@ def _explained(profile: Profile, plan: Plan) -> Explained:
     decisions = decide(profile, plan)
     simulation = simulate(profile, decisions)
     link = link_of(profile) if plan.offloads else None
-    wait_s = 0.0 if link is None else waits_of(profile, decisions, link).total_s
+    wait_s = 0.0 if link is None else waits_of(profile, decisions, link)
     accounts = layer_usage(profile, plan)
     return Explained(
         plan=plan,

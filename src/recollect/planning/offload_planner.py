@@ -27,7 +27,6 @@ from recollect.plans.plan import Plan
 from recollect.plans.unit_plan import digest_of
 from recollect.profile.profile import Profile
 from recollect.quantities import parse_budget
-from recollect.simulation.copy_clock import Waits
 from recollect.simulation.decisions import decide
 from recollect.simulation.edges import edges
 from recollect.simulation.lifetimes import EveryEvent
@@ -54,16 +53,16 @@ _FIRST_MARGIN = 0.002
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """A plan within the budget, its cost, and what it waits for copies."""
+    """A plan within the budget, its cost, and the seconds that it waits for copies."""
 
     plan: Plan
     cost: Peaks
-    waits: Waits
+    wait_s: float
 
     @property
     def added_s(self) -> float:
         """Seconds that the step is longer."""
-        return self.cost.recompute_s + self.waits.total_s
+        return self.cost.recompute_s + self.wait_s
 
 
 def _percent(plan: Plan) -> str:
@@ -274,8 +273,8 @@ class OffloadPlanner:
         """Return the plan within the budget that offloads as few of these values as can be, the first ones; None if none is."""
 
         def with_first(number: int) -> _Found:
-            made = planner.scheduled(names[:number], haste=haste)
-            return _Found(made.plan, self._sums.peaks(decide(self.profile, made.plan)), made.waits)
+            plan, wait_s = planner.scheduled(names[:number], haste=haste)
+            return _Found(plan, self._sums.peaks(decide(self.profile, plan)), wait_s)
 
         best = with_first(len(names))
         if best.cost.peak_bytes > budget_bytes:
@@ -305,5 +304,5 @@ class OffloadPlanner:
             host_budget_bytes=self._host_bytes,
             to_host_bytes_per_s=self._link.to_host_bytes_per_s,
             from_host_bytes_per_s=self._link.from_host_bytes_per_s,
-            host_wait_slowdown=found.waits.total_s / self.profile.step_s,
+            host_wait_slowdown=found.wait_s / self.profile.step_s,
         )

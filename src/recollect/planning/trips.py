@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 
 from recollect.plans.action import Action
@@ -19,7 +19,7 @@ from recollect.plans.unit_plan import UnitPlan
 from recollect.profile.events import BACKWARD
 from recollect.profile.graph import UnitGraph
 from recollect.profile.profile import Profile
-from recollect.simulation.copy_clock import Course, Journey, Link, Waits, course, journey, nbytes_of, waits
+from recollect.simulation.copy_clock import Course, Journey, Link, course, journey, nbytes_of, waits
 from recollect.simulation.decisions import CallActions, decide
 from recollect.simulation.edges import EdgeTable, edges
 from recollect.simulation.lifetimes import EveryEvent
@@ -33,19 +33,6 @@ HASTES = (1.0, 1.5, 2.5, 5.0, 20.0, 1e6)
 
 # All values are out for the clock from here to there: whatever backward asks for is asked for in time.
 _WHOLE_WAY = Trip(1, 10**6)
-
-
-@dataclass(frozen=True, slots=True)
-class Schedule:
-    """A plan with trips.
-
-    Attributes:
-        plan: the plan.
-        waits: what it waits for copies.
-    """
-
-    plan: Plan
-    waits: Waits
 
 
 class TripPlanner:
@@ -94,8 +81,10 @@ class TripPlanner:
         """Return the bytes of a value, of all calls of its unit."""
         return sum(nbytes_of(self._profile, key) for key in self._keys[name])
 
-    def scheduled(self, names: Collection[Name], *, haste: float = 1.0) -> Schedule:
-        """Return the plan with trips for some values; those for whose way there is no time are kept.
+    def scheduled(self, names: Collection[Name], *, haste: float = 1.0) -> tuple[Plan, float]:
+        """Return the plan with trips for some values, and what it waits for copies.
+
+        Values for whose way there is no time are kept.
 
         Args:
             names: of `self.names`.
@@ -118,7 +107,7 @@ class TripPlanner:
                 del trips[name]
             else:
                 journeys |= known
-        return Schedule(with_trips(self._profile, self._plan, trips), waits(self.course, journeys, self._link))
+        return with_trips(self._profile, self._plan, trips), waits(self.course, journeys, self._link)
 
     def _journeys(self, names: Iterable[Name], link: Link) -> dict[Key, Journey]:
         """Return the edges of each value that has time to go out and come back."""
@@ -231,7 +220,7 @@ def scheduled(profile: Profile, plan: Plan, link: Link | None = None) -> Plan:
     names = [name for name in wanted if name in known]
     made = plan
     for haste in HASTES:
-        made = planner.scheduled(names, haste=haste).plan
+        made, _ = planner.scheduled(names, haste=haste)
         if sum(len(unit.trips) for unit in made.units.values()) == len(names):
             break
     return made

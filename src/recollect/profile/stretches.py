@@ -8,7 +8,6 @@ from functools import partial
 from typing import TypeAlias
 
 from recollect.profile import events
-from recollect.profile.allocator_blocks import block_bytes
 from recollect.profile.profile import Profile
 
 Item: TypeAlias = tuple[int, int]
@@ -104,9 +103,9 @@ class _Reader:
     def _end(self) -> None:
         stretch = self._found[-1]
         stretch.end = self._position
-        stretch.calls = range(len(self._homes), self._num_calls)
-        self._homes += [len(self._found) - 1] * len(stretch.calls)
+        stretch.calls = range(self._first_call, self._num_calls)
         calls: list[object] = [self._form_of_call(call) for call in stretch.calls]
+        self._homes += [len(self._found) - 1] * len(stretch.calls)
         steps, (last_steps, last_calls) = self._steps, self._last
         self._last = steps, calls
         if calls and calls == last_calls and len(steps) > len(last_steps) and steps[: len(last_steps)] == last_steps:
@@ -122,7 +121,7 @@ class _Reader:
         """Return the rest of a stretch, from a position in the log on."""
         now = [*self._held.items(), *self._let_go_of]
         held = {item: found for item, found in now if found.birth < start <= found.death}
-        start_bytes = sum(self._block_bytes(found.nbytes) for found in held.values())
+        start_bytes = sum(self._profile.block_bytes(found.nbytes) for found in held.values())
         return Stretch(
             start, self._position, range(self._num_calls, self._num_calls), held=held, start_bytes=start_bytes
         )
@@ -139,7 +138,7 @@ class _Reader:
         return call.path, call.graph, call.repeated, call.chained, call.num_runs, origins, outside
 
     def _call_name(self, call: int) -> tuple[object, ...]:
-        first = self._found[-1].calls.start
+        first = self._first_call
         return (call - first,) if call >= first else ("earlier", call)
 
     def _storage_name(self, storage: int) -> tuple[object, ...]:
@@ -186,8 +185,7 @@ class _Reader:
     def _runs(self, call: int) -> tuple[object, ...]:
         """Name a call that runs now."""
         self._num_calls = max(self._num_calls, call + 1)
-        first = self._first_call
-        return (call - first,) if call >= first else ("earlier", call)
+        return self._call_name(call)
 
     def _dies(self, call: int, value: int) -> None:
         self._let_go((call, value))
@@ -222,15 +220,12 @@ class _Reader:
 
     def _hold(self, item: Item, nbytes: int) -> None:
         self._held[item] = Held(nbytes, birth=self._position)
-        self._held_bytes += self._block_bytes(nbytes)
+        self._held_bytes += self._profile.block_bytes(nbytes)
 
     def _let_go(self, item: Item) -> Held | None:
         held = self._held.pop(item, None)
         if held is not None:
             held.death = self._position
-            self._held_bytes -= self._block_bytes(held.nbytes)
+            self._held_bytes -= self._profile.block_bytes(held.nbytes)
             self._let_go_of.append((item, held))
         return held
-
-    def _block_bytes(self, nbytes: int) -> int:
-        return block_bytes(nbytes, self._profile.device)

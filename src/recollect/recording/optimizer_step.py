@@ -23,7 +23,7 @@ from recollect._torch_fsdp import GatheredParameters
 from recollect._torch_private import TorchDispatchMode
 from recollect.measuring.meter import storages_of
 from recollect.profile import events
-from recollect.profile.allocator_blocks import block_bytes
+from recollect.profile.profile import block_bytes
 from recollect.recording.optimizer_probe import AnyNumber, TinyShapes, give_gradients, local_part, make_probe
 from recollect.recording.optimizers import (
     Optimizers,

@@ -27,8 +27,7 @@ from recollect.measuring.meter import storage_bytes
 from recollect.measuring.timing import waits_for_others
 from recollect.plans.unit_plan import UnitPlan
 from recollect.profile import events
-from recollect.profile.allocator_blocks import block_bytes
-from recollect.profile.profile import Profile
+from recollect.profile.profile import Profile, block_bytes
 from recollect.profile.repeated_steps import fold
 from recollect.quantities import parse_budget
 from recollect.recording.assemble import assemble

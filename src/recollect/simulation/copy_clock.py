@@ -16,9 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from recollect.plans.trip import Trip
-from recollect.profile.events import BACKWARD, OP, WORK
+from recollect.profile.events import OP, WORK
 from recollect.profile.profile import Profile
-from recollect.simulation.copies import HostRoom
 from recollect.simulation.decisions import CallActions
 from recollect.simulation.edges import Edge, EdgeTable, edges_for
 from recollect.simulation.lifetimes import ClockedPlayback, EveryEvent, untimed_s
@@ -74,18 +73,6 @@ class Journey(NamedTuple):
     nbytes: int
 
 
-class Waits(NamedTuple):
-    """What copies make a step wait, in seconds: for values to leave, and for values to come back."""
-
-    out_s: float
-    back_s: float
-
-    @property
-    def total_s(self) -> float:
-        """Seconds that the step is longer."""
-        return self.out_s + self.back_s
-
-
 def course(program: EveryEvent, decisions: Sequence[CallActions]) -> Course:
     """Return when things happen under a plan.
 
@@ -96,7 +83,7 @@ def course(program: EveryEvent, decisions: Sequence[CallActions]) -> Course:
     Complexity: about two simulations.
     """
     profile = program.profile
-    playback = _EdgePlayback(program, decisions)
+    playback = ClockedPlayback(program, decisions)
     play = playback.actions()
     for code, operands in program.instructions:
         play[code](*operands)
@@ -105,45 +92,14 @@ def course(program: EveryEvent, decisions: Sequence[CallActions]) -> Course:
     return Course(
         program.edges,
         [scale * time_s for time_s in playback.edge_s],
-        {key: scale * time_s for key, time_s in playback.host.made_s.items()},
-        {key: (edge, scale * time_s) for key, (edge, time_s) in playback.host.asked_s.items()},
+        {key: scale * time_s for key, time_s in playback.made_s.items()},
+        {key: (edge, scale * time_s) for key, (edge, time_s) in playback.asked_s.items()},
         scale * playback.clock_s,
     )
 
 
-class _EdgePlayback(ClockedPlayback):
-    """Notes the time of each edge."""
-
-    host: _ClockedHost
-
-    def __init__(self, program: EveryEvent, decisions: Sequence[CallActions]) -> None:
-        super().__init__(program, decisions)
-        self.edge_s: list[float] = []
-        self.host = _ClockedHost(self)
-
-    def _edge(self, phase: int, call: int) -> None:
-        self.edge_s.append(self.clock_s)
-        super()._edge(phase, call)
-
-
-class _ClockedHost(HostRoom):
-    def __init__(self, playback: _EdgePlayback) -> None:
-        super().__init__()
-        self._playback = playback
-        self.made_s: dict[Key, float] = {}
-        self.asked_s: dict[Key, tuple[int, float]] = {}
-
-    def sent(self, key: Key) -> None:
-        self.made_s[key] = self._playback.clock_s
-
-    def asked(self, key: Key, *, is_back: bool) -> None:
-        # Of a value that is asked for in forward, too, the first time in backward counts.
-        if self._playback.phase == BACKWARD:
-            self.asked_s.setdefault(key, (len(self._playback.edge_s) - 1, self._playback.clock_s))
-
-
-def waits(course: Course, journeys: Mapping[Key, Journey], link: Link) -> Waits:
-    """Return what a step waits for copies.
+def waits(course: Course, journeys: Mapping[Key, Journey], link: Link) -> float:
+    """Return the seconds that a step waits for copies: for values to leave, and for values to come back.
 
     Args:
         course: of the step.
@@ -169,11 +125,11 @@ def waits(course: Course, journeys: Mapping[Key, Journey], link: Link) -> Waits:
             wait_s = max(0.0, back_ends.get(key, now_s) - now_s)
             back_s += wait_s
         later_s += wait_s
-    return Waits(out_s, back_s)
+    return out_s + back_s
 
 
-def waits_of(profile: Profile, decisions: Sequence[CallActions], link: Link) -> Waits:
-    """Return what a step under a plan waits for copies on some link.
+def waits_of(profile: Profile, decisions: Sequence[CallActions], link: Link) -> float:
+    """Return the seconds that a step under a plan waits for copies on some link.
 
     Args:
         profile: the recorded step.

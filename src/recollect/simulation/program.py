@@ -13,9 +13,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
-from recollect.profile.allocator_blocks import block_bytes
 from recollect.profile.events import ALLOC, DIES, FORWARD, FREE, GIVE_BACK, OP, PHASE, RETURN, SAVE, WORK, Event
 from recollect.profile.graph import OpRecord
 from recollect.profile.profile import Profile
@@ -35,11 +34,6 @@ _OF_FORWARD = frozenset({ALLOC, BULK, DIES, FREE, OP, SAVE, WORK})
 Instruction = tuple[int, tuple[Any, ...]]
 Key = tuple[int, int]
 """A value: the call that computed it and its index there, or (-1, storage number) for what no unit made."""
-
-
-def rounded_bytes(profile: Profile, nbytes: int) -> int:
-    """Return the bytes that a storage of this size takes on the profile's device."""
-    return block_bytes(nbytes, profile.device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +66,11 @@ class Program:
             a `Key` for each value or storage, and one `BULK` for each run of events that no plan changes.
         lasting: for each call, the values whose bytes something other than the unit's ops may hold, under some plan.
         written: values whose bytes an op writes to later.
+        bulk_codes: the events that no plan changes, unless they are of a storage that a unit reads.
         gives_back: whether the log says when formulas of a backward that keeps its graph have run; old profiles do not.
     """
+
+    bulk_codes: ClassVar[frozenset[int]] = frozenset({ALLOC, FREE, WORK})
 
     def __init__(self, profile: Profile, windows: Sequence[Window] = (), edges: Sequence[Edge] = ()) -> None:
         self.profile = profile
@@ -169,7 +166,7 @@ class Program:
         for position, event in enumerate(self.profile.log.events()):
             code = event[0]
             is_window = position == next_start
-            is_bulk = code in (ALLOC, FREE, WORK) and not self._is_of_borrowed(event)
+            is_bulk = code in self.bulk_codes and not self._is_of_borrowed(event)
             if (is_window or position in edges or not is_bulk) and (change_bytes or most_bytes):
                 yield BULK, (most_bytes, change_bytes)
                 change_bytes = most_bytes = 0
@@ -181,7 +178,7 @@ class Program:
             if not is_bulk:
                 yield code, self.operands(event)
             elif code == ALLOC:
-                sizes[event[1]] = rounded_bytes(self.profile, event[2])
+                sizes[event[1]] = self.profile.block_bytes(event[2])
                 change_bytes += sizes[event[1]]
                 most_bytes = max(most_bytes, change_bytes)
             elif code == FREE:
@@ -201,7 +198,7 @@ class Program:
         return tuple(numbers) if translate is None else translate(*numbers)
 
     def _alloc(self, storage: int, nbytes: int) -> tuple[Key, int]:
-        return (-1, storage), rounded_bytes(self.profile, nbytes)
+        return (-1, storage), self.profile.block_bytes(nbytes)
 
     def _save(self, call: int, value: int, handle: int, saver: int) -> tuple[int, Key, int, int]:
         return call, self._key(call, value), handle, saver
@@ -211,7 +208,7 @@ class Program:
         graph = self.profile.graphs[key[0]]
         op = graph.ops[index]
         if key not in self._sizes:
-            self._sizes[key] = tuple(rounded_bytes(self.profile, graph.values[value].nbytes) for value in op.outputs)
+            self._sizes[key] = tuple(self.profile.block_bytes(graph.values[value].nbytes) for value in op.outputs)
         sizes = self._sizes[key]
         run = ProgramOp(
             op=op,
