@@ -13,8 +13,8 @@ MUTATIONS = (
         "planning",
         (
             (
-                "for dropped, found in self._known() if found.peak_bytes <= budget_bytes)",
-                "for dropped, found in self._known() if found.peak_bytes <= 1.01 * budget_bytes)",
+                "(found for found in known if found.peak_bytes <= budget_bytes)",
+                "(found for found in known if found.peak_bytes <= 1.01 * budget_bytes)",
             ),
         ),
     ),
@@ -155,7 +155,7 @@ MUTATIONS = (
         "digest-without-outputs",
         "plans that differ in what becomes of outputs only pass for the same",
         "plans",
-        (("(path, unit.engine.word, str(unit.output), sorted(", "(path, unit.engine.word, sorted("),),
+        (("(path, str(unit.engine), str(unit.output), sorted(", "(path, str(unit.engine), sorted("),),
     ),
     Mutation(
         "parts-need-no-ranks",

@@ -22,13 +22,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
 
-from recollect.planning.mix import Limits, MixUnit, cheapest_mix
+from recollect.planning.mix import Limits, Stage, cheapest_mix
 from recollect.planning.option_table import Candidate, Choice, OptionTable
 from recollect.plans.action import Action
 from recollect.simulation.windows import Window, calls_besides
@@ -42,15 +41,6 @@ WorkingSets = dict[tuple[_Kind, int], dict[int, int]]
 """For each kind of unit and each of its windows: bytes of each option minus those of the reference option."""
 Play = Callable[[Choice], Candidate]
 """Simulates a choice and returns it with its cost."""
-
-
-@dataclass(frozen=True, slots=True)
-class Stage:
-    """One row of the table as the program sees it; per option: bytes kept, seconds, and peak bytes of its windows."""
-
-    kept_bytes: NDArray[np.int64]
-    recompute_s: NDArray[np.float64]
-    own_bytes: NDArray[np.int64]
 
 
 class Chain:
@@ -274,8 +264,7 @@ class Chain:
         if self._others is None:
             chosen = cheapest(self._stages(range(len(self._places))), budget_bytes)
         else:
-            units = [MixUnit(stage.kept_bytes, stage.recompute_s) for stage in self._stages(())]
-            chosen = cheapest_mix(units, self._limits(), budget_bytes)
+            chosen = cheapest_mix(self._stages(()), self._limits(), budget_bytes)
         return None if chosen is None else self._choice_of(chosen)
 
     def _limits(self) -> Limits:

@@ -25,7 +25,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from recollect.planning.hull import Option
+from recollect.planning.hull import Option, Stored
 from recollect.planning.lean_units import LeanUnits, everything_dropped
 from recollect.planning.option_table import Candidate, KnownCosts, OptionTable, with_options
 from recollect.planning.output_choices import (
@@ -35,7 +35,6 @@ from recollect.planning.output_choices import (
     number_between,
     single_outputs,
 )
-from recollect.planning.stored import Stored
 from recollect.plans.action import Action
 from recollect.profile.profile import Profile
 from recollect.simulation.peak_sums import PeakSums

@@ -11,10 +11,8 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from recollect.planning.hull import Evaluator, Option
-from recollect.planning.option_table import OptionTable
-from recollect.planning.stored import Stored
-from recollect.planning.unit_options import working_bytes
+from recollect.planning.hull import Evaluator, Option, Stored
+from recollect.planning.option_table import OptionTable, working_bytes
 from recollect.plans.action import Action
 from recollect.profile.graph import UnitGraph
 from recollect.profile.profile import Profile
@@ -84,10 +82,7 @@ class LeanUnits:
     @cached_property
     def working_bytes(self) -> list[int]:
         """Workspace for recomputing each layer."""
-        graphs = self.profile.graphs
-        repeated = {call.graph for call in self.profile.calls if call.repeated}
-        found = {g: working_bytes(graphs[g], *everything_dropped(graphs[g], output=Action.RECOMPUTE)) for g in repeated}
-        return [found[call.graph] if call.repeated else 0 for call in self.profile.calls]
+        return working_bytes(self.profile, everything_dropped)
 
     def option(self, row: int, stored: Stored, output: Action) -> Option:
         """Return the option of a unit that stores these values, as far as that is of use."""

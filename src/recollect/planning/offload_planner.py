@@ -18,9 +18,8 @@ from functools import cached_property
 
 from recollect.byte_format import least_amount
 from recollect.errors import BudgetTooSmallError, PlanError
-from recollect.planning.advice import HOST_ADVICE
 from recollect.planning.bound import LowerBound, check_bound, host_bound, is_all_on_tape
-from recollect.planning.choose import Planner
+from recollect.planning.choose import HOST_ADVICE, Planner
 from recollect.planning.offload_mix import OffloadUnits, measured_units
 from recollect.planning.trips import HASTES, LINK_SHARE, Name, TripPlanner, link_of
 from recollect.plans.plan import Plan

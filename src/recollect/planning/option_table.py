@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Protocol
 
-from recollect.planning.hull import Evaluator, Option, unit_hull
-from recollect.planning.stored import Stored
+from recollect.planning.hull import Evaluator, Option, Stored, unit_hull
 from recollect.plans.action import Action
 from recollect.plans.plan import Plan
 from recollect.plans.unit_plan import UnitPlan
@@ -25,7 +24,7 @@ Choice = tuple[int, ...]
 
 
 class OptionsOf(Protocol):
-    """The signature of `unit_hull` and `unit_options`."""
+    """The signature of `unit_hull` and of `unit_options` in `planning/chain_solver.py`."""
 
     def __call__(self, graph: UnitGraph, *, output: Action = Action.KEEP) -> tuple[Option, ...]:
         """Return options for one unit, from the leanest to the fattest."""
@@ -79,6 +78,7 @@ class OptionTable:
     ) -> None:
         self.profile = profile
         self.drops_outputs = frozenset(dropped_outputs)
+        self.may_drop_outputs = bool(dropped_outputs or free_outputs)
         self._is_repeated = {call.path: call.repeated for call in profile.calls}
         self.rows = _rows(profile, dropped_outputs, options_of, free_outputs)
         self._unit_plans: dict[tuple[int, Stored, Action], UnitPlan] = {}
@@ -88,11 +88,6 @@ class OptionTable:
             {row_of[source] for call in row.calls for _, source, _ in profile.calls[call].origins} - {index}
             for index, row in enumerate(self.rows)
         ]
-
-    @property
-    def leanest(self) -> Choice:
-        """Return the choice of the first option of every row."""
-        return (0,) * len(self.rows)
 
     @property
     def fattest(self) -> Choice:
@@ -256,6 +251,16 @@ def _ops_of_outputs(graph: UnitGraph, option: Option) -> frozenset[int]:
     return frozenset(ops)
 
 
+def working_bytes(profile: Profile, options_of: OptionsOf) -> list[int]:
+    """Return, for each call of a layer, the bytes of what its leanest option without output recomputes; 0 for other calls."""
+    found = {}
+    for number in {call.graph for call in profile.calls if call.repeated}:
+        graph = profile.graphs[number]
+        ops = options_of(graph, output=Action.RECOMPUTE)[0].recompute_ops
+        found[number] = sum(graph.values[v].nbytes for op in ops for v in graph.ops[op].outputs)
+    return [found[call.graph] if call.repeated else 0 for call in profile.calls]
+
+
 @dataclass(frozen=True, slots=True)
 class Candidate:
     """One option for each row of a table, and the cost of the step with them.
@@ -284,10 +289,6 @@ class Candidate:
     def options(self) -> list[Option]:
         """Return the chosen option of each row."""
         return self.table.options(self.choice)
-
-    def excess_bytes(self, budget_bytes: int) -> int:
-        """Return the bytes by which the peak exceeds a budget, at least 0."""
-        return max(0, self.peak_bytes - budget_bytes)
 
     def decisions(self) -> list[CallActions]:
         """Return what each call of the profile drops."""

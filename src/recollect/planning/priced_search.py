@@ -21,8 +21,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from recollect.planning.alive_until_loss import held_values, unheld_bytes, with_held
-from recollect.planning.chain import Chain, Play, Stage, cheapest
+from recollect.planning.chain import Chain, Play, cheapest
 from recollect.planning.hull import Option
+from recollect.planning.mix import Stage
 from recollect.planning.option_table import Candidate, Choice, KnownCosts, OptionsOf, OptionTable
 from recollect.planning.output_choices import single_outputs
 from recollect.plans.action import Action

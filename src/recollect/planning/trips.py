@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 
-from recollect.plans.action import Action
+from recollect.plans.action import Action, EngineChoice
 from recollect.plans.plan import Plan
 from recollect.plans.trip import Trip
 from recollect.plans.unit_plan import UnitPlan
@@ -20,7 +20,7 @@ from recollect.profile.events import BACKWARD
 from recollect.profile.graph import UnitGraph
 from recollect.profile.profile import Profile
 from recollect.simulation.copy_clock import Course, Journey, Link, course, journey, nbytes_of, waits
-from recollect.simulation.decisions import CallActions, decide
+from recollect.simulation.decisions import decide, keep_all_unit
 from recollect.simulation.edges import EdgeTable, edges
 from recollect.simulation.lifetimes import EveryEvent
 from recollect.simulation.program import Key
@@ -157,7 +157,7 @@ def with_trips(profile: Profile, plan: Plan, trips: Mapping[Name, Trip]) -> Plan
         of_unit[path][name] = trip
     units = {}
     for path, graph in graphs.items():
-        unit = plan.units.get(path, UnitPlan({v.name: Action.KEEP for v in graph.values if v.producer is not None}))
+        unit = plan.units.get(path, keep_all_unit(graph))
         actions: dict[str, Action] = {n: Action.KEEP if a is Action.OFFLOAD else a for n, a in unit.actions.items()}
         actions |= dict.fromkeys(of_unit[path], Action.OFFLOAD)
         units[path] = UnitPlan(actions, output=unit.output, engine=unit.engine, trips=of_unit[path])
@@ -172,7 +172,7 @@ def _kept(profile: Profile, plan: Plan, least_bytes: int) -> list[Name]:
         graph = profile.graph_of(call)
         for index, value in enumerate(graph.values):
             name = call.path, value.name
-            is_stored = decision.values.action(index) is Action.KEEP and _is_on_tape(decision)
+            is_stored = decision.values.action(index) is Action.KEEP and decision.engine is EngineChoice.TAPE
             if is_stored and may_leave(graph, index, least_bytes):
                 found[name] = None
             else:
@@ -185,10 +185,6 @@ def may_leave(graph: UnitGraph, index: int, least_bytes: int) -> bool:
     value = graph.values[index]
     is_made = value.producer is not None and not graph.ops[value.producer].mutates
     return is_made and not (value.mutated_later or value.stays) and value.nbytes >= max(1, least_bytes)
-
-
-def _is_on_tape(decision: CallActions) -> bool:
-    return decision.engine == CallActions().engine
 
 
 LINK_SHARE = 0.75

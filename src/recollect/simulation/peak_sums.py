@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from recollect.plans.engines import Tape
+from recollect.plans.action import EngineChoice
 from recollect.profile.events import ALLOC, OPTIMIZER
 from recollect.simulation.call_groups import OUTSIDE, Division, Group
 from recollect.simulation.copies import Holes
@@ -177,7 +177,9 @@ class PeakSums:
 
     def _sizes_inside(self, group: Group, played: tuple[_Played, ...]) -> tuple[int, ...]:
         """Return the sizes of what calls allocate without an op: engines that re-run a call allocate it again."""
-        calls = [call for call, (decision, _) in zip(group, played, strict=True) if type(decision.engine) is not Tape]
+        calls = [
+            call for call, (decision, _) in zip(group, played, strict=True) if decision.engine is not EngineChoice.TAPE
+        ]
         forwards = [self._program.forwards[call] for call in calls]
         return tuple([operands[1] for forward in forwards for code, operands in forward if code == ALLOC])
 

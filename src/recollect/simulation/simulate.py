@@ -23,7 +23,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from recollect.plans.engines import Region
+from recollect.plans.action import EngineChoice
 from recollect.plans.plan import Plan
 from recollect.profile.events import ALLOC, BACKWARD, DIES, FORWARD, FREE, OP, PHASE_NAMES, RETURN, SAVE
 from recollect.profile.profile import Profile
@@ -148,7 +148,7 @@ def run(playback: Playback) -> Simulation:
 
 def handlers(playback: Playback) -> Actions:
     """Return the handler for each code of the program, with each call played as its engine would."""
-    regions = [call for call, decision in playback.decisions.items() if type(decision.engine) is Region]
+    regions = [call for call, decision in playback.decisions.items() if decision.engine is EngineChoice.REGION]
     return RegionSchedule(playback, regions).actions() if regions else playback.actions()
 
 

@@ -8,10 +8,10 @@ import random
 import pytest
 
 from recollect.planning.chain import Chain
+from recollect.planning.chain_solver import unit_options
 from recollect.planning.hull import Evaluator, unit_hull
 from recollect.planning.option_table import Candidate, Choice, KnownCosts, OptionTable
 from recollect.planning.output_choices import single_outputs
-from recollect.planning.unit_options import unit_options
 from recollect.profile.events import BACKWARD, FORWARD, OPTIMIZER
 from recollect.profile.profile import Profile
 from recollect.simulation.decisions import CallActions, ValueActions

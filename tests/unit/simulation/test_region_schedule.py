@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from recollect.plans.engines import Region
+from recollect.plans.action import EngineChoice
 from recollect.plans.plan import Plan
 from recollect.plans.unit_plan import UnitPlan
 from recollect.profile.events import (
@@ -35,7 +35,7 @@ from recollect.simulation.windows import windows
 INPUT, A, B, C, OUT, GRADIENT = 64, 100, 50, 10, 20, 7
 BUFFERS, GENERATOR = 24, 5056
 STATES = BUFFERS + GENERATOR
-PLAN = Plan({"layer": UnitPlan({}, engine=Region())})
+PLAN = Plan({"layer": UnitPlan({}, engine=EngineChoice.REGION)})
 Events = tuple[tuple[int, ...], ...]
 
 GRAPH = UnitGraph(
