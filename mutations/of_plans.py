@@ -51,7 +51,7 @@ MUTATIONS = (
         "states-free-in-options",
         "an option's bytes leave out the states of generators",
         "planning",
-        (("self._nbytes.__getitem__, kept)) + state_bytes,", "self._nbytes.__getitem__, kept)),"),),
+        (("for part in held]) + state_bytes,", "for part in held]),"),),
     ),
     Mutation(
         "overwritten-inputs-read-again",
@@ -70,8 +70,8 @@ MUTATIONS = (
         "planning",
         (
             (
-                "nbytes = [self._nbytes[value] for value in whole] + [part.nbytes for part in parts]",
-                "nbytes = [self._nbytes[value] for value in whole] + [self._nbytes[part.value] for part in parts]",
+                "sum([part.nbytes for part in held])",
+                "sum([self._nbytes[part.value] for part in held])",
             ),
         ),
     ),

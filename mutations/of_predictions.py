@@ -84,7 +84,7 @@ MUTATIONS = (
     Mutation(
         "usage-without-tape",
         "the time of a layer leaves out what watching its ops takes",
-        "simulation",
+        "planning",
         (("for op in again), 0.0) + tape_s,", "for op in again), 0.0),"),),
     ),
     Mutation(

@@ -13,12 +13,12 @@ import recollect
 from gradients import assert_same_gradients, gradients
 from predictions import LEAN_LOOP
 from recollect.measuring.meter import measure_peak
+from recollect.planning.explain import layer_usage
 from recollect.plans.action import Action, EngineChoice
 from recollect.plans.plan import Plan
 from recollect.plans.unit_plan import UnitPlan
 from recollect.profile.profile import Profile
 from recollect.simulation.decisions import decide
-from recollect.simulation.layer_usage import layer_usage
 from recollect.simulation.peak_sums import PeakSums
 from recollect.simulation.program import Program
 from recollect.simulation.simulate import simulate

@@ -21,14 +21,14 @@ that fails (dropped outputs), corrections make up for it, and the best simulated
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
 
 from recollect.planning.mix import Limits, Stage, cheapest_mix
-from recollect.planning.option_table import Candidate, Choice, OptionTable
+from recollect.planning.option_table import Candidate, Choice, KnownCosts
 from recollect.plans.action import Action
 from recollect.simulation.windows import Window, calls_besides
 
@@ -39,45 +39,34 @@ _MOST_ROUNDS = 8
 _Kind = tuple[int, tuple[Action, ...], bool, int]
 WorkingSets = dict[tuple[_Kind, int], dict[int, int]]
 """For each kind of unit and each of its windows: bytes of each option minus those of the reference option."""
-Play = Callable[[Choice], Candidate]
-"""Simulates a choice and returns it with its cost."""
 
 
 class Chain:
     """Solves the chain of one table for any number of budgets.
 
     Args:
-        table: the rows and their options.
-        windows: the windows of the step.
-        play: simulates a choice, and returns its cost with the peaks of these windows.
+        costs: of choices of the table.
         most_probes: the most simulations to measure working sets with; options in between are interpolated until a
             simulated plan contains them.
         working: working sets measured by chains over other tables of the same profile; this chain adds to them.
 
     Attributes:
+        costs: of choices of the table.
         order: the rows in forward order.
 
     Complexity: (options per unit / identical units) simulations once; then, for each budget, up to eight rounds of one
         program and one simulation.
     """
 
-    def __init__(
-        self,
-        table: OptionTable,
-        windows: Sequence[Window],
-        play: Play,
-        *,
-        most_probes: int,
-        working: WorkingSets | None = None,
-    ) -> None:
-        self._table = table
-        self._play = play
+    def __init__(self, costs: KnownCosts, *, most_probes: int, working: WorkingSets | None = None) -> None:
+        self.costs = costs
+        self._table, windows = costs.table, costs.windows
         self._most_probes = most_probes
-        self.order = sorted(range(len(table.rows)), key=lambda row: table.rows[row].calls[0])
+        self.order = sorted(range(len(self._table.rows)), key=lambda row: self._table.rows[row].calls[0])
         self._places = self._assign(windows)
-        units = [table.rows[row] for row in self.order]
+        units = [self._table.rows[row] for row in self.order]
         self._others = calls_besides(
-            table.profile, windows, [u.calls for u in units], [position for position, _ in self._places]
+            self._table.profile, windows, [u.calls for u in units], [position for position, _ in self._places]
         )
         self._base = np.zeros(len(windows), dtype=np.int64)
         # Bytes withheld from the model in each window, because a plan that it thought would fit did not.
@@ -87,7 +76,7 @@ class Chain:
         self._known_kinds = {kind for kind, _ in self._working}
         # The leanest options, with outputs kept where possible: a dropped output adds work to the next unit.
         self._reference = tuple(
-            row.outputs.index(Action.KEEP) if Action.KEEP in row.outputs else 0 for row in table.rows
+            row.outputs.index(Action.KEEP) if Action.KEEP in row.outputs else 0 for row in self._table.rows
         )
         # The probe with the lowest peak, for the model to fall back on.
         self._leanest: Candidate | None = None
@@ -107,7 +96,7 @@ class Chain:
 
     def _measure(self) -> None:
         for choice in self._probes():
-            candidate = self._play(choice)
+            candidate = self.costs.candidate(choice)
             if self._leanest is None or candidate.peak_bytes < self._leanest.peak_bytes:
                 self._leanest = candidate
             peaks = candidate.cost.window_peaks
@@ -224,7 +213,7 @@ class Chain:
             if choice is None or choice in tried:
                 return
             tried.add(choice)
-            candidate = self._play(choice)
+            candidate = self.costs.candidate(choice)
             yield candidate
             self.correct(candidate)
             excess_bytes = candidate.peak_bytes - budget_bytes

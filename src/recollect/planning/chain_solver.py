@@ -20,7 +20,7 @@ from functools import cache, cached_property, partial
 
 from recollect.planning.chain import Chain, WorkingSets
 from recollect.planning.hull import Evaluator, Option, Stored, unit_hull
-from recollect.planning.lean_search import LeanSearch
+from recollect.planning.lean_search import leanest
 from recollect.planning.option_table import Candidate, KnownCosts, OptionsOf, OptionTable, with_options, working_bytes
 from recollect.planning.output_choices import (
     first_outputs,
@@ -87,7 +87,6 @@ class ChainSolver:
     ) -> None:
         self.profile = profile
         self._peak_sums: PeakSums = like._peak_sums if like else PeakSums(program or Program(profile, windows(profile)))
-        self._windows = self._peak_sums.windows
         num_events = profile.log.num_events or 1
         self._most_probes = max(_FEWEST_PROBES, _PROBED_EVENTS // num_events)
         # Hulls and options are the same for every chain.
@@ -105,13 +104,13 @@ class ChainSolver:
         self._most_dropped = most_folded(profile)
         self._working: WorkingSets = {}
         self._has_tape_s = any(graph.tape_s for graph in profile.graphs)
-        self._chains: dict[Dropped, tuple[KnownCosts, Chain]] = {}
-        self._priced = PricedSearch(profile, self._windows, self._peak_sums, self._options_of)
+        self._chains: dict[Dropped, Chain] = {}
+        self._priced = PricedSearch(self._peak_sums, self._options_of)
 
     @cached_property
     def _num_alive(self) -> dict[str, int]:
         """How many calls of each unit keep their output at once."""
-        return most_alive(self.profile, self._windows)
+        return most_alive(self.profile, self._peak_sums.windows)
 
     @cached_property
     def _working_bytes(self) -> list[int]:
@@ -121,17 +120,16 @@ class ChainSolver:
     @cached_property
     def leanest(self) -> Candidate:
         """The candidate with the lowest peak found, independent of earlier calls and of the times of ops."""
-        return LeanSearch(self.profile, self._windows, self._peak_sums).found()
+        return leanest(self._peak_sums)
 
     @cached_property
     def _near_least(self) -> ChainSolver:
         """A solver whose options include those of the leanest candidate."""
         return ChainSolver(self.profile, like=self, lean=self.leanest)
 
-    def measured(self) -> tuple[OptionTable, Chain]:
-        """Return the options of units that keep their outputs, and what was measured of them."""
-        costs, chain = self._chain(frozenset())
-        return costs.table, chain
+    def measured(self) -> Chain:
+        """Return what was measured of the options of units that keep their outputs."""
+        return self._chain(frozenset())
 
     def best(self, budget_bytes: int, enough_s: float) -> Candidate | None:
         """Return the fastest candidate found within the budget, or None; never None if `leanest` is within the budget.
@@ -193,18 +191,18 @@ class ChainSolver:
         }
         choices |= {first_outputs(self.profile, longest=longest, num_dropped=number) for longest in _LONGEST_SEGMENTS}
         for dropped in sorted(choices - estimates.keys(), key=sorted):
-            costs, chain = self._chain(dropped)
-            least_bytes = min(candidate.peak_bytes for candidate in costs.known())
+            chain = self._chain(dropped)
+            least_bytes = min(candidate.peak_bytes for candidate in chain.costs.known())
             estimates[dropped] = chain.estimate_s(budget_bytes), least_bytes
 
     def _run(self, dropped: Dropped, budget_bytes: int) -> Score:
         """Make the candidates of one chain for a budget, and return the best score."""
-        costs, chain = self._chain(dropped)
+        chain = self._chain(dropped)
         for _ in chain.best(budget_bytes):
             pass
-        return min((max(0, found.peak_bytes - budget_bytes), found.recompute_s) for found in costs.known())
+        return min((max(0, found.peak_bytes - budget_bytes), found.recompute_s) for found in chain.costs.known())
 
-    def _chain(self, dropped: Dropped) -> tuple[KnownCosts, Chain]:
+    def _chain(self, dropped: Dropped) -> Chain:
         if dropped not in self._chains:
             table = OptionTable(
                 self.profile,
@@ -213,15 +211,15 @@ class ChainSolver:
                 free_outputs=frozenset() if dropped is None else single_outputs(self.profile),
             )
             costs = KnownCosts(self._peak_sums, table)
-            chain = Chain(table, self._windows, costs.candidate, most_probes=self._most_probes, working=self._working)
+            chain = Chain(costs, most_probes=self._most_probes, working=self._working)
             if self._lean is not None and self._lean.table.drops_outputs == dropped:
                 chain.correct(costs.candidate(table.choice_of(self._lean.options)))
-            self._chains[dropped] = costs, chain
+            self._chains[dropped] = chain
         return self._chains[dropped]
 
     def _best_known(self, budget_bytes: int) -> Candidate | None:
         """Return the fastest candidate of all chains within the budget."""
-        known = (found for costs, _ in self._chains.values() for found in costs.known())
+        known = (found for chain in self._chains.values() for found in chain.costs.known())
         return min((found for found in known if found.peak_bytes <= budget_bytes), key=_by_time, default=None)
 
 

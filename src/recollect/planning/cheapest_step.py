@@ -160,8 +160,10 @@ class CheapestStep:
         is_part = np.zeros(num_values, dtype=bool)
         for number, members in enumerate(np.split(priced, first[1:]) if num_classes else ()):
             price = prices[members] @ times.can_cost[members]
-            cost_s = self._costs_s(price, int(stages[number]))
+            # What each value costs in memory.
+            cost_s = price * self._part_bytes
             if stages[number] == 0:
+                cost_s = np.minimum(price * self._nbytes, cost_s + self._gather_s)
                 is_part = price * (self._nbytes - self._part_bytes) > self._gather_s
             # No value is computed twice: what backward has asked for stays from then on, if it is needed.
             maker = np.where(times.first_use <= stages[number], -1, self._maker)
@@ -182,14 +184,6 @@ class CheapestStep:
         highest = np.array([0, *stages[1:], _NEVER])[num_run] if num_classes else lowest
         runs_until = np.clip(self._first_need, lowest, highest)
         return StepCut(float(fixed_s + cut_s), self._choice(runs_until, is_part))
-
-    def _costs_s(self, price: NDArray[np.float64], stage: int) -> NDArray[np.float64]:
-        """Return what each value costs in memory in one class, from the price of its bytes."""
-        part_s = price * self._part_bytes
-        found: NDArray[np.float64] = part_s
-        if stage == 0:
-            found = np.minimum(price * self._nbytes, part_s + self._gather_s)
-        return found
 
     def _add_values(
         self,

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import count
@@ -39,7 +39,7 @@ from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
 from recollect.plans.action import Action
 from recollect.plans.value_names import module_of
-from recollect.profile.graph import PartRecord, UnitGraph
+from recollect.profile.graph import UnitGraph
 
 _INFINITE = 2**31 - 1
 # The sum of the finite capacities, so that no flow reaches _INFINITE.
@@ -244,27 +244,15 @@ class Evaluator:
                     needed[value] = 1
         kept = self._outputs.union(value for value in wanted if needed[value])
         held = [self._parts[value] for value in parts if value in kept]
-        if held:
-            return self._with_parts(kept, held, recompute_ops)
+        part_values = frozenset([part.value for part in held])
+        whole = frozenset(kept - part_values if held else kept)
+        makers = [op for part in held if (op := self._graph.values[part.value].producer) is not None]
+        seconds = [*map(self._op_s.__getitem__, recompute_ops), *[part.gather_s for part in held]]
         state_bytes = sum(map(self._state_bytes.__getitem__, recompute_ops)) if self._has_states else 0
         return Option(
-            stored=Stored(frozenset(kept)),
+            stored=Stored(whole, part_values),
             recompute_ops=frozenset(recompute_ops),
-            kept_bytes=sum(map(self._nbytes.__getitem__, kept)) + state_bytes,
-            recompute_s=math.fsum((*map(self._op_s.__getitem__, recompute_ops), *self._tape_s(recompute_ops))),
-            output=self._output,
-        )
-
-    def _with_parts(self, kept: set[int], parts: Sequence[PartRecord], recompute_ops: Sequence[int]) -> Option:
-        """Return the option that keeps values, some of them as parts."""
-        whole = kept.difference(part.value for part in parts)
-        nbytes = [self._nbytes[value] for value in whole] + [part.nbytes for part in parts]
-        makers = [op for part in parts if (op := self._graph.values[part.value].producer) is not None]
-        seconds = [self._op_s[op] for op in recompute_ops] + [part.gather_s for part in parts]
-        return Option(
-            stored=Stored(frozenset(whole), frozenset(part.value for part in parts)),
-            recompute_ops=frozenset(recompute_ops),
-            kept_bytes=sum(nbytes) + sum(self._state_bytes[op] for op in recompute_ops),
+            kept_bytes=sum(map(self._nbytes.__getitem__, whole)) + sum([part.nbytes for part in held]) + state_bytes,
             recompute_s=math.fsum((*seconds, *self._tape_s([*recompute_ops, *makers]))),
             output=self._output,
         )

@@ -195,7 +195,8 @@ def measured_units(profile: Profile, course: Course, least_bytes: int) -> Offloa
         course: of the step that keeps everything.
         least_bytes: the smallest values to offload.
     """
-    table, chain = ChainSolver(profile).measured()
+    chain = ChainSolver(profile).measured()
+    table = chain.costs.table
     if len(table.rows) != len(profile.calls):
         return None
     seconds: defaultdict[tuple[int, int], float] = defaultdict(float)

@@ -64,10 +64,6 @@ class _Found:
         return self.cost.recompute_s + self.wait_s
 
 
-def _percent(plan: Plan) -> str:
-    return f"{100 * (plan.predicted_slowdown or 0.0):.1f} %"
-
-
 def _fastest(*found: _Found | None) -> _Found | None:
     return min((one for one in found if one is not None), key=lambda one: one.added_s, default=None)
 
@@ -150,7 +146,8 @@ class OffloadPlanner:
                 others = [sentence for sentence in too_small.advice if sentence != HOST_ADVICE]
                 own = [] if self._host_bytes == _ANY_BYTES else [self._advice(budget_bytes)]
                 raise too_small.with_advice([*own, *others])
-            return self._finished_without(without)
+            bound = self.bound_slowdown(without.budget_bytes or 0)
+            return replace(without, host_budget_bytes=self._host_bytes, bound_slowdown=bound)
         return self._finished(found, budget_bytes)
 
     def _advice(self, budget_bytes: int) -> str:
@@ -159,8 +156,8 @@ class OffloadPlanner:
             with_all = OffloadPlanner(self.profile, _ANY_BYTES, link_share=self._link_share).plan(budget_bytes)
         except BudgetTooSmallError:
             return "No amount of host memory would do: the peak is of what cannot go, or not in time over this link."
-        needed = least_amount(with_all.predicted_host_bytes or 0)
-        return f"With more host memory it can be met: host_budget={needed!r}, at a slowdown of {_percent(with_all)}."
+        needed, percent = least_amount(with_all.predicted_host_bytes or 0), 100 * (with_all.predicted_slowdown or 0.0)
+        return f"With more host memory it can be met: host_budget={needed!r}, at a slowdown of {percent:.1f} %."
 
     def offloading(self, base: Plan, budget_bytes: int) -> Plan | None:
         """Return what a plan is with as few of its kept values offloaded as it takes to be within a budget; None if it cannot.
@@ -171,11 +168,6 @@ class OffloadPlanner:
         """
         found = self._offloaded(base, budget_bytes)
         return None if found is None else self._finished(found, budget_bytes)
-
-    def _finished_without(self, plan: Plan) -> Plan:
-        """Return a plan that offloads nothing, with the bound for those that may."""
-        bound = self.bound_slowdown(plan.budget_bytes or 0)
-        return replace(plan, host_budget_bytes=self._host_bytes, bound_slowdown=bound)
 
     def _searched(self, budget_bytes: int, least_bytes: int) -> _Found | None:
         """Return the fastest plan found that offloads."""

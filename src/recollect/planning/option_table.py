@@ -299,12 +299,13 @@ class KnownCosts:
     """Makes candidates of choices of one table, and remembers their exact costs, so that each is computed once.
 
     Args:
-        peak_sums: computes the cost of decisions.
+        peak_sums: computes the cost of decisions, with the peaks of its windows.
         table: the options that choices refer to.
     """
 
     def __init__(self, peak_sums: PeakSums, table: OptionTable) -> None:
         self.table = table
+        self.windows = peak_sums.windows
         self._peak_sums = peak_sums
         self._costs: dict[Choice, Peaks] = {}
 

@@ -19,7 +19,7 @@ from recollect.profile import events
 from recollect.profile.events import Event, StepLog
 from recollect.profile.graph import UnitGraph
 from recollect.profile.profile import Profile
-from recollect.recording.recorded_call import RecordedCall
+from recollect.recording.trackers import RecordedCall
 
 
 @dataclass(frozen=True)

@@ -21,11 +21,13 @@ from recollect.engine.subclasses import strided_tensors
 from recollect.engine.tape import asks_again
 from recollect.plans.value_names import result_names
 from recollect.profile import events
-from recollect.recording.recorded_call import RecordedCall, RecordedOp, RecordedValue
 from recollect.recording.replicated_values import RanksWithParts
 from recollect.recording.trackers import (
     Filled,
     Persistent,
+    RecordedCall,
+    RecordedOp,
+    RecordedValue,
     TrackedOther,
     TrackedValue,
     Trackers,

@@ -40,7 +40,7 @@ from recollect.recording.replicated_values import RanksWithParts
 from recollect.recording.returns import Returns
 from recollect.recording.step_recorder import Costs, StepRecorder
 from recollect.recording.trackers import TrackedOther, UnrelatedMemory, filled_storages, tracker_of
-from recollect.recording.unit_samples import NoSamples, UnitSample, UnitSamples
+from recollect.recording.unit_samples import UnitSample, UnitSamples
 from recollect.recording.unit_times import (
     TOGETHER,
     Rounds,
@@ -98,8 +98,8 @@ class StepRecording:
         self._modelled = self.costs if isinstance(self.costs, ModelledCosts) else None
         self.recorder = StepRecorder(self.costs, self.device)
         self._ranks = self.recorder.ranks = RanksWithParts.of(self.model, self.device, self._modelled)
-        samples = UnitSamples if self._modelled is None else NoSamples
-        self._samples = samples(self.model, self.device, in_excerpts=self.in_loop)
+        is_fake = self._modelled is not None
+        self._samples = UnitSamples(self.model, self.device, in_excerpts=self.in_loop, is_fake=is_fake)
         self._stack = ExitStack()
         self._persistent: dict[str, int] = {}
         self.returns = Returns(self.recorder)

@@ -9,8 +9,8 @@ Calls are counted from the first one after a backward; copies belong to that str
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from recollect.errors import PlanError
@@ -82,14 +82,6 @@ class EdgeTable:
             return None
         _, backward = self._stretches[self._stretch_of[call]]
         return next((number for reached, number in backward if reached <= other), None)
-
-
-def by_start(edges: Sequence[Edge]) -> Mapping[int, Sequence[Edge]]:
-    """Return the edges before each event that has any, in order."""
-    found: defaultdict[int, list[Edge]] = defaultdict(list)
-    for edge in edges:
-        found[edge.start].append(edge)
-    return found
 
 
 def returning_values(profile: Profile) -> frozenset[tuple[int, int]]:

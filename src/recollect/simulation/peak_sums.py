@@ -91,13 +91,16 @@ class PeakSums:
     Args:
         program: the program of the profile and its windows.
 
+    Attributes:
+        profile, windows: those of the program.
+
     Complexity: a call under a choice new to it and its identical calls costs its share of a whole simulation; a plan
         of known played costs about a thirtieth of one.
     """
 
     def __init__(self, program: Program) -> None:
         self._program = program
-        self._profile = program.profile
+        self.profile = program.profile
         self.windows = program.windows
         self._division = Division(program)
         self._layouts: dict[Group, _Layout] = {}
@@ -106,10 +109,10 @@ class PeakSums:
         starts = np.array(self._division.window_starts, dtype=np.int64)
         self._starts, self._nothing = starts, np.zeros(len(starts), dtype=np.int64)
         self._phases = np.array([window.phase for window in self.windows])
-        calibration_bytes = self._profile.calibration_bytes
+        calibration_bytes = self.profile.calibration_bytes
         self._calibration_bytes = np.where(self._phases == OPTIMIZER, 0, calibration_bytes)
         # The simulator gives a missing phase this peak too.
-        self._least_peak_bytes = self._profile.persistent_bytes + calibration_bytes
+        self._least_peak_bytes = self.profile.persistent_bytes + calibration_bytes
 
     @cached_property
     def holes(self) -> Holes:
@@ -135,7 +138,7 @@ class PeakSums:
         positions = np.concatenate([self._starts, *[p.positions for p in placed], away])
         order = np.argsort(positions, kind="stable")
         change_bytes = change_bytes[order]
-        tops = np.cumsum(change_bytes) - change_bytes + most_bytes[order] + self._profile.persistent_bytes
+        tops = np.cumsum(change_bytes) - change_bytes + most_bytes[order] + self.profile.persistent_bytes
         firsts = np.searchsorted(positions[order], self._starts)
         window_peaks = np.maximum.reduceat(tops, firsts) + self._calibration_bytes
         return Peaks(

@@ -98,7 +98,7 @@ class Playback(HostRoom):
         self.kept_pass = KeptPass()
         self.peeked: dict[int, object] = {}
         self.copies: weakref.WeakValueDictionary[Key, SimulatedCopy] = weakref.WeakValueDictionary()
-        self._timetable: Timetable[SimulatedCopy] = Timetable()
+        self._timetable = Timetable()
 
     def actions(self) -> dict[int, Callable[..., None]]:
         """Return the tape's handler for each code of the program."""

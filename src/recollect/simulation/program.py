@@ -11,7 +11,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import chain
 from typing import Any, ClassVar, Final
 
@@ -19,7 +19,7 @@ from recollect.profile.events import ALLOC, DIES, FORWARD, FREE, GIVE_BACK, OP, 
 from recollect.profile.graph import OpRecord
 from recollect.profile.profile import Profile
 from recollect.simulation.decisions import CallActions
-from recollect.simulation.edges import Edge, by_start
+from recollect.simulation.edges import Edge
 from recollect.simulation.windows import Window
 
 BULK: Final = -1
@@ -98,10 +98,15 @@ class Program:
             OP: self._op,
         }
         # Calls of one graph share the sizes of its values.
-        self._sizes: dict[tuple[int, int], tuple[int, ...]] = {}
+        self._sizes = cache(
+            lambda graph, index: tuple(
+                profile.block_bytes(profile.graphs[graph].values[value].nbytes)
+                for value in profile.graphs[graph].ops[index].outputs
+            )
+        )
         self.instructions = list(self._instructions())
         self._counted: dict[tuple[int, frozenset[int]], frozenset[int]] = {}
-        self._tape_s: dict[tuple[int, frozenset[int]], float] = {}
+        self._watched_s = cache(lambda graph, dropped: profile.graphs[graph].watched_s(dropped))
 
     @cached_property
     def forwards(self) -> Mapping[int, Sequence[Instruction]]:
@@ -142,11 +147,8 @@ class Program:
 
     def tape_s(self, call: int, dropped: frozenset[int]) -> float:
         """Return the seconds that the tape adds to a call's forward, in all the runs that the call stands for."""
-        graph, num_runs = self.profile.calls[call].graph, self.profile.calls[call].num_runs
-        key = (graph, dropped)
-        if key not in self._tape_s:
-            self._tape_s[key] = self.profile.graphs[graph].watched_s(dropped)
-        return num_runs * self._tape_s[key]
+        record = self.profile.calls[call]
+        return record.num_runs * float(self._watched_s(record.graph, dropped))
 
     def added_s(
         self,
@@ -160,7 +162,9 @@ class Program:
     def _instructions(self) -> Iterator[Instruction]:
         starts = iter([*(window.start for window in self.windows[1:]), -1])
         next_start = next(starts)
-        edges = by_start(self.edges)
+        edges: defaultdict[int, list[Edge]] = defaultdict(list)
+        for edge in self.edges:
+            edges[edge.start].append(edge)
         sizes: dict[int, int] = {}
         change_bytes = most_bytes = 0
         for position, event in enumerate(self.profile.log.events()):
@@ -204,12 +208,8 @@ class Program:
         return call, self._key(call, value), handle, saver
 
     def _op(self, call: int, index: int) -> tuple[int, ProgramOp]:
-        key = self.profile.calls[call].graph, index
-        graph = self.profile.graphs[key[0]]
-        op = graph.ops[index]
-        if key not in self._sizes:
-            self._sizes[key] = tuple(self.profile.block_bytes(graph.values[value].nbytes) for value in op.outputs)
-        sizes = self._sizes[key]
+        graph = self.profile.calls[call].graph
+        op, sizes = self.profile.graphs[graph].ops[index], self._sizes(graph, index)
         run = ProgramOp(
             op=op,
             inputs=tuple(self._key(call, value) for value in op.inputs),

@@ -1,4 +1,4 @@
-"""Compare what two runs computed, bit for bit: results with their gradients, and the state that they leave behind.
+"""Compare what two runs computed, bit for bit, results with their gradients and the state that they leave behind; report it.
 
 Steps that do not fit into memory without the plan are compared unit by unit.
 """
@@ -6,22 +6,25 @@ Steps that do not fit into memory without the plan are compared unit by unit.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from recollect._torch_private import tree_map
 from recollect.applying import apply
+from recollect.byte_format import format_bytes
 from recollect.engine.content import has_same_bits
+from recollect.engine.offload.flight import HostUse
 from recollect.plans.action import Action
 from recollect.plans.plan import Plan
 from recollect.plans.unit_plan import UnitPlan
 from recollect.progress.stage import stage
+from recollect.quantities import format_seconds
 from recollect.recording.model_step import device_of
 from recollect.recording.restored_state import restored_buffers
 from recollect.tensors import inner_tensors, tensors_in
@@ -244,3 +247,149 @@ def _private(item: Any) -> Any:
     if isinstance(item, torch.Tensor):
         return item.detach().clone().requires_grad_(item.is_floating_point())
     return copy.deepcopy(item)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """What `verify` found.
+
+    Attributes:
+        compared: "step" if the whole step ran with and without the plan; "units" if the plain step does not fit, so that
+            each unit was compared alone, on the inputs that it gets in the step.
+        gradients_equal: every gradient has the same bits with and without the plan, and so has the loss. If the plan chunks
+            the loss, "without the plan" means with the same chunks but without recompute.
+        first_difference: name of the first parameter (or unit, or "the loss") that differs, and the largest absolute
+            difference; None if there is none.
+        first_state_difference: the same for what the step leaves behind besides gradients: "buffer layers.0.running_mean", or
+            "random generator".
+        plain_difference: the same between two steps (or two runs of that unit) without the plan, if they differ. Kernels are
+            not deterministic then, and the plan need not be the cause of a difference.
+        num_compared: number of gradients compared.
+        plain_peak_bytes, plan_peak_bytes: measured peaks of forward and backward, including parameters, buffers, batch and
+            optimizer state; None if the plain step did not run.
+        plan_reserved_bytes, plan_fragmentation_bytes: on CUDA, the most bytes that the caching allocator held in the step
+            with the plan, and how many of them were unused; the prediction excludes them. None on the CPU.
+        predicted_peak_bytes, predicted_slowdown: the plan's predictions.
+        measured_slowdown: median of the ratio of times with the plan and without recompute (both with the plan's loss chunks,
+            as in the prediction), minus one; runs alternate.
+        loss_chunks: parts of the plan's loss; with more than one, sums have another order than the model's.
+        unchunked_difference: the gradient (or "the loss") furthest from that of the unchunked model, and its distance: the norm
+            of the difference over the norm; None with one chunk, or if the plain step did not run.
+        host: what offloaded values needed in a step: host memory, seconds of waiting for copies, and values that were asked for
+            at another moment than planned; None if there are none, or units ran alone, where edges are missed by design.
+        predicted_host_bytes: the plan's prediction of that memory.
+        rank: in a group of processes, the one whose peaks these are, since its peak under the plan is the largest. The slowdown
+            is that of the slowest, and differences are those of the first that has some, which they name. None alone.
+        by_rank: in a group, what each process found, by its rank; the same in all of them. Empty alone.
+    """
+
+    compared: Literal["step", "units"]
+    gradients_equal: bool
+    first_difference: tuple[str, float] | None
+    num_compared: int
+    plan_peak_bytes: int
+    predicted_peak_bytes: int | None
+    predicted_slowdown: float | None
+    plain_peak_bytes: int | None = None
+    measured_slowdown: float | None = None
+    loss_chunks: int = 1
+    unchunked_difference: tuple[str, float] | None = None
+    plan_reserved_bytes: int | None = None
+    plan_fragmentation_bytes: int | None = None
+    plain_difference: tuple[str, float] | None = None
+    first_state_difference: tuple[str, float] | None = None
+    host: HostUse | None = None
+    predicted_host_bytes: int | None = None
+    rank: int | None = None
+    by_rank: Mapping[int, Report] = field(default_factory=dict)
+
+    @property
+    def equal(self) -> bool:
+        """Whether gradients, loss, buffers and random generators all have the same bits with and without the plan."""
+        return self.gradients_equal and self.first_state_difference is None
+
+    def __str__(self) -> str:
+        how = ", unit by unit" if self.compared == "units" else ""
+        equal = f"equal bit for bit ({self.num_compared} compared{how})"
+        if self.first_difference is not None:
+            name, difference = self.first_difference
+            equal = f"DIFFERENT, first at {name}, by up to {difference:.3g}"
+        lines = [f"gradients        {equal}"]
+        if self.first_state_difference is not None:
+            name, difference = self.first_state_difference
+            lines.append(f"left behind      DIFFERENT, first at {name}, by up to {difference:.3g}")
+        if self.plain_difference is not None:
+            name, difference = self.plain_difference
+            lines.append(
+                f"                 two runs without the plan differ, too, first at {name}, by up to {difference:.3g}:"
+            )
+            lines.append("                 kernels are not deterministic; try torch.use_deterministic_algorithms(True)")
+        if self.unchunked_difference is not None:
+            name, difference = self.unchunked_difference
+            lines.append(f"loss             in {self.loss_chunks} chunks: off by {difference:.1e} at most, at {name}")
+        plain = "did not fit" if self.plain_peak_bytes is None else format_bytes(self.plain_peak_bytes)
+        lines.append(f"peak without     {plain}")
+        lines.append(f"peak with plan   {format_bytes(self.plan_peak_bytes)}{self._compared_peak()}")
+        if self.plan_reserved_bytes is not None and self.plan_fragmentation_bytes is not None:
+            fragmentation = format_bytes(self.plan_fragmentation_bytes)
+            lines.append(f"reserved         {format_bytes(self.plan_reserved_bytes)} ({fragmentation} fragmentation)")
+        if self.host is not None:
+            lines.append(f"host memory      {format_bytes(self.host.most_bytes)}{self._compared_host(self.host)}")
+        if self.measured_slowdown is not None:
+            predicted = "" if self.predicted_slowdown is None else f" (predicted {self.predicted_slowdown:.1%})"
+            lines.append(f"slowdown         {self.measured_slowdown:.1%}{predicted}")
+        if self.rank is not None:
+            lines.append(f"ranks            {self._compared_ranks()}")
+        return "\n".join(lines)
+
+    def _compared_peak(self) -> str:
+        if self.predicted_peak_bytes is None:
+            return ""
+        off = self.plan_peak_bytes / self.predicted_peak_bytes - 1
+        return f" (predicted {format_bytes(self.predicted_peak_bytes)}, measured {off:+.2%})"
+
+    def _compared_host(self, host: HostUse) -> str:
+        found = [] if self.predicted_host_bytes is None else [f"predicted {format_bytes(self.predicted_host_bytes)}"]
+        found += [f"waited {format_seconds(host.stalled_s)}", f"{host.num_missed} values asked for out of time"]
+        if host.num_stayed:
+            found.append(f"{host.num_stayed} found no room")
+        return f" ({', '.join(found)})"
+
+    def _compared_ranks(self) -> str:
+        lean = min(self.by_rank, key=lambda rank: self.by_rank[rank].plan_peak_bytes)
+        lean_peak = format_bytes(self.by_rank[lean].plan_peak_bytes)
+        text = f"{len(self.by_rank)}; the peaks are rank {self.rank}'s, the largest; the least is rank {lean}'s, {lean_peak}"
+        slowdowns = {
+            rank: its.measured_slowdown for rank, its in self.by_rank.items() if its.measured_slowdown is not None
+        }
+        return f"{text}; slowest is rank {max(slowdowns, key=slowdowns.__getitem__)}" if slowdowns else text
+
+
+def report_of_ranks(reports: Sequence[Report], ranks: Sequence[int]) -> Report:
+    """Return one report for processes that verified together: of each number the worst, and differences with their rank.
+
+    Args:
+        reports: what each found.
+        ranks: their numbers, in the same order.
+    """
+    by_rank = dict(zip(ranks, reports, strict=True))
+
+    def in_ranks(name: str) -> list[Difference]:
+        """Return the differences of this name that there are, with their rank."""
+        found = {number: getattr(its, name) for number, its in by_rank.items()}
+        return [(f"{its[0]} in rank {number}", its[1]) for number, its in found.items() if its is not None]
+
+    rank = max(by_rank, key=lambda number: by_rank[number].plan_peak_bytes)
+    slowdowns = [report.measured_slowdown for report in reports if report.measured_slowdown is not None]
+    return replace(
+        by_rank[rank],
+        gradients_equal=all(report.gradients_equal for report in reports),
+        first_difference=next(iter(in_ranks("first_difference")), None),
+        first_state_difference=next(iter(in_ranks("first_state_difference")), None),
+        plain_difference=next(iter(in_ranks("plain_difference")), None),
+        unchunked_difference=max(in_ranks("unchunked_difference"), key=lambda found: found[1], default=None),
+        num_compared=min(report.num_compared for report in reports),
+        measured_slowdown=max(slowdowns, default=None),
+        rank=rank,
+        by_rank=by_rank,
+    )

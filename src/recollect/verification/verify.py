@@ -30,8 +30,15 @@ from recollect.recording.optimizer_step import record_optimizer_step
 from recollect.recording.optimizers import Optimizers, check_optimizers
 from recollect.recording.record import record
 from recollect.recording.step_recording import Gradients
-from recollect.verification.compare import Computed, Findings, compare_runs, compare_units, furthest
-from recollect.verification.report import Report, report_of_ranks
+from recollect.verification.compare import (
+    Computed,
+    Findings,
+    Report,
+    compare_runs,
+    compare_units,
+    furthest,
+    report_of_ranks,
+)
 from recollect.verification.steps import BatchStep, OwnStep, VerifiedStep
 
 _NUM_TIMINGS = 5

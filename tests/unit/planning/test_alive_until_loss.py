@@ -123,7 +123,6 @@ def test_without_held_values_there_is_nothing_to_search() -> None:
         (random_step(2, num_values=MANY_VALUES, num_units=4), False),
         (cached_step(2, num_units=4)[0], True),
     ):
-        found = windows(profile)
-        search = PricedSearch(profile, found, PeakSums(Program(profile, found)), unit_options)
+        search = PricedSearch(PeakSums(Program(profile, windows(profile))), unit_options)
         assert search.is_worthwhile == is_worthwhile
         assert list(search.known()) == []

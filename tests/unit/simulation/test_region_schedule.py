@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from recollect.planning.explain import layer_usage
 from recollect.plans.action import EngineChoice
 from recollect.plans.plan import Plan
 from recollect.plans.unit_plan import UnitPlan
@@ -25,7 +26,6 @@ from recollect.profile.events import (
 from recollect.profile.graph import OpRecord, UnitCall, UnitGraph, ValueRecord
 from recollect.profile.profile import Profile
 from recollect.simulation.decisions import decide
-from recollect.simulation.layer_usage import layer_usage
 from recollect.simulation.peak_sums import PeakSums
 from recollect.simulation.program import Program
 from recollect.simulation.simulate import Simulation, simulate

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from recollect.verification.report import Report, report_of_ranks
+from recollect.verification.compare import Report, report_of_ranks
 
 FIRST = Report(
     compared="step",

@@ -22,8 +22,7 @@ from recollect.plans.action import Action
 from recollect.plans.plan import Plan
 from recollect.plans.unit_plan import UnitPlan
 from recollect.profile.profile import Profile
-from recollect.verification.compare import Findings, compare_units
-from recollect.verification.report import Report
+from recollect.verification.compare import Findings, Report, compare_units
 from zoo import ZOO, Case
 
 

@@ -145,7 +145,7 @@ class Flight:
     """
 
     def __init__(self) -> None:
-        self.timetable: Timetable[Offloaded] = Timetable()
+        self.timetable = Timetable()
         self.has_turned = False
         self.is_running = False
         self._num_calls = 0
