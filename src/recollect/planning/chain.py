@@ -222,15 +222,17 @@ class Chain:
         """Return, for each position and option, the peak over some windows minus what earlier units keep."""
         own = [np.full(len(self._table.rows[row].options), -_NO_LIMIT) for row in self.order]
         for window in windows:
-            position, number = self._places[window]
+            position = self._places[window][0]
             if position >= 0:
-                bytes_of = _filled_in(self._working_of(self.order[position], number), len(own[position]))
-                own[position] = np.maximum(own[position], self._floor(window) + bytes_of)
+                own[position] = np.maximum(own[position], self._own_in(window))
         return own
 
-    def _floor(self, window: int) -> int:
-        """Return what the model adds to the working set of any option in a window, and to the bytes kept before it."""
-        return int(self._base[window] + self._refused[window])
+    def _own_in(self, window: int) -> NDArray[np.int64]:
+        """Return, for each option of a window's unit, the peak minus the bytes kept before it."""
+        position, number = self._places[window]
+        row = self.order[position]
+        working = _filled_in(self._working_of(row, number), len(self._table.rows[row].options))
+        return working + int(self._base[window] + self._refused[window])
 
     def _stages(self, windows: Iterable[int]) -> list[Stage]:
         """Return the stages of the program, constrained by some windows only."""
@@ -262,12 +264,7 @@ class Chain:
         used = [window for window, (position, _) in enumerate(self._places) if position >= 0]
         positions = np.array([self._places[window][0] for window in used], dtype=np.int64)
         counts = self._others[used] + (np.arange(len(self.order)) < positions[:, None])
-        own = []
-        for window in used:
-            position, number = self._places[window]
-            num_options = len(self._table.rows[self.order[position]].options)
-            own.append(_filled_in(self._working_of(self.order[position], number), num_options) + self._floor(window))
-        return Limits(positions, counts, own)
+        return Limits(positions, counts, [self._own_in(window) for window in used])
 
     def _choice_of(self, chosen: Sequence[int]) -> Choice:
         """Reorder chosen options from chain positions to table rows."""

@@ -147,7 +147,7 @@ class Planner:
         # Where the bound rules out any plan, there is no need to look for one.
         best = None if math.isinf(bound_s) else self._best(budget_bytes, enough_s)
         if best is not None:
-            return self._finished(best, budget_bytes, bound_s)
+            return self._predicted(best.table.plan(best.choice), self._simulated(best), budget_bytes, bound_s)
         full = classic_plan(self.profile, "full")
         if full.predicted_peak_bytes is not None and full.predicted_peak_bytes <= budget_bytes:
             simulation = self._simulate(decide(self.profile, full))
@@ -191,11 +191,6 @@ class Planner:
 
     def _simulate(self, decisions: Sequence[CallActions]) -> Simulation:
         return simulate(self.profile, decisions, program=self._program)
-
-    def _finished(self, candidate: Candidate, budget_bytes: int, bound_s: float) -> Plan:
-        """Return the plan of a candidate, with predictions and bound."""
-        chosen = candidate.table.plan(candidate.choice)
-        return self._predicted(chosen, self._simulated(candidate), budget_bytes, bound_s)
 
     def _predicted(self, chosen: Plan, simulation: Simulation, budget_bytes: int, bound_s: float) -> Plan:
         made = simulated_plan(self.profile, replace(chosen, budget_bytes=budget_bytes), simulation)

@@ -117,8 +117,13 @@ class OptionTable:
         """Return what each call drops under an option for each row, which need not be one of the row's."""
         result = [CallActions()] * len(self.profile.calls)
         for index, option in enumerate(options):
-            known = self._row_decisions(index, option, is_named=self._is_named(index, options))
-            for call, decision in zip(self.rows[index].calls, known, strict=True):
+            calls, is_named = self.rows[index].calls, self._is_named(index, options)
+            key = (index, option.stored, option.output, is_named)
+            if key not in self._decisions:
+                unit = self._unit_plan(index, option) if is_named else None
+                graphs = [self.profile.graph_of(self.profile.calls[call]) for call in calls]
+                self._decisions[key] = tuple(decide_call(graph, unit) for graph in graphs)
+            for call, decision in zip(calls, self._decisions[key], strict=True):
                 result[call] = decision
         return result
 
@@ -134,14 +139,6 @@ class OptionTable:
         """Return whether a row's output is not in memory as a whole."""
         graph = self.profile.graphs[self.rows[index].graph]
         return option.output == Action.RECOMPUTE or any(graph.values[value].is_output for value in option.stored.parts)
-
-    def _row_decisions(self, index: int, option: Option, *, is_named: bool) -> tuple[CallActions, ...]:
-        key = (index, option.stored, option.output, is_named)
-        if key not in self._decisions:
-            unit = self._unit_plan(index, option) if is_named else None
-            graphs = [self.profile.graph_of(self.profile.calls[call]) for call in self.rows[index].calls]
-            self._decisions[key] = tuple(decide_call(graph, unit) for graph in graphs)
-        return self._decisions[key]
 
     def _unit_plan(self, index: int, option: Option) -> UnitPlan:
         row = self.rows[index]
@@ -182,7 +179,11 @@ def _rows(
         if path in free_outputs and path not in dropped_outputs:
             outputs = (Action.KEEP, Action.RECOMPUTE)
         if (graph, outputs) not in known:
-            known[graph, outputs] = _options(profile.graphs[graph], outputs, options_of)
+            own = [option for output in outputs for option in options_of(profile.graphs[graph], output=output)]
+            if len(outputs) > 1:
+                # Of two options that cost the same, prefer the one that keeps the output.
+                own.sort(key=lambda option: (option.kept_bytes, -option.recompute_s, option.output))
+            known[graph, outputs] = tuple(own)
         runs = [profile.calls[call] for call in calls]
         one_s = profile.graphs[graph].forward_s
         num_runs = sum(r.num_runs * (profile.graph_of(r).forward_s / one_s if one_s else 1.0) for r in runs)
@@ -210,14 +211,6 @@ def with_options(options_of: OptionsOf, table: OptionTable, known: Sequence[Opti
         return tuple(sorted(found.values(), key=lambda o: (o.kept_bytes, -o.recompute_s, o.stored.order)))
 
     return options_with_known
-
-
-def _options(graph: UnitGraph, outputs: Sequence[Action], options_of: OptionsOf) -> tuple[Option, ...]:
-    options = [option for output in outputs for option in options_of(graph, output=output)]
-    if len(outputs) > 1:
-        # Of two options that cost the same, prefer the one that keeps the output.
-        options.sort(key=lambda option: (option.kept_bytes, -option.recompute_s, option.output))
-    return tuple(options)
 
 
 def unit_plan(graph: UnitGraph, option: Option) -> UnitPlan:

@@ -46,7 +46,8 @@ class TripPlanner:
 
     Attributes:
         course: when things happen under the plan.
-        names: the values that can be offloaded, in the order in which they are made.
+        names: the values that can be offloaded, which backward asks for in all calls of their unit, in the order in which they
+            are made first.
     """
 
     def __init__(self, program: EveryEvent, plan: Plan, link: Link, *, least_bytes: int = 0) -> None:
@@ -55,7 +56,9 @@ class TripPlanner:
         self._link = link
         self._offloads_all = with_trips(profile, plan, dict.fromkeys(_kept(profile, plan, least_bytes), _WHOLE_WAY))
         self.course: Course = course(program, decide(profile, self._offloads_all))
-        self.names = self._names()
+        made_s, asked = self.course.made_s, self.course.asked
+        used = [name for name, keys in self._keys.items() if all(key in asked for key in keys)]
+        self.names = sorted(used, key=lambda name: min(made_s[key] for key in self._keys[name]))
 
     @cached_property
     def _edges(self) -> EdgeTable:
@@ -70,12 +73,6 @@ class TripPlanner:
             for value, _ in decision.trips:
                 found[record.path, self._profile.graph_of(record).values[value].name].append((call, value))
         return found
-
-    def _names(self) -> list[Name]:
-        """Return what backward asks for in all calls of its unit, in the order in which it is made first."""
-        made_s, asked = self.course.made_s, self.course.asked
-        used = [name for name, keys in self._keys.items() if all(key in asked for key in keys)]
-        return sorted(used, key=lambda name: min(made_s[key] for key in self._keys[name]))
 
     def nbytes(self, name: Name) -> int:
         """Return the bytes of a value, of all calls of its unit."""

@@ -255,10 +255,9 @@ def _decode_units(place: Field) -> dict[str, UnitPlan]:
 
 def _decode_trip(place: Field) -> Trip:
     place.keys(allowed=list(Trip._fields))
-    defaults = Trip()
     in_backward = place.find("leaves_in_backward")
     leaves, returns = (place.get(name).integer(least=0) for name in ("leaves", "returns"))
-    return Trip(leaves, returns, defaults.leaves_in_backward if in_backward is None else in_backward.flag())
+    return Trip(leaves, returns, in_backward is not None and in_backward.flag())
 
 
 def _decode_paths(entry: Field) -> list[tuple[str, str]]:

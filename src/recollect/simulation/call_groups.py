@@ -128,16 +128,13 @@ class Division:
             dropped, sharded = decision.values.dropped, decision.values.sharded
             keeps_output = decision.output is Action.KEEP
             values = self.program.profile.graph_of(self.program.profile.calls[call]).values
-            self._links[key] = tuple(
-                sorted(
-                    {
-                        reader
-                        for reader, value, is_early in self._readers[call]
-                        if value in dropped
-                        and (is_early or not (keeps_output and values[value].is_output and value not in sharded))
-                    }
-                )
-            )
+            found = {
+                reader
+                for reader, value, is_early in self._readers[call]
+                if value in dropped
+                and (is_early or not (keeps_output and values[value].is_output and value not in sharded))
+            }
+            self._links[key] = tuple(sorted(found))
         return self._links[key]
 
     def _walk(self) -> None:

@@ -87,13 +87,17 @@ def lifetimes(profile: Profile, decisions: Sequence[CallActions]) -> Lifetimes:
     playback.is_over = True
     if playback.phase == FORWARD:
         playback.losses.append((playback.last_return, len(playback.times_s)))
+    times_s = np.array(playback.times_s)
+    if times_s[-1] > 0:
+        # So that the last is the whole step's: the ops' own times leave out the gaps between them.
+        times_s *= (profile.step_s + simulation.recompute_s) / times_s[-1]
     phases = np.array(playback.phases, dtype=np.int8)
     for start, end in playback.losses:
         phases[start:end] = LOSS
     return Lifetimes(
         simulation=simulation,
         storages=tuple(playback.storages_made),
-        time_s=_stretched(np.array(playback.times_s), profile.step_s + simulation.recompute_s),
+        time_s=times_s,
         phases=phases,
         calls=np.array(playback.calls, dtype=np.int32),
         has_times=playback.untimed_s is None,
@@ -102,11 +106,6 @@ def lifetimes(profile: Profile, decisions: Sequence[CallActions]) -> Lifetimes:
         reruns=tuple(playback.reruns),
         host_changes=tuple(playback.host_changes),
     )
-
-
-def _stretched(time_s: NDArray[np.float64], end_s: float) -> NDArray[np.float64]:
-    """Scale times so that the last is the whole step's: the ops' own times leave out the gaps between them."""
-    return time_s * (end_s / time_s[-1]) if time_s[-1] > 0 else time_s
 
 
 def untimed_s(profile: Profile) -> float | None:

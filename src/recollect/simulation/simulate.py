@@ -30,7 +30,7 @@ from recollect.profile.profile import Profile
 from recollect.simulation.decisions import CallActions, calls_on_tape, decide
 from recollect.simulation.edges import edges_for
 from recollect.simulation.playback import Actions, Playback
-from recollect.simulation.program import BULK, WINDOW, Instruction, Key, Program, ProgramOp
+from recollect.simulation.program import BULK, WINDOW, Key, Program, ProgramOp
 from recollect.simulation.windows import Window
 
 
@@ -227,8 +227,10 @@ class _Region:
         self._step = step
         self._call = call
         self._play = play
-        self._forward = _until_last_save(step.program.forwards[call])
-        self._makes = {operands[0] for code, operands in step.program.forwards[call] if code == ALLOC}
+        forward = step.program.forwards[call]
+        last_save = max((position for position, (code, _) in enumerate(forward) if code == SAVE), default=-1)
+        self._forward = forward[: last_save + 1]
+        self._makes = {operands[0] for code, operands in forward if code == ALLOC}
         self._inputs: dict[Key, Any] = {}
         self._state = self._held_state()
         self._saved: weakref.WeakValueDictionary[int, _SavedByRegion] = weakref.WeakValueDictionary()
@@ -284,8 +286,3 @@ class _Region:
         graph = self._step.profile.graph_of(self._step.profile.calls[self._call])
         states = [nbytes for nbytes in (*(op.state_bytes for op in graph.ops), graph.buffer_bytes) if nbytes]
         return [self._step.generator_state(self._call, nbytes) for nbytes in states]
-
-
-def _until_last_save(forward: Sequence[Instruction]) -> tuple[Instruction, ...]:
-    last = max((position for position, (code, _) in enumerate(forward) if code == SAVE), default=-1)
-    return tuple(forward[: last + 1])

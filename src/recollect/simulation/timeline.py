@@ -186,6 +186,9 @@ def timeline(profile: Profile, plan: Plan) -> Timeline:
     alive["calibration"] += np.where(lives.phases == OPTIMIZER, 0, profile.calibration_bytes)
     total = _total(alive)
     peak = int(np.argmax(total))
+    host_changes = np.zeros(num_moments, dtype=np.int64)
+    for moment, nbytes in lives.host_changes:
+        host_changes[moment] += nbytes
     where = lives.simulation.peak_note
     return Timeline(
         time_s=lives.time_s,
@@ -197,15 +200,8 @@ def timeline(profile: Profile, plan: Plan) -> Timeline:
         peak=peak,
         report=PeakReport(int(total[peak]), where, _alive_at(profile, lives, categories, peak)),
         has_times=lives.has_times,
-        host_bytes=_host_bytes(lives),
+        host_bytes=np.cumsum(host_changes),
     )
-
-
-def _host_bytes(lives: Lifetimes) -> NDArray[np.int64]:
-    changes = np.zeros(len(lives.time_s), dtype=np.int64)
-    for moment, nbytes in lives.host_changes:
-        changes[moment] += nbytes
-    return np.cumsum(changes)
 
 
 def explain_peak(profile: Profile, plan: Plan | None = None) -> PeakReport:

@@ -153,17 +153,13 @@ def calls_besides(
     Returns:
         None if that is 0 everywhere: all units run once, and one backward takes them in reverse.
     """
-    if len(profile.calls) == len(units) and _num_backwards(windows) <= 1:
+    phases = [None, *(window.phase for window in windows)]
+    num_backwards = sum(after == BACKWARD != before for before, after in pairwise(phases))
+    if len(profile.calls) == len(units) and num_backwards <= 1:
         return None
     counts = num_alive(profile, windows, units)
     counts -= np.arange(len(units)) < np.array(places)[:, None]
     return counts if counts.any() else None
-
-
-def _num_backwards(windows: Sequence[Window]) -> int:
-    """Return how many times backward begins."""
-    phases = [None, *(window.phase for window in windows)]
-    return sum(after == BACKWARD != before for before, after in pairwise(phases))
 
 
 def most_alive(profile: Profile, windows: Sequence[Window]) -> dict[str, int]:
