@@ -153,7 +153,8 @@ class Presence:
 
     def tell(self) -> None:
         """Tell the others, the first time; do nothing where there are none."""
-        if self._notes is not None or not _has_others():
+        is_alone = not (dist.is_available() and dist.is_initialized()) or dist.get_backend() == "fake"
+        if self._notes is not None or is_alone or dist.get_world_size() == 1:
             return
         _num_told[self._what] += 1
         key = f"recollect/{self._what}/{_num_told[self._what]}"
@@ -181,9 +182,3 @@ class Presence:
                 f"{self._what}: rank {missing} of {dist.get_world_size()} trains without it, expected it in every process of "
                 "the training, since they run one plan. Pass it in all of them, or in none."
             )
-
-
-def _has_others() -> bool:
-    if not (dist.is_available() and dist.is_initialized()):
-        return False
-    return dist.get_world_size() > 1 and dist.get_backend() != "fake"
