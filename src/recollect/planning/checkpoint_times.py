@@ -73,7 +73,6 @@ def checkpoint_times(profile: Profile, events: Iterable[int] | None = None) -> C
         ([1], [576])
     """
     scan = _Scan(profile)
-    scan.walk()
     fixed_bytes, phases, stages = (np.array(a, dtype=np.int64) for a in (scan.fixed_bytes, scan.phases, scan.stages))
     if events is None:
         events = _candidates(profile, fixed_bytes, np.array(scan.demanded_bytes, dtype=np.int64), phases)
@@ -97,9 +96,7 @@ def checkpoint_times(profile: Profile, events: Iterable[int] | None = None) -> C
 
 def fixed_bytes(profile: Profile) -> NDArray[np.int64]:
     """Return what every plan has alive after each event of a step, as `checkpoint_times` counts it."""
-    scan = _Scan(profile)
-    scan.walk()
-    return np.array(scan.fixed_bytes, dtype=np.int64)
+    return np.array(_Scan(profile).fixed_bytes, dtype=np.int64)
 
 
 def _at(chosen: NDArray[np.int64], changes: Iterable[tuple[int, int, int]], num_values: int) -> NDArray[np.bool_]:
@@ -183,9 +180,6 @@ class _Scan:
         self.writes: list[tuple[int, int]] = []
         self._num_uses = 0
         self.first_use = [1 + self._uses_left.total()] * len(self._nbytes)
-
-    def walk(self) -> None:
-        """Count every event."""
         handlers: dict[int, Callable[..., object]] = {
             ALLOC: self._alloc, FREE: self._free, OP: self._op, DIES: self._dies, SAVE: self._save, USE: self._use,
             RELEASE: self._release, PHASE: self._begin_phase,

@@ -13,7 +13,6 @@ from recollect.errors import BudgetTooSmallError, PlanError
 from recollect.planning.bound import check_bound, is_all_on_tape
 from recollect.planning.choose import Planner
 from recollect.planning.classic import classic_plan
-from recollect.planning.offload_planner import OffloadPlanner
 from recollect.planning.output_choices import longest_chain
 from recollect.planning.planners import planner_for
 from recollect.plans.plan import Plan
@@ -129,9 +128,12 @@ def frontier(profile: Profile, host_budget: int | str = 0) -> Frontier:
         )
 
 
-def _plans(planner: Planner | OffloadPlanner) -> list[Plan]:
+def _plans(planner: Planner) -> list[Plan]:
     """Return plans from the lowest known peak to the plain one."""
-    leanest = _leanest(planner)
+    try:
+        leanest = planner.plan(0)
+    except BudgetTooSmallError as error:
+        leanest = planner.plan(error.least_peak_bytes)
     least_bytes = leanest.predicted_peak_bytes or 0
     stretch_bytes = planner.plain_peak_bytes - least_bytes
     budgets = {least_bytes + round(stretch_bytes * fraction) for fraction in _FRACTIONS} - {least_bytes}
@@ -143,15 +145,7 @@ def _plans(planner: Planner | OffloadPlanner) -> list[Plan]:
     return plans
 
 
-def _leanest(planner: Planner | OffloadPlanner) -> Plan:
-    """Return the plan with the lowest peak that the planner knows."""
-    try:
-        return planner.plan(0)
-    except BudgetTooSmallError as error:
-        return planner.plan(error.least_peak_bytes)
-
-
-def _point(planner: Planner | OffloadPlanner, plan: Plan, name: str = "") -> FrontierPoint:
+def _point(planner: Planner, plan: Plan, name: str = "") -> FrontierPoint:
     peak_bytes, slowdown = plan.predicted_peak_bytes or 0, plan.predicted_slowdown or 0.0
     # The bound holds for the tape only: a module re-run as a whole drops values that the tape has to keep.
     bound = planner.bound_slowdown(peak_bytes) if is_all_on_tape(plan) else None
@@ -162,7 +156,7 @@ def _point(planner: Planner | OffloadPlanner, plan: Plan, name: str = "") -> Fro
     )
 
 
-def _bound(planner: Planner | OffloadPlanner, peaks_bytes: list[int]) -> tuple[BoundPoint, ...]:
+def _bound(planner: Planner, peaks_bytes: list[int]) -> tuple[BoundPoint, ...]:
     """Return the bound at these peaks, and below them until it rules out any plan."""
     stretch_bytes = max(planner.plain_peak_bytes - peaks_bytes[0], 0)
     below = [peaks_bytes[0] - round(stretch_bytes * fraction) for fraction in _FRACTIONS_BELOW]
@@ -177,7 +171,7 @@ def _bound(planner: Planner | OffloadPlanner, peaks_bytes: list[int]) -> tuple[B
     return tuple(reversed(found))
 
 
-def _with_edge(planner: Planner | OffloadPlanner, found: list[BoundPoint]) -> list[BoundPoint]:
+def _with_edge(planner: Planner, found: list[BoundPoint]) -> list[BoundPoint]:
     """Bisect the range where the bound becomes infinite; return all points, largest budget first."""
     *finite, infinite = found
     for _ in range(_NUM_HALVINGS if finite else 0):

@@ -79,8 +79,7 @@ def cheapest_mix(units: Sequence[Stage], limits: Limits, budget_bytes: int) -> l
     Complexity: a linear program of an unknown for each option and a row for each of the fullest windows, then some passes over
         both.
     """
-    mix = _Mix(units, limits.fullest(), budget_bytes)
-    return mix.chosen()
+    return _Mix(units, limits.fullest(), budget_bytes).chosen()
 
 
 @dataclass(frozen=True, slots=True)

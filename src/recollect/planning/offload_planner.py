@@ -68,16 +68,13 @@ def _fastest(*found: _Found | None) -> _Found | None:
     return min((one for one in found if one is not None), key=lambda one: one.added_s, default=None)
 
 
-class OffloadPlanner:
+class OffloadPlanner(Planner):
     """Plans one profile for any number of budgets, with host memory besides.
 
     Args:
         profile: the recorded step, which knows the link to the host.
         host_bytes: most bytes that may be in host memory.
         link_share: the part of the link's rate to plan for.
-
-    Attributes:
-        profile: the recorded step.
 
     Raises:
         PlanError: the profile does not know the link; or the share is no part of it.
@@ -86,29 +83,23 @@ class OffloadPlanner:
     def __init__(self, profile: Profile, host_bytes: int, *, link_share: float = LINK_SHARE) -> None:
         if not 0 < link_share <= 1:
             raise PlanError(f"link_share: got {link_share}, expected a part of the link's rate, above 0 and at most 1")
-        self._recompute = Planner(profile)
+        super().__init__(profile)
         link = link_of(profile, link_share)
         if link is None:
             raise PlanError(
                 "plan with host_budget: the profile does not say how fast copies to host memory and back are, on which depends "
                 "what to offload. Record it with host_link=True, or on fake tensors for hardware with a host_link."
             )
-        self.profile = profile
         self._host_bytes = host_bytes
         self._link_share = link_share
         self._link = link
-        self._program = Program(profile, windows(profile), edges(profile))
-        self._sums = PeakSums(self._program)
-        self._timed_program = EveryEvent(profile, edges=self._program.edges)
+        self._program_with_edges = Program(profile, windows(profile), edges(profile))
+        self._sums = PeakSums(self._program_with_edges)
+        self._timed_program = EveryEvent(profile, edges=self._program_with_edges.edges)
         self._trip_planners: dict[str, TripPlanner] = {}
 
-    @property
-    def plain_peak_bytes(self) -> int:
-        """Return the predicted peak of the step that keeps everything."""
-        return self._recompute.plain_peak_bytes
-
     @cached_property
-    def _bound(self) -> LowerBound:
+    def _host_bound(self) -> LowerBound:
         return host_bound(self.profile, self._link, self._host_bytes)
 
     @cached_property
@@ -120,7 +111,7 @@ class OffloadPlanner:
         """Return a lower bound on the slowdown of any plan within a budget; inf if no plan fits, None if unknown."""
         if self.profile.step_s <= 0 or not self.profile.calls:
             return None
-        return self._bound.added_s(budget_bytes) / self.profile.step_s
+        return self._host_bound.added_s(budget_bytes) / self.profile.step_s
 
     def plan(self, budget: int | str) -> Plan:
         """Return the fastest plan found for a budget.
@@ -133,7 +124,7 @@ class OffloadPlanner:
         without: Plan | None = None
         least_bytes = budget_bytes
         try:
-            without = self._recompute.plan(budget_bytes)
+            without = super().plan(budget_bytes)
             if not without.predicted_slowdown:
                 return replace(without, host_budget_bytes=self._host_bytes)
         except BudgetTooSmallError as error:
@@ -174,7 +165,7 @@ class OffloadPlanner:
         mixed = self._mixed(budget_bytes)
         if (
             mixed is not None
-            and mixed.added_s <= self._bound.added_s(budget_bytes) + _LITTLE_GAIN * self.profile.step_s
+            and mixed.added_s <= self._host_bound.added_s(budget_bytes) + _LITTLE_GAIN * self.profile.step_s
         ):
             return mixed
         # Where outputs are dropped, or units run several times, the linear program knows less than the search for a budget.
@@ -187,7 +178,7 @@ class OffloadPlanner:
 
         def at(fraction: float) -> float:
             if fraction not in tried:
-                base = self._recompute.plan(least_bytes + math.ceil(stretch * fraction))
+                base = Planner.plan(self, least_bytes + math.ceil(stretch * fraction))
                 tried[fraction] = self._offloaded(base, budget_bytes)
             found = tried[fraction]
             return math.inf if found is None else found.added_s
@@ -282,9 +273,9 @@ class OffloadPlanner:
 
     def _finished(self, found: _Found, budget_bytes: int) -> Plan:
         """Return a plan with its predictions, after a simulation of all of it."""
-        simulation = simulate(self.profile, decide(self.profile, found.plan), program=self._program)
+        simulation = simulate(self.profile, decide(self.profile, found.plan), program=self._program_with_edges)
         made = simulated_plan(self.profile, found.plan, checked(simulation, found.cost))
-        bound_s = self._bound.added_s(budget_bytes)
+        bound_s = self._host_bound.added_s(budget_bytes)
         if is_all_on_tape(made):
             check_bound(bound_s, found.added_s, budget_bytes)
         return replace(

@@ -53,9 +53,7 @@ def plan(profile: Profile, budget: int | str, host_budget: int | str = 0, *, lin
         return planner_for(profile, host_budget, link_share=link_share).plan(budget)
 
 
-def planner_for(
-    profile: Profile, host_budget: int | str = 0, *, link_share: float = LINK_SHARE
-) -> Planner | OffloadPlanner:
+def planner_for(profile: Profile, host_budget: int | str = 0, *, link_share: float = LINK_SHARE) -> Planner:
     """Return what plans one profile for any number of budgets.
 
     Args:

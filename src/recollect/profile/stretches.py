@@ -45,16 +45,11 @@ class Stretch:
     reads_calls: set[int] = field(default_factory=set)
 
 
-def stretches(profile: Profile) -> list[Stretch]:
-    """Return the stretches of a step in order; together they are the whole log.
+class StepReader:
+    """Follows a step, with names for what it meets that do not depend on where in the step it is.
 
     Complexity: one pass over the events.
     """
-    return _Reader(profile).read()
-
-
-class _Reader:
-    """Follows the step, with names for what it meets that do not depend on where in the step it is."""
 
     def __init__(self, profile: Profile) -> None:
         self._profile = profile
@@ -77,7 +72,7 @@ class _Reader:
         self._last: tuple[list[object], list[object]] = [], []
 
     def read(self) -> list[Stretch]:
-        """Return the stretches."""
+        """Return the stretches of the step in order; together they are the whole log."""
         handlers: dict[int, Callable[..., object]] = {
             events.ALLOC: self._alloc, events.FREE: self._free, events.OP: self._op, events.DIES: self._dies,
             events.SAVE: self._save, events.RELEASE: self._release, events.WORK: self._work, events.PHASE: self._phase,
@@ -103,7 +98,7 @@ class _Reader:
     def _end(self) -> None:
         stretch = self._found[-1]
         stretch.end = self._position
-        stretch.calls = range(self._first_call, self._num_calls)
+        stretch.calls = range(len(self._homes), self._num_calls)
         calls: list[object] = [self._form_of_call(call) for call in stretch.calls]
         self._homes += [len(self._found) - 1] * len(stretch.calls)
         steps, (last_steps, last_calls) = self._steps, self._last
@@ -126,10 +121,6 @@ class _Reader:
             start, self._position, range(self._num_calls, self._num_calls), held=held, start_bytes=start_bytes
         )
 
-    @property
-    def _first_call(self) -> int:
-        return len(self._homes)
-
     def _form_of_call(self, index: int) -> object:
         stretch, call = self._found[-1], self._profile.calls[index]
         stretch.reads_calls.update(source for _, source, _ in call.origins if source not in stretch.calls)
@@ -138,7 +129,7 @@ class _Reader:
         return call.path, call.graph, call.repeated, call.chained, call.num_runs, origins, outside
 
     def _call_name(self, call: int) -> tuple[object, ...]:
-        first = self._first_call
+        first = len(self._homes)
         return (call - first,) if call >= first else ("earlier", call)
 
     def _storage_name(self, storage: int) -> tuple[object, ...]:
@@ -189,7 +180,7 @@ class _Reader:
 
     def _dies(self, call: int, value: int) -> None:
         self._let_go((call, value))
-        first = self._first_call
+        first = len(self._homes)
         if call >= first:
             self._steps.append((events.DIES, call - first, value))
             return
@@ -204,7 +195,7 @@ class _Reader:
         names = []
         for index in (call, saver):
             names.append(self._runs(index))
-            if index < self._first_call:
+            if index < len(self._homes):
                 self._found[-1].reads_calls.add(index)
         self._steps.append((events.SAVE, *names, value, self._handles[handle]))
 

@@ -44,7 +44,9 @@ def common_plan(
     plans = (offered[process][1] for process in hungriest)
     tried = list({digest_of(plan.units, plan.loss_chunks): plan for plan in plans}.values())[:_MOST_TRIED]
     mine = [predicted_plan(profile, plan) for plan in tried]
-    results = ranks.gather([_excess_and_slowdown(plan, budget_bytes) for plan in mine], place)
+    results = ranks.gather(
+        [(max(0, (p.predicted_peak_bytes or 0) - budget_bytes), p.predicted_slowdown or 0.0) for p in mine], place
+    )
 
     def cost(index: int) -> tuple[int, float, int]:
         excesses, slowdowns = zip(*(result[index] for result in results), strict=True)
@@ -70,10 +72,6 @@ def check_same_plans(plans: Sequence[Plan], ranks: Ranks) -> None:
             f"cannot run the plan: the processes of its group have different ones ({shown}), expected one plan. Let one "
             "process save it and all load it, or record in all with the same group; without group= each runs its own."
         )
-
-
-def _excess_and_slowdown(plan: Plan, budget_bytes: int) -> tuple[int, float]:
-    return max(0, (plan.predicted_peak_bytes or 0) - budget_bytes), plan.predicted_slowdown or 0.0
 
 
 def with_common_times(profile: Profile, ranks: Ranks, place: Place = Place.START) -> Profile:
