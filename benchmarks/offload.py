@@ -29,7 +29,7 @@ from recollect.errors import BudgetTooSmallError
 from recollect.lab.models.gpt import GPTModel
 from recollect.lab.models.sizes import NAMED_CONFIGS
 from recollect.planning.choose import Planner
-from recollect.planning.offload_planner import OffloadPlanner
+from recollect.planning.planners import OffloadPlanner
 from recollect.plans.plan import Plan
 from recollect.profile.profile import Profile
 from recollect.simulation.copy_clock import Link, waits_of

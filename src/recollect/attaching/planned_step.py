@@ -12,7 +12,7 @@ from recollect.attaching.step_shape import Call, covering
 from recollect.byte_format import format_bytes
 from recollect.errors import BudgetTooSmallError
 from recollect.planning.choose import Planner
-from recollect.planning.offload_planner import OffloadPlanner
+from recollect.planning.planners import OffloadPlanner
 from recollect.plans.action import EngineChoice
 from recollect.plans.plan import Plan
 from recollect.plans.unit_plan import needs_all_ranks

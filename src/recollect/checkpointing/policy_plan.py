@@ -22,8 +22,8 @@ from recollect.profile.profile import Profile
 from recollect.recording.model_step import call_model, device_of, fake_run
 from recollect.recording.restored_state import undisturbed
 from recollect.simulation.decisions import keep_all_unit
-from recollect.simulation.edges import returning_values
 from recollect.simulation.simulate import predicted_plan
+from recollect.simulation.windows import returning_values
 
 
 def policy_plan(

@@ -63,9 +63,6 @@ Dropped = frozenset[str] | None
 """Paths of units whose output is dropped, apart from single units, which choose for themselves. None: no unit drops its
 output, so that a unit that keeps everything stays off the tape."""
 
-Score = tuple[int, float]
-"""Bytes over the budget, then recompute seconds; lower is better."""
-
 
 class ChainSolver:
     """Finds candidates for any number of budgets, with chains; deterministic, with no wall-clock limit.
@@ -195,8 +192,8 @@ class ChainSolver:
             least_bytes = min(candidate.peak_bytes for candidate in chain.costs.known())
             estimates[dropped] = chain.estimate_s(budget_bytes), least_bytes
 
-    def _run(self, dropped: Dropped, budget_bytes: int) -> Score:
-        """Make the candidates of one chain for a budget, and return the best score."""
+    def _run(self, dropped: Dropped, budget_bytes: int) -> tuple[int, float]:
+        """Make the candidates of one chain for a budget, and return the best bytes over it, and then recompute seconds."""
         chain = self._chain(dropped)
         for _ in chain.best(budget_bytes):
             pass

@@ -29,7 +29,6 @@ import heapq
 import math
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import count
 from typing import NamedTuple
 
@@ -207,13 +206,11 @@ class Evaluator:
         self._op_s = [op.time_s for op in graph.ops]
         self._state_bytes = [op.state_bytes for op in graph.ops]
         self._has_states = any(self._state_bytes)
-        self._produced_inputs = [[v for v in op.inputs if values[v].producer is not None] for op in graph.ops]
-
-    @cached_property
-    def _rows(self) -> list[tuple[int, tuple[int, ...], list[int]]]:
-        """Return for each op, last first: its index, its results, and its arguments that ops produced."""
-        ops = enumerate(zip(self._graph.ops, self._produced_inputs, strict=True))
-        return [(index, op.outputs, inputs) for index, (op, inputs) in ops][::-1]
+        # For each op, last first: its index, its results, and its arguments that ops produced.
+        self._rows = [
+            (index, op.outputs, [v for v in op.inputs if values[v].producer is not None])
+            for index, op in enumerate(graph.ops)
+        ][::-1]
 
     def option(self, whole: Iterable[int], parts: Collection[int] = ()) -> Option:
         """Return the option that stores these values: find the ops that must run again, and leave out values of no use.

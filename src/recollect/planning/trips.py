@@ -21,9 +21,9 @@ from recollect.profile.graph import UnitGraph
 from recollect.profile.profile import Profile
 from recollect.simulation.copy_clock import Course, Journey, Link, course, journey, nbytes_of, waits
 from recollect.simulation.decisions import decide, keep_all_unit
-from recollect.simulation.edges import EdgeTable, edges
 from recollect.simulation.lifetimes import EveryEvent
 from recollect.simulation.program import Key
+from recollect.simulation.windows import EdgeTable, edges
 
 Name = tuple[str, str]
 """A value that may be offloaded: path of its unit, and its name there."""

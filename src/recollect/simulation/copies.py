@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from recollect.plans.trip import Trip
 from recollect.profile.events import DIES
 from recollect.simulation.decisions import CallActions
-from recollect.simulation.edges import EdgeTable
 from recollect.simulation.program import EDGE, Key, Program
+from recollect.simulation.windows import EdgeTable
 from recollect.slots import SlotList
 
 

@@ -19,9 +19,9 @@ from recollect.plans.trip import Trip
 from recollect.profile.events import OP, WORK
 from recollect.profile.profile import Profile
 from recollect.simulation.decisions import CallActions
-from recollect.simulation.edges import Edge, EdgeTable, edges_for
 from recollect.simulation.lifetimes import ClockedPlayback, EveryEvent, untimed_s
 from recollect.simulation.program import Key
+from recollect.simulation.windows import Edge, EdgeTable, edges_for
 
 
 class Link(NamedTuple):

@@ -12,10 +12,10 @@ from recollect.profile.events import BACKWARD, FORWARD, OPTIMIZER, WORK
 from recollect.profile.graph import OpRecord
 from recollect.profile.profile import Profile
 from recollect.simulation.decisions import CallActions, calls_on_tape
-from recollect.simulation.edges import edges_for
 from recollect.simulation.playback import Owner, Playback, Token
 from recollect.simulation.program import Key, Program, ProgramOp
 from recollect.simulation.simulate import Simulation, run
+from recollect.simulation.windows import edges_for
 
 LOSS = 3
 """What runs in forward after the last unit: one more phase besides those of `recollect.profile.events`."""

@@ -19,8 +19,7 @@ from recollect.profile.events import ALLOC, DIES, FORWARD, FREE, GIVE_BACK, OP, 
 from recollect.profile.graph import OpRecord
 from recollect.profile.profile import Profile
 from recollect.simulation.decisions import CallActions
-from recollect.simulation.edges import Edge
-from recollect.simulation.windows import Window
+from recollect.simulation.windows import Edge, Window
 
 BULK: Final = -1
 """`(BULK, most_bytes, change_bytes)`: memory rises by `most_bytes` at most, and by `change_bytes` in the end."""

@@ -28,10 +28,9 @@ from recollect.plans.plan import Plan
 from recollect.profile.events import ALLOC, BACKWARD, DIES, FORWARD, FREE, OP, PHASE_NAMES, RETURN, SAVE
 from recollect.profile.profile import Profile
 from recollect.simulation.decisions import CallActions, calls_on_tape, decide
-from recollect.simulation.edges import edges_for
 from recollect.simulation.playback import Actions, Playback
 from recollect.simulation.program import BULK, WINDOW, Key, Program, ProgramOp
-from recollect.simulation.windows import Window
+from recollect.simulation.windows import Window, edges_for
 
 
 @dataclass(frozen=True, slots=True)

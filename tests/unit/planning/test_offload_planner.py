@@ -14,10 +14,10 @@ from recollect.errors import BudgetTooSmallError, PlanError
 from recollect.lab.models.architectures import llama_config
 from recollect.lab.models.gpt import GPTModel
 from recollect.planning.choose import Planner
+from recollect.planning.frontier import prices
 from recollect.planning.mix import Stage
 from recollect.planning.offload_mix import OffloadUnit, offload_mix
-from recollect.planning.offload_planner import OffloadPlanner
-from recollect.planning.planners import prices
+from recollect.planning.planners import OffloadPlanner
 from recollect.planning.trips import scheduled
 from recollect.plans.plan import Plan
 from recollect.plans.trip import Trip
@@ -25,8 +25,8 @@ from recollect.plans.unit_plan import UnitPlan
 from recollect.profile.profile import Profile
 from recollect.simulation.copy_clock import Course, Journey, Link, waits
 from recollect.simulation.decisions import decide
-from recollect.simulation.edges import edges
 from recollect.simulation.simulate import simulate
+from recollect.simulation.windows import edges
 from toy_profile import layer, stack
 
 MANY_BYTES = 10**12

@@ -32,7 +32,7 @@ from recollect.plans.trip import Trip
 from recollect.profile.events import OP, RETURN, SAVE
 from recollect.profile.profile import Profile
 from recollect.simulation.decisions import keep_all_unit
-from recollect.simulation.edges import returning_values
+from recollect.simulation.windows import returning_values
 from recollect.warning import warn_user
 
 _LEAST_BYTES_OF_LAYERS: Final = 2**20
