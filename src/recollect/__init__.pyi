@@ -35,18 +35,12 @@ from recollect.plans.plan import Plan as Plan
 from recollect.plans.trip import Trip as Trip
 from recollect.plans.unit_plan import UnitPlan as UnitPlan
 from recollect.profile.profile import Profile as Profile
-from recollect.recording.gathered_stage import gathered_stage as gathered_stage
 from recollect.recording.record import record as record
+from recollect.recording.restored_state import gathered_stage as gathered_stage
 from recollect.simulation.timeline import PeakReport as PeakReport
-from recollect.simulation.timeline import (
-    Timeline as Timeline,
-)
-from recollect.simulation.timeline import (
-    explain_peak as explain_peak,
-)
-from recollect.simulation.timeline import (
-    timeline as timeline,
-)
+from recollect.simulation.timeline import Timeline as Timeline
+from recollect.simulation.timeline import explain_peak as explain_peak
+from recollect.simulation.timeline import timeline as timeline
 from recollect.sizing import largest_batch as largest_batch
 from recollect.verification.compare import Report as Report
 from recollect.verification.verify import verify as verify

@@ -34,9 +34,8 @@ from recollect.plans.paths import unit_words
 from recollect.plans.plan import Plan
 from recollect.plans.unit_plan import UnitPlan, digest_of, needs_all_ranks
 from recollect.plans.value_names import module_of
-from recollect.ranks.common import check_same_plans
 from recollect.ranks.group import ALONE, Place
-from recollect.ranks.members import GroupChoice, ranks_of
+from recollect.ranks.members import GroupChoice, check_same_plans, ranks_of
 
 
 def apply(model: nn.Module, plan: Plan | Sequence[Plan], *, group: GroupChoice = None) -> Applied:

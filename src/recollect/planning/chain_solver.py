@@ -36,7 +36,7 @@ from recollect.profile.graph import UnitGraph
 from recollect.profile.profile import Profile
 from recollect.simulation.peak_sums import PeakSums
 from recollect.simulation.program import Program
-from recollect.simulation.windows import most_alive, windows
+from recollect.simulation.windows import windows
 
 # The most events to play for measuring working sets: about 0.1 s.
 _PROBED_EVENTS = 320_000
@@ -103,11 +103,6 @@ class ChainSolver:
         self._has_tape_s = any(graph.tape_s for graph in profile.graphs)
         self._chains: dict[Dropped, Chain] = {}
         self._priced = PricedSearch(self._peak_sums, self._options_of)
-
-    @cached_property
-    def _num_alive(self) -> dict[str, int]:
-        """How many calls of each unit keep their output at once."""
-        return most_alive(self.profile, self._peak_sums.windows)
 
     @cached_property
     def _working_bytes(self) -> list[int]:
@@ -184,7 +179,7 @@ class ChainSolver:
     ) -> None:
         """Estimate choices of `number` outputs: seconds by the chain's model, then the lowest known peak."""
         choices = {
-            folded_outputs(self.profile, self._working_bytes, num_dropped=number, num_alive=self._num_alive),
+            folded_outputs(self.profile, self._working_bytes, num_dropped=number, num_alive=self._peak_sums.most_alive),
         }
         choices |= {first_outputs(self.profile, longest=longest, num_dropped=number) for longest in _LONGEST_SEGMENTS}
         for dropped in sorted(choices - estimates.keys(), key=sorted):

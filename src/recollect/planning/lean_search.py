@@ -20,7 +20,7 @@ all windows, the logarithm of a sum of exponentials.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -61,7 +61,7 @@ def leanest(peak_sums: PeakSums) -> Candidate:
     single_paths, inner_paths = single_outputs(units.profile), inner_outputs(units.profile)
     single = [index for index, row in enumerate(units.rows) if row.path in single_paths]
     inner = [index for index, row in enumerate(units.rows) if row.path in inner_paths]
-    options, before_bytes = _best_start(units), math.inf
+    options, before_bytes = _best_start(units, peak_sums.most_alive), math.inf
     while True:
         descent = _Descent(units, options)
         descent.run(single)
@@ -79,14 +79,14 @@ def leanest(peak_sums: PeakSums) -> Candidate:
     return KnownCosts(peak_sums, table).candidate(table.choice_of(descent.best))
 
 
-def _best_start(units: LeanUnits) -> list[Option]:
+def _best_start(units: LeanUnits, num_alive: Mapping[str, int]) -> list[Option]:
     """Return the step that drops everything in the layers, and those of their outputs that make its peak lowest."""
     starts: dict[int, list[Option]] = {}
     peaks: dict[int, float] = {}
     most = most_folded(units.profile)
     number: int | None = 0
     while number is not None:
-        starts[number] = _start(units, number)
+        starts[number] = _start(units, number, num_alive)
         peaks[number] = float(units.peaks(starts[number]).max())
         if max(peaks) < most:
             number = min(max(1, 2 * number), most)
@@ -95,9 +95,9 @@ def _best_start(units: LeanUnits) -> list[Option]:
     return starts[min(peaks, key=lambda known: peaks[known])]
 
 
-def _start(units: LeanUnits, number: int) -> list[Option]:
+def _start(units: LeanUnits, number: int, num_alive: Mapping[str, int]) -> list[Option]:
     """Return a step that drops everything in the layers, and so many of their outputs."""
-    dropped = folded_outputs(units.profile, units.working_bytes, num_dropped=number, num_alive=units.most_alive)
+    dropped = folded_outputs(units.profile, units.working_bytes, num_dropped=number, num_alive=num_alive)
     return [
         units.option(index, Stored(), Action.RECOMPUTE if row.path in dropped else Action.KEEP)
         if units.profile.calls[row.calls[0]].repeated

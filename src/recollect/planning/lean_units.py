@@ -16,7 +16,7 @@ from recollect.planning.option_table import OptionTable, working_bytes
 from recollect.plans.action import Action
 from recollect.profile.graph import UnitGraph
 from recollect.simulation.peak_sums import PeakSums
-from recollect.simulation.windows import most_alive, num_alive
+from recollect.simulation.windows import num_alive
 
 # Values below this part of the largest one of their unit are kept or dropped with the others.
 _SMALLEST_PART = 1 / 256
@@ -69,11 +69,6 @@ class LeanUnits:
     def is_spent(self) -> bool:
         """Whether as many steps were simulated as there is time for."""
         return self._num_left <= 0
-
-    @cached_property
-    def most_alive(self) -> dict[str, int]:
-        """For each path, how many of its calls keep their output at once."""
-        return most_alive(self.profile, self._peak_sums.windows)
 
     @cached_property
     def working_bytes(self) -> list[int]:

@@ -151,6 +151,7 @@ class OffloadPlanner(Planner):
                 "what to offload. Record it with host_link=True, or on fake tensors for hardware with a host_link."
             )
         self._host_bytes = host_bytes
+        self._least_bytes = min(_LEAST_BYTES, int(_LEAST_PART * self._plain.kept_bytes))
         self._link_share = link_share
         self._link = link
         self._program_with_edges = Program(profile, windows(profile), edges(profile))
@@ -161,11 +162,6 @@ class OffloadPlanner(Planner):
     @cached_property
     def _host_bound(self) -> LowerBound:
         return host_bound(self.profile, self._link, self._host_bytes)
-
-    @cached_property
-    def _least_bytes(self) -> int:
-        kept_bytes = simulate(self.profile, decide(self.profile, Plan({}))).kept_bytes
-        return min(_LEAST_BYTES, int(_LEAST_PART * kept_bytes))
 
     def bound_slowdown(self, budget_bytes: int) -> float | None:
         """Return a lower bound on the slowdown of any plan within a budget; inf if no plan fits, None if unknown."""

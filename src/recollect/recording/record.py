@@ -23,9 +23,8 @@ from recollect.loss.intercept import loss_in_chunks
 from recollect.measuring.device_memory import other_bytes
 from recollect.profile.profile import Profile
 from recollect.progress.stage import stage
-from recollect.ranks.common import with_common_times
 from recollect.ranks.group import ALONE, Place
-from recollect.ranks.members import GroupChoice, check_alike, ranks_of
+from recollect.ranks.members import GroupChoice, check_alike, ranks_of, with_common_times
 from recollect.recording.find_units import find_units
 from recollect.recording.model_step import (
     LossFunction,

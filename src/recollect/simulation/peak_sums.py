@@ -27,6 +27,7 @@ from recollect.simulation.decisions import CallActions, calls_on_tape
 from recollect.simulation.playback import Playback, Token
 from recollect.simulation.program import Instruction, Key, Program, ProgramOp
 from recollect.simulation.simulate import Simulation, handlers
+from recollect.simulation.windows import most_alive
 
 _NEVER = 2**62
 
@@ -113,6 +114,11 @@ class PeakSums:
         self._calibration_bytes = np.where(self._phases == OPTIMIZER, 0, calibration_bytes)
         # The simulator gives a missing phase this peak too.
         self._least_peak_bytes = self.profile.persistent_bytes + calibration_bytes
+
+    @cached_property
+    def most_alive(self) -> dict[str, int]:
+        """For each path of a unit, how many of its calls keep their output at once."""
+        return most_alive(self.profile, self.windows)
 
     @cached_property
     def holes(self) -> Holes:
