@@ -71,9 +71,9 @@ def test_numbers_are_those_of_the_plan_and_of_the_measured_step(words: dict[str,
     assert explanation.bound_slowdown <= budget.slowdown + 1e-9
     for part in (explanation.plain, given, budget):
         each = [(group.num_layers, group) for group in part.groups]
-        assert sum(n * group.kept_bytes for n, group in each) + part.outside_bytes == part.simulation.kept_bytes
-        assert sum(n * group.recomputed_ops for n, group in each) == part.simulation.recomputed_ops
-        assert sum(n * group.recompute_s for n, group in each) == pytest.approx(
+        assert sum(n * group.layer.kept_bytes for n, group in each) + part.outside_bytes == part.simulation.kept_bytes
+        assert sum(n * group.layer.recomputed_ops for n, group in each) == part.simulation.recomputed_ops
+        assert sum(n * group.layer.recompute_s for n, group in each) == pytest.approx(
             part.simulation.recompute_s, rel=1e-9, abs=1e-12
         )
         assert sum(n for n, _ in each) == len(profile.calls)

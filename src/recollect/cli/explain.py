@@ -152,10 +152,10 @@ def layers_table(name: str, explained: Explained) -> Table:
         table.add_row(
             label,
             str(group.num_layers),
-            format_bytes(group.kept_bytes),
+            format_bytes(group.layer.kept_bytes),
             str(len(group.kept)),
-            _ops(group.recomputed_ops),
-            _seconds(group.recompute_s),
+            _ops(group.layer.recomputed_ops),
+            _seconds(group.layer.recompute_s),
         )
     table.add_row("outside of all layers", "", format_bytes(explained.outside_bytes), "", "", "", style="dim")
     total = format_bytes(explained.simulation.kept_bytes)
@@ -177,8 +177,8 @@ def _label(paths: Sequence[str]) -> str:
 def name_lines(group: LayerGroup) -> list[str]:
     """List what a group of layers keeps and recomputes."""
     kept = [f"{name} {format_bytes(nbytes)}" for name, nbytes in group.kept.items()]
-    if group.generator_bytes:
-        kept.append(f"states of the random generator {format_bytes(group.generator_bytes)}")
+    if group.layer.generator_bytes:
+        kept.append(f"states of the random generator {format_bytes(group.layer.generator_bytes)}")
     recomputed = [name if times == 1 else f"{name} x{times}" for name, times in group.recomputed.items()]
     lines = [f"{' '.join(group.paths)}"]
     return [*lines, f"  keeps       {_listed(kept)}", f"  recomputes  {_listed(recomputed)}"]

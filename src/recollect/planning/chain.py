@@ -21,7 +21,7 @@ that fails (dropped outputs), corrections make up for it, and the best simulated
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 
 import numpy as np
@@ -228,11 +228,13 @@ class Chain:
         return own
 
     def _own_in(self, window: int) -> NDArray[np.int64]:
-        """Return, for each option of a window's unit, the peak minus the bytes kept before it."""
+        """Return each option's peak in a window of its unit, minus the bytes kept before; on a line between those measured."""
         position, number = self._places[window]
         row = self.order[position]
-        working = _filled_in(self._working_of(row, number), len(self._table.rows[row].options))
-        return working + int(self._base[window] + self._refused[window])
+        known = sorted(self._working_of(row, number).items())
+        columns, nbytes = zip(*known, strict=True)
+        working = np.interp(np.arange(len(self._table.rows[row].options)), columns, nbytes)
+        return np.asarray(np.rint(working), dtype=np.int64) + int(self._base[window] + self._refused[window])
 
     def _stages(self, windows: Iterable[int]) -> list[Stage]:
         """Return the stages of the program, constrained by some windows only."""
@@ -303,13 +305,6 @@ def cheapest(stages: Sequence[Stage], budget_bytes: int, *, num_cells: int = _NU
         chosen.append(int(options[state]))
         state = int(parents[state])
     return chosen[::-1]
-
-
-def _filled_in(known: Mapping[int, int], num_options: int) -> NDArray[np.int64]:
-    """Return the bytes of all options, interpolating between those measured."""
-    choice = sorted(known)
-    filled = np.interp(np.arange(num_options), choice, [known[column] for column in choice])
-    return np.asarray(np.rint(filled), dtype=np.int64)
 
 
 def _most_kept(stages: Sequence[Stage], budget_bytes: int) -> list[int]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_right
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache, cached_property, partial
 
@@ -240,7 +240,8 @@ def unit_options(graph: UnitGraph, *, output: Action = Action.KEEP, most_options
     useful = {v for option in corners for v in option.stored.values} | {i for i in produced if graph.values[i].saved}
     most_variations = max(_FEWEST_VARIATIONS, _OPS_OF_ALL_VARIATIONS // max(1, len(graph.ops)))
     varied = _spread(corners, most_variations // _FEWEST_VALUES)
-    values = _largest(graph, useful & produced, most_variations // len(varied))
+    by_size = sorted(useful & produced, key=lambda v: (-graph.values[v].nbytes, v))
+    values = sorted(by_size[: most_variations // len(varied)])
     can_be_parts = {part.value for part in graph.parts}
     parts = [value for value in values if value in can_be_parts]
     variations = itertools.chain(
@@ -259,11 +260,6 @@ def unit_options(graph: UnitGraph, *, output: Action = Action.KEEP, most_options
 def _spread(options: Sequence[Option], most: int) -> Sequence[Option]:
     """Return at most so many of the options, evenly spread."""
     return options if len(options) <= most else [options[len(options) * i // most] for i in range(most)]
-
-
-def _largest(graph: UnitGraph, values: Collection[int], most: int) -> list[int]:
-    """Return at most so many of the values, the largest, in order."""
-    return sorted(sorted(values, key=lambda v: (-graph.values[v].nbytes, v))[:most])
 
 
 def _without_modules(graph: UnitGraph, option: Option) -> Iterator[Stored]:

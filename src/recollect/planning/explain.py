@@ -10,7 +10,7 @@ import math
 from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import reduce
 from operator import add
 from typing import Any
@@ -166,28 +166,25 @@ class LayerGroup:
     Attributes:
         paths: their module paths, shortened: ("decoder.layers.0-7",).
         num_layers: number of layers; a unit that runs twice counts twice.
-        kept: bytes that one layer holds when backward begins, by value, largest first.
-        generator_bytes: bytes of random generator states that one layer holds.
-        recomputed: how often each op of one layer runs again, in order of its first run.
-        recompute_s: seconds of these ops for one layer, plus the overhead of the tape in forward.
+        layer: what one of them keeps and recomputes.
     """
 
     paths: tuple[str, ...]
     num_layers: int
-    kept: Mapping[str, int]
-    generator_bytes: int
-    recomputed: Mapping[str, int]
-    recompute_s: float
+    layer: LayerUsage
 
     @property
-    def kept_bytes(self) -> int:
-        """Return the bytes that one layer holds for backward."""
-        return sum(self.kept.values()) + self.generator_bytes
+    def kept(self) -> dict[str, int]:
+        """Bytes that one layer holds when backward begins, by value, largest first; leaves can share a name."""
+        total: Counter[str] = Counter()
+        for name, nbytes in self.layer.kept:
+            total[name] += nbytes
+        return dict(total.most_common())
 
     @property
-    def recomputed_ops(self) -> int:
-        """Return the number of op runs that recompute adds for one layer."""
-        return sum(self.recomputed.values())
+    def recomputed(self) -> dict[str, int]:
+        """How often each op of one layer runs again, in order of its first run."""
+        return dict(Counter(self.layer.recomputed))
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,29 +307,29 @@ def _groups(accounts: tuple[LayerUsage, ...]) -> tuple[LayerGroup, ...]:
         # Sums of the same seconds in a different order differ in their last bits.
         key = (account.kept, account.generator_bytes, account.recomputed, round(account.recompute_s, 12))
         alike.setdefault(key, []).append(account)
-    groups = []
-    for first, *others in alike.values():
-        # Leaves can share a name.
-        kept: Counter[str] = Counter()
-        for name, nbytes in first.kept:
-            kept[name] += nbytes
-        groups.append(
-            LayerGroup(
-                paths=tuple(compress_paths(list(dict.fromkeys(account.path for account in (first, *others))))),
-                num_layers=sum(account.num_runs for account in (first, *others)),
-                kept=dict(kept.most_common()),
-                generator_bytes=first.generator_bytes,
-                recomputed=dict(Counter(first.recomputed)),
-                recompute_s=first.recompute_s,
-            )
+    return tuple(
+        LayerGroup(
+            paths=tuple(compress_paths(list(dict.fromkeys(account.path for account in group)))),
+            num_layers=sum(account.num_runs for account in group),
+            layer=group[0],
         )
-    return tuple(groups)
+        for group in alike.values()
+    )
 
 
 def _data(explained: Explained) -> dict[str, Any]:
     simulation = explained.simulation
     layers = [
-        {**asdict(group), "kept_bytes": group.kept_bytes, "recomputed_ops": group.recomputed_ops}
+        {
+            "paths": group.paths,
+            "num_layers": group.num_layers,
+            "kept": group.kept,
+            "generator_bytes": group.layer.generator_bytes,
+            "recomputed": group.recomputed,
+            "recompute_s": group.layer.recompute_s,
+            "kept_bytes": group.layer.kept_bytes,
+            "recomputed_ops": group.layer.recomputed_ops,
+        }
         for group in explained.groups
     ]
     return {

@@ -86,24 +86,19 @@ def _best_start(units: LeanUnits, num_alive: Mapping[str, int]) -> list[Option]:
     most = most_folded(units.profile)
     number: int | None = 0
     while number is not None:
-        starts[number] = _start(units, number, num_alive)
+        dropped = folded_outputs(units.profile, units.working_bytes, num_dropped=number, num_alive=num_alive)
+        starts[number] = [
+            units.option(index, Stored(), Action.RECOMPUTE if row.path in dropped else Action.KEEP)
+            if units.profile.calls[row.calls[0]].repeated
+            else units.ends(index, Action.KEEP)[-1]
+            for index, row in enumerate(units.rows)
+        ]
         peaks[number] = float(units.peaks(starts[number]).max())
         if max(peaks) < most:
             number = min(max(1, 2 * number), most)
         else:
             number = number_between(sorted(peaks), min(peaks, key=lambda known: peaks[known]))
     return starts[min(peaks, key=lambda known: peaks[known])]
-
-
-def _start(units: LeanUnits, number: int, num_alive: Mapping[str, int]) -> list[Option]:
-    """Return a step that drops everything in the layers, and so many of their outputs."""
-    dropped = folded_outputs(units.profile, units.working_bytes, num_dropped=number, num_alive=num_alive)
-    return [
-        units.option(index, Stored(), Action.RECOMPUTE if row.path in dropped else Action.KEEP)
-        if units.profile.calls[row.calls[0]].repeated
-        else units.ends(index, Action.KEEP)[-1]
-        for index, row in enumerate(units.rows)
-    ]
 
 
 class _Descent:

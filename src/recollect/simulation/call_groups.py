@@ -74,7 +74,12 @@ class Division:
         self._written = set(program.written)
         # Set if a name is used twice and so does not identify a value: everything is then one group.
         self._is_ambiguous = False
-        self._walk()
+        for position, (code, operands) in enumerate(program.instructions):
+            if code == WINDOW:
+                self.window_starts.append(position)
+            elif code not in (PHASE, EDGE):
+                self.parts[self._home(position, code, operands)].positions.append(position)
+        self.present.update((key, (born, None)) for key, born in self._alive.items())
         self._tied = self._share()
         self._links: dict[tuple[int, ValueActions, Action], tuple[int, ...]] = {}
         self._groups: dict[tuple[tuple[int, ...], ...], tuple[Group, ...]] = {}
@@ -136,14 +141,6 @@ class Division:
             }
             self._links[key] = tuple(sorted(found))
         return self._links[key]
-
-    def _walk(self) -> None:
-        for position, (code, operands) in enumerate(self.program.instructions):
-            if code == WINDOW:
-                self.window_starts.append(position)
-            elif code not in (PHASE, EDGE):
-                self.parts[self._home(position, code, operands)].positions.append(position)
-        self.present.update((key, (born, None)) for key, born in self._alive.items())
 
     def _home(self, position: int, code: int, operands: tuple[Any, ...]) -> int:
         """Return the call that an instruction belongs to; note what it makes, reads and ends."""

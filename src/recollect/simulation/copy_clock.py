@@ -98,6 +98,9 @@ def course(program: EveryEvent, decisions: Sequence[CallActions]) -> Course:
     )
 
 
+_LEAVES, _RETURNS, _ASKED, _MADE = range(4)
+
+
 def waits(course: Course, journeys: Mapping[Key, Journey], link: Link) -> float:
     """Return the seconds that a step waits for copies: for values to leave, and for values to come back.
 
@@ -110,7 +113,16 @@ def waits(course: Course, journeys: Mapping[Key, Journey], link: Link) -> float:
     out_free_s = back_free_s = 0.0
     out_ends: dict[Key, float] = {}
     back_ends: dict[Key, float] = {}
-    for time_s, kind, key in _happenings(course, journeys):
+    # What leaves at an edge does so before what comes back there.
+    happenings: list[tuple[float, int, float, Key]] = []
+    for key, journey in journeys.items():
+        asked_s = course.asked[key][1]
+        happenings.append((course.made_s[key], _MADE, 0.0, key))
+        happenings.append((course.edge_s[journey.leaves], _LEAVES, 0.0, key))
+        # Those that are asked for first come back first.
+        happenings.append((course.edge_s[journey.returns], _RETURNS, asked_s, key))
+        happenings.append((asked_s, _ASKED, 0.0, key))
+    for time_s, kind, _, key in sorted(happenings):
         now_s = time_s + later_s
         nbytes = journeys[key].nbytes
         wait_s = 0.0
@@ -159,22 +171,6 @@ def nbytes_of(profile: Profile, key: Key) -> int:
     """Return the bytes of a value of a unit."""
     call, value = key
     return profile.graph_of(profile.calls[call]).values[value].nbytes
-
-
-_LEAVES, _RETURNS, _ASKED, _MADE = range(4)
-
-
-def _happenings(course: Course, journeys: Mapping[Key, Journey]) -> list[tuple[float, int, Key]]:
-    """Return what happens to the values, in order: what leaves at an edge does so before what comes back there."""
-    found: list[tuple[float, int, float, Key]] = []
-    for key, journey in journeys.items():
-        asked_s = course.asked[key][1]
-        found.append((course.made_s[key], _MADE, 0.0, key))
-        found.append((course.edge_s[journey.leaves], _LEAVES, 0.0, key))
-        # Those that are asked for first come back first.
-        found.append((course.edge_s[journey.returns], _RETURNS, asked_s, key))
-        found.append((asked_s, _ASKED, 0.0, key))
-    return [(time_s, kind, key) for time_s, kind, _, key in sorted(found)]
 
 
 def event_times(profile: Profile) -> NDArray[np.float64]:

@@ -169,7 +169,7 @@ class Program:
         for position, event in enumerate(self.profile.log.events()):
             code = event[0]
             is_window = position == next_start
-            is_bulk = code in self.bulk_codes and not self._is_of_borrowed(event)
+            is_bulk = code in self.bulk_codes and (code == WORK or event[1] not in self._borrowed)
             if (is_window or position in edges or not is_bulk) and (change_bytes or most_bytes):
                 yield BULK, (most_bytes, change_bytes)
                 change_bytes = most_bytes = 0
@@ -190,9 +190,6 @@ class Program:
                 most_bytes = max(most_bytes, change_bytes + event[1])
         if change_bytes or most_bytes:
             yield BULK, (most_bytes, change_bytes)
-
-    def _is_of_borrowed(self, event: Event) -> bool:
-        return event[0] != WORK and event[1] in self._borrowed
 
     def operands(self, event: Event) -> tuple[Any, ...]:
         """Return the operands of an event's instruction."""

@@ -231,7 +231,9 @@ class _Region:
         self._forward = forward[: last_save + 1]
         self._makes = {operands[0] for code, operands in forward if code == ALLOC}
         self._inputs: dict[Key, Any] = {}
-        self._state = self._held_state()
+        graph = step.profile.graph_of(step.profile.calls[call])
+        states = [nbytes for nbytes in (*(op.state_bytes for op in graph.ops), graph.buffer_bytes) if nbytes]
+        self._state = [step.generator_state(call, nbytes) for nbytes in states]
         self._saved: weakref.WeakValueDictionary[int, _SavedByRegion] = weakref.WeakValueDictionary()
         self._ran_again = False
 
@@ -261,7 +263,8 @@ class _Region:
             elif code in (FREE, DIES):
                 present.pop(operands[0], None)
             elif code == SAVE:
-                self._store(operands[2], present.get(operands[1]))
+                if (saved := self._saved.get(operands[2])) is not None:
+                    saved.bytes = present.get(operands[1])
             else:
                 self._play[code](*operands)
                 change_bytes += operands[1] if code == BULK else 0
@@ -275,13 +278,3 @@ class _Region:
             present.update({key: self._step.make(key, nbytes) for key, nbytes in run.results})
         elif (written := present.pop((self._call, run.op.inputs[0]), None)) is not None:
             present[run.results[0][0]] = written
-
-    def _store(self, handle: int, found: Any) -> None:
-        saved = self._saved.get(handle)
-        if saved is not None:
-            saved.bytes = found
-
-    def _held_state(self) -> Any:
-        graph = self._step.profile.graph_of(self._step.profile.calls[self._call])
-        states = [nbytes for nbytes in (*(op.state_bytes for op in graph.ops), graph.buffer_bytes) if nbytes]
-        return [self._step.generator_state(self._call, nbytes) for nbytes in states]

@@ -64,7 +64,14 @@ class _Scan:
     def __init__(self, log: StepLog) -> None:
         self.phase = FORWARD
         self.call = -1
-        self._uses = iter(_uses_by_phase(log))
+        # How often each handle is used before the first phase begins, and in each phase.
+        uses: list[Counter[int]] = [Counter()]
+        for code, number, *_ in log.events():
+            if code == PHASE:
+                uses.append(Counter())
+            elif code in (PEEK, USE):
+                uses[-1][number] += 1
+        self._uses = iter(uses)
         # Of the handles that are saved and not yet used to the end: who saved them, and the uses left in this phase.
         self._saver: dict[int, int] = {}
         self._uses_left = next(self._uses)
@@ -94,17 +101,6 @@ class _Scan:
             self._num_waiting[saver] -= 1
             if not self._num_waiting[saver]:
                 del self._num_waiting[saver]
-
-
-def _uses_by_phase(log: StepLog) -> list[Counter[int]]:
-    """Return how often each handle is used before the first phase begins, and in each phase."""
-    found: list[Counter[int]] = [Counter()]
-    for code, number, *_ in log.events():
-        if code == PHASE:
-            found.append(Counter())
-        elif code in (PEEK, USE):
-            found[-1][number] += 1
-    return found
 
 
 def alive_calls(profile: Profile, windows: Sequence[Window]) -> NDArray[np.bool_]:
