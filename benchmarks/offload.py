@@ -29,7 +29,7 @@ from recollect.errors import BudgetTooSmallError
 from recollect.lab.models.gpt import GPTModel
 from recollect.lab.models.sizes import NAMED_CONFIGS
 from recollect.planning.choose import Planner
-from recollect.planning.offload_planner import OffloadPlanner
+from recollect.planning.planners import OffloadPlanner
 from recollect.plans.plan import Plan
 from recollect.profile.profile import Profile
 from recollect.simulation.copy_clock import Link, waits_of
@@ -109,7 +109,7 @@ def _row(planner: OffloadPlanner, plain: Planner, profile: Profile, budget_bytes
     others = []
     for speed in OTHER_SPEEDS:
         link = Link(speed * profile.to_host_bytes_per_s, speed * profile.from_host_bytes_per_s, profile.host_latency_s)
-        waited = waits_of(profile, decide(profile, joint), link).total_s / profile.step_s if joint.offloads else 0.0
+        waited = waits_of(profile, decide(profile, joint), link) / profile.step_s if joint.offloads else 0.0
         others.append(f"{100 * ((joint.predicted_slowdown or 0.0) - (joint.host_wait_slowdown or 0.0) + waited):.2f}")
     return [
         only_recompute,

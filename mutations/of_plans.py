@@ -13,8 +13,8 @@ MUTATIONS = (
         "planning",
         (
             (
-                "for dropped, found in self._known() if found.peak_bytes <= budget_bytes)",
-                "for dropped, found in self._known() if found.peak_bytes <= 1.01 * budget_bytes)",
+                "(found for found in known if found.peak_bytes <= budget_bytes)",
+                "(found for found in known if found.peak_bytes <= 1.01 * budget_bytes)",
             ),
         ),
     ),
@@ -51,7 +51,7 @@ MUTATIONS = (
         "states-free-in-options",
         "an option's bytes leave out the states of generators",
         "planning",
-        (("self._nbytes.__getitem__, kept)) + state_bytes,", "self._nbytes.__getitem__, kept)),"),),
+        (("for part in held]) + state_bytes,", "for part in held]),"),),
     ),
     Mutation(
         "overwritten-inputs-read-again",
@@ -70,8 +70,8 @@ MUTATIONS = (
         "planning",
         (
             (
-                "nbytes = [self._nbytes[value] for value in whole] + [part.nbytes for part in parts]",
-                "nbytes = [self._nbytes[value] for value in whole] + [self._nbytes[part.value] for part in parts]",
+                "sum([part.nbytes for part in held])",
+                "sum([self._nbytes[part.value] for part in held])",
             ),
         ),
     ),
@@ -155,7 +155,7 @@ MUTATIONS = (
         "digest-without-outputs",
         "plans that differ in what becomes of outputs only pass for the same",
         "plans",
-        (("(path, unit.engine.word, str(unit.output), sorted(", "(path, unit.engine.word, sorted("),),
+        (("(path, str(unit.engine), str(unit.output), sorted(", "(path, str(unit.engine), sorted("),),
     ),
     Mutation(
         "parts-need-no-ranks",

@@ -26,7 +26,7 @@ MUTATIONS = (
         "generator-states-not-played",
         "the states of generators that recompute needs take no bytes",
         "simulation",
-        (("rounded_bytes(self.profile, nbytes), (GENERATOR, call)", "0, (GENERATOR, call)"),),
+        (("self.profile.block_bytes(nbytes), (GENERATOR, call)", "0, (GENERATOR, call)"),),
     ),
     Mutation(
         "calibration-of-forward-only",
@@ -84,7 +84,7 @@ MUTATIONS = (
     Mutation(
         "usage-without-tape",
         "the time of a layer leaves out what watching its ops takes",
-        "simulation",
+        "planning",
         (("for op in again), 0.0) + tape_s,", "for op in again), 0.0),"),),
     ),
     Mutation(

@@ -17,8 +17,7 @@ from gpu.prediction_part import Case, Loop, Row, cases, measured, table
 from recollect.costs.host_copies import measure_host_link
 from recollect.engine.offload.carriers import carrier_for
 from recollect.errors import BudgetTooSmallError
-from recollect.planning.offload_planner import OffloadPlanner
-from recollect.planning.planners import planner_for
+from recollect.planning.planners import OffloadPlanner, planner_for
 from recollect.plans.plan import Plan
 from results_csv import Number
 from step_times import KEEP_ALL

@@ -26,6 +26,8 @@ from recollect.pipelines.split_pipeline import PipelineSplit as PipelineSplit
 from recollect.pipelines.split_pipeline import split_pipeline as split_pipeline
 from recollect.planning.batch_search import LargestBatch as LargestBatch
 from recollect.planning.classic import classic_plan as classic_plan
+from recollect.planning.explain import LayerUsage as LayerUsage
+from recollect.planning.explain import layer_usage as layer_usage
 from recollect.planning.frontier import Frontier as Frontier
 from recollect.planning.frontier import frontier as frontier
 from recollect.planning.planners import plan as plan
@@ -33,20 +35,12 @@ from recollect.plans.plan import Plan as Plan
 from recollect.plans.trip import Trip as Trip
 from recollect.plans.unit_plan import UnitPlan as UnitPlan
 from recollect.profile.profile import Profile as Profile
-from recollect.recording.gathered_stage import gathered_stage as gathered_stage
 from recollect.recording.record import record as record
-from recollect.simulation.layer_usage import LayerUsage as LayerUsage
-from recollect.simulation.layer_usage import layer_usage as layer_usage
+from recollect.recording.restored_state import gathered_stage as gathered_stage
 from recollect.simulation.timeline import PeakReport as PeakReport
-from recollect.simulation.timeline import (
-    Timeline as Timeline,
-)
-from recollect.simulation.timeline import (
-    explain_peak as explain_peak,
-)
-from recollect.simulation.timeline import (
-    timeline as timeline,
-)
+from recollect.simulation.timeline import Timeline as Timeline
+from recollect.simulation.timeline import explain_peak as explain_peak
+from recollect.simulation.timeline import timeline as timeline
 from recollect.sizing import largest_batch as largest_batch
 from recollect.verification.report import Report as Report
 from recollect.verification.verify import verify as verify

@@ -29,15 +29,13 @@ from recollect.engine.tape import Tape
 from recollect.engine.tape_engine import tape_forwards
 from recollect.errors import AlreadyAppliedError, ArgumentError, PlanError, UnknownNameError
 from recollect.loss.intercept import loss_forwards
-from recollect.plans.action import Action
-from recollect.plans.engines import EngineChoice
+from recollect.plans.action import Action, EngineChoice
 from recollect.plans.paths import unit_words
 from recollect.plans.plan import Plan
 from recollect.plans.unit_plan import UnitPlan, digest_of, needs_all_ranks
 from recollect.plans.value_names import module_of
-from recollect.ranks.common import check_same_plans
 from recollect.ranks.group import ALONE, Place
-from recollect.ranks.members import GroupChoice, ranks_of
+from recollect.ranks.members import GroupChoice, check_same_plans, ranks_of
 
 
 def apply(model: nn.Module, plan: Plan | Sequence[Plan], *, group: GroupChoice = None) -> Applied:
@@ -202,10 +200,10 @@ def apply_policy(model: nn.Module, unit_paths: Iterable[str], policy: Policy | T
     return Applied(model, [*forwards, *eager_forwards(model, paths, forwards)], None)
 
 
-def _by_engine(units: Mapping[str, UnitPlan]) -> dict[type[EngineChoice], dict[str, UnitPlan]]:
-    found: dict[type[EngineChoice], dict[str, UnitPlan]] = {}
+def _by_engine(units: Mapping[str, UnitPlan]) -> dict[EngineChoice, dict[str, UnitPlan]]:
+    found: dict[EngineChoice, dict[str, UnitPlan]] = {}
     for path, unit in units.items():
-        found.setdefault(type(unit.engine), {})[path] = unit
+        found.setdefault(unit.engine, {})[path] = unit
     return found
 
 

@@ -22,9 +22,8 @@ from recollect.planning.loss_chunks import LossChunks, plan_with_chunks
 from recollect.plans.plan import Plan
 from recollect.profile.profile import Profile
 from recollect.quantities import check_budget, parse_bytes
-from recollect.ranks.common import common_plan
 from recollect.ranks.group import ALONE, Place
-from recollect.ranks.members import GroupChoice, check_alike, ranks_of
+from recollect.ranks.members import GroupChoice, check_alike, common_plan, ranks_of
 from recollect.recording.model_step import LossFunction, check_step, device_of
 from recollect.recording.optimizers import Optimizers, check_optimizers, present_state_bytes
 from recollect.recording.record import record

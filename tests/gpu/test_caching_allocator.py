@@ -15,7 +15,6 @@ import recollect
 from device_steps import sized
 from recollect.profile.events import StepLog
 from recollect.profile.profile import Profile
-from recollect.simulation.program import rounded_bytes
 
 KIB, MIB = 1 << 10, 1 << 20
 SMALL_BYTES = (1, 511, 512, 513, 1000, 4096, 100_001, 700_000, MIB - 1, MIB)
@@ -24,7 +23,7 @@ LARGE_BYTES = (MIB + 1, 2 * MIB, 3 * MIB + 1, 10 * MIB, 21 * MIB // 2, 11 * MIB,
 
 def _simulated(device: torch.device, nbytes: int) -> int:
     """What the simulator says that a storage takes."""
-    return rounded_bytes(Profile((), (), StepLog(), 1.0, device=str(device)), nbytes)
+    return Profile(().block_bytes((), StepLog(), 1.0, device=str(device)), nbytes)
 
 
 def _tensor(device: torch.device, nbytes: int) -> torch.Tensor:

@@ -62,25 +62,27 @@ def test_numbers_are_those_of_the_plan_and_of_the_measured_step(words: dict[str,
     plan = recollect.megatron_plan(profile, recollect.RecomputeConfig(**words))
     explanation = explain_plan(profile, plan)
     given, budget = explanation.given, explanation.budget
-    assert given.peak_bytes == plan.predicted_peak_bytes
+    assert given.simulation.peak_bytes == plan.predicted_peak_bytes
     assert given.slowdown == plan.predicted_slowdown
     assert budget is not None
-    assert budget.peak_bytes <= given.peak_bytes
+    assert budget.simulation.peak_bytes <= given.simulation.peak_bytes
     assert budget.slowdown <= given.slowdown
     assert explanation.bound_slowdown is not None
     assert explanation.bound_slowdown <= budget.slowdown + 1e-9
     for part in (explanation.plain, given, budget):
         each = [(group.num_layers, group) for group in part.groups]
-        assert sum(n * group.kept_bytes for n, group in each) + part.outside_bytes == part.kept_bytes
-        assert sum(n * group.recomputed_ops for n, group in each) == part.recomputed_ops
-        assert sum(n * group.recompute_s for n, group in each) == pytest.approx(part.recompute_s, rel=1e-9, abs=1e-12)
+        assert sum(n * group.layer.kept_bytes for n, group in each) + part.outside_bytes == part.simulation.kept_bytes
+        assert sum(n * group.layer.recomputed_ops for n, group in each) == part.simulation.recomputed_ops
+        assert sum(n * group.layer.recompute_s for n, group in each) == pytest.approx(
+            part.simulation.recompute_s, rel=1e-9, abs=1e-12
+        )
         assert sum(n for n, _ in each) == len(profile.calls)
     # What is said is what happens, to the few KiB that `record` adds on purpose.
     report = recollect.verify(model, batch, plan)
     assert report.gradients_equal
-    assert 0 <= given.peak_bytes - report.plan_peak_bytes < 4096
+    assert 0 <= given.simulation.peak_bytes - report.plan_peak_bytes < 4096
     assert report.plain_peak_bytes is not None
-    assert 0 <= explanation.plain.peak_bytes - report.plain_peak_bytes < 4096
+    assert 0 <= explanation.plain.simulation.peak_bytes - report.plain_peak_bytes < 4096
 
 
 def test_a_file_of_bridge_is_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -200,7 +202,8 @@ def test_waiting_for_copies_is_part_of_the_slowdown(capsys: pytest.CaptureFixtur
     slower = replace(profile, to_host_bytes_per_s=1e6, from_host_bytes_per_s=1e6)
     explanation = explain_plan(slower, plan)
     given = explanation.given
-    assert given.wait_s > 0.1 and given.slowdown == pytest.approx((given.recompute_s + given.wait_s) / slower.step_s)
+    added_s = given.simulation.recompute_s + given.wait_s
+    assert given.wait_s > 0.1 and given.slowdown == pytest.approx(added_s / slower.step_s)
     show(explanation, slower, Console(), with_names=False)
     output = capsys.readouterr().out
     assert "in host memory" in output and "time of waiting for copies" in output

@@ -22,9 +22,9 @@ from recollect.integrations.megatron import RecomputeConfig, megatron_plan
 from recollect.lab.models.config import TransformerConfig
 from recollect.lab.models.gpt import GPTModel
 from recollect.lab.models.sizes import NAMED_CONFIGS
+from recollect.planning.explain import LayerUsage, layer_usage
 from recollect.profile.profile import Profile
 from recollect.simulation.decisions import decide
-from recollect.simulation.layer_usage import LayerUsage, layer_usage
 from recollect.simulation.simulate import simulate
 from watch import Watch
 from zoo import ZOO

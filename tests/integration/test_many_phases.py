@@ -16,12 +16,12 @@ from predictions import MOST_OVER_BYTES
 from recollect.errors import BudgetTooSmallError
 from recollect.planning.bound import LowerBound
 from recollect.planning.choose import Planner
-from recollect.planning.explain import explain_plan
+from recollect.planning.explain import explain_plan, kept_outside_bytes, layer_usage
 from recollect.plans.plan import Plan
 from recollect.plans.unit_plan import UnitPlan
 from recollect.profile.profile import Profile
 from recollect.simulation.decisions import decide
-from recollect.simulation.layer_usage import kept_outside_bytes, layer_usage
+from recollect.simulation.lifetimes import lifetimes
 from recollect.simulation.peak_sums import PeakSums
 from recollect.simulation.program import Program
 from recollect.simulation.simulate import simulate
@@ -193,8 +193,9 @@ def test_what_is_kept_and_alive_adds_up(step: Recorded) -> None:
         simulation = simulate(step.profile, decide(step.profile, plan))
         accounts = layer_usage(step.profile, plan)
         assert sum(account.recompute_s for account in accounts) == pytest.approx(simulation.recompute_s)
-        assert 0 <= kept_outside_bytes(step.profile, plan) <= simulation.kept_bytes
+        lives = lifetimes(step.profile, decide(step.profile, plan))
+        assert 0 <= kept_outside_bytes(lives) <= simulation.kept_bytes
         over_time = recollect.timeline(step.profile, plan)
         assert int(over_time.total_bytes.max()) == simulation.peak_bytes
         assert sum(item.nbytes for item in over_time.report.items) == simulation.peak_bytes
-        assert explain_plan(step.profile, plan).given.peak_bytes == simulation.peak_bytes
+        assert explain_plan(step.profile, plan).given.simulation.peak_bytes == simulation.peak_bytes

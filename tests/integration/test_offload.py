@@ -25,11 +25,10 @@ from recollect.plans.plan import Plan
 from recollect.plans.unit_plan import UnitPlan
 from recollect.profile.profile import Profile
 from recollect.simulation.decisions import decide
-from recollect.simulation.edges import edges
 from recollect.simulation.peak_sums import PeakSums
 from recollect.simulation.program import Program
 from recollect.simulation.simulate import simulate
-from recollect.simulation.windows import windows
+from recollect.simulation.windows import edges, windows
 from tiers import long_but
 from zoo import Batch, Case
 

@@ -13,13 +13,12 @@ import recollect
 from gradients import assert_same_gradients, gradients
 from predictions import LEAN_LOOP
 from recollect.measuring.meter import measure_peak
-from recollect.plans.action import Action
-from recollect.plans.engines import Region
+from recollect.planning.explain import layer_usage
+from recollect.plans.action import Action, EngineChoice
 from recollect.plans.plan import Plan
 from recollect.plans.unit_plan import UnitPlan
 from recollect.profile.profile import Profile
 from recollect.simulation.decisions import decide
-from recollect.simulation.layer_usage import layer_usage
 from recollect.simulation.peak_sums import PeakSums
 from recollect.simulation.program import Program
 from recollect.simulation.simulate import simulate
@@ -140,7 +139,7 @@ def plans(profile: Profile) -> dict[str, Plan]:
     """Plans with regions: all, the last, every second, every second after an output that is dropped; and the classic one."""
     full = recollect.classic_plan(profile, "full")
     dropped = {path: UnitPlan(unit.actions, Action.RECOMPUTE, unit.engine) for path, unit in full.units.items()}
-    region = UnitPlan({}, engine=Region())
+    region = UnitPlan({}, engine=EngineChoice.REGION)
     odd = dict.fromkeys(list(full.units)[1::2], region)
     return {
         "full": full,
@@ -181,7 +180,7 @@ def test_classic_plan_of_opaque_units_is_exact() -> None:
     """Each region holds copies of the buffers of its batch norm."""
     model, batch, profile = STACKS["batch norm"]()
     plan = recollect.classic_plan(profile, "full")
-    assert {unit.engine for unit in plan.units.values()} == {Region()}
+    assert {unit.engine for unit in plan.units.values()} == {EngineChoice.REGION}
     assert off_bytes(model, batch, profile, plan) == -UNSEEN_BYTES
 
 
@@ -205,5 +204,7 @@ def test_gradients_are_equal(name: str) -> None:
 def test_output_of_a_region_is_kept() -> None:
     """Whatever the plan says: the next unit gets a tensor that nobody can compute again."""
     model, batch, profile = STACKS["linear"]()
-    dropped = Plan({path: UnitPlan({}, Action.RECOMPUTE, Region()) for path in list(plans(profile)["all"].units)})
+    dropped = Plan(
+        {path: UnitPlan({}, Action.RECOMPUTE, EngineChoice.REGION) for path in list(plans(profile)["all"].units)}
+    )
     assert -MOST_OVER_BYTES <= off_bytes(model, batch, profile, dropped) <= -UNSEEN_BYTES

@@ -9,8 +9,8 @@ from recollect.plans.trip import Trip
 from recollect.plans.unit_plan import UnitPlan
 from recollect.profile.profile import Profile
 from recollect.simulation.decisions import decide
-from recollect.simulation.edges import returning_values
 from recollect.simulation.simulate import simulate
+from recollect.simulation.windows import returning_values
 
 __all__ = ["random_offload_plan"]
 

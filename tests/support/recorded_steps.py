@@ -24,7 +24,7 @@ from recollect.recording.assemble import assemble
 from recollect.recording.find_units import find_units
 from recollect.recording.recording_tape import RecordingTape, StepMode
 from recollect.recording.step_recorder import StepRecorder
-from recollect.recording.unit_samples import NoSamples
+from recollect.recording.unit_samples import UnitSamples
 
 Step = Callable[["Phases"], object]
 """A training step; it says which phase begins, and keeps nothing."""
@@ -76,7 +76,7 @@ def recorded(model: nn.Module, step: Step, inputs: Sequence[Tensor], *, units: I
     groups = {"parameters": list(model.parameters()), "buffers": list(model.buffers()), "batch": list(inputs)}
     persistent = {name: storage_bytes(tensors) for name, tensors in groups.items()}
     recorder.trackers.mark_persistent(tensor for tensors in groups.values() for tensor in tensors)
-    tape = RecordingTape(DropAll(), recorder, NoSamples(model, torch.device("cpu")))
+    tape = RecordingTape(DropAll(), recorder, UnitSamples(model, torch.device("cpu"), is_fake=True))
     with apply_policy(model, [unit.path for unit in found], tape):
         try:
             with costs.recording(), StepMode(recorder):

@@ -20,7 +20,7 @@ from predictions import budgets
 from recollect.lab.bench.machine import few_objects
 from recollect.measuring.meter import measure_peak, storage_bytes
 from recollect.planning.choose import Planner
-from recollect.profile.allocator_blocks import block_bytes
+from recollect.profile.profile import block_bytes
 
 _NUM_STEPS = 3
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from recollect._torch_private import uncompiled, untraced
 from recollect.engine.placed_forward import PlacedForward
-from recollect.recording.returns import Returns
+from recollect.recording.next_step import Returns
 from recollect.tensors import tensors_held
 
 Entry = Callable[[str, nn.Module, Any, Any], None]

@@ -18,7 +18,7 @@ from recollect.planning.classic import classic_plan
 from recollect.plans.plan import Plan
 from recollect.plans.unit_plan import UnitPlan
 from recollect.profile.profile import Profile
-from recollect.ranks.common import common_plan
+from recollect.ranks.members import common_plan
 from recollect.recording.next_step import foreseen, with_copies
 from recollect.simulation.decisions import CallActions, decide_call
 from recollect.simulation.playback import Playback, Token

@@ -18,7 +18,7 @@ from recollect.byte_format import format_bytes
 from recollect.engine.placed_forward import Applied
 from recollect.engine.policy import DropAll, leanest_policy
 from recollect.plans.unit_plan import UnitPlan
-from recollect.recording.returns import entry_modules
+from recollect.recording.next_step import entry_modules
 from recollect.recording.step_recording import StepRecording
 
 

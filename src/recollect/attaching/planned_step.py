@@ -12,8 +12,8 @@ from recollect.attaching.step_shape import Call, covering
 from recollect.byte_format import format_bytes
 from recollect.errors import BudgetTooSmallError
 from recollect.planning.choose import Planner
-from recollect.planning.offload_planner import OffloadPlanner
-from recollect.plans.engines import Region
+from recollect.planning.planners import OffloadPlanner
+from recollect.plans.action import EngineChoice
 from recollect.plans.plan import Plan
 from recollect.plans.unit_plan import needs_all_ranks
 from recollect.profile.profile import Profile
@@ -76,7 +76,7 @@ class PlannedStep:
     def needs_all_ranks(self) -> bool:
         """Whether other processes could wait for ever for one that runs another plan."""
         # A module that runs again as a whole runs what it has of collectives, which its plan does not name.
-        runs_modules = any(isinstance(unit.engine, Region) for unit in self.plan.units.values())
+        runs_modules = any(unit.engine is EngineChoice.REGION for unit in self.plan.units.values())
         return runs_modules or needs_all_ranks(self.plan.units)
 
     @property

@@ -27,8 +27,8 @@ from recollect.planning.planners import planner_for
 from recollect.profile.profile import Profile
 from recollect.progress.stage import stage
 from recollect.quantities import parse_budget
-from recollect.ranks.common import common_plan, with_common_times
 from recollect.ranks.group import Place
+from recollect.ranks.members import common_plan, with_common_times
 from recollect.recording.step_recording import StepRecording
 from recollect.warning import warn_user
 

@@ -115,13 +115,13 @@ def totals_table(explanation: Explanation) -> Table:
     for name in columns:
         table.add_column(name, justify="right")
     plans = list(columns.values())
-    table.add_row("predicted peak", *(format_bytes(plan.peak_bytes) for plan in plans))
+    table.add_row("predicted peak", *(format_bytes(plan.simulation.peak_bytes) for plan in plans))
     table.add_row("alive all the time", *[format_bytes(sum(explanation.persistent.values()))] * len(plans))
-    table.add_row("kept for backward", *(format_bytes(plan.kept_bytes) for plan in plans))
-    if any(plan.host_bytes for plan in plans):
-        table.add_row("in host memory", *(format_bytes(plan.host_bytes) for plan in plans))
-    table.add_row("ops recomputed", *(f"{plan.recomputed_ops:,}" for plan in plans))
-    table.add_row("time of recompute", *(_seconds(plan.recompute_s) for plan in plans))
+    table.add_row("kept for backward", *(format_bytes(plan.simulation.kept_bytes) for plan in plans))
+    if any(plan.simulation.host_bytes for plan in plans):
+        table.add_row("in host memory", *(format_bytes(plan.simulation.host_bytes) for plan in plans))
+    table.add_row("ops recomputed", *(f"{plan.simulation.recomputed_ops:,}" for plan in plans))
+    table.add_row("time of recompute", *(_seconds(plan.simulation.recompute_s) for plan in plans))
     if any(plan.wait_s for plan in plans):
         table.add_row("time of waiting for copies", *(_seconds(plan.wait_s) for plan in plans))
     table.add_row("predicted slowdown", *(_percent(plan.slowdown) for plan in plans), style="bold")
@@ -133,10 +133,10 @@ def totals_table(explanation: Explanation) -> Table:
 
 def peak_lines(plans: Mapping[str, Explained]) -> list[str]:
     """Say where the peaks of the plans are, in one line if they are at the same place."""
-    places = {plan.peak_at for plan in plans.values()}
+    places = {plan.simulation.peak_note for plan in plans.values()}
     if len(places) == 1:
         return [f"All peaks are in {places.pop()}."]
-    return [f"The peak of {name!r} is in {plan.peak_at}." for name, plan in plans.items()]
+    return [f"The peak of {name!r} is in {plan.simulation.peak_note}." for name, plan in plans.items()]
 
 
 def layers_table(name: str, explained: Explained) -> Table:
@@ -152,14 +152,14 @@ def layers_table(name: str, explained: Explained) -> Table:
         table.add_row(
             label,
             str(group.num_layers),
-            format_bytes(group.kept_bytes),
+            format_bytes(group.layer.kept_bytes),
             str(len(group.kept)),
-            _ops(group.recomputed_ops),
-            _seconds(group.recompute_s),
+            _ops(group.layer.recomputed_ops),
+            _seconds(group.layer.recompute_s),
         )
     table.add_row("outside of all layers", "", format_bytes(explained.outside_bytes), "", "", "", style="dim")
-    total = format_bytes(explained.kept_bytes)
-    ops, time = _ops(explained.recomputed_ops), _seconds(explained.recompute_s)
+    total = format_bytes(explained.simulation.kept_bytes)
+    ops, time = _ops(explained.simulation.recomputed_ops), _seconds(explained.simulation.recompute_s)
     table.add_row("together", "", total, "", ops, time, style="bold")
     return table
 
@@ -177,8 +177,8 @@ def _label(paths: Sequence[str]) -> str:
 def name_lines(group: LayerGroup) -> list[str]:
     """List what a group of layers keeps and recomputes."""
     kept = [f"{name} {format_bytes(nbytes)}" for name, nbytes in group.kept.items()]
-    if group.generator_bytes:
-        kept.append(f"states of the random generator {format_bytes(group.generator_bytes)}")
+    if group.layer.generator_bytes:
+        kept.append(f"states of the random generator {format_bytes(group.layer.generator_bytes)}")
     recomputed = [name if times == 1 else f"{name} x{times}" for name, times in group.recomputed.items()]
     lines = [f"{' '.join(group.paths)}"]
     return [*lines, f"  keeps       {_listed(kept)}", f"  recomputes  {_listed(recomputed)}"]

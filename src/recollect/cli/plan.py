@@ -27,8 +27,8 @@ from recollect.pictures.page import write_plan_page
 from recollect.pictures.png import draw_memory
 from recollect.pictures.words import percent
 from recollect.planning.batch_search import MAX_SIZE, LargestBatch, TriedSize, search_batches
+from recollect.planning.frontier import prices
 from recollect.planning.loss_chunks import plan_with_chunks
-from recollect.planning.planners import prices
 from recollect.plans.plan import Plan
 from recollect.printing import columns_of, print_line
 from recollect.profile.profile import Profile

@@ -11,7 +11,7 @@ from recollect.engine.agreement import Agreement
 from recollect.engine.placed_forward import PlacedForward
 from recollect.engine.region_engine import RegionEngine
 from recollect.engine.tape_engine import TapeEngine
-from recollect.plans.engines import EngineChoice, Region, Tape
+from recollect.plans.action import EngineChoice
 from recollect.plans.unit_plan import UnitPlan
 
 
@@ -35,5 +35,8 @@ class Engine(Protocol):
         ...
 
 
-ENGINES: Final[Mapping[type[EngineChoice], type[Engine]]] = {Tape: TapeEngine, Region: RegionEngine}
+ENGINES: Final[Mapping[EngineChoice, type[Engine]]] = {
+    EngineChoice.TAPE: TapeEngine,
+    EngineChoice.REGION: RegionEngine,
+}
 """The one place to register a new engine."""

@@ -39,7 +39,7 @@ from recollect.plans.unit_plan import UnitPlan
 
 
 class RegionEngine:
-    """Runs each unit under `torch.utils.checkpoint`; `recollect.simulation.region_schedule` simulates the cost."""
+    """Runs each unit under `torch.utils.checkpoint`; `recollect.simulation.simulate` simulates the cost."""
 
     def apply(
         self, model: nn.Module, units: Mapping[str, UnitPlan], agreement: Agreement, host_bytes: int | None = None

@@ -2,11 +2,8 @@
 
 On CUDA the caching allocator counts, and this module reads its counters. The CPU allocator does not count: its events are
 recorded while the callable runs and added up afterwards. That is exact to the byte, unlike the resident set size, which the
-C library's heap and the kernel's pages blur.
-
-The CPU allocator reports frees only of memory that it saw allocated, so a tensor from before the measurement would seem to
-live forever. Such tensors are found at the start, and a weak reference to each storage reports its death. To place the death
-among the allocator's events, the callback allocates one byte, whose event marks the place.
+C library's heap and the kernel's pages blur. Tensors from before the measurement, whose frees it does not report, are found at
+the start, and their deaths placed among the events (`deaths.py`).
 """
 
 from __future__ import annotations

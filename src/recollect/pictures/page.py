@@ -40,20 +40,6 @@ _MOST_HOVER_LINES = 9
 _HOVER_COLUMNS = 64
 _LEFT_FRACTION = 0.15
 _RIGHT_FRACTION = 0.05
-_CATEGORY_MEANINGS = {
-    "parameters": "the weights; there before the step",
-    "optimizer state": "such as the moments of AdamW; there before the step",
-    "buffers and batch": "what the model holds besides weights, and the input; there before the step",
-    "other allocations": "what else the allocator counts, such as library workspaces and other models",
-    "gradients": "of the parameters: what backward leaves behind, or found there (accumulation)",
-    "kept values": "made in forward by the units (mostly layers), for backward",
-    "outside of the units": "made in forward between the units, such as by the loss",
-    "returned values": "offloaded in forward, back from host memory",
-    "recomputed values": "dropped in forward, made again for backward",
-    "passing values": "die in the phase that made them, such as gradients on their way",
-    "working memory": "an op's workspace while it runs",
-    "calibration": "measured peak of the recorded step minus its simulated one",
-}
 
 
 def require_plotly() -> Any:
@@ -137,7 +123,7 @@ def _write(profile: Profile, out: str | Path, title: str, data: dict[str, Any]) 
         "bytes": [_rounded(nbytes / unit_bytes) for nbytes in plain.total_bytes[curve.moments].tolist()],
     }
     data["categories"] = [
-        {"name": name, "color": CATEGORY_COLORS[name], "meaning": _CATEGORY_MEANINGS[name]} for name in CATEGORIES
+        {"name": name, "color": CATEGORY_COLORS[name], "meaning": meaning} for name, meaning in CATEGORIES.items()
     ]
     parts = {
         "title": html.escape(title),
@@ -233,7 +219,11 @@ def _alive(report: PeakReport) -> list[dict[str, Any]]:
         items = [[item.name, format_bytes(item.nbytes)] for item in report.items if item.category == category]
         is_one = [name for name, _ in items] == [category]
         groups.append(
-            {"category": CATEGORIES.index(category), "size": format_bytes(nbytes), "items": [] if is_one else items}
+            {
+                "category": list(CATEGORIES).index(category),
+                "size": format_bytes(nbytes),
+                "items": [] if is_one else items,
+            }
         )
     return groups
 

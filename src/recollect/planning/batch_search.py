@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 
 from recollect.byte_format import format_bytes
 from recollect.errors import BudgetTooSmallError, ConfigError, RecollectError, RecordError
-from recollect.planning.advice import advice
-from recollect.planning.choose import Planner
+from recollect.planning.choose import Planner, advice
 from recollect.planning.classic import classic_plan
 from recollect.plans.plan import Plan
 from recollect.profile.profile import Profile
@@ -116,14 +115,6 @@ class LargestBatch:
         return "\n".join(lines)
 
 
-@dataclass(frozen=True)
-class _Question:
-    """A way to run the step: whether a size fits, and about how many bytes it needs."""
-
-    fits: Callable[[TriedSize], bool]
-    peak_bytes: Callable[[TriedSize], float]
-
-
 def search_batches(
     record: Callable[[int], Profile],
     budget: int | str,
@@ -181,13 +172,11 @@ class _Search:
 
     def run(self) -> LargestBatch:
         self._try(1)
-        planned = self._largest(_Question(lambda tried: tried.plan is not None, self._about_least_bytes))
+        planned = self._largest(lambda tried: tried.plan is not None, self._about_least_bytes)
         assert planned is not None  # the smallest size fits
         self._check_growth()
-        full = self._largest(_Question(lambda t: t.full_peak_bytes <= self.budget_bytes, lambda t: t.full_peak_bytes))
-        plain = self._largest(
-            _Question(lambda t: t.plain_peak_bytes <= self.budget_bytes, lambda t: t.plain_peak_bytes)
-        )
+        full = self._largest(lambda t: t.full_peak_bytes <= self.budget_bytes, lambda t: t.full_peak_bytes)
+        plain = self._largest(lambda t: t.plain_peak_bytes <= self.budget_bytes, lambda t: t.plain_peak_bytes)
         self._refine_fastest()
         return LargestBatch(
             along=self.along,
@@ -201,24 +190,27 @@ class _Search:
             device_name=self.device_name,
         )
 
-    def _largest(self, question: _Question) -> TriedSize | None:
-        """Return the largest size that fits, having tried the next one; None if the smallest does not fit."""
+    def _largest(self, fits: Callable[[TriedSize], bool], peak_bytes: Callable[[TriedSize], float]) -> TriedSize | None:
+        """Return the largest size that fits, having tried the next one; None if the smallest does not fit.
+
+        `peak_bytes`: about how many bytes a size needs.
+        """
         num_tries = 0
         while True:
-            low = max((number for number, tried in self.tried.items() if question.fits(tried)), default=0)
+            low = max((number for number, tried in self.tried.items() if fits(tried)), default=0)
             high = min((number for number in self.tried if number > low), default=self.most + 1)
             if high - low <= 1:
                 return self.tried.get(low)
             bounded = high in self.tried
-            on_line = None if num_tries % 3 == 2 else self._on_line(question)
+            on_line = None if num_tries % 3 == 2 else self._on_line(peak_bytes)
             middle = (low + high) // 2 if bounded else 2 * low
             last = high - 1 if bounded else min(_MOST_GROWTH * low, self.most)
             self._try(min(max(middle if on_line is None else on_line, low + 1), last))
             num_tries += 1
 
-    def _on_line(self, question: _Question) -> int | None:
+    def _on_line(self, peak_bytes: Callable[[TriedSize], float]) -> int | None:
         """Return where the line through two known peaks, nearest to the budget, meets the budget; None if it does not."""
-        points = sorted((number, question.peak_bytes(tried)) for number, tried in self.tried.items())
+        points = sorted((number, peak_bytes(tried)) for number, tried in self.tried.items())
         num_below = sum(nbytes <= self.budget_bytes for _, nbytes in points)
         pair = points[max(0, min(num_below - 1, len(points) - 2)) :][:2]
         if len(pair) < 2 or pair[1][1] <= pair[0][1]:

@@ -45,7 +45,7 @@ from scipy.optimize import linprog
 
 from recollect.planning.cheapest_step import CheapestStep, StepChoice, StepCut
 from recollect.planning.checkpoint_times import CheckpointTimes, checkpoint_times
-from recollect.plans.engines import Tape
+from recollect.plans.action import EngineChoice
 from recollect.plans.plan import Plan
 from recollect.profile.profile import Profile
 from recollect.simulation.copy_clock import Link, event_times
@@ -83,11 +83,6 @@ class AwayLimits:
     per_recompute: NDArray[np.float64]
     per_wait: NDArray[np.float64]
     most_wait_s: float
-
-
-def _nothing_away(num_moments: int) -> AwayLimits:
-    zeros = np.zeros(num_moments)
-    return AwayLimits(np.arange(num_moments), zeros, zeros, zeros, 0.0)
 
 
 def away_limits(profile: Profile, found: CheckpointTimes, link: Link, host_bytes: int) -> AwayLimits:
@@ -154,7 +149,8 @@ class LowerBound:
             steps, fixed_bytes = CheapestStep(profile, found), found.fixed_bytes
         self._fixed_bytes, self._step = fixed_bytes, steps
         self._offloads = away is not None
-        away = away or _nothing_away(len(fixed_bytes))
+        zeros = np.zeros(len(fixed_bytes))
+        away = away or AwayLimits(np.arange(len(zeros)), zeros, zeros, zeros, 0.0)
         keep_all = self._step.everything_kept()
         # Units of the linear program, so that its tolerances are parts of these.
         self._seconds = self._step.most_s or 1.0
@@ -264,7 +260,7 @@ def host_bound(profile: Profile, link: Link, host_bytes: int) -> LowerBound:
 
 def is_all_on_tape(plan: Plan) -> bool:
     """Whether the bound is of this plan: a module that runs again as a whole drops what the tape has to keep."""
-    return all(isinstance(unit.engine, Tape) for unit in plan.units.values())
+    return all(unit.engine is EngineChoice.TAPE for unit in plan.units.values())
 
 
 def check_bound(bound_s: float, recompute_s: float, budget_bytes: int) -> None:

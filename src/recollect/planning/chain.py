@@ -21,15 +21,14 @@ that fails (dropped outputs), corrections make up for it, and the best simulated
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
 
-from recollect.planning.mix import Limits, MixUnit, cheapest_mix
-from recollect.planning.option_table import Candidate, Choice, OptionTable
+from recollect.planning.mix import Limits, Stage, cheapest_mix
+from recollect.planning.option_table import Candidate, Choice, KnownCosts
 from recollect.plans.action import Action
 from recollect.simulation.windows import Window, calls_besides
 
@@ -40,54 +39,34 @@ _MOST_ROUNDS = 8
 _Kind = tuple[int, tuple[Action, ...], bool, int]
 WorkingSets = dict[tuple[_Kind, int], dict[int, int]]
 """For each kind of unit and each of its windows: bytes of each option minus those of the reference option."""
-Play = Callable[[Choice], Candidate]
-"""Simulates a choice and returns it with its cost."""
-
-
-@dataclass(frozen=True, slots=True)
-class Stage:
-    """One row of the table as the program sees it; per option: bytes kept, seconds, and peak bytes of its windows."""
-
-    kept_bytes: NDArray[np.int64]
-    recompute_s: NDArray[np.float64]
-    own_bytes: NDArray[np.int64]
 
 
 class Chain:
     """Solves the chain of one table for any number of budgets.
 
     Args:
-        table: the rows and their options.
-        windows: the windows of the step.
-        play: simulates a choice, and returns its cost with the peaks of these windows.
+        costs: of choices of the table.
         most_probes: the most simulations to measure working sets with; options in between are interpolated until a
             simulated plan contains them.
         working: working sets measured by chains over other tables of the same profile; this chain adds to them.
 
     Attributes:
+        costs: of choices of the table.
         order: the rows in forward order.
 
     Complexity: (options per unit / identical units) simulations once; then, for each budget, up to eight rounds of one
         program and one simulation.
     """
 
-    def __init__(
-        self,
-        table: OptionTable,
-        windows: Sequence[Window],
-        play: Play,
-        *,
-        most_probes: int,
-        working: WorkingSets | None = None,
-    ) -> None:
-        self._table = table
-        self._play = play
+    def __init__(self, costs: KnownCosts, *, most_probes: int, working: WorkingSets | None = None) -> None:
+        self.costs = costs
+        self._table, windows = costs.table, costs.windows
         self._most_probes = most_probes
-        self.order = sorted(range(len(table.rows)), key=lambda row: table.rows[row].calls[0])
+        self.order = sorted(range(len(self._table.rows)), key=lambda row: self._table.rows[row].calls[0])
         self._places = self._assign(windows)
-        units = [table.rows[row] for row in self.order]
+        units = [self._table.rows[row] for row in self.order]
         self._others = calls_besides(
-            table.profile, windows, [u.calls for u in units], [position for position, _ in self._places]
+            self._table.profile, windows, [u.calls for u in units], [position for position, _ in self._places]
         )
         self._base = np.zeros(len(windows), dtype=np.int64)
         # Bytes withheld from the model in each window, because a plan that it thought would fit did not.
@@ -97,7 +76,7 @@ class Chain:
         self._known_kinds = {kind for kind, _ in self._working}
         # The leanest options, with outputs kept where possible: a dropped output adds work to the next unit.
         self._reference = tuple(
-            row.outputs.index(Action.KEEP) if Action.KEEP in row.outputs else 0 for row in table.rows
+            row.outputs.index(Action.KEEP) if Action.KEEP in row.outputs else 0 for row in self._table.rows
         )
         # The probe with the lowest peak, for the model to fall back on.
         self._leanest: Candidate | None = None
@@ -117,7 +96,7 @@ class Chain:
 
     def _measure(self) -> None:
         for choice in self._probes():
-            candidate = self._play(choice)
+            candidate = self.costs.candidate(choice)
             if self._leanest is None or candidate.peak_bytes < self._leanest.peak_bytes:
                 self._leanest = candidate
             peaks = candidate.cost.window_peaks
@@ -234,7 +213,7 @@ class Chain:
             if choice is None or choice in tried:
                 return
             tried.add(choice)
-            candidate = self._play(choice)
+            candidate = self.costs.candidate(choice)
             yield candidate
             self.correct(candidate)
             excess_bytes = candidate.peak_bytes - budget_bytes
@@ -243,15 +222,19 @@ class Chain:
         """Return, for each position and option, the peak over some windows minus what earlier units keep."""
         own = [np.full(len(self._table.rows[row].options), -_NO_LIMIT) for row in self.order]
         for window in windows:
-            position, number = self._places[window]
+            position = self._places[window][0]
             if position >= 0:
-                bytes_of = _filled_in(self._working_of(self.order[position], number), len(own[position]))
-                own[position] = np.maximum(own[position], self._floor(window) + bytes_of)
+                own[position] = np.maximum(own[position], self._own_in(window))
         return own
 
-    def _floor(self, window: int) -> int:
-        """Return what the model adds to the working set of any option in a window, and to the bytes kept before it."""
-        return int(self._base[window] + self._refused[window])
+    def _own_in(self, window: int) -> NDArray[np.int64]:
+        """Return each option's peak in a window of its unit, minus the bytes kept before; on a line between those measured."""
+        position, number = self._places[window]
+        row = self.order[position]
+        known = sorted(self._working_of(row, number).items())
+        columns, nbytes = zip(*known, strict=True)
+        working = np.interp(np.arange(len(self._table.rows[row].options)), columns, nbytes)
+        return np.asarray(np.rint(working), dtype=np.int64) + int(self._base[window] + self._refused[window])
 
     def _stages(self, windows: Iterable[int]) -> list[Stage]:
         """Return the stages of the program, constrained by some windows only."""
@@ -274,8 +257,7 @@ class Chain:
         if self._others is None:
             chosen = cheapest(self._stages(range(len(self._places))), budget_bytes)
         else:
-            units = [MixUnit(stage.kept_bytes, stage.recompute_s) for stage in self._stages(())]
-            chosen = cheapest_mix(units, self._limits(), budget_bytes)
+            chosen = cheapest_mix(self._stages(()), self._limits(), budget_bytes)
         return None if chosen is None else self._choice_of(chosen)
 
     def _limits(self) -> Limits:
@@ -284,12 +266,7 @@ class Chain:
         used = [window for window, (position, _) in enumerate(self._places) if position >= 0]
         positions = np.array([self._places[window][0] for window in used], dtype=np.int64)
         counts = self._others[used] + (np.arange(len(self.order)) < positions[:, None])
-        own = []
-        for window in used:
-            position, number = self._places[window]
-            num_options = len(self._table.rows[self.order[position]].options)
-            own.append(_filled_in(self._working_of(self.order[position], number), num_options) + self._floor(window))
-        return Limits(positions, counts, own)
+        return Limits(positions, counts, [self._own_in(window) for window in used])
 
     def _choice_of(self, chosen: Sequence[int]) -> Choice:
         """Reorder chosen options from chain positions to table rows."""
@@ -328,13 +305,6 @@ def cheapest(stages: Sequence[Stage], budget_bytes: int, *, num_cells: int = _NU
         chosen.append(int(options[state]))
         state = int(parents[state])
     return chosen[::-1]
-
-
-def _filled_in(known: Mapping[int, int], num_options: int) -> NDArray[np.int64]:
-    """Return the bytes of all options, interpolating between those measured."""
-    choice = sorted(known)
-    filled = np.interp(np.arange(num_options), choice, [known[column] for column in choice])
-    return np.asarray(np.rint(filled), dtype=np.int64)
 
 
 def _most_kept(stages: Sequence[Stage], budget_bytes: int) -> list[int]:

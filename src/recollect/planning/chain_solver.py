@@ -3,16 +3,25 @@
 For each number of dropped outputs, try a few choices of which (`planning/output_choices.py`). Chains share
 measurements, so one simulation and one run of the chain's program (`planning/chain.py`) estimate a choice; only the
 best get candidates. The number doubles from 1, then is refined around the best.
+
+The convex hull of a unit leaves gaps in the budget between its options, which more of them fill (`unit_options`). Vary each
+hull option by one value, kept instead of dropped or dropped instead of kept; and by one module, whose values are all kept so
+that the tape need not watch it. Keep the options that no other dominates in kept bytes, recompute seconds, and workspace (bytes
+of recomputed values, which the unit needs in backward).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import cache, cached_property, partial
 
 from recollect.planning.chain import Chain, WorkingSets
-from recollect.planning.lean_search import LeanSearch
-from recollect.planning.option_table import Candidate, KnownCosts, OptionsOf, OptionTable, with_options
+from recollect.planning.hull import Evaluator, Option, Stored, unit_hull
+from recollect.planning.lean_search import leanest
+from recollect.planning.option_table import Candidate, KnownCosts, OptionsOf, OptionTable, with_options, working_bytes
 from recollect.planning.output_choices import (
     first_outputs,
     folded_outputs,
@@ -21,12 +30,13 @@ from recollect.planning.output_choices import (
     single_outputs,
 )
 from recollect.planning.priced_search import PricedSearch
-from recollect.planning.unit_options import unit_options, working_bytes
 from recollect.plans.action import Action
+from recollect.plans.value_names import module_of
+from recollect.profile.graph import UnitGraph
 from recollect.profile.profile import Profile
 from recollect.simulation.peak_sums import PeakSums
 from recollect.simulation.program import Program
-from recollect.simulation.windows import most_alive, windows
+from recollect.simulation.windows import windows
 
 # The most events to play for measuring working sets: about 0.1 s.
 _PROBED_EVENTS = 320_000
@@ -43,20 +53,23 @@ _LONGEST_SEGMENTS = (2, 3)
 # Choices of dropped outputs to make candidates for.
 _MOST_FULL_RUNS = 3
 
+# Ops of the units that all variations go through: a second or two.
+_OPS_OF_ALL_VARIATIONS = 600_000
+_FEWEST_VARIATIONS = 128
+# Vary each hull option by at least so many values, before varying more of them.
+_FEWEST_VALUES = 32
+
 Dropped = frozenset[str] | None
 """Paths of units whose output is dropped, apart from single units, which choose for themselves. None: no unit drops its
 output, so that a unit that keeps everything stays off the tape."""
 
-Score = tuple[int, float]
-"""Bytes over the budget, then recompute seconds; lower is better."""
-
 
 class ChainSolver:
-    """Solves for one profile with chains, remembering the cost of every candidate.
+    """Finds candidates for any number of budgets, with chains; deterministic, with no wall-clock limit.
 
     Args:
         profile: a recorded step with its events.
-        program: see `Solver`.
+        program: the program of the profile and its windows, to reuse.
         like: a solver of the same profile to share options and simulated units with; its results do not change.
         lean: a candidate that the solver knows from the start, and whose options it has, too.
     """
@@ -71,7 +84,6 @@ class ChainSolver:
     ) -> None:
         self.profile = profile
         self._peak_sums: PeakSums = like._peak_sums if like else PeakSums(program or Program(profile, windows(profile)))
-        self._windows = self._peak_sums.windows
         num_events = profile.log.num_events or 1
         self._most_probes = max(_FEWEST_PROBES, _PROBED_EVENTS // num_events)
         # Hulls and options are the same for every chain.
@@ -89,48 +101,40 @@ class ChainSolver:
         self._most_dropped = most_folded(profile)
         self._working: WorkingSets = {}
         self._has_tape_s = any(graph.tape_s for graph in profile.graphs)
-        self._chains: dict[Dropped, tuple[KnownCosts, Chain]] = {}
-        self._priced = PricedSearch(profile, self._windows, self._peak_sums, self._options_of)
-
-    @cached_property
-    def _num_alive(self) -> dict[str, int]:
-        """How many calls of each unit keep their output at once."""
-        return most_alive(self.profile, self._windows)
+        self._chains: dict[Dropped, Chain] = {}
+        self._priced = PricedSearch(self._peak_sums, self._options_of)
 
     @cached_property
     def _working_bytes(self) -> list[int]:
         """Workspace for recomputing each layer."""
-        leanest = {call.graph: 0 for call in self.profile.calls}
-        for number in {call.graph for call in self.profile.calls if call.repeated}:
-            graph = self.profile.graphs[number]
-            leanest[number] = working_bytes(graph, self._options_of(graph, output=Action.RECOMPUTE)[0])
-        return [leanest[call.graph] for call in self.profile.calls]
+        return working_bytes(self.profile, self._options_of)
 
     @cached_property
-    def _leanest(self) -> Candidate:
-        return LeanSearch(self.profile, self._windows, self._peak_sums).found()
+    def leanest(self) -> Candidate:
+        """The candidate with the lowest peak found, independent of earlier calls and of the times of ops."""
+        return leanest(self._peak_sums)
 
     @cached_property
     def _near_least(self) -> ChainSolver:
         """A solver whose options include those of the leanest candidate."""
-        return ChainSolver(self.profile, like=self, lean=self._leanest)
+        return ChainSolver(self.profile, like=self, lean=self.leanest)
 
-    def leanest(self) -> Candidate:
-        """Return the candidate with the lowest peak; see `Solver`."""
-        return self._leanest
-
-    def measured(self) -> tuple[OptionTable, Chain]:
-        """Return the options of units that keep their outputs, and what was measured of them."""
-        costs, chain = self._chain(frozenset())
-        return costs.table, chain
+    def measured(self) -> Chain:
+        """Return what was measured of the options of units that keep their outputs."""
+        return self._chain(frozenset())
 
     def best(self, budget_bytes: int, enough_s: float) -> Candidate | None:
-        """Return the fastest candidate found within the budget, or None; see `Solver`."""
+        """Return the fastest candidate found within the budget, or None; never None if `leanest` is within the budget.
+
+        Args:
+            budget_bytes: limit on the peak of the whole step.
+            enough_s: recompute seconds that are good enough to end the search.
+        """
         found = self._searched(budget_bytes, enough_s)
-        if found is not None or budget_bytes < self._leanest.peak_bytes:
+        if found is not None or budget_bytes < self.leanest.peak_bytes:
             return found
         # Having seen plans as lean as can be, the chains find faster ones.
-        self._near_least._searched(self._leanest.peak_bytes, 0.0)
+        self._near_least._searched(self.leanest.peak_bytes, 0.0)
         return self._near_least._searched(budget_bytes, enough_s)
 
     def _searched(self, budget_bytes: int, enough_s: float) -> Candidate | None:
@@ -153,9 +157,7 @@ class ChainSolver:
             self._priced.run(best, budget_bytes)
         priced = [candidate for candidate in self._priced.known() if candidate.peak_bytes <= budget_bytes]
         found = min(priced, key=_by_time, default=None)
-        if best is None or (found is not None and found.recompute_s < best.recompute_s):
-            return found
-        return best
+        return found if best is None or (found is not None and found.recompute_s < best.recompute_s) else best
 
     def _promising(self, budget_bytes: int) -> list[frozenset[str]]:
         """Return choices of outputs to drop, the most promising first."""
@@ -177,22 +179,22 @@ class ChainSolver:
     ) -> None:
         """Estimate choices of `number` outputs: seconds by the chain's model, then the lowest known peak."""
         choices = {
-            folded_outputs(self.profile, self._working_bytes, num_dropped=number, num_alive=self._num_alive),
+            folded_outputs(self.profile, self._working_bytes, num_dropped=number, num_alive=self._peak_sums.most_alive),
         }
         choices |= {first_outputs(self.profile, longest=longest, num_dropped=number) for longest in _LONGEST_SEGMENTS}
         for dropped in sorted(choices - estimates.keys(), key=sorted):
-            costs, chain = self._chain(dropped)
-            least_bytes = min(candidate.peak_bytes for candidate in costs.known())
+            chain = self._chain(dropped)
+            least_bytes = min(candidate.peak_bytes for candidate in chain.costs.known())
             estimates[dropped] = chain.estimate_s(budget_bytes), least_bytes
 
-    def _run(self, dropped: Dropped, budget_bytes: int) -> Score:
-        """Make the candidates of one chain for a budget, and return the best score."""
-        costs, chain = self._chain(dropped)
+    def _run(self, dropped: Dropped, budget_bytes: int) -> tuple[int, float]:
+        """Make the candidates of one chain for a budget, and return the best bytes over it, and then recompute seconds."""
+        chain = self._chain(dropped)
         for _ in chain.best(budget_bytes):
             pass
-        return min((candidate.excess_bytes(budget_bytes), candidate.recompute_s) for candidate in costs.known())
+        return min((max(0, found.peak_bytes - budget_bytes), found.recompute_s) for found in chain.costs.known())
 
-    def _chain(self, dropped: Dropped) -> tuple[KnownCosts, Chain]:
+    def _chain(self, dropped: Dropped) -> Chain:
         if dropped not in self._chains:
             table = OptionTable(
                 self.profile,
@@ -201,30 +203,120 @@ class ChainSolver:
                 free_outputs=frozenset() if dropped is None else single_outputs(self.profile),
             )
             costs = KnownCosts(self._peak_sums, table)
-            chain = Chain(table, self._windows, costs.candidate, most_probes=self._most_probes, working=self._working)
+            chain = Chain(costs, most_probes=self._most_probes, working=self._working)
             if self._lean is not None and self._lean.table.drops_outputs == dropped:
                 chain.correct(costs.candidate(table.choice_of(self._lean.options)))
-            self._chains[dropped] = costs, chain
+            self._chains[dropped] = chain
         return self._chains[dropped]
 
     def _best_known(self, budget_bytes: int) -> Candidate | None:
         """Return the fastest candidate of all chains within the budget."""
-
-        def rank(found: tuple[Dropped, Candidate]) -> tuple[object, ...]:
-            dropped, candidate = found
-            order = candidate.recompute_s, candidate.peak_bytes
-            return (*order, dropped is not None, sorted(dropped or ()), candidate.choice)
-
-        fitting = ((dropped, found) for dropped, found in self._known() if found.peak_bytes <= budget_bytes)
-        best = min(fitting, key=rank, default=None)
-        return None if best is None else best[1]
-
-    def _known(self) -> Iterator[tuple[Dropped, Candidate]]:
-        for dropped, (costs, _) in self._chains.items():
-            for candidate in costs.known():
-                yield dropped, candidate
+        known = (found for chain in self._chains.values() for found in chain.costs.known())
+        return min((found for found in known if found.peak_bytes <= budget_bytes), key=_by_time, default=None)
 
 
 def _by_time(candidate: Candidate) -> tuple[object, ...]:
-    dropped = sorted(candidate.table.drops_outputs)
-    return candidate.recompute_s, candidate.peak_bytes, dropped, candidate.choice
+    table = candidate.table
+    order = candidate.recompute_s, candidate.peak_bytes
+    return (*order, table.may_drop_outputs, sorted(table.drops_outputs), candidate.choice)
+
+
+def unit_options(graph: UnitGraph, *, output: Action = Action.KEEP, most_options: int = 64) -> tuple[Option, ...]:
+    """Return options for one unit, including its hull, from the leanest to the fattest.
+
+    Args:
+        graph: the unit.
+        output: "keep" if the unit's output stays in memory anyway.
+        most_options: the most to return, unless the hull alone has more.
+
+    Complexity: one pass over the unit for each hull option and value; in units of more than a few hundred ops, for some
+        hull options and the largest values only.
+    """
+    hull = unit_hull(graph, output=output)
+    # The hull without overhead of the tape adds corners: small savings that the overhead per module hides.
+    free = hull if not graph.module_tape_s else unit_hull(replace(graph, tape_s=0.0, module_tape_s=()), output=output)
+    corners = [*hull, *(option for option in free if option not in hull)]
+    produced = frozenset(i for i, value in enumerate(graph.values) if value.producer is not None)
+    useful = {v for option in corners for v in option.stored.values} | {i for i in produced if graph.values[i].saved}
+    most_variations = max(_FEWEST_VARIATIONS, _OPS_OF_ALL_VARIATIONS // max(1, len(graph.ops)))
+    varied = _spread(corners, most_variations // _FEWEST_VALUES)
+    by_size = sorted(useful & produced, key=lambda v: (-graph.values[v].nbytes, v))
+    values = sorted(by_size[: most_variations // len(varied)])
+    can_be_parts = {part.value for part in graph.parts}
+    parts = [value for value in values if value in can_be_parts]
+    variations = itertools.chain(
+        (option.stored for option in corners),
+        (
+            stored
+            for option in varied
+            for stored in (*map(option.stored.toggled, values), *map(option.stored.toggled_part, parts))
+        ),
+        itertools.islice((stored for option in varied for stored in _without_modules(graph, option)), most_variations),
+    )
+    rest = _undominated(graph, _evaluated(graph, variations, hull, output))
+    return _thinned(rest, frozenset(option.stored for option in hull), most_options)
+
+
+def _spread(options: Sequence[Option], most: int) -> Sequence[Option]:
+    """Return at most so many of the options, evenly spread."""
+    return options if len(options) <= most else [options[len(options) * i // most] for i in range(most)]
+
+
+def _without_modules(graph: UnitGraph, option: Option) -> Iterator[Stored]:
+    """Yield the stored values if one of the recomputing modules keeps its values instead."""
+    computed: dict[str, set[int]] = {}
+    for op in sorted(option.recompute_ops):
+        computed.setdefault(module_of(graph.ops[op].name), set()).update(graph.ops[op].outputs)
+    yield from map(option.stored.with_whole, computed.values())
+
+
+def _evaluated(
+    graph: UnitGraph, variations: Iterable[Stored], hull: tuple[Option, ...], output: Action
+) -> list[Option]:
+    """Return the options of the hull and those that store these values, without duplicates."""
+    seen = {option.stored: option for option in hull}
+    evaluator = Evaluator(graph, output=output)
+    lost = {i for i, value in enumerate(graph.values) if value.mutated_later and not value.saved}
+    for stored in variations:
+        option = evaluator.option(*stored)
+        if lost.isdisjoint(option.stored.whole):
+            seen.setdefault(option.stored, option)
+    return list(seen.values())
+
+
+def _undominated(graph: UnitGraph, options: Iterable[Option]) -> list[Option]:
+    """Return the options that no other dominates, in order of bytes."""
+    made_bytes = [sum(graph.values[v].nbytes for v in op.outputs) for op in graph.ops]
+    measured = [
+        (
+            option.kept_bytes,
+            option.recompute_s,
+            sum(map(made_bytes.__getitem__, option.recompute_ops))
+            + sum(graph.values[value].nbytes for value in option.stored.parts),
+            option,
+        )
+        for option in options
+    ]
+    measured.sort(key=lambda m: m[:3])
+    # Of those so far, in order of seconds: each one with fewer working bytes than all that are faster.
+    seconds: list[float] = []
+    working: list[int] = []
+    kept: list[Option] = []
+    for _, recompute_s, own_bytes, option in measured:
+        after = bisect_right(seconds, recompute_s)
+        if after and working[after - 1] <= own_bytes:
+            continue
+        kept.append(option)
+        end = after
+        while end < len(seconds) and working[end] >= own_bytes:
+            end += 1
+        seconds[after:end], working[after:end] = [recompute_s], [own_bytes]
+    return kept
+
+
+def _thinned(options: list[Option], hull: frozenset[Stored], most_options: int) -> tuple[Option, ...]:
+    """Return at most `most_options` options, evenly spread; those of the hull always stay."""
+    others = [option for option in options if option.stored not in hull]
+    room = max(0, most_options - (len(options) - len(others)))
+    chosen = {option.stored for option in _spread(others, room)} | hull
+    return tuple(option for option in options if option.stored in chosen)

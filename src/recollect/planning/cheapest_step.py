@@ -41,7 +41,6 @@ from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 from recollect.planning.checkpoint_times import CheckpointTimes
 from recollect.plans.value_names import module_of
 from recollect.profile.profile import Profile
-from recollect.simulation.program import rounded_bytes
 
 # So that a capacity and the flow against it are below 2**31 together.
 _MOST: Final = 2**30 - 1
@@ -102,7 +101,7 @@ class CheapestStep:
     def __init__(self, profile: Profile, times: CheckpointTimes) -> None:
         self._times = times
         graphs = [profile.graph_of(call) for call in profile.calls]
-        self._nbytes = np.array([rounded_bytes(profile, v.nbytes) for g in graphs for v in g.values], dtype=np.int64)
+        self._nbytes = np.array([profile.block_bytes(v.nbytes) for g in graphs for v in g.values], dtype=np.int64)
         self._op_s = np.array(
             [c.num_runs * op.time_s for c in profile.calls for op in profile.graph_of(c).ops], dtype=float
         )
@@ -120,7 +119,7 @@ class CheapestStep:
         for call, graph, first_value in zip(profile.calls, graphs, times.first_value, strict=False):
             for part in graph.parts:
                 column = first_value + part.value
-                self._part_bytes[column] = min(self._nbytes[column], rounded_bytes(profile, part.nbytes))
+                self._part_bytes[column] = min(self._nbytes[column], profile.block_bytes(part.nbytes))
                 self._gather_s[column] = call.num_runs * part.gather_s
         self._readers, self._read = times.reads[:, 0], times.reads[:, 1]
         self._writers, self._written = times.writes[:, 0], times.writes[:, 1]
@@ -161,8 +160,10 @@ class CheapestStep:
         is_part = np.zeros(num_values, dtype=bool)
         for number, members in enumerate(np.split(priced, first[1:]) if num_classes else ()):
             price = prices[members] @ times.can_cost[members]
-            cost_s = self._costs_s(price, int(stages[number]))
+            # What each value costs in memory.
+            cost_s = price * self._part_bytes
             if stages[number] == 0:
+                cost_s = np.minimum(price * self._nbytes, cost_s + self._gather_s)
                 is_part = price * (self._nbytes - self._part_bytes) > self._gather_s
             # No value is computed twice: what backward has asked for stays from then on, if it is needed.
             maker = np.where(times.first_use <= stages[number], -1, self._maker)
@@ -183,14 +184,6 @@ class CheapestStep:
         highest = np.array([0, *stages[1:], _NEVER])[num_run] if num_classes else lowest
         runs_until = np.clip(self._first_need, lowest, highest)
         return StepCut(float(fixed_s + cut_s), self._choice(runs_until, is_part))
-
-    def _costs_s(self, price: NDArray[np.float64], stage: int) -> NDArray[np.float64]:
-        """Return what each value costs in memory in one class, from the price of its bytes."""
-        part_s = price * self._part_bytes
-        found: NDArray[np.float64] = part_s
-        if stage == 0:
-            found = np.minimum(price * self._nbytes, part_s + self._gather_s)
-        return found
 
     def _add_values(
         self,

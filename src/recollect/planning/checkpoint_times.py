@@ -22,7 +22,6 @@ from numpy.typing import NDArray
 
 from recollect.profile.events import ALLOC, BACKWARD, DIES, FREE, OP, OPTIMIZER, PHASE, RELEASE, SAVE, USE, WORK
 from recollect.profile.profile import Profile
-from recollect.simulation.program import rounded_bytes
 from recollect.simulation.windows import windows
 
 
@@ -74,7 +73,6 @@ def checkpoint_times(profile: Profile, events: Iterable[int] | None = None) -> C
         ([1], [576])
     """
     scan = _Scan(profile)
-    scan.walk()
     fixed_bytes, phases, stages = (np.array(a, dtype=np.int64) for a in (scan.fixed_bytes, scan.phases, scan.stages))
     if events is None:
         events = _candidates(profile, fixed_bytes, np.array(scan.demanded_bytes, dtype=np.int64), phases)
@@ -98,9 +96,7 @@ def checkpoint_times(profile: Profile, events: Iterable[int] | None = None) -> C
 
 def fixed_bytes(profile: Profile) -> NDArray[np.int64]:
     """Return what every plan has alive after each event of a step, as `checkpoint_times` counts it."""
-    scan = _Scan(profile)
-    scan.walk()
-    return np.array(scan.fixed_bytes, dtype=np.int64)
+    return np.array(_Scan(profile).fixed_bytes, dtype=np.int64)
 
 
 def _at(chosen: NDArray[np.int64], changes: Iterable[tuple[int, int, int]], num_values: int) -> NDArray[np.bool_]:
@@ -152,7 +148,7 @@ class _Scan:
         graphs = [profile.graph_of(call) for call in profile.calls]
         self.first_value = (0, *itertools.accumulate(len(graph.values) for graph in graphs))
         self.first_op = (0, *itertools.accumulate(len(graph.ops) for graph in graphs))
-        sizes = [[rounded_bytes(profile, value.nbytes) for value in graph.values] for graph in profile.graphs]
+        sizes = [[profile.block_bytes(value.nbytes) for value in graph.values] for graph in profile.graphs]
         self._nbytes = [nbytes for call in profile.calls for nbytes in sizes[call.graph]]
         self._origins = [{value: self.first_value[c] + v for value, c, v in call.origins} for call in profile.calls]
         self._outside = [dict(call.outside) for call in profile.calls]
@@ -184,9 +180,6 @@ class _Scan:
         self.writes: list[tuple[int, int]] = []
         self._num_uses = 0
         self.first_use = [1 + self._uses_left.total()] * len(self._nbytes)
-
-    def walk(self) -> None:
-        """Count every event."""
         handlers: dict[int, Callable[..., object]] = {
             ALLOC: self._alloc, FREE: self._free, OP: self._op, DIES: self._dies, SAVE: self._save, USE: self._use,
             RELEASE: self._release, PHASE: self._begin_phase,
@@ -225,7 +218,7 @@ class _Scan:
             self._demanded_bytes += self._nbytes[value] if before == 0 else -self._nbytes[value]
 
     def _alloc(self, storage: int, nbytes: int) -> None:
-        self._storages[storage] = rounded_bytes(self._profile, nbytes)
+        self._storages[storage] = self._profile.block_bytes(nbytes)
         self._holders[storage] = 1
         self._alive_bytes += self._storages[storage]
 

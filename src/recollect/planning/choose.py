@@ -1,10 +1,11 @@
 """Make the plan for a budget: search, check and fall back.
 
-1. All solvers (`SOLVERS`) search for the candidate with the least recompute whose peak is within the budget.
+1. The solver (`planning/chain_solver.py`) searches for the candidate with the least recompute whose peak is within the budget.
 2. The bound (`planning/bound.py`) says how much faster any plan could be, and so when to stop.
 3. The simulator has the last word: no plan over its budget is returned.
-4. If no solver finds a plan, try full recompute of the layers; if that does not fit either, the error names the lowest
-   peak that is known. It depends on bytes alone, and a budget of so much has a plan.
+4. If it finds no plan, try full recompute of the layers; if that does not fit either, the error names the lowest peak that is
+   known, which depends on bytes alone, so that a budget of so much has a plan. It advises what to change, judging by what takes
+   the memory at that peak.
 """
 
 from __future__ import annotations
@@ -15,17 +16,17 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import Protocol
 
 from recollect.arguments import check_kind
+from recollect.byte_format import format_bytes
 from recollect.errors import BudgetTooSmallError, ProfileFormatError
-from recollect.planning.advice import advice
 from recollect.planning.bound import LowerBound, check_bound, is_all_on_tape
 from recollect.planning.chain_solver import ChainSolver
 from recollect.planning.classic import classic_plan
 from recollect.planning.option_table import Candidate, OptionTable
 from recollect.plans.plan import Plan
-from recollect.profile.profile import Profile
+from recollect.profile.events import ALLOC, FREE, OPTIMIZER, PHASE
+from recollect.profile.profile import Profile, kind_text
 from recollect.quantities import parse_budget
 from recollect.simulation.decisions import CallActions, decide
 from recollect.simulation.peak_sums import checked
@@ -37,31 +38,11 @@ from recollect.simulation.windows import windows
 _SMALL_GAP = 0.01
 _SMALL_GAP_OF_STEP = 0.001
 
+HOST_ADVICE = 'Or let part of what backward needs go to host memory (host_budget="64GiB", or as much as there is).'
+"""For whoever plans without it."""
 
-class Solver(Protocol):
-    """Finds candidates for any number of budgets; deterministic, with no wall-clock limit.
-
-    Args:
-        profile: a recorded step with its events.
-        program: the program of the profile and its windows, to reuse.
-    """
-
-    def __init__(self, profile: Profile, *, program: Program | None = None) -> None: ...
-
-    def best(self, budget_bytes: int, enough_s: float) -> Candidate | None:
-        """Return the fastest candidate found within the budget, or None; never None if `leanest` is within the budget.
-
-        Args:
-            budget_bytes: limit on the peak of the whole step.
-            enough_s: recompute seconds that are good enough to end the search.
-        """
-
-    def leanest(self) -> Candidate:
-        """Return the candidate with the lowest peak found, independent of earlier calls and of the times of ops."""
-
-
-SOLVERS: tuple[type[Solver], ...] = (ChainSolver,)
-"""The solvers, in the order the planner calls them; the best answer wins."""
+# A chunked loss pays only if the logits are at least this fraction of the bytes that grow with the batch.
+_LARGE_PART = 0.1
 
 
 @contextmanager
@@ -123,14 +104,14 @@ class Planner:
         self._make_bound = make_bound or partial(LowerBound, profile)
 
     @cached_property
-    def _solvers(self) -> list[Solver]:
+    def _solvers(self) -> list[ChainSolver]:
         if not self.profile.calls:
             return []
-        found = [solver(self.profile, program=self._program) for solver in SOLVERS]
+        found = [ChainSolver(self.profile, program=self._program)]
         if any(graph.parts for graph in self.profile.graphs):
             # A search with more to choose from may find less.
             graphs = tuple(replace(graph, parts=()) for graph in self.profile.graphs)
-            found += [solver(replace(self.profile, graphs=graphs)) for solver in SOLVERS]
+            found.append(ChainSolver(replace(self.profile, graphs=graphs)))
         return found
 
     @cached_property
@@ -166,7 +147,7 @@ class Planner:
         # Where the bound rules out any plan, there is no need to look for one.
         best = None if math.isinf(bound_s) else self._best(budget_bytes, enough_s)
         if best is not None:
-            return self._finished(best, budget_bytes, bound_s)
+            return self._predicted(best.table.plan(best.choice), self._simulated(best), budget_bytes, bound_s)
         full = classic_plan(self.profile, "full")
         if full.predicted_peak_bytes is not None and full.predicted_peak_bytes <= budget_bytes:
             simulation = self._simulate(decide(self.profile, full))
@@ -186,7 +167,7 @@ class Planner:
 
     def _too_small(self, budget_bytes: int, full: Plan) -> BudgetTooSmallError:
         known = [self._plain, self._simulate(decide(self.profile, full))]
-        known += [self._simulated(solver.leanest()) for solver in self._solvers]
+        known += [self._simulated(solver.leanest) for solver in self._solvers]
         least = min(known, key=lambda simulation: simulation.peak_bytes)
         return BudgetTooSmallError(
             budget_bytes=budget_bytes,
@@ -194,10 +175,7 @@ class Planner:
             unit=least.peak_call,
             plain_peak_bytes=self._plain.peak_bytes,
             advice=advice(
-                self.profile,
-                budget_bytes=budget_bytes,
-                least_peak_bytes=least.peak_bytes,
-                peak_call=least.peak_call,
+                self.profile, budget_bytes=budget_bytes, least_peak_bytes=least.peak_bytes, peak_call=least.peak_call
             ),
         )
 
@@ -214,14 +192,84 @@ class Planner:
     def _simulate(self, decisions: Sequence[CallActions]) -> Simulation:
         return simulate(self.profile, decisions, program=self._program)
 
-    def _finished(self, candidate: Candidate, budget_bytes: int, bound_s: float) -> Plan:
-        """Return the plan of a candidate, with predictions and bound."""
-        chosen = candidate.table.plan(candidate.choice)
-        return self._predicted(chosen, self._simulated(candidate), budget_bytes, bound_s)
-
     def _predicted(self, chosen: Plan, simulation: Simulation, budget_bytes: int, bound_s: float) -> Plan:
         made = simulated_plan(self.profile, replace(chosen, budget_bytes=budget_bytes), simulation)
         if not is_all_on_tape(chosen) or not math.isfinite(bound_s) or self.profile.step_s <= 0:
             return made
         check_bound(bound_s, simulation.recompute_s, budget_bytes)
         return replace(made, bound_slowdown=bound_s / self.profile.step_s)
+
+
+def advice(
+    profile: Profile, *, budget_bytes: int, least_peak_bytes: int, peak_call: str, is_smallest: bool = False
+) -> tuple[str, ...]:
+    """Return suggestions that would make the budget feasible, the most promising first.
+
+    Args:
+        profile: the recorded step.
+        budget_bytes: the budget that no plan fits.
+        least_peak_bytes: the lowest peak of any plan found.
+        peak_call: what runs at that peak, a unit or something else, as in `Simulation`.
+        is_smallest: there is no smaller batch to advise.
+
+    Example:
+        >>> from recollect.profile.events import StepLog
+        >>> profile = Profile((), (), StepLog(), 1.0, persistent={"parameters": 600, "optimizer_state": 1200})
+        >>> print(*advice(profile, budget_bytes=1500, least_peak_bytes=2000, peak_call="head"))
+        What lives through the whole step takes 1.8 KiB by itself (parameters 600 B, optimizer state 1.2 KiB), which no \
+recompute changes: shard it (FSDP), use an optimizer with less state, or bf16 parameters.
+    """
+    fixed = {kind: nbytes for kind, nbytes in profile.persistent.items() if nbytes}
+    made_bytes = lasting_bytes(profile)
+    if made_bytes:
+        fixed["gradients"] = fixed.get("gradients", 0) + made_bytes
+    fixed_bytes = sum(fixed.values())
+    if fixed_bytes >= budget_bytes:
+        parts = ", ".join(f"{kind_text(kind)} {format_bytes(nbytes)}" for kind, nbytes in fixed.items())
+        return (
+            f"What lives through the whole step takes {format_bytes(fixed_bytes)} by itself ({parts}), which no recompute "
+            "changes: shard it (FSDP), use an optimizer with less state, or bf16 parameters.",
+        )
+    if peak_call == "the optimizer step":
+        return (
+            "The peak is the workspace of the optimizer's step, which no recompute changes: make the optimizer with "
+            "foreach=False (one parameter at a time) or fused=True, or use one with less state.",
+        )
+    found = []
+    logits_bytes = _logits_bytes(profile, peak_call)
+    if logits_bytes >= _LARGE_PART * (least_peak_bytes - fixed_bytes):
+        found.append(
+            f"The peak is in the loss and the head, whose output alone takes {format_bytes(logits_bytes)}: compute the loss "
+            'in chunks (recollect.fit(..., loss_chunks="auto")).'
+        )
+    if not is_smallest:
+        fraction = (budget_bytes - fixed_bytes) / (least_peak_bytes - fixed_bytes)
+        # The rest scales with the batch; rounded down, to be safe.
+        found.append(
+            f"Use a smaller micro-batch, with gradient accumulation: about {int(100 * fraction)} % of the recorded one "
+            f"({profile.batch or 'size unknown'}) fits."
+        )
+    return (*found, HOST_ADVICE)
+
+
+def lasting_bytes(profile: Profile) -> int:
+    """Return the bytes of the gradients: what forward and backward allocate and leave for the optimizer, at most."""
+    alive: dict[int, int] = {}
+    most_bytes = 0
+    has_optimizer = False
+    for event in profile.log.play({ALLOC: alive.__setitem__, FREE: lambda storage: alive.pop(storage, None)}):
+        if event == (PHASE, OPTIMIZER):
+            has_optimizer = True
+            most_bytes = max(most_bytes, sum(alive.values()))
+    return most_bytes if has_optimizer else sum(alive.values())
+
+
+def _logits_bytes(profile: Profile, peak_call: str) -> int:
+    """Return the output bytes of the last unit if the peak is in it or in the loss, else 0."""
+    if not profile.calls:
+        return 0
+    last = profile.calls[-1]
+    is_there = peak_call == last.path or peak_call not in {call.path for call in profile.calls}
+    if last.repeated or not is_there:
+        return 0
+    return sum(value.nbytes for value in profile.graph_of(last).values if value.is_output)

@@ -1,23 +1,162 @@
-"""Explain a plan layer by layer, and compare it with the plan that the planner makes for the same peak."""
+"""Explain a plan layer by layer, and compare it with the plan that the planner makes for the same peak.
+
+What each layer keeps and recomputes, in bytes, ops and seconds, by name, is read from a playback of the recorded step
+(`simulation/lifetimes.py`), so the layers add up to the plan's predictions.
+"""
 
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from bisect import bisect_left
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from operator import add
 from typing import Any
 
+from recollect.arguments import check_kind
 from recollect.errors import BudgetTooSmallError
 from recollect.planning.planners import planner_for
 from recollect.planning.trips import link_of
 from recollect.plans.paths import compress_paths
 from recollect.plans.plan import Plan
+from recollect.plans.value_names import collective_kind
+from recollect.profile.graph import OpRecord, UnitGraph
 from recollect.profile.profile import Profile
 from recollect.simulation.copy_clock import waits_of
-from recollect.simulation.decisions import decide
-from recollect.simulation.layer_usage import LayerUsage, kept_outside_bytes, layer_usage
-from recollect.simulation.simulate import simulate
+from recollect.simulation.decisions import CallActions, calls_on_tape, decide
+from recollect.simulation.lifetimes import Lifetimes, lifetimes
+from recollect.simulation.playback import GENERATOR, OUTSIDE
+from recollect.simulation.simulate import Simulation
+
+
+@dataclass(frozen=True, slots=True)
+class LayerUsage:
+    """What one run of a unit keeps and recomputes.
+
+    Attributes:
+        path: module path of the unit.
+        kept: name and bytes of each of its values alive when the backward after its forward begins. Its input belongs to
+            the unit before it. Bytes that ops wrote to in place go by the name of the value that autograd saved.
+        generator_bytes: size of the random generator states held to repeat random ops.
+        recomputed: ops that run again, named by their results, in order; an op that runs twice is listed twice.
+        recompute_s: seconds of these ops, plus the tape's overhead in forward.
+        num_runs: the number of equal runs of the step that this one stands for.
+    """
+
+    path: str
+    kept: tuple[tuple[str, int], ...]
+    generator_bytes: int
+    recomputed: tuple[str, ...]
+    recompute_s: float
+    num_runs: int = 1
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes that the unit holds for backward."""
+        return sum(nbytes for _, nbytes in self.kept) + self.generator_bytes
+
+    @property
+    def replayed_collectives(self) -> dict[str, int]:
+        """Number of collectives that run again, by kind ("all_gather_into_tensor"), in each run."""
+        return dict(Counter(kind for name in self.recomputed if (kind := collective_kind(name))))
+
+    @property
+    def recomputed_ops(self) -> int:
+        """Number of ops that run again."""
+        return len(self.recomputed)
+
+
+def layer_usage(profile: Profile, plan: Plan) -> tuple[LayerUsage, ...]:
+    """Return what each unit of a step keeps and recomputes under a plan.
+
+    Args:
+        profile: the recorded step.
+        plan: a plan for this model.
+
+    Returns:
+        One account for each of `profile.calls`, in order. None covers what runs outside the units (the loss).
+
+    Raises:
+        ArgumentError: an argument is of another kind.
+
+    Complexity: about three simulations.
+
+    Example:
+        >>> from recollect.profile.events import StepLog
+        >>> from recollect.profile.profile import Profile
+        >>> layer_usage(Profile((), (), StepLog(), step_s=0.0), Plan({}))
+        ()
+    """
+    check_kind("layer_usage(profile, plan)", "profile", profile, Profile, "recollect.Profile")
+    check_kind("layer_usage(profile, plan)", "plan", plan, Plan, "recollect.Plan")
+    decisions = decide(profile, plan)
+    return usage_in(profile, decisions, lifetimes(profile, decisions))
+
+
+def usage_in(profile: Profile, decisions: Sequence[CallActions], lives: Lifetimes) -> tuple[LayerUsage, ...]:
+    """Return what each unit keeps and recomputes in a playback under these decisions."""
+    on_tape = calls_on_tape(decisions)
+    kept = _kept(lives)
+    reruns: dict[int, list[OpRecord]] = {}
+    for index, op in lives.reruns:
+        reruns.setdefault(index, []).append(op)
+    accounts = []
+    for index, call in enumerate(profile.calls):
+        graph, again = profile.graph_of(call), reruns.get(index, [])
+        tape_s = graph.watched_s(decisions[index].values.dropped) if index in on_tape else 0.0
+        names = _names(graph)
+        accounts.append(
+            LayerUsage(
+                path=call.path,
+                kept=tuple(
+                    (names[value], nbytes) for value, nbytes in sorted(kept[index].items()) if value >= 0 and nbytes
+                ),
+                generator_bytes=kept[index][GENERATOR],
+                recomputed=tuple(op.name for op in again),
+                # One after the other: `sum` rounds in another way in newer Pythons.
+                recompute_s=reduce(add, (op.time_s for op in again), 0.0) + tape_s,
+                num_runs=call.num_runs,
+            )
+        )
+    return tuple(accounts)
+
+
+def kept_outside_bytes(lives: Lifetimes) -> int:
+    """Return the bytes made outside of all units that are alive where `Simulation.kept_bytes` is counted."""
+    alive = [[storage for storage in lives.storages if storage.is_alive_at(moment)] for moment in lives.backwards]
+    most = max(alive, key=lambda storages: sum(storage.nbytes for storage in storages), default=[])
+    return sum(storage.nbytes for storage in most if storage.owner[0] == OUTSIDE)
+
+
+def _kept(lives: Lifetimes) -> defaultdict[int, Counter[int]]:
+    """Return the bytes of each call's values, and of its `GENERATOR` states, when the backward after its forward begins."""
+    moments = [*lives.backwards, len(lives.time_s)]
+    after = {call: moments[bisect_left(lives.backwards, began)] for call, began in lives.began.items()}
+    found: defaultdict[int, Counter[int]] = defaultdict(Counter)
+    for storage in lives.storages:
+        call, value = storage.owner if storage.owner[0] != GENERATOR else storage.owner[::-1]
+        if call in after and storage.is_alive_at(after[call]):
+            found[call][value] += storage.nbytes
+    return found
+
+
+def _names(graph: UnitGraph) -> list[str]:
+    """Name each value.
+
+    The first value of a chain of in-place writes owns the bytes; it is named after the one that autograd saved or, if
+    none was, after the last one, which the bytes are when backward begins.
+    """
+    written = {op.inputs[0]: op.outputs[0] for op in graph.ops if op.mutates}
+    names = [value.name for value in graph.values]
+    for first in written.keys() - written.values():
+        chain = [first]
+        while chain[-1] in written:
+            chain.append(written[chain[-1]])
+        saved = [value for value in chain if graph.values[value].saved]
+        names[first] = graph.values[(saved or chain)[-1]].name
+    return names
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,28 +166,25 @@ class LayerGroup:
     Attributes:
         paths: their module paths, shortened: ("decoder.layers.0-7",).
         num_layers: number of layers; a unit that runs twice counts twice.
-        kept: bytes that one layer holds when backward begins, by value, largest first.
-        generator_bytes: bytes of random generator states that one layer holds.
-        recomputed: how often each op of one layer runs again, in order of its first run.
-        recompute_s: seconds of these ops for one layer, plus the overhead of the tape in forward.
+        layer: what one of them keeps and recomputes.
     """
 
     paths: tuple[str, ...]
     num_layers: int
-    kept: Mapping[str, int]
-    generator_bytes: int
-    recomputed: Mapping[str, int]
-    recompute_s: float
+    layer: LayerUsage
 
     @property
-    def kept_bytes(self) -> int:
-        """Return the bytes that one layer holds for backward."""
-        return sum(self.kept.values()) + self.generator_bytes
+    def kept(self) -> dict[str, int]:
+        """Bytes that one layer holds when backward begins, by value, largest first; leaves can share a name."""
+        total: Counter[str] = Counter()
+        for name, nbytes in self.layer.kept:
+            total[name] += nbytes
+        return dict(total.most_common())
 
     @property
-    def recomputed_ops(self) -> int:
-        """Return the number of op runs that recompute adds for one layer."""
-        return sum(self.recomputed.values())
+    def recomputed(self) -> dict[str, int]:
+        """How often each op of one layer runs again, in order of its first run."""
+        return dict(Counter(self.layer.recomputed))
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,27 +192,18 @@ class Explained:
     """One plan, layer by layer.
 
     Attributes:
-        plan: with its predictions.
+        plan: the plan.
+        simulation: its peak, what is alive when backward begins, and its recompute.
         groups: groups of layers, in forward order of the first layer.
-        kept_bytes: alive when backward begins, apart from what lives through the whole step; if it begins several times,
-            the most of them.
-        outside_bytes: the part of `kept_bytes` made outside of all units, such as the loss and its logits.
-        recomputed_ops, recompute_s: of the whole step.
-        peak_bytes: peak of the whole step; `peak_at` says where.
-        host_bytes: host memory of offloaded values.
+        outside_bytes: the part of `simulation.kept_bytes` made outside of all units, such as the loss and its logits.
         wait_s: of the whole step, for copies, where the profile knows the link to the host.
-        slowdown: `recompute_s` and `wait_s`, divided by the seconds of forward and backward without recompute.
+        slowdown: the seconds of recompute and `wait_s`, divided by those of forward and backward without recompute.
     """
 
     plan: Plan
+    simulation: Simulation
     groups: tuple[LayerGroup, ...]
-    kept_bytes: int
     outside_bytes: int
-    recomputed_ops: int
-    recompute_s: float
-    peak_bytes: int
-    peak_at: str
-    host_bytes: int
     wait_s: float
     slowdown: float
 
@@ -140,13 +267,13 @@ def explain_plan(profile: Profile, plan: Plan) -> Explanation:
         True
     """
     given = _explained(profile, plan)
-    planner = planner_for(profile, given.host_bytes if link_of(profile) else 0)
+    planner = planner_for(profile, given.simulation.host_bytes if link_of(profile) else 0)
     budget, problem = None, ""
     try:
-        budget = _explained(profile, planner.plan(given.peak_bytes))
+        budget = _explained(profile, planner.plan(given.simulation.peak_bytes))
     except BudgetTooSmallError as error:
         problem = str(error)
-    bound = planner.bound_slowdown(given.peak_bytes)
+    bound = planner.bound_slowdown(given.simulation.peak_bytes)
     return Explanation(
         plain=_explained(profile, Plan({})),
         given=given,
@@ -160,22 +287,17 @@ def explain_plan(profile: Profile, plan: Plan) -> Explanation:
 
 def _explained(profile: Profile, plan: Plan) -> Explained:
     decisions = decide(profile, plan)
-    simulation = simulate(profile, decisions)
+    lives = lifetimes(profile, decisions)
     link = link_of(profile) if plan.offloads else None
-    wait_s = 0.0 if link is None else waits_of(profile, decisions, link).total_s
-    accounts = layer_usage(profile, plan)
+    wait_s = 0.0 if link is None else waits_of(profile, decisions, link)
+    added_s = lives.simulation.recompute_s + wait_s
     return Explained(
-        plan=plan,
-        groups=_groups(accounts),
-        kept_bytes=simulation.kept_bytes,
-        outside_bytes=kept_outside_bytes(profile, plan),
-        recomputed_ops=simulation.recomputed_ops,
-        recompute_s=simulation.recompute_s,
-        peak_bytes=simulation.peak_bytes,
-        peak_at=simulation.peak_note,
-        host_bytes=simulation.host_bytes,
-        wait_s=wait_s,
-        slowdown=(simulation.recompute_s + wait_s) / profile.step_s if profile.step_s > 0 else 0.0,
+        plan,
+        lives.simulation,
+        _groups(usage_in(profile, decisions, lives)),
+        kept_outside_bytes(lives),
+        wait_s,
+        added_s / profile.step_s if profile.step_s > 0 else 0.0,
     )
 
 
@@ -189,28 +311,37 @@ def _groups(accounts: tuple[LayerUsage, ...]) -> tuple[LayerGroup, ...]:
         LayerGroup(
             paths=tuple(compress_paths(list(dict.fromkeys(account.path for account in group)))),
             num_layers=sum(account.num_runs for account in group),
-            kept=dict(_added_up(group[0]).most_common()),
-            generator_bytes=group[0].generator_bytes,
-            recomputed=dict(Counter(group[0].recomputed)),
-            recompute_s=group[0].recompute_s,
+            layer=group[0],
         )
         for group in alike.values()
     )
 
 
-def _added_up(account: LayerUsage) -> Counter[str]:
-    """Return bytes by name; leaves can share a name."""
-    total: Counter[str] = Counter()
-    for name, nbytes in account.kept:
-        total[name] += nbytes
-    return total
-
-
 def _data(explained: Explained) -> dict[str, Any]:
-    numbers: tuple[str, ...] = ("kept_bytes", "outside_bytes", "host_bytes", "recomputed_ops", "recompute_s")
-    numbers += ("peak_bytes", "peak_at", "wait_s", "slowdown")
+    simulation = explained.simulation
     layers = [
-        {**asdict(group), "kept_bytes": group.kept_bytes, "recomputed_ops": group.recomputed_ops}
+        {
+            "paths": group.paths,
+            "num_layers": group.num_layers,
+            "kept": group.kept,
+            "generator_bytes": group.layer.generator_bytes,
+            "recomputed": group.recomputed,
+            "recompute_s": group.layer.recompute_s,
+            "kept_bytes": group.layer.kept_bytes,
+            "recomputed_ops": group.layer.recomputed_ops,
+        }
         for group in explained.groups
     ]
-    return {"note": explained.plan.note, **{name: getattr(explained, name) for name in numbers}, "layers": layers}
+    return {
+        "note": explained.plan.note,
+        "kept_bytes": simulation.kept_bytes,
+        "outside_bytes": explained.outside_bytes,
+        "host_bytes": simulation.host_bytes,
+        "recomputed_ops": simulation.recomputed_ops,
+        "recompute_s": simulation.recompute_s,
+        "peak_bytes": simulation.peak_bytes,
+        "peak_at": simulation.peak_note,
+        "wait_s": explained.wait_s,
+        "slowdown": explained.slowdown,
+        "layers": layers,
+    }

@@ -1,4 +1,7 @@
-"""Trace slowdown against peak over all budgets: the planner's plans, the bound, and the classic schedules."""
+"""Trace slowdown against peak over all budgets: the planner's plans, the bound, and the classic schedules.
+
+Say what more memory, or a faster link, would be worth.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import itertools
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from recollect.arguments import check_kind
 from recollect.byte_format import format_bytes
@@ -13,9 +17,9 @@ from recollect.errors import BudgetTooSmallError, PlanError
 from recollect.planning.bound import check_bound, is_all_on_tape
 from recollect.planning.choose import Planner
 from recollect.planning.classic import classic_plan
-from recollect.planning.offload_planner import OffloadPlanner
 from recollect.planning.output_choices import longest_chain
-from recollect.planning.planners import planner_for
+from recollect.planning.planners import OffloadPlanner, planner_for
+from recollect.planning.trips import LINK_SHARE
 from recollect.plans.plan import Plan
 from recollect.profile.profile import Profile
 from recollect.progress.stage import stage
@@ -26,6 +30,10 @@ _FRACTIONS = (0.0, 0.01, 0.02, 0.04, 0.07, *(step / 16 for step in range(2, 16))
 _FRACTIONS_BELOW = (0.02, 0.05, 0.1, 0.2, 0.4)
 _NUM_HALVINGS = 5
 _STRIDES = (2, 4, 8)
+_GIB = 2**30
+_GB = 10**9
+# Where there is less than four times that, a quarter of what there is is tried, and scaled up.
+_MOST_PART = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,9 +137,12 @@ def frontier(profile: Profile, host_budget: int | str = 0) -> Frontier:
         )
 
 
-def _plans(planner: Planner | OffloadPlanner) -> list[Plan]:
+def _plans(planner: Planner) -> list[Plan]:
     """Return plans from the lowest known peak to the plain one."""
-    leanest = _leanest(planner)
+    try:
+        leanest = planner.plan(0)
+    except BudgetTooSmallError as error:
+        leanest = planner.plan(error.least_peak_bytes)
     least_bytes = leanest.predicted_peak_bytes or 0
     stretch_bytes = planner.plain_peak_bytes - least_bytes
     budgets = {least_bytes + round(stretch_bytes * fraction) for fraction in _FRACTIONS} - {least_bytes}
@@ -143,15 +154,7 @@ def _plans(planner: Planner | OffloadPlanner) -> list[Plan]:
     return plans
 
 
-def _leanest(planner: Planner | OffloadPlanner) -> Plan:
-    """Return the plan with the lowest peak that the planner knows."""
-    try:
-        return planner.plan(0)
-    except BudgetTooSmallError as error:
-        return planner.plan(error.least_peak_bytes)
-
-
-def _point(planner: Planner | OffloadPlanner, plan: Plan, name: str = "") -> FrontierPoint:
+def _point(planner: Planner, plan: Plan, name: str = "") -> FrontierPoint:
     peak_bytes, slowdown = plan.predicted_peak_bytes or 0, plan.predicted_slowdown or 0.0
     # The bound holds for the tape only: a module re-run as a whole drops values that the tape has to keep.
     bound = planner.bound_slowdown(peak_bytes) if is_all_on_tape(plan) else None
@@ -162,7 +165,7 @@ def _point(planner: Planner | OffloadPlanner, plan: Plan, name: str = "") -> Fro
     )
 
 
-def _bound(planner: Planner | OffloadPlanner, peaks_bytes: list[int]) -> tuple[BoundPoint, ...]:
+def _bound(planner: Planner, peaks_bytes: list[int]) -> tuple[BoundPoint, ...]:
     """Return the bound at these peaks, and below them until it rules out any plan."""
     stretch_bytes = max(planner.plain_peak_bytes - peaks_bytes[0], 0)
     below = [peaks_bytes[0] - round(stretch_bytes * fraction) for fraction in _FRACTIONS_BELOW]
@@ -177,7 +180,7 @@ def _bound(planner: Planner | OffloadPlanner, peaks_bytes: list[int]) -> tuple[B
     return tuple(reversed(found))
 
 
-def _with_edge(planner: Planner | OffloadPlanner, found: list[BoundPoint]) -> list[BoundPoint]:
+def _with_edge(planner: Planner, found: list[BoundPoint]) -> list[BoundPoint]:
     """Bisect the range where the bound becomes infinite; return all points, largest budget first."""
     *finite, infinite = found
     for _ in range(_NUM_HALVINGS if finite else 0):
@@ -206,3 +209,56 @@ def _classics(profile: Profile) -> list[Plan]:
         if 2 <= n <= longest_chain(profile):
             plans.append(classic_plan(profile, "every_nth", n))
     return plans
+
+
+class Prices(NamedTuple):
+    """What each would save, as a part of the step.
+
+    Attributes:
+        device_gib: one more GiB on the device.
+        host_gib: one more GiB of host memory.
+        link_gb_per_s: one more GB/s in each direction.
+    """
+
+    device_gib: float
+    host_gib: float
+    link_gb_per_s: float
+
+    def __str__(self) -> str:
+        device, host, link = (f"{100 * price:.2f} %" for price in self)
+        return (
+            f"one more GiB on the device would save {device} of the step, of host memory {host}, one more GB/s {link}"
+        )
+
+
+def prices(profile: Profile, plan: Plan, *, link_share: float = LINK_SHARE) -> Prices:
+    """Return what more of each would save, from plans that have it.
+
+    Args:
+        profile: that the plan was made from.
+        plan: within a budget of the device and one of host memory.
+        link_share: see `recollect.plan`.
+
+    Complexity: three plans.
+
+    Example:
+        >>> print(Prices(0.012, 0.0, 0.0005))
+        one more GiB on the device would save 1.20 % of the step, of host memory 0.00 %, one more GB/s 0.05 %
+    """
+    budget_bytes, host_bytes = plan.budget_bytes or 0, plan.host_budget_bytes or 0
+    rates = profile.to_host_bytes_per_s, profile.from_host_bytes_per_s
+    more_device, more_host = (min(_GIB, int(_MOST_PART * nbytes)) for nbytes in (budget_bytes, host_bytes))
+    more_rate = min(_GB, _MOST_PART * min(rates))
+    faster = replace(profile, to_host_bytes_per_s=rates[0] + more_rate, from_host_bytes_per_s=rates[1] + more_rate)
+    now = plan.predicted_slowdown or 0.0
+
+    def saved(on: Profile, device_bytes: int, on_host_bytes: int) -> float:
+        found = OffloadPlanner(on, on_host_bytes, link_share=link_share).plan(device_bytes)
+        # A search may miss what it found with less.
+        return max(0.0, now - (found.predicted_slowdown or 0.0))
+
+    return Prices(
+        saved(profile, budget_bytes + more_device, host_bytes) * _GIB / more_device,
+        saved(profile, budget_bytes, host_bytes + more_host) * _GIB / more_host,
+        saved(faster, budget_bytes, host_bytes) * _GB / more_rate,
+    )

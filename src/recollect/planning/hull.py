@@ -27,18 +27,18 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from itertools import count
+from typing import NamedTuple
 
 import numpy as np
 from scipy.sparse import coo_array, csr_array
 from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
-from recollect.planning.stored import Stored
 from recollect.plans.action import Action
 from recollect.plans.value_names import module_of
-from recollect.profile.graph import PartRecord, UnitGraph
+from recollect.profile.graph import UnitGraph
 
 _INFINITE = 2**31 - 1
 # The sum of the finite capacities, so that no flow reaches _INFINITE.
@@ -47,6 +47,58 @@ _TOLERANCE = 1e-9
 # Nodes of the networks of all cuts together: seconds. Only units of over a thousand ops have more options than that.
 _NODES_OF_ALL_CUTS = 250_000
 _FEWEST_CUTS = 24
+
+
+class Stored(NamedTuple):
+    """The stored values of a unit, as one set of values for each way to store one; values in no set are not stored.
+
+    Attributes:
+        whole: values that are kept in memory.
+        parts: values of which this rank keeps its part only.
+
+    Example:
+        >>> stored = Stored.whole_values([1, 2]).toggled_part(3)
+        >>> sorted(stored.values), stored.toggled(2) == Stored(frozenset([1]), frozenset([3]))
+        ([1, 2, 3], True)
+    """
+
+    whole: frozenset[int] = frozenset()
+    parts: frozenset[int] = frozenset()
+
+    @classmethod
+    def whole_values(cls, values: Iterable[int]) -> Stored:
+        """Return these values, each as a whole."""
+        return cls(frozenset(values))
+
+    @property
+    def values(self) -> frozenset[int]:
+        """The values that are stored in any way."""
+        return self.whole | self.parts if self.parts else self.whole
+
+    def toggled(self, value: int) -> Stored:
+        """Return the same with one value kept as a whole, or not if it is."""
+        return Stored(self.whole ^ {value}, self.parts)
+
+    def toggled_part(self, value: int) -> Stored:
+        """Return the same with one value kept as a part, or not if it is."""
+        return Stored(self.whole, self.parts ^ {value})
+
+    def with_whole(self, values: Iterable[int]) -> Stored:
+        """Return the same with these values kept as a whole, too."""
+        return Stored(self.whole.union(values), self.parts)
+
+    def without(self, values: Iterable[int]) -> Stored:
+        """Return the same without these values."""
+        return Stored(self.whole.difference(values), self.parts.difference(values))
+
+    def has_more_than(self, other: Stored) -> bool:
+        """Return whether all that another one stores is stored here in the same way, and more."""
+        return self != other and self.whole >= other.whole and self.parts >= other.parts
+
+    @property
+    def order(self) -> tuple[list[int], list[int]]:
+        """A key to sort by that is the same in every run."""
+        return sorted(self.whole), sorted(self.parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,45 +148,31 @@ def unit_hull(graph: UnitGraph, *, output: Action = Action.KEEP) -> tuple[Option
     fattest = network.evaluator.option(graph.saved_values)
     leanest = network.cut(byte_price=1.0, second_price=0.0)
     found = {_point(fattest): fattest, _point(leanest): leanest}
-    # The largest triangle first, so that what a limit on the work leaves out matters least.
-    segments = _Segments()
-    segments.add(leanest, fattest)
+    # Lines between two options below which there may be others: those with most room below first, so that what a limit on the
+    # work leaves out matters least.
+    lines: list[tuple[float, int, Option, Option]] = []
+    numbers = count()
+
+    def add(lean: Option, fat: Option) -> None:
+        delta_bytes, delta_s = fat.kept_bytes - lean.kept_bytes, lean.recompute_s - fat.recompute_s
+        if delta_bytes > 0 and delta_s > 0:
+            heapq.heappush(lines, (-delta_bytes * delta_s, next(numbers), lean, fat))
+
+    add(leanest, fattest)
     most_cuts = max(_FEWEST_CUTS, _NODES_OF_ALL_CUTS // (len(graph.values) + len(graph.ops) + 1))
     for _ in range(most_cuts):
-        if not segments:
+        if not lines:
             break
-        lean, fat = segments.largest()
+        *_, lean, fat = heapq.heappop(lines)
         price = (lean.recompute_s - fat.recompute_s) / (fat.kept_bytes - lean.kept_bytes)
         middle = network.cut(byte_price=price, second_price=1.0)
         chord_s = price * lean.kept_bytes + lean.recompute_s
         below = price * middle.kept_bytes + middle.recompute_s < chord_s * (1 - _TOLERANCE)
         if below and _point(middle) not in found:
             found[_point(middle)] = middle
-            segments.add(lean, middle)
-            segments.add(middle, fat)
+            add(lean, middle)
+            add(middle, fat)
     return _descending(found.values(), fattest)
-
-
-class _Segments:
-    """Lines between two options below which there may be others."""
-
-    def __init__(self) -> None:
-        self._heap: list[tuple[float, int, Option, Option]] = []
-        self._num_added = 0
-
-    def __bool__(self) -> bool:
-        return bool(self._heap)
-
-    def add(self, lean: Option, fat: Option) -> None:
-        """Add a line, if it falls."""
-        delta_bytes, delta_s = fat.kept_bytes - lean.kept_bytes, lean.recompute_s - fat.recompute_s
-        if delta_bytes > 0 and delta_s > 0:
-            self._num_added += 1
-            heapq.heappush(self._heap, (-delta_bytes * delta_s, self._num_added, lean, fat))
-
-    def largest(self) -> tuple[Option, Option]:
-        """Take out the line with most room below it."""
-        return heapq.heappop(self._heap)[2:]
 
 
 class Evaluator:
@@ -168,13 +206,11 @@ class Evaluator:
         self._op_s = [op.time_s for op in graph.ops]
         self._state_bytes = [op.state_bytes for op in graph.ops]
         self._has_states = any(self._state_bytes)
-        self._produced_inputs = [[v for v in op.inputs if values[v].producer is not None] for op in graph.ops]
-
-    @cached_property
-    def _rows(self) -> list[tuple[int, tuple[int, ...], list[int]]]:
-        """Return for each op, last first: its index, its results, and its arguments that ops produced."""
-        ops = enumerate(zip(self._graph.ops, self._produced_inputs, strict=True))
-        return [(index, op.outputs, inputs) for index, (op, inputs) in ops][::-1]
+        # For each op, last first: its index, its results, and its arguments that ops produced.
+        self._rows = [
+            (index, op.outputs, [v for v in op.inputs if values[v].producer is not None])
+            for index, op in enumerate(graph.ops)
+        ][::-1]
 
     def option(self, whole: Iterable[int], parts: Collection[int] = ()) -> Option:
         """Return the option that stores these values: find the ops that must run again, and leave out values of no use.
@@ -205,27 +241,15 @@ class Evaluator:
                     needed[value] = 1
         kept = self._outputs.union(value for value in wanted if needed[value])
         held = [self._parts[value] for value in parts if value in kept]
-        if held:
-            return self._with_parts(kept, held, recompute_ops)
+        part_values = frozenset([part.value for part in held])
+        whole = frozenset(kept - part_values if held else kept)
+        makers = [op for part in held if (op := self._graph.values[part.value].producer) is not None]
+        seconds = [*map(self._op_s.__getitem__, recompute_ops), *[part.gather_s for part in held]]
         state_bytes = sum(map(self._state_bytes.__getitem__, recompute_ops)) if self._has_states else 0
         return Option(
-            stored=Stored(frozenset(kept)),
+            stored=Stored(whole, part_values),
             recompute_ops=frozenset(recompute_ops),
-            kept_bytes=sum(map(self._nbytes.__getitem__, kept)) + state_bytes,
-            recompute_s=math.fsum((*map(self._op_s.__getitem__, recompute_ops), *self._tape_s(recompute_ops))),
-            output=self._output,
-        )
-
-    def _with_parts(self, kept: set[int], parts: Sequence[PartRecord], recompute_ops: Sequence[int]) -> Option:
-        """Return the option that keeps values, some of them as parts."""
-        whole = kept.difference(part.value for part in parts)
-        nbytes = [self._nbytes[value] for value in whole] + [part.nbytes for part in parts]
-        makers = [op for part in parts if (op := self._graph.values[part.value].producer) is not None]
-        seconds = [self._op_s[op] for op in recompute_ops] + [part.gather_s for part in parts]
-        return Option(
-            stored=Stored(frozenset(whole), frozenset(part.value for part in parts)),
-            recompute_ops=frozenset(recompute_ops),
-            kept_bytes=sum(nbytes) + sum(self._state_bytes[op] for op in recompute_ops),
+            kept_bytes=sum(map(self._nbytes.__getitem__, whole)) + sum([part.nbytes for part in held]) + state_bytes,
             recompute_s=math.fsum((*seconds, *self._tape_s([*recompute_ops, *makers]))),
             output=self._output,
         )

@@ -20,12 +20,12 @@ all windows, the logarithm of a sum of exponentials.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from recollect.planning.hull import Option
+from recollect.planning.hull import Option, Stored
 from recollect.planning.lean_units import LeanUnits, everything_dropped
 from recollect.planning.option_table import Candidate, KnownCosts, OptionTable, with_options
 from recollect.planning.output_choices import (
@@ -35,11 +35,8 @@ from recollect.planning.output_choices import (
     number_between,
     single_outputs,
 )
-from recollect.planning.stored import Stored
 from recollect.plans.action import Action
-from recollect.profile.profile import Profile
 from recollect.simulation.peak_sums import PeakSums
-from recollect.simulation.windows import Window
 
 # Softness of the maximum, as parts of what the step needs beside what is always there.
 _SOFTNESS = (0.05, 0.003)
@@ -54,72 +51,54 @@ _Team = tuple[int, ...]
 _Peaks = NDArray[np.float64]
 
 
-class LeanSearch:
-    """Searches for the least peak of one profile.
+def leanest(peak_sums: PeakSums) -> Candidate:
+    """Return the candidate with the lowest peak that the search finds; equal for equal bytes.
 
     Args:
-        profile: the recorded step.
-        windows: its windows.
-        peak_sums: computes the peaks of plans.
+        peak_sums: computes the peaks of plans of the recorded step.
     """
+    units = LeanUnits(peak_sums)
+    single_paths, inner_paths = single_outputs(units.profile), inner_outputs(units.profile)
+    single = [index for index, row in enumerate(units.rows) if row.path in single_paths]
+    inner = [index for index, row in enumerate(units.rows) if row.path in inner_paths]
+    options, before_bytes = _best_start(units, peak_sums.most_alive), math.inf
+    while True:
+        descent = _Descent(units, options)
+        descent.run(single)
+        descent.flip(inner)
+        if descent.best_bytes >= before_bytes:
+            break
+        options, before_bytes = descent.best, descent.best_bytes
+    dropped = {row.path for row, option in zip(units.rows, descent.best, strict=True) if option.output != Action.KEEP}
+    table = OptionTable(
+        units.profile,
+        dropped_outputs=dropped - single_paths,
+        options_of=with_options(everything_dropped, units.table, descent.best),
+        free_outputs=single_paths,
+    )
+    return KnownCosts(peak_sums, table).candidate(table.choice_of(descent.best))
 
-    def __init__(self, profile: Profile, windows: Sequence[Window], peak_sums: PeakSums) -> None:
-        self._profile = profile
-        self._peak_sums = peak_sums
-        self._units = LeanUnits(profile, windows, peak_sums)
-        self._single = single_outputs(profile)
 
-    def found(self) -> Candidate:
-        """Return the candidate with the lowest peak that the search finds; equal for equal bytes."""
-        rows = range(len(self._units.rows))
-        single = [row for row in rows if self._units.rows[row].path in self._single]
-        inner_paths = inner_outputs(self._profile)
-        inner = [row for row in rows if self._units.rows[row].path in inner_paths]
-        options, before_bytes = self._best_start(), math.inf
-        while True:
-            descent = _Descent(self._units, options)
-            descent.run(single)
-            descent.flip(inner)
-            if descent.best_bytes >= before_bytes:
-                return self._candidate(descent.best)
-            options, before_bytes = descent.best, descent.best_bytes
-
-    def _best_start(self) -> list[Option]:
-        """Return the step that drops everything in the layers, and those of their outputs that make its peak lowest."""
-        starts: dict[int, list[Option]] = {}
-        peaks: dict[int, float] = {}
-        most = most_folded(self._profile)
-        number: int | None = 0
-        while number is not None:
-            starts[number] = self._start(number)
-            peaks[number] = float(self._units.peaks(starts[number]).max())
-            if max(peaks) < most:
-                number = min(max(1, 2 * number), most)
-            else:
-                number = number_between(sorted(peaks), min(peaks, key=lambda known: peaks[known]))
-        return starts[min(peaks, key=lambda known: peaks[known])]
-
-    def _start(self, number: int) -> list[Option]:
-        """Return a step that drops everything in the layers, and so many of their outputs."""
-        units = self._units
-        dropped = folded_outputs(self._profile, units.working_bytes, num_dropped=number, num_alive=units.most_alive)
-        return [
+def _best_start(units: LeanUnits, num_alive: Mapping[str, int]) -> list[Option]:
+    """Return the step that drops everything in the layers, and those of their outputs that make its peak lowest."""
+    starts: dict[int, list[Option]] = {}
+    peaks: dict[int, float] = {}
+    most = most_folded(units.profile)
+    number: int | None = 0
+    while number is not None:
+        dropped = folded_outputs(units.profile, units.working_bytes, num_dropped=number, num_alive=num_alive)
+        starts[number] = [
             units.option(index, Stored(), Action.RECOMPUTE if row.path in dropped else Action.KEEP)
-            if self._profile.calls[row.calls[0]].repeated
+            if units.profile.calls[row.calls[0]].repeated
             else units.ends(index, Action.KEEP)[-1]
             for index, row in enumerate(units.rows)
         ]
-
-    def _candidate(self, options: Sequence[Option]) -> Candidate:
-        rows = zip(self._units.rows, options, strict=True)
-        dropped = {row.path for row, option in rows if option.output != Action.KEEP}
-        table = OptionTable(
-            self._profile,
-            dropped_outputs=dropped - self._single,
-            options_of=with_options(everything_dropped, self._units.table, options),
-            free_outputs=self._single,
-        )
-        return KnownCosts(self._peak_sums, table).candidate(table.choice_of(options))
+        peaks[number] = float(units.peaks(starts[number]).max())
+        if max(peaks) < most:
+            number = min(max(1, 2 * number), most)
+        else:
+            number = number_between(sorted(peaks), min(peaks, key=lambda known: peaks[known]))
+    return starts[min(peaks, key=lambda known: peaks[known])]
 
 
 class _Descent:

@@ -6,20 +6,17 @@ Times play no part here, so that the least peak does not depend on them.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from functools import cached_property
+from functools import cache, cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
-from recollect.planning.hull import Evaluator, Option
-from recollect.planning.option_table import OptionTable
-from recollect.planning.stored import Stored
-from recollect.planning.unit_options import working_bytes
+from recollect.planning.hull import Evaluator, Option, Stored
+from recollect.planning.option_table import OptionTable, working_bytes
 from recollect.plans.action import Action
 from recollect.profile.graph import UnitGraph
-from recollect.profile.profile import Profile
 from recollect.simulation.peak_sums import PeakSums
-from recollect.simulation.windows import Window, most_alive, num_alive
+from recollect.simulation.windows import num_alive
 
 # Values below this part of the largest one of their unit are kept or dropped with the others.
 _SMALLEST_PART = 1 / 256
@@ -34,9 +31,7 @@ class LeanUnits:
     """The units of one profile.
 
     Args:
-        profile: the recorded step.
-        windows: its windows.
-        peak_sums: computes the peaks of plans.
+        peak_sums: computes the peaks of plans of the recorded step.
 
     Attributes:
         profile: the recorded step.
@@ -47,10 +42,9 @@ class LeanUnits:
         num_alive: for each window and row, how many calls of the row backward still needs, besides the window's own.
     """
 
-    def __init__(self, profile: Profile, windows: Sequence[Window], peak_sums: PeakSums) -> None:
-        self.profile = profile
-        self._peak_sums = peak_sums
-        self._windows = windows
+    def __init__(self, peak_sums: PeakSums) -> None:
+        self.profile = profile = peak_sums.profile
+        self._peak_sums, windows = peak_sums, peak_sums.windows
         self.table = OptionTable(profile, options_of=everything_dropped)
         self.rows = self.table.rows
         row_of = {call: index for index, row in enumerate(self.rows) for call in row.calls}
@@ -67,8 +61,8 @@ class LeanUnits:
                 self.readers[source].append(index)
         self._num_left = max(_FEWEST_SIMULATIONS, _SIMULATED_EVENTS // (profile.log.num_events or 1))
         self._options: dict[tuple[int, Stored, Action], Option] = {}
-        self._evaluators: dict[tuple[int, Action], Evaluator] = {}
-        self._worth: dict[int, list[int]] = {}
+        self._evaluator = cache(lambda graph, output: Evaluator(profile.graphs[graph], output=output))
+        self._worth_keeping = cache(lambda graph: worth_keeping(profile.graphs[graph]))
         self._checkpoints: dict[int, list[int]] = {}
 
     @property
@@ -77,26 +71,16 @@ class LeanUnits:
         return self._num_left <= 0
 
     @cached_property
-    def most_alive(self) -> dict[str, int]:
-        """For each path, how many of its calls keep their output at once."""
-        return most_alive(self.profile, self._windows)
-
-    @cached_property
     def working_bytes(self) -> list[int]:
         """Workspace for recomputing each layer."""
-        graphs = self.profile.graphs
-        repeated = {call.graph for call in self.profile.calls if call.repeated}
-        found = {g: working_bytes(graphs[g], *everything_dropped(graphs[g], output=Action.RECOMPUTE)) for g in repeated}
-        return [found[call.graph] if call.repeated else 0 for call in self.profile.calls]
+        return working_bytes(self.profile, everything_dropped)
 
     def option(self, row: int, stored: Stored, output: Action) -> Option:
         """Return the option of a unit that stores these values, as far as that is of use."""
         graph = self.rows[row].graph
         key = graph, stored, output
         if key not in self._options:
-            if (graph, output) not in self._evaluators:
-                self._evaluators[graph, output] = Evaluator(self.profile.graphs[graph], output=output)
-            self._options[key] = self._evaluators[graph, output].option(*stored)
+            self._options[key] = self._evaluator(graph, output).option(*stored)
         return self._options[key]
 
     def ends(self, row: int, output: Action) -> list[Option]:
@@ -107,10 +91,8 @@ class LeanUnits:
     def neighbors(self, row: int, option: Option) -> list[Option]:
         """Return the options that differ in one value."""
         graph = self.rows[row].graph
-        if graph not in self._worth:
-            self._worth[graph] = worth_keeping(self.profile.graphs[graph])
         parts = [part.value for part in self.profile.graphs[graph].parts]
-        stored = *map(option.stored.toggled, self._worth[graph]), *map(option.stored.toggled_part, parts)
+        stored = *map(option.stored.toggled, self._worth_keeping(graph)), *map(option.stored.toggled_part, parts)
         return [self.option(row, one, option.output) for one in stored]
 
     def flipped(self, row: int, option: Option) -> list[Option]:

@@ -30,11 +30,12 @@ _SURE = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
-class MixUnit:
-    """A unit; per option: bytes kept for each call in flight, and seconds of all calls."""
+class Stage:
+    """A unit; per option: bytes kept for each call in flight, seconds of all calls, and peak bytes of its windows."""
 
     kept_bytes: NDArray[np.int64]
     recompute_s: NDArray[np.float64]
+    own_bytes: NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,19 +68,18 @@ class Limits:
         return Limits(self.unit[kept], self.counts[kept], [self.own_bytes[w] for w in kept])
 
 
-def cheapest_mix(units: Sequence[MixUnit], limits: Limits, budget_bytes: int) -> list[int] | None:
+def cheapest_mix(units: Sequence[Stage], limits: Limits, budget_bytes: int) -> list[int] | None:
     """Return options of all units that together take few seconds, or None if none are found within the budget.
 
     Args:
-        units: in any order; windows name them by their number.
+        units: in any order; windows name them by their number, and `limits` has their own bytes.
         limits: the windows.
         budget_bytes: limit on each window.
 
     Complexity: a linear program of an unknown for each option and a row for each of the fullest windows, then some passes over
         both.
     """
-    mix = _Mix(units, limits.fullest(), budget_bytes)
-    return mix.chosen()
+    return _Mix(units, limits.fullest(), budget_bytes).chosen()
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ class _Point:
 
 
 class _Mix:
-    def __init__(self, units: Sequence[MixUnit], limits: Limits, budget_bytes: int) -> None:
+    def __init__(self, units: Sequence[Stage], limits: Limits, budget_bytes: int) -> None:
         self._budget = float(budget_bytes)
         self._unit_of = np.concatenate([np.full(len(u.kept_bytes), r) for r, u in enumerate(units)])
         self._first = np.searchsorted(self._unit_of, np.arange(len(units)))

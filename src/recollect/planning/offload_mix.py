@@ -29,6 +29,7 @@ from scipy.optimize import linprog
 from scipy.sparse import coo_array
 
 from recollect.planning.chain_solver import ChainSolver
+from recollect.planning.mix import Stage
 from recollect.planning.option_table import OptionTable
 from recollect.planning.trips import may_leave
 from recollect.plans.plan import Plan
@@ -42,21 +43,17 @@ _COPY_PRICE = 1e-3
 
 @dataclass(frozen=True, slots=True)
 class OffloadUnit:
-    """A unit; for each option, from the leanest: bytes and seconds.
+    """A unit with its options, from the leanest.
 
     Attributes:
-        kept_bytes: that it stores.
-        leaving_bytes: the part of them that can be offloaded.
-        recompute_s: that it runs again for.
-        forward_bytes, backward_bytes: that its windows need beside what earlier units store.
+        forward, backward: what each option needs in the unit's windows of one phase.
+        leaving_bytes: for each option, the part of what it stores that can be offloaded.
         forward_s, backward_s: of its windows, without recompute.
     """
 
-    kept_bytes: NDArray[np.int64]
+    forward: Stage
+    backward: Stage
     leaving_bytes: NDArray[np.int64]
-    recompute_s: NDArray[np.float64]
-    forward_bytes: NDArray[np.int64]
-    backward_bytes: NDArray[np.int64]
     forward_s: float
     backward_s: float
 
@@ -87,7 +84,7 @@ class _Program:
         self._scale = float(budget_bytes) or 1.0
         self._link = link
         self._host = host_bytes / self._scale
-        counts = [len(unit.kept_bytes) for unit in units]
+        counts = [len(unit.leaving_bytes) for unit in units]
         self.first = np.concatenate(([0], np.cumsum(counts)[:-1])).astype(int)
         self._num_shares, self._num_units = sum(counts), len(units)
         self._rows: list[list[tuple[int, float]]] = []
@@ -123,7 +120,7 @@ class _Program:
         out, back, wait = (self._of_window(window, what) for what in range(3))
         out_rate, back_rate = (rate / self._scale for rate in self._link[:2])
         own_s = unit.forward_s if is_forward else unit.backward_s
-        again = np.zeros(len(unit.recompute_s)) if is_forward else unit.recompute_s
+        again = np.zeros(len(unit.leaving_bytes)) if is_forward else unit.backward.recompute_s
         for rate, carried in ((out_rate, out), (back_rate, back)):
             self._add([(carried, 1.0), (wait, -rate), *self._shares(number, -rate * again)], rate * own_s)
         gone = [(self._of_window(other, 0), 1.0) for other in range(window)]
@@ -133,8 +130,10 @@ class _Program:
         self._add([(column, -factor) for column, factor in (*gone, *returned)], 0.0)
         if not is_forward:
             self._add([*gone, *returned, *((self._offloaded(other), -1.0) for other in range(number))], 0.0)
-        earlier = [term for j in range(number) for term in self._shares(j, self._part(self._units[j].kept_bytes))]
-        own = self._shares(number, self._part(unit.forward_bytes if is_forward else unit.backward_bytes))
+        earlier = [
+            term for j in range(number) for term in self._shares(j, self._part(self._units[j].forward.kept_bytes))
+        ]
+        own = self._shares(number, self._part((unit.forward if is_forward else unit.backward).own_bytes))
         if window == self._num_units - 1:
             # The loss, where memory is often fullest, is after the last unit returns.
             gone = [*gone, (out, 1.0)]
@@ -145,13 +144,13 @@ class _Program:
         """Return the shares of the fastest mix."""
         num_unknowns = self._of_window(2 * self._num_units, 0)
         seconds = np.zeros(num_unknowns)
-        seconds[: self._num_shares] = np.concatenate([unit.recompute_s for unit in self._units])
+        seconds[: self._num_shares] = np.concatenate([unit.backward.recompute_s for unit in self._units])
         for window in range(2 * self._num_units):
             seconds[self._of_window(window, 0)] = _COPY_PRICE * self._scale / self._link.to_host_bytes_per_s
             seconds[self._of_window(window, 2)] = 1.0
         equal = np.zeros((self._num_units, num_unknowns))
         for unit in range(self._num_units):
-            for column, _ in self._shares(unit, self._units[unit].recompute_s):
+            for column, _ in self._shares(unit, self._units[unit].backward.recompute_s):
                 equal[unit, column] = 1.0
         entries = [(row, column, factor) for row, terms in enumerate(self._rows) for column, factor in terms]
         rows, columns, factors = zip(*entries, strict=True)
@@ -195,7 +194,8 @@ def measured_units(profile: Profile, course: Course, least_bytes: int) -> Offloa
         course: of the step that keeps everything.
         least_bytes: the smallest values to offload.
     """
-    table, chain = ChainSolver(profile).measured()
+    chain = ChainSolver(profile).measured()
+    table = chain.costs.table
     if len(table.rows) != len(profile.calls):
         return None
     seconds: defaultdict[tuple[int, int], float] = defaultdict(float)
@@ -212,15 +212,6 @@ def measured_units(profile: Profile, course: Course, least_bytes: int) -> Offloa
             sum(graph.values[value].nbytes for value in option.stored.whole if may_leave(graph, value, least_bytes))
             for option in row.options
         ]
-        units.append(
-            OffloadUnit(
-                kept_bytes=forward.kept_bytes,
-                leaving_bytes=np.array(leaving, dtype=np.int64),
-                recompute_s=forward.recompute_s,
-                forward_bytes=forward.own_bytes,
-                backward_bytes=backward.own_bytes,
-                forward_s=seconds[FORWARD, row.calls[0]],
-                backward_s=seconds[BACKWARD, row.calls[0]],
-            )
-        )
+        own_s = seconds[FORWARD, row.calls[0]], seconds[BACKWARD, row.calls[0]]
+        units.append(OffloadUnit(forward, backward, np.array(leaving, dtype=np.int64), *own_s))
     return OffloadUnits(table, tuple(chain.order), tuple(units))

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Protocol
 
-from recollect.planning.hull import Evaluator, Option, unit_hull
-from recollect.planning.stored import Stored
+from recollect.planning.hull import Evaluator, Option, Stored, unit_hull
 from recollect.plans.action import Action
 from recollect.plans.plan import Plan
 from recollect.plans.unit_plan import UnitPlan
@@ -25,7 +24,7 @@ Choice = tuple[int, ...]
 
 
 class OptionsOf(Protocol):
-    """The signature of `unit_hull` and `unit_options`."""
+    """The signature of `unit_hull` and of `unit_options` in `planning/chain_solver.py`."""
 
     def __call__(self, graph: UnitGraph, *, output: Action = Action.KEEP) -> tuple[Option, ...]:
         """Return options for one unit, from the leanest to the fattest."""
@@ -79,6 +78,7 @@ class OptionTable:
     ) -> None:
         self.profile = profile
         self.drops_outputs = frozenset(dropped_outputs)
+        self.may_drop_outputs = bool(dropped_outputs or free_outputs)
         self._is_repeated = {call.path: call.repeated for call in profile.calls}
         self.rows = _rows(profile, dropped_outputs, options_of, free_outputs)
         self._unit_plans: dict[tuple[int, Stored, Action], UnitPlan] = {}
@@ -88,11 +88,6 @@ class OptionTable:
             {row_of[source] for call in row.calls for _, source, _ in profile.calls[call].origins} - {index}
             for index, row in enumerate(self.rows)
         ]
-
-    @property
-    def leanest(self) -> Choice:
-        """Return the choice of the first option of every row."""
-        return (0,) * len(self.rows)
 
     @property
     def fattest(self) -> Choice:
@@ -122,8 +117,13 @@ class OptionTable:
         """Return what each call drops under an option for each row, which need not be one of the row's."""
         result = [CallActions()] * len(self.profile.calls)
         for index, option in enumerate(options):
-            known = self._row_decisions(index, option, is_named=self._is_named(index, options))
-            for call, decision in zip(self.rows[index].calls, known, strict=True):
+            calls, is_named = self.rows[index].calls, self._is_named(index, options)
+            key = (index, option.stored, option.output, is_named)
+            if key not in self._decisions:
+                unit = self._unit_plan(index, option) if is_named else None
+                graphs = [self.profile.graph_of(self.profile.calls[call]) for call in calls]
+                self._decisions[key] = tuple(decide_call(graph, unit) for graph in graphs)
+            for call, decision in zip(calls, self._decisions[key], strict=True):
                 result[call] = decision
         return result
 
@@ -139,14 +139,6 @@ class OptionTable:
         """Return whether a row's output is not in memory as a whole."""
         graph = self.profile.graphs[self.rows[index].graph]
         return option.output == Action.RECOMPUTE or any(graph.values[value].is_output for value in option.stored.parts)
-
-    def _row_decisions(self, index: int, option: Option, *, is_named: bool) -> tuple[CallActions, ...]:
-        key = (index, option.stored, option.output, is_named)
-        if key not in self._decisions:
-            unit = self._unit_plan(index, option) if is_named else None
-            graphs = [self.profile.graph_of(self.profile.calls[call]) for call in self.rows[index].calls]
-            self._decisions[key] = tuple(decide_call(graph, unit) for graph in graphs)
-        return self._decisions[key]
 
     def _unit_plan(self, index: int, option: Option) -> UnitPlan:
         row = self.rows[index]
@@ -187,7 +179,11 @@ def _rows(
         if path in free_outputs and path not in dropped_outputs:
             outputs = (Action.KEEP, Action.RECOMPUTE)
         if (graph, outputs) not in known:
-            known[graph, outputs] = _options(profile.graphs[graph], outputs, options_of)
+            own = [option for output in outputs for option in options_of(profile.graphs[graph], output=output)]
+            if len(outputs) > 1:
+                # Of two options that cost the same, prefer the one that keeps the output.
+                own.sort(key=lambda option: (option.kept_bytes, -option.recompute_s, option.output))
+            known[graph, outputs] = tuple(own)
         runs = [profile.calls[call] for call in calls]
         one_s = profile.graphs[graph].forward_s
         num_runs = sum(r.num_runs * (profile.graph_of(r).forward_s / one_s if one_s else 1.0) for r in runs)
@@ -215,14 +211,6 @@ def with_options(options_of: OptionsOf, table: OptionTable, known: Sequence[Opti
         return tuple(sorted(found.values(), key=lambda o: (o.kept_bytes, -o.recompute_s, o.stored.order)))
 
     return options_with_known
-
-
-def _options(graph: UnitGraph, outputs: Sequence[Action], options_of: OptionsOf) -> tuple[Option, ...]:
-    options = [option for output in outputs for option in options_of(graph, output=output)]
-    if len(outputs) > 1:
-        # Of two options that cost the same, prefer the one that keeps the output.
-        options.sort(key=lambda option: (option.kept_bytes, -option.recompute_s, option.output))
-    return tuple(options)
 
 
 def unit_plan(graph: UnitGraph, option: Option) -> UnitPlan:
@@ -256,6 +244,16 @@ def _ops_of_outputs(graph: UnitGraph, option: Option) -> frozenset[int]:
     return frozenset(ops)
 
 
+def working_bytes(profile: Profile, options_of: OptionsOf) -> list[int]:
+    """Return, for each call of a layer, the bytes of what its leanest option without output recomputes; 0 for other calls."""
+    found = {}
+    for number in {call.graph for call in profile.calls if call.repeated}:
+        graph = profile.graphs[number]
+        ops = options_of(graph, output=Action.RECOMPUTE)[0].recompute_ops
+        found[number] = sum(graph.values[v].nbytes for op in ops for v in graph.ops[op].outputs)
+    return [found[call.graph] if call.repeated else 0 for call in profile.calls]
+
+
 @dataclass(frozen=True, slots=True)
 class Candidate:
     """One option for each row of a table, and the cost of the step with them.
@@ -285,10 +283,6 @@ class Candidate:
         """Return the chosen option of each row."""
         return self.table.options(self.choice)
 
-    def excess_bytes(self, budget_bytes: int) -> int:
-        """Return the bytes by which the peak exceeds a budget, at least 0."""
-        return max(0, self.peak_bytes - budget_bytes)
-
     def decisions(self) -> list[CallActions]:
         """Return what each call of the profile drops."""
         return self.table.decisions(self.choice)
@@ -298,12 +292,13 @@ class KnownCosts:
     """Makes candidates of choices of one table, and remembers their exact costs, so that each is computed once.
 
     Args:
-        peak_sums: computes the cost of decisions.
+        peak_sums: computes the cost of decisions, with the peaks of its windows.
         table: the options that choices refer to.
     """
 
     def __init__(self, peak_sums: PeakSums, table: OptionTable) -> None:
         self.table = table
+        self.windows = peak_sums.windows
         self._peak_sums = peak_sums
         self._costs: dict[Choice, Peaks] = {}
 

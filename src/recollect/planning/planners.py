@@ -1,17 +1,54 @@
-"""Make the plan for a budget, with host memory or without; say what more memory, or a faster link, would be worth."""
+"""Make the plan for a budget, with host memory or without.
+
+With host memory, choose what to keep, what to run again and what to offload, together. Any plan that recomputes for a larger
+budget becomes one for this budget, if enough of what it keeps is away whenever memory is full. What a byte is worth is the same
+for all layers, since what the link carries for one it cannot carry for another; so the larger budget is the one number to
+search for: the more of it, the less runs again, and the more has to go over the link, until the step waits for copies. Values
+go out in the order in which they are made: the first are away longest.
+
+Planned for a part of the link's rate, a plan holds its time on a link that is slower than measured, for a little more
+recompute.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import NamedTuple
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 
-from recollect.planning.choose import Planner
-from recollect.planning.offload_planner import OffloadPlanner
-from recollect.planning.trips import LINK_SHARE
+from recollect.byte_format import least_amount
+from recollect.errors import BudgetTooSmallError, PlanError
+from recollect.planning.bound import LowerBound, check_bound, host_bound, is_all_on_tape
+from recollect.planning.choose import HOST_ADVICE, Planner
+from recollect.planning.offload_mix import OffloadUnits, measured_units
+from recollect.planning.trips import HASTES, LINK_SHARE, Name, TripPlanner, link_of
 from recollect.plans.plan import Plan
+from recollect.plans.unit_plan import digest_of
 from recollect.profile.profile import Profile
 from recollect.progress.stage import stage
-from recollect.quantities import parse_bytes
+from recollect.quantities import parse_budget, parse_bytes
+from recollect.simulation.decisions import decide
+from recollect.simulation.lifetimes import EveryEvent
+from recollect.simulation.peak_sums import Peaks, PeakSums, checked
+from recollect.simulation.program import Program
+from recollect.simulation.simulate import simulate, simulated_plan
+from recollect.simulation.windows import edges, windows
+
+# More than any host has.
+_ANY_BYTES = 2**62
+# Smaller values never go: the number of copies would cost more than their bytes are worth.
+_LEAST_BYTES = 2**20
+# In a small step, values down to this part of what it keeps may go.
+_LEAST_PART = 1e-3
+# Where to look first between the budget and the peak of keeping everything; then around the best, so often.
+_FRACTIONS = (1.0, 0.75, 0.5, 0.25, 0.0)
+_NUM_REFINEMENTS = 3
+# Stop searching where so little of the step can be gained.
+_LITTLE_GAIN = 0.01
+# The linear program is solved so often, at first for so much less than the budget as this part of it, then for twice that less.
+_MOST_ROUNDS = 8
+_FIRST_MARGIN = 0.002
 
 
 def plan(profile: Profile, budget: int | str, host_budget: int | str = 0, *, link_share: float = LINK_SHARE) -> Plan:
@@ -53,9 +90,7 @@ def plan(profile: Profile, budget: int | str, host_budget: int | str = 0, *, lin
         return planner_for(profile, host_budget, link_share=link_share).plan(budget)
 
 
-def planner_for(
-    profile: Profile, host_budget: int | str = 0, *, link_share: float = LINK_SHARE
-) -> Planner | OffloadPlanner:
+def planner_for(profile: Profile, host_budget: int | str = 0, *, link_share: float = LINK_SHARE) -> Planner:
     """Return what plans one profile for any number of budgets.
 
     Args:
@@ -75,60 +110,237 @@ def planner_for(
     return OffloadPlanner(profile, host_bytes, link_share=link_share) if host_bytes else Planner(profile)
 
 
-_GIB = 2**30
-_GB = 10**9
-# Where there is less than four times that, a quarter of what there is is tried, and scaled up.
-_MOST_PART = 0.25
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """A plan within the budget, its cost, and the seconds that it waits for copies."""
+
+    plan: Plan
+    cost: Peaks
+    wait_s: float
+
+    @property
+    def added_s(self) -> float:
+        """Seconds that the step is longer."""
+        return self.cost.recompute_s + self.wait_s
 
 
-class Prices(NamedTuple):
-    """What each would save, as a part of the step.
-
-    Attributes:
-        device_gib: one more GiB on the device.
-        host_gib: one more GiB of host memory.
-        link_gb_per_s: one more GB/s in each direction.
-    """
-
-    device_gib: float
-    host_gib: float
-    link_gb_per_s: float
-
-    def __str__(self) -> str:
-        device, host, link = (f"{100 * price:.2f} %" for price in self)
-        return (
-            f"one more GiB on the device would save {device} of the step, of host memory {host}, one more GB/s {link}"
-        )
+def _fastest(*found: _Found | None) -> _Found | None:
+    return min((one for one in found if one is not None), key=lambda one: one.added_s, default=None)
 
 
-def prices(profile: Profile, plan: Plan, *, link_share: float = LINK_SHARE) -> Prices:
-    """Return what more of each would save, from plans that have it.
+class OffloadPlanner(Planner):
+    """Plans one profile for any number of budgets, with host memory besides.
 
     Args:
-        profile: that the plan was made from.
-        plan: within a budget of the device and one of host memory.
-        link_share: see `recollect.plan`.
+        profile: the recorded step, which knows the link to the host.
+        host_bytes: most bytes that may be in host memory.
+        link_share: the part of the link's rate to plan for.
 
-    Complexity: three plans.
-
-    Example:
-        >>> print(Prices(0.012, 0.0, 0.0005))
-        one more GiB on the device would save 1.20 % of the step, of host memory 0.00 %, one more GB/s 0.05 %
+    Raises:
+        PlanError: the profile does not know the link; or the share is no part of it.
     """
-    budget_bytes, host_bytes = plan.budget_bytes or 0, plan.host_budget_bytes or 0
-    rates = profile.to_host_bytes_per_s, profile.from_host_bytes_per_s
-    more_device, more_host = (min(_GIB, int(_MOST_PART * nbytes)) for nbytes in (budget_bytes, host_bytes))
-    more_rate = min(_GB, _MOST_PART * min(rates))
-    faster = replace(profile, to_host_bytes_per_s=rates[0] + more_rate, from_host_bytes_per_s=rates[1] + more_rate)
-    now = plan.predicted_slowdown or 0.0
 
-    def saved(on: Profile, device_bytes: int, on_host_bytes: int) -> float:
-        found = OffloadPlanner(on, on_host_bytes, link_share=link_share).plan(device_bytes)
-        # A search may miss what it found with less.
-        return max(0.0, now - (found.predicted_slowdown or 0.0))
+    def __init__(self, profile: Profile, host_bytes: int, *, link_share: float = LINK_SHARE) -> None:
+        if not 0 < link_share <= 1:
+            raise PlanError(f"link_share: got {link_share}, expected a part of the link's rate, above 0 and at most 1")
+        super().__init__(profile)
+        link = link_of(profile, link_share)
+        if link is None:
+            raise PlanError(
+                "plan with host_budget: the profile does not say how fast copies to host memory and back are, on which depends "
+                "what to offload. Record it with host_link=True, or on fake tensors for hardware with a host_link."
+            )
+        self._host_bytes = host_bytes
+        self._least_bytes = min(_LEAST_BYTES, int(_LEAST_PART * self._plain.kept_bytes))
+        self._link_share = link_share
+        self._link = link
+        self._program_with_edges = Program(profile, windows(profile), edges(profile))
+        self._sums = PeakSums(self._program_with_edges)
+        self._timed_program = EveryEvent(profile, edges=self._program_with_edges.edges)
+        self._trip_planners: dict[str, TripPlanner] = {}
 
-    return Prices(
-        saved(profile, budget_bytes + more_device, host_bytes) * _GIB / more_device,
-        saved(profile, budget_bytes, host_bytes + more_host) * _GIB / more_host,
-        saved(faster, budget_bytes, host_bytes) * _GB / more_rate,
-    )
+    @cached_property
+    def _host_bound(self) -> LowerBound:
+        return host_bound(self.profile, self._link, self._host_bytes)
+
+    def bound_slowdown(self, budget_bytes: int) -> float | None:
+        """Return a lower bound on the slowdown of any plan within a budget; inf if no plan fits, None if unknown."""
+        if self.profile.step_s <= 0 or not self.profile.calls:
+            return None
+        return self._host_bound.added_s(budget_bytes) / self.profile.step_s
+
+    def plan(self, budget: int | str) -> Plan:
+        """Return the fastest plan found for a budget.
+
+        Raises:
+            BudgetTooSmallError, QuantityError: as `recollect.plan`; the least peak is that without host memory.
+        """
+        device_bytes = self.profile.device_memory_bytes
+        budget_bytes = parse_budget(budget, reference_bytes=self.plain_peak_bytes, device_bytes=device_bytes)
+        without: Plan | None = None
+        least_bytes = budget_bytes
+        try:
+            without = super().plan(budget_bytes)
+            if not without.predicted_slowdown:
+                return replace(without, host_budget_bytes=self._host_bytes)
+        except BudgetTooSmallError as error:
+            too_small, least_bytes = error, error.least_peak_bytes
+        found = self._searched(budget_bytes, least_bytes)
+        if found is None or (
+            without is not None and (without.predicted_slowdown or 0.0) * self.profile.step_s <= found.added_s
+        ):
+            if without is None:
+                others = [sentence for sentence in too_small.advice if sentence != HOST_ADVICE]
+                own = [] if self._host_bytes == _ANY_BYTES else [self._advice(budget_bytes)]
+                raise too_small.changed(advice=[*own, *others])
+            bound = self.bound_slowdown(without.budget_bytes or 0)
+            return replace(without, host_budget_bytes=self._host_bytes, bound_slowdown=bound)
+        return self._finished(found, budget_bytes)
+
+    def _advice(self, budget_bytes: int) -> str:
+        """Say how much host memory would do, if any does."""
+        try:
+            with_all = OffloadPlanner(self.profile, _ANY_BYTES, link_share=self._link_share).plan(budget_bytes)
+        except BudgetTooSmallError:
+            return "No amount of host memory would do: the peak is of what cannot go, or not in time over this link."
+        needed, percent = least_amount(with_all.predicted_host_bytes or 0), 100 * (with_all.predicted_slowdown or 0.0)
+        return f"With more host memory it can be met: host_budget={needed!r}, at a slowdown of {percent:.1f} %."
+
+    def offloading(self, base: Plan, budget_bytes: int) -> Plan | None:
+        """Return what a plan is with as few of its kept values offloaded as it takes to be within a budget; None if it cannot.
+
+        Args:
+            base: keeps and recomputes.
+            budget_bytes: limit on the peak.
+        """
+        found = self._offloaded(base, budget_bytes)
+        return None if found is None else self._finished(found, budget_bytes)
+
+    def _searched(self, budget_bytes: int, least_bytes: int) -> _Found | None:
+        """Return the fastest plan found that offloads."""
+        mixed = self._mixed(budget_bytes)
+        if (
+            mixed is not None
+            and mixed.added_s <= self._host_bound.added_s(budget_bytes) + _LITTLE_GAIN * self.profile.step_s
+        ):
+            return mixed
+        # Where outputs are dropped, or units run several times, the linear program knows less than the search for a budget.
+        return _fastest(mixed, self._of_larger_budgets(budget_bytes, least_bytes))
+
+    def _of_larger_budgets(self, budget_bytes: int, least_bytes: int) -> _Found | None:
+        """Return the fastest plan found among those that recompute for larger budgets."""
+        stretch = max(0, self.plain_peak_bytes - least_bytes)
+        tried: dict[float, _Found | None] = {}
+
+        def at(fraction: float) -> float:
+            if fraction not in tried:
+                base = Planner.plan(self, least_bytes + math.ceil(stretch * fraction))
+                tried[fraction] = self._offloaded(base, budget_bytes)
+            found = tried[fraction]
+            return math.inf if found is None else found.added_s
+
+        for fraction in _FRACTIONS:
+            at(fraction)
+        step = _FRACTIONS[0] - _FRACTIONS[1]
+        for _ in range(_NUM_REFINEMENTS):
+            best, step = min(tried, key=at), step / 2
+            for fraction in (best - step, best + step):
+                if 0 <= fraction <= 1:
+                    at(fraction)
+        return _fastest(*tried.values())
+
+    def _offloaded(self, base: Plan, budget_bytes: int, hastes: Sequence[float] = HASTES) -> _Found | None:
+        """Return a plan with as few of its kept values offloaded as it takes to be within the budget; None if it cannot."""
+        planner = self._trip_planner(base)
+        names = self._fitting_names(planner)
+        for haste in hastes:
+            found = self._with_fewest(planner, names, budget_bytes, haste)
+            if found is not None:
+                return found
+        return None
+
+    def _fitting_names(self, planner: TripPlanner) -> list[Name]:
+        """Return the first values for which there is room in host memory."""
+        room = self._host_bytes
+        names = []
+        for name in planner.names:
+            room -= planner.nbytes(name)
+            if room < 0:
+                break
+            names.append(name)
+        return names
+
+    @cached_property
+    def _units(self) -> OffloadUnits | None:
+        """What the linear program knows of the units; None if units run several times."""
+        return measured_units(self.profile, self._trip_planner(Plan({})).course, self._least_bytes)
+
+    def _mixed(self, budget_bytes: int) -> _Found | None:
+        """Return the fastest plan found by the linear program, whose budget falls until what it says is within the real one."""
+        units = self._units
+        best: _Found | None = None
+        # Bytes withheld: with the most a plan was still too large, with the least that are known to do it is not.
+        too_few, enough, step = 0, math.inf, _FIRST_MARGIN * budget_bytes
+        for _ in range(_MOST_ROUNDS):
+            if units is None:
+                break
+            margin_bytes = too_few if best is None else int(too_few + enough) // 2
+            base = units.plan(self._link, budget_bytes - margin_bytes, self._host_bytes)
+            if base is None:
+                break
+            found = self._offloaded(base, budget_bytes, HASTES[:1])
+            if found is None:
+                too_few, step = int(margin_bytes + step), 2 * step
+            else:
+                best, enough = _fastest(best, found), margin_bytes
+            if not enough:
+                break
+        return best
+
+    def _trip_planner(self, base: Plan) -> TripPlanner:
+        digest = digest_of(base.units)
+        if digest not in self._trip_planners:
+            self._trip_planners[digest] = TripPlanner(
+                self._timed_program, base, self._link, least_bytes=self._least_bytes
+            )
+        return self._trip_planners[digest]
+
+    def _with_fewest(
+        self, planner: TripPlanner, names: Sequence[tuple[str, str]], budget_bytes: int, haste: float
+    ) -> _Found | None:
+        """Return the plan within the budget that offloads as few of these values as can be, the first ones; None if none is."""
+
+        def with_first(number: int) -> _Found:
+            plan, wait_s = planner.scheduled(names[:number], haste=haste)
+            return _Found(plan, self._sums.peaks(decide(self.profile, plan)), wait_s)
+
+        best = with_first(len(names))
+        if best.cost.peak_bytes > budget_bytes:
+            return None
+        fewest, most = 0, len(names)
+        while fewest < most:
+            middle = (fewest + most) // 2
+            found = with_first(middle)
+            if found.cost.peak_bytes <= budget_bytes:
+                best, most = found, middle
+            else:
+                fewest = middle + 1
+        return best
+
+    def _finished(self, found: _Found, budget_bytes: int) -> Plan:
+        """Return a plan with its predictions, after a simulation of all of it."""
+        simulation = simulate(self.profile, decide(self.profile, found.plan), program=self._program_with_edges)
+        made = simulated_plan(self.profile, found.plan, checked(simulation, found.cost))
+        bound_s = self._host_bound.added_s(budget_bytes)
+        if is_all_on_tape(made):
+            check_bound(bound_s, found.added_s, budget_bytes)
+        return replace(
+            made,
+            budget_bytes=budget_bytes,
+            predicted_slowdown=found.added_s / self.profile.step_s,
+            bound_slowdown=bound_s / self.profile.step_s if is_all_on_tape(made) else None,
+            host_budget_bytes=self._host_bytes,
+            to_host_bytes_per_s=self._link.to_host_bytes_per_s,
+            from_host_bytes_per_s=self._link.from_host_bytes_per_s,
+            host_wait_slowdown=found.wait_s / self.profile.step_s,
+        )

@@ -21,16 +21,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from recollect.planning.alive_until_loss import held_values, unheld_bytes, with_held
-from recollect.planning.chain import Chain, Play, Stage, cheapest
+from recollect.planning.chain import Chain, cheapest
 from recollect.planning.hull import Option
+from recollect.planning.mix import Stage
 from recollect.planning.option_table import Candidate, Choice, KnownCosts, OptionsOf, OptionTable
 from recollect.planning.output_choices import single_outputs
 from recollect.plans.action import Action
 from recollect.profile.events import FORWARD
 from recollect.profile.graph import UnitGraph
-from recollect.profile.profile import Profile
 from recollect.simulation.peak_sums import PeakSums
-from recollect.simulation.windows import Window
 
 _NUM_CELLS = 400
 # Doublings or halvings of the first price to bracket the right one, then bisections of the bracket.
@@ -49,15 +48,12 @@ class PricedSearch:
     """Searches the priced chains of one profile, remembering the cost of every candidate.
 
     Args:
-        profile: the recorded step.
-        windows: the windows of this profile.
-        peak_sums: computes the cost of plans, in these windows.
+        peak_sums: computes the cost of plans of the recorded step.
         options_of: returns the options of a unit, before varying the held values.
     """
 
-    def __init__(self, profile: Profile, windows: Sequence[Window], peak_sums: PeakSums, options_of: OptionsOf) -> None:
-        self.profile = profile
-        self._windows = windows
+    def __init__(self, peak_sums: PeakSums, options_of: OptionsOf) -> None:
+        self.profile = profile = peak_sums.profile
         self._peak_sums = peak_sums
         self._held = held_values(profile)
         held_of = dict(zip(profile.graphs, self._held, strict=True))
@@ -66,7 +62,7 @@ class PricedSearch:
             return with_held(graph, options_of(graph, output=output), held_of[graph], output=output)
 
         self._options_of = cache(options_with_held)
-        self._chains: dict[frozenset[str], tuple[KnownCosts, PricedChain]] = {}
+        self._chains: dict[frozenset[str], PricedChain] = {}
 
     @property
     def is_worthwhile(self) -> bool:
@@ -89,8 +85,8 @@ class PricedSearch:
         dropped = start.table.drops_outputs
         if dropped not in self._chains:
             self._chains[dropped] = self._new_chain(dropped)
-        costs, chain = self._chains[dropped]
-        best = costs.candidate(costs.table.choice_of(start.options))
+        chain = self._chains[dropped]
+        best = chain.costs.candidate(chain.costs.table.choice_of(start.options))
         for found in chain.best(budget_bytes):
             if found.peak_bytes <= budget_bytes and found.recompute_s < best.recompute_s:
                 best = found
@@ -99,19 +95,17 @@ class PricedSearch:
 
     def known(self) -> Iterator[Candidate]:
         """Yield all candidates so far."""
-        for costs, _ in self._chains.values():
-            yield from costs.known()
+        for chain in self._chains.values():
+            yield from chain.costs.known()
 
-    def _new_chain(self, dropped: frozenset[str]) -> tuple[KnownCosts, PricedChain]:
+    def _new_chain(self, dropped: frozenset[str]) -> PricedChain:
         table = OptionTable(
             self.profile,
             dropped_outputs=dropped,
             options_of=self._options_of,
             free_outputs=single_outputs(self.profile),
         )
-        costs = KnownCosts(self._peak_sums, table)
-        chain = PricedChain(table, self._windows, costs.candidate, held=self._held, most_probes=_MOST_PROBES)
-        return costs, chain
+        return PricedChain(KnownCosts(self._peak_sums, table), held=self._held, most_probes=_MOST_PROBES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,28 +121,21 @@ class PricedChain(Chain):
     """A `Chain` for a model with values alive until the loss.
 
     Args:
-        table, windows, play, most_probes: as in `Chain`.
+        costs, most_probes: as in `Chain`.
         held: for each graph, the values alive until the loss.
 
     Complexity: about ten runs of the program for each one of `Chain`, with fewer cells.
     """
 
-    def __init__(
-        self,
-        table: OptionTable,
-        windows: Sequence[Window],
-        play: Play,
-        *,
-        held: Sequence[frozenset[int]],
-        most_probes: int,
-    ) -> None:
-        self._is_forward = [window.phase == FORWARD for window in windows]
+    def __init__(self, costs: KnownCosts, *, held: Sequence[frozenset[int]], most_probes: int) -> None:
+        table = costs.table
+        self._is_forward = [window.phase == FORWARD for window in costs.windows]
         graphs = table.profile.graphs
         self._unheld = [
             [unheld_bytes(graphs[row.graph], option, held[row.graph]) for option in row.options] for row in table.rows
         ]
         self._price_s = 0.0
-        super().__init__(table, windows, play, most_probes=most_probes)
+        super().__init__(costs, most_probes=most_probes)
 
     def _earlier(self, choice: Choice) -> list[int]:
         # What other passes keep is left to the corrections.
@@ -173,7 +160,7 @@ class PricedChain(Chain):
             filled = self._choice_of(_filled(self._units(), [start.choice[row] for row in self.order], budget_bytes))
             if filled == start.choice:
                 break
-            found = self._play(filled)
+            found = self.costs.candidate(filled)
             yield found
             if found.peak_bytes <= budget_bytes:
                 start = found

@@ -9,21 +9,21 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 
-from recollect.plans.action import Action
+from recollect.plans.action import Action, EngineChoice
 from recollect.plans.plan import Plan
 from recollect.plans.trip import Trip
 from recollect.plans.unit_plan import UnitPlan
 from recollect.profile.events import BACKWARD
 from recollect.profile.graph import UnitGraph
 from recollect.profile.profile import Profile
-from recollect.simulation.copy_clock import Course, Journey, Link, Waits, course, journey, nbytes_of, waits
-from recollect.simulation.decisions import CallActions, decide
-from recollect.simulation.edges import EdgeTable, edges
+from recollect.simulation.copy_clock import Course, Journey, Link, course, journey, nbytes_of, waits
+from recollect.simulation.decisions import decide, keep_all_unit
 from recollect.simulation.lifetimes import EveryEvent
 from recollect.simulation.program import Key
+from recollect.simulation.windows import EdgeTable, edges
 
 Name = tuple[str, str]
 """A value that may be offloaded: path of its unit, and its name there."""
@@ -33,19 +33,6 @@ HASTES = (1.0, 1.5, 2.5, 5.0, 20.0, 1e6)
 
 # All values are out for the clock from here to there: whatever backward asks for is asked for in time.
 _WHOLE_WAY = Trip(1, 10**6)
-
-
-@dataclass(frozen=True, slots=True)
-class Schedule:
-    """A plan with trips.
-
-    Attributes:
-        plan: the plan.
-        waits: what it waits for copies.
-    """
-
-    plan: Plan
-    waits: Waits
 
 
 class TripPlanner:
@@ -59,7 +46,8 @@ class TripPlanner:
 
     Attributes:
         course: when things happen under the plan.
-        names: the values that can be offloaded, in the order in which they are made.
+        names: the values that can be offloaded, which backward asks for in all calls of their unit, in the order in which they
+            are made first.
     """
 
     def __init__(self, program: EveryEvent, plan: Plan, link: Link, *, least_bytes: int = 0) -> None:
@@ -68,7 +56,9 @@ class TripPlanner:
         self._link = link
         self._offloads_all = with_trips(profile, plan, dict.fromkeys(_kept(profile, plan, least_bytes), _WHOLE_WAY))
         self.course: Course = course(program, decide(profile, self._offloads_all))
-        self.names = self._names()
+        made_s, asked = self.course.made_s, self.course.asked
+        used = [name for name, keys in self._keys.items() if all(key in asked for key in keys)]
+        self.names = sorted(used, key=lambda name: min(made_s[key] for key in self._keys[name]))
 
     @cached_property
     def _edges(self) -> EdgeTable:
@@ -84,18 +74,14 @@ class TripPlanner:
                 found[record.path, self._profile.graph_of(record).values[value].name].append((call, value))
         return found
 
-    def _names(self) -> list[Name]:
-        """Return what backward asks for in all calls of its unit, in the order in which it is made first."""
-        made_s, asked = self.course.made_s, self.course.asked
-        used = [name for name, keys in self._keys.items() if all(key in asked for key in keys)]
-        return sorted(used, key=lambda name: min(made_s[key] for key in self._keys[name]))
-
     def nbytes(self, name: Name) -> int:
         """Return the bytes of a value, of all calls of its unit."""
         return sum(nbytes_of(self._profile, key) for key in self._keys[name])
 
-    def scheduled(self, names: Collection[Name], *, haste: float = 1.0) -> Schedule:
-        """Return the plan with trips for some values; those for whose way there is no time are kept.
+    def scheduled(self, names: Collection[Name], *, haste: float = 1.0) -> tuple[Plan, float]:
+        """Return the plan with trips for some values, and what it waits for copies.
+
+        Values for whose way there is no time are kept.
 
         Args:
             names: of `self.names`.
@@ -118,7 +104,7 @@ class TripPlanner:
                 del trips[name]
             else:
                 journeys |= known
-        return Schedule(with_trips(self._profile, self._plan, trips), waits(self.course, journeys, self._link))
+        return with_trips(self._profile, self._plan, trips), waits(self.course, journeys, self._link)
 
     def _journeys(self, names: Iterable[Name], link: Link) -> dict[Key, Journey]:
         """Return the edges of each value that has time to go out and come back."""
@@ -168,7 +154,7 @@ def with_trips(profile: Profile, plan: Plan, trips: Mapping[Name, Trip]) -> Plan
         of_unit[path][name] = trip
     units = {}
     for path, graph in graphs.items():
-        unit = plan.units.get(path, UnitPlan({v.name: Action.KEEP for v in graph.values if v.producer is not None}))
+        unit = plan.units.get(path, keep_all_unit(graph))
         actions: dict[str, Action] = {n: Action.KEEP if a is Action.OFFLOAD else a for n, a in unit.actions.items()}
         actions |= dict.fromkeys(of_unit[path], Action.OFFLOAD)
         units[path] = UnitPlan(actions, output=unit.output, engine=unit.engine, trips=of_unit[path])
@@ -183,7 +169,7 @@ def _kept(profile: Profile, plan: Plan, least_bytes: int) -> list[Name]:
         graph = profile.graph_of(call)
         for index, value in enumerate(graph.values):
             name = call.path, value.name
-            is_stored = decision.values.action(index) is Action.KEEP and _is_on_tape(decision)
+            is_stored = decision.values.action(index) is Action.KEEP and decision.engine is EngineChoice.TAPE
             if is_stored and may_leave(graph, index, least_bytes):
                 found[name] = None
             else:
@@ -196,10 +182,6 @@ def may_leave(graph: UnitGraph, index: int, least_bytes: int) -> bool:
     value = graph.values[index]
     is_made = value.producer is not None and not graph.ops[value.producer].mutates
     return is_made and not (value.mutated_later or value.stays) and value.nbytes >= max(1, least_bytes)
-
-
-def _is_on_tape(decision: CallActions) -> bool:
-    return decision.engine == CallActions().engine
 
 
 LINK_SHARE = 0.75
@@ -231,7 +213,7 @@ def scheduled(profile: Profile, plan: Plan, link: Link | None = None) -> Plan:
     names = [name for name in wanted if name in known]
     made = plan
     for haste in HASTES:
-        made = planner.scheduled(names, haste=haste).plan
+        made, _ = planner.scheduled(names, haste=haste)
         if sum(len(unit.trips) for unit in made.units.values()) == len(names):
             break
     return made

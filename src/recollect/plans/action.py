@@ -1,4 +1,4 @@
-"""Defines the actions: what can happen to a value between forward and backward."""
+"""Defines the actions, what can happen to a value between forward and backward, and the engines, which carry plans out."""
 
 from __future__ import annotations
 
@@ -33,3 +33,22 @@ class Action(str, Enum):
 
 OUTPUT_ACTIONS = (Action.KEEP, Action.RECOMPUTE)
 """What can happen to what a unit returns; it is kept as a part, or offloaded, if its value's own action says so."""
+
+
+class EngineChoice(str, Enum):
+    """Which engine carries a unit's plan out; each equals its word, as an `Action` does.
+
+    `recollect.engine.engine` maps each choice to the code that carries it out, `recollect.simulation.simulate` simulates it.
+
+    Attributes:
+        TAPE: keep or drop value by value: what the plan drops is recomputed, op by op, when backward asks for it.
+        REGION: run the whole module again when backward first asks for something; its inputs and output are kept. For modules
+            that the tape cannot see into. The module's Python runs twice; its buffers, attributes and random numbers are the
+            second time what they were the first, but what it does outside itself happens twice.
+    """
+
+    TAPE = "tape"
+    REGION = "region"
+
+    def __str__(self) -> str:
+        return self.value

@@ -18,8 +18,7 @@ from typing import Any
 from recollect.byte_format import format_bytes
 from recollect.errors import PlanError, PlanFormatError
 from recollect.fields import Field, read_document, read_file
-from recollect.plans.action import OUTPUT_ACTIONS, Action
-from recollect.plans.engines import ENGINE_WORDS, Tape
+from recollect.plans.action import OUTPUT_ACTIONS, Action, EngineChoice
 from recollect.plans.paths import compress_paths, expand_paths, is_plain
 from recollect.plans.text import changed_units, unit_table
 from recollect.plans.trip import Trip
@@ -237,7 +236,7 @@ def _encode_units(units: Mapping[str, UnitPlan]) -> list[dict[str, Any]]:
         # A module that is really called "0-22" must not be read back as 23 modules.
         if exact := [path for path in paths if not is_plain(path)]:
             entry["exact_paths"] = exact
-        entry |= {"engine": unit.engine.word, "output": unit.output, "values": dict(unit.actions)}
+        entry |= {"engine": unit.engine, "output": unit.output, "values": dict(unit.actions)}
         if unit.trips:
             entry["trips"] = {name: trip._asdict() for name, trip in unit.trips.items()}
         entries.append(entry)
@@ -253,7 +252,7 @@ def _decode_units(place: Field) -> dict[str, UnitPlan]:
         unit = UnitPlan(
             {name: _word(values.get(name), tuple(Action)) for name in values.keys()},
             output=Action.KEEP if output is None else _word(output, OUTPUT_ACTIONS),
-            engine=Tape() if engine is None else _word(engine, ENGINE_WORDS),
+            engine=EngineChoice.TAPE if engine is None else _word(engine, tuple(EngineChoice)),
             trips={} if trips is None else {name: _decode_trip(trips.get(name)) for name in trips.keys()},
         )
         for where, path in _decode_paths(entry):
@@ -265,10 +264,9 @@ def _decode_units(place: Field) -> dict[str, UnitPlan]:
 
 def _decode_trip(place: Field) -> Trip:
     place.keys(allowed=list(Trip._fields))
-    defaults = Trip()
     in_backward = place.find("leaves_in_backward")
     leaves, returns = (place.get(name).integer(least=0) for name in ("leaves", "returns"))
-    return Trip(leaves, returns, defaults.leaves_in_backward if in_backward is None else in_backward.flag())
+    return Trip(leaves, returns, in_backward is not None and in_backward.flag())
 
 
 def _decode_paths(entry: Field) -> list[tuple[str, str]]:

@@ -13,8 +13,7 @@ import textwrap
 from collections.abc import Hashable, Mapping, Sequence
 from typing import TypeVar
 
-from recollect.plans.action import Action
-from recollect.plans.engines import Region, Tape
+from recollect.plans.action import Action, EngineChoice
 from recollect.plans.paths import compress_paths
 from recollect.plans.unit_plan import UnitPlan
 
@@ -98,7 +97,7 @@ def _unit_items(unit: UnitPlan) -> list[str]:
     if not unit.recomputes_anything:
         return ["keep all"]
     and_output = " and the output" if unit.output is Action.RECOMPUTE else ""
-    if isinstance(unit.engine, Region):
+    if unit.engine is EngineChoice.REGION:
         return [f"run the whole module, its Python too, twice{', recompute the output' if and_output else ''}"]
     summary = summarise_names(unit.actions)
     if set(summary) <= {Action.RECOMPUTE}:
@@ -128,7 +127,7 @@ def _unit_changes(old: UnitPlan | None, new: UnitPlan | None) -> list[str]:
     items = [f"{mark}  \t{' '.join(names)}" for mark, names in sorted(summarise_names(marks).items()) if mark]
     if old is not None and new is not None and not items and old.trips != new.trips:
         items.append("offload at other moments")
-    for what, default in (("output", Action.KEEP), ("engine", Tape())):
+    for what, default in (("output", Action.KEEP), ("engine", EngineChoice.TAPE)):
         was, becomes = (getattr(unit, what, default) for unit in (old, new))
         if was != becomes:
             items.append(f"{what}: {was} -> {becomes}")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol
 
 from recollect.errors import PlanError
 
@@ -63,25 +63,22 @@ class Copy(Protocol):
         ...
 
 
-_Copy = TypeVar("_Copy", bound=Copy)
-
-
-class Timetable(Generic[_Copy]):
+class Timetable:
     """Has copies leave and come back as runs of units begin, and as backward comes to them.
 
     Runs are numbered as they begin. It holds no copies: those that nobody needs any more neither leave nor come back.
     """
 
     def __init__(self) -> None:
-        self._leaving: defaultdict[int, list[weakref.ref[_Copy]]] = defaultdict(list)
-        self._leaving_in_backward: defaultdict[int, list[weakref.ref[_Copy]]] = defaultdict(list)
-        self._returning: defaultdict[int, list[weakref.ref[_Copy]]] = defaultdict(list)
-        self._returns: list[tuple[int, weakref.ref[_Copy]]] = []
+        self._leaving: defaultdict[int, list[weakref.ref[Copy]]] = defaultdict(list)
+        self._leaving_in_backward: defaultdict[int, list[weakref.ref[Copy]]] = defaultdict(list)
+        self._returning: defaultdict[int, list[weakref.ref[Copy]]] = defaultdict(list)
+        self._returns: list[tuple[int, weakref.ref[Copy]]] = []
 
-    def add(self, copy: _Copy, run: int, trip: Trip) -> None:
+    def add(self, copy: Copy, run: int, trip: Trip) -> None:
         """Add the copy of a value that this run has computed."""
         leaving = self._leaving_in_backward if trip.leaves_in_backward else self._leaving
-        reference = weakref.ref(copy)
+        reference: weakref.ref[Copy] = weakref.ref(copy)
         leaving[run + trip.leaves].append(reference)
         self._returning[run + trip.returns].append(reference)
         self._returns.append((run + trip.returns, reference))
@@ -115,7 +112,7 @@ class Timetable(Generic[_Copy]):
             self._returning[number].append(reference)
 
 
-def _have_leave(references: list[weakref.ref[_Copy]]) -> None:
+def _have_leave(references: list[weakref.ref[Copy]]) -> None:
     for reference in references:
         if (found := reference()) is not None:
             found.leave()

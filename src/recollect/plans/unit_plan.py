@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 from recollect.errors import PlanError
-from recollect.plans.action import OUTPUT_ACTIONS, Action
-from recollect.plans.engines import EngineChoice, Tape, engine_choice
+from recollect.plans.action import OUTPUT_ACTIONS, Action, EngineChoice
 from recollect.plans.trip import Trip, checked_trip
 from recollect.plans.value_names import collective_kind
+
+_Word = TypeVar("_Word", Action, EngineChoice)
 
 
 @dataclass(frozen=True, init=False)
@@ -23,8 +24,8 @@ class UnitPlan:
         actions: what happens to each value, by name, in forward order. May be given as actions or their words.
         output: `Action.RECOMPUTE` if the unit's output is dropped too, and recomputed from an earlier unit's input; else
             `Action.KEEP`: as a part, if the action of its value is `Action.SHARD`.
-        engine: `Tape()` follows `actions`; `Region()` re-runs the whole module, for modules that the tape cannot see
-            into, and keeps its output. May be given as an engine or its word, "tape" or "region".
+        engine: `EngineChoice.TAPE` follows `actions`; `EngineChoice.REGION` re-runs the whole module, for modules that the tape
+            cannot see into, and keeps its output. May be given as an engine or its word, "tape" or "region".
         trips: when each value with `Action.OFFLOAD` leaves and comes back; `Trip()` for those that are not named.
 
     Raises:
@@ -48,19 +49,19 @@ class UnitPlan:
         self,
         actions: Mapping[str, Action | str],
         output: Action | str = Action.KEEP,
-        engine: EngineChoice | str = Tape(),  # noqa: B008, it is frozen
-        trips: Mapping[str, Trip] = MappingProxyType({}),  # noqa: B008, likewise
+        engine: EngineChoice | str = EngineChoice.TAPE,
+        trips: Mapping[str, Trip] = MappingProxyType({}),  # noqa: B008, it is frozen
     ) -> None:
         # Fast path for values that are already actions: the planner makes many unit plans.
-        checked = {n: a if type(a) is Action else _action(f"value {n!r}", a) for n, a in actions.items()}
+        checked = {n: a if type(a) is Action else _chosen(f"value {n!r}", a, tuple(Action)) for n, a in actions.items()}
         object.__setattr__(self, "actions", MappingProxyType(checked))
-        object.__setattr__(self, "output", _action("output", output, OUTPUT_ACTIONS))
-        object.__setattr__(self, "engine", engine_choice(engine))
+        object.__setattr__(self, "output", _chosen("output", output, OUTPUT_ACTIONS))
+        object.__setattr__(self, "engine", _chosen("engine", engine, tuple(EngineChoice)))
         object.__setattr__(self, "trips", MappingProxyType(_trips(checked, trips)))
-        if self.trips and self.engine != Tape():
+        if self.trips and self.engine is not EngineChoice.TAPE:
             name = next(iter(self.trips))
             raise PlanError(
-                f"engine: got {self.engine.word!r} with {name!r} offloaded, expected 'tape': a module that is run again as a "
+                f"engine: got {self.engine.value!r} with {name!r} offloaded, expected 'tape': a module that is run again as a "
                 "whole stores its inputs only. Leave out one of them."
             )
 
@@ -74,7 +75,7 @@ class UnitPlan:
     @property
     def recomputes_anything(self) -> bool:
         """Whether this differs from leaving the unit alone."""
-        return self.engine != Tape() or {self.output, *self.actions.values()} != {Action.KEEP}
+        return self.engine is not EngineChoice.TAPE or {self.output, *self.actions.values()} != {Action.KEEP}
 
 
 def _trips(actions: Mapping[str, Action], given: Mapping[str, Trip]) -> dict[str, Trip]:
@@ -89,10 +90,11 @@ def _trips(actions: Mapping[str, Action], given: Mapping[str, Trip]) -> dict[str
     }
 
 
-def _action(what: str, word: str, allowed: Collection[str] = tuple(Action)) -> Action:
-    if word not in allowed:
-        raise PlanError(f"{what}: got {word!r}, expected {' or '.join(repr(str(other)) for other in allowed)}")
-    return Action(word)
+def _chosen(what: str, word: str, allowed: Sequence[_Word]) -> _Word:
+    for choice in allowed:
+        if choice == word:
+            return choice
+    raise PlanError(f"{what}: got {word!r}, expected {' or '.join(repr(str(other)) for other in allowed)}")
 
 
 def digest_of(units: Mapping[str, UnitPlan], loss_chunks: int = 1) -> str:
@@ -105,7 +107,7 @@ def digest_of(units: Mapping[str, UnitPlan], loss_chunks: int = 1) -> str:
         False
     """
     rows = [
-        (path, unit.engine.word, str(unit.output), sorted(_words(unit).items())) for path, unit in sorted(units.items())
+        (path, str(unit.engine), str(unit.output), sorted(_words(unit).items())) for path, unit in sorted(units.items())
     ]
     return hashlib.sha256(repr((rows, loss_chunks)).encode()).hexdigest()[:12]
 

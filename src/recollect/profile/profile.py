@@ -25,6 +25,9 @@ _FORMAT = "recollect.profile"
 # 2: a call may stand for several runs. Readers of version 1 would take it for one, and predict too little recompute.
 _VERSION = 2
 
+# The CUDA caching allocator hands out multiples of this (PYTORCH_NO_CUDA_MEMORY_CACHING unset).
+_CUDA_BLOCK_BYTES = 512
+
 # By their units.
 _FLOATS = {
     "seconds": ("step_s", "gather_latency_s", "gather_s_per_byte", "host_latency_s"),
@@ -150,6 +153,10 @@ class Profile:
         """Return the graph of one of `calls`."""
         return self.graphs[call.graph]
 
+    def block_bytes(self, nbytes: int) -> int:
+        """Return the bytes that a storage of this size takes on the profile's device."""
+        return block_bytes(nbytes, self.device)
+
     def to_json(self) -> str:
         """Return the profile as JSON text; `from_json` reads it back as an equal profile."""
         document = {
@@ -214,6 +221,22 @@ class Profile:
             return cls.from_json(text)
         except ProfileFormatError as error:
             raise ProfileFormatError(f"{path}: {error}") from None
+
+
+def block_bytes(nbytes: int, device: str) -> int:
+    """Return what so many bytes take on a device: on CUDA the next multiple of 512.
+
+    Args:
+        nbytes: as asked for.
+        device: "cpu", "cuda", "cuda:1", ...
+
+    Example:
+        >>> block_bytes(5, "cuda:0"), block_bytes(5, "cpu")
+        (512, 5)
+    """
+    if not device.startswith("cuda"):
+        return nbytes
+    return -(-nbytes // _CUDA_BLOCK_BYTES) * _CUDA_BLOCK_BYTES
 
 
 def kind_text(kind: str) -> str:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from recollect.profile.events import ALLOC, DIES, FREE, LET_GO, OP, PHASE, RETURN, SAVE, Event, StepLog
 from recollect.profile.graph import UnitCall
 from recollect.profile.profile import Profile
-from recollect.profile.stretches import Item, Stretch, stretches
+from recollect.profile.stretches import Item, StepReader, Stretch
 
 # The most stretches that repeat together: a micro-step may have several forwards, each with a backward of its own.
 _LONGEST_PERIOD = 8
@@ -47,7 +47,7 @@ def fold(profile: Profile) -> Profile:
         >>> folded.log.num_events, [call.num_runs for call in folded.calls]
         (6, [64])
     """
-    found = stretches(profile)
+    found = StepReader(profile).read()
     runs = _runs(found)
     if not runs:
         return profile

@@ -8,7 +8,6 @@ from functools import partial
 from typing import TypeAlias
 
 from recollect.profile import events
-from recollect.profile.allocator_blocks import block_bytes
 from recollect.profile.profile import Profile
 
 Item: TypeAlias = tuple[int, int]
@@ -46,16 +45,11 @@ class Stretch:
     reads_calls: set[int] = field(default_factory=set)
 
 
-def stretches(profile: Profile) -> list[Stretch]:
-    """Return the stretches of a step in order; together they are the whole log.
+class StepReader:
+    """Follows a step, with names for what it meets that do not depend on where in the step it is.
 
     Complexity: one pass over the events.
     """
-    return _Reader(profile).read()
-
-
-class _Reader:
-    """Follows the step, with names for what it meets that do not depend on where in the step it is."""
 
     def __init__(self, profile: Profile) -> None:
         self._profile = profile
@@ -78,7 +72,7 @@ class _Reader:
         self._last: tuple[list[object], list[object]] = [], []
 
     def read(self) -> list[Stretch]:
-        """Return the stretches."""
+        """Return the stretches of the step in order; together they are the whole log."""
         handlers: dict[int, Callable[..., object]] = {
             events.ALLOC: self._alloc, events.FREE: self._free, events.OP: self._op, events.DIES: self._dies,
             events.SAVE: self._save, events.RELEASE: self._release, events.WORK: self._work, events.PHASE: self._phase,
@@ -105,8 +99,8 @@ class _Reader:
         stretch = self._found[-1]
         stretch.end = self._position
         stretch.calls = range(len(self._homes), self._num_calls)
-        self._homes += [len(self._found) - 1] * len(stretch.calls)
         calls: list[object] = [self._form_of_call(call) for call in stretch.calls]
+        self._homes += [len(self._found) - 1] * len(stretch.calls)
         steps, (last_steps, last_calls) = self._steps, self._last
         self._last = steps, calls
         if calls and calls == last_calls and len(steps) > len(last_steps) and steps[: len(last_steps)] == last_steps:
@@ -122,14 +116,10 @@ class _Reader:
         """Return the rest of a stretch, from a position in the log on."""
         now = [*self._held.items(), *self._let_go_of]
         held = {item: found for item, found in now if found.birth < start <= found.death}
-        start_bytes = sum(self._block_bytes(found.nbytes) for found in held.values())
+        start_bytes = sum(self._profile.block_bytes(found.nbytes) for found in held.values())
         return Stretch(
             start, self._position, range(self._num_calls, self._num_calls), held=held, start_bytes=start_bytes
         )
-
-    @property
-    def _first_call(self) -> int:
-        return len(self._homes)
 
     def _form_of_call(self, index: int) -> object:
         stretch, call = self._found[-1], self._profile.calls[index]
@@ -139,7 +129,7 @@ class _Reader:
         return call.path, call.graph, call.repeated, call.chained, call.num_runs, origins, outside
 
     def _call_name(self, call: int) -> tuple[object, ...]:
-        first = self._found[-1].calls.start
+        first = len(self._homes)
         return (call - first,) if call >= first else ("earlier", call)
 
     def _storage_name(self, storage: int) -> tuple[object, ...]:
@@ -186,12 +176,11 @@ class _Reader:
     def _runs(self, call: int) -> tuple[object, ...]:
         """Name a call that runs now."""
         self._num_calls = max(self._num_calls, call + 1)
-        first = self._first_call
-        return (call - first,) if call >= first else ("earlier", call)
+        return self._call_name(call)
 
     def _dies(self, call: int, value: int) -> None:
         self._let_go((call, value))
-        first = self._first_call
+        first = len(self._homes)
         if call >= first:
             self._steps.append((events.DIES, call - first, value))
             return
@@ -206,7 +195,7 @@ class _Reader:
         names = []
         for index in (call, saver):
             names.append(self._runs(index))
-            if index < self._first_call:
+            if index < len(self._homes):
                 self._found[-1].reads_calls.add(index)
         self._steps.append((events.SAVE, *names, value, self._handles[handle]))
 
@@ -222,15 +211,12 @@ class _Reader:
 
     def _hold(self, item: Item, nbytes: int) -> None:
         self._held[item] = Held(nbytes, birth=self._position)
-        self._held_bytes += self._block_bytes(nbytes)
+        self._held_bytes += self._profile.block_bytes(nbytes)
 
     def _let_go(self, item: Item) -> Held | None:
         held = self._held.pop(item, None)
         if held is not None:
             held.death = self._position
-            self._held_bytes -= self._block_bytes(held.nbytes)
+            self._held_bytes -= self._profile.block_bytes(held.nbytes)
             self._let_go_of.append((item, held))
         return held
-
-    def _block_bytes(self, nbytes: int) -> int:
-        return block_bytes(nbytes, self._profile.device)

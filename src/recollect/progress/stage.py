@@ -21,13 +21,8 @@ _DELAY_S: Final = 2.0
 _SWITCH: Final = "RECOLLECT_PROGRESS"
 
 
-class _Shown:
-    """The line of the outermost stage that is under way, if it has one."""
-
-    line: Line | None = None
-
-
-_shown = _Shown()
+# That of the outermost stage that is under way, if it has one.
+_lines: list[Line] = []
 
 
 @contextmanager
@@ -49,19 +44,20 @@ def stage(text: str, total: int | None = None) -> Iterator[Callable[[], None]]:
     if threading.current_thread() is not threading.main_thread():
         yield _nothing
         return
-    outermost = _shown.line is None
-    line = _new_line() if outermost else _shown.line
+    outermost = not _lines
+    line = _new_line() if outermost else _lines[0]
     if line is None:
         yield _nothing
         return
-    _shown.line = line
+    if outermost:
+        _lines.append(line)
     line.begin(text, total)
     try:
         yield line.advance
     finally:
         line.end()
         if outermost:
-            _shown.line = None
+            _lines.clear()
             line.close()
 
 

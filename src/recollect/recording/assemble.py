@@ -9,9 +9,9 @@ from recollect.profile import events
 from recollect.profile.events import Event, StepLog
 from recollect.profile.graph import OpRecord, PartRecord, UnitCall, UnitGraph, ValueRecord
 from recollect.profile.profile import Profile
-from recollect.recording.recorded_call import RecordedCall
 from recollect.recording.replicated_values import RanksWithParts
 from recollect.recording.step_recorder import Costs, StepRecorder
+from recollect.recording.trackers import RecordedCall
 from recollect.warning import warn_user
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from recollect._torch_fsdp import fully_sharded_modules
 from recollect.errors import RecordError
 from recollect.measuring.meter import storages_of
-from recollect.profile.allocator_blocks import block_bytes
+from recollect.profile.profile import block_bytes
 
 Optimizers: TypeAlias = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 

@@ -28,11 +28,10 @@ from recollect.engine.values import UNWATCHED, TapeValue, forget_record, laid_ou
 from recollect.plans.action import Action
 from recollect.plans.value_names import result_names, value_stem
 from recollect.profile import events
-from recollect.recording.recorded_call import RecordedCall
 from recollect.recording.replicated_values import RanksWithParts
 from recollect.recording.runs_again import RunsAgain
 from recollect.recording.step_recorder import Mark, StepRecorder
-from recollect.recording.trackers import Persistent, TrackedOther, TrackedValue, storage_of, tracker_of
+from recollect.recording.trackers import Persistent, RecordedCall, TrackedOther, TrackedValue, storage_of, tracker_of
 from recollect.recording.unit_samples import UnitSamples
 
 

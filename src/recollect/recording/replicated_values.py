@@ -18,8 +18,7 @@ from recollect.engine.facts import OpFacts
 from recollect.engine.sharded_keep import Shards, content_of, shards_of
 from recollect.plans.value_names import collective_kind
 from recollect.profile.graph import PartRecord
-from recollect.recording.recorded_call import RecordedCall
-from recollect.recording.trackers import storage_of
+from recollect.recording.trackers import RecordedCall, storage_of
 
 _SMALL_BYTES, _LARGE_BYTES = 64, 1 << 22
 _NUM_SAMPLES: Final = 5

@@ -21,11 +21,13 @@ from recollect.engine.subclasses import strided_tensors
 from recollect.engine.tape import asks_again
 from recollect.plans.value_names import result_names
 from recollect.profile import events
-from recollect.recording.recorded_call import RecordedCall, RecordedOp, RecordedValue
 from recollect.recording.replicated_values import RanksWithParts
 from recollect.recording.trackers import (
     Filled,
     Persistent,
+    RecordedCall,
+    RecordedOp,
+    RecordedValue,
     TrackedOther,
     TrackedValue,
     Trackers,
@@ -182,13 +184,15 @@ class StepRecorder:
             or node in (addend.made, addend.used)
         ):
             return False
-        if args[0]._is_view():
-            self.log(events.ALLOC, self.num_storages, total.nbytes())
-        else:
-            self.log(events.SUM, self.num_storages, addend.storage, total.nbytes())
-        self.trackers.attach(total, TrackedOther(self.log, self.num_storages, node))
-        self.num_storages += 1
+        sums = () if args[0]._is_view() else (addend.storage,)
+        self._track(total, node, events.SUM if sums else events.ALLOC, *sums)
         return True
+
+    def _track(self, storage: torch.UntypedStorage, node: int, event: int = events.ALLOC, *operands: int) -> None:
+        """Log a new storage from outside of the units, and track it; `node`: the formula of autograd that made it."""
+        self.log(event, self.num_storages, *operands, storage.nbytes())
+        self.trackers.attach(storage, TrackedOther(self.log, self.num_storages, node))
+        self.num_storages += 1
 
     def note_reads(self, arguments: Any) -> None:
         """Count what forward reads and no op made: it was there before the step, and will be there in every step.
@@ -207,9 +211,7 @@ class StepRecorder:
         for part in strided_tensors(tensor):
             storage = part.untyped_storage()
             if tracker_of(storage) is None:
-                self.trackers.attach(storage, TrackedOther(self.log, self.num_storages, -1))
-                self.log(events.ALLOC, self.num_storages, storage.nbytes())
-                self.num_storages += 1
+                self._track(storage, -1)
 
     def note_parameters(self, parameters: Iterable[torch.Tensor]) -> None:
         """Take what parameters hold for theirs, though the step made it: FSDP2 has gathered it."""
@@ -380,11 +382,8 @@ class StepRecorder:
                 tracker.used = node
         for result in tree_leaves(output):
             storage = storage_of(result)
-            if storage is None or tracker_of(storage) is not None or any(storage is other for other in arguments):
-                continue
-            self.trackers.attach(storage, TrackedOther(self.log, self.num_storages, node))
-            self.log(events.ALLOC, self.num_storages, storage.nbytes())
-            self.num_storages += 1
+            if storage is not None and tracker_of(storage) is None and not any(storage is a for a in arguments):
+                self._track(storage, node)
 
     def close(self) -> None:
         """Stop logging, and let go of the storages."""

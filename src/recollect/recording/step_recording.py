@@ -27,21 +27,19 @@ from recollect.measuring.meter import storage_bytes
 from recollect.measuring.timing import waits_for_others
 from recollect.plans.unit_plan import UnitPlan
 from recollect.profile import events
-from recollect.profile.allocator_blocks import block_bytes
-from recollect.profile.profile import Profile
+from recollect.profile.profile import Profile, block_bytes
 from recollect.profile.repeated_steps import fold
 from recollect.quantities import parse_budget
 from recollect.recording.assemble import assemble
 from recollect.recording.find_units import Unit
-from recollect.recording.next_step import Leftovers, Phases, leftovers, with_last_step
+from recollect.recording.next_step import Leftovers, Phases, Returns, leftovers, with_last_step
 from recollect.recording.optimizer_step import OptimizerStep, still_to_come
 from recollect.recording.optimizers import Optimizers, state_tensors
 from recollect.recording.recording_tape import RecordingTape, StepMode
 from recollect.recording.replicated_values import RanksWithParts
-from recollect.recording.returns import Returns
 from recollect.recording.step_recorder import Costs, StepRecorder
 from recollect.recording.trackers import TrackedOther, UnrelatedMemory, filled_storages, tracker_of
-from recollect.recording.unit_samples import NoSamples, UnitSample, UnitSamples
+from recollect.recording.unit_samples import UnitSample, UnitSamples
 from recollect.recording.unit_times import (
     TOGETHER,
     Rounds,
@@ -99,8 +97,8 @@ class StepRecording:
         self._modelled = self.costs if isinstance(self.costs, ModelledCosts) else None
         self.recorder = StepRecorder(self.costs, self.device)
         self._ranks = self.recorder.ranks = RanksWithParts.of(self.model, self.device, self._modelled)
-        samples = UnitSamples if self._modelled is None else NoSamples
-        self._samples = samples(self.model, self.device, in_excerpts=self.in_loop)
+        is_fake = self._modelled is not None
+        self._samples = UnitSamples(self.model, self.device, in_excerpts=self.in_loop, is_fake=is_fake)
         self._stack = ExitStack()
         self._persistent: dict[str, int] = {}
         self.returns = Returns(self.recorder)
@@ -341,7 +339,7 @@ class StepRecording:
     def _with_last_step(self, gradients: Gradients) -> list[events.Event]:
         """Return the events with what the last step left behind, until it is replaced.
 
-        A gradient is freed before backward. What a model returned lives until it is replaced (`returns.py`). Anything else (a
+        A gradient is freed before backward. What a model returned lives until it is replaced (`Returns`). Anything else (a
         loss, a gradient of the input) lives at most until the phase ends in which its successor is made.
         """
         recorder, left, phases = self.recorder, self._leftovers, Phases(self.recorder.events)

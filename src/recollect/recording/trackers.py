@@ -1,20 +1,23 @@
 """Objects attached to storages while a step is recorded, which log their deaths; and what hears of those that are filled.
 
-And the bytes of storages that get none, since the step has nothing to do with them.
+And the bytes of storages that get none, since the step has nothing to do with them; and what a call of a unit is meanwhile: its
+values and ops, which `assemble` makes a graph of.
 """
 
 from __future__ import annotations
 
 import gc
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
 
 from recollect._torch_private import is_fake_tensor, is_opaque_subclass, is_traceable_wrapper_subclass, untraced
+from recollect.costs.op_costs import OpRun
 from recollect.engine.subclasses import strided_tensors
 from recollect.measuring.deaths import is_of_the_allocator, reachable_storages
 from recollect.measuring.device_memory import allocated_bytes
@@ -255,3 +258,55 @@ class UnrelatedMemory:
             return max(0, allocated_bytes(self._device) - self._known_bytes - step_bytes)
         alive = (reference() for reference in self._present)
         return sum(storage.nbytes() for storage in alive if storage is not None and tracker_of(storage) is None)
+
+
+@dataclass
+class RecordedValue:
+    """A value while it is being recorded; see `ValueRecord` for the fields."""
+
+    name: str
+    nbytes: int
+    producer: int | None
+    must_keep: bool = False
+    saved: bool = False
+    is_output: bool = False
+    mutated_later: bool = False
+    saved_elements: int = 0
+    stays: bool = False
+
+
+@dataclass
+class RecordedOp:
+    """An op while it is being recorded; see `OpRecord` for the fields."""
+
+    name: str
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    run: OpRun | None
+    mutates: bool = False
+    state_bytes: int = 0
+
+
+@dataclass
+class RecordedCall:
+    """One run of a unit while it is being recorded."""
+
+    path: str
+    values: list[RecordedValue] = field(default_factory=list)
+    ops: list[RecordedOp] = field(default_factory=list)
+    origins: dict[tuple[int, int], int] = field(default_factory=dict)
+    outside: dict[int, int] = field(default_factory=dict)
+    # Number of ops that the tape sees, by module; and modules that it always watches, since they write in place.
+    seen_ops: Counter[str] = field(default_factory=Counter)
+    watched_modules: set[str] = field(default_factory=set)
+    buffer_bytes: int = 0
+    # Of values that may be the same on all ranks of a group: a number for their content.
+    contents: dict[int, int] = field(default_factory=dict)
+    # No plan may drop what it returns.
+    output_stays: bool = False
+
+    def add_input(self, nbytes: int) -> int:
+        """Add a value that was computed outside the unit; return its index."""
+        name = f"input {len(self.origins) + len(self.outside)}"
+        self.values.append(RecordedValue(name, nbytes, producer=None))
+        return len(self.values) - 1

@@ -130,6 +130,7 @@ class UnitSamples:
         model: whose units run.
         device: where they run.
         in_excerpts: whether to hold excerpts of large inputs, where there is little room.
+        is_fake: the step runs on fake tensors, which cannot be timed: takes none.
 
     Attributes:
         samples: one of each kind.
@@ -137,8 +138,10 @@ class UnitSamples:
             layers, whose output nothing reads.
     """
 
-    def __init__(self, model: nn.Module, device: torch.device, *, in_excerpts: bool = False) -> None:
-        self._in_excerpts = in_excerpts
+    def __init__(
+        self, model: nn.Module, device: torch.device, *, in_excerpts: bool = False, is_fake: bool = False
+    ) -> None:
+        self._in_excerpts, self._is_fake = in_excerpts, is_fake
         self._modules = dict(model.named_modules(remove_duplicate=False))
         # Looked for now: while the step is recorded, a unit has a placed forward.
         self._compiled = {path for path, module in self._modules.items() if has_compiled_forward(module)}
@@ -149,6 +152,8 @@ class UnitSamples:
 
     def take(self, path: str, call: int, args: Any, kwargs: Any) -> None:
         """Copy a call's inputs, unless there is a sample of its kind, or it cannot run alone."""
+        if self._is_fake:
+            return
         module = without_compiler(self._modules[path])  # A unit runs eagerly, and so does a copy of it.
         kind = type(module), module.training, _shapes(module.parameters()), _shapes(tree_leaves((args, kwargs)))
         self.first_alike[call] = self._kinds.setdefault(kind, call)
@@ -167,13 +172,6 @@ class UnitSamples:
         kind_of_device = self._device.type
         autocast = torch.get_autocast_dtype(kind_of_device) if torch.is_autocast_enabled(kind_of_device) else None
         self.samples.append(UnitSample(call, module, args, kwargs, requires_grad, autocast))
-
-
-class NoSamples(UnitSamples):
-    """Takes none: fake tensors cannot be timed."""
-
-    def take(self, path: str, call: int, args: Any, kwargs: Any) -> None:
-        """Do nothing."""
 
 
 def _copied(leaf: Any) -> Any:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from recollect.plans.action import Action
-from recollect.profile.events import ALLOC, GIVE_BACK, LET_GO, OP, PEEK, PHASE, RELEASE, RETURN, SAVE, USE
+from recollect.profile.events import ALLOC, DIES, GIVE_BACK, LET_GO, OP, PEEK, PHASE, RELEASE, RETURN, SAVE, USE
 from recollect.simulation.decisions import CallActions, ValueActions
 from recollect.simulation.program import BULK, EDGE, WINDOW, Key, Program, ProgramOp
 
@@ -74,10 +74,17 @@ class Division:
         self._written = set(program.written)
         # Set if a name is used twice and so does not identify a value: everything is then one group.
         self._is_ambiguous = False
-        self._walk()
+        for position, (code, operands) in enumerate(program.instructions):
+            if code == WINDOW:
+                self.window_starts.append(position)
+            elif code not in (PHASE, EDGE):
+                self.parts[self._home(position, code, operands)].positions.append(position)
+        self.present.update((key, (born, None)) for key, born in self._alive.items())
         self._tied = self._share()
         self._links: dict[tuple[int, ValueActions, Action], tuple[int, ...]] = {}
         self._groups: dict[tuple[tuple[int, ...], ...], tuple[Group, ...]] = {}
+        self._form_numbers: dict[Any, int] = {}
+        self._forms: dict[int, int] = {}
 
     def groups(self, decisions: Sequence[CallActions]) -> tuple[Group, ...]:
         """Return the groups of calls that must be played together under a plan."""
@@ -87,6 +94,38 @@ class Division:
             self._groups[links] = _connected(self.parts, [*self._tied, *pairs])
         return self._groups[links]
 
+    def form(self, call: int) -> int:
+        """Return a number that is the same for calls which do the same, and differ only in names."""
+        if call not in self._forms:
+            self._forms[call] = self._form_numbers.setdefault(self._described(call), len(self._form_numbers))
+        return self._forms[call]
+
+    def _described(self, call: int) -> Any:
+        part = self.parts[call]
+        if call == OUTSIDE:
+            return "outside"
+        read = {key: -1 - number for number, key in enumerate(part.reads)}
+        handles: dict[int, int] = {}
+        steps = []
+        for position in part.positions:
+            code, operands = self.program.instructions[position]
+            step: tuple[Any, ...] = operands
+            if code == OP:
+                # Calls of one graph share its ops.
+                step = (id(operands[1].op), *[read.get(key, key[1]) for key in operands[1].inputs])
+            elif code == SAVE:
+                owner, key, handle, saver = operands
+                step = (owner == saver, read.get(key, key[1]), handles.setdefault(handle, len(handles)))
+            elif code == DIES:
+                step = (operands[0][1],)
+            elif code in (LET_GO, RETURN):
+                step = ()
+            elif code != BULK:
+                step = (handles[operands[0]],)
+            steps.append((code, *step))
+        record = self.program.profile.calls[call]
+        return record.graph, record.num_runs, tuple(steps), tuple(sorted(value for _, value in part.made))
+
     def _links_of(self, call: int, decision: CallActions) -> tuple[int, ...]:
         """Return the calls that read values this call dropped; a kept output can be read once the call has returned."""
         key = (call, decision.values, decision.output)
@@ -94,25 +133,14 @@ class Division:
             dropped, sharded = decision.values.dropped, decision.values.sharded
             keeps_output = decision.output is Action.KEEP
             values = self.program.profile.graph_of(self.program.profile.calls[call]).values
-            self._links[key] = tuple(
-                sorted(
-                    {
-                        reader
-                        for reader, value, is_early in self._readers[call]
-                        if value in dropped
-                        and (is_early or not (keeps_output and values[value].is_output and value not in sharded))
-                    }
-                )
-            )
+            found = {
+                reader
+                for reader, value, is_early in self._readers[call]
+                if value in dropped
+                and (is_early or not (keeps_output and values[value].is_output and value not in sharded))
+            }
+            self._links[key] = tuple(sorted(found))
         return self._links[key]
-
-    def _walk(self) -> None:
-        for position, (code, operands) in enumerate(self.program.instructions):
-            if code == WINDOW:
-                self.window_starts.append(position)
-            elif code not in (PHASE, EDGE):
-                self.parts[self._home(position, code, operands)].positions.append(position)
-        self.present.update((key, (born, None)) for key, born in self._alive.items())
 
     def _home(self, position: int, code: int, operands: tuple[Any, ...]) -> int:
         """Return the call that an instruction belongs to; note what it makes, reads and ends."""

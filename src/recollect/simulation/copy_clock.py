@@ -16,13 +16,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from recollect.plans.trip import Trip
-from recollect.profile.events import BACKWARD, OP, WORK
+from recollect.profile.events import OP, WORK
 from recollect.profile.profile import Profile
-from recollect.simulation.copies import HostRoom
 from recollect.simulation.decisions import CallActions
-from recollect.simulation.edges import Edge, EdgeTable, edges_for
 from recollect.simulation.lifetimes import ClockedPlayback, EveryEvent, untimed_s
 from recollect.simulation.program import Key
+from recollect.simulation.windows import Edge, EdgeTable, edges_for
 
 
 class Link(NamedTuple):
@@ -74,18 +73,6 @@ class Journey(NamedTuple):
     nbytes: int
 
 
-class Waits(NamedTuple):
-    """What copies make a step wait, in seconds: for values to leave, and for values to come back."""
-
-    out_s: float
-    back_s: float
-
-    @property
-    def total_s(self) -> float:
-        """Seconds that the step is longer."""
-        return self.out_s + self.back_s
-
-
 def course(program: EveryEvent, decisions: Sequence[CallActions]) -> Course:
     """Return when things happen under a plan.
 
@@ -96,7 +83,7 @@ def course(program: EveryEvent, decisions: Sequence[CallActions]) -> Course:
     Complexity: about two simulations.
     """
     profile = program.profile
-    playback = _EdgePlayback(program, decisions)
+    playback = ClockedPlayback(program, decisions)
     play = playback.actions()
     for code, operands in program.instructions:
         play[code](*operands)
@@ -105,45 +92,17 @@ def course(program: EveryEvent, decisions: Sequence[CallActions]) -> Course:
     return Course(
         program.edges,
         [scale * time_s for time_s in playback.edge_s],
-        {key: scale * time_s for key, time_s in playback.host.made_s.items()},
-        {key: (edge, scale * time_s) for key, (edge, time_s) in playback.host.asked_s.items()},
+        {key: scale * time_s for key, time_s in playback.made_s.items()},
+        {key: (edge, scale * time_s) for key, (edge, time_s) in playback.asked_s.items()},
         scale * playback.clock_s,
     )
 
 
-class _EdgePlayback(ClockedPlayback):
-    """Notes the time of each edge."""
-
-    host: _ClockedHost
-
-    def __init__(self, program: EveryEvent, decisions: Sequence[CallActions]) -> None:
-        super().__init__(program, decisions)
-        self.edge_s: list[float] = []
-        self.host = _ClockedHost(self)
-
-    def _edge(self, phase: int, call: int) -> None:
-        self.edge_s.append(self.clock_s)
-        super()._edge(phase, call)
+_LEAVES, _RETURNS, _ASKED, _MADE = range(4)
 
 
-class _ClockedHost(HostRoom):
-    def __init__(self, playback: _EdgePlayback) -> None:
-        super().__init__()
-        self._playback = playback
-        self.made_s: dict[Key, float] = {}
-        self.asked_s: dict[Key, tuple[int, float]] = {}
-
-    def sent(self, key: Key) -> None:
-        self.made_s[key] = self._playback.clock_s
-
-    def asked(self, key: Key, *, is_back: bool) -> None:
-        # Of a value that is asked for in forward, too, the first time in backward counts.
-        if self._playback.phase == BACKWARD:
-            self.asked_s.setdefault(key, (len(self._playback.edge_s) - 1, self._playback.clock_s))
-
-
-def waits(course: Course, journeys: Mapping[Key, Journey], link: Link) -> Waits:
-    """Return what a step waits for copies.
+def waits(course: Course, journeys: Mapping[Key, Journey], link: Link) -> float:
+    """Return the seconds that a step waits for copies: for values to leave, and for values to come back.
 
     Args:
         course: of the step.
@@ -154,7 +113,16 @@ def waits(course: Course, journeys: Mapping[Key, Journey], link: Link) -> Waits:
     out_free_s = back_free_s = 0.0
     out_ends: dict[Key, float] = {}
     back_ends: dict[Key, float] = {}
-    for time_s, kind, key in _happenings(course, journeys):
+    # What leaves at an edge does so before what comes back there.
+    happenings: list[tuple[float, int, float, Key]] = []
+    for key, journey in journeys.items():
+        asked_s = course.asked[key][1]
+        happenings.append((course.made_s[key], _MADE, 0.0, key))
+        happenings.append((course.edge_s[journey.leaves], _LEAVES, 0.0, key))
+        # Those that are asked for first come back first.
+        happenings.append((course.edge_s[journey.returns], _RETURNS, asked_s, key))
+        happenings.append((asked_s, _ASKED, 0.0, key))
+    for time_s, kind, _, key in sorted(happenings):
         now_s = time_s + later_s
         nbytes = journeys[key].nbytes
         wait_s = 0.0
@@ -169,11 +137,11 @@ def waits(course: Course, journeys: Mapping[Key, Journey], link: Link) -> Waits:
             wait_s = max(0.0, back_ends.get(key, now_s) - now_s)
             back_s += wait_s
         later_s += wait_s
-    return Waits(out_s, back_s)
+    return out_s + back_s
 
 
-def waits_of(profile: Profile, decisions: Sequence[CallActions], link: Link) -> Waits:
-    """Return what a step under a plan waits for copies on some link.
+def waits_of(profile: Profile, decisions: Sequence[CallActions], link: Link) -> float:
+    """Return the seconds that a step under a plan waits for copies on some link.
 
     Args:
         profile: the recorded step.
@@ -203,22 +171,6 @@ def nbytes_of(profile: Profile, key: Key) -> int:
     """Return the bytes of a value of a unit."""
     call, value = key
     return profile.graph_of(profile.calls[call]).values[value].nbytes
-
-
-_LEAVES, _RETURNS, _ASKED, _MADE = range(4)
-
-
-def _happenings(course: Course, journeys: Mapping[Key, Journey]) -> list[tuple[float, int, Key]]:
-    """Return what happens to the values, in order: what leaves at an edge does so before what comes back there."""
-    found: list[tuple[float, int, float, Key]] = []
-    for key, journey in journeys.items():
-        asked_s = course.asked[key][1]
-        found.append((course.made_s[key], _MADE, 0.0, key))
-        found.append((course.edge_s[journey.leaves], _LEAVES, 0.0, key))
-        # Those that are asked for first come back first.
-        found.append((course.edge_s[journey.returns], _RETURNS, asked_s, key))
-        found.append((asked_s, _ASKED, 0.0, key))
-    return [(time_s, kind, key) for time_s, kind, _, key in sorted(found)]
 
 
 def event_times(profile: Profile) -> NDArray[np.float64]:

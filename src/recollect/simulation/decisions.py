@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from recollect.errors import PlanError
-from recollect.plans.action import Action
-from recollect.plans.engines import EngineChoice, Region, Tape
+from recollect.plans.action import Action, EngineChoice
 from recollect.plans.paths import unit_words
 from recollect.plans.plan import Plan
 from recollect.plans.trip import Trip
@@ -83,7 +82,7 @@ class CallActions:
     values: ValueActions = KEEP_ALL
     output: Action = Action.KEEP
     is_planned: bool = True
-    engine: EngineChoice = Tape()
+    engine: EngineChoice = EngineChoice.TAPE
     trips: tuple[tuple[int, Trip], ...] = ()
 
     @property
@@ -97,12 +96,12 @@ def calls_on_tape(decisions: Sequence[CallActions]) -> frozenset[int]:
 
     If any output is dropped or a part, all that the plan names; likewise if any value is offloaded, as each unit is an edge.
     """
-    keep = Action.KEEP
+    keep, tape = Action.KEEP, EngineChoice.TAPE
     keeps_outputs = all([d.output is keep and not d.values.sharded and not d.trips for d in decisions])
     return frozenset(
         call
         for call, d in enumerate(decisions)
-        if type(d.engine) is Tape
+        if d.engine is tape
         and (any(d.values) or d.output is not keep or d.trips or (d.is_planned and not keeps_outputs))
     )
 
@@ -122,7 +121,7 @@ def recompute_all_unit(graph: UnitGraph, *, output: Action = Action.KEEP) -> Uni
     # Not collectives: the tape sees them, and a module that is re-run as a whole would run them again.
     opaque_bytes = sum(value.nbytes for value in saved if value.must_keep and not collective_kind(value.name))
     if opaque_bytes > _OPAQUE_FRACTION * graph.saved_bytes:
-        return UnitPlan({}, output=output, engine=Region())
+        return UnitPlan({}, output=output, engine=EngineChoice.REGION)
     actions: dict[str, Action] = {
         value.name: Action.KEEP if value.must_keep else Action.RECOMPUTE
         for value in graph.values
@@ -135,7 +134,7 @@ def decide_call(graph: UnitGraph, unit: UnitPlan | None) -> CallActions:
     """Return the decision for one call under its unit's plan; values that the plan does not name are kept."""
     if unit is None:
         return CallActions(is_planned=False)
-    if type(unit.engine) is not Tape:
+    if unit.engine is not EngineChoice.TAPE:
         return CallActions(engine=unit.engine)
     actions = {
         index: _played_action(graph, value, unit.actions.get(value.name, Action.KEEP))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,12 +11,11 @@ from numpy.typing import NDArray
 from recollect.profile.events import BACKWARD, FORWARD, OPTIMIZER, WORK
 from recollect.profile.graph import OpRecord
 from recollect.profile.profile import Profile
-from recollect.simulation.copies import HostRoom
 from recollect.simulation.decisions import CallActions, calls_on_tape
-from recollect.simulation.edges import by_start, edges_for
 from recollect.simulation.playback import Owner, Playback, Token
-from recollect.simulation.program import EDGE, Instruction, Program, ProgramOp
+from recollect.simulation.program import Key, Program, ProgramOp
 from recollect.simulation.simulate import Simulation, run
+from recollect.simulation.windows import edges_for
 
 LOSS = 3
 """What runs in forward after the last unit: one more phase besides those of `recollect.profile.events`."""
@@ -88,26 +87,25 @@ def lifetimes(profile: Profile, decisions: Sequence[CallActions]) -> Lifetimes:
     playback.is_over = True
     if playback.phase == FORWARD:
         playback.losses.append((playback.last_return, len(playback.times_s)))
+    times_s = np.array(playback.times_s)
+    if times_s[-1] > 0:
+        # So that the last is the whole step's: the ops' own times leave out the gaps between them.
+        times_s *= (profile.step_s + simulation.recompute_s) / times_s[-1]
     phases = np.array(playback.phases, dtype=np.int8)
     for start, end in playback.losses:
         phases[start:end] = LOSS
     return Lifetimes(
         simulation=simulation,
         storages=tuple(playback.storages_made),
-        time_s=_stretched(np.array(playback.times_s), profile.step_s + simulation.recompute_s),
+        time_s=times_s,
         phases=phases,
         calls=np.array(playback.calls, dtype=np.int32),
         has_times=playback.untimed_s is None,
         backwards=tuple(playback.backwards),
         began=playback.began,
         reruns=tuple(playback.reruns),
-        host_changes=tuple(playback.host.changes),
+        host_changes=tuple(playback.host_changes),
     )
-
-
-def _stretched(time_s: NDArray[np.float64], end_s: float) -> NDArray[np.float64]:
-    """Scale times so that the last is the whole step's: the ops' own times leave out the gaps between them."""
-    return time_s * (end_s / time_s[-1]) if time_s[-1] > 0 else time_s
 
 
 def untimed_s(profile: Profile) -> float | None:
@@ -125,16 +123,11 @@ def untimed_s(profile: Profile) -> float | None:
 class EveryEvent(Program):
     """Works nothing out in advance, and gives every value its own token, even where counting bytes would do."""
 
+    bulk_codes = frozenset()
+
     def counted(self, call: int, dropped: frozenset[int]) -> frozenset[int]:
         """Count nothing only."""
         return frozenset()
-
-    def _instructions(self) -> Iterator[Instruction]:
-        edges = by_start(self.edges)
-        for position, event in enumerate(self.profile.log.events()):
-            for edge in edges.get(position, ()):
-                yield EDGE, (edge.phase, edge.call)
-            yield event[0], self.operands(event)
 
 
 class _TimedToken(Token):
@@ -150,29 +143,24 @@ class _TimedToken(Token):
         self.watch.end(self.made)
 
 
-class _TimedHost(HostRoom):
-    def __init__(self, playback: _TimedPlayback) -> None:
-        super().__init__()
-        self._playback = playback
-        self.changes: list[tuple[int, int]] = []
-
-    def changed(self, nbytes: int) -> None:
-        if not self._playback.is_over:
-            self.changes.append((len(self._playback.times_s) - 1, nbytes))
-
-
 class ClockedPlayback(Playback):
     """Plays a step with a clock.
 
     Attributes:
         clock_s: seconds so far.
         untimed_s: as `untimed_s` returns.
+        edge_s: time of each edge.
+        made_s: when the copy out of each offloaded value begins.
+        asked_s: for each value that is asked for in backward: the number of the edge before that happens first, and the time.
     """
 
     def __init__(self, program: EveryEvent, decisions: Sequence[CallActions]) -> None:
         super().__init__(program, dict(enumerate(decisions)), calls_on_tape(decisions))
         self.untimed_s = untimed_s(program.profile)
         self.clock_s = 0.0
+        self.edge_s: list[float] = []
+        self.made_s: dict[Key, float] = {}
+        self.asked_s: dict[Key, tuple[int, float]] = {}
 
     def actions(self) -> dict[int, Callable[..., None]]:
         """Return what each instruction does."""
@@ -189,10 +177,23 @@ class ClockedPlayback(Playback):
         self._bulk(nbytes, 0)
         self.clock_s += time_s
 
+    def _edge(self, phase: int, call: int) -> None:
+        self.edge_s.append(self.clock_s)
+        super()._edge(phase, call)
+
+    def sent(self, key: Key) -> None:
+        """Note when a copy out begins."""
+        self.made_s[key] = self.clock_s
+
+    def asked(self, key: Key, *, is_back: bool) -> None:
+        """Note when something first asks for a value in backward."""
+        super().asked(key, is_back=is_back)
+        if self.phase == BACKWARD:
+            self.asked_s.setdefault(key, (len(self.edge_s) - 1, self.clock_s))
+
 
 class _TimedPlayback(ClockedPlayback):
     token_type = _TimedToken
-    host: _TimedHost
 
     def __init__(self, program: EveryEvent, decisions: Sequence[CallActions]) -> None:
         super().__init__(program, decisions)
@@ -207,7 +208,7 @@ class _TimedPlayback(ClockedPlayback):
         self.backwards: list[int] = []
         self.began: dict[int, int] = {}
         self.reruns: list[tuple[int, OpRecord]] = []
-        self.host = _TimedHost(self)
+        self.host_changes: list[tuple[int, int]] = []
         self.moment()
 
     def moment(self) -> int:
@@ -227,6 +228,10 @@ class _TimedPlayback(ClockedPlayback):
         """Record that it is freed."""
         if not self.is_over:
             made.died = self.moment()
+
+    def host_changed(self, nbytes: int) -> None:
+        if not self.is_over:
+            self.host_changes.append((len(self.times_s) - 1, nbytes))
 
     def _work(self, nbytes: int, time_s: float, name: str) -> None:
         working = self.begin((self.call, -1), nbytes, op=name) if nbytes else None

@@ -19,14 +19,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from recollect.plans.engines import Tape
-from recollect.profile.events import ALLOC, DIES, LET_GO, OP, OPTIMIZER, RETURN, SAVE
+from recollect.plans.action import EngineChoice
+from recollect.profile.events import ALLOC, OPTIMIZER
 from recollect.simulation.call_groups import OUTSIDE, Division, Group
+from recollect.simulation.copies import Holes
 from recollect.simulation.decisions import CallActions, calls_on_tape
-from recollect.simulation.holes import Holes
 from recollect.simulation.playback import Playback, Token
-from recollect.simulation.program import BULK, Instruction, Key, Program, ProgramOp
+from recollect.simulation.program import Instruction, Key, Program, ProgramOp
 from recollect.simulation.simulate import Simulation, handlers
+from recollect.simulation.windows import most_alive
 
 _NEVER = 2**62
 
@@ -91,26 +92,33 @@ class PeakSums:
     Args:
         program: the program of the profile and its windows.
 
+    Attributes:
+        profile, windows: those of the program.
+
     Complexity: a call under a choice new to it and its identical calls costs its share of a whole simulation; a plan
         of known played costs about a thirtieth of one.
     """
 
     def __init__(self, program: Program) -> None:
         self._program = program
-        self._profile = program.profile
+        self.profile = program.profile
         self.windows = program.windows
         self._division = Division(program)
-        self._forms = _Forms(self._division)
         self._layouts: dict[Group, _Layout] = {}
         self._traces: dict[tuple[Any, tuple[_Played, ...], tuple[int, ...]], _Trace] = {}
         self._placed: dict[tuple[Group, tuple[_Played, ...]], _Placed] = {}
         starts = np.array(self._division.window_starts, dtype=np.int64)
         self._starts, self._nothing = starts, np.zeros(len(starts), dtype=np.int64)
         self._phases = np.array([window.phase for window in self.windows])
-        calibration_bytes = self._profile.calibration_bytes
+        calibration_bytes = self.profile.calibration_bytes
         self._calibration_bytes = np.where(self._phases == OPTIMIZER, 0, calibration_bytes)
         # The simulator gives a missing phase this peak too.
-        self._least_peak_bytes = self._profile.persistent_bytes + calibration_bytes
+        self._least_peak_bytes = self.profile.persistent_bytes + calibration_bytes
+
+    @cached_property
+    def most_alive(self) -> dict[str, int]:
+        """For each path of a unit, how many of its calls keep their output at once."""
+        return most_alive(self.profile, self.windows)
 
     @cached_property
     def holes(self) -> Holes:
@@ -136,7 +144,7 @@ class PeakSums:
         positions = np.concatenate([self._starts, *[p.positions for p in placed], away])
         order = np.argsort(positions, kind="stable")
         change_bytes = change_bytes[order]
-        tops = np.cumsum(change_bytes) - change_bytes + most_bytes[order] + self._profile.persistent_bytes
+        tops = np.cumsum(change_bytes) - change_bytes + most_bytes[order] + self.profile.persistent_bytes
         firsts = np.searchsorted(positions[order], self._starts)
         window_peaks = np.maximum.reduceat(tops, firsts) + self._calibration_bytes
         return Peaks(
@@ -162,7 +170,7 @@ class PeakSums:
         placed = self._placed.get((group, played))
         if placed is None:
             if group not in self._layouts:
-                self._layouts[group] = _Layout(self._division, self._forms, group)
+                self._layouts[group] = _Layout(self._division, group)
             layout = self._layouts[group]
             key = layout.shape, played, self._sizes_inside(group, played)
             if key not in self._traces:
@@ -178,51 +186,11 @@ class PeakSums:
 
     def _sizes_inside(self, group: Group, played: tuple[_Played, ...]) -> tuple[int, ...]:
         """Return the sizes of what calls allocate without an op: engines that re-run a call allocate it again."""
-        calls = [call for call, (decision, _) in zip(group, played, strict=True) if type(decision.engine) is not Tape]
+        calls = [
+            call for call, (decision, _) in zip(group, played, strict=True) if decision.engine is not EngineChoice.TAPE
+        ]
         forwards = [self._program.forwards[call] for call in calls]
         return tuple([operands[1] for forward in forwards for code, operands in forward if code == ALLOC])
-
-
-class _Forms:
-    """Describes what each part does, so that parts which do the same compare equal."""
-
-    def __init__(self, division: Division) -> None:
-        self._division = division
-        self._numbers: dict[Any, int] = {}
-        self._known: dict[int, int] = {}
-
-    def of(self, call: int) -> int:
-        """Return a number that is the same for calls which differ only in names."""
-        if call not in self._known:
-            form = self._form(call)
-            self._known[call] = self._numbers.setdefault(form, len(self._numbers))
-        return self._known[call]
-
-    def _form(self, call: int) -> Any:
-        part = self._division.parts[call]
-        if call == OUTSIDE:
-            return "outside"
-        read = {key: -1 - number for number, key in enumerate(part.reads)}
-        handles: dict[int, int] = {}
-        steps = []
-        for position in part.positions:
-            code, operands = self._division.program.instructions[position]
-            step: tuple[Any, ...] = operands
-            if code == OP:
-                # Calls of one graph share its ops.
-                step = (id(operands[1].op), *[read.get(key, key[1]) for key in operands[1].inputs])
-            elif code == SAVE:
-                owner, key, handle, saver = operands
-                step = (owner == saver, read.get(key, key[1]), handles.setdefault(handle, len(handles)))
-            elif code == DIES:
-                step = (operands[0][1],)
-            elif code in (LET_GO, RETURN):
-                step = ()
-            elif code != BULK:
-                step = (handles[operands[0]],)
-            steps.append((code, *step))
-        record = self._division.program.profile.calls[call]
-        return record.graph, record.num_runs, tuple(steps), tuple(sorted(value for _, value in part.made))
 
 
 class _Layout:
@@ -235,7 +203,7 @@ class _Layout:
         run_positions: the position of each run's first instruction.
     """
 
-    def __init__(self, division: Division, forms: _Forms, group: Group) -> None:
+    def __init__(self, division: Division, group: Group) -> None:
         parts = [division.parts[call] for call in group]
         members = {call: number for number, call in enumerate(group)}
         outer = dict.fromkeys(key for part in parts for key in part.reads if key[0] not in members)
@@ -250,7 +218,7 @@ class _Layout:
         number_of = {key: number for number, key in enumerate(self.keys)}
         self.changes = self._changes(division, outer, number_of)
         self.shape = (
-            tuple(forms.of(call) for call in group),
+            tuple(division.form(call) for call in group),
             tuple(
                 (members.get(key[0]), key[1] if key[0] in members else number_of[key]) for p in parts for key in p.reads
             ),

@@ -20,7 +20,7 @@ from recollect.profile.graph import OpRecord
 from recollect.replay import KeptPass, Node, Recipes, Value
 from recollect.simulation.copies import HostRoom, SimulatedCopy
 from recollect.simulation.decisions import CallActions
-from recollect.simulation.program import BULK, EDGE, WINDOW, Key, Program, ProgramOp, rounded_bytes
+from recollect.simulation.program import BULK, EDGE, WINDOW, Key, Program, ProgramOp
 
 Actions: TypeAlias = Mapping[int, Callable[..., None]]
 """A handler for each instruction code of a program, called with the operands."""
@@ -55,7 +55,7 @@ class Token:
         self.playback.alive_bytes -= self.nbytes
 
 
-class Playback:
+class Playback(HostRoom):
     """Plays a step back, with a decision for each call.
 
     `simulation/lifetimes.py` subclasses it to see who owns which bytes when, `simulation/peak_sums.py` to play parts of a step.
@@ -64,6 +64,7 @@ class Playback:
     token_type: Callable[[Any, int, Owner], Token] = Token
 
     def __init__(self, program: Program, decisions: Mapping[int, CallActions], on_tape: Collection[int]) -> None:
+        super().__init__()
         self.program = program
         self.profile = profile = program.profile
         self.decisions = decisions
@@ -96,9 +97,8 @@ class Playback:
         self.recipes: defaultdict[int, Recipes] = defaultdict(Recipes)
         self.kept_pass = KeptPass()
         self.peeked: dict[int, object] = {}
-        self.host = HostRoom()
         self.copies: weakref.WeakValueDictionary[Key, SimulatedCopy] = weakref.WeakValueDictionary()
-        self._timetable: Timetable[SimulatedCopy] = Timetable()
+        self._timetable = Timetable()
 
     def actions(self) -> dict[int, Callable[..., None]]:
         """Return the tape's handler for each code of the program."""
@@ -152,7 +152,7 @@ class Playback:
 
     def generator_state(self, call: int, nbytes: int) -> Token:
         """Return a token for the state of a random generator that a call holds."""
-        return self.token_type(self, rounded_bytes(self.profile, nbytes), (GENERATOR, call))
+        return self.token_type(self, self.profile.block_bytes(nbytes), (GENERATOR, call))
 
     def runs_again(self, call: int, op: OpRecord) -> None:
         """Count an op that runs a second time, in each of the runs that the call stands for."""
@@ -195,8 +195,8 @@ class Playback:
             token = self.tensors.get((call, value))
             if value in trips and isinstance(token, Token):
                 again = partial(self.make, (call, value), token.nbytes)
-                copy = self.copies[call, value] = SimulatedCopy(self.host, (call, value), token.nbytes, token, again)
-                self.host.sent((call, value))
+                copy = self.copies[call, value] = SimulatedCopy(self, (call, value), token.nbytes, token, again)
+                self.sent((call, value))
                 self._timetable.add(copy, call, trips[value])
                 node = Node(copy, (), recipes=self.recipes[call])
                 self._record(call, node, (value,), drops=frozenset((value,)))
@@ -346,7 +346,7 @@ def _gather_of_part(step: Playback, run: ProgramOp, value: int) -> tuple[_Rerun,
     whole_bytes = part_bytes * profile.shard_ranks
     time_s = profile.gather_latency_s + whole_bytes * profile.gather_s_per_byte
     op = OpRecord(f"{run.op.name}._c10d_functional:all_gather_into_tensor", (), (value,), time_s)
-    size = rounded_bytes(profile, whole_bytes)
-    part = Value(tensor=step.make(key, rounded_bytes(profile, part_bytes)))
+    size = profile.block_bytes(whole_bytes)
+    part = Value(tensor=step.make(key, profile.block_bytes(part_bytes)))
     part.is_viewed = True
     return _Rerun(step, ProgramOp(op, (), ((key, size),), (size,)), (size,)), [part]

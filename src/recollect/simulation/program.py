@@ -11,17 +11,15 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import chain
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
-from recollect.profile.allocator_blocks import block_bytes
 from recollect.profile.events import ALLOC, DIES, FORWARD, FREE, GIVE_BACK, OP, PHASE, RETURN, SAVE, WORK, Event
 from recollect.profile.graph import OpRecord
 from recollect.profile.profile import Profile
 from recollect.simulation.decisions import CallActions
-from recollect.simulation.edges import Edge, by_start
-from recollect.simulation.windows import Window
+from recollect.simulation.windows import Edge, Window
 
 BULK: Final = -1
 """`(BULK, most_bytes, change_bytes)`: memory rises by `most_bytes` at most, and by `change_bytes` in the end."""
@@ -35,11 +33,6 @@ _OF_FORWARD = frozenset({ALLOC, BULK, DIES, FREE, OP, SAVE, WORK})
 Instruction = tuple[int, tuple[Any, ...]]
 Key = tuple[int, int]
 """A value: the call that computed it and its index there, or (-1, storage number) for what no unit made."""
-
-
-def rounded_bytes(profile: Profile, nbytes: int) -> int:
-    """Return the bytes that a storage of this size takes on the profile's device."""
-    return block_bytes(nbytes, profile.device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +65,11 @@ class Program:
             a `Key` for each value or storage, and one `BULK` for each run of events that no plan changes.
         lasting: for each call, the values whose bytes something other than the unit's ops may hold, under some plan.
         written: values whose bytes an op writes to later.
+        bulk_codes: the events that no plan changes, unless they are of a storage that a unit reads.
         gives_back: whether the log says when formulas of a backward that keeps its graph have run; old profiles do not.
     """
+
+    bulk_codes: ClassVar[frozenset[int]] = frozenset({ALLOC, FREE, WORK})
 
     def __init__(self, profile: Profile, windows: Sequence[Window] = (), edges: Sequence[Edge] = ()) -> None:
         self.profile = profile
@@ -101,10 +97,15 @@ class Program:
             OP: self._op,
         }
         # Calls of one graph share the sizes of its values.
-        self._sizes: dict[tuple[int, int], tuple[int, ...]] = {}
+        self._sizes = cache(
+            lambda graph, index: tuple(
+                profile.block_bytes(profile.graphs[graph].values[value].nbytes)
+                for value in profile.graphs[graph].ops[index].outputs
+            )
+        )
         self.instructions = list(self._instructions())
         self._counted: dict[tuple[int, frozenset[int]], frozenset[int]] = {}
-        self._tape_s: dict[tuple[int, frozenset[int]], float] = {}
+        self._watched_s = cache(lambda graph, dropped: profile.graphs[graph].watched_s(dropped))
 
     @cached_property
     def forwards(self) -> Mapping[int, Sequence[Instruction]]:
@@ -145,11 +146,8 @@ class Program:
 
     def tape_s(self, call: int, dropped: frozenset[int]) -> float:
         """Return the seconds that the tape adds to a call's forward, in all the runs that the call stands for."""
-        graph, num_runs = self.profile.calls[call].graph, self.profile.calls[call].num_runs
-        key = (graph, dropped)
-        if key not in self._tape_s:
-            self._tape_s[key] = self.profile.graphs[graph].watched_s(dropped)
-        return num_runs * self._tape_s[key]
+        record = self.profile.calls[call]
+        return record.num_runs * float(self._watched_s(record.graph, dropped))
 
     def added_s(
         self,
@@ -163,13 +161,15 @@ class Program:
     def _instructions(self) -> Iterator[Instruction]:
         starts = iter([*(window.start for window in self.windows[1:]), -1])
         next_start = next(starts)
-        edges = by_start(self.edges)
+        edges: defaultdict[int, list[Edge]] = defaultdict(list)
+        for edge in self.edges:
+            edges[edge.start].append(edge)
         sizes: dict[int, int] = {}
         change_bytes = most_bytes = 0
         for position, event in enumerate(self.profile.log.events()):
             code = event[0]
             is_window = position == next_start
-            is_bulk = code in (ALLOC, FREE, WORK) and not self._is_of_borrowed(event)
+            is_bulk = code in self.bulk_codes and (code == WORK or event[1] not in self._borrowed)
             if (is_window or position in edges or not is_bulk) and (change_bytes or most_bytes):
                 yield BULK, (most_bytes, change_bytes)
                 change_bytes = most_bytes = 0
@@ -181,7 +181,7 @@ class Program:
             if not is_bulk:
                 yield code, self.operands(event)
             elif code == ALLOC:
-                sizes[event[1]] = rounded_bytes(self.profile, event[2])
+                sizes[event[1]] = self.profile.block_bytes(event[2])
                 change_bytes += sizes[event[1]]
                 most_bytes = max(most_bytes, change_bytes)
             elif code == FREE:
@@ -191,9 +191,6 @@ class Program:
         if change_bytes or most_bytes:
             yield BULK, (most_bytes, change_bytes)
 
-    def _is_of_borrowed(self, event: Event) -> bool:
-        return event[0] != WORK and event[1] in self._borrowed
-
     def operands(self, event: Event) -> tuple[Any, ...]:
         """Return the operands of an event's instruction."""
         code, *numbers = event
@@ -201,18 +198,14 @@ class Program:
         return tuple(numbers) if translate is None else translate(*numbers)
 
     def _alloc(self, storage: int, nbytes: int) -> tuple[Key, int]:
-        return (-1, storage), rounded_bytes(self.profile, nbytes)
+        return (-1, storage), self.profile.block_bytes(nbytes)
 
     def _save(self, call: int, value: int, handle: int, saver: int) -> tuple[int, Key, int, int]:
         return call, self._key(call, value), handle, saver
 
     def _op(self, call: int, index: int) -> tuple[int, ProgramOp]:
-        key = self.profile.calls[call].graph, index
-        graph = self.profile.graphs[key[0]]
-        op = graph.ops[index]
-        if key not in self._sizes:
-            self._sizes[key] = tuple(rounded_bytes(self.profile, graph.values[value].nbytes) for value in op.outputs)
-        sizes = self._sizes[key]
+        graph = self.profile.calls[call].graph
+        op, sizes = self.profile.graphs[graph].ops[index], self._sizes(graph, index)
         run = ProgramOp(
             op=op,
             inputs=tuple(self._key(call, value) for value in op.inputs),

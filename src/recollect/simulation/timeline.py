@@ -3,19 +3,7 @@
 Every byte belongs to one category, and the categories add up exactly to the predicted bytes, because they come from the
 playback that predicts the peak (`simulation/simulate.py`).
 
-| category | what it is |
-|---|---|
-| parameters, optimizer state | there before the step |
-| buffers and batch | likewise |
-| other allocations | likewise, on CUDA: what else the allocator counts, such as library workspaces and other models |
-| gradients | what backward makes and leaves behind, or what was there before (of the last step; accumulation) |
-| kept values | the units' values that forward makes and backward still finds; states of random generators |
-| outside of the units | what forward makes there: the loss and what it saves |
-| returned values | offloaded in forward, back from host memory |
-| recomputed values | made again for backward |
-| passing values | values that die in the phase that made them: gradients in flight, results that nothing saves |
-| working memory | an op's workspace while it runs, including its results |
-| calibration | measured peak of the recorded step minus its simulated peak (`Profile.calibration_bytes`) |
+`CATEGORIES` says what each of them is.
 """
 
 from __future__ import annotations
@@ -37,21 +25,28 @@ from recollect.simulation.decisions import decide
 from recollect.simulation.lifetimes import LOSS, Lifetime, Lifetimes, lifetimes
 from recollect.simulation.playback import GENERATOR, OUTSIDE
 
-CATEGORIES = (
-    "parameters",
-    "optimizer state",
-    "buffers and batch",
-    "other allocations",
-    "gradients",
-    "kept values",
-    "outside of the units",
-    "returned values",
-    "recomputed values",
-    "passing values",
-    "working memory",
-    "calibration",
-)
-"""Ordered from what stays longest to what comes and goes."""
+CATEGORIES = {
+    "parameters": "the weights; there before the step",
+    "optimizer state": "such as the moments of AdamW; there before the step",
+    "buffers and batch": "what the model holds besides weights, and the input; there before the step",
+    # There before the step, on CUDA.
+    "other allocations": "what else the allocator counts, such as library workspaces and other models",
+    # Those of the last step among them.
+    "gradients": "of the parameters: what backward leaves behind, or found there (accumulation)",
+    # And states of random generators. Backward still finds them.
+    "kept values": "made in forward by the units (mostly layers), for backward",
+    # The loss and what it saves.
+    "outside of the units": "made in forward between the units, such as by the loss",
+    "returned values": "offloaded in forward, back from host memory",
+    "recomputed values": "dropped in forward, made again for backward",
+    # And results that nothing saves.
+    "passing values": "die in the phase that made them, such as gradients on their way",
+    # Its results included.
+    "working memory": "an op's workspace while it runs",
+    # `Profile.calibration_bytes`.
+    "calibration": "measured peak of the recorded step minus its simulated one",
+}
+"""What the bytes of each category are, ordered from what stays longest to what comes and goes."""
 
 PHASES = {FORWARD: "forward", LOSS: "loss", BACKWARD: "backward", OPTIMIZER: "optimizer step"}
 
@@ -191,6 +186,9 @@ def timeline(profile: Profile, plan: Plan) -> Timeline:
     alive["calibration"] += np.where(lives.phases == OPTIMIZER, 0, profile.calibration_bytes)
     total = _total(alive)
     peak = int(np.argmax(total))
+    host_changes = np.zeros(num_moments, dtype=np.int64)
+    for moment, nbytes in lives.host_changes:
+        host_changes[moment] += nbytes
     where = lives.simulation.peak_note
     return Timeline(
         time_s=lives.time_s,
@@ -202,15 +200,8 @@ def timeline(profile: Profile, plan: Plan) -> Timeline:
         peak=peak,
         report=PeakReport(int(total[peak]), where, _alive_at(profile, lives, categories, peak)),
         has_times=lives.has_times,
-        host_bytes=_host_bytes(lives),
+        host_bytes=np.cumsum(host_changes),
     )
-
-
-def _host_bytes(lives: Lifetimes) -> NDArray[np.int64]:
-    changes = np.zeros(len(lives.time_s), dtype=np.int64)
-    for moment, nbytes in lives.host_changes:
-        changes[moment] += nbytes
-    return np.cumsum(changes)
 
 
 def explain_peak(profile: Profile, plan: Plan | None = None) -> PeakReport:
@@ -322,7 +313,8 @@ def _alive_at(profile: Profile, lives: Lifetimes, categories: _Categories, momen
     for (category, _, name), paths in paths_of.items():
         nbytes = bytes_of[category, _, name]
         items.append(AliveItem(category, f"{label_paths(list(paths))} {name}".strip(), nbytes))
-    items.sort(key=lambda item: (CATEGORIES.index(item.category), -item.nbytes, item.name))
+    order = {category: number for number, category in enumerate(CATEGORIES)}
+    items.sort(key=lambda item: (order[item.category], -item.nbytes, item.name))
     return tuple(item for item in items if item.nbytes)
 
 

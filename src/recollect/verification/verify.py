@@ -22,9 +22,8 @@ from recollect.measuring.timing import timed
 from recollect.planning.classic import classic_plan
 from recollect.plans.plan import Plan
 from recollect.progress.stage import stage
-from recollect.ranks.common import check_same_plans
 from recollect.ranks.group import Place, Ranks
-from recollect.ranks.members import GroupChoice, ranks_of
+from recollect.ranks.members import GroupChoice, check_same_plans, ranks_of
 from recollect.recording.model_step import LossFunction, call_model, check_step, device_of, resident_tensors
 from recollect.recording.optimizer_step import record_optimizer_step
 from recollect.recording.optimizers import Optimizers, check_optimizers

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-from typing import get_args
 
 import pytest
 
 from recollect.engine.engine import ENGINES
-from recollect.plans.engines import ENGINE_WORDS, EngineChoice, Region, Tape, engine_choice
+from recollect.plans.action import EngineChoice
 from recollect.plans.plan import Plan
 from recollect.plans.unit_plan import UnitPlan
 
-CHOICES = get_args(EngineChoice)
+CHOICES = tuple(EngineChoice)
 
 
 def test_every_choice_has_an_engine() -> None:
@@ -21,24 +20,25 @@ def test_every_choice_has_an_engine() -> None:
 
 
 def test_every_choice_has_a_word() -> None:
-    assert tuple(choice.word for choice in CHOICES) == ENGINE_WORDS == ("tape", "region")
-    assert [str(engine_choice(word)) for word in ENGINE_WORDS] == list(ENGINE_WORDS)
+    assert [str(choice) for choice in CHOICES] == ["tape", "region"]
+    assert [UnitPlan({}, engine=str(choice)).engine for choice in CHOICES] == list(CHOICES)
 
 
 @pytest.mark.parametrize("choice", CHOICES)
-def test_word_and_choice_make_equal_units(choice: type[EngineChoice]) -> None:
-    by_word = UnitPlan({"mm": "keep"}, engine=choice.word)
-    assert by_word == UnitPlan({"mm": "keep"}, engine=choice())
-    assert isinstance(by_word.engine, choice)
+def test_word_and_choice_make_equal_units(choice: EngineChoice) -> None:
+    by_word = UnitPlan({"mm": "keep"}, engine=str(choice))
+    assert by_word == UnitPlan({"mm": "keep"}, engine=choice)
+    assert by_word.engine is choice
 
 
 @pytest.mark.parametrize("choice", CHOICES)
-def test_json_has_the_word(choice: type[EngineChoice]) -> None:
-    plan = Plan({"layers.0": UnitPlan({}, engine=choice())})
-    assert json.loads(plan.to_json())["units"][0]["engine"] == choice.word
+def test_json_has_the_word(choice: EngineChoice) -> None:
+    plan = Plan({"layers.0": UnitPlan({}, engine=choice)})
+    assert json.loads(plan.to_json())["units"][0]["engine"] == str(choice)
     assert Plan.from_json(plan.to_json()) == plan
 
 
 def test_units_with_different_engines_differ() -> None:
-    assert UnitPlan({}, engine=Region()) != UnitPlan({}, engine=Tape())
-    assert UnitPlan({}, engine=Region()).recomputes_anything and not UnitPlan({}, engine=Tape()).recomputes_anything
+    tape, region = (UnitPlan({}, engine=choice) for choice in CHOICES)
+    assert tape != region
+    assert region.recomputes_anything and not tape.recomputes_anything

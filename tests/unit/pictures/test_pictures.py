@@ -19,9 +19,8 @@ import recollect
 from hostile_names import EVIL, evil_profile
 from recollect.errors import RecollectError
 from recollect.pictures.curves import memory_curve
-from recollect.pictures.labels import Mark, place_labels
 from recollect.pictures.page import write_frontier_page, write_plan_page
-from recollect.pictures.png import draw_frontier, draw_memory
+from recollect.pictures.png import Mark, draw_frontier, draw_memory, place_labels
 from recollect.pictures.style import CATEGORY_COLORS, new_figure
 from recollect.pictures.words import bound_corners, classics_of, describe_profile
 from recollect.planning.bound import LowerBound

@@ -13,7 +13,7 @@ from recollect.byte_format import format_bytes
 from recollect.errors import BudgetTooSmallError
 from recollect.lab.models.architectures import llama_config
 from recollect.lab.models.gpt import GPTModel
-from recollect.planning.advice import advice, lasting_bytes
+from recollect.planning.choose import advice, lasting_bytes
 from recollect.planning.planners import plan
 from recollect.profile.events import WORK
 from recollect.profile.profile import Profile

@@ -9,11 +9,10 @@ from itertools import combinations
 import pytest
 
 from recollect.planning.alive_until_loss import held_values, unheld_bytes, with_held
-from recollect.planning.chain_solver import ChainSolver
+from recollect.planning.chain_solver import ChainSolver, unit_options
 from recollect.planning.hull import Evaluator, unit_hull
 from recollect.planning.option_table import OptionTable
 from recollect.planning.priced_search import PricedSearch
-from recollect.planning.unit_options import unit_options
 from recollect.profile.events import BACKWARD, DIES, PHASE, StepLog
 from recollect.profile.profile import Profile
 from recollect.simulation.peak_sums import PeakSums
@@ -51,7 +50,9 @@ def cached_step(seed: int, *, num_units: int) -> tuple[Profile, frozenset[int]]:
 def budgets(profile: Profile) -> list[int]:
     """Budgets on the way from the peak of the leanest choices, with all outputs kept, to keeping everything."""
     table = OptionTable(profile)
-    least, most = (simulate(profile, table.decisions(choice)).peak_bytes for choice in (table.leanest, table.fattest))
+    least, most = (
+        simulate(profile, table.decisions(choice)).peak_bytes for choice in ((0,) * len(table.rows), table.fattest)
+    )
     return [least + (most - least) * step // 10 for step in (0, 1, 3)]
 
 
@@ -122,7 +123,6 @@ def test_without_held_values_there_is_nothing_to_search() -> None:
         (random_step(2, num_values=MANY_VALUES, num_units=4), False),
         (cached_step(2, num_units=4)[0], True),
     ):
-        found = windows(profile)
-        search = PricedSearch(profile, found, PeakSums(Program(profile, found)), unit_options)
+        search = PricedSearch(PeakSums(Program(profile, windows(profile))), unit_options)
         assert search.is_worthwhile == is_worthwhile
         assert list(search.known()) == []

@@ -8,10 +8,10 @@ import random
 import pytest
 
 from recollect.planning.chain import Chain
+from recollect.planning.chain_solver import unit_options
 from recollect.planning.hull import Evaluator, unit_hull
 from recollect.planning.option_table import Candidate, Choice, KnownCosts, OptionTable
 from recollect.planning.output_choices import single_outputs
-from recollect.planning.unit_options import unit_options
 from recollect.profile.events import BACKWARD, FORWARD, OPTIMIZER
 from recollect.profile.profile import Profile
 from recollect.simulation.decisions import CallActions, ValueActions
@@ -22,18 +22,23 @@ from recollect.simulation.windows import windows
 from synthetic_step import random_step
 
 
+class SeenCosts(KnownCosts):
+    """Remembers the choices that were played."""
+
+    def __init__(self, profile: Profile) -> None:
+        table = OptionTable(profile, options_of=unit_options)
+        super().__init__(PeakSums(Program(profile, windows(profile))), table)
+        self.seen: list[Choice] = []
+
+    def candidate(self, choice: Choice) -> Candidate:
+        self.seen.append(choice)
+        return super().candidate(choice)
+
+
 def chain_of(profile: Profile) -> tuple[OptionTable, Chain, list[Choice]]:
     """A chain over the options of a step, and the choices that it played."""
-    table = OptionTable(profile, options_of=unit_options)
-    found = windows(profile)
-    costs = KnownCosts(PeakSums(Program(profile, found)), table)
-    seen: list[Choice] = []
-
-    def play(choice: Choice) -> Candidate:
-        seen.append(choice)
-        return costs.candidate(choice)
-
-    return table, Chain(table, found, play, most_probes=64), seen
+    costs = SeenCosts(profile)
+    return costs.table, Chain(costs, most_probes=64), costs.seen
 
 
 def test_windows_are_forward_in_order_and_backward_in_reverse() -> None:

@@ -26,7 +26,9 @@ from toy_profile import layer, random_stack, stack
 def peak_range(profile: Profile) -> tuple[int, int]:
     """Peaks of the leanest plan that keeps each output, and of keeping everything."""
     table = OptionTable(profile)
-    least, most = (simulate(profile, table.decisions(choice)).peak_bytes for choice in (table.leanest, table.fattest))
+    least, most = (
+        simulate(profile, table.decisions(choice)).peak_bytes for choice in ((0,) * len(table.rows), table.fattest)
+    )
     return least, most
 
 

@@ -10,8 +10,7 @@ from typing import Literal
 
 import pytest
 
-from recollect.planning.hull import Evaluator, Option, unit_hull
-from recollect.planning.stored import Stored
+from recollect.planning.hull import Evaluator, Option, Stored, unit_hull
 from recollect.profile.graph import OpRecord, UnitGraph, ValueRecord
 from watched_modules import on_modules
 

@@ -14,7 +14,7 @@ from recollect.errors import BudgetTooSmallError
 from recollect.lab.models.architectures import llama_config
 from recollect.lab.models.gpt import GPTModel
 from recollect.planning.classic import classic_plan
-from recollect.planning.lean_search import LeanSearch
+from recollect.planning.lean_search import leanest
 from recollect.planning.lean_units import checkpoints, worth_keeping
 from recollect.planning.option_table import Candidate
 from recollect.planning.planners import plan
@@ -49,7 +49,7 @@ def least_peak(profile: Profile) -> int:
 
 def found(profile: Profile) -> Candidate:
     parts = windows(profile)
-    return LeanSearch(profile, parts, PeakSums(Program(profile, parts))).found()
+    return leanest(PeakSums(Program(profile, parts)))
 
 
 def accumulated() -> Profile:

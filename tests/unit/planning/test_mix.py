@@ -7,16 +7,20 @@ from itertools import product
 import numpy as np
 import pytest
 
-from recollect.planning.mix import Limits, MixUnit, cheapest_mix
+from recollect.planning.mix import Limits, Stage, cheapest_mix
 
 NUM_UNITS, NUM_OPTIONS, NUM_WINDOWS = 4, 5, 12
 
 
-def random_case(seed: int) -> tuple[list[MixUnit], Limits]:
+def random_case(seed: int) -> tuple[list[Stage], Limits]:
     """Units whose options keep more and take less time from one to the next, and windows with up to eight calls in flight."""
     random = np.random.default_rng(seed)
     units = [
-        MixUnit(np.sort(random.integers(0, 1000, NUM_OPTIONS)), np.sort(random.random(NUM_OPTIONS))[::-1].copy())
+        Stage(
+            np.sort(random.integers(0, 1000, NUM_OPTIONS)),
+            np.sort(random.random(NUM_OPTIONS))[::-1].copy(),
+            np.zeros(NUM_OPTIONS, dtype=np.int64),
+        )
         for _ in range(NUM_UNITS)
     ]
     unit_of = random.integers(0, NUM_UNITS, NUM_WINDOWS)
@@ -24,13 +28,13 @@ def random_case(seed: int) -> tuple[list[MixUnit], Limits]:
     return units, Limits(unit_of, counts, list(random.integers(0, 2000, (NUM_WINDOWS, NUM_OPTIONS))))
 
 
-def most_bytes(units: list[MixUnit], limits: Limits, chosen: tuple[int, ...]) -> float:
+def most_bytes(units: list[Stage], limits: Limits, chosen: tuple[int, ...]) -> float:
     kept = np.array([unit.kept_bytes[option] for unit, option in zip(units, chosen, strict=True)])
     own = [nbytes[chosen[unit]] for unit, nbytes in zip(limits.unit, limits.own_bytes, strict=True)]
     return float((limits.counts @ kept + np.array(own)).max())
 
 
-def seconds(units: list[MixUnit], chosen: tuple[int, ...]) -> float:
+def seconds(units: list[Stage], chosen: tuple[int, ...]) -> float:
     return sum(float(unit.recompute_s[option]) for unit, option in zip(units, chosen, strict=True))
 
 

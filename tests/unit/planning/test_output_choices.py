@@ -94,7 +94,7 @@ def test_error_knows_the_least_peak_of_all_that_was_tried() -> None:
         profile = random_step(seed, num_values=7, num_units=10)
         with pytest.raises(BudgetTooSmallError) as error:
             plan(profile, profile.persistent_bytes)
-        full, leanest = classic_plan(profile, "full"), ChainSolver(profile).leanest()
+        full, leanest = classic_plan(profile, "full"), ChainSolver(profile).leanest
         assert leanest is not None
         assert error.value.least_peak_bytes == min(full.predicted_peak_bytes or 0, leanest.peak_bytes), seed
 
@@ -128,11 +128,11 @@ def test_segments_at_the_front_are_found_where_they_are_fast(num_layers: int, nu
 def test_leanest_does_not_depend_on_what_was_planned_before() -> None:
     profile = random_step(4, num_values=8, num_units=4)
     solver = ChainSolver(profile)
-    first = solver.leanest()
+    first = solver.leanest
     most = simulate(profile, [CallActions()] * 4).peak_bytes
     for percent in (95, 90, 85):
         solver.best(most * percent // 100, 0.0)
-    again = solver.leanest()
+    again = solver.leanest
     assert first is not None
     assert again is not None
     assert (first.choice, first.cost) == (again.choice, again.cost)

@@ -14,9 +14,8 @@ from recollect.errors import BudgetTooSmallError
 from recollect.planning.bound import LowerBound
 from recollect.planning.checkpoint_times import checkpoint_times
 from recollect.planning.choose import Planner
-from recollect.planning.hull import Evaluator, unit_hull
+from recollect.planning.hull import Evaluator, Stored, unit_hull
 from recollect.planning.option_table import unit_plan
-from recollect.planning.stored import Stored
 from recollect.profile.graph import OpRecord, PartRecord, UnitGraph, ValueRecord
 from recollect.profile.profile import Profile
 from recollect.simulation.decisions import CallActions, ValueActions

@@ -1,4 +1,4 @@
-"""The contract of every solver: candidates are within the budget and cost what they say, always the same, in any order."""
+"""The contract of the solver: candidates are within the budget and cost what they say, always the same, in any order."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import pytest
 
 from recollect.planning.bound import LowerBound
-from recollect.planning.choose import SOLVERS, Solver
+from recollect.planning.chain_solver import ChainSolver
 from recollect.profile.profile import Profile
 from recollect.simulation.decisions import CallActions
 from recollect.simulation.simulate import simulate
@@ -25,9 +25,8 @@ def plain_bytes(profile: Profile) -> int:
     return simulate(profile, [CallActions()] * len(profile.calls)).peak_bytes
 
 
-@pytest.mark.parametrize("solver", SOLVERS)
-def test_candidates_are_within_the_budget_and_cost_what_they_say(solver: type[Solver], profile: Profile) -> None:
-    solved, bound = solver(profile), LowerBound(profile)
+def test_candidates_are_within_the_budget_and_cost_what_they_say(profile: Profile) -> None:
+    solved, bound = ChainSolver(profile), LowerBound(profile)
     num_found = 0
     for percent in PERCENTS:
         budget_bytes = plain_bytes(profile) * percent // 100
@@ -42,29 +41,26 @@ def test_candidates_are_within_the_budget_and_cost_what_they_say(solver: type[So
     assert num_found >= 2
 
 
-@pytest.mark.parametrize("solver", SOLVERS)
-def test_two_solvers_say_the_same(solver: type[Solver], profile: Profile) -> None:
+def test_two_solvers_say_the_same(profile: Profile) -> None:
     budget_bytes = plain_bytes(profile) * 85 // 100
-    first, second = solver(profile).best(budget_bytes, 0.0), solver(profile).best(budget_bytes, 0.0)
+    first, second = ChainSolver(profile).best(budget_bytes, 0.0), ChainSolver(profile).best(budget_bytes, 0.0)
     assert first is not None
     assert second is not None
     assert (first.choice, first.cost) == (second.choice, second.cost)
 
 
-@pytest.mark.parametrize("solver", SOLVERS)
-def test_what_was_asked_before_makes_nothing_worse(solver: type[Solver], profile: Profile) -> None:
-    asked, budget_bytes = solver(profile), plain_bytes(profile) * 85 // 100
+def test_what_was_asked_before_makes_nothing_worse(profile: Profile) -> None:
+    asked, budget_bytes = ChainSolver(profile), plain_bytes(profile) * 85 // 100
     asked.best(plain_bytes(profile) * 95 // 100, 0.0)
-    again, alone = asked.best(budget_bytes, 0.0), solver(profile).best(budget_bytes, 0.0)
+    again, alone = asked.best(budget_bytes, 0.0), ChainSolver(profile).best(budget_bytes, 0.0)
     assert again is not None
     assert alone is not None
     assert again.recompute_s <= alone.recompute_s
 
 
-@pytest.mark.parametrize("solver", SOLVERS)
-def test_the_leanest_candidate_is_as_lean_as_any_other(solver: type[Solver], profile: Profile) -> None:
-    solved = solver(profile)
-    leanest = solved.leanest()
+def test_the_leanest_candidate_is_as_lean_as_any_other(profile: Profile) -> None:
+    solved = ChainSolver(profile)
+    leanest = solved.leanest
     assert leanest is not None
     assert solved.best(leanest.peak_bytes - 1, math.inf) is None
     found = solved.best(leanest.peak_bytes, math.inf)
@@ -72,6 +68,5 @@ def test_the_leanest_candidate_is_as_lean_as_any_other(solver: type[Solver], pro
     assert found.peak_bytes == leanest.peak_bytes
 
 
-@pytest.mark.parametrize("solver", SOLVERS)
-def test_no_candidate_for_a_budget_below_what_every_plan_has(solver: type[Solver], profile: Profile) -> None:
-    assert solver(profile).best(profile.persistent_bytes, math.inf) is None
+def test_no_candidate_for_a_budget_below_what_every_plan_has(profile: Profile) -> None:
+    assert ChainSolver(profile).best(profile.persistent_bytes, math.inf) is None

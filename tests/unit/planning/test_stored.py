@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from recollect.planning.stored import Stored
+from recollect.planning.hull import Stored
 
 STORED = Stored(frozenset([1, 2]), frozenset([3]))
 

@@ -9,8 +9,8 @@ from dataclasses import replace
 
 import pytest
 
+from recollect.planning.chain_solver import unit_options
 from recollect.planning.hull import Evaluator, Option, unit_hull
-from recollect.planning.unit_options import unit_options
 from recollect.plans.value_names import module_of
 from recollect.profile.graph import OpRecord, UnitGraph, ValueRecord
 from synthetic_step import random_step

@@ -94,7 +94,7 @@ class Logged:
 
 def test_copies_leave_as_units_begin_and_come_back_as_backward_comes_to_them() -> None:
     log: list[str] = []
-    timetable: Timetable[Logged] = Timetable()
+    timetable = Timetable()
     copies = {name: Logged(name, log) for name in ("a", "b", "c")}
     timetable.add(copies["a"], 0, Trip(2, 1))
     timetable.add(copies["b"], 1, Trip(5, 0))
@@ -112,7 +112,7 @@ def test_copies_leave_as_units_begin_and_come_back_as_backward_comes_to_them() -
 
 def test_what_nobody_needs_neither_leaves_nor_comes_back() -> None:
     log: list[str] = []
-    timetable: Timetable[Logged] = Timetable()
+    timetable = Timetable()
     timetable.add(Logged("a", log), 0, Trip())
     timetable.add(Logged("b", log), 0, Trip(2, 1, leaves_in_backward=True))
     timetable.forward(1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from recollect.profile.allocator_blocks import block_bytes
+from recollect.profile.profile import block_bytes
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,8 @@ from recollect.planning.classic import classic_plan
 from recollect.plans.plan import Plan
 from recollect.profile.graph import PartRecord, UnitGraph
 from recollect.profile.profile import Profile
-from recollect.ranks.common import check_same_plans, common_plan, with_common_times
 from recollect.ranks.group import ALONE, Group, Place, Ranks
+from recollect.ranks.members import check_same_plans, common_plan, with_common_times
 from toy_profile import layer, stack
 
 needs_gloo = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs PyTorch with the gloo backend")

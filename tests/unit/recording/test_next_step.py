@@ -16,7 +16,7 @@ from recollect.plans.plan import Plan
 from recollect.plans.unit_plan import UnitPlan
 from recollect.profile.events import ALLOC, BACKWARD, FORWARD, FREE, OP, OPTIMIZER, PHASE, RELEASE, SAVE, SUM
 from recollect.recording.next_step import Phases, leftovers, with_last_step
-from recollect.recording.recorded_call import RecordedCall, RecordedOp, RecordedValue
+from recollect.recording.trackers import RecordedCall, RecordedOp, RecordedValue
 from recollect.simulation.decisions import decide
 from recollect.simulation.simulate import simulate
 

@@ -22,7 +22,7 @@ from blocks import Stack, built
 from recollect.engine.content import has_same_bits
 from recollect.errors import BudgetTooSmallError, PlanError
 from recollect.measuring.meter import measure_peak
-from recollect.recording.optimizer_probe import make_probe
+from recollect.recording.optimizer_step import make_probe
 
 warnings.simplefilter("error")
 warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import recollect
 from recollect.engine.content import has_same_bits
+from recollect.planning.chain_solver import unit_options
 from recollect.planning.hull import unit_hull
-from recollect.planning.unit_options import unit_options
 from recollect.profile.profile import Profile
 from recollect.recording.model_step import call_model
 from recollect.recording.unit_samples import UnitSample, UnitSamples

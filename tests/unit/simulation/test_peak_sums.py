@@ -9,8 +9,7 @@ from dataclasses import replace
 import pytest
 
 from recollect.planning.planners import plan
-from recollect.plans.action import Action
-from recollect.plans.engines import Region
+from recollect.plans.action import Action, EngineChoice
 from recollect.profile.events import ALLOC, DIES, FREE, OP, RELEASE, RETURN, SAVE, USE, StepLog
 from recollect.profile.graph import OpRecord, UnitGraph, ValueRecord
 from recollect.profile.profile import Profile
@@ -36,7 +35,7 @@ def random_decisions(profile: Profile, rng: random.Random) -> list[CallActions]:
         output = Action.KEEP if rng.random() >= drop_output else Action.RECOMPUTE
         own = CallActions(ValueActions.recomputing(dropped), output, is_planned=rng.random() < 0.8)
         if rng.random() < region_share:
-            own = CallActions(engine=Region())
+            own = CallActions(engine=EngineChoice.REGION)
         made.append(rng.choice([*made, own]) if rng.random() < 0.4 else own)
     return made
 

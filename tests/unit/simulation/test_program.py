@@ -11,7 +11,7 @@ from recollect.plans.action import Action
 from recollect.profile.events import ALLOC, DIES, FREE, OP, RELEASE, SAVE, WORK
 from recollect.profile.profile import Profile
 from recollect.simulation.decisions import CallActions, ValueActions
-from recollect.simulation.program import BULK, WINDOW, Program, rounded_bytes
+from recollect.simulation.program import BULK, WINDOW, Program
 from recollect.simulation.simulate import simulate
 from recollect.simulation.windows import windows
 from synthetic_step import random_step
@@ -31,7 +31,7 @@ def peak_of_keeping_everything(profile: Profile) -> int:
 
     for event in profile.log.blocks[0]:
         if event[0] == ALLOC:
-            nbytes[event[1:2]] = rounded_bytes(profile, event[2])
+            nbytes[event[1:2]] = profile.block_bytes(event[2])
             alive += hold(event[1:2], 1)
         elif event[0] == FREE:
             alive += hold(event[1:2], -1)
@@ -40,7 +40,7 @@ def peak_of_keeping_everything(profile: Profile) -> int:
             peak = max(peak, alive + op.working_bytes)
             for value in op.outputs:
                 key = (event[1], value)
-                nbytes[key] = rounded_bytes(profile, profile.graph_of(profile.calls[event[1]]).values[value].nbytes)
+                nbytes[key] = profile.block_bytes(profile.graph_of(profile.calls[event[1]]).values[value].nbytes)
                 alive += hold(key, 1)
         elif event[0] == DIES:
             alive += hold(event[1:], -1)

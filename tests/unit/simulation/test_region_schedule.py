@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from recollect.plans.engines import Region
+from recollect.planning.explain import layer_usage
+from recollect.plans.action import EngineChoice
 from recollect.plans.plan import Plan
 from recollect.plans.unit_plan import UnitPlan
 from recollect.profile.events import (
@@ -25,7 +26,6 @@ from recollect.profile.events import (
 from recollect.profile.graph import OpRecord, UnitCall, UnitGraph, ValueRecord
 from recollect.profile.profile import Profile
 from recollect.simulation.decisions import decide
-from recollect.simulation.layer_usage import layer_usage
 from recollect.simulation.peak_sums import PeakSums
 from recollect.simulation.program import Program
 from recollect.simulation.simulate import Simulation, simulate
@@ -35,7 +35,7 @@ from recollect.simulation.windows import windows
 INPUT, A, B, C, OUT, GRADIENT = 64, 100, 50, 10, 20, 7
 BUFFERS, GENERATOR = 24, 5056
 STATES = BUFFERS + GENERATOR
-PLAN = Plan({"layer": UnitPlan({}, engine=Region())})
+PLAN = Plan({"layer": UnitPlan({}, engine=EngineChoice.REGION)})
 Events = tuple[tuple[int, ...], ...]
 
 GRAPH = UnitGraph(

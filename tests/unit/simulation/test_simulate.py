@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
+from recollect.planning.explain import layer_usage
 from recollect.plans.plan import Plan
 from recollect.plans.unit_plan import UnitPlan
 from recollect.profile.events import BACKWARD, DIES, FORWARD, OP, PHASE, RELEASE, RETURN, SAVE, USE, StepLog
 from recollect.profile.graph import OpRecord, UnitCall, UnitGraph, ValueRecord
 from recollect.profile.profile import Profile
 from recollect.simulation.decisions import decide
-from recollect.simulation.layer_usage import layer_usage
 from recollect.simulation.simulate import Simulation, simulate
 from toy_profile import stack
 

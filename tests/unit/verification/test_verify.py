@@ -273,7 +273,7 @@ def test_statistics_updated_twice_are_found(compare: Any) -> None:
     for module in model:
         module.rounds_with_plan = 1
     once = full_plan(model, ROWS)
-    assert all(unit.engine.word == "tape" for unit in once.units.values())
+    assert all(unit.engine == "tape" for unit in once.units.values())
     assert recollect.verify(model, ROWS, once, loss_fn=mean_square, compare=compare).equal
 
 

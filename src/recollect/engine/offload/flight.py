@@ -1,4 +1,4 @@
-"""Has offloaded values leave and come back at the edges of units, as `recollect.simulation.edges` predicts them.
+"""Has offloaded values leave and come back at the edges of units, as `recollect.simulation.windows` predicts them.
 
 Units' calls are numbered from the first one after a backward. While one runs, each tensor that autograd saves is marked with
 its number, so that backward tells which call it has come to: the last one of which marks are left that it has not used.
@@ -145,7 +145,7 @@ class Flight:
     """
 
     def __init__(self) -> None:
-        self.timetable: Timetable[Offloaded] = Timetable()
+        self.timetable = Timetable()
         self.has_turned = False
         self.is_running = False
         self._num_calls = 0

@@ -26,14 +26,13 @@ from recollect.integrations.megatron.module_values import LayerOps, values_of_mo
 from recollect.integrations.megatron.rules import RecomputeConfig
 from recollect.integrations.megatron.settings import OFFLOAD_MODULES
 from recollect.planning.trips import scheduled
-from recollect.plans.action import Action
-from recollect.plans.engines import Tape
+from recollect.plans.action import Action, EngineChoice
 from recollect.plans.plan import Plan
 from recollect.plans.trip import Trip
 from recollect.profile.events import OP, RETURN, SAVE
 from recollect.profile.profile import Profile
 from recollect.simulation.decisions import keep_all_unit
-from recollect.simulation.edges import returning_values
+from recollect.simulation.windows import returning_values
 from recollect.warning import warn_user
 
 _LEAST_BYTES_OF_LAYERS: Final = 2**20
@@ -143,7 +142,7 @@ def _may_go(profile: Profile, plan: Plan, config: RecomputeConfig, key: _Key) ->
         is_kept = (
             unit.output is Action.KEEP and action is not Action.SHARD if value.is_output else action is Action.KEEP
         )
-        if not is_kept or unit.engine != Tape():
+        if not is_kept or unit.engine is not EngineChoice.TAPE:
             return False
     if config.fine_grained_activation_offloading:
         return value.saved_elements >= config.min_offloaded_tensor_size

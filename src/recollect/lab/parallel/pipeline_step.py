@@ -12,7 +12,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleIn
 
 from recollect.lab.parallel.stages import PipelineRank, StageModel
 from recollect.pipelines.schedule import PipelineSchedule, schedule_of
-from recollect.recording.gathered_stage import free_gathered
+from recollect.recording.restored_state import free_gathered
 
 MicroBatch = tuple[Tensor, Tensor]
 

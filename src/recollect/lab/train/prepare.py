@@ -25,8 +25,8 @@ from recollect.planning.loss_chunks import plan_with_chunks
 from recollect.printing import columns_of, print_line
 from recollect.profile.profile import Profile
 from recollect.quantities import parse_bytes
-from recollect.ranks.common import common_plan
 from recollect.ranks.group import Place
+from recollect.ranks.members import common_plan
 from recollect.recording.restored_state import restored_buffers
 from recollect.recording.step_recording import Collectives
 

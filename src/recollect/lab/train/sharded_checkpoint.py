@@ -42,7 +42,7 @@ from recollect.lab.parallel.tensor import fused_parameters
 from recollect.lab.train.checkpoint import Manifest, checksum_of, keep_newest, write_manifest
 from recollect.lab.train.files import publish, unpublished, write_atomically
 from recollect.lab.train.processes import Processes
-from recollect.recording.gathered_stage import free_gathered
+from recollect.recording.restored_state import free_gathered
 
 _MODEL, _OPTIMIZER = "model.", "optimizer."
 _STATE = "state."

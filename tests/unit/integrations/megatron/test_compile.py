@@ -10,7 +10,7 @@ import pytest
 from recollect.errors import ConfigError, ConfigWarning, NotYetError
 from recollect.integrations.megatron import RecomputeConfig, TrainingSetting, megatron_plan
 from recollect.planning.classic import classic_plan
-from recollect.plans.engines import Region
+from recollect.plans.action import EngineChoice
 from recollect.plans.plan import Plan
 from recollect.profile.graph import UnitCall
 from recollect.profile.profile import Profile
@@ -185,4 +185,4 @@ def test_opaque_layers_are_run_again_as_a_whole() -> None:
     graph = layer()
     opaque = replace(graph, values=tuple(replace(value, must_keep=value.saved) for value in graph.values))
     plan = full(stack(2, graph=opaque), "uniform", 1)
-    assert {unit.engine for unit in plan.units.values()} == {Region()}
+    assert {unit.engine for unit in plan.units.values()} == {EngineChoice.REGION}
