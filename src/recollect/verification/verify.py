@@ -64,7 +64,7 @@ def verify(
         model: the model that the plan is for.
         batch: a tensor, tuple or dict, passed to the model as `record` does; None with `step`.
         plan: the plan to check.
-        step: your own training step in place of a batch, which runs eight to fourteen times, each time from the same parameters,
+        step: your own training step in place of a batch, which runs eight to fourteen times, always from the same parameters,
             gradients, buffers and state of the optimizers; what else it changes stays changed.
         optimizer: its state counts; it does not step, unless `step` has it step.
         loss_fn: from the model's output to a scalar; see `record`.
