@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.bias import causal_lower_right
+from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from recollect._torch_private import disable_torch_dispatch
 from recollect.lab.models.config import TransformerConfig
@@ -215,7 +215,9 @@ def bias_of_last_positions(num_queries: int, num_keys: int) -> Tensor:
     """Return what tells kernels that know of it, and then need no mask, that the queries are those of the last positions."""
     # Of what an op of a dispatch mode returns, such as a recording's, PyTorch makes no tensor of another class.
     with disable_torch_dispatch():
-        bias: Tensor = causal_lower_right(num_queries, num_keys)
+        # `causal_lower_right` would set memory aside for a mask, 32 GiB for 16,384 of 262,144 positions.
+        bias: CausalBias = CausalBias.__new__(CausalBias)
+        CausalBias.__init__(bias, CausalVariant.LOWER_RIGHT, num_queries, num_keys)
     return bias
 
 
