@@ -7,6 +7,9 @@ end of forward: here, a copy is one more value that a plan can recompute. Norms 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -36,6 +39,33 @@ class Linear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., in_features] to [..., out_features]."""
         return F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
+
+
+class SeparateLinears(nn.ModuleList):
+    """Products of one input with several matrices, in place of one with all of them as one."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Map [..., in_features] to a tensor for each matrix."""
+        return tuple(linear(x) for linear in self)
+
+
+def build_projection(config: TransformerConfig, sizes: Sequence[int], *, bias: bool) -> Linear | SeparateLinears:
+    """Return what projects the residual stream to parts of such sizes: one product of all of them, or one for each.
+
+    `parts_of` its result are the parts.
+    """
+    made = partial(Linear, config.hidden_size, bias=bias, init_std=config.init_method_std)
+    return SeparateLinears(map(made, sizes)) if config.separate_projections and len(sizes) > 1 else made(sum(sizes))
+
+
+def parts_of(projected: Tensor | tuple[Tensor, ...], sizes: Sequence[int]) -> tuple[Tensor, ...]:
+    """Return the parts of what a projection returns.
+
+    Example:
+        >>> [tuple(part.shape) for part in parts_of(torch.zeros(2, 5), (3, 2))]
+        [(2, 3), (2, 2)]
+    """
+    return projected if isinstance(projected, tuple) else projected.split(sizes, dim=-1)
 
 
 class Embedding(nn.Embedding):
