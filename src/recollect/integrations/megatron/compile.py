@@ -44,10 +44,10 @@ def megatron_plan(
     Full recompute drops everything that can be recomputed, and outputs between the layers of one `uniform` region too.
     Selective recompute drops what the named modules compute; their outputs are kept or dropped as in Megatron
     (`MEGATRON_OUTPUT` in `settings.py`), unless `recompute_discard_outputs` says otherwise. What cannot be recomputed (a
-    router's choices) is always kept. Of a step recorded with `collectives="replay"`, what all-gathers return is dropped under
-    any settings: Megatron saves each rank's part, and gathers it again in backward. With `distribute_saved_activations` the
-    inputs that full recompute keeps have the action "shard". What `cpu_offloading` and `offload_modules` stand for has the
-    action "offload", unless it is recomputed anyway.
+    router's choices) is always kept. Under any settings, what Megatron's own functions make again in backward is dropped: a
+    router's input in fp32 and, of a step recorded with `collectives="replay"`, what all-gathers return. With
+    `distribute_saved_activations` the inputs that full recompute keeps have the action "shard". What `cpu_offloading` and
+    `offload_modules` stand for has the action "offload", unless it is recomputed anyway.
 
     Args:
         profile: the recorded step, of the whole model.
@@ -223,7 +223,8 @@ def _selective_units(layers: Mapping[str, UnitGraph], outputs: Mapping[str, Acti
 
 
 def _unit(layer: LayerOps, outputs: Mapping[str, Action], parts: Mapping[str, frozenset[int]]) -> UnitPlan:
-    dropped = set(layer.gathered)  # of which Megatron saves this rank's part, and gathers it again in backward
+    # Megatron saves what these are made of: this rank's part of what is gathered, and the router's input in 16 bits.
+    dropped = {*layer.gathered, *layer.cast_for_router}
     for name, inside in parts.items():
         dropped |= inside if outputs[name] == Action.RECOMPUTE else inside - layer.outputs_of(inside)
     actions: dict[str, Action] = {

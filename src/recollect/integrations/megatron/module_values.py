@@ -122,6 +122,12 @@ class LayerOps:
                 found.update(value for value in op.outputs if not self.graph.values[value].must_keep)
         return frozenset(found)
 
+    @cached_property
+    def cast_for_router(self) -> frozenset[int]:
+        """The copies in fp32 of what the router reads, the residual stream and its weight."""
+        own = self.values(lambda _, op: "router" in op.module)
+        return self.values(lambda _, op: "router" in op.module and op.name == "_to_copy" and own.isdisjoint(op.inputs))
+
     def is_attentions_own(self, op: _LayerOp) -> bool:
         """Whether the attention module itself runs the op, not one of its projections."""
         return op.module in (self.attention, (*self.attention, "attn_dropout"))

@@ -12,9 +12,9 @@ from recollect.integrations.megatron import RecomputeConfig, TrainingSetting, me
 from recollect.planning.classic import classic_plan
 from recollect.plans.engines import Region
 from recollect.plans.plan import Plan
-from recollect.profile.graph import OpRecord, UnitCall, UnitGraph, ValueRecord
+from recollect.profile.graph import UnitCall
 from recollect.profile.profile import Profile
-from toy_profile import layer, stack
+from toy_profile import GATHER, gathering_layer, layer, stack
 
 
 def planned(profile: Profile, setting: TrainingSetting | None = None, **fields: Any) -> Plan:
@@ -124,25 +124,6 @@ def test_a_module_drops_its_output_where_that_is_asked_for() -> None:
     assert plan.units["layers.0"].actions["mlp.down.mm"] == "recompute"
 
 
-GATHER = "mlp._c10d_functional:all_gather_into_tensor"
-
-
-def gathering(*, replays: bool) -> Profile:
-    """Layers whose product reads what a gather returns, put in order; others put something else in order."""
-    values = (
-        ValueRecord("input", 50, producer=None, saved=True),
-        ValueRecord("input_layernorm.mul", 100, producer=0),
-        ValueRecord(GATHER, 400, producer=1, must_keep=not replays),
-        ValueRecord("mlp.cat", 400, producer=2, saved=True),
-        ValueRecord("mlp.up.mm", 400, producer=3, saved=True),
-        ValueRecord("mlp.cat#1", 800, producer=4, saved=True),
-        ValueRecord("down.mm", 50, producer=5, is_output=True),
-    )
-    reads = ((0,), (1,), (2,), (3,), (3, 4), (5,))
-    ops = tuple(OpRecord(v.name, reads[i], (i + 1,), 0.1) for i, v in enumerate(values[1:]))
-    return stack(2, graph=UnitGraph(values, ops))
-
-
 @pytest.mark.parametrize(
     "fields",
     [
@@ -155,14 +136,14 @@ def test_what_is_gathered_is_gathered_again(fields: dict[str, Any]) -> None:
     """Of the last layer, whose own recompute none of these settings asks for."""
     dropped = {
         name
-        for name, action in planned(gathering(replays=True), **fields).units["layers.1"].actions.items()
+        for name, action in planned(stack(2, graph=gathering_layer()), **fields).units["layers.1"].actions.items()
         if action == "recompute"
     }
     assert dropped - {"input_layernorm.mul"} == {GATHER, "mlp.cat"}
 
 
 def test_a_gather_that_may_not_run_again_is_kept() -> None:
-    assert not planned(gathering(replays=False)).units["layers.1"].recomputes_anything
+    assert not planned(stack(2, graph=gathering_layer(replays=False))).units["layers.1"].recomputes_anything
 
 
 def test_a_set_of_which_the_model_has_nothing_is_an_error() -> None:
