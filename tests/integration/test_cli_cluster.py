@@ -38,6 +38,14 @@ def test_each_stage_has_a_plan_and_all_of_them_the_nearest_flags(
     output = capsys.readouterr().out
     assert "nearest of Megatron, in all stages alike: step +" in output
     assert "--recompute-granularity" in output
+    assert "its fused kernels keep less" in output and "it gathers beside products" not in output
+
+
+def test_megatron_is_assumed_to_gather_beside_products(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    more = ["--sequence-parallel", "--write", "megatron", "--out", str(tmp_path / "plan.json")]
+    assert main([*PLAN, *TENSOR, *more, "--memory-budget", "85%"]) == 0
+    said = "assumed of Megatron: What it gathers again in backward, it gathers beside products."
+    assert said in capsys.readouterr().out.splitlines()
 
 
 def test_layers_are_divided_with_the_plans(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -59,6 +67,10 @@ def test_layers_are_divided_with_the_plans(tmp_path: Path, capsys: pytest.Captur
         (["plan", *STEP, *TENSOR], "got fake=False: a layout of many devices is planned on a machine without them"),
         ([*PLAN, *TENSOR, "--write", "torchtitan"], "got write='torchtitan': not yet"),
         ([*PLAN, "--data-parallel-size", "4", "--global-batch-size", "6"], "global_batch_size=6"),
+        (
+            [*PLAN, *TENSOR, "--size", "mixtral-tiny", "--write", "megatron"],
+            "sequence_parallel=False: Megatron does not train experts under tensor parallelism like this",
+        ),
         ([*PLAN, *TENSOR, "--node-link", "NVLink 9"], "link: got 'NVLink 9'"),
         ([*PLAN, "--context-parallel-size", "3"], "seq_length=256, 2 x context_parallel_size=6"),
         ([*PLAN, "--expert-model-parallel-size", "2"], "expert_model_parallel_size=2, data_parallel_size=1"),

@@ -166,6 +166,19 @@ def test_collectives_are_counted_as_predicted() -> None:
         assert counted(model, x) == plain
 
 
+@pytest.mark.usefixtures("group")
+def test_megatrons_settings_gather_again_whatever_they_recompute() -> None:
+    """With none, too: LinearWithGradAccumulationAndAsyncCommunication saves a part of its input (Megatron-LM at d98e8a64)."""
+    model, x = layers(3, sequence=True), data(sequence=True).detach()
+    profile = recollect.record(model, x, loss_fn=torch.sum, collectives="replay")
+    plan = recollect.megatron_plan(profile, recollect.RecomputeConfig())
+    report = recollect.verify(model, x, plan, loss_fn=torch.sum, compare="step")
+    assert report.equal
+    assert 0 <= (plan.predicted_peak_bytes or 0) - report.plan_peak_bytes <= 1024
+    for usage in recollect.layer_usage(profile, plan):
+        assert usage.replayed_collectives == {"all_gather_into_tensor": 2}
+
+
 class Exchange(nn.Module):
     """A layer that calls functional collectives itself, as expert and context parallelism do. [n, h] -> [n, h]."""
 

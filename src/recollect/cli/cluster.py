@@ -30,6 +30,8 @@ def run_cluster(command: MakePlan, console: Console) -> None:
         RecollectError: flags that clash, a model that does not divide, or a budget that is too small.
     """
     step = cluster_step(command)
+    if command.write is not None:
+        _check_written(step)
     make = plan_cluster_with_chunks if command.loss_chunks == "auto" else plan_cluster
     found = make(step, command.memory_budget, chooses_split=command.cluster.pipeline_split == "auto")
     print_line(console, str(found))
@@ -43,6 +45,17 @@ def run_cluster(command: MakePlan, console: Console) -> None:
     for number, plan in enumerate(plans):
         path = out if len(plans) == 1 else out.with_suffix(f".{number}.json")
         write_file(path, plan.to_json() + "\n", console, flag="--out")
+
+
+def _check_written(step: ClusterStep) -> None:
+    """Check that Megatron, whose settings are to be written, takes the layout."""
+    tensor, experts = step.layout.tensor_model_parallel_size, step.config.num_moe_experts
+    if experts is not None and tensor > 1 and not step.layout.sequence_parallel:
+        raise ConfigError(
+            settings={"num_experts": experts, "tensor_model_parallel_size": tensor, "sequence_parallel": False},
+            reason="Megatron does not train experts under tensor parallelism like this",
+            advice="Add --sequence-parallel, or leave --write out.",
+        )
 
 
 def cluster_step(command: MakePlan) -> ClusterStep:
@@ -132,6 +145,11 @@ def _nearest(command: MakePlan, found: ClusterPlan) -> str:
         predicted = found.step.config.mtp_num_layers or 0
         ranks = layout.pipeline_model_parallel_size
         words += f"\nits split of the layers:\n{split_flags(layout.pipeline_split, ranks, num_predicted=predicted)}"
-    return (
-        f"nearest of Megatron, in all stages alike: step {uniform.slowdown:+.1%}, {1e3 * lost_s:.0f} ms longer\n{words}"
-    )
+    lines = [
+        f"nearest of Megatron, in all stages alike: step {uniform.slowdown:+.1%}, {1e3 * lost_s:.0f} ms longer",
+        words,
+        "assumed of Megatron: Norms, activations and positions op by op; its fused kernels keep less.",
+    ]
+    if layout.sequence_parallel or layout.context_parallel_size > 1:
+        lines.append("assumed of Megatron: What it gathers again in backward, it gathers beside products.")
+    return "\n".join(lines)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,12 +15,19 @@ import recollect
 from recollect.cli.recompute_flags import RecomputeFlags
 from recollect.errors import BudgetTooSmallError, ConfigError, ConfigWarning, PlanError
 from recollect.integrations.megatron import RecomputeConfig, TrainingSetting, megatron_plan
-from recollect.integrations.megatron.nearest import bridge_lines, megatron_flags, nearest_settings
+from recollect.integrations.megatron.nearest import (
+    bridge_lines,
+    hidden_s,
+    megatron_flags,
+    nearest_settings,
+    nearest_uniform_settings,
+)
 from recollect.integrations.torchtitan_settings import nearest_policy, torchtitan_flags, torchtitan_plan
 from recollect.lab.models.architectures import llama_config
 from recollect.lab.models.gpt import GPTModel
 from recollect.plans.plan import Plan
 from recollect.profile.profile import Profile
+from toy_profile import gathering_layer, stack
 
 MODULES = ("core_attn", "mlp", "layernorm")
 
@@ -99,6 +107,43 @@ def test_no_recompute_is_written_too(profile: Profile) -> None:
     found = nearest_settings(profile, recollect.plan(profile, "100%"))
     assert found.settings == RecomputeConfig() and megatron_flags(found.settings) == ""
     assert bridge_lines(found.settings) == "cfg.model.recompute_granularity = None"
+
+
+@pytest.mark.parametrize(
+    ("gather_s", "fields", "expected_s"),
+    [
+        (0.05, {}, 2 * 0.05),
+        # No longer than what reads it, 0.2 and 0.04 s.
+        (0.5, {}, 2 * 0.24),
+        # The product runs again, and waits for its input.
+        (0.05, {"recompute_granularity": "selective", "recompute_modules": ["mlp"]}, 0.0),
+        (0.05, {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1}, 0.05),
+    ],
+)
+def test_megatron_gathers_beside_its_products(gather_s: float, fields: dict[str, Any], expected_s: float) -> None:
+    profile = stack(2, graph=gathering_layer(gather_s=gather_s))
+    assert hidden_s(profile, megatron_plan(profile, RecomputeConfig(**fields))) == pytest.approx(expected_s)
+
+
+def test_what_is_hidden_is_no_slowdown() -> None:
+    profile = stack(2, graph=gathering_layer())
+    plan = megatron_plan(profile, RecomputeConfig())
+    found = nearest_settings(profile, plan)
+    assert found.settings == RecomputeConfig()
+    # The order of what is gathered takes 0.02 s in each layer, which nothing hides.
+    assert plan.predicted_slowdown * profile.step_s == pytest.approx(2 * 0.07)
+    assert found.plan.predicted_slowdown * profile.step_s == pytest.approx(2 * 0.02)
+
+
+def test_stages_of_a_pipeline_gather_beside_their_products() -> None:
+    profile = replace(stack(2, graph=gathering_layer()), persistent={"parameters": 1000, "gradients": 1000})
+    schedule = recollect.PipelineSchedule.one_f_one_b(num_stages=2, num_micro_batches=4)
+    planned = recollect.predict_pipeline([profile] * 2, schedule, [megatron_plan(profile, RecomputeConfig())] * 2)
+    settings, found = nearest_uniform_settings([profile] * 2, planned)
+    assert settings == RecomputeConfig()
+    # Five micro-batches one after the other, each in two layers, but for the first, which begins earlier.
+    assert planned.step_s - found.step_s == pytest.approx(5 * 2 * 0.05)
+    assert found.plain_step_s == planned.plain_step_s
 
 
 def test_what_cannot_be_written(profile: Profile) -> None:

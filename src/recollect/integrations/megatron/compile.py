@@ -44,8 +44,10 @@ def megatron_plan(
     Full recompute drops everything that can be recomputed, and outputs between the layers of one `uniform` region too.
     Selective recompute drops what the named modules compute; their outputs are kept or dropped as in Megatron
     (`MEGATRON_OUTPUT` in `settings.py`), unless `recompute_discard_outputs` says otherwise. What cannot be recomputed (a
-    router's choices) is always kept. With `distribute_saved_activations` the inputs that full recompute keeps have the action
-    "shard". What `cpu_offloading` and `offload_modules` stand for has the action "offload", unless it is recomputed anyway.
+    router's choices) is always kept. Under any settings, what Megatron's own functions make again in backward is dropped: a
+    router's input in fp32 and, of a step recorded with `collectives="replay"`, what all-gathers return. With
+    `distribute_saved_activations` the inputs that full recompute keeps have the action "shard". What `cpu_offloading` and
+    `offload_modules` stand for has the action "offload", unless it is recomputed anyway.
 
     Args:
         profile: the recorded step, of the whole model.
@@ -110,19 +112,18 @@ def megatron_plan(
 def _units(profile: Profile, choice: Choice, chunks: Chunks, heads: Sequence[str]) -> dict[str, UnitPlan]:
     graphs = {call.path: profile.graph_of(call) for call in profile.calls}
     layers = {path: graphs[path] for path in (*chain.from_iterable(chunks), *heads)}
-    if isinstance(choice, Selective):
-        return _selective_units(layers, choice)
+    if not isinstance(choice, (UniformFull, BlockFull)):
+        return _selective_units(layers, choice.outputs if isinstance(choice, Selective) else {})
     full: Collection[str] = ()
     dropped: Collection[str] = ()
     if isinstance(choice, BlockFull):
         full = {path for chunk in chunks for path in chunk[: choice.num_layers]}
-    elif isinstance(choice, UniformFull):
+    else:
         n, full = choice.num_layers, layers
         dropped = outputs_within(profile, [chunk[i : i + n] for chunk in chunks for i in range(0, len(chunk), n)])
+    rest = _selective_units({path: graph for path, graph in layers.items() if path not in full}, {})
     return {
-        path: recompute_all_unit(graph, output=Action.RECOMPUTE if path in dropped else Action.KEEP)
-        if path in full
-        else keep_all_unit(graph)
+        path: rest.get(path) or recompute_all_unit(graph, output=Action.RECOMPUTE if path in dropped else Action.KEEP)
         for path, graph in layers.items()
     }
 
@@ -205,25 +206,27 @@ def _chunks(profile: Profile, setting: TrainingSetting | None) -> Chunks:
     return result
 
 
-def _selective_units(layers: dict[str, UnitGraph], choice: Selective) -> dict[str, UnitPlan]:
+def _selective_units(layers: Mapping[str, UnitGraph], outputs: Mapping[str, Action]) -> dict[str, UnitPlan]:
+    """Return the units whose modules are recomputed; `outputs` says what happens to what each of them returns."""
     made: dict[int, UnitPlan] = {}
     matched: set[str] = set()
     units = {}
     for path, graph in layers.items():
         if id(graph) not in made:
             layer = LayerOps(graph)
-            parts = {name: part for name in choice.outputs if (part := values_of_module(layer, name))}
+            parts = {name: part for name in outputs if (part := values_of_module(layer, name))}
             matched.update(parts)
-            made[id(graph)] = _unit(layer, choice, parts)
+            made[id(graph)] = _unit(layer, outputs, parts)
         units[path] = made[id(graph)]
-    _check_matched("recompute", tuple(choice.outputs), matched)
+    _check_matched("recompute", tuple(outputs), matched)
     return units
 
 
-def _unit(layer: LayerOps, choice: Selective, parts: dict[str, frozenset[int]]) -> UnitPlan:
-    dropped: set[int] = set()
+def _unit(layer: LayerOps, outputs: Mapping[str, Action], parts: Mapping[str, frozenset[int]]) -> UnitPlan:
+    # Megatron saves what these are made of: this rank's part of what is gathered, and the router's input in 16 bits.
+    dropped = {*layer.gathered, *layer.cast_for_router}
     for name, inside in parts.items():
-        dropped |= inside if choice.outputs[name] == Action.RECOMPUTE else inside - layer.outputs_of(inside)
+        dropped |= inside if outputs[name] == Action.RECOMPUTE else inside - layer.outputs_of(inside)
     actions: dict[str, Action] = {
         value.name: Action.RECOMPUTE if index in dropped and not value.must_keep else Action.KEEP
         for index, value in enumerate(layer.graph.values)

@@ -28,6 +28,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
+from recollect.plans.value_names import collective_kind
 from recollect.profile.graph import UnitGraph
 from recollect.profile.profile import Profile
 
@@ -110,6 +111,22 @@ class LayerOps:
         while last + 1 < len(self.ops) and self.is_attentions_own(self.ops[last + 1]):
             last += 1
         return start, last
+
+    @cached_property
+    def gathered(self) -> frozenset[int]:
+        """The values that all-gathers return, if these may run again, and what puts their parts in order."""
+        found: set[int] = set()
+        for op in self.ops:
+            orders = op.name == "cat" and op.inputs and found.issuperset(op.inputs)
+            if orders or collective_kind(op.name).startswith("all_gather"):
+                found.update(value for value in op.outputs if not self.graph.values[value].must_keep)
+        return frozenset(found)
+
+    @cached_property
+    def cast_for_router(self) -> frozenset[int]:
+        """The copies in fp32 of what the router reads, the residual stream and its weight."""
+        own = self.values(lambda _, op: "router" in op.module)
+        return self.values(lambda _, op: "router" in op.module and op.name == "_to_copy" and own.isdisjoint(op.inputs))
 
     def is_attentions_own(self, op: _LayerOp) -> bool:
         """Whether the attention module itself runs the op, not one of its projections."""

@@ -5,17 +5,21 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from itertools import combinations
 
 from recollect.errors import BudgetTooSmallError, ConfigError, ConfigWarning, NotYetError
 from recollect.integrations.megatron.compile import megatron_plan
-from recollect.integrations.megatron.module_values import modules_in
+from recollect.integrations.megatron.module_values import LayerOps, modules_in
 from recollect.integrations.megatron.rules import RecomputeConfig
 from recollect.integrations.megatron.settings import MODULES, TrainingSetting
 from recollect.integrations.nearest import Nearest, nearest
 from recollect.pipelines.pipeline import PipelinePlan
 from recollect.pipelines.plan_pipeline import predict_pipeline
+from recollect.plans.action import Action
 from recollect.plans.plan import Plan
+from recollect.plans.value_names import collective_kind
+from recollect.profile.graph import UnitGraph
 from recollect.profile.profile import Profile
 
 
@@ -23,8 +27,8 @@ def nearest_settings(profile: Profile, plan: Plan, setting: TrainingSetting | No
     """Return the fastest of Megatron's settings that fit the budget of a plan, and what they lose against it.
 
     All of them are tried: no recompute, full recompute by both methods with every number of layers, and every set of the
-    modules that the model has. Peak and time are those of recollect carrying them out; Megatron itself runs a recomputed
-    region again as a whole, so it needs at least as much.
+    modules that the model has. Peak and time are those of recollect carrying them out, less what Megatron gathers beside its
+    products. Megatron itself runs a recomputed region again as a whole, so it needs at least as much.
 
     Args:
         profile: the recorded step that the plan was made from.
@@ -87,9 +91,15 @@ def nearest_uniform_settings(
     peaks: list[int] = []
     for config in sorted(everywhere, key=added_s):
         chosen: list[Plan] = [plans[id(profile)][config] for profile in profiles]
-        found = predict_pipeline(profiles, planned.schedule, chosen, split_profiles=split_profiles, send_s=send_s)
+        # Backward takes less by what is hidden; those that are alike stay one object.
+        taken = {
+            key: replace(profile, step_s=profile.step_s - hidden_s(profile, plans[key][config]))
+            for key, profile in distinct.items()
+        }
+        stages = [taken[id(profile)] for profile in profiles]
+        found = predict_pipeline(stages, planned.schedule, chosen, split_profiles=split_profiles, send_s=send_s)
         if found.peak_bytes <= budget_bytes:
-            return config, found
+            return config, replace(found, plain_step_s=planned.plain_step_s)
         peaks.append(found.peak_bytes)
     raise BudgetTooSmallError(
         budget_bytes=budget_bytes,
@@ -97,6 +107,40 @@ def nearest_uniform_settings(
         unit="the fullest rank",
         advice=("That is the leanest of Megatron's settings, the same for all stages.",),
     )
+
+
+def hidden_s(profile: Profile, plan: Plan) -> float:
+    """Return the seconds of gathers under one of Megatron's plans that Megatron runs beside products of backward.
+
+    It begins to gather what a weight's gradient needs before the product for the gradient of the input, which takes as long
+    as the one in forward. Where that one runs again, it waits for its input in Megatron, too.
+    """
+    of_graphs = [[*_gathers(graph)] for graph in profile.graphs]
+    found = 0.0
+    for call in profile.calls:
+        actions = plan.units[call.path].actions if call.path in plan.units else {}
+        for time_s, gathered, read in of_graphs[call.graph]:
+            if actions.get(gathered) == Action.RECOMPUTE and all(actions.get(n) == Action.KEEP for n in read):
+                found += time_s * call.num_runs
+    return found
+
+
+def _gathers(graph: UnitGraph) -> Iterator[tuple[float, str, list[str]]]:
+    """Yield for each gather its seconds, at most those of what reads its result, its name, and the names of what they make."""
+    layer = LayerOps(graph)
+    for number, op in enumerate(graph.ops):
+        if not collective_kind(op.name) or layer.gathered.isdisjoint(op.outputs):
+            continue
+        made, readers = set(op.outputs), []
+        for later in graph.ops[number + 1 :]:
+            if made.isdisjoint(later.inputs):
+                continue
+            if layer.gathered.issuperset(later.outputs):
+                made.update(later.outputs)
+            else:
+                readers.append(later)
+        names = [graph.values[value].name for reader in readers for value in reader.outputs]
+        yield min(op.time_s, sum(reader.time_s for reader in readers)), graph.values[op.outputs[0]].name, names
 
 
 def megatron_flags(config: RecomputeConfig) -> str:
@@ -141,7 +185,9 @@ def _choices(profile: Profile, setting: TrainingSetting | None = None) -> list[t
         warnings.simplefilter("ignore", ConfigWarning)
         for config in _configs(profile):
             with suppress(ConfigError, NotYetError):
-                found.append((config, megatron_plan(profile, config, setting)))
+                plan = megatron_plan(profile, config, setting)
+                hidden = hidden_s(profile, plan) / profile.step_s if profile.step_s else 0.0
+                found.append((config, replace(plan, predicted_slowdown=(plan.predicted_slowdown or 0.0) - hidden)))
     return found
 
 

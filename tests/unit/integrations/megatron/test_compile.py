@@ -14,7 +14,7 @@ from recollect.plans.action import EngineChoice
 from recollect.plans.plan import Plan
 from recollect.profile.graph import UnitCall
 from recollect.profile.profile import Profile
-from toy_profile import layer, stack
+from toy_profile import GATHER, gathering_layer, layer, stack
 
 
 def planned(profile: Profile, setting: TrainingSetting | None = None, **fields: Any) -> Plan:
@@ -122,6 +122,28 @@ def test_a_module_drops_its_inside_and_keeps_its_output() -> None:
 def test_a_module_drops_its_output_where_that_is_asked_for() -> None:
     plan = selective(stack(2), "mlp", recompute_discard_outputs=["mlp"])
     assert plan.units["layers.0"].actions["mlp.down.mm"] == "recompute"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"recompute_granularity": "selective", "recompute_modules": ["layernorm"]},
+        {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1},
+    ],
+)
+def test_what_is_gathered_is_gathered_again(fields: dict[str, Any]) -> None:
+    """Of the last layer, whose own recompute none of these settings asks for."""
+    dropped = {
+        name
+        for name, action in planned(stack(2, graph=gathering_layer()), **fields).units["layers.1"].actions.items()
+        if action == "recompute"
+    }
+    assert dropped - {"input_layernorm.mul"} == {GATHER, "mlp.cat"}
+
+
+def test_a_gather_that_may_not_run_again_is_kept() -> None:
+    assert not planned(stack(2, graph=gathering_layer(replays=False))).units["layers.1"].recomputes_anything
 
 
 def test_a_set_of_which_the_model_has_nothing_is_an_error() -> None:
