@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from recollect.lab.models.config import TransformerConfig
+from recollect.lab.models.fp8 import Fp8Product
 from recollect.lab.models.linear import Linear, build_projection
 from recollect.lab.models.router import RouterStatistics, Routing, TopKRouter
 
@@ -74,7 +75,8 @@ class MLP(nn.Module):
         has_bias = config.add_bias_linear
         self.linear_fc1 = build_projection(config, (width,) * (1 + config.gated_linear_unit), bias=has_bias)
         self.activation_func = Activation(config)
-        self.linear_fc2 = Linear(width, config.hidden_size, bias=has_bias, init_std=config.scaled_init_method_std)
+        out_std = config.scaled_init_method_std
+        self.linear_fc2 = Linear(width, config.hidden_size, bias=has_bias, init_std=out_std, config=config)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., D] to [..., D]."""
@@ -96,6 +98,7 @@ class GroupedLinear(nn.Module):
         init_std: standard deviation of new weights.
         is_grouped: use one grouped kernel, whose rows must start at multiples of 16 bytes, instead of a loop over the groups;
             fp64 always uses the loop, as the kernel does not support it.
+        config: see `Linear`.
 
     Example:
         >>> linear = GroupedLinear(2, 8, 8, bias=False, init_std=0.02, is_grouped=True)
@@ -104,13 +107,24 @@ class GroupedLinear(nn.Module):
     """
 
     def __init__(
-        self, num_groups: int, in_features: int, out_features: int, *, bias: bool, init_std: float, is_grouped: bool
+        self,
+        num_groups: int,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool,
+        init_std: float,
+        is_grouped: bool,
+        config: TransformerConfig | None = None,
     ) -> None:
         super().__init__()
         self.init_std = init_std
         self.is_grouped = is_grouped
         self.weight = nn.Parameter(torch.empty(num_groups, out_features, in_features))
         self.bias = nn.Parameter(torch.empty(num_groups, out_features)) if bias else None
+        self.fp8: Fp8Product | None = None
+        if config is not None and config.fp8 is not None:
+            self.fp8 = Fp8Product(config, num_groups, is_grouped=is_grouped)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -119,8 +133,17 @@ class GroupedLinear(nn.Module):
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
-    def forward(self, x_SI: Tensor, ends_E: Tensor) -> Tensor:
-        """Map [S, I] to [S, O], without the bias; group e has the rows from `ends_E[e - 1]` to `ends_E[e]` (int32)."""
+    def forward(self, x_SI: Tensor, ends_E: Tensor, group_S: Tensor | None = None) -> Tensor:
+        """Map [S, I] to [S, O], without the bias.
+
+        Args:
+            x_SI: rows sorted by group.
+            ends_E: group e has the rows from `ends_E[e - 1]` to `ends_E[e]` (int32).
+            group_S: that of each row; only products in 8 bits need it.
+        """
+        if self.fp8 is not None:
+            out_SO: Tensor = self.fp8(x_SI, self.own(self.weight), group_S, ends_E)
+            return out_SO
         weight_EOI = self.own(self.weight).to(x_SI.dtype)
         if self.is_grouped and x_SI.dtype != torch.float64:
             return F.grouped_mm(x_SI, weight_EOI.transpose(1, 2), offs=ends_E)
@@ -149,7 +172,9 @@ class Experts(nn.Module):
         super().__init__()
         width, hidden = config.moe_ffn_hidden_size, config.hidden_size
         into = 2 * width if config.gated_linear_unit else width
-        of_each = functools.partial(GroupedLinear, config.num_moe_experts or 0, is_grouped=config.moe_grouped_gemm)
+        of_each = functools.partial(
+            GroupedLinear, config.num_moe_experts or 0, is_grouped=config.moe_grouped_gemm, config=config
+        )
         self.linear_fc1 = of_each(hidden, into, bias=config.add_bias_linear, init_std=config.init_method_std)
         self.activation_func = Activation(config)
         self.linear_fc2 = of_each(width, hidden, bias=config.add_bias_linear, init_std=config.scaled_init_method_std)
@@ -163,15 +188,54 @@ class Experts(nn.Module):
             expert_S: the expert of each row.
             ends_E: where the rows of each expert end, int32.
         """
-        inside_SF = self.linear_fc1(x_SD, ends_E)
+        if self.linear_fc1.fp8 is None:
+            return self._of_rows(x_SD, probabilities_S, expert_S, ends_E)
+        place_S, row_P, expert_P, ends_E = aligned_rows(expert_S, ends_E, self.linear_fc1.fp8.multiple)
+        # The last row, of zeros, for places that have none.
+        x_PD, probabilities_P = (F.pad(t, (*[0] * (2 * t.dim() - 1), 1))[row_P] for t in (x_SD, probabilities_S))
+        return self._of_rows(x_PD, probabilities_P, expert_P, ends_E)[place_S]
+
+    def _of_rows(self, x_SD: Tensor, probabilities_S: Tensor, expert_S: Tensor, ends_E: Tensor) -> Tensor:
+        inside_SF = self.linear_fc1(x_SD, ends_E, expert_S)
         bias_SF = self.linear_fc1.bias_of(expert_S, x_SD.dtype)
         if bias_SF is not None:
             inside_SF = inside_SF + bias_SF
-        out_SD: Tensor = self.linear_fc2(self.activation_func(inside_SF, probabilities_S), ends_E)
+        out_SD: Tensor = self.linear_fc2(self.activation_func(inside_SF, probabilities_S), ends_E, expert_S)
         bias_SD = self.linear_fc2.bias_of(expert_S, x_SD.dtype)
         if bias_SD is None:
             return out_SD
         return out_SD + (bias_SD * probabilities_S.unsqueeze(-1)).to(x_SD.dtype)
+
+
+def aligned_rows(expert_S: Tensor, ends_E: Tensor, multiple: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Find places for rows, so that each expert has a multiple of them, as products in 8 bits need.
+
+    There are P places, as many as any routing may need, since no shape depends on it: up to `multiple - 1` more an expert.
+
+    Args:
+        expert_S: the expert of each row, sorted.
+        ends_E: where the rows of each expert end.
+        multiple: of what.
+
+    Returns:
+        The place of each row; the row of each place, S if it has none; the expert of each place; where those of each end.
+
+    Example:
+        >>> aligned_rows(torch.tensor([0, 1, 1]), torch.tensor([1, 3]), 2)
+        (tensor([0, 2, 3]), tensor([0, 3, 1, 2]), tensor([0, 0, 1, 1]), tensor([2, 4]))
+    """
+    num_rows = len(expert_S)
+    num_places = (num_rows + len(ends_E) * (multiple - 1)) // multiple * multiple
+    counts_E = ends_E.diff(prepend=ends_E.new_zeros(1))
+    padded_E = (counts_E + multiple - 1) // multiple * multiple
+    padded_ends_E = padded_E.cumsum(0, dtype=ends_E.dtype)
+    moved_E = padded_ends_E - padded_E - ends_E + counts_E
+    place_S = torch.arange(num_rows, device=expert_S.device) + moved_E[expert_S]
+    row_P = torch.full((num_places,), num_rows, device=expert_S.device)
+    row_P[place_S] = torch.arange(num_rows, device=expert_S.device)
+    padded_ends_E[-1] = num_places
+    places_P = torch.arange(num_places, device=expert_S.device, dtype=ends_E.dtype)
+    return place_S, row_P, torch.searchsorted(padded_ends_E, places_P, right=True), padded_ends_E
 
 
 class MoELayer(nn.Module):

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -36,6 +36,7 @@ from recollect.lab.parallel.tensor_modules import (
     OwnPartMoELayer,
     SequenceLinear,
     SplitMoELayer,
+    SplitProduct,
     vocabulary_parallel_loss,
     with_partial_gradient,
 )
@@ -115,7 +116,14 @@ def _split_layer(layer: nn.Module, mesh: DeviceMesh, between: Shard | Replicate,
             styles |= _mlp_styles("mlp.shared_experts", mlp.shared_experts, before, between)
     else:
         styles |= _mlp_styles("mlp", mlp, between, between)
+    products = {module: module.fp8 for module in layer.modules() if isinstance(module, Linear)}
+    for linear in products:
+        linear.fp8 = None  # the styles take all modules below a linear layer for linear layers, too
     parallelize_module(layer, mesh, styles)
+    for linear, product in products.items():
+        linear.fp8 = product
+        if product is not None and isinstance(linear.weight, DTensor):
+            linear.fp8 = SplitProduct(product)
 
 
 def _mlp_styles(
