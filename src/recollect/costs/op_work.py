@@ -146,6 +146,11 @@ def _source_bytes(tensors: list[torch.Tensor], target: torch.Tensor) -> int:
 
 
 def _multiplied_dtype(name: str, tensors: list[torch.Tensor]) -> str:
+    if any(t.dtype == torch.float8_e8m0fnu for t in tensors):
+        return "mxfp8"
+    # Scales are the only matrices in fp32 here; those of whole tensors, rows or columns have at most one dimension above 1.
+    if name == "_scaled_mm" and any(t.dtype == torch.float32 and t.dim() == 2 and min(t.shape) > 1 for t in tensors):
+        return "fp8_blockwise"
     dtype = next((DTYPES[t.dtype] for t in tensors if t.dtype in DTYPES), "fp32")
     if dtype == "fp32" and "attention" not in name:
         # PyTorch's setting for fp32 on tensor cores; convolutions have a separate one.
