@@ -17,9 +17,8 @@ from recollect.lab.train.config import TrainConfig
 
 # Refused, as a part of the line: what is not there yet, and what Megatron refuses too.
 REFUSED = {
-    "--fp8-format": r"got --fp8-format=hybrid: not yet: models that compute in 8 or 4 bits\. Leave it out; --bf16 is there",
     "selective --recompute-method": r"recompute_granularity='selective', recompute_method='uniform'",
-    "mla_up_proj": r"multi_latent_attention=False: the model has no up-projection from latents",
+    "mla_up_proj": r"the model has no up-projection from latents|a model without experts has no moe_act",
 }
 # Lines that say nothing of the model, which Megatron refuses without the rest of a command line.
 NEEDS = {

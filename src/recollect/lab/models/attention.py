@@ -12,6 +12,8 @@ Shape legend: B batch   T, S positions, of queries and of keys   D hidden_size  
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -19,6 +21,7 @@ from torch.nn.attention.bias import causal_lower_right
 
 from recollect._torch_private import disable_torch_dispatch
 from recollect.lab.models.config import TransformerConfig
+from recollect.lab.models.config_checks import FP8_MULTIPLES
 from recollect.lab.models.linear import Linear, build_norm
 from recollect.lab.models.rotary import Rotary, rotate
 
@@ -38,9 +41,10 @@ class SelfAttention(nn.Module):
         group_size = config.num_query_groups * config.kv_channels
         self.sizes: tuple[int, ...] = (query_size, group_size, group_size)
         qkv_bias = config.add_bias_linear or config.add_qkv_bias
-        self.linear_qkv = Linear(config.hidden_size, sum(self.sizes), bias=qkv_bias, init_std=config.init_method_std)
+        linear = functools.partial(Linear, config=config)
+        self.linear_qkv = linear(config.hidden_size, sum(self.sizes), bias=qkv_bias, init_std=config.init_method_std)
         self.core_attention: nn.Module = build_core_attention(config)
-        self.linear_proj = Linear(
+        self.linear_proj = linear(
             query_size, config.hidden_size, bias=config.add_bias_linear, init_std=config.scaled_init_method_std
         )
 
@@ -70,9 +74,9 @@ class UpProjection(nn.Module):
         self.query_sizes = (config.qk_head_dim, config.qk_pos_emb_head_dim)
         self.key_value_sizes = (config.qk_head_dim, config.v_head_dim)
         latent = config.hidden_size if config.q_lora_rank is None else config.q_lora_rank
-        self.linear_q_up_proj = Linear(latent, heads * sum(self.query_sizes), bias=False, init_std=std)
-        key_value_size = heads * sum(self.key_value_sizes)
-        self.linear_kv_up_proj = Linear(config.kv_lora_rank, key_value_size, bias=False, init_std=std)
+        linear = functools.partial(Linear, bias=False, init_std=std, config=config)
+        self.linear_q_up_proj = linear(latent, heads * sum(self.query_sizes))
+        self.linear_kv_up_proj = linear(config.kv_lora_rank, heads * sum(self.key_value_sizes))
 
     def forward(self, q_BTQ: Tensor, kv_BTL: Tensor, k_BTR: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries [B, T, H, C], keys [B, T, H, C] and values [B, T, H, E].
@@ -119,14 +123,19 @@ class LatentAttention(nn.Module):
         self.linear_q_down_proj: nn.Module = nn.Identity()
         self.q_layernorm: nn.Module = nn.Identity()
         if config.q_lora_rank is not None:
-            self.linear_q_down_proj = Linear(hidden, config.q_lora_rank, bias=False, init_std=std)
+            self.linear_q_down_proj = Linear(hidden, config.q_lora_rank, bias=False, init_std=std, config=config)
             self.q_layernorm = build_norm(config, config.q_lora_rank)
-        self.linear_kv_down_proj = Linear(hidden, sum(self.key_value_sizes), bias=False, init_std=std)
+        width = sum(self.key_value_sizes)
+        is_divided = width % FP8_MULTIPLES[config.fp8_recipe] == 0
+        self.linear_kv_down_proj = Linear(
+            hidden, width, bias=False, init_std=std, config=config if is_divided else None
+        )
         self.kv_layernorm = build_norm(config, config.kv_lora_rank)
         self.qkv_up_proj = UpProjection(config)
         self.core_attention: nn.Module = build_core_attention(config)
         values = config.num_attention_heads * config.v_head_dim
-        self.linear_proj = Linear(values, hidden, bias=config.add_bias_linear, init_std=config.scaled_init_method_std)
+        out_std = config.scaled_init_method_std
+        self.linear_proj = Linear(values, hidden, bias=config.add_bias_linear, init_std=out_std, config=config)
 
     def forward(self, x_BTD: Tensor, rotary: Rotary) -> Tensor:
         """Mix positions; position t sees 0..t."""

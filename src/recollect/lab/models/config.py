@@ -10,10 +10,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal
 
-_NOT_NEGATIVE = ("init_method_std", "moe_router_bias_update_rate", "moe_aux_loss_coeff", "mtp_loss_scaling_factor")
-_POSITIVE = ("rotary_base", "layernorm_epsilon")
+from recollect.lab.models.config_checks import (
+    FP8_FIELDS,
+    check_attention,
+    check_experts,
+    check_fp8,
+    check_ranges,
+    refuse,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,6 +136,25 @@ class TransformerConfig:
     mtp_loss_scaling_factor: float = 0.1
     """Weight of the mean of their losses."""
 
+    fp8: Literal["e4m3", "hybrid"] | None = None
+    """Multiply in 8 bits in attention's projections, MLPs and experts: all of it e4m3, or gradients e5m2; None: do not."""
+    fp8_recipe: Literal["delayed", "tensorwise", "blockwise", "mxfp8"] = "delayed"
+    """How values are scaled before they are cast; `recollect.lab.models.fp8` defines each recipe."""
+    fp8_margin: int = 0
+    """With "delayed": scale to the largest number of the format divided by 2 to this power."""
+    fp8_amax_history_len: int = 1
+    """With "delayed": how many forwards, or backwards, the history has."""
+    fp8_amax_compute_algo: Literal["most_recent", "max"] = "most_recent"
+    """With "delayed": scale by the last entry of the history, or by its largest."""
+    fp8_emulated: bool | None = None
+    """Multiply in fp32 what was cast; None: on a CPU; True: on every device; False: on none, not even for fake tensors."""
+    first_last_layers_bf16: bool = False
+    """Leave the first and the last layers as they are without `fp8`."""
+    num_layers_at_start_in_bf16: int = 1
+    """How many of the first, with `first_last_layers_bf16`."""
+    num_layers_at_end_in_bf16: int = 1
+    """How many of the last, with `first_last_layers_bf16`; layers of multi-token prediction are like the last one."""
+
     def __post_init__(self) -> None:
         derived = {
             "num_query_groups": self.num_attention_heads,
@@ -141,12 +166,13 @@ class TransformerConfig:
         vars(self).update(derived, _derived=frozenset(derived))  # not a field: it does not describe the model
         if not isinstance(self.moe_layer_freq, int):
             vars(self)["moe_layer_freq"] = tuple(self.moe_layer_freq)
-        _check_ranges(self)
+        check_ranges(self)
         if self.hidden_size % self.num_attention_heads and "kv_channels" in derived:
             expected = f"a multiple of num_attention_heads = {self.num_attention_heads}, or kv_channels set"
-            _refuse("hidden_size", self.hidden_size, expected)
-        _check_attention(self)
-        _check_experts(self)
+            refuse("hidden_size", self.hidden_size, expected)
+        check_attention(self)
+        check_experts(self)
+        check_fp8(self)
 
     def changed(self, **changes: Any) -> TransformerConfig:
         """Return a configuration with changed fields; unlike `dataclasses.replace`, derive again what was derived.
@@ -188,6 +214,18 @@ class TransformerConfig:
         if isinstance(self.moe_layer_freq, int):
             return layer % self.moe_layer_freq == 0
         return bool(self.moe_layer_freq[layer])
+
+    def of_layer(self, layer: int) -> TransformerConfig:
+        """Return the configuration of a layer: this one, or for a layer that `first_last_layers_bf16` leaves, without `fp8`.
+
+        Args:
+            layer: see `is_moe_layer`.
+        """
+        last = self.num_layers - self.num_layers_at_end_in_bf16
+        is_left = min(layer, self.num_layers - 1) >= last or layer < self.num_layers_at_start_in_bf16
+        if self.fp8 is None or not (self.first_last_layers_bf16 and is_left):
+            return self
+        return self.changed(**{f.name: f.default for f in fields(self) if f.name in FP8_FIELDS})
 
     @property
     def scaled_init_method_std(self) -> float:
@@ -263,96 +301,3 @@ class TransformerConfig:
 
     def _norm(self, channels: int) -> int:
         return 2 * channels if self.normalization == "LayerNorm" else channels
-
-
-def _refuse(name: str, got: Any, expected: str) -> None:
-    raise ValueError(f"TransformerConfig.{name}: got {got!r}, expected {expected}.")
-
-
-def _check_ranges(config: TransformerConfig) -> None:
-    for name, hint in get_type_hints(type(config)).items():
-        value = getattr(config, name)
-        if get_origin(hint) is Literal and value not in get_args(hint):
-            _refuse(name, value, f"one of {', '.join(get_args(hint))}")
-        if hint is int or (hint == int | None and value is not None):
-            if not isinstance(value, int) or isinstance(value, bool):
-                _refuse(name, value, "a whole number")
-            if value < 1:
-                _refuse(name, value, "at least 1" + ("" if hint is int else ", or None for none"))
-    for name in _NOT_NEGATIVE:
-        if not getattr(config, name) >= 0:
-            _refuse(name, getattr(config, name), "at least 0")
-    for name in _POSITIVE:
-        if not getattr(config, name) > 0:
-            _refuse(name, getattr(config, name), "more than 0")
-    for name in ("hidden_dropout", "attention_dropout"):
-        if not 0 <= getattr(config, name) < 1:
-            _refuse(name, getattr(config, name), "a probability from 0 up to, but not including, 1")
-
-
-def _check_attention(config: TransformerConfig) -> None:
-    heads = config.num_attention_heads
-    if heads % config.num_query_groups:
-        _refuse("num_query_groups", config.num_query_groups, f"a divisor of num_attention_heads = {heads}")
-    if config.multi_latent_attention:
-        if config.num_query_groups != heads:
-            expected = (
-                f"num_attention_heads = {heads}, because with multi_latent_attention all heads share one latent vector"
-            )
-            _refuse("num_query_groups", config.num_query_groups, expected)
-        if config.qk_pos_emb_head_dim % 2:
-            _refuse("qk_pos_emb_head_dim", config.qk_pos_emb_head_dim, "an even number: rotary positions rotate pairs")
-    elif config.position_embedding_type == "rope" and config.kv_channels % 2:
-        expected = "an even number, because rotary positions rotate pairs of channels (it is hidden_size / num_attention_heads)"
-        _refuse("kv_channels", config.kv_channels, expected)
-
-
-def _check_experts(config: TransformerConfig) -> None:
-    experts = config.num_moe_experts
-    if experts is None:
-        for name in ("moe_shared_expert_intermediate_size", "moe_router_num_groups", "moe_router_group_topk"):
-            if getattr(config, name) is not None:
-                _refuse(name, getattr(config, name), "None if num_moe_experts is None; set num_moe_experts too")
-        return
-    if config.moe_router_topk > experts:
-        _refuse("moe_router_topk", config.moe_router_topk, f"at most num_moe_experts = {experts}")
-    if config.moe_router_enable_expert_bias and config.moe_router_score_function != "sigmoid":
-        _refuse("moe_router_enable_expert_bias", True, "False, or moe_router_score_function 'sigmoid'")
-    if config.moe_router_dtype not in (None, "fp32"):
-        _refuse("moe_router_dtype", config.moe_router_dtype, "'fp32', or None for the dtype of the model")
-    _check_layer_pattern(config)
-    _check_groups(config, experts)
-    for name in ("hidden_size", "moe_ffn_hidden_size"):
-        if config.moe_grouped_gemm and getattr(config, name) % 8:
-            expected = "a multiple of 8, because grouped products read 16 bytes at once, or moe_grouped_gemm False"
-            _refuse(name, getattr(config, name), expected)
-
-
-def _check_layer_pattern(config: TransformerConfig) -> None:
-    pattern = config.moe_layer_freq
-    if isinstance(pattern, int):
-        if pattern < 1:
-            _refuse("moe_layer_freq", pattern, "at least 1, or a 1 or 0 for each layer")
-        return
-    if len(pattern) != config.num_layers:
-        _refuse("moe_layer_freq", pattern, f"an entry for each of num_layers = {config.num_layers} layers")
-    if any(entry not in (0, 1) for entry in pattern):
-        _refuse("moe_layer_freq", pattern, "1 (experts) or 0 (dense) for each layer")
-
-
-def _check_groups(config: TransformerConfig, experts: int) -> None:
-    groups, chosen = config.moe_router_num_groups, config.moe_router_group_topk
-    if groups is None and chosen is None:
-        return
-    if groups is None or chosen is None:
-        missing = "moe_router_num_groups" if groups is None else "moe_router_group_topk"
-        _refuse(missing, None, "a number: moe_router_num_groups and moe_router_group_topk only work together")
-        return
-    if experts % groups:
-        _refuse("moe_router_num_groups", groups, f"a divisor of num_moe_experts = {experts}")
-    if chosen > groups:
-        _refuse("moe_router_group_topk", chosen, f"at most moe_router_num_groups = {groups}")
-    reachable = chosen * (experts // groups)
-    if config.moe_router_topk > reachable:
-        expected = f"at most {reachable}, the experts in {chosen} of {groups} groups"
-        _refuse("moe_router_topk", config.moe_router_topk, expected)

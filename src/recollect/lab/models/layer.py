@@ -31,6 +31,7 @@ class TransformerLayer(nn.Module):
 
     def __init__(self, config: TransformerConfig, layer: int) -> None:
         super().__init__()
+        config = config.of_layer(layer)
         self.hidden_dropout = config.hidden_dropout
         self.input_layernorm = build_norm(config, config.hidden_size)
         self.self_attention: nn.Module = (
@@ -73,8 +74,11 @@ class MultiTokenPredictionLayer(nn.Module):
         hidden = config.hidden_size
         self.enorm = build_norm(config, hidden)
         self.hnorm = build_norm(config, hidden)
-        self.eh_proj: nn.Module = Linear(2 * hidden, hidden, bias=False, init_std=config.init_method_std)
-        self.transformer_layer = TransformerLayer(config, config.num_layers + depth)
+        layer = config.num_layers + depth
+        self.eh_proj: nn.Module = Linear(
+            2 * hidden, hidden, bias=False, init_std=config.init_method_std, config=config.of_layer(layer)
+        )
+        self.transformer_layer = TransformerLayer(config, layer)
         self.final_layernorm = build_norm(config, hidden)
 
     def forward(

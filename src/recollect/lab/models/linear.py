@@ -2,7 +2,8 @@
 
 Weights keep their own dtype; each product casts them to the dtype of its input. A model with fp32 weights and bf16 activations
 thus trains as under autocast, but without autocast's global state and without its cache, which holds all bf16 copies until the
-end of forward: here, a copy is one more value that a plan can recompute. Norms compute in fp32 inside.
+end of forward: here, a copy is one more value that a plan can recompute. Norms compute in fp32 inside. Products in 8 bits cast
+the weights as they are.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from recollect.lab.models.config import TransformerConfig
+from recollect.lab.models.fp8 import Fp8Product
 
 
 class Linear(nn.Linear):
@@ -21,11 +23,21 @@ class Linear(nn.Linear):
         out_features: channels of the output.
         bias: whether it has a bias, zero at first.
         init_std: standard deviation of new weights.
+        config: a model with `fp8`, to multiply in 8 bits; any other, or None: in the dtype of the input.
     """
 
-    def __init__(self, in_features: int, out_features: int, *, bias: bool, init_std: float) -> None:
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool,
+        init_std: float,
+        config: TransformerConfig | None = None,
+    ) -> None:
         self.init_std = init_std  # before the base class, which draws the weights
         super().__init__(in_features, out_features, bias=bias)
+        self.fp8 = None if config is None or config.fp8 is None else Fp8Product(config)
 
     def reset_parameters(self) -> None:
         """Draw new weights."""
@@ -35,7 +47,11 @@ class Linear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., in_features] to [..., out_features]."""
-        return F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        if self.fp8 is None:
+            return F.linear(x, self.weight.to(x.dtype), bias)
+        out: Tensor = self.fp8(x.flatten(0, -2), self.weight).unflatten(0, x.shape[:-1])
+        return out if bias is None else out + bias
 
 
 class Embedding(nn.Embedding):

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from recollect.lab.models.config import TransformerConfig
+from recollect.lab.models.fp8 import Fp8Product
 from recollect.lab.models.linear import Linear
 from recollect.lab.models.router import RouterStatistics, Routing, TopKRouter
 
@@ -70,9 +71,10 @@ class MLP(nn.Module):
         width = config.ffn_hidden_size if ffn_hidden_size is None else ffn_hidden_size
         into = 2 * width if config.gated_linear_unit else width
         has_bias = config.add_bias_linear
-        self.linear_fc1 = Linear(config.hidden_size, into, bias=has_bias, init_std=config.init_method_std)
+        linear = functools.partial(Linear, bias=has_bias, config=config)
+        self.linear_fc1 = linear(config.hidden_size, into, init_std=config.init_method_std)
         self.activation_func = Activation(config)
-        self.linear_fc2 = Linear(width, config.hidden_size, bias=has_bias, init_std=config.scaled_init_method_std)
+        self.linear_fc2 = linear(width, config.hidden_size, init_std=config.scaled_init_method_std)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., D] to [..., D]."""
@@ -94,6 +96,7 @@ class GroupedLinear(nn.Module):
         init_std: standard deviation of new weights.
         is_grouped: use one grouped kernel, whose rows must start at multiples of 16 bytes, instead of a loop over the groups;
             fp64 always uses the loop, as the kernel does not support it.
+        config: see `Linear`.
 
     Example:
         >>> linear = GroupedLinear(2, 8, 8, bias=False, init_std=0.02, is_grouped=True)
@@ -102,13 +105,24 @@ class GroupedLinear(nn.Module):
     """
 
     def __init__(
-        self, num_groups: int, in_features: int, out_features: int, *, bias: bool, init_std: float, is_grouped: bool
+        self,
+        num_groups: int,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool,
+        init_std: float,
+        is_grouped: bool,
+        config: TransformerConfig | None = None,
     ) -> None:
         super().__init__()
         self.init_std = init_std
         self.is_grouped = is_grouped
         self.weight = nn.Parameter(torch.empty(num_groups, out_features, in_features))
         self.bias = nn.Parameter(torch.empty(num_groups, out_features)) if bias else None
+        self.fp8: Fp8Product | None = None
+        if config is not None and config.fp8 is not None:
+            self.fp8 = Fp8Product(config, num_groups, is_grouped=is_grouped)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -119,6 +133,9 @@ class GroupedLinear(nn.Module):
 
     def forward(self, x_SI: Tensor, ends_E: Tensor) -> Tensor:
         """Map [S, I] to [S, O], without the bias; group e has the rows from `ends_E[e - 1]` to `ends_E[e]` (int32)."""
+        if self.fp8 is not None:
+            out_SO: Tensor = self.fp8(x_SI, self.own(self.weight), ends_E)
+            return out_SO
         weight_EOI = self.own(self.weight).to(x_SI.dtype)
         if self.is_grouped and x_SI.dtype != torch.float64:
             return F.grouped_mm(x_SI, weight_EOI.transpose(1, 2), offs=ends_E)
@@ -147,7 +164,9 @@ class Experts(nn.Module):
         super().__init__()
         width, hidden = config.moe_ffn_hidden_size, config.hidden_size
         into = 2 * width if config.gated_linear_unit else width
-        of_each = functools.partial(GroupedLinear, config.num_moe_experts or 0, is_grouped=config.moe_grouped_gemm)
+        of_each = functools.partial(
+            GroupedLinear, config.num_moe_experts or 0, is_grouped=config.moe_grouped_gemm, config=config
+        )
         self.linear_fc1 = of_each(hidden, into, bias=config.add_bias_linear, init_std=config.init_method_std)
         self.activation_func = Activation(config)
         self.linear_fc2 = of_each(width, hidden, bias=config.add_bias_linear, init_std=config.scaled_init_method_std)
@@ -161,6 +180,14 @@ class Experts(nn.Module):
             expert_S: the expert of each row.
             ends_E: where the rows of each expert end, int32.
         """
+        if self.linear_fc1.fp8 is None:
+            return self._of_rows(x_SD, probabilities_S, expert_S, ends_E)
+        row_S, expert_S, ends_E = aligned_rows(expert_S, ends_E, self.linear_fc1.fp8.multiple)
+        padded_SD = x_SD.new_zeros(len(expert_S), x_SD.shape[1]).index_copy(0, row_S, x_SD)
+        padded_S = probabilities_S.new_zeros(len(expert_S)).index_copy(0, row_S, probabilities_S)
+        return self._of_rows(padded_SD, padded_S, expert_S, ends_E)[row_S]
+
+    def _of_rows(self, x_SD: Tensor, probabilities_S: Tensor, expert_S: Tensor, ends_E: Tensor) -> Tensor:
         inside_SF = self.linear_fc1(x_SD, ends_E)
         bias_SF = self.linear_fc1.bias_of(expert_S, x_SD.dtype)
         if bias_SF is not None:
@@ -170,6 +197,34 @@ class Experts(nn.Module):
         if bias_SD is None:
             return out_SD
         return out_SD + (bias_SD * probabilities_S.unsqueeze(-1)).to(x_SD.dtype)
+
+
+def aligned_rows(expert_S: Tensor, ends_E: Tensor, multiple: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return where rows go, so that each expert has a multiple of rows, as products in 8 bits need; those between are zeros.
+
+    There are as many as any routing may need, because no shape depends on it: up to `multiple - 1` more for each expert.
+
+    Args:
+        expert_S: the expert of each row, sorted.
+        ends_E: where the rows of each expert end.
+        multiple: of what.
+
+    Returns:
+        The new place of each row, and the new `expert_S` and `ends_E`.
+
+    Example:
+        >>> aligned_rows(torch.tensor([0, 1, 1]), torch.tensor([1, 3], dtype=torch.int32), 2)[::2]
+        (tensor([0, 2, 3]), tensor([2, 6], dtype=torch.int32))
+    """
+    counts_E = ends_E.diff(prepend=ends_E.new_zeros(1))
+    padded_E = ((counts_E + multiple - 1) // multiple * multiple).cumsum(0, dtype=ends_E.dtype)
+    moved_E = (padded_E - ends_E).roll(1)
+    moved_E[0] = 0
+    row_S = torch.arange(len(expert_S), device=expert_S.device) + moved_E[expert_S]
+    most = len(expert_S) + len(ends_E) * (multiple - 1)
+    padded_E[-1] = most // multiple * multiple
+    places_S = torch.arange(most // multiple * multiple, device=expert_S.device, dtype=ends_E.dtype)
+    return row_S, torch.searchsorted(padded_E, places_S, right=True), padded_E
 
 
 class MoELayer(nn.Module):

@@ -138,7 +138,7 @@ class SharedGroups(GroupedLinear):
 
     def __init__(self, whole: GroupedLinear, mesh: DeviceMesh, dim: int) -> None:
         nn.Module.__init__(self)
-        self.init_std, self.is_grouped = whole.init_std, whole.is_grouped
+        self.init_std, self.is_grouped, self.fp8 = whole.init_std, whole.is_grouped, whole.fp8
         self.weight = nn.Parameter(_part(whole.weight, mesh, dim))
         self.bias = None if whole.bias is None else nn.Parameter(_part(whole.bias, mesh, dim))
 

@@ -77,9 +77,34 @@ class LatentFlags:
     """Weight of the mean of their losses."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Fp8Flags:
+    """Products in 8 bits."""
+
+    fp8_format: Literal["e4m3", "hybrid"] | None = None
+    """Multiply in 8 bits, all e4m3, or gradients e5m2; embedding, norms, attention, router and LM head stay as they are."""
+    fp8_recipe: Literal["delayed", "tensorwise", "blockwise", "mxfp8"] | None = None
+    """How values are scaled before they are cast; default, as in Megatron: delayed."""
+    fp8_margin: int | None = None
+    """delayed: scale to the largest number of the format divided by 2 to this power."""
+    fp8_amax_history_len: int | None = None
+    """delayed: how many micro-batches the history has."""
+    fp8_amax_compute_algo: Literal["most_recent", "max"] | None = None
+    """delayed: scale by the last entry of the history, or by its largest."""
+    fp8_emulated: FlagCreatePairsOff[bool] = False
+    """Multiply in fp32 what was cast also where the device has no kernel for the recipe; on a CPU that is always so."""
+    first_last_layers_bf16: FlagCreatePairsOff[bool] = False
+    """Leave the first and last layers in 16 bits."""
+    num_layers_at_start_in_bf16: int | None = None
+    """How many of the first; default: 1."""
+    num_layers_at_end_in_bf16: int | None = None
+    """How many of the last; default: 1."""
+
+
 # The names are headings of --help.
 _Experts = Annotated[OmitArgPrefixes[ExpertFlags], arg(name="experts", prefix_name=False)]
 _Latent = Annotated[OmitArgPrefixes[LatentFlags], arg(name="latent attention", prefix_name=False)]
+_Fp8 = Annotated[OmitArgPrefixes[Fp8Flags], arg(name="fp8", prefix_name=False)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,6 +184,8 @@ class ModelFlags:
     """A mixture of experts."""
     latent: _Latent = field(default_factory=LatentFlags)
     """Latent attention and multi-token prediction."""
+    eight_bits: _Fp8 = field(default_factory=Fp8Flags)
+    """Products in 8 bits."""
 
     def __post_init__(self) -> None:
         self._refuse_both("tie_embeddings", "untie_embeddings_and_output_weights")
@@ -196,7 +223,7 @@ class ModelFlags:
             vocab_size: rows of the embedding if no flag sets them.
         """
         changes: dict[str, Any] = {}
-        for flags in (self, self.experts, self.latent):
+        for flags in (self, self.experts, self.latent, self.eight_bits):
             for flag in fields(flags):
                 name, value = _FIELD_OF_FLAG.get(flag.name, flag.name), getattr(flags, flag.name)
                 if value == flag.default:
@@ -245,6 +272,7 @@ _FIELD_OF_FLAG = {
     "num_experts": "num_moe_experts",
     "norm_epsilon": "layernorm_epsilon",
     "tie_embeddings": "share_embeddings_and_output_weights",
+    "fp8_format": "fp8",
 }
 # The flags about the vocabulary are more than its size.
 _FIELDS = {field.name for field in fields(TransformerConfig)} - {"vocab_size"}

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import recollect
 from recollect.lab.models.config import TransformerConfig
+from recollect.lab.models.fp8_casts import DelayedScaling
 from recollect.lab.models.gpt import GPTModel
 from recollect.lab.models.seed_weights import SeedWeights
 from recollect.lab.parallel.mesh import data_parallel, share_model
@@ -110,7 +111,7 @@ def _pipeline(model: GPTModel, weights: SeedWeights, config: TrainConfig, proces
 
 @torch.no_grad()
 def _draw(weights: SeedWeights, model: GPTModel, tensor_ranks: int) -> None:
-    """Put weights in the place of parameters on the meta device, and zeros in that of buffers.
+    """Put weights in the place of parameters on the meta device, and in that of buffers what they are at first.
 
     They are new objects, with the hooks of the old ones, which whoever holds them still has.
 
@@ -134,7 +135,8 @@ def _draw(weights: SeedWeights, model: GPTModel, tensor_ranks: int) -> None:
                     drawn.register_hook(hook)
             setattr(module, place, made[id(parameter)])
         for place, buffer in [*module.named_buffers(recurse=False)]:
-            setattr(module, place, torch.zeros_like(buffer, device=weights.device))
+            first = 1.0 if isinstance(module, DelayedScaling) and place == "multiplier" else 0.0
+            setattr(module, place, torch.full_like(buffer, first, device=weights.device))
 
 
 def _spread(model: GPTModel, processes: Processes, weights: SeedWeights) -> nn.Module:

@@ -1,0 +1,173 @@
+"""Matrix products in 8 bits, by four recipes; saved for backward are the casts, one byte an element, not what was cast.
+
+| recipe | blocks with a scale: input, gradient | weight | scales | in backward |
+|---|---|---|---|---|
+| delayed | all | all | fp32, of forwards before | forward's casts |
+| tensorwise | all | all | fp32, of this tensor | forward's casts |
+| blockwise | 1 x 128 | 128 x 128 | fp32, powers of two | the input cast along the tokens, the weight's forward cast |
+| mxfp8 | 1 x 32 | 1 x 32 | E8M0, powers of two | both cast along the other dimension |
+
+Blocks lie along the dimension that a product sums over, and backward sums over others than forward: over the tokens for the
+gradient of a weight, over the output channels for that of an input. So forward casts twice what it and backward need in blocks
+of different directions, and drops the first cast, as Transformer Engine does (`update_usage` of its quantized tensors): one
+byte an element is saved in every recipe. Where one byte is what a plan wants, the cast is a value like any other: it may be
+kept, or run again from the 16 bits before it.
+
+Definitions are those of Transformer Engine's recipes DelayedScaling, Float8CurrentScaling, Float8BlockScaling and
+MXFP8BlockScaling. Experts are tensors of their own, as in its GroupedLinear: each has its scales.
+
+Shape legend: N tokens   I, O input and output channels   E experts   S rows of all experts
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from recollect.errors import DataError
+from recollect.lab.models.config import TransformerConfig
+from recollect.lab.models.config_checks import FP8_MULTIPLES
+from recollect.lab.models.fp8_casts import E4M3, E5M2, E8M0, Cast, DelayedScaling, cast, cast_blocks, multiplier_of
+from recollect.lab.models.fp8_kernels import check_kernel, grouped_product, product
+
+_BLOCKS = {"blockwise": 128, "mxfp8": 32}
+
+
+class Fp8Product(nn.Module):
+    """The product of a linear layer, or of all experts, in 8 bits.
+
+    Args:
+        config: a model with `fp8`.
+        groups: E; 0: a linear layer.
+        is_grouped: use one grouped kernel for the experts, instead of a loop over them.
+
+    Example:
+        >>> config = TransformerConfig(
+        ...     num_layers=1, hidden_size=32, num_attention_heads=2, vocab_size=64, fp8="e4m3", fp8_recipe="tensorwise"
+        ... )
+        >>> product = Fp8Product(config)
+        >>> weight = torch.randn(48, 32, requires_grad=True)
+        >>> out = product(torch.randn(16, 32), weight)
+        >>> out.shape, out.grad_fn.saved_tensors[0].dtype
+        (torch.Size([16, 48]), torch.float8_e4m3fn)
+    """
+
+    def __init__(self, config: TransformerConfig, groups: int = 0, *, is_grouped: bool = False) -> None:
+        super().__init__()
+        self.recipe, self.emulated, self.is_grouped = config.fp8_recipe, config.fp8_emulated, is_grouped
+        self.multiple = FP8_MULTIPLES[self.recipe]
+        self.block = _BLOCKS.get(self.recipe)
+        self.scale_dtype = E8M0 if self.recipe == "mxfp8" else torch.float32
+        self.dtypes = {"input": E4M3, "weight": E4M3, "gradient": E5M2 if config.fp8 == "hybrid" else E4M3}
+        self.scalings = nn.ModuleDict()
+        if self.recipe == "delayed":
+            scalings = {role: DelayedScaling(config, max(groups, 1), dtype) for role, dtype in self.dtypes.items()}
+            self.scalings = nn.ModuleDict(scalings)
+
+    def forward(self, x_NI: Tensor, weight: Tensor, ends_E: Tensor | None = None) -> Tensor:
+        """Map [N, I] to [N, O].
+
+        Args:
+            x_NI: the input.
+            weight: [O, I], or [E, O, I] with `ends_E`; in any dtype.
+            ends_E: where the rows of each expert end, multiples of `multiple`.
+
+        Raises:
+            DataError: the tokens are no multiple of what the recipe needs.
+            HardwareError: the device has no kernel for the recipe.
+        """
+        if len(x_NI) % self.multiple:
+            raise DataError(
+                f"fp8_recipe {self.recipe!r}: got {len(x_NI)} tokens, expected a multiple of {self.multiple}. "
+                f"Change the batch size or the sequence length."
+            )
+        is_recorded = self.training and torch.is_grad_enabled()
+        with torch.no_grad():
+            inputs = self.casts(x_NI, "input", ends_E, is_recorded=is_recorded)
+            weights = self.casts(weight, "weight", None, is_recorded=is_recorded)
+        tensors = itertools.chain.from_iterable((*inputs, *weights))
+        out: Tensor = _Product.apply(x_NI, weight, *tensors, ends_E, self)  # type: ignore[no-untyped-call]
+        return out
+
+    def casts(self, tensor: Tensor, role: str, ends_E: Tensor | None, *, is_recorded: bool) -> tuple[Cast, Cast]:
+        """Cast along the last dimension, and along the one before it.
+
+        Args:
+            tensor: [N, C], or weights of linear layers.
+            role: "input", "weight" or "gradient".
+            ends_E: see `forward`; None also for weights.
+            is_recorded: whether the histories of delayed scaling take note.
+        """
+        dtype = self.dtypes[role]
+        if self.block is not None:
+            rows = self.block if (role, self.recipe) == ("weight", "blockwise") else 1
+            first = cast_blocks(tensor, rows, self.block, dtype, self.scale_dtype)
+            return first, first if rows > 1 else cast_blocks(tensor, self.block, 1, dtype, self.scale_dtype)
+        group_N = None
+        if role == "weight":
+            amax = torch.linalg.vector_norm(tensor, math.inf, dim=(-2, -1)).reshape(-1)
+        elif ends_E is None:
+            amax = torch.linalg.vector_norm(tensor, math.inf).reshape(1)
+        else:
+            amax_N = torch.linalg.vector_norm(tensor, math.inf, dim=1).float()
+            rows_N = torch.arange(len(tensor), device=tensor.device, dtype=ends_E.dtype)
+            group_N = torch.searchsorted(ends_E, rows_N, right=True)
+            amax = amax_N.new_zeros(len(ends_E)).scatter_reduce(0, group_N, amax_N, "amax")
+        if self.recipe == "delayed":
+            multiplier = self.scalings[role](amax, is_recorded=is_recorded)
+        else:
+            multiplier = multiplier_of(amax, dtype)
+        if group_N is not None:
+            multiplier = multiplier[group_N]
+        result = cast(tensor, multiplier.view(-1, *[1] * (tensor.dim() - 1)), dtype)
+        return result, result
+
+    def multiply(self, left: Cast, right: Cast, ends_E: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """Return `left @ right^T`, or for experts the products of their rows, or of their columns if both are matrices."""
+        is_emulated = left.values.device.type == "cpu" if self.emulated is None else self.emulated
+        is_grouped = ends_E is not None and self.is_grouped
+        if not is_emulated and left.values.is_cuda:
+            check_kernel(self.recipe, left.values.device, is_grouped=is_grouped)
+        if is_grouped and is_emulated:
+            return F.grouped_mm(left.whole(), right.whole().mT, offs=ends_E).to(dtype)
+        if ends_E is not None and self.is_grouped:
+            return grouped_product(left, right, ends_E, dtype)
+
+        def one(left: Cast, right: Cast) -> Tensor:
+            if is_emulated:
+                return (left.whole() @ right.whole().mT).to(dtype)
+            return product(self.recipe, left, right, dtype)
+
+        if ends_E is None:
+            return one(left, right)
+        parts = enumerate(itertools.pairwise([0, *ends_E.tolist()]))
+        if right.values.dim() == 3:
+            return torch.cat([one(left.part(-2, *part), Cast(right.values[e], right.scale[e])) for e, part in parts])
+        return torch.stack([one(left.part(-1, *part), right.part(-1, *part)) for _, part in parts])
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_NI: Tensor, weight: Tensor, *rest: Any) -> Tensor:
+        """`rest`: values and scales of four casts: the input's for forward and for backward, and the weight's."""
+        *tensors, ends_E, layer = rest
+        ctx.save_for_backward(*tensors[2:4], *tensors[6:8], ends_E)
+        ctx.layer, ctx.dtypes = layer, (x_NI.dtype, weight.dtype)
+        out: Tensor = layer.multiply(Cast(*tensors[:2]), Cast(*tensors[4:6]), ends_E, x_NI.dtype)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
+        *tensors, ends_E = ctx.saved_tensors
+        along_channels, along_tokens = ctx.layer.casts(grad_outputs[0], "gradient", ends_E, is_recorded=True)
+        of_input, of_weight = None, None
+        if ctx.needs_input_grad[0]:
+            of_input = ctx.layer.multiply(along_channels, Cast(*tensors[2:]).mT, ends_E, ctx.dtypes[0])
+        if ctx.needs_input_grad[1]:
+            of_weight = ctx.layer.multiply(along_tokens.mT, Cast(*tensors[:2]).mT, ends_E, ctx.dtypes[1])
+        return of_input, of_weight, *[None] * 10

@@ -1,0 +1,156 @@
+"""Casts to 8 bits, block by block, and the scales that undo them.
+
+Of a matrix [R, C] each block of r x c elements has a scale of its own, in a matrix [R / r, C / c]; a whole matrix is one block,
+too. The shapes of both say what a block is. Further dimensions, in front, are matrices of their own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from recollect.lab.models.config import TransformerConfig
+
+E4M3, E5M2, E8M0 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu
+_LARGEST = torch.finfo(torch.float32).max
+_EXPONENT_BITS = 0x7F800000
+
+
+class Cast(NamedTuple):
+    """A matrix in 8 bits.
+
+    Attributes:
+        values: [..., R, C], one byte each.
+        scale: what they have to be multiplied by, for each block; fp32, or E8M0 (a power of two in one byte).
+    """
+
+    values: Tensor
+    scale: Tensor
+
+    @property
+    def mT(self) -> Cast:  # noqa: N802, as of tensors
+        """The transposed matrix; nothing is copied."""
+        return Cast(self.values.mT, self.scale.mT)
+
+    def part(self, dim: int, start: int, end: int) -> Cast:
+        """Return the rows (dim -2) or columns (-1) from `start` to `end`, which are whole blocks; nothing is copied."""
+        length = self.values.shape[dim] // self.scale.shape[dim]
+        if length == self.values.shape[dim]:
+            return Cast(self.values.narrow(dim, start, end - start), self.scale)
+        parts = self.scale.narrow(dim, start // length, (end - start) // length)
+        return Cast(self.values.narrow(dim, start, end - start), parts)
+
+    def whole(self) -> Tensor:
+        """Return the matrix in fp32: what multiplies in fp32 where a device would in 8 bits."""
+        blocks = _blocks(self.values, self.scale.shape).float().mul_(_over_blocks(self.scale.float()))
+        return blocks.flatten(-4, -3).flatten(-2)
+
+
+def _blocks(matrix: Tensor, counts: Sequence[int]) -> Tensor:
+    """View a matrix as [..., rows of blocks, r, columns of blocks, c]."""
+    blocks: Tensor = matrix.unflatten(-1, (counts[-1], -1)).unflatten(-3, (counts[-2], -1))
+    return blocks
+
+
+def _over_blocks(scale: Tensor) -> Tensor:
+    return scale.unsqueeze(-1).unsqueeze(-3)
+
+
+def cast(matrix: Tensor, multiplier: Tensor, dtype: torch.dtype, scale_dtype: torch.dtype = torch.float32) -> Cast:
+    """Multiply each block in fp32, round to nearest even, and saturate: what is too large becomes the largest number.
+
+    Args:
+        matrix: [..., R, C].
+        multiplier: fp32, of each block.
+        dtype: E4M3 or E5M2.
+        scale_dtype: of the scales, which are the multipliers' reciprocals.
+    """
+    top = torch.finfo(dtype).max
+    scaled = (_blocks(matrix, multiplier.shape) * _over_blocks(multiplier)).clamp_(-top, top).to(dtype)
+    return Cast(scaled.flatten(-4, -3).flatten(-2), multiplier.reciprocal().to(scale_dtype))
+
+
+def multiplier_of(amax: Tensor, dtype: torch.dtype, *, margin: int = 0, is_power_of_two: bool = False) -> Tensor:
+    """Return what makes the largest magnitude of a block the largest number of a format: `largest / amax`, in fp32.
+
+    1 where that magnitude is 0, infinite or nan.
+
+    Args:
+        amax: largest magnitudes.
+        dtype: the format.
+        margin: aim at the largest number divided by 2 to this power.
+        is_power_of_two: round down to a power of two, by which rounding to 8 bits is all that a cast changes.
+    """
+    amax = amax.float()
+    multiplier = (torch.finfo(dtype).max / 2**margin / amax).clamp(max=_LARGEST)
+    if is_power_of_two:
+        multiplier = (multiplier.view(torch.int32) & _EXPONENT_BITS).view(torch.float32)
+    return torch.where(is_usable(amax), multiplier, 1.0)
+
+
+def is_usable(amax: Tensor) -> Tensor:
+    """Return where a scale can be found: not for zeros, nor for infinities."""
+    return (amax > 0) & amax.isfinite()
+
+
+def cast_blocks(matrix: Tensor, rows: int, columns: int, dtype: torch.dtype, scale_dtype: torch.dtype) -> Cast:
+    """Cast a matrix with a power of two for each block of `rows` x `columns`."""
+    counts = (matrix.shape[-2] // rows, matrix.shape[-1] // columns)
+    amax = torch.linalg.vector_norm(_blocks(matrix, counts), math.inf, dim=(-3, -1))
+    return cast(matrix, multiplier_of(amax, dtype, is_power_of_two=True), dtype, scale_dtype)
+
+
+class DelayedScaling(nn.Module):
+    """Scale a tensor by the largest magnitudes that it had before.
+
+    In each forward in training (of a gradient: in each backward) these things happen, in this order: the tensor is cast with
+    the multiplier that is there; its largest magnitude becomes row 0 of the history; the multiplier is set from the largest
+    row, or from row 0, and stays as it is where that is 0 or infinite; the history is rolled by -1, and its row 0 is zero.
+
+    That is what Transformer Engine does when an outermost `autocast` ends, which Megatron opens once for each micro-batch, and
+    when a backward ends (`nvte_delayed_scaling_recipe_amax_and_scale_update`, recipe.h, release 2.8). It takes the largest
+    magnitude over the ranks of a group; this does not.
+
+    What casts has a copy of the multiplier, which is one of the values of its forward: whoever runs the cast again, after other
+    micro-batches have changed the multiplier, has the one that it was run with.
+
+    Args:
+        config: a model with `fp8`.
+        groups: tensors with multipliers of their own, such as experts.
+        dtype: the format.
+
+    Attributes:
+        amax_history: [fp8_amax_history_len, groups], fp32; zeros at first.
+        multiplier: [groups], fp32; ones at first. Transformer Engine calls it the scale.
+    """
+
+    def __init__(self, config: TransformerConfig, groups: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.margin, self.dtype = config.fp8_margin, dtype
+        self.is_largest = config.fp8_amax_compute_algo == "max"
+        self.register_buffer("amax_history", torch.zeros(config.fp8_amax_history_len, groups))
+        self.register_buffer("multiplier", torch.ones(groups))
+        self.amax_history: Tensor
+        self.multiplier: Tensor
+
+    def forward(self, amax: Tensor, *, is_recorded: bool) -> Tensor:
+        """Return a copy of the multipliers as they are, then update them.
+
+        Args:
+            amax: [groups], the largest magnitudes of the tensor that is to be cast.
+            is_recorded: whether to update them.
+        """
+        current = self.multiplier.clone()
+        if is_recorded:
+            history = torch.cat((amax.float().unsqueeze(0), self.amax_history[1:]))
+            largest = history.amax(dim=0) if self.is_largest else history[0]
+            updated = multiplier_of(largest, self.dtype, margin=self.margin)
+            self.multiplier.copy_(torch.where(is_usable(largest), updated, current))
+            history = history.roll(-1, 0)
+            history[0] = 0
+            self.amax_history.copy_(history)
+        return current
