@@ -152,6 +152,7 @@ _RUNNING_STATS = {
 # Products run on one of several libraries, in one of several precisions; the others make the default dtype out of none.
 _FOLLOWS_SETTINGS = frozenset(
     {"mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "linear", "convolution", "_convolution", "matmul"}
+    | {"_scaled_mm_v2", "_scaled_grouped_mm_v2"}
     | {"_grouped_mm", "_scaled_mm", "mkldnn_rnn_layer", "_thnn_fused_lstm_cell", "_thnn_fused_gru_cell", "_cudnn_rnn"}
     | {"arange", "linspace", "logspace", "rand", "randn", "empty", "zeros", "ones", "full", "scalar_tensor", "eye"}
     | {"div"}

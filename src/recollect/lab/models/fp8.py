@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import weakref
 from typing import Any
 
 import torch
@@ -33,9 +34,14 @@ from recollect.errors import DataError
 from recollect.lab.models.config import TransformerConfig
 from recollect.lab.models.config_checks import FP8_MULTIPLES
 from recollect.lab.models.fp8_casts import E4M3, E5M2, E8M0, Cast, DelayedScaling, cast, cast_blocks, multiplier_of
-from recollect.lab.models.fp8_kernels import check_kernel, grouped_product, product
+from recollect.lab.models.fp8_kernels import check_kernel, grouped_product, one_product
 
 _BLOCKS = {"blockwise": 128, "mxfp8": 32}
+# By number, since a Function that gets a module cannot run again: a module may be another one by then. These only say how to
+# multiply; what changes of them is read in backward. Copies of a module have numbers of their own.
+_numbers: weakref.WeakKeyDictionary[Fp8Product, int] = weakref.WeakKeyDictionary()
+_products: weakref.WeakValueDictionary[int, Fp8Product] = weakref.WeakValueDictionary()
+_next_number = itertools.count().__next__
 
 
 class Fp8Product(nn.Module):
@@ -59,6 +65,7 @@ class Fp8Product(nn.Module):
 
     def __init__(self, config: TransformerConfig, groups: int = 0, *, is_grouped: bool = False) -> None:
         super().__init__()
+        self.groups = groups
         self.recipe, self.emulated, self.is_grouped = config.fp8_recipe, config.fp8_emulated, is_grouped
         self.multiple = FP8_MULTIPLES[self.recipe]
         self.block = _BLOCKS.get(self.recipe)
@@ -69,38 +76,47 @@ class Fp8Product(nn.Module):
             scalings = {role: DelayedScaling(config, max(groups, 1), dtype) for role, dtype in self.dtypes.items()}
             self.scalings = nn.ModuleDict(scalings)
 
-    def forward(self, x_NI: Tensor, weight: Tensor, ends_E: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x_NI: Tensor, weight: Tensor, expert_N: Tensor | None = None, ends_E: Tensor | None = None
+    ) -> Tensor:
         """Map [N, I] to [N, O].
 
         Args:
             x_NI: the input.
-            weight: [O, I], or [E, O, I] with `ends_E`; in any dtype.
-            ends_E: where the rows of each expert end, multiples of `multiple`.
+            weight: [O, I], or [E, O, I] for experts; in any dtype.
+            expert_N: for experts, that of each row, sorted.
+            ends_E: for experts, where the rows of each end, multiples of `multiple`.
 
         Raises:
-            DataError: the tokens are no multiple of what the recipe needs.
+            DataError: tokens or channels are no multiple of what the recipe needs.
             HardwareError: the device has no kernel for the recipe.
         """
-        if len(x_NI) % self.multiple:
-            raise DataError(
-                f"fp8_recipe {self.recipe!r}: got {len(x_NI)} tokens, expected a multiple of {self.multiple}. "
-                f"Change the batch size or the sequence length."
-            )
+        sizes = {"tokens": len(x_NI), "input channels": weight.shape[-1], "output channels": weight.shape[-2]}
+        for name, size in sizes.items():
+            if size % self.multiple:
+                raise DataError(
+                    f"fp8_recipe {self.recipe!r}: got {size} {name}, expected a multiple of {self.multiple}. "
+                    f"Change the batch size, the sequence length or the number of ranks, or choose another recipe."
+                )
         is_recorded = self.training and torch.is_grad_enabled()
         with torch.no_grad():
-            inputs = self.casts(x_NI, "input", ends_E, is_recorded=is_recorded)
+            inputs = self.casts(x_NI, "input", expert_N, is_recorded=is_recorded)
             weights = self.casts(weight, "weight", None, is_recorded=is_recorded)
+        number = _numbers.get(self)
+        if number is None:
+            number = _numbers[self] = _next_number()
+            _products[number] = self
         tensors = itertools.chain.from_iterable((*inputs, *weights))
-        out: Tensor = _Product.apply(x_NI, weight, *tensors, ends_E, self)  # type: ignore[no-untyped-call]
+        out: Tensor = _Product.apply(x_NI, weight, *tensors, expert_N, ends_E, number)  # type: ignore[no-untyped-call]
         return out
 
-    def casts(self, tensor: Tensor, role: str, ends_E: Tensor | None, *, is_recorded: bool) -> tuple[Cast, Cast]:
+    def casts(self, tensor: Tensor, role: str, expert_N: Tensor | None, *, is_recorded: bool) -> tuple[Cast, Cast]:
         """Cast along the last dimension, and along the one before it.
 
         Args:
             tensor: [N, C], or weights of linear layers.
             role: "input", "weight" or "gradient".
-            ends_E: see `forward`; None also for weights.
+            expert_N: see `forward`; None also for weights.
             is_recorded: whether the histories of delayed scaling take note.
         """
         dtype = self.dtypes[role]
@@ -108,22 +124,17 @@ class Fp8Product(nn.Module):
             rows = self.block if (role, self.recipe) == ("weight", "blockwise") else 1
             first = cast_blocks(tensor, rows, self.block, dtype, self.scale_dtype)
             return first, first if rows > 1 else cast_blocks(tensor, self.block, 1, dtype, self.scale_dtype)
-        group_N = None
-        if role == "weight":
+        if expert_N is None:
             amax = torch.linalg.vector_norm(tensor, math.inf, dim=(-2, -1)).reshape(-1)
-        elif ends_E is None:
-            amax = torch.linalg.vector_norm(tensor, math.inf).reshape(1)
         else:
             amax_N = torch.linalg.vector_norm(tensor, math.inf, dim=1).float()
-            rows_N = torch.arange(len(tensor), device=tensor.device, dtype=ends_E.dtype)
-            group_N = torch.searchsorted(ends_E, rows_N, right=True)
-            amax = amax_N.new_zeros(len(ends_E)).scatter_reduce(0, group_N, amax_N, "amax")
+            amax = amax_N.new_zeros(self.groups).scatter_reduce(0, expert_N, amax_N, "amax")
         if self.recipe == "delayed":
             multiplier = self.scalings[role](amax, is_recorded=is_recorded)
         else:
             multiplier = multiplier_of(amax, dtype)
-        if group_N is not None:
-            multiplier = multiplier[group_N]
+        if expert_N is not None:
+            multiplier = multiplier[expert_N]
         result = cast(tensor, multiplier.view(-1, *[1] * (tensor.dim() - 1)), dtype)
         return result, result
 
@@ -141,7 +152,7 @@ class Fp8Product(nn.Module):
         def one(left: Cast, right: Cast) -> Tensor:
             if is_emulated:
                 return (left.whole() @ right.whole().mT).to(dtype)
-            return product(self.recipe, left, right, dtype)
+            return one_product(self.recipe, left, right, dtype)
 
         if ends_E is None:
             return one(left, right)
@@ -154,20 +165,20 @@ class Fp8Product(nn.Module):
 class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_NI: Tensor, weight: Tensor, *rest: Any) -> Tensor:
-        """`rest`: values and scales of four casts: the input's for forward and for backward, and the weight's."""
-        *tensors, ends_E, layer = rest
-        ctx.save_for_backward(*tensors[2:4], *tensors[6:8], ends_E)
-        ctx.layer, ctx.dtypes = layer, (x_NI.dtype, weight.dtype)
-        out: Tensor = layer.multiply(Cast(*tensors[:2]), Cast(*tensors[4:6]), ends_E, x_NI.dtype)
-        return out
+        """`rest`: values and scales of four casts: the input's for forward and for backward, and the weight's; and experts."""
+        *tensors, expert_N, ends_E, number = rest
+        ctx.save_for_backward(*tensors[2:4], *tensors[6:8], expert_N, ends_E)
+        ctx.product, ctx.dtypes = _products[number], (x_NI.dtype, weight.dtype)
+        return _products[number].multiply(Cast(*tensors[:2]), Cast(*tensors[4:6]), ends_E, x_NI.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
-        *tensors, ends_E = ctx.saved_tensors
-        along_channels, along_tokens = ctx.layer.casts(grad_outputs[0], "gradient", ends_E, is_recorded=True)
+        *tensors, expert_N, ends_E = ctx.saved_tensors
+        product: Fp8Product = ctx.product
+        along_channels, along_tokens = product.casts(grad_outputs[0], "gradient", expert_N, is_recorded=True)
         of_input, of_weight = None, None
         if ctx.needs_input_grad[0]:
-            of_input = ctx.layer.multiply(along_channels, Cast(*tensors[2:]).mT, ends_E, ctx.dtypes[0])
+            of_input = product.multiply(along_channels, Cast(*tensors[2:]).mT, ends_E, ctx.dtypes[0])
         if ctx.needs_input_grad[1]:
-            of_weight = ctx.layer.multiply(along_tokens.mT, Cast(*tensors[:2]).mT, ends_E, ctx.dtypes[1])
-        return of_input, of_weight, *[None] * 10
+            of_weight = product.multiply(along_tokens.mT, Cast(*tensors[:2]).mT, ends_E, ctx.dtypes[1])
+        return of_input, of_weight, *[None] * 11

@@ -42,7 +42,7 @@ def check_kernel(recipe: str, device: torch.device, *, is_grouped: bool = False)
         )
 
 
-def product(recipe: str, left: Cast, right: Cast, dtype: torch.dtype) -> Tensor:
+def one_product(recipe: str, left: Cast, right: Cast, dtype: torch.dtype) -> Tensor:
     """Return `left @ right^T`, [M, P]: written in bf16, as kernels for all recipes do, then of a dtype.
 
     Args:

@@ -37,7 +37,7 @@ class Linear(nn.Linear):
     ) -> None:
         self.init_std = init_std  # before the base class, which draws the weights
         super().__init__(in_features, out_features, bias=bias)
-        self.fp8 = None if config is None or config.fp8 is None else Fp8Product(config)
+        self.fp8: nn.Module | None = None if config is None or config.fp8 is None else Fp8Product(config)
 
     def reset_parameters(self) -> None:
         """Draw new weights."""
@@ -47,10 +47,14 @@ class Linear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., in_features] to [..., out_features]."""
-        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return self.multiply(x, self.weight, self.bias)
+
+    def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Map x by these weights."""
+        bias = None if bias is None else bias.to(x.dtype)
         if self.fp8 is None:
-            return F.linear(x, self.weight.to(x.dtype), bias)
-        out: Tensor = self.fp8(x.flatten(0, -2), self.weight).unflatten(0, x.shape[:-1])
+            return F.linear(x, weight.to(x.dtype), bias)
+        out: Tensor = self.fp8(x.flatten(0, -2), weight).unflatten(0, x.shape[:-1])
         return out if bias is None else out + bias
 
 

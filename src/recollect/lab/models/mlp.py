@@ -131,10 +131,16 @@ class GroupedLinear(nn.Module):
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
-    def forward(self, x_SI: Tensor, ends_E: Tensor) -> Tensor:
-        """Map [S, I] to [S, O], without the bias; group e has the rows from `ends_E[e - 1]` to `ends_E[e]` (int32)."""
+    def forward(self, x_SI: Tensor, ends_E: Tensor, group_S: Tensor | None = None) -> Tensor:
+        """Map [S, I] to [S, O], without the bias.
+
+        Args:
+            x_SI: rows sorted by group.
+            ends_E: group e has the rows from `ends_E[e - 1]` to `ends_E[e]` (int32).
+            group_S: that of each row; only products in 8 bits need it.
+        """
         if self.fp8 is not None:
-            out_SO: Tensor = self.fp8(x_SI, self.own(self.weight), ends_E)
+            out_SO: Tensor = self.fp8(x_SI, self.own(self.weight), group_S, ends_E)
             return out_SO
         weight_EOI = self.own(self.weight).to(x_SI.dtype)
         if self.is_grouped and x_SI.dtype != torch.float64:
@@ -182,27 +188,27 @@ class Experts(nn.Module):
         """
         if self.linear_fc1.fp8 is None:
             return self._of_rows(x_SD, probabilities_S, expert_S, ends_E)
-        row_S, expert_S, ends_E = aligned_rows(expert_S, ends_E, self.linear_fc1.fp8.multiple)
-        padded_SD = x_SD.new_zeros(len(expert_S), x_SD.shape[1]).index_copy(0, row_S, x_SD)
-        padded_S = probabilities_S.new_zeros(len(expert_S)).index_copy(0, row_S, probabilities_S)
-        return self._of_rows(padded_SD, padded_S, expert_S, ends_E)[row_S]
+        place_S, row_P, expert_P, ends_E = aligned_rows(expert_S, ends_E, self.linear_fc1.fp8.multiple)
+        # The last row, of zeros, for places that have none.
+        x_PD, probabilities_P = (F.pad(t, (*[0] * (2 * t.dim() - 1), 1))[row_P] for t in (x_SD, probabilities_S))
+        return self._of_rows(x_PD, probabilities_P, expert_P, ends_E)[place_S]
 
     def _of_rows(self, x_SD: Tensor, probabilities_S: Tensor, expert_S: Tensor, ends_E: Tensor) -> Tensor:
-        inside_SF = self.linear_fc1(x_SD, ends_E)
+        inside_SF = self.linear_fc1(x_SD, ends_E, expert_S)
         bias_SF = self.linear_fc1.bias_of(expert_S, x_SD.dtype)
         if bias_SF is not None:
             inside_SF = inside_SF + bias_SF
-        out_SD: Tensor = self.linear_fc2(self.activation_func(inside_SF, probabilities_S), ends_E)
+        out_SD: Tensor = self.linear_fc2(self.activation_func(inside_SF, probabilities_S), ends_E, expert_S)
         bias_SD = self.linear_fc2.bias_of(expert_S, x_SD.dtype)
         if bias_SD is None:
             return out_SD
         return out_SD + (bias_SD * probabilities_S.unsqueeze(-1)).to(x_SD.dtype)
 
 
-def aligned_rows(expert_S: Tensor, ends_E: Tensor, multiple: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return where rows go, so that each expert has a multiple of rows, as products in 8 bits need; those between are zeros.
+def aligned_rows(expert_S: Tensor, ends_E: Tensor, multiple: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Find places for rows, so that each expert has a multiple of them, as products in 8 bits need.
 
-    There are as many as any routing may need, because no shape depends on it: up to `multiple - 1` more for each expert.
+    There are P places, as many as any routing may need, since no shape depends on it: up to `multiple - 1` more an expert.
 
     Args:
         expert_S: the expert of each row, sorted.
@@ -210,21 +216,24 @@ def aligned_rows(expert_S: Tensor, ends_E: Tensor, multiple: int) -> tuple[Tenso
         multiple: of what.
 
     Returns:
-        The new place of each row, and the new `expert_S` and `ends_E`.
+        The place of each row; the row of each place, S if it has none; the expert of each place; where those of each end.
 
     Example:
-        >>> aligned_rows(torch.tensor([0, 1, 1]), torch.tensor([1, 3], dtype=torch.int32), 2)[::2]
-        (tensor([0, 2, 3]), tensor([2, 6], dtype=torch.int32))
+        >>> aligned_rows(torch.tensor([0, 1, 1]), torch.tensor([1, 3]), 2)
+        (tensor([0, 2, 3]), tensor([0, 3, 1, 2]), tensor([0, 0, 1, 1]), tensor([2, 4]))
     """
+    num_rows = len(expert_S)
+    num_places = (num_rows + len(ends_E) * (multiple - 1)) // multiple * multiple
     counts_E = ends_E.diff(prepend=ends_E.new_zeros(1))
-    padded_E = ((counts_E + multiple - 1) // multiple * multiple).cumsum(0, dtype=ends_E.dtype)
-    moved_E = (padded_E - ends_E).roll(1)
-    moved_E[0] = 0
-    row_S = torch.arange(len(expert_S), device=expert_S.device) + moved_E[expert_S]
-    most = len(expert_S) + len(ends_E) * (multiple - 1)
-    padded_E[-1] = most // multiple * multiple
-    places_S = torch.arange(most // multiple * multiple, device=expert_S.device, dtype=ends_E.dtype)
-    return row_S, torch.searchsorted(padded_E, places_S, right=True), padded_E
+    padded_E = (counts_E + multiple - 1) // multiple * multiple
+    padded_ends_E = padded_E.cumsum(0, dtype=ends_E.dtype)
+    moved_E = padded_ends_E - padded_E - ends_E + counts_E
+    place_S = torch.arange(num_rows, device=expert_S.device) + moved_E[expert_S]
+    row_P = torch.full((num_places,), num_rows, device=expert_S.device)
+    row_P[place_S] = torch.arange(num_rows, device=expert_S.device)
+    padded_ends_E[-1] = num_places
+    places_P = torch.arange(num_places, device=expert_S.device, dtype=ends_E.dtype)
+    return place_S, row_P, torch.searchsorted(padded_ends_E, places_P, right=True), padded_ends_E
 
 
 class MoELayer(nn.Module):

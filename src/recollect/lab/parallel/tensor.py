@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -35,6 +35,7 @@ from recollect.lab.parallel.tensor_modules import (
     OwnPartMoELayer,
     SequenceLinear,
     SplitMoELayer,
+    SplitProduct,
     vocabulary_parallel_loss,
     with_partial_gradient,
 )
@@ -114,6 +115,9 @@ def _split_layer(layer: nn.Module, mesh: DeviceMesh, between: Shard | Replicate,
     else:
         styles |= _mlp_styles("mlp", between, between)
     parallelize_module(layer, mesh, styles)
+    for module in layer.modules():
+        if isinstance(module, Linear) and module.fp8 is not None and isinstance(module.weight, DTensor):
+            module.fp8 = SplitProduct(module.fp8)
 
 
 def _mlp_styles(path: str, before: Shard | Replicate, after: Shard | Replicate) -> dict[str, ParallelStyle]:

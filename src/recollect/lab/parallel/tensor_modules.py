@@ -15,7 +15,6 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup, get_rank, get_world_size
 from torch.distributed.device_mesh import DeviceMesh
@@ -54,17 +53,36 @@ class SequenceLinear(Linear):
     def __init__(self, whole: Linear, mesh: DeviceMesh) -> None:
         nn.Module.__init__(self)
         self.in_features, self.out_features, self.init_std = whole.in_features, whole.out_features, whole.init_std
-        self.weight, self.bias = whole.weight, whole.bias
+        self.weight, self.bias, self.fp8 = whole.weight, whole.bias, whole.fp8
         self.mesh = mesh
 
     def forward(self, x: Tensor) -> Tensor:
         """Map this rank's part, a DTensor or not."""
         own = x.to_local() if isinstance(x, DTensor) else x
-        weight, bias = (
-            None if p is None else with_partial_gradient(p, self.mesh).to(own.dtype) for p in (self.weight, self.bias)
-        )
+        weight, bias = (None if p is None else with_partial_gradient(p, self.mesh) for p in (self.weight, self.bias))
         assert weight is not None
-        return F.linear(own, weight, bias)
+        return self.multiply(own, weight, bias)
+
+
+class SplitProduct(nn.Module):
+    """A product in 8 bits of matrices that ranks share; each casts its part, with scales of its own.
+
+    Args:
+        product: that of one rank.
+    """
+
+    def __init__(self, product: nn.Module) -> None:
+        super().__init__()
+        self.product = product
+
+    def forward(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Map [N, I] to [N, O]: DTensors, of which the weights are split along either dimension."""
+        assert isinstance(x, DTensor) and isinstance(weight, DTensor)
+        is_of_rows = weight.placements[0].is_shard(0)
+        own = x.to_local(grad_placements=[Partial()]) if is_of_rows else x.to_local()
+        spread = Shard(1) if is_of_rows else Partial()
+        out = self.product(own, weight.to_local())
+        return DTensor.from_local(out, weight.device_mesh, [spread], run_check=False)
 
 
 class SplitMoELayer(MoELayer):
