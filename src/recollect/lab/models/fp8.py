@@ -99,9 +99,9 @@ class Fp8Product(nn.Module):
                     f"Change the batch size, the sequence length or the number of ranks, or choose another recipe."
                 )
         is_recorded = self.training and torch.is_grad_enabled()
-        with torch.no_grad():
-            inputs = self.casts(x_NI, "input", expert_N, is_recorded=is_recorded)
-            weights = self.casts(weight, "weight", None, is_recorded=is_recorded)
+        # Detached, and not without gradients: a plan does not see what runs without them.
+        inputs = self.casts(x_NI.detach(), "input", expert_N, is_recorded=is_recorded)
+        weights = self.casts(weight.detach(), "weight", None, is_recorded=is_recorded)
         number = _numbers.get(self)
         if number is None:
             number = _numbers[self] = _next_number()
@@ -132,7 +132,8 @@ class Fp8Product(nn.Module):
         if self.recipe == "delayed":
             multiplier = self.scalings[role](amax, is_recorded=is_recorded)
         else:
-            multiplier = multiplier_of(amax, dtype)
+            with torch.no_grad():  # so small that a plan keeps it, and does not search for the largest magnitude again
+                multiplier = multiplier_of(amax, dtype)
         if expert_N is not None:
             multiplier = multiplier[expert_N]
         result = cast(tensor, multiplier.view(-1, *[1] * (tensor.dim() - 1)), dtype)

@@ -17,7 +17,8 @@ from recollect.lab.models.config import TransformerConfig
 
 E4M3, E5M2, E8M0 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu
 _LARGEST = torch.finfo(torch.float32).max
-_EXPONENT_BITS = 0x7F800000
+# The largest number of a format is 1.75 times 2 to this.
+_EXPONENTS = {E4M3: 8, E5M2: 15}
 
 
 class Cast(NamedTuple):
@@ -74,7 +75,7 @@ def cast(matrix: Tensor, multiplier: Tensor, dtype: torch.dtype, scale_dtype: to
     return Cast(scaled.flatten(-4, -3).flatten(-2), multiplier.reciprocal().to(scale_dtype))
 
 
-def multiplier_of(amax: Tensor, dtype: torch.dtype, *, margin: int = 0, is_power_of_two: bool = False) -> Tensor:
+def multiplier_of(amax: Tensor, dtype: torch.dtype, *, margin: int = 0) -> Tensor:
     """Return what makes the largest magnitude of a block the largest number of a format: `largest / amax`, in fp32.
 
     1 where that magnitude is 0, infinite or nan.
@@ -83,25 +84,38 @@ def multiplier_of(amax: Tensor, dtype: torch.dtype, *, margin: int = 0, is_power
         amax: largest magnitudes.
         dtype: the format.
         margin: aim at the largest number divided by 2 to this power.
-        is_power_of_two: round down to a power of two, by which rounding to 8 bits is all that a cast changes.
     """
     amax = amax.float()
-    multiplier = (torch.finfo(dtype).max / 2**margin / amax).clamp(max=_LARGEST)
-    if is_power_of_two:
-        multiplier = (multiplier.view(torch.int32) & _EXPONENT_BITS).view(torch.float32)
+    # Not a number divided by a tensor, which PyTorch rounds twice.
+    multiplier = (amax.new_full((), torch.finfo(dtype).max / 2**margin) / amax).clamp(max=_LARGEST)
     return torch.where(is_usable(amax), multiplier, 1.0)
 
 
+def power_of_two_of(amax: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return `largest / amax` rounded down to a power of two, by which rounding to 8 bits is all that a cast changes.
+
+    At least 2 to the -126, at most 2 to the 127, which is what zeros get.
+
+    Args:
+        amax: largest magnitudes.
+        dtype: the format.
+    """
+    # Exact, on every device: 1.75 * 2^k / (m * 2^e) is at least 2^(k - e) if m <= 1.75; adding a quarter less one bit to a
+    # larger m carries into the exponent, which is stored with 127 more.
+    exponent = (amax.float().view(torch.int32) + 0x1FFFFF) >> 23
+    return ((254 + _EXPONENTS[dtype] - exponent).clamp(1, 254) << 23).view(torch.float32)
+
+
 def is_usable(amax: Tensor) -> Tensor:
-    """Return where a scale can be found: not for zeros, nor for infinities."""
-    return (amax > 0) & amax.isfinite()
+    """Return where a scale can be found: not for zeros, nor for infinities and nans."""
+    return (amax > 0) & (amax < math.inf)
 
 
 def cast_blocks(matrix: Tensor, rows: int, columns: int, dtype: torch.dtype, scale_dtype: torch.dtype) -> Cast:
     """Cast a matrix with a power of two for each block of `rows` x `columns`."""
     counts = (matrix.shape[-2] // rows, matrix.shape[-1] // columns)
     amax = torch.linalg.vector_norm(_blocks(matrix, counts), math.inf, dim=(-3, -1))
-    return cast(matrix, multiplier_of(amax, dtype, is_power_of_two=True), dtype, scale_dtype)
+    return cast(matrix, power_of_two_of(amax, dtype), dtype, scale_dtype)
 
 
 class DelayedScaling(nn.Module):
@@ -116,7 +130,8 @@ class DelayedScaling(nn.Module):
     magnitude over the ranks of a group; this does not.
 
     What casts has a copy of the multiplier, which is one of the values of its forward: whoever runs the cast again, after other
-    micro-batches have changed the multiplier, has the one that it was run with.
+    micro-batches have changed the multiplier, has the one that it was run with. A plan sees that copy and each update, and so
+    notices an update that is not of forward; it does not see, and never runs again, what happens to the history.
 
     Args:
         config: a model with `fp8`.
@@ -146,11 +161,16 @@ class DelayedScaling(nn.Module):
         """
         current = self.multiplier.clone()
         if is_recorded:
-            history = torch.cat((amax.float().unsqueeze(0), self.amax_history[1:]))
-            largest = history.amax(dim=0) if self.is_largest else history[0]
-            updated = multiplier_of(largest, self.dtype, margin=self.margin)
-            self.multiplier.copy_(torch.where(is_usable(largest), updated, current))
-            history = history.roll(-1, 0)
-            history[0] = 0
-            self.amax_history.copy_(history)
+            self.multiplier.copy_(self._updated(amax))
         return current
+
+    @torch.no_grad()
+    def _updated(self, amax: Tensor) -> Tensor:
+        """Roll the history, and return the new multipliers."""
+        history = torch.cat((amax.float().unsqueeze(0), self.amax_history[1:]))
+        largest = history.amax(dim=0) if self.is_largest else history[0]
+        updated = multiplier_of(largest, self.dtype, margin=self.margin)
+        rolled = history.roll(-1, 0)
+        rolled[0] = 0
+        self.amax_history.copy_(rolled)
+        return torch.where(is_usable(largest), updated, self.multiplier)
