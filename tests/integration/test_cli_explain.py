@@ -186,7 +186,9 @@ def test_a_plan_with_host_memory_is_beside_what_megatron_offloads(tmp_path: Path
         given, budget = found["given"], found["budget"]
         # What runs again in no time may be the better choice.
         assert budget["host_bytes"] <= given["host_bytes"] > 0 and budget["peak_bytes"] <= given["peak_bytes"]
-        assert found["bound_slowdown"] <= budget["slowdown"] <= given["slowdown"]
+        # The search may run one small op again, a launch of 5 us, where Megatron's choice needs none.
+        launch = 6e-6 / found["step_s"]
+        assert found["bound_slowdown"] <= budget["slowdown"] <= given["slowdown"] + launch
 
 
 def test_waiting_for_copies_is_part_of_the_slowdown(capsys: pytest.CaptureFixture[str]) -> None:

@@ -83,7 +83,7 @@ def policy_plan(
     assert context_fn is not None
     graphs = {call.path: profile.graph_of(call) for call in profile.calls if call.repeated}
     tape = PolicyTape(context_fn, only_asks=True)
-    _run_forward(model, batch, list(graphs), tape, is_fake=profile.fake)
+    _run_forward(model, batch, list(graphs), tape, profile)
     none: set[str] = set()
     offloaded = {path: names & _returning(profile, path) for path, names in tape.offloaded.items()}
     units = {path: _unit(graph, tape.kept.get(path, none), offloaded.get(path, none)) for path, graph in graphs.items()}
@@ -94,11 +94,12 @@ def policy_plan(
     return predicted_plan(profile, scheduled(profile, plan))
 
 
-def _run_forward(model: nn.Module, batch: Any, paths: list[str], tape: PolicyTape, *, is_fake: bool) -> None:
-    """Run a model's layers forward on a tape, and leave no traces."""
+def _run_forward(model: nn.Module, batch: Any, paths: list[str], tape: PolicyTape, profile: Profile) -> None:
+    """Run a model's layers forward on a tape as they were recorded, and leave no traces."""
     with ExitStack() as stack:
-        if is_fake:
-            batch = stack.enter_context(fake_run(model, batch, device_of(model, batch)))
+        if profile.fake:
+            run = fake_run(model, batch, device_of(model, batch), kernels=profile.kernels)
+            batch = stack.enter_context(run)
         else:
             stack.enter_context(undisturbed(model))
         stack.enter_context(torch.enable_grad())

@@ -70,6 +70,7 @@ def cluster_step(command: MakePlan) -> ClusterStep:
         within=flags.node.node_link,
         between=flags.node.network_link,
         devices_per_node=flags.node.devices_per_node,
+        adapters_per_node=flags.node.adapters_per_node,
     )
     return ClusterStep(
         config=step.model.dimensions(seq_length=step.seq_length),

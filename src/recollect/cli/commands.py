@@ -29,6 +29,8 @@ class NodeFlags:
 
     devices_per_node: int | None = None
     """Devices in a node; default: 8."""
+    adapters_per_node: int | None = None
+    """Network adapters of a node, such as 4 for 8 devices; default: one for each."""
     node_link: str | None = None
     """Link between devices of a node, such as "NVLink 4" or "PCIe 5"; default: the usual one of the hardware."""
     network_link: str | None = None

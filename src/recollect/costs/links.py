@@ -5,6 +5,9 @@ speeds that NCCL's own model assumes, as PyTorch's estimator has them (`torch/_i
 `graph/topo.h` of NCCL); for PCIe 5 and Infinity Fabric, 70 % of the data sheet is an assumption. A hop is a ring step of
 NCCL's "Simple" protocol (`graph/tuning.cc`). Nothing of this is measured here.
 
+Between nodes NCCL runs several rings at once, which leave a node through the network adapters of different devices: a group
+with k devices in a node has the adapters of k. All groups of a layout communicate at the same time, so none has more.
+
 The GH200 has NVLink 4 where 32 of them are connected by switches; where four share a board, a pair has a third of it. What
 connects a device with its host's memory is in `hardware_table.py`.
 """
@@ -12,6 +15,7 @@ connects a device with its host's memory is in `hardware_table.py`.
 from __future__ import annotations
 
 import difflib
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -53,22 +57,30 @@ class Cluster:
     Attributes:
         hardware: each device.
         within: the link between devices of one node.
-        between: the link between nodes, per device.
+        between: the link between nodes, per network adapter.
         devices_per_node: devices in one node.
+        adapters_per_node: network adapters of a node, which its devices share evenly; 0: one for each device.
 
     Example:
         >>> from recollect.costs.hardware_table import find_hardware
         >>> h100s = cluster_of(find_hardware("H100"))
         >>> h100s.link_of((0, 7)).name, h100s.link_of((0, 8)).name
         ('NVLink 4', 'InfiniBand NDR')
-        >>> f"{1e3 * h100s.collective_s('all_gather', 2**30, range(8)):.2f} ms"
-        '2.57 ms'
+        >>> eight, one = range(16), range(0, 128, 8)  # devices of each node in the group
+        >>> [f"{1e3 * h100s.collective_s('all_gather', 2**30, ranks):.2f} ms" for ranks in (range(8), eight, one)]
+        ['2.57 ms', '3.22 ms', '25.38 ms']
     """
 
     hardware: Hardware
     within: Link
     between: Link
     devices_per_node: int
+    adapters_per_node: int = 0
+
+    @property
+    def outside_bytes_per_s(self) -> float:
+        """What each device has of the links between nodes while all use them."""
+        return self.between.bytes_per_s * (self.adapters_per_node or self.devices_per_node) / self.devices_per_node
 
     def link_of(self, ranks: Sequence[int]) -> Link:
         """Return the slowest link that a group of ranks has between them."""
@@ -76,7 +88,10 @@ class Cluster:
         return self.within if len(nodes) == 1 else self.between
 
     def collective_s(self, kind: CollectiveKind, nbytes: float, ranks: Sequence[int]) -> float:
-        """Return the seconds of a collective over a ring: a time for each of its steps, and one for what it carries.
+        """Return the seconds of a collective over rings: a time for each of their steps, and one for what they carry.
+
+        An exchange is no ring: what is for devices of the same node does not leave it, and what leaves it goes by each device's
+        own adapter.
 
         Args:
             kind: what it does.
@@ -86,18 +101,30 @@ class Cluster:
         count = len(ranks)
         if count < 2:
             return 0.0
-        link = self.link_of(ranks)
-        once_s = (count - 1) * (link.hop_s + nbytes / count / link.bytes_per_s)
+        of_nodes = Counter(rank // self.devices_per_node for rank in ranks)
+        together, num_nodes = min(of_nodes.values()), len(of_nodes)
+        hops_s = (count - num_nodes) * self.within.hop_s + (num_nodes - 1) * self.between.hop_s
+        part = nbytes / count
+        if kind == "all_to_all":
+            stays, leaves = (together - 1) * part, (count - together) * part
+            return _START_S + hops_s + max(stays / self.within.bytes_per_s, leaves / self.outside_bytes_per_s)
+        rates = [self.within.bytes_per_s] * (together > 1) + [together * self.outside_bytes_per_s] * (num_nodes > 1)
+        once_s = hops_s + (count - 1) * part / min(rates)
         return _START_S + (2 * once_s if kind == "all_reduce" else once_s)
 
     def send_s(self, nbytes: float, ranks: Sequence[int]) -> float:
         """Return the seconds to send something from one rank to another."""
         link = self.link_of(ranks)
-        return link.hop_s + nbytes / link.bytes_per_s
+        return link.hop_s + nbytes / (link.bytes_per_s if link is self.within else self.outside_bytes_per_s)
 
 
 def cluster_of(
-    hardware: Hardware, *, within: str | None = None, between: str | None = None, devices_per_node: int | None = None
+    hardware: Hardware,
+    *,
+    within: str | None = None,
+    between: str | None = None,
+    devices_per_node: int | None = None,
+    adapters_per_node: int | None = None,
 ) -> Cluster:
     """Return a cluster of a device, with its usual links where none are given.
 
@@ -106,10 +133,11 @@ def cluster_of(
         within: the link between devices of a node: a name in `LINKS`, in any case.
         between: the link between nodes, likewise.
         devices_per_node: devices in one node; default: 8.
+        adapters_per_node: network adapters of a node; default: one for each device.
 
     Raises:
         HardwareError: an unknown link; or a device whose links are not known, and not given.
-        ConfigError: no devices in a node.
+        ConfigError: no devices or adapters in a node.
 
     Example:
         >>> from recollect.costs.hardware_table import find_hardware
@@ -117,10 +145,14 @@ def cluster_of(
         'PCIe 4'
     """
     count = 8 if devices_per_node is None else devices_per_node
-    if count < 1:
-        raise ConfigError(
-            settings={"devices_per_node": count}, reason="it counts devices", advice="Pass 1 or more, such as 8."
-        )
+    adapters = count if adapters_per_node is None else adapters_per_node
+    for name, number in {"devices_per_node": count, "adapters_per_node": adapters}.items():
+        if number < 1:
+            raise ConfigError(
+                settings={name: number},
+                reason=f"it counts {name.partition('_')[0]}",
+                advice="Pass 1 or more, such as 8.",
+            )
     name = next((name for name, known in HARDWARE.items() if known == hardware), "")
     usual = GPUS.get(name, {})
     within, between = within or usual.get("in_node"), between or usual.get("between_nodes")
@@ -129,7 +161,7 @@ def cluster_of(
             f"hardware {hardware.name!r}: its links to other devices are not known; expected them as well, within a node and "
             f"between nodes: of {', '.join(LINKS)}."
         )
-    return Cluster(hardware, _link(within), _link(between), count)
+    return Cluster(hardware, _link(within), _link(between), count, adapters)
 
 
 def _link(name: str) -> Link:

@@ -45,6 +45,7 @@ class Profile:
             "optimizer_state", "communication_buckets", "other_allocations"); `kind_text` has them in words.
         device: "cpu", "cuda:0", ...
         device_name: model of the device that the times are for.
+        kernels: type of the device whose kernels were recorded, "cpu" or "cuda"; empty: that of `device`.
         fake: recorded on fake tensors, so times come from a cost model.
         calibration_bytes: measured minus simulated peak of the recorded step; 0 for a fake profile.
         torch_version, model_class, batch: what was recorded, in words.
@@ -67,6 +68,7 @@ class Profile:
     persistent: Mapping[str, int] = field(default_factory=dict)
     device: str = "cpu"
     device_name: str = ""
+    kernels: str = ""
     fake: bool = False
     calibration_bytes: int = 0
     torch_version: str = ""

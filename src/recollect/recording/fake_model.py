@@ -1,13 +1,20 @@
-"""Run a model on fake tensors: shapes without memory, ops without arithmetic."""
+"""Run a model on fake tensors: shapes without memory, ops without arithmetic.
+
+They are on the CPU where there is no GPU, and may stand for tensors on one: then dropout is one kernel with a mask of a byte an
+element, attention is one kernel with dropout, too, and queries of the last positions need no mask.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention.bias import CausalBias
+from torch.overrides import TorchFunctionMode
 
 from recollect._torch_fsdp import other_sharded_parameters
 from recollect._torch_private import FakeTensorMode, is_traceable_wrapper_subclass, tree_map
@@ -21,7 +28,14 @@ class _FakeMode(FakeTensorMode):
     number of bins that the model asks for, as models count the tokens of each expert; PyTorch's fake tensors refuse it,
     since larger numbers would add bins. And the end of a collective: it returns its argument, where PyTorch's fake tensors
     make another tensor.
+
+    Args:
+        kernels: type of the device whose kernels they stand for.
     """
+
+    def __init__(self, kernels: str) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+        self.kernels = kernels
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._grouped_mm.default and args[0].dtype is not torch.bfloat16:
@@ -45,12 +59,64 @@ def _grouped_shape(left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor |
     return (rows, columns)
 
 
+class _CudaKernels(TorchFunctionMode):
+    """Calls the kernels that PyTorch chooses on CUDA, where it would choose several others by the CPU's rules.
+
+    `_scaled_dot_product_flash_attention` stands for those of cuDNN and for the "efficient" one as well, which save as much.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _KERNELS.get(func, func)(*args, **(kwargs or {}))
+
+
+def _dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+    if inplace or not training or not 0 < p < 1:
+        return F.dropout(input, p, training, inplace)
+    return torch.native_dropout(input, p, training)[0]
+
+
+def _attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    are_last = isinstance(attn_mask, CausalBias)
+    if are_last or (dropout_p and attn_mask is None and query.shape[-1] == value.shape[-1]):
+        flash: Any = torch.ops.aten._scaled_dot_product_flash_attention
+        mixed: torch.Tensor = flash(query, key, value, dropout_p, is_causal or are_last, scale=scale)[0]
+        return mixed
+    return F.scaled_dot_product_attention(
+        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    )
+
+
+_KERNELS: dict[Any, Callable[..., torch.Tensor]] = {F.dropout: _dropout, F.scaled_dot_product_attention: _attention}
+
+
+def kernels_of(tensor: torch.Tensor) -> str:
+    """Return the type of the device whose kernels run on a tensor; a fake one may stand for one on another device.
+
+    Example:
+        >>> kernels_of(torch.zeros(1))
+        'cpu'
+    """
+    mode = getattr(tensor, "fake_mode", None)
+    return mode.kernels if isinstance(mode, _FakeMode) else tensor.device.type
+
+
 @contextmanager
-def fake_run(model: nn.Module, batch: Any, device: torch.device) -> Iterator[Any]:
+def fake_run(model: nn.Module, batch: Any, device: torch.device, *, kernels: str = "") -> Iterator[Any]:
     """Within the block, run a model on fake tensors in place of its parameters and buffers, and leave no traces.
 
     Everything computed from them is fake too, and so would be what the model keeps of it. The model's own tensors, which may
     be on the meta device, come back at the end. Tied parameters stay tied.
+
+    `kernels`: type of the device that they stand for; default: that of `device`.
 
     Yields the batch, of fake tensors on `device`.
     """
@@ -70,7 +136,8 @@ def fake_run(model: nn.Module, batch: Any, device: torch.device) -> Iterator[Any
         restored_attributes(model),
         restored_generators(model),
         other_sharded_parameters(model) as use_others,
-        _FakeMode(allow_non_fake_inputs=True),
+        _FakeMode(kernels or device.type),
+        _CudaKernels() if kernels == "cuda" != device.type else nullcontext(),
     ):
         try:
             for module in model.modules():

@@ -84,7 +84,8 @@ def record(
             come from a cost model, and control flow cannot depend on values.
         hardware: with `fake`, what the times are for: a name such as "H100" or "RTX 4090" (listed in
             `recollect.costs.hardware_table`), or the path of a file that `recollect calibrate` wrote. Default: this
-            machine's GPU if known, else an H100. `profile.device_name` says which.
+            machine's GPU if known, else an H100. `profile.device_name` says which. If given, or with the model on the meta
+            device, the kernels are those of its type of device, too.
         units: module paths of the layers to plan, where `find_units` does not find them.
         holds_output: with `batch`, the loop holds the model's output until the next one replaces it, as `out = ...` does.
         gradients: of the last step, when the next one begins. "held": alive until backward begins (`zero_grad` between
@@ -136,6 +137,7 @@ def record(
     ranks = ALONE if fake else ranks_of(model, group, "record(model, batch)")
 
     loop = _Loop(model, batch, step, optimizer, loss_fn, holds_output, gradients, loss_chunks, split_backward)
+    loop.is_elsewhere |= hardware is not None
 
     def prepared() -> tuple[StepRecording, OptimizerStep]:
         check_optimizers(model, optimizer)
@@ -184,6 +186,8 @@ class _Loop:
 
     def __post_init__(self) -> None:
         self.device = device_of(self.model, self.batch)
+        # With a cost model: whether the step will run on the device that it is a model of, and not on this one.
+        self.is_elsewhere = all(parameter.device.type == "meta" for parameter in self.model.parameters())
 
     def prepared(
         self, costs: Costs, units: Iterable[str] | None, collectives: Collectives
@@ -191,6 +195,8 @@ class _Loop:
         replays = collectives == "replay"
         found = find_units(self.model, units)
         recording = StepRecording(self.model, found, costs, self.device, replays_collectives=replays)
+        if self.is_elsewhere and isinstance(costs, ModelledCosts):
+            recording.kernels = costs.hardware.device
         return recording, record_optimizer_step(self.optimizer, self.device)
 
     def recorded(self, recording: StepRecording, optimizer_step: OptimizerStep) -> Profile:
@@ -200,7 +206,8 @@ class _Loop:
         master_weights = tensors["master_weights"]
         with ExitStack() as stack:
             if recording.is_on_fake_tensors:
-                self.batch = stack.enter_context(fake_run(self.model, self.batch, self.device))
+                run = fake_run(self.model, self.batch, self.device, kernels=recording.kernels)
+                self.batch = stack.enter_context(run)
             elif self.step is None:
                 stack.enter_context(undisturbed(self.model))
             if recording.is_on_fake_tensors and any(inner_tensors(p) for p in self.model.parameters()):

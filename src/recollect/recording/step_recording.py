@@ -109,6 +109,7 @@ class StepRecording:
         self._gradients: set[int] = set()
         self._other_bytes = self.left_bytes = 0
         self._to_come = OptimizerStep(0, ())
+        self.kernels = self.device.type
 
     @property
     def is_on_fake_tensors(self) -> bool:
@@ -268,6 +269,7 @@ class StepRecording:
             {unit.path for unit in self.units if unit.is_layer},
             persistent=persistent,
             device=str(self.device),
+            kernels=self.kernels,
             device_name=device_name(self.device) if modelled is None else modelled.hardware.name,
             device_memory_bytes=memory_bytes(self.device) if modelled is None else modelled.hardware.memory_bytes,
             calibration_bytes=_UNSEEN_BYTES if modelled is None else 0,

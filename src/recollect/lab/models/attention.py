@@ -24,6 +24,7 @@ from recollect.lab.models.config import TransformerConfig
 from recollect.lab.models.config_checks import FP8_MULTIPLES
 from recollect.lab.models.linear import Linear, build_norm
 from recollect.lab.models.rotary import Rotary, rotate
+from recollect.recording.fake_model import kernels_of
 
 
 class SelfAttention(nn.Module):
@@ -213,7 +214,7 @@ class UnfusedCoreAttention(nn.Module):
 def _last_positions(q_BTHC: Tensor, k_BSKC: Tensor) -> Tensor:
     """Return what tells a kernel that the queries are those of the last positions."""
     num_queries, num_keys = q_BTHC.shape[1], k_BSKC.shape[1]
-    if q_BTHC.is_cuda:
+    if kernels_of(q_BTHC) == "cuda":
         return bias_of_last_positions(num_queries, num_keys)
     position = torch.arange(num_keys, device=q_BTHC.device)
     return position <= position[num_keys - num_queries :].unsqueeze(1)

@@ -123,7 +123,7 @@ class ClusterPlan:
         is_sent_by_all = step.layout.tensor_model_parallel_size > 1 and not step.layout.has_whole_experts
         routing = (
             "Each expert gets as many tokens as any other; a token's row is sent once for each of its experts, to all ranks "
-            "that share experts alike, over the slowest link between them"
+            "that share experts alike"
             f"{', by all ranks of tensor parallelism' if is_sent_by_all else ''}."
         )
         reduction = (
@@ -135,7 +135,8 @@ class ClusterPlan:
             f"parallelism; {step.dtype} weights and activations; {wide}, of which "
             f"{shared.get(step.sharding, 'all are shared over data parallelism (FSDP2)')}.",
             f"{cluster.devices_per_node} devices a node; {cluster.within.name} within, {cluster.between.name} between: "
-            f"{cluster.within.bytes_per_s / 1e9:.0f} and {cluster.between.bytes_per_s / 1e9:.0f} GB/s a device.",
+            f"{cluster.within.bytes_per_s / 1e9:.0f} and {cluster.outside_bytes_per_s / 1e9:.0f} GB/s a device. Groups with "
+            "several devices in a node use the network adapters of all of them.",
             "The computation waits for collectives of tensor, context and expert parallelism; those of data parallelism run "
             "beside it.",
             *([routing] if step.config.num_moe_experts is not None else []),

@@ -21,7 +21,7 @@ from recollect._torch_parallel import fake_process_group
 from recollect.costs.links import Cluster, CollectiveKind
 from recollect.costs.modelled_costs import ModelledCosts, Traffic
 from recollect.engine.sharded_keep import distribute_saved_activations
-from recollect.errors import ConfigError
+from recollect.errors import ConfigError, ConfigWarning
 from recollect.lab.models.config import TransformerConfig
 from recollect.lab.parallel.layout import DeviceLayout, Sharding
 from recollect.lab.parallel.mesh import LayoutMesh, data_parallel, layout_mesh, share_model
@@ -30,6 +30,7 @@ from recollect.lab.parallel.stages import StageModel
 from recollect.pipelines.schedule import Loop, PipelineSchedule, schedule_of
 from recollect.profile.profile import Profile
 from recollect.recording.record import record_with
+from recollect.warning import warn_user
 
 Axis = Literal["tensor", "context", "expert", "data"]
 """Along which ranks communicate. Where two are the same ranks, what both do counts as the first one's."""
@@ -124,6 +125,9 @@ def record_stages(step: ClusterStep, pieces: Sequence[range] | None = None) -> R
         ConfigError: the model cannot be spread like this, or a step has no micro-batch.
         NotYetError: a part of the model that cannot be spread yet.
         RecordError: this process is part of a real process group.
+
+    Warns:
+        ConfigWarning: tensor parallelism over several nodes.
     """
     if step.num_micro_batches < 1:
         raise ConfigError(
@@ -138,6 +142,14 @@ def record_stages(step: ClusterStep, pieces: Sequence[range] | None = None) -> R
             settings={"distribute_saved_activations": True, **sizes},
             reason="it is about what all ranks of tensor parallelism hold alike, which sequence parallelism splits already",
             advice="Leave it out, or use tensor parallelism without sequence parallelism.",
+        )
+    cluster = step.cluster
+    if tensor > cluster.devices_per_node:
+        warn_user(
+            f"tensor_model_parallel_size={tensor}: a node has {cluster.devices_per_node} devices; what the computation waits "
+            f"for goes over {cluster.between.name}, at {cluster.outside_bytes_per_s / 1e9:.0f} GB/s a device in place of "
+            f"{cluster.within.bytes_per_s / 1e9:.0f}. Use ranks of a pipeline instead.",
+            ConfigWarning,
         )
     step.layout.check_model(step.config, seq_length=step.seq_length)
     stages = step.layout.layers_of_stages(step.config.num_layers)

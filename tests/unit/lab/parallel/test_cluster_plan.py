@@ -10,7 +10,7 @@ import pytest
 import recollect
 from recollect.costs.hardware_table import find_hardware
 from recollect.costs.links import cluster_of
-from recollect.errors import ConfigError
+from recollect.errors import ConfigError, ConfigWarning
 from recollect.integrations.megatron.nearest import nearest_uniform_settings
 from recollect.lab.models.architectures import llama_config
 from recollect.lab.models.sizes import NAMED_CONFIGS
@@ -68,6 +68,13 @@ def test_tensor_parallelism_communicates_as_megatron_does(sequence: bool, kinds:
     norms = (2 * LAYERS + 1) * sequence
     assert found.count == large + norms + 1
     assert found.nbytes == large * 2 * LENGTH * WIDTH + norms * 2 * WIDTH + 2 * LENGTH * 3 * 4
+
+
+def test_tensor_parallelism_over_nodes_is_warned_of() -> None:
+    small = replace(STEP, cluster=cluster_of(find_hardware("H100"), devices_per_node=2))
+    said = r"size=4: a node has 2 devices; .* over InfiniBand NDR, at 40 GB/s a device in place of 370\."
+    with pytest.warns(ConfigWarning, match=said):
+        record_stages(replace(small, layout=DeviceLayout(tensor_model_parallel_size=4)))
 
 
 def test_collectives_of_data_parallelism_are_hidden() -> None:
