@@ -114,10 +114,13 @@ def _split_layer(layer: nn.Module, mesh: DeviceMesh, between: Shard | Replicate,
             styles |= _mlp_styles("mlp.shared_experts", between if has_whole_experts else Replicate(), between)
     else:
         styles |= _mlp_styles("mlp", between, between)
+    # Aside meanwhile: PyTorch's styles take each module within a linear layer for one.
+    products = [(m, m.fp8) for m in layer.modules() if isinstance(m, Linear) and m.fp8 is not None]
+    for linear, _ in products:
+        linear.fp8 = None
     parallelize_module(layer, mesh, styles)
-    for module in layer.modules():
-        if isinstance(module, Linear) and module.fp8 is not None and isinstance(module.weight, DTensor):
-            module.fp8 = SplitProduct(module.fp8)
+    for linear, product in products:
+        linear.fp8 = SplitProduct(product) if isinstance(linear.weight, DTensor) else product
 
 
 def _mlp_styles(path: str, before: Shard | Replicate, after: Shard | Replicate) -> dict[str, ParallelStyle]:
