@@ -44,6 +44,8 @@ ON_TWO = (
     "EP2 FSDP2 experts",
     "PP2 tied",
     "PP2 interleaved tied",
+    "PP2 fp8",
+    "TP2 SP fp8",
 )
 ON_FOUR = ("TP2 DP2", "TP2 SP DP2 FSDP2", "TP2 SP CP2", "EP2 CP2 DP2 FSDP2 experts", "PP2 TP2 SP tied")
 ON_FOUR += ("PP2 interleaved CP2 tied", "PP2 EP2 experts", "TP2 SP EP2 experts")
@@ -51,7 +53,7 @@ ON_FOUR += ("PP2 interleaved DP2 ZeRO tied", "PP2 EP2 ZeRO experts")
 ON_FOUR += ("TP2 SP EP2 ETP1 experts", "TP2 SP CP2 EP4 ETP1 experts")
 # Each dimension of a layout once with each other one that changes what it does; the others are pairs of pairs.
 _ON_FOUR = ("TP2 SP DP2 FSDP2", "PP2 interleaved CP2 tied", "PP2 EP2 ZeRO experts")
-QUICK = (*(name for name in ON_TWO if name not in ("TP2", "DP2 experts")), *_ON_FOUR)
+QUICK = (*(name for name in ON_TWO if name not in ("TP2", "DP2 experts", "TP2 SP fp8")), *_ON_FOUR)
 LAYOUTS = long_but(QUICK, (*ON_TWO, *ON_FOUR))
 
 
@@ -90,11 +92,16 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str,
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_layout_trains_as_one_process(name: str, rows: list[Row], alone: Callable[[str], dict[str, Any]]) -> None:
-    """Losses are sums in another order: each of them is rounded in its last bit or two (1.2e-7), and steps add to it."""
+    """Losses are sums in another order: each of them is rounded in its last bit or two (1.2e-7), and steps add to it.
+
+    Cast to 8 bits, a number that differs in its last bit may become the next one, a sixteenth away; and a pipeline divides
+    gradients by the number of micro-batches only after it has cast them.
+    """
     expected = alone(model_of(name))
+    tolerance = 1e-3 if "fp8" in name else 2e-6
     for row in rows:
         for number in ("loss", "grad_norm", "validation_loss"):
-            assert row["plain"][number] == pytest.approx(expected[number], rel=2e-6), number
+            assert row["plain"][number] == pytest.approx(expected[number], rel=tolerance), number
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -214,6 +221,8 @@ ERRORS = {
     "no experts": r"ConfigError: got num_moe_experts=None, expert_model_parallel_size=2: there are no experts to share\. Leave",
     "experts": r"ConfigError: got num_moe_experts=3, expert_model_parallel_size=2: 3 is no multiple of 2\. The next .* is 4",
     "too many": r"ConfigError: got expert_model_parallel_size=4, data_parallel_size=2, .* some of the 2 ranks of data and",
+    "delayed scales": r"NotYetError: got fp8_recipe='delayed': not yet: histories over ranks that multiply with the same "
+    r"weights, which would each have their own\. Choose another fp8_recipe, or only pipeline parallelism",
     "sequence": r"ConfigError: got seq_length=30, 2 x context_parallel_size=4: 30 is no multiple of 4\. The next .* is 32",
     "both": r"ConfigError: got world_size=2, tensor_model_parallel_size=2, context_parallel_size=2: one model takes 4 pro",
     "parts": r"ConfigError: got distribute_saved_activations=True, tensor_model_parallel_size=1: there are no ranks to",

@@ -28,7 +28,7 @@ from recollect.lab.train import session as session_module
 from recollect.lab.train.config import ProcessFlags, TrainConfig
 from recollect.lab.train.exchange import PipelineExchange
 from recollect.lab.train.loop import train
-from recollect.lab.train.model_flags import ExpertFlags
+from recollect.lab.train.model_flags import ExpertFlags, Fp8Flags
 from recollect.lab.train.optim_flags import OptimFlags
 from recollect.lab.train.pipeline_plans import PipelinePlans, record_own_stages
 from recollect.lab.train.processes import joined_processes
@@ -66,6 +66,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "PP2 interleaved CP2 tied": {**INTERLEAVED, **CONTEXT},
     "PP2 EP2 experts": {**PIPELINE, **EXPERT},
     "PP2 interleaved DP2 ZeRO tied": {**INTERLEAVED, "use_distributed_optimizer": True},
+    "PP2 fp8": PIPELINE,
+    "TP2 SP fp8": {**TENSOR, "sequence_parallel": True},
     "PP2 EP2 ZeRO experts": {**PIPELINE, **EXPERT, "use_distributed_optimizer": True},
 }
 # The first is below the least possible peak without parts.
@@ -86,7 +88,14 @@ EXPERTS: dict[str, Any] = {
 
 # One matrix is embedding and LM head, which the first and the last rank of a pipeline have.
 TIED: dict[str, Any] = {"num_layers": 4, "tie_embeddings": True}
-MODELS: dict[str, dict[str, Any]] = {"dense": {}, "experts": EXPERTS, "tied": TIED}
+FP8 = Fp8Flags(fp8_format="hybrid", fp8_amax_history_len=3, fp8_amax_compute_algo="max")
+MODELS: dict[str, dict[str, Any]] = {
+    "dense": {},
+    "experts": EXPERTS,
+    "tied": TIED,
+    "TP2 SP fp8": {"eight_bits": Fp8Flags(fp8_format="e4m3", fp8_recipe="mxfp8")},
+    "fp8": {"num_layers": 4, "eight_bits": FP8},
+}
 
 
 def model_of(layout: str) -> str:
@@ -285,6 +294,7 @@ REFUSED: dict[str, Callable[[Path], dict[str, Any]]] = {
     "no experts": lambda folder: trained(settings(folder, "e", parallel=EXPERT)),
     "experts": lambda folder: trained(settings(folder, "e", parallel=EXPERT, **(EXPERTS | {"experts": THREE}))),
     "too many": lambda folder: trained(settings(folder, "e", parallel={"expert_model_parallel_size": 4}, **EXPERTS)),
+    "delayed scales": lambda folder: trained(settings(folder, "e", eight_bits=FP8)),
     "sequence": lambda folder: trained(settings(folder, "e", parallel=CONTEXT, seq_length=30)),
     "both": lambda folder: trained(settings(folder, "e", parallel={**CONTEXT, **TENSOR})),
     "parts": lambda folder: trained(settings(folder, "e", memory_budget="90%", distribute_saved_activations=True)),

@@ -161,10 +161,15 @@ class Fp8Product(nn.Module):
 
         if ends_E is None:
             return one(left, right)
-        parts = enumerate(itertools.pairwise([0, *ends_E.tolist()]))
+        parts = [*enumerate(itertools.pairwise([0, *ends_E.tolist()]))]
         if right.values.dim() == 3:
-            return torch.cat([one(left.part(-2, *part), Cast(right.values[e], right.scale[e])) for e, part in parts])
-        return torch.stack([one(left.part(-1, *part), right.part(-1, *part)) for _, part in parts])
+            rows = [(left.part(-2, *part), Cast(right.values[e], right.scale[e])) for e, part in parts if range(*part)]
+            return torch.cat([one(*sides) for sides in rows])
+        products = left.values.new_zeros(len(parts), left.values.shape[0], right.values.shape[0], dtype=dtype)
+        for expert, part in parts:
+            if range(*part):
+                products[expert] = one(left.part(-1, *part), right.part(-1, *part))
+        return products
 
 
 class _Product(torch.autograd.Function):

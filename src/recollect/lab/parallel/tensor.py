@@ -114,13 +114,14 @@ def _split_layer(layer: nn.Module, mesh: DeviceMesh, between: Shard | Replicate,
             styles |= _mlp_styles("mlp.shared_experts", between if has_whole_experts else Replicate(), between)
     else:
         styles |= _mlp_styles("mlp", between, between)
-    # Aside meanwhile: PyTorch's styles take each module within a linear layer for one.
-    products = [(m, m.fp8) for m in layer.modules() if isinstance(m, Linear) and m.fp8 is not None]
-    for linear, _ in products:
-        linear.fp8 = None
+    products = {module: module.fp8 for module in layer.modules() if isinstance(module, Linear)}
+    for linear in products:
+        linear.fp8 = None  # the styles take all modules below a linear layer for linear layers, too
     parallelize_module(layer, mesh, styles)
-    for linear, product in products:
-        linear.fp8 = SplitProduct(product) if isinstance(linear.weight, DTensor) else product
+    for linear, product in products.items():
+        linear.fp8 = product
+        if product is not None and isinstance(linear.weight, DTensor):
+            linear.fp8 = SplitProduct(product)
 
 
 def _mlp_styles(path: str, before: Shard | Replicate, after: Shard | Replicate) -> dict[str, ParallelStyle]:

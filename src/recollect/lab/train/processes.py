@@ -127,6 +127,13 @@ class Processes:
         if self.mesh is None:
             return
         self.layout.check_model(dimensions, seq_length=config.data.seq_length)
+        is_delayed = dimensions.fp8 is not None and dimensions.fp8_recipe == "delayed"
+        if is_delayed and len(self.ranks.ranks) > self.layout.pipeline_model_parallel_size:
+            raise NotYetError(
+                settings={"fp8_recipe": "delayed"},
+                needs="histories over ranks that multiply with the same weights, which would each have their own",
+                advice="Choose another fp8_recipe, or only pipeline parallelism.",
+            )
         ranks, count = self.data_ranks, config.optim.num_micro_batches
         if count % ranks:
             raise ConfigError(
