@@ -192,6 +192,42 @@ def test_routers_choose_once() -> None:
         assert {name: num_ops(model, batch, name) for name in ("topk", "sort")} == plain
 
 
+def in_8_bits(name: str, **fields: Any) -> tuple[GPTModel, dict[str, Tensor], recollect.Profile]:
+    """Scales and histories are those of a third step; `gradients` compares them as they are after the fourth."""
+    model, batch, profile = built(NAMED_CONFIGS[name].changed(fp8="hybrid", **fields), sequences=4)
+    for _ in range(3):
+        loss_of(model(**batch)).backward()
+    return model, batch, profile
+
+
+def assert_exact_in_8_bits(
+    model: GPTModel, batch: dict[str, Tensor], profile: recollect.Profile, config: RecomputeConfig, **others: Any
+) -> None:
+    setting = TrainingSetting.of(model.config, **others)
+    assert (setting.fp8, setting.fp8_recipe) == ("hybrid", model.config.fp8_recipe)
+    config.check(setting)
+    assert_exact_and_leaner(model, batch, megatron_plan(profile, config, setting))
+
+
+def test_fp8_delayed() -> None:
+    model, batch, profile = in_8_bits("mixtral-tiny", fp8_recipe="delayed", fp8_amax_history_len=2)
+    assert sum("amax_history" in name for name, _ in model.named_buffers()) == 4 * 4 * 3  # of four layers' four products
+    for config in (selective("layernorm"), selective("moe_act"), RecomputeConfig(**FULL)):
+        assert_exact_in_8_bits(model, batch, profile, config)
+
+
+def test_fp8_version() -> None:
+    model, batch, profile = in_8_bits("mixtral-tiny", fp8_recipe="tensorwise")
+    config = selective("layernorm", "moe_act")
+    assert_exact_in_8_bits(model, batch, profile, config, transformer_engine_version="2.5.1")
+
+
+def test_fp8_any_module() -> None:
+    modules = ("core_attn", "moe_act", "shared_experts", "mla_up_proj", "layernorm")
+    model, batch, profile = in_8_bits("deepseek-v3-tiny", num_layers=2, fp8_recipe="delayed")
+    assert_exact_in_8_bits(model, batch, profile, selective(*modules, recompute_discard_outputs=modules))
+
+
 def test_every_row_of_the_table_has_a_test() -> None:
     section = PAGE.read_text(encoding="utf-8").partition("## Freedoms")[2].partition("\n## ")[0]
     rows = set(re.findall(r"`test_(\w+)`", section))

@@ -25,7 +25,7 @@ SMALL = {
     "--num-experts": "4",
 }
 # Taken out of a guide's line, because it is not there yet (tests/unit/cli/test_documented_flags.py has the refusal).
-NOT_YET = ("--fp8-format", "--context-parallel-size")
+NOT_YET = ("--context-parallel-size",)
 # What stands for the three dots.
 REST = {"mla_up_proj": ["--multi-latent-attention", "--position-embedding-type", "rope"]}
 GPT = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2 --device cpu"

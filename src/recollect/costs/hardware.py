@@ -36,6 +36,8 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 _FORMAT = "recollect.hardware"
 _VERSION = 1
 _BASE_DTYPE = "fp32"
+EIGHT_BITS = ("fp8", "fp8_blockwise", "mxfp8")
+"""Rates of products in 8 bits: with a scale for a tensor or row, for each block of 128, for each 32 elements."""
 
 _POSITIVE, _NOT_NEGATIVE = "a finite number above 0", "a finite number, 0 or more"
 _FRACTION = "a fraction above 0, at most 1"
@@ -51,7 +53,7 @@ class ArithmeticRate:
     """How fast a device multiplies matrices of one dtype.
 
     Attributes:
-        dtype: "fp32", "tf32", "fp16", "bf16", "fp8" or "fp64".
+        dtype: "fp32", "tf32", "fp16", "bf16", "fp64", or one of `EIGHT_BITS`.
         peak_flops_per_s: dense peak (no structured sparsity), a multiply-add counted as two.
         matmul_efficiency: fraction of it that large matrix products reach.
         attention_efficiency, attention_backward_efficiency: fraction that fused attention kernels reach on long sequences.
@@ -180,8 +182,17 @@ class Hardware:
             )
 
     def rate(self, dtype: str) -> ArithmeticRate:
-        """Return the rate of a dtype; that of "fp32" if the device has none for it."""
+        """Return the rate of a dtype; that of "fp32" if the device has none for it.
+
+        Raises:
+            HardwareError: 8 bits, for which nothing stands in.
+        """
         by_dtype = {rate.dtype: rate for rate in self.rates}
+        if dtype in EIGHT_BITS and dtype not in by_dtype:
+            raise HardwareError(
+                f"{self.name}: got a matrix product in {dtype}, for which it has no kernel, expected one in "
+                f"{', '.join(by_dtype)}. Choose another device or recipe, or emulate it (--fp8-emulated)."
+            )
         return by_dtype.get(dtype, by_dtype[_BASE_DTYPE])
 
     def to_json(self) -> str:

@@ -7,6 +7,9 @@ cards have names that begin the same ("RTX 4090 Laptop GPU"), and a part of a ca
 `cpu` is one thread of a virtual AMD EPYC (Zen 5), measured by `recollect calibrate` with torch 2.13; other CPUs differ, so
 calibrate your own.
 
+Of products in 8 bits, `fp8` have one scale a tensor or row. With one for each block of 128 (`fp8_blockwise`) PyTorch has
+kernels for Hopper alone (cuBLAS 12.9); one for 32 elements (`mxfp8`) needs Blackwell. All have the peak of the sheet's FP8.
+
 The RTX 4090's tensor cores are twice as fast if they accumulate in fp16, which PyTorch does not do by default.
 A GB of memory is 2**30 bytes on these sheets.
 
@@ -43,7 +46,7 @@ from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
 
-from recollect.costs.hardware import ArithmeticRate, Hardware, HostLink
+from recollect.costs.hardware import EIGHT_BITS, ArithmeticRate, Hardware, HostLink
 from recollect.errors import HardwareError
 
 _GIB = 2**30
@@ -76,7 +79,7 @@ def _gpu(row: Mapping[str, str]) -> Hardware:
         launch_s=_LAUNCH_S,
         rates=tuple(
             ArithmeticRate(dtype, 1e12 * float(row[dtype]), matmul, forward, backward, half_rate_outputs, _DEPTH)
-            for dtype in ("fp32", "tf32", "fp16", "bf16", "fp8")
+            for dtype in ("fp32", "tf32", "fp16", "bf16", *EIGHT_BITS)
             if row[dtype]
         ),
         host_link=HOST_LINKS[row["to_host"]],

@@ -28,6 +28,9 @@ DTYPES = {
     torch.float8_e5m2fnuz: "fp8",
 }
 
+# Products that PyTorch's flop counter does not know.
+_BY_SHAPE = frozenset({"_grouped_mm", "_scaled_grouped_mm", "_scaled_grouped_mm_v2", "_scaled_mm_v2"})
+
 _OPS: dict[Kind, frozenset[str]] = {
     # Ops that read only some rows of their first argument: as many elements as they return or are told to look up.
     "gather": frozenset({"embedding", "index", "_unsafe_index", "index_select", "gather", "take", "nll_loss_forward"}),
@@ -146,6 +149,11 @@ def _source_bytes(tensors: list[torch.Tensor], target: torch.Tensor) -> int:
 
 
 def _multiplied_dtype(name: str, tensors: list[torch.Tensor]) -> str:
+    if any(t.dtype == torch.float8_e8m0fnu for t in tensors):
+        return "mxfp8"
+    # Scales are the only matrices in fp32 here; those of whole tensors, rows or columns have at most one dimension above 1.
+    if name.startswith("_scaled_mm") and any(t.dtype == torch.float32 and t.dim() == 2 and min(t.shape) > 1 for t in tensors):
+        return "fp8_blockwise"
     dtype = next((DTYPES[t.dtype] for t in tensors if t.dtype in DTYPES), "fp32")
     if dtype == "fp32" and "attention" not in name:
         # PyTorch's setting for fp32 on tensor cores; convolutions have a separate one.
@@ -168,7 +176,7 @@ def flops_of(func: Any, args: Any, kwargs: Any, output: Any) -> float:
     name = facts_of(func).name.removesuffix("_")
     if "scaled_dot_product" in name and "attention" in name:
         return _attention_flops(func, name, args, kwargs)
-    if name in ("_grouped_mm", "_scaled_grouped_mm"):
+    if name in _BY_SHAPE:
         return _grouped_flops(args[0], args[1])
     formula = flop_registry.get(getattr(func, "overloadpacket", func))
     return float(formula(*args, **kwargs, out_val=output)) if formula is not None else 0.0

@@ -11,7 +11,7 @@ from torch import nn
 
 from recollect._torch_fsdp import freed_after_forward, is_fully_sharded
 from recollect._torch_functions import runs_python_backward
-from recollect._torch_private import current_autograd_node, desugars, tree_leaves, untraced
+from recollect._torch_private import current_autograd_node, desugars, is_fake_tensor, tree_leaves, untraced
 from recollect.engine.agreement import Agreement
 from recollect.engine.facts import OpFacts, facts_of
 from recollect.engine.function_call import FunctionCall
@@ -153,7 +153,10 @@ class RecordingTape(Tape):
                 return tensor
             # A copy, as the tape may hold the tensor itself for what else will be computed from it.
             with self.recorder.unseen():
-                whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage.clone())
+                if is_fake_tensor(tensor):  # A storage that `set_` gives to a fake tensor never dies.
+                    whole = tensor.as_strided((storage.nbytes() // tensor.element_size(),), (1,), 0).clone()
+                else:
+                    whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage.clone())
             self.recorder.trackers.mark_persistent([whole])
             tensor = whole.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
         tracker = tracker_of(storage_of(tensor))

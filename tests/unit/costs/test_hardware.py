@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -93,8 +94,23 @@ def test_rates_are_dense() -> None:
 
 
 def test_dtype_without_a_rate_is_as_fast_as_fp32() -> None:
-    assert HARDWARE["A100"].rate("fp8") == HARDWARE["A100"].rate("fp32")
     assert H100.rate("fp64").dtype == "fp32"
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype"),
+    [("A100", "fp8"), ("H100", "mxfp8"), ("B200", "fp8_blockwise"), ("L40S", "fp8_blockwise"), ("cpu", "fp8")],
+)
+def test_eight_bits_without_a_kernel(device: str, dtype: str) -> None:
+    known = ", ".join(rate.dtype for rate in HARDWARE[device].rates)
+    message = f"{HARDWARE[device].name}: got a matrix product in {dtype}, for which it has no kernel, expected one in {known}."
+    with pytest.raises(HardwareError, match=re.escape(message)):
+        HARDWARE[device].rate(dtype)
+
+
+def test_recipes_of_eight_bits_have_one_peak() -> None:
+    assert H100.rate("fp8_blockwise").peak_flops_per_s == H100.rate("fp8").peak_flops_per_s
+    assert HARDWARE["B200"].rate("mxfp8").peak_flops_per_s == HARDWARE["B200"].rate("fp8").peak_flops_per_s == 4.5e15
 
 
 @pytest.mark.parametrize("hardware", [*HARDWARE.values(), SMALL], ids=lambda hardware: hardware.name)

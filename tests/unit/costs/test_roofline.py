@@ -137,6 +137,24 @@ def test_grouped_products() -> None:
     assert gradient.flops == 2 * 16 * 24 * 32
 
 
+@pytest.mark.parametrize(
+    ("scale", "dtype"),
+    [
+        (torch.ones(()), "fp8"),
+        (torch.ones(256, 1), "fp8"),
+        (torch.ones(256, 2), "fp8_blockwise"),
+        (torch.ones(256 * 8, dtype=torch.float8_e8m0fnu), "mxfp8"),
+    ],
+    ids=lambda part: str(part)[:13],
+)
+def test_scaled_products(scale: Tensor, dtype: str) -> None:
+    left, right = (torch.empty(256, 256, dtype=torch.float8_e4m3fn, device="meta") for _ in range(2))
+    bias, out = torch.empty(256, dtype=torch.bfloat16), torch.empty(256, 256, dtype=torch.bfloat16, device="meta")
+    args = left, right.t(), scale, scale, bias
+    found = work_of(aten._scaled_mm.default, facts_of(aten._scaled_mm.default), args, {}, out)
+    assert (found.kind, found.flops, found.dtype) == ("matmul", 2 * 256**3, dtype)
+
+
 @pytest.fixture
 def tf32() -> Iterator[None]:
     before = torch.backends.cuda.matmul.fp32_precision

@@ -30,11 +30,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from recollect._torch_private import is_fake_tensor
 from recollect.errors import DataError
 from recollect.lab.models.config import TransformerConfig
 from recollect.lab.models.config_checks import FP8_MULTIPLES
 from recollect.lab.models.fp8_casts import E4M3, E5M2, E8M0, Cast, DelayedScaling, cast, cast_blocks, multiplier_of
 from recollect.lab.models.fp8_kernels import check_kernel, grouped_product, one_product
+from recollect.recording.fake_model import kernels_of
 
 _BLOCKS = {"blockwise": 128, "mxfp8": 32}
 # By number, since a Function that gets a module cannot run again: a module may be another one by then. These only say how to
@@ -141,10 +143,12 @@ class Fp8Product(nn.Module):
 
     def multiply(self, left: Cast, right: Cast, ends_E: Tensor | None, dtype: torch.dtype) -> Tensor:
         """Return `left @ right^T`, or for experts the products of their rows, or of their columns if both are matrices."""
-        is_emulated = left.values.device.type == "cpu" if self.emulated is None else self.emulated
+        is_emulated = kernels_of(left.values) == "cpu" if self.emulated is None else self.emulated
         is_grouped = ends_E is not None and self.is_grouped
-        if not is_emulated and left.values.is_cuda:
-            check_kernel(self.recipe, left.values.device, is_grouped=is_grouped)
+        if not is_emulated:
+            # Of a device that fake tensors stand for, the cost model knows the kernels.
+            is_here = left.values.is_cuda and not is_fake_tensor(left.values)
+            check_kernel(self.recipe, left.values.device if is_here else None, is_grouped=is_grouped)
         if is_grouped and is_emulated:
             return F.grouped_mm(left.whole(), right.whole().mT, offs=ends_E).to(dtype)
         if ends_E is not None and self.is_grouped:

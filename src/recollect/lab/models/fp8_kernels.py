@@ -20,20 +20,19 @@ _CAPABILITIES = {"delayed": (8.9, 99.0), "tensorwise": (8.9, 99.0), "blockwise":
 
 
 @functools.cache
-def check_kernel(recipe: str, device: torch.device, *, is_grouped: bool = False) -> None:
-    """Check that a CUDA device has a kernel for a recipe.
+def check_kernel(recipe: str, device: torch.device | None, *, is_grouped: bool = False) -> None:
+    """Check that PyTorch has a kernel for a recipe, and a CUDA device as well; None: a device that is not here.
 
     Raises:
-        HardwareError: it has none.
+        HardwareError: one of them has none.
     """
     least, most = _CAPABILITIES[recipe]
-    major, minor = torch.cuda.get_device_capability(device)
+    version = None if device is None else torch.cuda.get_device_capability(device)
     problem = None
-    if not least <= major + minor / 10 <= most:
+    if version is not None and not least <= version[0] + version[1] / 10 <= most:
         expected = f"of at least {least}" if most > 90 else f"from {least} to {most}"
-        problem = (
-            f"got a device of compute capability {major}.{minor}, which has no kernel for it, expected one {expected}"
-        )
+        got = f"got a device of compute capability {version[0]}.{version[1]}"
+        problem = f"{got}, which has no kernel for it, expected one {expected}"
     elif is_grouped and recipe in ("blockwise", "mxfp8"):
         problem = "got moe_grouped_gemm True, for which there is no kernel, expected False"
     if problem is not None:

@@ -158,7 +158,8 @@ def record_stages(step: ClusterStep, pieces: Sequence[range] | None = None) -> R
     for layers in stages if pieces is None else pieces:
         number = next(number for number, own in enumerate(stages) if layers.start in own)
         is_first, is_last = layers.start == 0, layers.stop == step.config.num_layers
-        kind = is_first, is_last, *(step.config.is_moe_layer(layer) for layer in layers)
+        of_layers = ((step.config.is_moe_layer(layer), step.config.of_layer(layer).fp8) for layer in layers)
+        kind = is_first, is_last, *of_layers
         if kind not in known:
             profile, traffic, experts = _record_stage(step, number, layers)
             halves = profile

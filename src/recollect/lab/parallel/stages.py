@@ -37,7 +37,7 @@ class StageModel(GPTModel):
     """
 
     def __init__(self, config: TransformerConfig, layers: range) -> None:
-        super().__init__(config.changed(num_layers=len(layers), mtp_num_layers=None))
+        super().__init__(config.changed(num_layers=len(layers), mtp_num_layers=None, first_last_layers_bf16=False))
         self.config = config
         self.decoder.layers = nn.ModuleList(TransformerLayer(config, layer) for layer in layers)
         self.is_first, self.is_last = layers.start == 0, layers.stop == config.num_layers

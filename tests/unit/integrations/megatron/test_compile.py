@@ -199,8 +199,8 @@ def test_a_pipeline_cuts_one_stack_only() -> None:
 
 
 def test_what_is_not_built_is_refused_after_it_was_checked() -> None:
-    with pytest.raises(NotYetError, match=r"got fp8='hybrid', fp8_recipe='delayed': not yet: models that compute in 8"):
-        planned(stack(2), TrainingSetting(fp8="hybrid"))
+    with pytest.raises(NotYetError, match=r"got fp4='e2m1': not yet: models that compute in 4 bits"):
+        planned(stack(2), TrainingSetting(fp4="e2m1"))
 
 
 def test_opaque_layers_are_run_again_as_a_whole() -> None:

@@ -152,7 +152,7 @@ def test_a_misspelt_field_is_an_error_at_once() -> None:
         ({"recompute_granularity": "full"}, ConfigError, "full recompute needs a method"),
         ({"num_attention_heads": 5}, ValueError, r"TransformerConfig\.hidden_size: got 64, expected a multiple of"),
         ({"fp16": True}, NotYetError, "fp16=True: not yet: loss scaling. Set bf16 instead"),
-        ({"fp8": "hybrid"}, NotYetError, "fp8='hybrid'.*not yet"),
+        ({"fp4": "e2m1"}, NotYetError, "fp4='e2m1': not yet: models that compute in 4 bits"),
         (
             {"tensor_model_parallel_size": 2},
             NotYetError,
