@@ -1,8 +1,8 @@
 """What the site does with pages that are written for GitHub: links out of `docs/` lead somewhere, and docstrings appear.
 
 The files in `docs/` link to code, examples and results outside. The site gets a page for each that is linked: Markdown as
-it is, code as code, folders as lists; all else is copied. The front page is README.md. `<!-- api: NAME -->` becomes the
-docstring of that name, which GitHub does not show.
+it is, code as code, folders as lists; all else is copied. A link to README.md, GitHub's front page, leads to the site's.
+`<!-- api: NAME -->` becomes the docstring of that name, which GitHub does not show.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _PIECES = re.compile(
 _LANGUAGES = {".py": "python", ".c": "c", ".yaml": "yaml", ".toml": "toml", ".js": "javascript", ".css": "css"}
 _COPIED = {".png", ".svg", ".csv", ".jsonl"}
 _FRONT_PAGE = "README.md"
-_PAGES = (_FRONT_PAGE, "CHANGELOG.md", "CONTRIBUTING.md")
+_PAGES = ("CHANGELOG.md", "CONTRIBUTING.md")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the front page, the pages of the project outside of `docs/`, and a page for each file that one of them links to."""
+    """Add the pages of the project outside of `docs/`, and a page for each file that one of them links to."""
     todo = [*_PAGES, *sorted(f"docs/{file.src_uri}" for file in files.documentation_pages())]
-    added = {f"docs/{file.src_uri}" for file in files}
+    added = {_FRONT_PAGE, *(f"docs/{file.src_uri}" for file in files)}
     while todo:
         path = todo.pop(0)
         if path not in added:
@@ -46,7 +46,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Turn the links of a page, and the markers for docstrings, into the site's."""
-    if any(section.title == "Guides" for section in page.ancestors):
+    if any(section.title in {"Your tool", "Your question"} for section in page.ancestors):
         # Whoever searches has a question; guides answer it, and all other pages have its words as well.
         page.meta["search"] = {"boost": 2}
     path = repository_path(page.file.src_uri)
@@ -55,8 +55,6 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 def repository_path(uri: str) -> str:
     """Return where in the repository the source of a page is."""
-    if uri == "index.md":
-        return _FRONT_PAGE
     inside = posixpath.join("docs", uri)
     return inside if (ROOT / inside).exists() else uri
 
@@ -119,7 +117,7 @@ def _file(path: str, config: MkDocsConfig) -> File:
     level = InclusionLevel.NOT_IN_NAV
     if not uri.endswith(".md"):
         return File.generated(config, uri, abs_src_path=str(source), inclusion=level)
-    if uri == path or path == _FRONT_PAGE:
+    if uri == path:
         return File.generated(config, uri, content=source.read_text(encoding="utf-8"))
     content = _listing if source.is_dir() else _code_page
     return File.generated(config, uri, content=content(source, path), inclusion=level)

@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Callable
 
-from pages import terminal
+from pages import interactive, terminal
 from pages.figures import ROOT, Dated, Exact, Figure, output_of
 
 __all__ = ["FIGURES"]
@@ -115,6 +115,7 @@ FIGURES: tuple[Figure, ...] = (
         renews=True,
         seconds=10,
     ),
+    Dated("docs/interactive.png", "python -m pages.interactive", prints=interactive.COMMAND, renews=True, seconds=10),
     Dated(
         "benchmarks/results/frontier-dense-cpu-fp32-d384-l16.png",
         "python benchmarks/frontier.py --redraw",

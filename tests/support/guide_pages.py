@@ -1,7 +1,8 @@
 """Runs the Python of pages of the documentation as it stands: `python guide_pages.py usage.md loss.md`.
 
 Each block runs alone, in an empty folder. What a page takes for granted, such as a model and a batch, is made anew for each
-block, and small. Prints a line for each block that ran; after an error the program goes on with the next one.
+block, and small. On a page of `CONTINUED` a block has the names of the earlier ones, and its output is printed. Prints a line
+for each block that ran; after an error the program goes on with the next one.
 """
 
 from __future__ import annotations
@@ -153,7 +154,9 @@ def reference_models() -> Names:
 
 
 PREPARED: dict[str, Callable[[], Names]] = {
+    "../README.md": dict,
     "fsdp.md": sharded,
+    "get_started.md": dict,
     "how_to_read_a_plan.md": planned,
     "hugging_face.md": training,
     "largest_batch.md": training,
@@ -171,16 +174,18 @@ PREPARED: dict[str, Callable[[], Names]] = {
     "usage.md": training,
     "which_budget.md": planned,
 }
+CONTINUED = {"../README.md", "get_started.md"}
 
 
-def run(page: str, line: int, block: str) -> None:
+def run(page: str, line: int, block: str, names: Names) -> None:
     """Run a block of a page in an empty folder; an error names the line of the page."""
     code = compile("\n" * (line - 1) + block, page, "exec")
     before = Path.cwd()
-    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+    quiet = contextlib.nullcontext() if page in CONTINUED else contextlib.redirect_stdout(io.StringIO())
+    with tempfile.TemporaryDirectory() as folder, quiet:
         os.chdir(folder)
         try:
-            exec(code, {"torch": torch, "recollect": recollect, **PREPARED[page]()})
+            exec(code, names)
         finally:
             os.chdir(before)
             if torch.distributed.is_initialized():
@@ -189,9 +194,12 @@ def run(page: str, line: int, block: str) -> None:
 
 def main() -> None:
     for page in sys.argv[1:]:
+        names: Names = {}
         for line, block in blocks((DOCS / page).read_text(encoding="utf-8")):
             try:
-                run(page, line, block)
+                if page not in CONTINUED:
+                    names = {"torch": torch, "recollect": recollect, **PREPARED[page]()}
+                run(page, line, block, names)
             except Exception:
                 traceback.print_exc()
             else:
