@@ -3,12 +3,12 @@
     python benchmarks/held_out_70b.py            half a minute, on any machine
 
 The table is in Megatron-Bridge's guide to activation recompute, "Measured Results": SFT in FP8 by current scaling, TP4 PP4 VPP5
-DP2, micro-batches of one sequence of 4,096 tokens, 32 sequences a step. Nothing here was fitted to it; docs/parallel.md says what
-is assumed.
+DP2, micro-batches of one sequence of 4,096 tokens, 32 sequences a step. Nothing here was fitted to it; docs/parallel.md says
+what is assumed.
 
 Megatron runs fused kernels, which keep less than the ops of the reference model: a norm its input and output, SwiGLU the result
-of `linear_fc1`, a gathered input its part, and no weight's cast for each micro-batch, since there is one for all. Each setting is a
-plan that keeps just that, less what its modules recompute.
+of `linear_fc1`, a gathered input its part, and no weight's cast for each micro-batch, since there is one for all. Each setting
+is a plan that keeps just that, less what its modules recompute.
 """
 
 from __future__ import annotations
@@ -51,7 +51,12 @@ MODULES = {
     # What `linear_proj` keeps of its result is the cast.
     "core_attn": ("core_attention.",),
     # Its norm is a part of `linear_fc1` in Transformer Engine.
-    "mlp": ("mlp.linear_fc1", "mlp.activation_func", "mlp.linear_fc2.fp8.product._to_copy", "pre_mlp_layernorm._to_copy#1"),
+    "mlp": (
+        "mlp.linear_fc1",
+        "mlp.activation_func",
+        "mlp.linear_fc2.fp8.product._to_copy",
+        "pre_mlp_layernorm._to_copy#1",
+    ),
     "layernorm": ("layernorm._to_copy#1",),
 }
 # Settings, published TFLOP/s a GPU, published peak in GB, and what became of it.
