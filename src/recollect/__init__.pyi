@@ -4,10 +4,10 @@ from recollect.applying import applied_to as applied_to
 from recollect.applying import apply as apply
 from recollect.attaching.attach import attach as attach
 from recollect.attaching.attached import Attached as Attached
+from recollect.checkpointing.checkpoint import apply_activation_checkpointing as apply_activation_checkpointing
 from recollect.checkpointing.checkpoint import checkpoint as checkpoint
 from recollect.checkpointing.checkpoint import checkpoint_sequential as checkpoint_sequential
-from recollect.checkpointing.modules import apply_activation_checkpointing as apply_activation_checkpointing
-from recollect.checkpointing.policy_plan import policy_plan as policy_plan
+from recollect.checkpointing.op_policy import policy_plan as policy_plan
 from recollect.doctor.diagnose import diagnose as diagnose
 from recollect.doctor.rule import Finding as Finding
 from recollect.engine.placed_forward import Applied as Applied

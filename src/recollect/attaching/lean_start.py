@@ -11,7 +11,7 @@ import torch
 from recollect.attaching.lockstep import Lockstep
 from recollect.attaching.planned_step import PlannedStep, own_plan
 from recollect.attaching.step_shape import Call
-from recollect.engine.policy import Policy, leanest_policy
+from recollect.engine.policy import DropAll, Policy
 from recollect.measuring.meter import storages_of
 from recollect.planning.choose import Planner
 from recollect.planning.classic import classic_plan
@@ -83,7 +83,7 @@ class LeanStart:
             # While it is recorded, the tape copies what a plan keeps: one that keeps less may need less.
             leanest = min(
                 (own_plan(planner, 1)[0], classic_plan(profile, "full")),
-                key=lambda plan: recorded_under(profile, leanest_policy(plan.units)).peak_bytes,
+                key=lambda plan: recorded_under(profile, DropAll(but=plan.units)).peak_bytes,
             )
             self._last = key, profile, planner, leanest
         return self._last[1:]

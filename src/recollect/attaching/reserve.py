@@ -13,7 +13,7 @@ from typing import Final
 import torch
 from torch import nn
 
-from recollect.attaching.course import Course
+from recollect.attaching.unit_watch import Course
 from recollect.measuring.meter import storage_bytes
 from recollect.plans.action import Action
 from recollect.plans.plan import Plan

@@ -8,17 +8,14 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
-from torch import nn
 
-from recollect.attaching.course import Course
-from recollect.attaching.held import beyond_noise, expect
+from recollect.attaching.held import Departure, StepUnderWay, beyond_noise, expect
 from recollect.attaching.lockstep import Lockstep
 from recollect.attaching.placement import Placement, excess_of
-from recollect.attaching.planned_step import PlannedStep, line_of, own_plan
-from recollect.attaching.planned_steps import PlannedSteps, difference, grouped
+from recollect.attaching.planned_step import PlannedStep, PlannedSteps, difference, grouped, line_of, own_plan
 from recollect.attaching.reserve import Reserve
 from recollect.attaching.step_shape import Call
-from recollect.attaching.step_under_way import Departure, StepUnderWay
+from recollect.attaching.unit_watch import Course
 from recollect.byte_format import format_bytes
 from recollect.costs.host_copies import with_host_link
 from recollect.errors import BudgetWarning
@@ -108,7 +105,7 @@ class StepPlanner:
     """Knows the planned steps of a model, and plans more.
 
     Args:
-        model: that is trained.
+        placement: of plans on the model.
         optimizers: that train it.
         budget: of each step.
         lockstep: of the processes that run one plan.
@@ -123,7 +120,7 @@ class StepPlanner:
         missed: what no plan covered.
     """
 
-    model: nn.Module
+    placement: Placement
     optimizers: Sequence[torch.optim.Optimizer]
     budget: int | str
     lockstep: Lockstep
@@ -140,21 +137,20 @@ class StepPlanner:
         # Numbers of planned steps after which one was recorded, since the allocator showed more than was planned.
         self._tried: set[int] = set()
 
-    def plan(self, recording: StepRecording, step: StepUnderWay, number: int, placement: Placement) -> None:
+    def plan(self, recording: StepRecording, step: StepUnderWay, number: int) -> None:
         """Plan a step that was recorded, and put the plan in place.
 
         Args:
             recording: of it, which ends here.
             step: what happened in it.
             number: of it.
-            placement: of plans.
         """
         begin = time.perf_counter()
         budget = self.budget if self.budget_bytes is None else self.budget_bytes
         calls, courses = step.calls, step.courses()
         self.steps.note(calls, courses)
         with stage("planning"):
-            with placement.suspended():
+            with self.placement.suspended():
                 profile = self.lockstep.together(
                     lambda: self._profile(recording, calls, budget),
                     is_end=True,
@@ -163,7 +159,7 @@ class StepPlanner:
                 self.steps.note_seen(seen)
             index = len(self.recorded_steps)
             self.recorded_steps.append(number)
-            reserve = self._reserve(placement)
+            reserve = self._reserve()
             planned = self._planned(profile, calls, courses, budget, index, reserve)
         self.budget_bytes = planned.budget_bytes
         if planned.fits and (excess := excess_of(recording, planned)):
@@ -172,7 +168,7 @@ class StepPlanner:
         self.steps.add(planned)
         self.lockstep.note_plan(planned)
         self._renew(reserve)
-        placement.put(planned)
+        self.placement.put(planned)
         self.log(line_of(planned, time.perf_counter() - begin))
 
     def _profile(self, recording: StepRecording, calls: Sequence[Call], budget: int | str) -> Profile:
@@ -186,21 +182,20 @@ class StepPlanner:
         )
         return with_host_link(profile, self.device) if self.host_bytes else profile
 
-    def see_to(self, step: StepUnderWay, departure: Departure, number: int, placement: Placement) -> None:
+    def see_to(self, step: StepUnderWay, departure: Departure, number: int) -> None:
         """Say what a step needed that did what its plan does not foresee, and have the next ones planned.
 
         Args:
             step: what happened in it.
             departure: what its plan did not foresee.
             number: of it.
-            placement: of plans; the step's is in place.
         """
         active = step.planned
         if active is None:
             return
         courses, beyond = step.courses(), step.beyond()
         self.steps.note(step.calls, courses)
-        reserve = self._reserve(placement)
+        reserve = self._reserve()
         more_bytes = departure.more_bytes
         if more_bytes is None and any(beyond):
             more_bytes = reserve.needed_bytes(active.profile, grouped(step.calls, beyond))
@@ -218,20 +213,20 @@ class StepPlanner:
             and is_little(active.courses, self.steps.spare(active.calls, active.courses))
             and not step.had_more_backwards()
         ):
-            placement.put(self._plan_again(active, reserve, departure.more_bytes or 0))
+            self.placement.put(self._plan_again(active, reserve, departure.more_bytes or 0))
         else:
             self.missed.note(step.calls, courses, did_more=any(beyond))
 
-    def make_room(self, placement: Placement, more_bytes: int) -> None:
+    def make_room(self, more_bytes: int) -> None:
         """Plan the step whose plan is in place anew, since more is in memory before it than there was before."""
-        active = placement.active
+        active = self.placement.active
         if active is None or not active.fits:
             return
         # What the optimizers came to hold meanwhile is foreseen.
-        reserve = self._reserve(placement)
+        reserve = self._reserve()
         more_bytes -= reserve.optimizer_bytes() - active.state_bytes
         if beyond_noise(more_bytes, active):
-            placement.put(self._plan_again(active, reserve, more_bytes))
+            self.placement.put(self._plan_again(active, reserve, more_bytes))
 
     def _plan_again(self, step: PlannedStep, reserve: Reserve, more_bytes: int) -> PlannedStep:
         """Plan a step again with what is known now, and with room for more bytes than so far; return the new plan."""
@@ -262,8 +257,8 @@ class StepPlanner:
             if any(its[number] for its in offered):
                 self._plan_again(own[number], reserve, 0)
 
-    def _reserve(self, placement: Placement) -> Reserve:
-        return Reserve(self.model, placement.unit_paths, self.optimizers, self.device)
+    def _reserve(self) -> Reserve:
+        return Reserve(self.placement.model, self.placement.unit_paths, self.optimizers, self.device)
 
     def has_given_up(self, num_steps: int) -> bool:
         """Return, and say, whether so many of the steps so far were recorded that no more are."""

@@ -1,39 +1,26 @@
-"""Defines the `Engine` protocol, and lists the engines: each carries out the plans of the units that name it."""
+"""Lists the engines: each carries out the plans of the units that name it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Final, Protocol
+from collections.abc import Callable, Mapping
+from typing import Final, TypeAlias
 
 from torch import nn
 
 from recollect.engine.agreement import Agreement
 from recollect.engine.placed_forward import PlacedForward
-from recollect.engine.region_engine import RegionEngine
-from recollect.engine.tape_engine import TapeEngine
+from recollect.engine.region_engine import region_forwards
+from recollect.engine.tape_engine import planned_forwards
 from recollect.plans.engines import EngineChoice, Region, Tape
 from recollect.plans.unit_plan import UnitPlan
 
+Engine: TypeAlias = Callable[[nn.Module, Mapping[str, UnitPlan], Agreement, int | None], list[PlacedForward]]
+"""Returns the replacements for the modules' `forward` of units, without placing them on the model yet.
 
-class Engine(Protocol):
-    """Carries out units' plans on a model; `ENGINES` maps a plan's engine choice to its class."""
+It takes the whole model; all of the plan's units that name this engine, by path, in forward order; the agreement of all ranks
+to run the whole plan; and the host memory that offloaded values need, None if nobody knows. It raises `UnknownNameError` for a
+unit that there is not.
+"""
 
-    def apply(
-        self, model: nn.Module, units: Mapping[str, UnitPlan], agreement: Agreement, host_bytes: int | None = None
-    ) -> list[PlacedForward]:
-        """Return the replacements for the modules' `forward`, without placing them on the model yet.
-
-        Args:
-            model: the whole model.
-            units: all of the plan's units that name this engine, by path, in forward order.
-            agreement: of all ranks to run the whole plan.
-            host_bytes: host memory that offloaded values need; None if nobody knows.
-
-        Raises:
-            UnknownNameError: the model has no such unit.
-        """
-        ...
-
-
-ENGINES: Final[Mapping[type[EngineChoice], type[Engine]]] = {Tape: TapeEngine, Region: RegionEngine}
+ENGINES: Final[Mapping[type[EngineChoice], Engine]] = {Tape: planned_forwards, Region: region_forwards}
 """The one place to register a new engine."""

@@ -16,8 +16,8 @@ from torch.autograd.function import FunctionCtx
 
 from recollect._torch_functions import above_autograd, tree_flatten, tree_unflatten, watched_functions
 from recollect.engine.agreement import Agreement
+from recollect.engine.draws import RegionDraws
 from recollect.engine.partitioned import gathered, group_of, is_partitioned
-from recollect.engine.region_draws import RegionDraws
 from recollect.engine.values import Layout, layout_of
 from recollect.errors import RecomputeMismatchError
 

@@ -27,12 +27,11 @@ from torch import nn
 from recollect._torch_private import desugars, is_fake_tensor, is_traceable_wrapper_subclass, tree_leaves
 from recollect.engine.agreement import Agreement
 from recollect.engine.content import checksums
-from recollect.engine.draws import draws_unknown
+from recollect.engine.draws import RegionDraws, draws_unknown
 from recollect.engine.facts import OpFacts, facts_of
 from recollect.engine.function_call import Autocast, FunctionArguments, FunctionCall
 from recollect.engine.op_mode import OpMode
 from recollect.engine.partitioned import can_be_gathered, is_partitioned
-from recollect.engine.region_draws import RegionDraws
 from recollect.engine.self_check import SwitchedOff, switched_off
 from recollect.engine.values import Layout, is_known, layout_of
 from recollect.tensors import tensors_in

@@ -100,47 +100,29 @@ def _without_count(name: str) -> str:
 
 
 class DropAll:
-    """Drops every value that can be dropped, but no unit's output."""
-
-    def action(self, unit_path: str, value_name: str) -> Action:
-        """Drop every value."""
-        return Action.RECOMPUTE
-
-    def acts_in(self, unit_path: str, module_path: str) -> bool:
-        """Drop values of every module."""
-        return True
-
-    def output_action(self, unit_path: str) -> Action:
-        """Keep every unit's output."""
-        return Action.KEEP
-
-
-class LeanPlan:
-    """Keeps of each unit what a plan keeps by name, and drops all else; a unit that the plan does not name keeps everything.
+    """Drops every value that can be dropped, but no unit's output; or follows a plan.
 
     Args:
-        units: the plan, of a step like the one that will run.
+        but: the plan of a step like the one that will run. What it keeps by name of a unit is kept, and a unit that it does not
+            name keeps everything. None: there is none.
     """
 
-    def __init__(self, units: Mapping[str, UnitPlan]) -> None:
-        self._units = units
+    def __init__(self, but: Mapping[str, UnitPlan] | None = None) -> None:
+        self._but = but
 
     def action(self, unit_path: str, value_name: str) -> Action:
         """Drop the value, unless the plan keeps it."""
-        unit = self._units.get(unit_path)
+        if self._but is None:
+            return Action.RECOMPUTE
+        unit = self._but.get(unit_path)
         is_kept = unit is None or unit.actions.get(value_name) is Action.KEEP
         return Action.KEEP if is_kept else Action.RECOMPUTE
 
     def acts_in(self, unit_path: str, module_path: str) -> bool:
         """Drop values of every module of a unit that the plan names."""
-        return unit_path in self._units
+        return self._but is None or unit_path in self._but
 
     def output_action(self, unit_path: str) -> Action:
         """Drop a unit's output if the plan does."""
-        unit = self._units.get(unit_path)
+        unit = None if self._but is None else self._but.get(unit_path)
         return Action.KEEP if unit is None else unit.output
-
-
-def leanest_policy(units: Mapping[str, UnitPlan] | None) -> Policy:
-    """Return the policy that follows a plan; without one, what drops all but outputs."""
-    return DropAll() if units is None else LeanPlan(units)

@@ -29,23 +29,19 @@ from torch.utils.checkpoint import checkpoint
 
 from recollect._torch_private import function_mode_stack, uncompiled
 from recollect.engine.agreement import Agreement
-from recollect.engine.eager import look_for_compiler
-from recollect.engine.placed_forward import PlacedForward, unit_module
-from recollect.engine.region_draws import HostDraws, RegionDraws
+from recollect.engine.draws import HostDraws, RegionDraws
+from recollect.engine.placed_forward import PlacedForward, look_for_compiler, unit_module
 from recollect.engine.region_state import ModuleState, WrittenBuffers
 from recollect.engine.self_check import SwitchedOff, switched_off
 from recollect.engine.settings import current_settings
 from recollect.plans.unit_plan import UnitPlan
 
 
-class RegionEngine:
-    """Runs each unit under `torch.utils.checkpoint`; `recollect.simulation.region_schedule` simulates the cost."""
-
-    def apply(
-        self, model: nn.Module, units: Mapping[str, UnitPlan], agreement: Agreement, host_bytes: int | None = None
-    ) -> list[PlacedForward]:
-        """Return forwards that re-run each unit as a whole."""
-        return [_RegionForward(path, unit_module(model, path)) for path in units]
+def region_forwards(
+    model: nn.Module, units: Mapping[str, UnitPlan], agreement: Agreement, host_bytes: int | None
+) -> list[PlacedForward]:
+    """Return forwards that run each unit again as a whole; `recollect.simulation.region_schedule` simulates the cost."""
+    return [_RegionForward(path, unit_module(model, path)) for path in units]
 
 
 class _RegionForward(PlacedForward):

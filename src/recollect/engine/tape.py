@@ -129,7 +129,7 @@ class Tape(TapeState):
             forget_last_step()
         mode = self.new_mode(unit_path)
         self._local.mode = mode
-        pack = mode.pack if self.offload is None else mode.pack_marked
+        pack = mode.pack_marked if self.may_offload else mode.pack
         functions = nullcontext() if SwitchedOff.FUNCTIONS in switched_off() else watched_functions(mode.watch_function)
         try:
             with CheckpointHooks(pack, self.unpack), mode, functions:

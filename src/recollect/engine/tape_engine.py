@@ -10,9 +10,8 @@ from torch import nn
 
 from recollect._torch_private import has_compiled_forward, is_compiled_module, uncompiled
 from recollect.engine.agreement import Agreement
-from recollect.engine.eager import look_for_compiler
 from recollect.engine.offload.flight import HostUse, Offload
-from recollect.engine.placed_forward import PlacedForward, unit_module
+from recollect.engine.placed_forward import PlacedForward, look_for_compiler, unit_module
 from recollect.engine.policy import PlanPolicy
 from recollect.engine.sharded_keep import Shards, shards_of
 from recollect.engine.tape import Tape
@@ -22,29 +21,28 @@ from recollect.plans.paths import unit_words
 from recollect.plans.unit_plan import UnitPlan
 
 
-class TapeEngine:
-    """Keeps or drops value by value; see `recollect.engine.tape`."""
+def planned_forwards(
+    model: nn.Module, units: Mapping[str, UnitPlan], agreement: Agreement, host_bytes: int | None
+) -> list[PlacedForward]:
+    """Return forwards that run units on one tape, which keeps or drops value by value; see `recollect.engine.tape`.
 
-    def apply(
-        self, model: nn.Module, units: Mapping[str, UnitPlan], agreement: Agreement, host_bytes: int | None = None
-    ) -> list[PlacedForward]:
-        """Return forwards that run the units on one tape; units that recompute nothing run as before.
+    Units that recompute nothing run as before.
 
-        Raises:
-            OffloadError: the plan offloads values, and there is not so much host memory, or nothing copies from the device.
-        """
-        # A unit that keeps everything still belongs on the tape if another unit may have dropped its input, holds a part, or
-        # offloads, since each unit is an edge at which copies leave and come back.
-        offloads = any(unit.trips for unit in units.values())
-        drops_outputs = offloads or any(
-            unit.output is Action.RECOMPUTE or Action.SHARD in unit.actions.values() for unit in units.values()
-        )
-        paths = [path for path, unit in units.items() if unit.recomputes_anything or drops_outputs]
-        shards = shards_of(model)
-        _check_shards(units, shards)
-        offload = Offload(model, units, host_bytes) if offloads else None
-        tape = Tape(PlanPolicy(units), agreement=agreement, shards=shards, offload=offload)
-        return tape_forwards(model, paths, tape)
+    Raises:
+        OffloadError: the plan offloads values, and there is not so much host memory, or nothing copies from the device.
+    """
+    # A unit that keeps everything still belongs on the tape if another unit may have dropped its input, holds a part, or
+    # offloads, since each unit is an edge at which copies leave and come back.
+    offloads = any(unit.trips for unit in units.values())
+    drops_outputs = offloads or any(
+        unit.output is Action.RECOMPUTE or Action.SHARD in unit.actions.values() for unit in units.values()
+    )
+    paths = [path for path, unit in units.items() if unit.recomputes_anything or drops_outputs]
+    shards = shards_of(model)
+    _check_shards(units, shards)
+    offload = Offload(model, units, host_bytes) if offloads else None
+    tape = Tape(PlanPolicy(units), agreement=agreement, shards=shards, offload=offload)
+    return tape_forwards(model, paths, tape)
 
 
 def _check_shards(units: Mapping[str, UnitPlan], shards: Shards | None) -> None:

@@ -349,7 +349,7 @@ class TapeMode(OpMode):
 
     @untraced
     def pack_marked(self, tensor: torch.Tensor) -> Any:
-        """Do the same, and have backward tell by it when it comes to this call."""
+        """Do the same, and from the first offloaded value on have backward tell by it when it comes to this call."""
         packed = self.pack(tensor)
         if self.place is None or is_constant(tensor):
             return packed

@@ -54,6 +54,7 @@ class TapeState:
         agreement: that of all ranks to drop the same, so that a collective may run again in all of them; None if there is none.
         shards: how values are held as parts; None if they are not.
         offload: what offloaded values need; None if there are none.
+        may_offload: there are some, or may come to be.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class TapeState:
     ) -> None:
         self.policy = policy
         self.offload = offload
+        self.may_offload = offload is not None
         self.agreement = agreement
         self.shards = shards
         self.settled: dict[ModuleKey, Watch] = {}

@@ -16,7 +16,7 @@ from torch import nn
 from recollect._torch_fsdp import GatheredParameters, fully_sharded_parameters
 from recollect._torch_parallel import is_data_parallel
 from recollect.engine.content import has_same_bits
-from recollect.engine.region_draws import host_states, set_host_states
+from recollect.engine.draws import host_states, set_host_states
 from recollect.engine.region_state import HOOKS, ModuleParts
 from recollect.errors import RecordError
 

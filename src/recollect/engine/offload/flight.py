@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from recollect._torch_private import current_backward, is_fake_tensor, keeps_graph
-from recollect.engine.offload.host import Host
+from recollect.engine.offload.carriers import Host
 from recollect.engine.offload.offloaded import Offloaded
 from recollect.engine.subclasses import strided_tensors
 from recollect.errors import BudgetWarning
