@@ -15,9 +15,9 @@ from recollect import __version__
 from recollect.cli.commands import Bench
 from recollect.cli.output import check_folder, wide_console, write_file
 from recollect.cli.recorded_step import build_step
-from recollect.lab.bench.machine import few_objects, keep_freed_memory, processor_name
 from recollect.lab.bench.measure import measure
 from recollect.lab.bench.model_flops import model_flops
+from recollect.lab.bench.race import few_objects, keep_freed_memory, processor_name
 from recollect.lab.bench.report import as_csv, as_markdown, notes, result_table, title
 from recollect.lab.bench.results import BenchResults, check_comparable, compared
 from recollect.lab.bench.settings import Setting, named_settings, parse_setting, read_settings
