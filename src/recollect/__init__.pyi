@@ -11,7 +11,7 @@ from recollect.checkpointing.op_policy import policy_plan as policy_plan
 from recollect.doctor.diagnose import diagnose as diagnose
 from recollect.doctor.rule import Finding as Finding
 from recollect.engine.placed_forward import Applied as Applied
-from recollect.engine.sharded_keep import distribute_saved_activations as distribute_saved_activations
+from recollect.engine.together import distribute_saved_activations as distribute_saved_activations
 from recollect.fitting import fit as fit
 from recollect.integrations.megatron.compile import megatron_plan as megatron_plan
 from recollect.integrations.megatron.rules import RecomputeConfig as RecomputeConfig

@@ -18,9 +18,7 @@ from recollect._torch_fsdp import freed_after_forward
 from recollect._torch_parallel import is_checkpoint_wrapper
 from recollect.arguments import check_kind
 from recollect.costs.host_copies import warn_if_link_is_slower
-from recollect.engine.agreement import Agreement, first_call_forwards
 from recollect.engine.check_plan import check_depth, warn_if_recorded_elsewhere
-from recollect.engine.engine import ENGINES
 from recollect.engine.placed_forward import (
     Applied,
     EagerForward,
@@ -32,7 +30,8 @@ from recollect.engine.placed_forward import (
 from recollect.engine.policy import Policy
 from recollect.engine.self_check import switched_off
 from recollect.engine.tape import Tape
-from recollect.engine.tape_engine import tape_forwards
+from recollect.engine.tape_engine import ENGINES, tape_forwards
+from recollect.engine.together import Agreement, first_call_forwards
 from recollect.errors import AlreadyAppliedError, ArgumentError, PlanError, UnknownNameError
 from recollect.loss.intercept import loss_forwards
 from recollect.plans.action import Action

@@ -24,10 +24,10 @@ from torch import nn
 
 from recollect._torch_private import uncompiled
 from recollect.attaching.held import CallWatch, Departure, DevicePeak, StepUnderWay
-from recollect.attaching.lean_start import LeanStart
 from recollect.attaching.lockstep import Lockstep
 from recollect.attaching.placement import Placement, Removable, Watcher, obstacle
 from recollect.attaching.planned_step import PlannedStep, report_of
+from recollect.attaching.reserve import LeanStart
 from recollect.attaching.step_end import OptimizersSeen, StepEnd, without_backward
 from recollect.attaching.step_planner import StepPlanner
 from recollect.attaching.step_shape import Call, Structure, describe_call
@@ -242,13 +242,13 @@ class Attached:
             return is_disturbed, chosen
         missed = self._planner.missed.attempts_left > 0
         covering = self._planner.steps.covering(step.calls)
-        found = self._lockstep.at_call(
+        is_calm, steps, has_missed = self._lockstep.at_call(
             covering, self.num_steps, is_first=step.is_first, is_calm=not is_disturbed, missed=missed
         )
-        if found.has_missed and not missed:
+        if has_missed and not missed:
             self._planner.missed.note([], attempts=1)  # Another one did; this one takes part in its recording.
-        stays = active in found.steps and not step.is_first
-        return not found.is_calm, active if stays else next(iter(found.steps), None)
+        stays = active in steps and not step.is_first
+        return not is_calm, active if stays else next(iter(steps), None)
 
     def _departs(self, path: str) -> None:
         """Note the first run of a unit that the plan does not foresee."""
@@ -307,7 +307,8 @@ class Attached:
             return recording
 
         self._recording = self._lockstep.together(begin)
-        self._watcher.returns, self._state = self._recording.returns, State.RECORDING
+        self._watcher.tell(self._recording.returns)
+        self._state = State.RECORDING
 
     def _abandon_step(self) -> None:
         """Forget the step under way."""
@@ -317,8 +318,8 @@ class Attached:
         self._forget_step()
 
     def _forget_step(self) -> None:
-        self._recording = self._watcher.returns = None
-        self._state = State.IDLE
+        self._recording, self._state = None, State.IDLE
+        self._watcher.tell(None)
         self._now = StepUnderWay()
         self._placement.units.begin_step()
 

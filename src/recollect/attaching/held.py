@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
@@ -135,10 +135,9 @@ class StepUnderWay:
 
     def skipped(self) -> dict[str, int]:
         """Return the runs of units that the plan foresaw in the calls, and that did not come."""
-        found: dict[str, int] = {}
+        found: Counter[str] = Counter()
         for course, ran in zip(self._foreseen, self._ran, strict=True):
-            for path, number in ({} if course is None else ran.lacks(course)).items():
-                found[path] = found.get(path, 0) + number
+            found.update({} if course is None else ran.lacks(course))
         return found
 
 

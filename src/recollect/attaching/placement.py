@@ -94,13 +94,8 @@ class Watcher:
         self.is_inside = False
         self.saw_backward = True
 
-    @property
-    def returns(self) -> Returns | None:
-        """Of the recording under way, to be told of all calls."""
-        return self._returns
-
-    @returns.setter
-    def returns(self, returns: Returns | None) -> None:
+    def tell(self, returns: Returns | None) -> None:
+        """Tell a recording of all calls from here on; None: there is none under way."""
         self._returns = returns
         if self._thread_end is not None:
             self._thread_end.detach()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
@@ -98,6 +98,23 @@ class PlannedStep:
         """Whether the plan keeps the step within the budget."""
         return self.peak_bytes <= self.budget_bytes
 
+    def line(self, seconds: float) -> str:
+        """Return the line that says what was planned, in so many seconds."""
+        slowdown, host_bytes = self.plan.predicted_slowdown or 0.0, self.plan.predicted_host_bytes
+        host = f"host memory {format_bytes(host_bytes)}, " if host_bytes else ""
+        return (
+            f"recollect: {format_bytes(self.budget_bytes)} budget, peak {format_bytes(self.peak_bytes)}, {host}"
+            f"{slowdown:+.1%} (full recompute: {self.full_slowdown:+.0%}), planned for {self.calls[0]} in {seconds:.1f} s"
+        )
+
+    def numbers(self) -> dict[str, float]:
+        """Return the numbers of that line, under names for the loggers of trainers."""
+        return {
+            "memory_budget_bytes": self.budget_bytes,
+            "predicted_peak_bytes": self.peak_bytes,
+            "predicted_slowdown": self.plan.predicted_slowdown or 0.0,
+        }
+
     def follows(self, calls: Sequence[Call]) -> bool:
         """Whether the step begins with calls like these, each at least as large."""
         return len(calls) <= len(self.calls) and all(
@@ -142,30 +159,6 @@ def own_plan(planner: Planner | OffloadPlanner, budget_bytes: int) -> tuple[Plan
         return planner.plan(budget_bytes), None
     except BudgetTooSmallError as error:
         return planner.plan(error.least_peak_bytes), error
-
-
-def line_of(planned: PlannedStep, seconds: float) -> str:
-    """Return the line that says what was planned.
-
-    Args:
-        planned: the step.
-        seconds: that planning took.
-    """
-    slowdown, host_bytes = planned.plan.predicted_slowdown or 0.0, planned.plan.predicted_host_bytes
-    host = f"host memory {format_bytes(host_bytes)}, " if host_bytes else ""
-    return (
-        f"recollect: {format_bytes(planned.budget_bytes)} budget, peak {format_bytes(planned.peak_bytes)}, {host}"
-        f"{slowdown:+.1%} (full recompute: {planned.full_slowdown:+.0%}), planned for {planned.calls[0]} in {seconds:.1f} s"
-    )
-
-
-def numbers_of(planned: PlannedStep) -> dict[str, float]:
-    """Return the numbers of that line, under names for the loggers of trainers."""
-    return {
-        "memory_budget_bytes": planned.budget_bytes,
-        "predicted_peak_bytes": planned.peak_bytes,
-        "predicted_slowdown": planned.plan.predicted_slowdown or 0.0,
-    }
 
 
 def report_of(
@@ -299,10 +292,9 @@ def grouped(calls: Sequence[Call], spare: Sequence[Mapping[str, int]]) -> list[M
     found: list[Mapping[str, int]] = []
     position = 0
     for group in groups_of(calls):
-        total: dict[str, int] = {}
+        total: Counter[str] = Counter()
         for its in spare[position : position + len(group)]:
-            for path, number in its.items():
-                total[path] = total.get(path, 0) + number
+            total.update(its)
         found.append(total)
         position += len(group)
     return found

@@ -5,14 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import torch
 
 from recollect.attaching.held import Departure, StepUnderWay, beyond_noise, expect
 from recollect.attaching.lockstep import Lockstep
 from recollect.attaching.placement import Placement, excess_of
-from recollect.attaching.planned_step import PlannedStep, PlannedSteps, difference, grouped, line_of, own_plan
+from recollect.attaching.planned_step import PlannedStep, PlannedSteps, difference, grouped, own_plan
 from recollect.attaching.reserve import Reserve
 from recollect.attaching.step_shape import Call
 from recollect.attaching.unit_watch import Course
@@ -159,17 +159,16 @@ class StepPlanner:
                 self.steps.note_seen(seen)
             index = len(self.recorded_steps)
             self.recorded_steps.append(number)
-            reserve = self._reserve()
-            planned = self._planned(profile, calls, courses, budget, index, reserve)
+            planned = self._planned(profile, calls, courses, budget, index)
         self.budget_bytes = planned.budget_bytes
         if planned.fits and (excess := excess_of(recording, planned)):
             self.warn_once(excess, key=f"recording {calls[0]}")
         self.missed.end_attempt(is_met=self.lockstep.all_end(self.missed.is_met_by(planned)))
         self.steps.add(planned)
         self.lockstep.note_plan(planned)
-        self._renew(reserve)
+        self._renew()
         self.placement.put(planned)
-        self.log(line_of(planned, time.perf_counter() - begin))
+        self.log(planned.line(time.perf_counter() - begin))
 
     def _profile(self, recording: StepRecording, calls: Sequence[Call], budget: int | str) -> Profile:
         """Stop recording a step, and return its profile."""
@@ -195,7 +194,7 @@ class StepPlanner:
             return
         courses, beyond = step.courses(), step.beyond()
         self.steps.note(step.calls, courses)
-        reserve = self._reserve()
+        reserve = self._reserve
         more_bytes = departure.more_bytes
         if more_bytes is None and any(beyond):
             more_bytes = reserve.needed_bytes(active.profile, grouped(step.calls, beyond))
@@ -213,7 +212,7 @@ class StepPlanner:
             and is_little(active.courses, self.steps.spare(active.calls, active.courses))
             and not step.had_more_backwards()
         ):
-            self.placement.put(self._plan_again(active, reserve, departure.more_bytes or 0))
+            self.placement.put(self._plan_again(active, departure.more_bytes or 0))
         else:
             self.missed.note(step.calls, courses, did_more=any(beyond))
 
@@ -223,12 +222,11 @@ class StepPlanner:
         if active is None or not active.fits:
             return
         # What the optimizers came to hold meanwhile is foreseen.
-        reserve = self._reserve()
-        more_bytes -= reserve.optimizer_bytes() - active.state_bytes
+        more_bytes -= self._reserve.optimizer_bytes() - active.state_bytes
         if beyond_noise(more_bytes, active):
-            self.placement.put(self._plan_again(active, reserve, more_bytes))
+            self.placement.put(self._plan_again(active, more_bytes))
 
-    def _plan_again(self, step: PlannedStep, reserve: Reserve, more_bytes: int) -> PlannedStep:
+    def _plan_again(self, step: PlannedStep, more_bytes: int) -> PlannedStep:
         """Plan a step again with what is known now, and with room for more bytes than so far; return the new plan."""
         begin = time.perf_counter()
         again = self._planned(
@@ -237,26 +235,26 @@ class StepPlanner:
             step.courses,
             step.budget_bytes,
             step.number,
-            reserve,
             step.more_bytes + int(_MARGIN * more_bytes),
         )
         if step.held_before:
             again.held_before, again.state_bytes = step.held_before, step.state_bytes
         self.steps.steps = [again if known is step else known for known in self.steps.steps]
-        self.log(line_of(again, time.perf_counter() - begin))
+        self.log(again.line(time.perf_counter() - begin))
         return again
 
-    def _renew(self, reserve: Reserve) -> None:
+    def _renew(self) -> None:
         """Plan steps again that were planned before the optimizers had all of the state that they have now."""
         own = {step.number: step for step in self.steps.steps}
-        state_bytes = reserve.optimizer_bytes()
+        state_bytes = self._reserve.optimizer_bytes()
         stale = {n: step.profile.persistent.get("optimizer_state", 0) < state_bytes for n, step in own.items()}
         offered = self.lockstep.ranks.gather(stale, Place.STEP_END)
         # Processes may have forgotten different ones.
         for number in sorted(set(own).intersection(*offered)):
             if any(its[number] for its in offered):
-                self._plan_again(own[number], reserve, 0)
+                self._plan_again(own[number], 0)
 
+    @property
     def _reserve(self) -> Reserve:
         return Reserve(self.placement.model, self.placement.unit_paths, self.optimizers, self.device)
 
@@ -285,19 +283,42 @@ class StepPlanner:
         courses: list[Course],
         budget: int | str,
         number: int,
-        reserve: Reserve,
         more_bytes: int = 0,
     ) -> PlannedStep:
-        """Return a recorded step with its plan, which has room for what other steps were seen to do beyond it."""
+        """Return a recorded step with its plan, which has room for what other steps were seen to do beyond it.
+
+        That is the leanest that there is, if none fits and it is not the first. A budget in percent is of the process that
+        needs the most, or of each one's own device.
+
+        Raises:
+            BudgetTooSmallError: no plan fits, in some process, and there is no earlier step.
+        """
+        ranks, place, reserve = self.lockstep.ranks, Place.STEP_END, self._reserve
         lacking = self.steps.spare(calls, courses)
         spare: list[Mapping[str, int]] = [
             reserve.completed(course, its) for course, its in zip(courses, lacking, strict=True)
         ]
-        planned = self._with_plan(
-            reserve.with_room(profile, grouped(calls, spare), more_bytes),
-            budget,
+        profile = reserve.with_room(profile, grouped(calls, spare), more_bytes)
+        profile = with_common_times(profile, ranks, place)
+        planner = planner_for(profile, self.host_bytes)
+        plain_bytes = max(ranks.gather(planner.plain_peak_bytes, place))
+        budget_bytes = parse_budget(budget, reference_bytes=plain_bytes, device_bytes=profile.device_memory_bytes)
+        own, problem = own_plan(planner, budget_bytes)
+        problems = [found for found in ranks.gather(problem, place) if found is not None]
+        if problems and not self.steps.steps:
+            raise max(problems, key=lambda error: error.least_peak_bytes)
+        chosen, worst_slowdown = common_plan(
+            profile, own, plain_bytes=planner.plain_peak_bytes, budget_bytes=budget_bytes, ranks=ranks, place=place
+        )
+        planned = PlannedStep(
             calls=calls,
+            profile=profile,
+            plan=chosen,
+            budget_bytes=budget_bytes,
+            plain_peak_bytes=planner.plain_peak_bytes,
+            full_slowdown=classic_plan(profile, "full").predicted_slowdown or 0.0,
             number=number,
+            worst_slowdown=worst_slowdown,
             courses=courses,
             spare=spare,
             more_bytes=more_bytes,
@@ -312,36 +333,3 @@ class StepPlanner:
                 key=str(calls[0]),
             )
         return planned
-
-    def _with_plan(self, profile: Profile, budget: int | str, **seen: Any) -> PlannedStep:
-        """Return a step with its plan: the leanest that there is, if none fits and it is not the first.
-
-        Args:
-            profile: the step, as this process recorded it, with memory reserved for what is spare.
-            budget: bytes, or a text; percentages are of the process that needs the most, or of each one's own device.
-            **seen: the other fields of the step.
-
-        Raises:
-            BudgetTooSmallError: no plan fits, in some process, and there is no earlier step.
-        """
-        ranks, place = self.lockstep.ranks, Place.STEP_END
-        profile = with_common_times(profile, ranks, place)
-        planner = planner_for(profile, self.host_bytes)
-        plain_bytes = max(ranks.gather(planner.plain_peak_bytes, place))
-        budget_bytes = parse_budget(budget, reference_bytes=plain_bytes, device_bytes=profile.device_memory_bytes)
-        own, problem = own_plan(planner, budget_bytes)
-        problems = [found for found in ranks.gather(problem, place) if found is not None]
-        if problems and not self.steps.steps:
-            raise max(problems, key=lambda error: error.least_peak_bytes)
-        chosen, worst_slowdown = common_plan(
-            profile, own, plain_bytes=planner.plain_peak_bytes, budget_bytes=budget_bytes, ranks=ranks, place=place
-        )
-        return PlannedStep(
-            profile=profile,
-            plan=chosen,
-            budget_bytes=budget_bytes,
-            plain_peak_bytes=planner.plain_peak_bytes,
-            full_slowdown=classic_plan(profile, "full").predicted_slowdown or 0.0,
-            worst_slowdown=worst_slowdown,
-            **seen,
-        )

@@ -141,15 +141,6 @@ class WatchedUnit(PlacedForward):
             return watch.run_unforeseen(self, args, kwargs)
         return self.forward(*args, **kwargs)
 
-    def run_lean(self, tape: Tape, args: Any, kwargs: Any) -> Any:
-        """Run the unit without what a plan put in place."""
-        if not self.recomputes():
-            return self.forward(*args, **kwargs)
-        forward = self.forward
-        while isinstance(forward, PlacedForward):
-            forward = forward.forward
-        return tape.run(self.path, forward, args, kwargs)
-
 
 class UnitWatch:
     """What the watched units of a model share: what is allowed in the call under way.
@@ -220,6 +211,10 @@ class UnitWatch:
         elif not is_foreseen and not self._has_departed:
             self._has_departed = self.is_lean = True
             self._departs(unit.path)
-        if is_foreseen and self._keeps_to_plan:
-            return unit.forward(*args, **kwargs)
-        return unit.run_lean(self._tape, args, kwargs)
+        forward = unit.forward
+        if (is_foreseen and self._keeps_to_plan) or not unit.recomputes():
+            return forward(*args, **kwargs)
+        # Without what a plan put in place.
+        while isinstance(forward, PlacedForward):
+            forward = forward.forward
+        return self._tape.run(unit.path, forward, args, kwargs)

@@ -23,10 +23,9 @@ from recollect.arguments import check_kind
 from recollect.engine.facts import OpFacts, facts_of
 from recollect.engine.function_mode import FunctionMode
 from recollect.engine.offload.flight import Offload
-from recollect.engine.policy import DropAll
+from recollect.engine.policy import DropAll, OpActions
 from recollect.engine.subclasses import strided_tensors
 from recollect.engine.tape import Tape
-from recollect.engine.tape_state import OpActions
 from recollect.engine.values import forget_record, laid_out, record_of, watch
 from recollect.errors import ConfigError
 from recollect.planning.trips import scheduled
@@ -245,7 +244,15 @@ def policy_plan(
     assert context_fn is not None
     graphs = {call.path: profile.graph_of(call) for call in profile.calls if call.repeated}
     tape = PolicyTape(context_fn, only_asks=True)
-    _run_forward(model, batch, list(graphs), tape, is_fake=profile.fake)
+    # Run the layers forward, and leave no traces.
+    with ExitStack() as stack:
+        if profile.fake:
+            batch = stack.enter_context(fake_run(model, batch, device_of(model, batch)))
+        else:
+            stack.enter_context(undisturbed(model))
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(apply_policy(model, list(graphs), tape))
+        call_model(model, batch)
     none: set[str] = set()
     offloaded = {path: names & _returning(profile, path) for path, names in tape.offloaded.items()}
     units = {path: _unit(graph, tape.kept.get(path, none), offloaded.get(path, none)) for path, graph in graphs.items()}
@@ -254,18 +261,6 @@ def policy_plan(
         units = {call.path: units.get(call.path) or keep_all_unit(profile.graph_of(call)) for call in profile.calls}
     plan = Plan(units, note="selective checkpointing by a policy")
     return predicted_plan(profile, scheduled(profile, plan))
-
-
-def _run_forward(model: nn.Module, batch: Any, paths: list[str], tape: PolicyTape, *, is_fake: bool) -> None:
-    """Run a model's layers forward on a tape, and leave no traces."""
-    with ExitStack() as stack:
-        if is_fake:
-            batch = stack.enter_context(fake_run(model, batch, device_of(model, batch)))
-        else:
-            stack.enter_context(undisturbed(model))
-        stack.enter_context(torch.enable_grad())
-        stack.enter_context(apply_policy(model, paths, tape))
-        call_model(model, batch)
 
 
 def _returning(profile: Profile, path: str) -> set[str]:

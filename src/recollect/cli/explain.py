@@ -19,8 +19,7 @@ from rich.table import Table
 
 from recollect.byte_format import format_bytes
 from recollect.cli.commands import Explain, RecordedStep
-from recollect.cli.output import check_folder, describe_step, wide_console, write_file
-from recollect.cli.recorded_step import step_recorder
+from recollect.cli.common import check_folder, describe_step, step_recorder, wide_console, write_file
 from recollect.errors import RecollectError
 from recollect.integrations.megatron import RecomputeConfig, TrainingSetting, megatron_plan
 from recollect.lab.bench.settings import Setting, read_yaml

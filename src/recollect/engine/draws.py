@@ -23,8 +23,7 @@ from typing import Any
 import torch
 
 from recollect._torch_private import desugars, is_fake_tensor, raises_version_first
-from recollect.engine.facts import OpFacts, facts_of
-from recollect.engine.op_mode import OpMode
+from recollect.engine.facts import OpFacts, OpMode, facts_of
 from recollect.engine.values import snapshot_targets
 from recollect.errors import RandomDrawError
 from recollect.tensors import tensors_in

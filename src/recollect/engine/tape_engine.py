@@ -1,24 +1,36 @@
-"""Makes the tape an engine: runs units on it, and has the modules inside them tell it which one is running."""
+"""Makes the tape an engine: runs units on it, and has the modules inside them tell it which one is running.
+
+`ENGINES` lists all engines: each carries out the plans of the units that name it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch import nn
 
 from recollect._torch_private import has_compiled_forward, is_compiled_module, uncompiled
-from recollect.engine.agreement import Agreement
 from recollect.engine.offload.flight import HostUse, Offload
 from recollect.engine.placed_forward import PlacedForward, look_for_compiler, unit_module
 from recollect.engine.policy import PlanPolicy
-from recollect.engine.sharded_keep import Shards, shards_of
+from recollect.engine.region_engine import region_forwards
 from recollect.engine.tape import Tape
+from recollect.engine.together import Agreement, Shards, shards_of
 from recollect.errors import PlanError
+from recollect.plans import engines
 from recollect.plans.action import Action
 from recollect.plans.paths import unit_words
 from recollect.plans.unit_plan import UnitPlan
+
+Engine: TypeAlias = Callable[[nn.Module, Mapping[str, UnitPlan], Agreement, int | None], list[PlacedForward]]
+"""Returns the replacements for the modules' `forward` of units, without placing them on the model yet.
+
+It takes the whole model; all of the plan's units that name this engine, by path, in forward order; the agreement of all ranks
+to run the whole plan; and the host memory that offloaded values need, None if nobody knows. It raises `UnknownNameError` for a
+unit that there is not.
+"""
 
 
 def planned_forwards(
@@ -125,3 +137,10 @@ class _ScopeForward(PlacedForward):
         if not self.has_looked:
             look_for_compiler(self)
         return mode.run_module(self.scope, self.forward, args, kwargs)
+
+
+ENGINES: Final[Mapping[type[engines.EngineChoice], Engine]] = {
+    engines.Tape: planned_forwards,
+    engines.Region: region_forwards,
+}
+"""The one place to register a new engine."""

@@ -1,6 +1,6 @@
 """Defines a unit's choice of engine: one small frozen class for each engine, and its word in JSON.
 
-`recollect.engine.engine` maps each choice to the code that carries it out, `recollect.simulation.simulate` to the
+`recollect.engine.tape_engine` maps each choice to the code that carries it out, `recollect.simulation.simulate` to the
 code that simulates it.
 """
 

@@ -7,7 +7,7 @@ from typing import get_args
 
 import pytest
 
-from recollect.engine.engine import ENGINES
+from recollect.engine.tape_engine import ENGINES
 from recollect.plans.engines import ENGINE_WORDS, EngineChoice, Region, Tape, engine_choice
 from recollect.plans.plan import Plan
 from recollect.plans.unit_plan import UnitPlan
