@@ -22,7 +22,7 @@ from contest import Contestant, Race, percentile
 from flags import MachineFlags, RunFlags, parse
 from recollect.costs.hardware import Hardware
 from recollect.integrations.megatron import RecomputeConfig, megatron_plan
-from recollect.lab.bench.machine import keep_freed_memory
+from recollect.lab.bench.race import keep_freed_memory
 from recollect.lab.models.config import TransformerConfig
 from recollect.lab.models.gpt import GPTModel
 from recollect.lab.models.sizes import NAMED_CONFIGS

@@ -30,7 +30,7 @@ from peers import Peer
 from recollect import Plan, UnitPlan, apply
 from recollect.byte_format import format_bytes
 from recollect.errors import BudgetTooSmallError
-from recollect.lab.bench.machine import few_objects, keep_freed_memory
+from recollect.lab.bench.race import few_objects, keep_freed_memory
 from recollect.planning.choose import Planner
 from recompute import Nothing, Replaced, SwitchablePlan, Together
 from results_csv import Number, RowsFile

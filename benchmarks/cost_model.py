@@ -39,7 +39,7 @@ from recollect.costs.op_work import work_of
 from recollect.costs.roofline import seconds
 from recollect.engine.facts import OpFacts
 from recollect.errors import BudgetTooSmallError
-from recollect.lab.bench.machine import keep_freed_memory
+from recollect.lab.bench.race import keep_freed_memory
 from recollect.lab.models.gpt import GPTModel
 from recollect.planning.choose import Planner
 from recollect.profile.profile import Profile

@@ -23,7 +23,7 @@ from comparison import Comparison
 from flags import RunFlags, parse
 from models import DESCRIPTIONS, HUGGING_FACE, ModelName
 from picture import draw
-from recollect.lab.bench.machine import few_objects, keep_freed_memory
+from recollect.lab.bench.race import few_objects, keep_freed_memory
 from results_csv import Number, RowsFile, Source, machine_name, read_last
 from subject import StepFlags
 from tables import peak_numbers, report, time_numbers

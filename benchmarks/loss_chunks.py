@@ -28,7 +28,7 @@ import recollect
 from contest import Contestant, Race
 from flags import MachineFlags, RunFlags, parse
 from recollect.byte_format import format_bytes
-from recollect.lab.bench.machine import keep_freed_memory
+from recollect.lab.bench.race import keep_freed_memory
 from recollect.measuring.timing import timed
 from recollect.plans.plan import Plan
 from recompute import Nothing, SwitchablePlan

@@ -11,9 +11,11 @@ a second, identical copy of each, over a link of so many bytes a second; gradien
 from __future__ import annotations
 
 import statistics
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -24,7 +26,6 @@ from rich.table import Table
 import recollect
 from flags import parse
 from recollect.engine.offload import carriers
-from recollect.engine.offload.threads import ThreadCarrier
 from recollect.errors import BudgetTooSmallError
 from recollect.lab.models.gpt import GPTModel
 from recollect.lab.models.sizes import NAMED_CONFIGS
@@ -34,6 +35,9 @@ from recollect.plans.plan import Plan
 from recollect.profile.profile import Profile
 from recollect.simulation.copy_clock import Link, waits_of
 from recollect.simulation.decisions import decide
+
+sys.path.append(str(Path(__file__).parents[1] / "tests/support"))
+from slow_copies import SlowCarrier
 
 MANY_BYTES = 2**60
 LINKS = {"25 GB/s": (25e9, 25e9), "55 GB/s": (55e9, 55e9), "170 out, 410 in": (170e9, 410e9)}
@@ -128,7 +132,7 @@ def _percent(plan: Plan) -> str:
 
 def _print_timed(flags: Flags, console: Console) -> None:
     rate = flags.bytes_per_s
-    carriers.CARRIERS["cpu"] = lambda: ThreadCarrier(rate, rate)
+    carriers.CARRIERS["cpu"] = lambda: SlowCarrier(rate, rate)
     # One thread computes, and leaves a core to the two that copy.
     torch.set_num_threads(1)
     torch.manual_seed(0)

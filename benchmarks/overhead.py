@@ -24,7 +24,7 @@ from contest import TIMES_FURTHER, Contestant, Race, percentile
 from flags import MachineFlags, RunFlags, parse
 from peers import full, selective
 from recollect.applying import apply_policy
-from recollect.lab.bench.machine import keep_freed_memory
+from recollect.lab.bench.race import keep_freed_memory
 from recollect.plans.action import Action
 from recompute import Nothing, Replaced, SwitchablePlan
 from results_csv import Number, append, machine_name

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from recollect.lab.bench.machine import processor_name
+from recollect.lab.bench.race import processor_name
 
 COLUMNS = ("metric", "unit", "contestant", "value", "config", "machine", "torch", "date", "commit")
 

@@ -19,7 +19,7 @@ import recollect
 from flags import RunFlags, parse
 from models import HUGGING_FACE, ModelName
 from recollect.errors import BudgetTooSmallError
-from recollect.lab.bench.machine import few_objects, keep_freed_memory
+from recollect.lab.bench.race import few_objects, keep_freed_memory
 from recollect.planning.choose import Planner
 from results_csv import Number, append
 from subject import Step, StepFlags

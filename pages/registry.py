@@ -57,7 +57,7 @@ def _versions() -> str:
 
 
 def _doctor_rules() -> str:
-    from recollect.doctor.table import rules_table
+    from pages.doctor import rules_table
 
     return rules_table()
 
@@ -99,7 +99,7 @@ FIGURES: tuple[Figure, ...] = (
     Exact("docs/zoo.md", "python benchmarks/model_zoo.py --page", _zoo),
     Exact("docs/gpu.md", "scripts/gpu --page", _gpu),
     _part("CONTRIBUTING.md", "python -m pages.versions --page", _versions),
-    _part("docs/doctor.md", "python -m recollect.doctor.table", _doctor_rules),
+    _part("docs/doctor.md", "python -m pages.doctor", _doctor_rules),
     _part("docs/megatron.md", "python -m recollect.integrations.megatron.tables", _megatron_rules),
     _part("docs/megatron.md", "python -m recollect.integrations.megatron.tables", _megatron_not_yet),
     _part("docs/megatron_flags.md", "PYTHONPATH=src:tests/support python -m flag_table", _megatron_flags),

@@ -14,7 +14,7 @@ from rich.console import Console
 from contest import reason
 from gpu.part import Context, Part
 from gpu.parts import PARTS
-from recollect.lab.bench.machine import keep_freed_memory
+from recollect.lab.bench.race import keep_freed_memory
 from recollect.measuring.device_memory import memory_bytes
 from results_csv import machine_name
 

@@ -4,14 +4,14 @@ from recollect.applying import applied_to as applied_to
 from recollect.applying import apply as apply
 from recollect.attaching.attach import attach as attach
 from recollect.attaching.attached import Attached as Attached
+from recollect.checkpointing.checkpoint import apply_activation_checkpointing as apply_activation_checkpointing
 from recollect.checkpointing.checkpoint import checkpoint as checkpoint
 from recollect.checkpointing.checkpoint import checkpoint_sequential as checkpoint_sequential
-from recollect.checkpointing.modules import apply_activation_checkpointing as apply_activation_checkpointing
-from recollect.checkpointing.policy_plan import policy_plan as policy_plan
+from recollect.checkpointing.op_policy import policy_plan as policy_plan
 from recollect.doctor.diagnose import diagnose as diagnose
 from recollect.doctor.rule import Finding as Finding
 from recollect.engine.placed_forward import Applied as Applied
-from recollect.engine.sharded_keep import distribute_saved_activations as distribute_saved_activations
+from recollect.engine.together import distribute_saved_activations as distribute_saved_activations
 from recollect.fitting import fit as fit
 from recollect.integrations.megatron.compile import megatron_plan as megatron_plan
 from recollect.integrations.megatron.rules import RecomputeConfig as RecomputeConfig

@@ -18,15 +18,20 @@ from recollect._torch_fsdp import freed_after_forward
 from recollect._torch_parallel import is_checkpoint_wrapper
 from recollect.arguments import check_kind
 from recollect.costs.host_copies import warn_if_link_is_slower
-from recollect.engine.agreement import Agreement, first_call_forwards
 from recollect.engine.check_plan import check_depth, warn_if_recorded_elsewhere
-from recollect.engine.eager import EagerForward, eager_forwards
-from recollect.engine.engine import ENGINES
-from recollect.engine.placed_forward import Applied, PlacedForward, PlanPerMicroBatch, unit_module
+from recollect.engine.placed_forward import (
+    Applied,
+    EagerForward,
+    PlacedForward,
+    PlanPerMicroBatch,
+    eager_forwards,
+    unit_module,
+)
 from recollect.engine.policy import Policy
 from recollect.engine.self_check import switched_off
 from recollect.engine.tape import Tape
-from recollect.engine.tape_engine import tape_forwards
+from recollect.engine.tape_engine import ENGINES, tape_forwards
+from recollect.engine.together import Agreement, first_call_forwards
 from recollect.errors import AlreadyAppliedError, ArgumentError, PlanError, UnknownNameError
 from recollect.loss.intercept import loss_forwards
 from recollect.plans.action import Action, EngineChoice
@@ -156,7 +161,7 @@ def _unit_forwards(model: nn.Module, plan: Plan, agreement: Agreement) -> list[P
     return [
         forward
         for engine, units in _by_engine(plan.units).items()
-        for forward in ENGINES[engine]().apply(model, units, agreement, plan.predicted_host_bytes)
+        for forward in ENGINES[engine](model, units, agreement, plan.predicted_host_bytes)
     ]
 
 

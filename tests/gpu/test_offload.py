@@ -12,7 +12,7 @@ from blocks import Stack
 from device_steps import sized
 from gradients import assert_same_gradients, gradients
 from offload_programs import offload_of, plan_that_offloads, seen_names
-from recollect.engine.offload.streams import AcceleratorStreams
+from recollect.engine.offload.carriers import StreamCarrier
 from recollect.measuring.meter import measure_peak
 from recollect.plans.trip import Trip
 
@@ -57,7 +57,7 @@ def test_no_copy_waits_on_the_host(cuda: torch.device) -> None:
 def test_registered_memory_is_let_go(cuda: torch.device) -> None:
     """Memory that stayed registered could not be registered again at the same address."""
     for _ in range(4):
-        memory = AcceleratorStreams().host_memory(1 << 24)
+        memory = StreamCarrier().host_memory(1 << 24)
         there = torch.arange(1 << 24, device=cuda).to(torch.uint8)
         memory.copy_(there, non_blocking=True)
         torch.cuda.synchronize()

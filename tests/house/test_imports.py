@@ -22,7 +22,6 @@ TORCH_FREE_FILES = sorted(
         "integrations/megatron/**/*.py",
         "integrations/nearest.py",
         "integrations/torchtitan_settings.py",
-        "lab/bench/machine.py",
         "lab/bench/model_flops.py",
         "lab/bench/race.py",
         "lab/bench/report.py",

@@ -15,9 +15,8 @@ import torch
 
 from recollect.applying import applied_to
 from recollect.cli import main
-from recollect.lab.bench.measure import measure
+from recollect.lab.bench.measure import Subject, measure
 from recollect.lab.bench.settings import Setting, parse_setting
-from recollect.lab.bench.subject import Subject
 from recollect.lab.models.gpt import GPTModel
 from recollect.lab.models.sizes import NAMED_CONFIGS
 
@@ -153,7 +152,7 @@ import torch
 from pathlib import Path
 from recollect.lab.bench.measure import measure
 from recollect.lab.bench.settings import parse_setting
-from recollect.lab.bench.subject import Subject
+from recollect.lab.bench.measure import Subject
 from recollect.lab.models.architectures import llama_config
 from recollect.lab.models.gpt import GPTModel
 
@@ -183,12 +182,12 @@ def limit_memory(text):
         resource.setrlimit(resource.RLIMIT_AS, (now + int(sys.argv[1]), resource.getrlimit(resource.RLIMIT_AS)[1]))
 
 settings = [parse_setting("none"), parse_setting("memory_budget 55%")]
-found = measure(
+rows, reference, _ = measure(
     subject, settings, model_flops=1.0, rounds=1, memory_limit_bytes=None, report=limit_memory
 )
-for row in found.rows:
+for row in rows:
     print("row", row.name, row.result, row.peak_bytes, row.predicted_peak_bytes, row.step_s is not None, row.note)
-print("reference", found.reference)
+print("reference", reference)
 """
 
 
@@ -322,9 +321,10 @@ def test_a_reference_that_runs_out_of_memory_late_is_replaced() -> None:
         device=torch.device("cpu"),
     )
     settings = [parse_setting(text) for text in ("none", "full uniform 1", "memory_budget 80%")]
-    found = measure(subject, settings, model_flops=1.0, rounds=2, memory_limit_bytes=None, report=lambda text: None)
-    plain, full, lean = found.rows
+    (plain, full, lean), reference, _ = measure(
+        subject, settings, model_flops=1.0, rounds=2, memory_limit_bytes=None, report=lambda text: None
+    )
     assert (plain.result, plain.note, plain.step_s) == ("OOM", "CUDA out of memory, in fragments", None)
-    assert found.reference == full.name == "full uniform 1"
+    assert reference == full.name == "full uniform 1"
     assert full.step_s is not None
     assert lean.slowdown is not None

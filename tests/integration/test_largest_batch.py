@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import recollect
 from predictions import reference_gpt
 from recollect.errors import ArgumentError, BudgetTooSmallError, QuantityError, RecordError
-from recollect.lab.bench.machine import few_objects
+from recollect.lab.bench.race import few_objects
 from recollect.lab.models.architectures import llama_config
 from recollect.lab.models.gpt import GPTModel
 from recollect.planning.choose import Planner

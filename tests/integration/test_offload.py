@@ -18,8 +18,8 @@ from gradients import Step, assert_same_gradients, call, gradients, loss_of
 from offload_plans import random_offload_plan
 from offload_programs import carried_by, offload_of
 from predictions import CASES, LEAN_LOOP, MOST_OVER_BYTES, larger
+from recollect.engine.offload.carriers import ThreadCarrier
 from recollect.engine.offload.pool import Slot
-from recollect.engine.offload.threads import ThreadCarrier
 from recollect.measuring.meter import measure_peak
 from recollect.plans.plan import Plan
 from recollect.plans.unit_plan import UnitPlan

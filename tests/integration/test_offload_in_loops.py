@@ -10,12 +10,12 @@ import torch
 import recollect
 from predictions import MOST_OVER_BYTES
 from recollect.engine.offload import carriers
-from recollect.engine.offload.threads import ThreadCarrier
 from recollect.errors import ConfigError, OffloadError
 from recollect.lab.models.architectures import llama_config
 from recollect.lab.models.gpt import GPTModel
 from recollect.measuring.host_memory import host_memory_bytes
 from recollect.measuring.meter import measure_peak, storage_bytes
+from slow_copies import SlowCarrier
 
 TOKENS = torch.arange(4 * 128).remainder(256).reshape(4, 128)
 BATCH = {"tokens": TOKENS, "labels": TOKENS}
@@ -94,7 +94,7 @@ def test_the_peak_does_not_depend_on_the_link(
     plan: recollect.Plan, bytes_per_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A tenth, once and ten times as fast: the same peak, to the byte."""
-    monkeypatch.setitem(carriers.CARRIERS, "cpu", lambda: ThreadCarrier(bytes_per_s, bytes_per_s))
+    monkeypatch.setitem(carriers.CARRIERS, "cpu", lambda: SlowCarrier(bytes_per_s, bytes_per_s))
     trained = model()
     with recollect.apply(trained, plan) as applied:
         step(trained)

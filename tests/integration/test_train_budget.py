@@ -104,7 +104,7 @@ def test_demo_settings_hold_what_they_promise() -> None:
     demo = demo_config()
     assert demo.run.measure_plain
     from recollect.cli.commands import RecordedStep
-    from recollect.cli.recorded_step import step_recorder
+    from recollect.cli.common import step_recorder
 
     flags = RecordedStep(model=demo.model, batch_size=demo.optim.batch_size, seq_length=demo.data.seq_length, fake=True)
     profile = step_recorder(flags)(1)

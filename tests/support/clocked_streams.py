@@ -1,4 +1,4 @@
-"""Streams on the CPU that check who has waited for whom, for `recollect.engine.offload.streams`.
+"""Streams on the CPU that check who has waited for whom, for `recollect.engine.offload.carriers`.
 
 Each stream has a vector clock: how much of each stream's work is known to be over before its own next work begins. An event
 is a copy of the clock, and to wait for it takes the larger number of each entry. Each access to memory is checked by clocks, so
@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
+from recollect.engine.offload.carriers import StreamCarrier, Ticket
 from recollect.engine.offload.pool import Slot
-from recollect.engine.offload.streams import StreamCarrier, Ticket
 
 # What a copy that has not been made leaves where it is to go: NaN in all types with such a number.
 _NOT_THERE = 0xFF
@@ -202,8 +202,20 @@ class ClockedCarrier(StreamCarrier):
     """Carries copies in such streams; before each request, what computes has done something."""
 
     def __init__(self, seed: int) -> None:
+        super().__init__()
         self.streams = ClockedStreams(seed)
-        super().__init__(self.streams)
+
+    def current(self, device: torch.device) -> Any:
+        return self.streams.current(device)
+
+    def new(self, device: torch.device) -> Any:
+        return self.streams.new(device)
+
+    def copy(self, stream: Any, target: torch.Tensor, source: torch.Tensor) -> None:
+        self.streams.copy(stream, target, source)
+
+    def host_memory(self, nbytes: int) -> torch.Tensor:
+        return self.streams.host_memory(nbytes)
 
     def copy_out(self, source: torch.Tensor, slot: Slot) -> Ticket:
         self.streams.work()

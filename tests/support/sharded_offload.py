@@ -24,8 +24,8 @@ from case_server import serve
 from offload_plans import random_offload_plan
 from offload_programs import carried_by, offload_of, plan_that_offloads, seen_names
 from recollect.engine.content import has_same_bits
+from recollect.engine.offload.carriers import ThreadCarrier
 from recollect.engine.offload.pool import Slot
-from recollect.engine.offload.threads import ThreadCarrier
 from recollect.errors import PlanError
 from recollect.plans.plan import Plan
 from recollect.simulation.decisions import decide

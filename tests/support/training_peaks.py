@@ -17,7 +17,7 @@ import torch
 import recollect
 from device_models import decoder
 from predictions import budgets
-from recollect.lab.bench.machine import few_objects
+from recollect.lab.bench.race import few_objects
 from recollect.measuring.meter import measure_peak, storage_bytes
 from recollect.planning.choose import Planner
 from recollect.profile.profile import block_bytes

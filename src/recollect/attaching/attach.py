@@ -122,7 +122,7 @@ def attach(
             device=device,
             on_larger=on_larger,
             host_bytes=parse_bytes(host_budget),
-            log=log or (_to_standard_error if ranks.is_first else lambda _: None),
+            log=log or (lambda line: print(line, file=sys.stderr) if ranks.is_first else None),
             ranks=ranks,
         )
 
@@ -150,7 +150,3 @@ def _together(models: Sequence[nn.Module] | Mapping[str, nn.Module]) -> nn.Modul
             raise RecordError(f"attach: model {name!r} is a {type(model).__name__}, expected a torch.nn.Module.")
         whole.add_module(name, model)
     return whole
-
-
-def _to_standard_error(line: str) -> None:
-    print(line, file=sys.stderr)

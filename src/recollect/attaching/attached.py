@@ -23,17 +23,14 @@ import torch
 from torch import nn
 
 from recollect._torch_private import uncompiled
-from recollect.attaching.entries import Removable, Watcher
-from recollect.attaching.held import CallWatch, DevicePeak
-from recollect.attaching.lean_start import LeanStart
+from recollect.attaching.held import CallWatch, Departure, DevicePeak, StepUnderWay
 from recollect.attaching.lockstep import Lockstep
-from recollect.attaching.placement import Placement, obstacle
+from recollect.attaching.placement import Placement, Removable, Watcher, obstacle
 from recollect.attaching.planned_step import PlannedStep, report_of
+from recollect.attaching.reserve import LeanStart
 from recollect.attaching.step_end import OptimizersSeen, StepEnd, without_backward
 from recollect.attaching.step_planner import StepPlanner
-from recollect.attaching.step_shape import Call, describe_call
-from recollect.attaching.step_under_way import Departure, StepUnderWay
-from recollect.attaching.structure import Structure
+from recollect.attaching.step_shape import Call, Structure, describe_call
 from recollect.costs.op_costs import MeasuredCosts
 from recollect.errors import LargerStepError
 from recollect.plans.paths import unit_words
@@ -88,10 +85,9 @@ class Attached:
         self._on_larger: OnLarger = on_larger
         self._lockstep = Lockstep(model, ranks, may_differ=on_larger == "replan")
         self._lean_start = LeanStart(self._lockstep, device)
-        self._watcher = Watcher(
-            self._begin_call, lambda: self._watch.end(self._now, self._placement), self._abandon_step
-        )
-        self._placement = Placement(model, self.unit_paths, self._watcher, self._departs)
+        self._watcher = Watcher(self._begin_call, lambda: self._watch.end(self._now), self._abandon_step)
+        self._placement = Placement(model, self._watcher, self._departs)
+        self._placement.begin(self.unit_paths)
         self._structure = Structure(model)
         # An engine that steps over parts of the parameters has several steps of an optimizer in one of its own.
         self._optimizers = list(optimizers)
@@ -100,9 +96,11 @@ class Attached:
         self._hooks: list[Removable] = [o.register_step_post_hook(self._after_optimizer) for o in watched]
         self._optimizers_seen = None if ends_by_hand else OptimizersSeen(self._optimizers, self._take_over)
         self._hooks += [hook for hook in (self._optimizers_seen, self._structure) if hook is not None]
-        self._planner = StepPlanner(model, self._optimizers, budget, self._lockstep, log, device, host_bytes)
+        self._planner = StepPlanner(self._placement, self._optimizers, budget, self._lockstep, log, device, host_bytes)
         self._device_peak = DevicePeak(device)
-        self._watch = CallWatch(device, keeps_to_plan=on_larger == "warn", joins_others=not ranks.is_alone)
+        self._watch = CallWatch(
+            self._placement, device, keeps_to_plan=on_larger == "warn", joins_others=not ranks.is_alone
+        )
         self._state = State.IDLE
         self._recording: StepRecording | None = None
         self._now = StepUnderWay()
@@ -190,14 +188,14 @@ class Attached:
         if self._state is not State.RECORDING:
             self._decide(call)
         is_planned = self._state is State.PLANNED
-        self._watch.begin(step, self._placement, is_planned=is_planned, is_on=self._state is not State.IDLE)
+        self._watch.begin(step, is_planned=is_planned, is_on=self._state is not State.IDLE)
 
     def _begin_step(self) -> None:
         """Watch the model as it is built now."""
         if self._structure.look() and not self._structure.recomputes():
             self._placement.remove()
             self._units = find_units(self.model, self._named_units)
-            self._placement = Placement(self.model, self.unit_paths, self._watcher, self._departs)
+            self._placement.begin(self.unit_paths)
         self._is_disturbed = self._structure.recomputes()
         if self._is_disturbed:
             self._planner.warn_once(
@@ -224,7 +222,7 @@ class Attached:
             self._state = State.PLANNED
             more_bytes = self._watch.missing_room(chosen) if is_first else 0
             if more_bytes and self._lockstep.ranks.is_alone:
-                self._planner.make_room(self._placement, more_bytes)
+                self._planner.make_room(more_bytes)
         elif is_refused:
             self._refuse(call)
         else:
@@ -239,18 +237,18 @@ class Attached:
         step, active, is_disturbed = self._now, self._placement.active, self._is_disturbed
         if self._lockstep.ranks.is_alone:
             chosen = self._planner.steps.choice(
-                step.calls, step.group, active, lambda: self._on_larger == "replan" and self._can_record()
+                step.calls, active, lambda: self._on_larger == "replan" and self._can_record()
             )
             return is_disturbed, chosen
         missed = self._planner.missed.attempts_left > 0
-        covering = self._planner.steps.covering(step.calls, step.group)
-        found = self._lockstep.at_call(
+        covering = self._planner.steps.covering(step.calls)
+        is_calm, steps, has_missed = self._lockstep.at_call(
             covering, self.num_steps, is_first=step.is_first, is_calm=not is_disturbed, missed=missed
         )
-        if found.has_missed and not missed:
+        if has_missed and not missed:
             self._planner.missed.note([], attempts=1)  # Another one did; this one takes part in its recording.
-        stays = active in found.steps and not step.is_first
-        return not found.is_calm, active if stays else next(iter(found.steps), None)
+        stays = active in steps and not step.is_first
+        return not is_calm, active if stays else next(iter(steps), None)
 
     def _departs(self, path: str) -> None:
         """Note the first run of a unit that the plan does not foresee."""
@@ -309,7 +307,8 @@ class Attached:
             return recording
 
         self._recording = self._lockstep.together(begin)
-        self._watcher.returns, self._state = self._recording.returns, State.RECORDING
+        self._watcher.tell(self._recording.returns)
+        self._state = State.RECORDING
 
     def _abandon_step(self) -> None:
         """Forget the step under way."""
@@ -319,8 +318,8 @@ class Attached:
         self._forget_step()
 
     def _forget_step(self) -> None:
-        self._recording = self._watcher.returns = None
-        self._state = State.IDLE
+        self._recording, self._state = None, State.IDLE
+        self._watcher.tell(None)
         self._now = StepUnderWay()
         self._placement.units.begin_step()
 
@@ -364,20 +363,20 @@ class Attached:
         number = self.num_steps
         self.num_steps += 1
         if recorded is not None:
-            self._planner.plan(recorded, step, number, self._placement)
+            self._planner.plan(recorded, step, number)
             self._device_peak.restart()
         elif state is State.PLANNED and self._placement.active is not None:
             if step.departure is None and step.had_more_backwards():
                 step.departure = Departure("ran backward more often than the plan foresees, or for a graph of its own")
             if step.departure is not None:
-                self._planner.see_to(step, step.departure, number, self._placement)
+                self._planner.see_to(step, step.departure, number)
             if excess := self._device_peak.excess(self.planned):
                 self._planner.missed.note(step.calls, attempts=1)
                 self._planner.warn_once(excess, key="drift")
         elif state is State.LEAN:
             missed, courses = self._planner.missed, step.courses()
             departure = Departure("called the model otherwise than the plan foresees")
-            self._planner.see_to(step, departure, number, self._placement)
+            self._planner.see_to(step, departure, number)
             if not missed.was_over:  # Else an earlier step was missed, and this one may do less.
                 missed.note(step.calls, courses, attempts=missed.attempts_left)
             self._planner.steps.note(step.calls, courses)
@@ -386,7 +385,7 @@ class Attached:
         """Raise, or warn, at a step that no plan was made for."""
         sizes = ", ".join(str(step.calls[0]) for step in self.planned)
         own = f"a step of {call} is not covered by the plan, which was made for {sizes}"
-        is_covered = bool(self._planner.steps.covering(self._now.calls, self._now.group))
+        is_covered = bool(self._planner.steps.covering(self._now.calls))
         text = self._lockstep.first_text(None if is_covered else own)
         if self._on_larger == "raise":
             raise LargerStepError(f"{text}. Pass on_larger='replan', or a first step that is as large as any.")

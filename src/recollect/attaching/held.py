@@ -1,21 +1,25 @@
-"""Hold each call of the model against the plan in place: the runs of its units, and what it held before under the same plan."""
+"""What has happened in the step under way, and what of it the plan in place does not foresee.
+
+Each call of the model is held against that plan: the runs of its units, and what it held before under the same plan.
+"""
 
 from __future__ import annotations
 
 import math
 import statistics
 import time
-from collections import deque
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
 import torch
 
-from recollect.attaching.placement import Placement
+from recollect.attaching.placement import Backwards, Placement
 from recollect.attaching.planned_step import PlannedStep
 from recollect.attaching.step_shape import Call
-from recollect.attaching.step_under_way import Departure, StepUnderWay
+from recollect.attaching.unit_watch import Course, UnitWatch
 from recollect.byte_format import format_bytes
 from recollect.measuring.device_memory import held_now
 from recollect.profile.events import BACKWARD
@@ -35,6 +39,106 @@ _PRICE: Final = 0.001
 # Whatever it takes: so many calls under a plan, to know it, and then one of so many.
 _ALWAYS_READ: Final = 6
 _READ_EVERY: Final = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Departure:
+    """The first thing in a step that its plan does not foresee.
+
+    Attributes:
+        text: what the step did, as in "ran layers.3 once more than planned".
+        more_bytes: that the allocator's count showed beyond what was expected; None if that is not how it was seen.
+    """
+
+    text: str
+    more_bytes: int | None = None
+
+    def excess(self, planned: PlannedStep, more_bytes: int | None) -> str:
+        """Return what to say of the step; "" if it needed no more than the budget.
+
+        Args:
+            planned: the step whose plan it began with.
+            more_bytes: needed beyond that step's; None if that is not known.
+        """
+        if more_bytes is None:
+            return (
+                f"{self.text}, so that it may have needed more than the budget of {format_bytes(planned.budget_bytes)}"
+            )
+        needed = planned.peak_bytes + more_bytes
+        if needed <= planned.budget_bytes:
+            return ""
+        return (
+            f"{self.text}, so that it may have needed {format_bytes(needed)}, {format_bytes(needed - planned.budget_bytes)} "
+            f"more than the budget of {format_bytes(planned.budget_bytes)}"
+        )
+
+
+class StepUnderWay:
+    """The calls of a step so far.
+
+    Attributes:
+        calls: of the model, in order.
+        departure: the first thing that no plan foresaw.
+        planned: the step whose plan it began with, if there is one.
+    """
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+        self.departure: Departure | None = None
+        self.planned: PlannedStep | None = None
+        # Of each call: what its plan foresees, None without one; what ran in it, once it has ended; its backwards.
+        self._foreseen: list[Course | None] = []
+        self._ran: list[Course] = []
+        self._backwards: list[Backwards] = []
+
+    @property
+    def is_first(self) -> bool:
+        """Whether there is one call so far."""
+        return len(self.calls) == 1
+
+    def begin_call(self, call: Call, backwards: Backwards) -> None:
+        """Note a call that is about to run."""
+        self.calls.append(call)
+        self._backwards.append(backwards)
+
+    def foresee(self, course: Course | None) -> None:
+        """Note what the plan of the call holds for."""
+        self._foreseen.append(course)
+
+    def is_last_foreseen(self) -> bool:
+        """Whether a plan foresees what the last call does."""
+        return bool(self._foreseen) and self._foreseen[-1] is not None
+
+    def end_call(self, units: UnitWatch) -> None:
+        """Note what units ran in the last call, up to the next one."""
+        if len(self._ran) < len(self._foreseen):
+            self._ran.append(units.course())
+
+    def courses(self) -> list[Course]:
+        """Return what happened in each call; they have ended."""
+        return [
+            replace(ran, num_backwards=max(1, backwards.number), builds_graph=backwards.build_graph)
+            for ran, backwards in zip(self._ran, self._backwards, strict=True)
+        ]
+
+    def had_more_backwards(self) -> bool:
+        """Whether backward ran more often than a plan foresaw, or built a graph that it did not foresee."""
+        return any(
+            course is not None
+            and (backwards.number > course.num_backwards or (backwards.build_graph and not course.builds_graph))
+            for course, backwards in zip(self._foreseen, self._backwards, strict=True)
+        )
+
+    def beyond(self) -> list[Mapping[str, int]]:
+        """Return for each call the runs of units that its plan did not foresee: all, if it had none."""
+        return [(course or Course()).lacks(ran) for course, ran in zip(self._foreseen, self._ran, strict=True)]
+
+    def skipped(self) -> dict[str, int]:
+        """Return the runs of units that the plan foresaw in the calls, and that did not come."""
+        found: Counter[str] = Counter()
+        for course, ran in zip(self._foreseen, self._ran, strict=True):
+            found.update({} if course is None else ran.lacks(course))
+        return found
 
 
 def expect(planned: PlannedStep) -> None:
@@ -90,12 +194,14 @@ class CallWatch:
     The meter shares nothing with the planner's.
 
     Args:
+        placement: of plans.
         device: where it runs.
         keeps_to_plan: after a departure, run as planned what is foreseen.
         joins_others: other processes go by the same plan.
     """
 
-    def __init__(self, device: torch.device, *, keeps_to_plan: bool, joins_others: bool) -> None:
+    def __init__(self, placement: Placement, device: torch.device, *, keeps_to_plan: bool, joins_others: bool) -> None:
+        self._placement = placement
         self._device = device
         self._keeps_to_plan = keeps_to_plan
         self._joins_others = joins_others
@@ -125,20 +231,19 @@ class CallWatch:
         self._begin = held_now(self._device)
         self._next_s = begin_s + 2 * (time.perf_counter() - begin_s) / _PRICE
 
-    def begin(self, step: StepUnderWay, placement: Placement, *, is_planned: bool, is_on: bool) -> None:
+    def begin(self, step: StepUnderWay, *, is_planned: bool, is_on: bool) -> None:
         """Say which runs of units a call may have.
 
         Args:
             step: of which it is the last call so far.
-            placement: of plans.
             is_planned: the plan in place is meant for it.
             is_on: something is in place, so that its runs count.
         """
-        active = placement.active if is_planned else None
-        foreseen = None if active is None else active.foreseen(step.calls, step.group)
+        active = self._placement.active if is_planned else None
+        foreseen = None if active is None else active.foreseen(step.calls)
         if active is None or foreseen is None:
             step.foresee(None)
-            placement.units.allow_all(is_on=is_on)
+            self._placement.units.allow_all(is_on=is_on)
             return
         course, spare = foreseen
         step.foresee(course)
@@ -146,12 +251,12 @@ class CallWatch:
         self._read(active)
         # Where others run collectives again in backward, this process has to, too.
         keeps_to_plan = self._keeps_to_plan or (self._joins_others and active.needs_all_ranks)
-        placement.units.allow(course, spare, keeps_to_plan=keeps_to_plan)
+        self._placement.units.allow(course, spare, keeps_to_plan=keeps_to_plan)
 
-    def end(self, step: StepUnderWay, placement: Placement) -> None:
+    def end(self, step: StepUnderWay) -> None:
         """Read, where forward is over, how much a call holds; a departure if that is more than its plan foresees."""
-        active = placement.active
-        comes_to = placement.units.comes_to()
+        active = self._placement.active
+        comes_to = self._placement.units.comes_to()
         # What spare runs hold has room of its own.
         if active is not None and step.departure is None and step.is_last_foreseen() and comes_to <= 0:
             more_bytes = self._excess(active, len(step.calls), step.calls[-1], is_whole=not comes_to)

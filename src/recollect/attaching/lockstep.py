@@ -19,7 +19,7 @@ come up for some steps, they ask in every 16th step only. What makes that safe:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Final, NamedTuple, TypeVar
+from typing import Final, TypeVar
 
 from torch import nn
 
@@ -34,20 +34,6 @@ T = TypeVar("T")
 # So many steps that ask and find nothing new, then one that asks in so many.
 _STEADY_STEPS: Final = 8
 _ASKS_EVERY: Final = 16
-
-
-class Answer(NamedTuple):
-    """What holds in all processes at a call.
-
-    Attributes:
-        is_calm: nothing disturbs the plan.
-        steps: that cover the calls so far, the least recompute first.
-        has_missed: in some process a step was not covered, and has to be recorded.
-    """
-
-    is_calm: bool
-    steps: list[PlannedStep]
-    has_missed: bool
 
 
 class Lockstep:
@@ -75,8 +61,8 @@ class Lockstep:
 
     def at_call(
         self, covering: Sequence[PlannedStep], step: int, *, is_first: bool, is_calm: bool, missed: bool
-    ) -> Answer:
-        """Return what holds in all processes; in this one only, if they have agreed not to ask in this step.
+    ) -> tuple[bool, list[PlannedStep], bool]:
+        """Ask what holds in all processes at a call; in this one only, if they have agreed not to ask in this step.
 
         Args:
             covering: steps that cover the calls of this process.
@@ -84,6 +70,10 @@ class Lockstep:
             is_first: the call is the first of its step.
             is_calm: nothing disturbs the plan in this process.
             missed: a step of this process was not covered, and has to be recorded.
+
+        Returns:
+            Whether nothing disturbs the plan; steps that cover the calls so far, the least recompute first; and whether in some
+            process a step was not covered, and has to be recorded.
 
         Raises:
             RecordError: a process may have fewer batches than others, or calls the model less often.
@@ -97,7 +87,7 @@ class Lockstep:
         if is_first:
             self.asks = step >= self._next_step
         if not self.asks:
-            return Answer(is_calm, _least_recompute_first(covering), missed)
+            return is_calm, _least_recompute_first(covering), missed
         self.place = Place.FIRST_CALL if is_first else Place.LATER_CALL
         own = {planned.number: planned for planned in covering}
         flags = [*(number in own for number in range(self._num_recorded)), is_calm, not missed]
@@ -107,7 +97,7 @@ class Lockstep:
         self._num_steady = self._num_steady + is_first if is_steady else 0
         if is_first and self._num_steady >= _STEADY_STEPS:
             self._next_step = step + _ASKS_EVERY
-        return Answer(all_calm, steps, not none_missed)
+        return all_calm, steps, not none_missed
 
     def note_plan(self, planned: PlannedStep) -> None:
         """Note a step that all have recorded."""

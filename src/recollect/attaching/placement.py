@@ -1,25 +1,176 @@
-"""What stands in place of the forwards of a model that `attach` watches: the watch itself, below it a plan or a recorder."""
+"""What stands in place of the forwards of a model that `attach` watches: the watch itself, below it a plan or a recorder.
+
+In somebody else's loop, the watch sees the outermost calls, with gradients on, of modules that contain units.
+"""
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Final
+from typing import Any, Final, Protocol
 
 import torch
 from torch import nn
 
-from recollect._torch_private import num_dispatch_modes, profiler_is_active
+from recollect._torch_private import num_dispatch_modes, profiler_is_active, uncompiled, untraced
 from recollect.applying import apply_own, apply_policy
-from recollect.attaching.entries import EntryForward, Watcher
 from recollect.attaching.planned_step import PlannedStep
 from recollect.attaching.unit_watch import UnitWatch
 from recollect.byte_format import format_bytes
-from recollect.engine.placed_forward import Applied
-from recollect.engine.policy import DropAll, leanest_policy
+from recollect.engine.placed_forward import Applied, PlacedForward
+from recollect.engine.policy import DropAll
 from recollect.plans.unit_plan import UnitPlan
-from recollect.recording.next_step import entry_modules
+from recollect.recording.next_step import Returns, entry_modules
 from recollect.recording.step_recording import StepRecording
+from recollect.tensors import tensors_held
+
+Entry = Callable[[str, nn.Module, Any, Any], None]
+"""Called before a call: with the path of the module, the module and its arguments."""
+# What the recording itself copies of small inputs: much beside the step of a toy, and nothing beside any other.
+_OWN_BYTES: Final = 32 << 10
+
+
+class Backwards:
+    """How often backward reached what a call returned, and whether one built a graph of its own."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        self.build_graph = False
+
+
+class Removable(Protocol):
+    """What can be undone."""
+
+    def remove(self) -> None:
+        """Undo it."""
+        ...
+
+
+class EntryForward(PlacedForward):
+    """Tells a watcher of a module's outermost calls; recomputes nothing."""
+
+    def __init__(self, module: nn.Module, path: str, watcher: Watcher) -> None:
+        super().__init__(module)
+        self.path = path
+        self.watcher = watcher
+
+    @uncompiled
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's own forward, and tell the watcher."""
+        if not self.is_on:
+            return self.forward(*args, **kwargs)
+        return self.watcher.run(self.path, self.module, self._run_inner, args, kwargs)
+
+    def _run_inner(self, *args: Any, **kwargs: Any) -> Any:
+        # Looked up now: what the watcher does before a call may put another forward below this one, or in place of it.
+        forward = self.forward if self.is_placed else self.module.forward
+        return forward(*args, **kwargs)
+
+
+class Watcher:
+    """What the entries of one model share.
+
+    Args:
+        begin: told of each outermost call before it runs.
+        end: told when it has returned.
+        abandon: told of one that raised, and when the thread ends in which a step is recorded: PyTorch's modes and profiler
+            do not outlive their thread in peace.
+
+    Attributes:
+        is_inside: a call with gradients is running.
+        saw_backward: backward has reached the output of the last call; also before the first one.
+        backwards: of the last call.
+    """
+
+    def __init__(self, begin: Entry, end: Callable[[], None], abandon: Callable[[], None]) -> None:
+        self.begin = begin
+        self.end = end
+        self.abandon = abandon
+        self.backwards = Backwards()
+        self._returns: Returns | None = None
+        self._thread_end: weakref.finalize[[], set[None]] | None = None
+        self.is_inside = False
+        self.saw_backward = True
+
+    def tell(self, returns: Returns | None) -> None:
+        """Tell a recording of all calls from here on; None: there is none under way."""
+        self._returns = returns
+        if self._thread_end is not None:
+            self._thread_end.detach()
+        self._thread_end = None if returns is None else at_end_of_thread(self.abandon)
+
+    def run(self, path: str, module: nn.Module, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run what stands for a call of a module; tell of it if it is an outermost one."""
+        if self.is_inside or not torch.is_grad_enabled():
+            return self._noted(module, function, args, kwargs)
+        self.is_inside = True
+        self.backwards = Backwards()
+        try:
+            self.begin(path, module, args, kwargs)
+            output = self._noted(module, function, args, kwargs)
+        except BaseException:
+            self.abandon()
+            raise
+        finally:
+            self.is_inside = False
+        self.end()
+        self._watch_backward(output)
+        return output
+
+    def _watch_backward(self, output: Any) -> None:
+        """Note when backward reaches an output."""
+        backwards = self.backwards
+
+        @untraced
+        def note(_gradient: Any) -> None:
+            self.saw_backward = True
+            backwards.number += 1
+            backwards.build_graph |= torch.is_grad_enabled()
+
+        for tensor in tensors_held(output):
+            if tensor.requires_grad and not tensor.is_leaf:
+                self.saw_backward = False
+                tensor.register_hook(note)
+                return
+
+    def _noted(self, module: nn.Module, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if self._returns is None:
+            return function(*args, **kwargs)
+        return self._returns.run(module, function, args, kwargs)
+
+
+class _Here(threading.local):
+    """What lives as long as the thread that looks at it."""
+
+    def __init__(self) -> None:
+        self.anchor: set[None] = set()
+
+
+_here = _Here()
+
+
+def at_end_of_thread(action: Callable[[], object]) -> weakref.finalize[[], set[None]]:
+    """Have this thread do something when it ends; the main thread ends with the process.
+
+    Returns:
+        A handle, whose `detach` forgets it.
+
+    Example:
+        >>> import threading
+        >>> from recollect.attaching.placement import at_end_of_thread
+        >>> done = []
+        >>> thread = threading.Thread(target=lambda: at_end_of_thread(lambda: done.append("ended")))
+        >>> thread.start()
+        >>> thread.join()
+        >>> done
+        ['ended']
+    """
+    handle = weakref.finalize(_here.anchor, action)
+    # Others that still run when the process ends cannot do anything more, nor can the main thread in their place.
+    handle.atexit = threading.current_thread() is threading.main_thread()
+    return handle
 
 
 class Placement:
@@ -27,7 +178,6 @@ class Placement:
 
     Args:
         model: that is watched.
-        unit_paths: of its units.
         watcher: told of the model's calls.
         departs: see `UnitWatch`.
 
@@ -36,22 +186,26 @@ class Placement:
         unit_paths: of the units.
         units: watches them.
         active: the step whose plan is in place.
-
-    Raises:
-        AlreadyAppliedError: the model recomputes already.
     """
 
-    def __init__(
-        self, model: nn.Module, unit_paths: Sequence[str], watcher: Watcher, departs: Callable[[str], None]
-    ) -> None:
-        apply_policy(model, unit_paths, DropAll()).remove()  # Only to look whether it can be.
-        self.unit_paths = list(unit_paths)
-        self.active: PlannedStep | None = None
+    def __init__(self, model: nn.Module, watcher: Watcher, departs: Callable[[str], None]) -> None:
         self.model = model
+        self.active: PlannedStep | None = None
+        self._watcher, self._departs = watcher, departs
         self._applied: Applied | None = None
-        self.units = UnitWatch(model, unit_paths, departs)
-        entries = [EntryForward(entry, path, watcher) for path, entry in entry_modules(model, unit_paths).items()]
-        self._watching = Applied(model, [*self.units.units, *entries], None)
+
+    def begin(self, unit_paths: Sequence[str]) -> None:
+        """Watch these units, where nothing is in place.
+
+        Raises:
+            AlreadyAppliedError: the model recomputes already.
+        """
+        apply_policy(self.model, unit_paths, DropAll()).remove()  # Only to look whether it can be.
+        self.unit_paths = list(unit_paths)
+        self.units = UnitWatch(self.model, unit_paths, self._departs)
+        modules = entry_modules(self.model, unit_paths).items()
+        entries = [EntryForward(entry, path, self._watcher) for path, entry in modules]
+        self._watching = Applied(self.model, [*self.units.units, *entries], None)
 
     def suspended(self) -> AbstractContextManager[None]:
         """Take the watch off for the duration of a with-block, in which plans are put below it."""
@@ -65,7 +219,7 @@ class Placement:
 
     def put_leanest(self, lean_units: Mapping[str, UnitPlan] | None) -> None:
         """Put in place what drops all but what a plan keeps by name."""
-        self._replace(lambda: apply_policy(self.model, self.unit_paths, leanest_policy(lean_units)))
+        self._replace(lambda: apply_policy(self.model, self.unit_paths, DropAll(but=lean_units)))
         self.active = None
 
     def remove(self) -> None:
@@ -78,10 +232,6 @@ class Placement:
             if self._applied is not None:
                 self._applied.remove()
             self._applied = None if make is None else make()
-
-
-# What the recording itself copies of small inputs: much beside the step of a toy, and nothing beside any other.
-_OWN_BYTES: Final = 32 << 10
 
 
 def obstacle(device: torch.device) -> str:

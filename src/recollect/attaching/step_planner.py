@@ -5,20 +5,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import torch
-from torch import nn
 
-from recollect.attaching.course import Course
-from recollect.attaching.held import beyond_noise, expect
+from recollect.attaching.held import Departure, StepUnderWay, beyond_noise, expect
 from recollect.attaching.lockstep import Lockstep
 from recollect.attaching.placement import Placement, excess_of
-from recollect.attaching.planned_step import PlannedStep, line_of, own_plan
-from recollect.attaching.planned_steps import PlannedSteps, difference, grouped
+from recollect.attaching.planned_step import PlannedStep, PlannedSteps, difference, grouped, own_plan
 from recollect.attaching.reserve import Reserve
 from recollect.attaching.step_shape import Call
-from recollect.attaching.step_under_way import Departure, StepUnderWay
+from recollect.attaching.unit_watch import Course
 from recollect.byte_format import format_bytes
 from recollect.costs.host_copies import with_host_link
 from recollect.errors import BudgetWarning
@@ -108,7 +105,7 @@ class StepPlanner:
     """Knows the planned steps of a model, and plans more.
 
     Args:
-        model: that is trained.
+        placement: of plans on the model.
         optimizers: that train it.
         budget: of each step.
         lockstep: of the processes that run one plan.
@@ -123,7 +120,7 @@ class StepPlanner:
         missed: what no plan covered.
     """
 
-    model: nn.Module
+    placement: Placement
     optimizers: Sequence[torch.optim.Optimizer]
     budget: int | str
     lockstep: Lockstep
@@ -140,21 +137,20 @@ class StepPlanner:
         # Numbers of planned steps after which one was recorded, since the allocator showed more than was planned.
         self._tried: set[int] = set()
 
-    def plan(self, recording: StepRecording, step: StepUnderWay, number: int, placement: Placement) -> None:
+    def plan(self, recording: StepRecording, step: StepUnderWay, number: int) -> None:
         """Plan a step that was recorded, and put the plan in place.
 
         Args:
             recording: of it, which ends here.
             step: what happened in it.
             number: of it.
-            placement: of plans.
         """
         begin = time.perf_counter()
         budget = self.budget if self.budget_bytes is None else self.budget_bytes
         calls, courses = step.calls, step.courses()
         self.steps.note(calls, courses)
         with stage("planning"):
-            with placement.suspended():
+            with self.placement.suspended():
                 profile = self.lockstep.together(
                     lambda: self._profile(recording, calls, budget),
                     is_end=True,
@@ -163,17 +159,16 @@ class StepPlanner:
                 self.steps.note_seen(seen)
             index = len(self.recorded_steps)
             self.recorded_steps.append(number)
-            reserve = self._reserve(placement)
-            planned = self._planned(profile, calls, courses, budget, index, reserve)
+            planned = self._planned(profile, calls, courses, budget, index)
         self.budget_bytes = planned.budget_bytes
         if planned.fits and (excess := excess_of(recording, planned)):
             self.warn_once(excess, key=f"recording {calls[0]}")
         self.missed.end_attempt(is_met=self.lockstep.all_end(self.missed.is_met_by(planned)))
         self.steps.add(planned)
         self.lockstep.note_plan(planned)
-        self._renew(reserve)
-        placement.put(planned)
-        self.log(line_of(planned, time.perf_counter() - begin))
+        self._renew()
+        self.placement.put(planned)
+        self.log(planned.line(time.perf_counter() - begin))
 
     def _profile(self, recording: StepRecording, calls: Sequence[Call], budget: int | str) -> Profile:
         """Stop recording a step, and return its profile."""
@@ -186,21 +181,20 @@ class StepPlanner:
         )
         return with_host_link(profile, self.device) if self.host_bytes else profile
 
-    def see_to(self, step: StepUnderWay, departure: Departure, number: int, placement: Placement) -> None:
+    def see_to(self, step: StepUnderWay, departure: Departure, number: int) -> None:
         """Say what a step needed that did what its plan does not foresee, and have the next ones planned.
 
         Args:
             step: what happened in it.
             departure: what its plan did not foresee.
             number: of it.
-            placement: of plans; the step's is in place.
         """
         active = step.planned
         if active is None:
             return
         courses, beyond = step.courses(), step.beyond()
         self.steps.note(step.calls, courses)
-        reserve = self._reserve(placement)
+        reserve = self._reserve
         more_bytes = departure.more_bytes
         if more_bytes is None and any(beyond):
             more_bytes = reserve.needed_bytes(active.profile, grouped(step.calls, beyond))
@@ -218,22 +212,21 @@ class StepPlanner:
             and is_little(active.courses, self.steps.spare(active.calls, active.courses))
             and not step.had_more_backwards()
         ):
-            placement.put(self._plan_again(active, reserve, departure.more_bytes or 0))
+            self.placement.put(self._plan_again(active, departure.more_bytes or 0))
         else:
             self.missed.note(step.calls, courses, did_more=any(beyond))
 
-    def make_room(self, placement: Placement, more_bytes: int) -> None:
+    def make_room(self, more_bytes: int) -> None:
         """Plan the step whose plan is in place anew, since more is in memory before it than there was before."""
-        active = placement.active
+        active = self.placement.active
         if active is None or not active.fits:
             return
         # What the optimizers came to hold meanwhile is foreseen.
-        reserve = self._reserve(placement)
-        more_bytes -= reserve.optimizer_bytes() - active.state_bytes
+        more_bytes -= self._reserve.optimizer_bytes() - active.state_bytes
         if beyond_noise(more_bytes, active):
-            placement.put(self._plan_again(active, reserve, more_bytes))
+            self.placement.put(self._plan_again(active, more_bytes))
 
-    def _plan_again(self, step: PlannedStep, reserve: Reserve, more_bytes: int) -> PlannedStep:
+    def _plan_again(self, step: PlannedStep, more_bytes: int) -> PlannedStep:
         """Plan a step again with what is known now, and with room for more bytes than so far; return the new plan."""
         begin = time.perf_counter()
         again = self._planned(
@@ -242,28 +235,28 @@ class StepPlanner:
             step.courses,
             step.budget_bytes,
             step.number,
-            reserve,
             step.more_bytes + int(_MARGIN * more_bytes),
         )
         if step.held_before:
             again.held_before, again.state_bytes = step.held_before, step.state_bytes
         self.steps.steps = [again if known is step else known for known in self.steps.steps]
-        self.log(line_of(again, time.perf_counter() - begin))
+        self.log(again.line(time.perf_counter() - begin))
         return again
 
-    def _renew(self, reserve: Reserve) -> None:
+    def _renew(self) -> None:
         """Plan steps again that were planned before the optimizers had all of the state that they have now."""
         own = {step.number: step for step in self.steps.steps}
-        state_bytes = reserve.optimizer_bytes()
+        state_bytes = self._reserve.optimizer_bytes()
         stale = {n: step.profile.persistent.get("optimizer_state", 0) < state_bytes for n, step in own.items()}
         offered = self.lockstep.ranks.gather(stale, Place.STEP_END)
         # Processes may have forgotten different ones.
         for number in sorted(set(own).intersection(*offered)):
             if any(its[number] for its in offered):
-                self._plan_again(own[number], reserve, 0)
+                self._plan_again(own[number], 0)
 
-    def _reserve(self, placement: Placement) -> Reserve:
-        return Reserve(self.model, placement.unit_paths, self.optimizers, self.device)
+    @property
+    def _reserve(self) -> Reserve:
+        return Reserve(self.placement.model, self.placement.unit_paths, self.optimizers, self.device)
 
     def has_given_up(self, num_steps: int) -> bool:
         """Return, and say, whether so many of the steps so far were recorded that no more are."""
@@ -290,19 +283,42 @@ class StepPlanner:
         courses: list[Course],
         budget: int | str,
         number: int,
-        reserve: Reserve,
         more_bytes: int = 0,
     ) -> PlannedStep:
-        """Return a recorded step with its plan, which has room for what other steps were seen to do beyond it."""
+        """Return a recorded step with its plan, which has room for what other steps were seen to do beyond it.
+
+        That is the leanest that there is, if none fits and it is not the first. A budget in percent is of the process that
+        needs the most, or of each one's own device.
+
+        Raises:
+            BudgetTooSmallError: no plan fits, in some process, and there is no earlier step.
+        """
+        ranks, place, reserve = self.lockstep.ranks, Place.STEP_END, self._reserve
         lacking = self.steps.spare(calls, courses)
         spare: list[Mapping[str, int]] = [
             reserve.completed(course, its) for course, its in zip(courses, lacking, strict=True)
         ]
-        planned = self._with_plan(
-            reserve.with_room(profile, grouped(calls, spare), more_bytes),
-            budget,
+        profile = reserve.with_room(profile, grouped(calls, spare), more_bytes)
+        profile = with_common_times(profile, ranks, place)
+        planner = planner_for(profile, self.host_bytes)
+        plain_bytes = max(ranks.gather(planner.plain_peak_bytes, place))
+        budget_bytes = parse_budget(budget, reference_bytes=plain_bytes, device_bytes=profile.device_memory_bytes)
+        own, problem = own_plan(planner, budget_bytes)
+        problems = [found for found in ranks.gather(problem, place) if found is not None]
+        if problems and not self.steps.steps:
+            raise max(problems, key=lambda error: error.least_peak_bytes)
+        chosen, worst_slowdown = common_plan(
+            profile, own, plain_bytes=planner.plain_peak_bytes, budget_bytes=budget_bytes, ranks=ranks, place=place
+        )
+        planned = PlannedStep(
             calls=calls,
+            profile=profile,
+            plan=chosen,
+            budget_bytes=budget_bytes,
+            plain_peak_bytes=planner.plain_peak_bytes,
+            full_slowdown=classic_plan(profile, "full").predicted_slowdown or 0.0,
             number=number,
+            worst_slowdown=worst_slowdown,
             courses=courses,
             spare=spare,
             more_bytes=more_bytes,
@@ -317,36 +333,3 @@ class StepPlanner:
                 key=str(calls[0]),
             )
         return planned
-
-    def _with_plan(self, profile: Profile, budget: int | str, **seen: Any) -> PlannedStep:
-        """Return a step with its plan: the leanest that there is, if none fits and it is not the first.
-
-        Args:
-            profile: the step, as this process recorded it, with memory reserved for what is spare.
-            budget: bytes, or a text; percentages are of the process that needs the most, or of each one's own device.
-            **seen: the other fields of the step.
-
-        Raises:
-            BudgetTooSmallError: no plan fits, in some process, and there is no earlier step.
-        """
-        ranks, place = self.lockstep.ranks, Place.STEP_END
-        profile = with_common_times(profile, ranks, place)
-        planner = planner_for(profile, self.host_bytes)
-        plain_bytes = max(ranks.gather(planner.plain_peak_bytes, place))
-        budget_bytes = parse_budget(budget, reference_bytes=plain_bytes, device_bytes=profile.device_memory_bytes)
-        own, problem = own_plan(planner, budget_bytes)
-        problems = [found for found in ranks.gather(problem, place) if found is not None]
-        if problems and not self.steps.steps:
-            raise max(problems, key=lambda error: error.least_peak_bytes)
-        chosen, worst_slowdown = common_plan(
-            profile, own, plain_bytes=planner.plain_peak_bytes, budget_bytes=budget_bytes, ranks=ranks, place=place
-        )
-        return PlannedStep(
-            profile=profile,
-            plan=chosen,
-            budget_bytes=budget_bytes,
-            plain_peak_bytes=planner.plain_peak_bytes,
-            full_slowdown=classic_plan(profile, "full").predicted_slowdown or 0.0,
-            worst_slowdown=worst_slowdown,
-            **seen,
-        )

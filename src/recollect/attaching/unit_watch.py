@@ -1,30 +1,107 @@
 """See each unit of a model when it runs, also one that keeps everything, and run it at its leanest where no plan foresees it.
 
-A plan is made for a course (`course.py`): each unit has so many runs in a call. The first run beyond them is a departure. From
-there on, the rest of the step drops all that can be dropped but what units return, on a tape of its own, which needs no
-preparation; what earlier units hold is what the plan says.
+Two calls of equal shapes may do different work: a layer is skipped by chance, an argument adds an iteration, a head is used in
+some steps only. A plan is made for a course, and holds if each unit runs at most as often in a call, and on at most as much, as
+when it was recorded. The first run beyond that is a departure. From there on, the rest of the step drops all that can be
+dropped but what units return, on a tape of its own, which needs no preparation; what earlier units hold is what the plan says.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Final
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import nn
 
 from recollect._torch_private import uncompiled
-from recollect.attaching.course import Course, Runs
 from recollect.engine.placed_forward import PlacedForward
 from recollect.engine.policy import DropAll
 from recollect.engine.tape import Tape
 
 _ANY_NUMBER: Final = sys.maxsize
-
 # Looked up in every run of a unit.
 _is_grad_enabled = torch.is_grad_enabled
 _Tensor = torch.Tensor
+
+
+class Runs(NamedTuple):
+    """How often a unit ran with gradients on, and how many elements its first argument had at most."""
+
+    number: int
+    numel: int
+
+
+@dataclass(frozen=True, slots=True)
+class Course:
+    """What happened in a call of the model.
+
+    Attributes:
+        units: the runs of each unit, by its path.
+        num_backwards: how often backward reached what the call returned; once also if it never did, as after an error.
+        builds_graph: such a backward built a graph of its own.
+    """
+
+    units: Mapping[str, Runs] = field(default_factory=dict)
+    num_backwards: int = 1
+    builds_graph: bool = False
+
+    def is_at_least(self, other: Course) -> bool:
+        """Whether the other one does nothing that this one does not do.
+
+        Example:
+            >>> long, short = Course({"0": Runs(2, 64), "1": Runs(1, 64)}), Course({"0": Runs(1, 64)})
+            >>> long.is_at_least(short), short.is_at_least(long)
+            (True, False)
+        """
+        return (
+            not self.lacks(other)
+            and self.num_backwards >= other.num_backwards
+            and (self.builds_graph or not other.builds_graph)
+        )
+
+    def lacks(self, other: Course) -> dict[str, int]:
+        """Return how many more runs of which units the other one has; one more where they are as many, but larger.
+
+        Example:
+            >>> Course({"0": Runs(1, 64)}).lacks(Course({"0": Runs(3, 64), "1": Runs(1, 64)}))
+            {'0': 2, '1': 1}
+        """
+        found = {}
+        for path, runs in other.units.items():
+            number, numel = self.units.get(path, Runs(0, 0))
+            if runs.number > number:
+                found[path] = runs.number - number
+            elif runs.numel > numel:
+                found[path] = 1
+        return found
+
+    @property
+    def num_runs(self) -> int:
+        """Runs of all units."""
+        return sum(runs.number for runs in self.units.values())
+
+
+def largest(courses: Iterable[Course]) -> Course:
+    """Return the course in which each unit runs as often, and on as much, as in any.
+
+    Example:
+        >>> largest([Course({"0": Runs(2, 8)}), Course({"0": Runs(1, 64), "1": Runs(1, 8)})]).units
+        {'0': Runs(number=2, numel=64), '1': Runs(number=1, numel=8)}
+    """
+    found = list(courses)
+    units: dict[str, Runs] = {}
+    for course in found:
+        for path, runs in course.units.items():
+            known = units.get(path, Runs(0, 0))
+            units[path] = Runs(max(known.number, runs.number), max(known.numel, runs.numel))
+    return Course(
+        units,
+        max((course.num_backwards for course in found), default=1),
+        any(course.builds_graph for course in found),
+    )
 
 
 class WatchedUnit(PlacedForward):
@@ -63,15 +140,6 @@ class WatchedUnit(PlacedForward):
         if self.left < 0 or watch.is_lean:
             return watch.run_unforeseen(self, args, kwargs)
         return self.forward(*args, **kwargs)
-
-    def run_lean(self, tape: Tape, args: Any, kwargs: Any) -> Any:
-        """Run the unit without what a plan put in place."""
-        if not self.recomputes():
-            return self.forward(*args, **kwargs)
-        forward = self.forward
-        while isinstance(forward, PlacedForward):
-            forward = forward.forward
-        return tape.run(self.path, forward, args, kwargs)
 
 
 class UnitWatch:
@@ -143,6 +211,10 @@ class UnitWatch:
         elif not is_foreseen and not self._has_departed:
             self._has_departed = self.is_lean = True
             self._departs(unit.path)
-        if is_foreseen and self._keeps_to_plan:
-            return unit.forward(*args, **kwargs)
-        return unit.run_lean(self._tape, args, kwargs)
+        forward = unit.forward
+        if (is_foreseen and self._keeps_to_plan) or not unit.recomputes():
+            return forward(*args, **kwargs)
+        # Without what a plan put in place.
+        while isinstance(forward, PlacedForward):
+            forward = forward.forward
+        return self._tape.run(unit.path, forward, args, kwargs)

@@ -1,14 +1,15 @@
-"""Asks a policy, op by op, what to save: the functions that PyTorch's selective checkpointing takes."""
+"""Asks a policy, op by op, what to save: the functions that PyTorch's selective checkpointing takes; turns one into a plan."""
 
 from __future__ import annotations
 
 import functools
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any, Final
 
 import torch
+from torch import nn
 from torch.utils.checkpoint import (
     SAC_IGNORED_OPS,
     CheckpointPolicy,
@@ -17,18 +18,29 @@ from torch.utils.checkpoint import (
 )
 
 from recollect._torch_functions import selective_policy
-from recollect._torch_private import untraced
+from recollect.applying import apply_policy
+from recollect.arguments import check_kind
 from recollect.engine.facts import OpFacts, facts_of
 from recollect.engine.function_mode import FunctionMode
-from recollect.engine.offload.flight import Offload, is_constant
-from recollect.engine.policy import DropAll
+from recollect.engine.offload.flight import Offload
+from recollect.engine.policy import DropAll, OpActions
 from recollect.engine.subclasses import strided_tensors
 from recollect.engine.tape import Tape
-from recollect.engine.tape_state import OpActions
 from recollect.engine.values import forget_record, laid_out, record_of, watch
 from recollect.errors import ConfigError
+from recollect.planning.trips import scheduled
 from recollect.plans.action import Action
+from recollect.plans.plan import Plan
+from recollect.plans.unit_plan import UnitPlan
 from recollect.plans.value_names import result_names, value_stem
+from recollect.profile.graph import UnitGraph
+from recollect.profile.profile import Profile
+from recollect.recording.fake_model import fake_run
+from recollect.recording.model_step import call_model, device_of
+from recollect.recording.restored_state import undisturbed
+from recollect.simulation.decisions import keep_all_unit
+from recollect.simulation.simulate import predicted_plan
+from recollect.simulation.windows import returning_values
 
 PolicyFunction = Callable[..., CheckpointPolicy | bool]
 """`policy(context, op, *args, **kwargs)`, as PyTorch's selective checkpointing calls it; a bool says whether to save."""
@@ -66,6 +78,7 @@ class PolicyTape(Tape):
         super().__init__(DropAll(), runs_to_settle=sys.maxsize)
         self.context_fn = context_fn
         self.only_asks = only_asks
+        self.may_offload = True
         self.kept: dict[str, set[str]] = {}
         self.offloaded: dict[str, set[str]] = {}
         self.new_policy()
@@ -132,17 +145,6 @@ class _PolicyMode(FunctionMode):
             self.place = tape.offload.begin_call(is_inside=False)
         self.send_away(tensor, facts, index)
 
-    @untraced
-    def pack(self, tensor: torch.Tensor) -> Any:
-        """Return what autograd holds in place of a tensor; from the first offloaded one on, it tells where backward is."""
-        packed = super().pack(tensor)
-        if self.place is None or is_constant(tensor):
-            return packed
-        flight, call = self.place
-        return flight.mark(packed, call)
-
-    pack_marked = pack
-
     def _keep(self, tensor: torch.Tensor, *, is_view: bool) -> None:
         """Keep what is in a tensor's storage."""
         storage = tensor.untyped_storage()
@@ -184,3 +186,97 @@ class _PolicyMode(FunctionMode):
 def _offload_from(device: torch.device) -> Offload:
     """Return what calls outside of any plan share to offload from a device."""
     return Offload(None, {}, None, device=device)
+
+
+def policy_plan(
+    profile: Profile,
+    model: nn.Module,
+    batch: Any,
+    policy_fn: PolicyFunction | Sequence[Any] | None = None,
+    *,
+    context_fn: Callable[[], Contexts] | None = None,
+) -> Plan:
+    """Return what a policy of PyTorch's selective checkpointing keeps and drops, as a plan, with its predicted peak.
+
+    The model runs forward once, and the policy is asked about each op of its layers. What it offloads (`MUST_CPU_OFFLOAD`,
+    `PREFER_CPU_OFFLOAD`) goes to host memory, if backward asks for it. All else that it does not save is recomputed, but for
+    what cannot be (a router's choices). Layers share one plan for all of their calls: what is saved or offloaded in one of
+    them is in all.
+
+    Args:
+        profile: the recorded step.
+        model: the model that was recorded. It is left as it is; for a fake profile nothing is computed.
+        batch: what to call it with; the recorded one.
+        policy_fn: `policy(context, op, *args, **kwargs)`, which returns a `torch.utils.checkpoint.CheckpointPolicy`, or a list
+            of ops to save.
+        context_fn: in place of it, what `torch.utils.checkpoint.checkpoint` takes: returns
+            `create_selective_checkpoint_contexts(policy)`. Called for each layer, for a policy that counts.
+
+    Returns:
+        A plan without a budget.
+
+    Raises:
+        ArgumentError: the profile is no profile.
+        ConfigError: none or both of `policy_fn` and `context_fn`; or the latter has no policy.
+        UnknownNameError: the model is not the recorded one.
+
+    Example:
+        >>> import torch, recollect
+        >>> from recollect.lab.models.architectures import llama_config
+        >>> from recollect.lab.models.gpt import GPTModel
+        >>> model = GPTModel(llama_config(num_layers=2, hidden_size=32, num_attention_heads=2, vocab_size=64))
+        >>> tokens = torch.randint(0, 64, (1, 16))
+        >>> batch = {"tokens": tokens, "labels": tokens}
+        >>> profile = recollect.record(model, batch, fake=True)
+        >>> plan = policy_plan(profile, model, batch, [torch.ops.aten.mm.default])
+        >>> print(plan.units["decoder.layers.0"].actions["mlp.linear_fc2.mm"])
+        keep
+    """
+    check_kind("policy_plan(profile, model, batch, policy_fn)", "profile", profile, Profile, "recollect.Profile")
+    if (policy_fn is None) is (context_fn is None):
+        raise ConfigError(
+            settings={"policy_fn": policy_fn, "context_fn": context_fn},
+            reason="a plan has one policy",
+            advice="Pass one of them.",
+        )
+    if policy_fn is not None:
+        context_fn = contexts_with(policy_fn)
+    assert context_fn is not None
+    graphs = {call.path: profile.graph_of(call) for call in profile.calls if call.repeated}
+    tape = PolicyTape(context_fn, only_asks=True)
+    # Run the layers forward as they were recorded, and leave no traces.
+    with ExitStack() as stack:
+        if profile.fake:
+            run = fake_run(model, batch, device_of(model, batch), kernels=profile.kernels)
+            batch = stack.enter_context(run)
+        else:
+            stack.enter_context(undisturbed(model))
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(apply_policy(model, list(graphs), tape))
+        call_model(model, batch)
+    none: set[str] = set()
+    offloaded = {path: names & _returning(profile, path) for path, names in tape.offloaded.items()}
+    units = {path: _unit(graph, tape.kept.get(path, none), offloaded.get(path, none)) for path, graph in graphs.items()}
+    if any(offloaded.values()):
+        # Units that a plan does not name do not count on a trip.
+        units = {call.path: units.get(call.path) or keep_all_unit(profile.graph_of(call)) for call in profile.calls}
+    plan = Plan(units, note="selective checkpointing by a policy")
+    return predicted_plan(profile, scheduled(profile, plan))
+
+
+def _returning(profile: Profile, path: str) -> set[str]:
+    """Return the names of a unit's values that backward asks for in each of its runs."""
+    found = returning_values(profile)
+    return set.intersection(
+        *(
+            {value.name for v, value in enumerate(profile.graph_of(profile.calls[call]).values) if (call, v) in found}
+            for call in profile.calls_by_path[path]
+        )
+    )
+
+
+def _unit(graph: UnitGraph, kept: set[str], offloaded: set[str]) -> UnitPlan:
+    computed = [value for value in graph.values if value.producer is not None]
+    stays = {value.name for value in computed if value.must_keep} | kept
+    actions = {value.name: Action.KEEP if value.name in stays else Action.RECOMPUTE for value in computed}
+    return UnitPlan(actions | dict.fromkeys(actions.keys() & offloaded, Action.OFFLOAD))

@@ -13,15 +13,13 @@ from rich.console import Console
 
 from recollect import __version__
 from recollect.cli.commands import Bench
-from recollect.cli.output import check_folder, wide_console, write_file
-from recollect.cli.recorded_step import build_step
-from recollect.lab.bench.machine import few_objects, keep_freed_memory, processor_name
-from recollect.lab.bench.measure import measure
+from recollect.cli.common import build_step, check_folder, wide_console, write_file
+from recollect.lab.bench.measure import Subject, measure
 from recollect.lab.bench.model_flops import model_flops
+from recollect.lab.bench.race import few_objects, keep_freed_memory, processor_name
 from recollect.lab.bench.report import as_csv, as_markdown, notes, result_table, title
 from recollect.lab.bench.results import BenchResults, check_comparable, compared
 from recollect.lab.bench.settings import Setting, named_settings, parse_setting, read_settings
-from recollect.lab.bench.subject import Subject
 from recollect.lab.models.config import TransformerConfig
 from recollect.lab.train.optimizer_step import resolve_device
 from recollect.printing import print_line
@@ -56,10 +54,11 @@ def run_bench(command: Bench, console: Console) -> int:
             torch.set_num_threads(command.threads)
     with few_objects():
         subject = build_subject(command, device)
-        workload, machine, versions = _workload(command, subject), _machine(device), _versions()
+        workload, machine = _workload(command, subject), _machine(device)
+        versions = {"torch": torch.__version__, "recollect": __version__, "python": platform.python_version()}
         if golden is not None and command.golden is not None:
             check_comparable(golden, command.golden, workload=workload, machine=machine, versions=versions)
-        measured = measure(
+        rows, reference, rounds = measure(
             subject,
             settings,
             model_flops=_model_flops(command, subject),
@@ -71,9 +70,9 @@ def run_bench(command: Bench, console: Console) -> int:
         workload=workload,
         machine=machine,
         versions=versions,
-        rounds=measured.rounds,
-        reference=measured.reference,
-        rows=measured.rows,
+        rounds=rounds,
+        reference=reference,
+        rows=rows,
         memory_limit_bytes=limit_bytes,
     )
     if golden is not None and command.golden is not None:
@@ -99,14 +98,14 @@ def settings_of(command: Bench) -> list[Setting]:
 def build_subject(command: Bench, device: torch.device) -> Subject:
     """Build the model and its step, on random tokens, so that routers use all experts."""
     torch.manual_seed(_SEED)
-    built = build_step(command.step, device)
-    tokens = next(iter(built.batch.values()))
-    config: Any = built.model.config
+    model, batch, optimizer = build_step(command.step, device)
+    tokens = next(iter(batch.values()))
+    config: Any = model.config
     tokens.random_(config.vocab_size)
     return Subject(
-        model=built.model,
-        optimizer=built.optimizer,
-        batch=built.batch,
+        model=model,
+        optimizer=optimizer,
+        batch=batch,
         num_microbatches=command.num_microbatches,
         num_tokens=tokens.numel(),
         device=device,
@@ -140,10 +139,6 @@ def _machine(device: torch.device) -> dict[str, Any]:
     if device.type == "cuda":
         return {"device": torch.cuda.get_device_name(device)}
     return {"device": processor_name() if device.type == "cpu" else device.type, "threads": torch.get_num_threads()}
-
-
-def _versions() -> dict[str, str]:
-    return {"torch": torch.__version__, "recollect": __version__, "python": platform.python_version()}
 
 
 def _show(results: BenchResults, console: Console) -> None:

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from recollect.byte_format import format_bytes
 from recollect.cli.commands import Calibrate
-from recollect.cli.output import check_folder, write_file
+from recollect.cli.common import check_folder, write_file
 from recollect.costs.calibrate import Calibration, calibrate
 from recollect.costs.hardware import KINDS
 from recollect.lab.train.optimizer_step import resolve_device

@@ -7,7 +7,7 @@ from pathlib import Path
 from rich.console import Console
 
 from recollect.cli.commands import MakePlan, RecordedStep
-from recollect.cli.output import write_file
+from recollect.cli.common import write_file
 from recollect.costs.hardware_table import choose_hardware
 from recollect.costs.links import cluster_of
 from recollect.errors import ConfigError, NotYetError

@@ -16,9 +16,9 @@ from rich.console import Console
 
 from recollect.cli.commands import Doctor
 from recollect.doctor.diagnose import Case
-from recollect.doctor.rule import Finding
-from recollect.doctor.table import NUM_RULES
+from recollect.doctor.rule import RULES, Finding
 from recollect.errors import DiagnosisError
+from recollect.integrations.megatron.rules import RULES as CLASHES
 from recollect.printing import columns_of, print_line
 
 _COLUMNS = 80
@@ -121,8 +121,9 @@ def nothing_found(read: Sequence[str]) -> str:
     Args:
         read: what each source was taken for.
     """
+    number = len(RULES) + sum(rule.is_checked for rule in CLASHES)
     text = (
-        f"Looked for {NUM_RULES} problems of memory and recompute: errors of PyTorch, Megatron, transformers, FSDP and "
+        f"Looked for {number} problems of memory and recompute: errors of PyTorch, Megatron, transformers, FSDP and "
         "DeepSpeed, settings that clash or save nothing, NaN with FP8, and what fills a memory snapshot. docs/doctor.md lists "
         "them."
     )

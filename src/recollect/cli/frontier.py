@@ -13,8 +13,7 @@ from rich.table import Table
 import recollect
 from recollect.byte_format import format_bytes
 from recollect.cli.commands import DrawFrontier
-from recollect.cli.output import check_pictures, describe_step
-from recollect.cli.recorded_step import step_recorder
+from recollect.cli.common import check_pictures, describe_step, step_recorder
 from recollect.pictures.page import name_points, write_frontier_page
 from recollect.pictures.png import draw_frontier
 from recollect.pictures.words import percent

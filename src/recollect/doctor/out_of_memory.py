@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from recollect.byte_format import format_bytes
-from recollect.doctor.passage import Passage
-from recollect.doctor.rule import RULES, TOPICS, Certainty, Finding, Rule
+from recollect.doctor.rule import RULES, TOPICS, Certainty, Finding, Passage, Rule
 
 _SIZES_MATTER = 0.05  # of the device; less in other processes is their CUDA context
 # Innermost frames first. A step with a closure runs forward and backward inside the optimizer's, so the search ends there.

@@ -1,22 +1,99 @@
-"""`Rule`: a problem that can be recognised, and `Finding`: one that was; `RULES`: all, as texts in the folder `rules`."""
+"""`Rule`: a problem that can be recognised, and `Finding`: one that was; `RULES`: all, as texts in the folder `rules`.
+
+`Passage`: a line of a text with what stands around it. Texts are read line by line, so that logs may have any size.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import re
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from functools import cache
 from importlib import resources
 from typing import Any, Literal
 
 import yaml
 
-from recollect.doctor.passage import Passage
+BEFORE = 150  # lines: a traceback through a trainer has 60 to 120
+AFTER = 16
+_WITHOUT_HEAD = 12  # of a traceback that does not say where it begins
+_LONGEST_SHOWN = 200  # columns of a line that is quoted
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+# `torchrun` and `srun --label` put the rank before each line, and lines of several ranks may alternate.
+_RANK = re.compile(r"^(?:(?:\[(?:rank|default)?\d+\]:?|\d+:|\d+(?:\.\d+){3}:|\(\w+ pid=\d+[^)]*\)) ?)+")
+_TRACEBACK = "Traceback (most recent call last)"
 
 Certainty = Literal["certain", "likely", "possible"]
 """The text or the numbers say so; they fit no other common cause; they allow it."""
 
 CERTAINTIES: tuple[Certainty, ...] = ("certain", "likely", "possible")
+
+
+@dataclass(frozen=True, slots=True)
+class Passage:
+    """A line, and the lines around it of the same rank.
+
+    Attributes:
+        place: file and line number, such as "train.log:120".
+        line: the line, without the rank that may stand before it.
+        before: up to 150 lines before it.
+        after: up to 16 lines after it.
+    """
+
+    place: str
+    line: str
+    before: tuple[str, ...] = ()
+    after: list[str] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        """All of it."""
+        return "\n".join((*self.before, self.line, *self.after))
+
+    @property
+    def traceback(self) -> tuple[str, ...]:
+        """The frames that end in this line, outermost first; without a head, as of pytest and some logs, the lines before."""
+        starts = [i for i, line in enumerate(self.before) if _TRACEBACK in line]
+        return self.before[starts[-1] + 1 :] if starts else self.before[-_WITHOUT_HEAD:]
+
+    def quoted(self) -> str:
+        """Return the line after its place, shortened if it is long."""
+        text = self.line.strip()
+        shown = text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]} ..."
+        return f"{self.place}: {shown}"
+
+
+def passages(lines: Iterable[str], name: str, is_wanted: Callable[[str], bool]) -> Iterator[Passage]:
+    """Yield a passage for each wanted line, holding only the lines around it.
+
+    Args:
+        lines: of the text, with or without line ends.
+        name: of the text, for the places.
+        is_wanted: whether a line is the middle of a passage.
+
+    Yields:
+        Passages in order.
+    """
+    before: deque[tuple[str, str]] = deque(maxlen=BEFORE)
+    waiting: deque[tuple[int, str, Passage]] = deque()
+    for number, raw in enumerate(lines, start=1):
+        text = raw.rstrip("\r\n")
+        if "\x1b" in text:
+            text = _COLOURS.sub("", text)
+        rank = match[0] if (match := _RANK.match(text)) else ""
+        line = text[len(rank) :]
+        while waiting and waiting[0][0] + AFTER < number:
+            yield waiting.popleft()[2]
+        for _, its_rank, passage in waiting:
+            if its_rank == rank:
+                passage.after.append(line)
+        if is_wanted(text):
+            own = tuple(earlier for its_rank, earlier in before if its_rank == rank)
+            waiting.append((number, rank, Passage(f"{name}:{number}", line, own)))
+        before.append((rank, line))
+    yield from (passage for _, _, passage in waiting)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,10 +10,8 @@ from typing import Any
 
 from recollect.byte_format import format_bytes
 from recollect.doctor import out_of_memory
-from recollect.doctor.passage import Passage, passages
-from recollect.doctor.rule import RULES, Finding, Rule
-from recollect.doctor.settings import Settings
-from recollect.doctor.settings_in_text import SettingsInText
+from recollect.doctor.rule import RULES, Finding, Passage, Rule, passages
+from recollect.doctor.settings import Settings, SettingsInText
 
 _TEXT_RULES = tuple(rule for rule in RULES.values() if rule.pattern)
 

@@ -15,9 +15,9 @@ import torch
 from torch.autograd.function import FunctionCtx
 
 from recollect._torch_functions import above_autograd, tree_flatten, tree_unflatten, watched_functions
-from recollect.engine.agreement import Agreement
+from recollect.engine.draws import RegionDraws
 from recollect.engine.partitioned import gathered, group_of, is_partitioned
-from recollect.engine.region_draws import RegionDraws
+from recollect.engine.together import Agreement
 from recollect.engine.values import Layout, layout_of
 from recollect.errors import RecomputeMismatchError
 
@@ -130,7 +130,7 @@ class FunctionCall:
             stack.enter_context(watched_functions(None))
             stack.enter_context(torch.no_grad())
             stack.enter_context(above_autograd())
-            stack.enter_context(_autocast_to(self.autocast))
+            stack.enter_context(autocast_to(self.autocast))
             if self.draws is not None:
                 stack.enter_context(self.draws.second())
             yield
@@ -143,8 +143,8 @@ class FunctionCall:
 
 
 @contextmanager
-def _autocast_to(types: Autocast) -> Iterator[None]:
-    """Switch autocast on as it was, without its cache: what that holds would outlive the forward."""
+def autocast_to(types: Autocast) -> Iterator[None]:
+    """Have autocast on in a with-block as it was, without its cache: what that holds would outlive the forward."""
     if not types:
         yield
         return

@@ -25,15 +25,13 @@ import torch
 from torch import nn
 
 from recollect._torch_private import desugars, is_fake_tensor, is_traceable_wrapper_subclass, tree_leaves
-from recollect.engine.agreement import Agreement
 from recollect.engine.content import checksums
-from recollect.engine.draws import draws_unknown
-from recollect.engine.facts import OpFacts, facts_of
+from recollect.engine.draws import RegionDraws, draws_unknown
+from recollect.engine.facts import OpFacts, OpMode, facts_of
 from recollect.engine.function_call import Autocast, FunctionArguments, FunctionCall
-from recollect.engine.op_mode import OpMode
 from recollect.engine.partitioned import can_be_gathered, is_partitioned
-from recollect.engine.region_draws import RegionDraws
 from recollect.engine.self_check import SwitchedOff, switched_off
+from recollect.engine.together import Agreement
 from recollect.engine.values import Layout, is_known, layout_of
 from recollect.tensors import tensors_in
 
@@ -105,7 +103,11 @@ class FunctionRun:
         self._check_key: Any = None
         self._before: list[int] | None = None
         self.autocast: Autocast = ()
-        self._look_at_arguments()
+        for leaf in self.arguments.leaves:
+            if isinstance(leaf, torch.Tensor):
+                self._look_at_tensor(leaf)
+            elif not isinstance(leaf, (*_PLAIN, *_PLAIN_TOO)):
+                self._look_at_object(leaf)
         if not self.kept_because:
             self._begin()
 
@@ -127,13 +129,6 @@ class FunctionRun:
         self.kept_because = self.kept_because or reason
 
     # Before
-
-    def _look_at_arguments(self) -> None:
-        for leaf in self.arguments.leaves:
-            if isinstance(leaf, torch.Tensor):
-                self._look_at_tensor(leaf)
-            elif not isinstance(leaf, (*_PLAIN, *_PLAIN_TOO)):
-                self._look_at_object(leaf)
 
     def _look_at_tensor(self, tensor: torch.Tensor) -> None:
         kind = type(tensor)

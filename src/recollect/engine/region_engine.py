@@ -6,7 +6,7 @@ NOTE [ What the second run sees ]
    and the memory of parameters, and of tensors that are attributes or inside arguments, as it was before a write that a
    dispatch mode sees; containers among the arguments (all in `region_state.py`); random numbers of PyTorch, Python and
    NumPy (`region_draws.py`); autocast, function modes, context variables, default dtype, determinism and other switches
-   (`settings.py`).
+   (`opcall.py`).
 2. Refused in backward, with `MutatedValueError`: a write to any of these tensors after the call, or unseen during it,
    if it raised the version or is compared (`content.py`). PyTorch's own error says so of tensors that are arguments.
 3. Not put back, and wrong in silence where forward depends on it: globals, attributes of classes, variables of
@@ -28,24 +28,20 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from recollect._torch_private import function_mode_stack, uncompiled
-from recollect.engine.agreement import Agreement
-from recollect.engine.eager import look_for_compiler
-from recollect.engine.placed_forward import PlacedForward, unit_module
-from recollect.engine.region_draws import HostDraws, RegionDraws
+from recollect.engine.draws import HostDraws, RegionDraws
+from recollect.engine.opcall import current_settings
+from recollect.engine.placed_forward import PlacedForward, look_for_compiler, unit_module
 from recollect.engine.region_state import ModuleState, WrittenBuffers
 from recollect.engine.self_check import SwitchedOff, switched_off
-from recollect.engine.settings import current_settings
+from recollect.engine.together import Agreement
 from recollect.plans.unit_plan import UnitPlan
 
 
-class RegionEngine:
-    """Runs each unit under `torch.utils.checkpoint`; `recollect.simulation.simulate` simulates the cost."""
-
-    def apply(
-        self, model: nn.Module, units: Mapping[str, UnitPlan], agreement: Agreement, host_bytes: int | None = None
-    ) -> list[PlacedForward]:
-        """Return forwards that re-run each unit as a whole."""
-        return [_RegionForward(path, unit_module(model, path)) for path in units]
+def region_forwards(
+    model: nn.Module, units: Mapping[str, UnitPlan], agreement: Agreement, host_bytes: int | None
+) -> list[PlacedForward]:
+    """Return forwards that run each unit again as a whole; `recollect.simulation.simulate` simulates the cost."""
+    return [_RegionForward(path, unit_module(model, path)) for path in units]
 
 
 class _RegionForward(PlacedForward):
@@ -95,7 +91,7 @@ class _Runs:
 
     def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         """Return what the first and the second run happen in."""
-        return self._first(), _Reusable(self)
+        return self._first(), self
 
     @contextmanager
     def _first(self) -> Iterator[None]:
@@ -104,8 +100,16 @@ class _Runs:
         self.state.forward_has_run()
         self.host_draws.forward_has_run()
 
+    def __enter__(self) -> None:
+        # Another one each time: there is one more if backward runs twice over one graph.
+        self._again = self._second()
+        self._again.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._again.__exit__(*error)
+
     @contextmanager
-    def second(self) -> Iterator[None]:
+    def _second(self) -> Iterator[None]:
         """Run again as in the first run."""
         with ExitStack() as stack:
             # Function modes step aside while they handle the call of `backward`.
@@ -118,17 +122,3 @@ class _Runs:
             stack.enter_context(self.draws.second())
             stack.enter_context(self.host_draws.second())
             yield
-
-
-class _Reusable:
-    """Enters a new second run each time: there is another if backward runs twice over one graph."""
-
-    def __init__(self, runs: _Runs) -> None:
-        self._runs = runs
-
-    def __enter__(self) -> None:
-        self._run = self._runs.second()
-        self._run.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        self._run.__exit__(*error)

@@ -4,7 +4,7 @@ A release may move a hook so that it is still there and does nothing, and then a
 first plan is carried out, or the first step recorded, tiny programs go through each of them, in a few milliseconds. What
 rests on one that does not hold is switched off, and a warning says so.
 
-Not here: what raises an error by itself when it fails (`settings.py` reads each switch that it sets, `AllocatorTrace` looks
+Not here: what raises an error by itself when it fails (`opcall.py` reads each switch that it sets, `AllocatorTrace` looks
 for an allocation of its own), what only costs memory or time (values that are kept), and what takes a process group.
 """
 
@@ -39,8 +39,7 @@ from recollect._torch_private import (
     transforms_are_active,
 )
 from recollect.engine.draws import first_run
-from recollect.engine.facts import facts_of
-from recollect.engine.op_mode import OpMode
+from recollect.engine.facts import OpMode, facts_of
 from recollect.engine.values import alias_in_hook, alias_in_mode, attach_record
 from recollect.errors import RecordError, TorchVersionWarning
 from recollect.warning import warn_user

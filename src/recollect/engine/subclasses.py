@@ -11,6 +11,8 @@ from recollect._torch_private import is_opaque_subclass
 from recollect.engine.values import TapeValue
 from recollect.tensors import inner_tensors, tensors_in
 
+_INDICES = (torch.int32, torch.int64)
+
 
 class PackedSubclass:
     """A saved tensor subclass (DTensor, ...): its inner tensors as values, and what is needed to rebuild it."""
@@ -24,7 +26,8 @@ class PackedSubclass:
         self.size, self.stride = tensor.size(), tensor.stride()
         inner = {name: getattr(tensor, name) for name in names}
         # A nested tensor is told by the very tensor of its offsets, so that an equal one will not do.
-        self.packed = {name: pack(item) for name, item in inner.items() if _is_content(item)}
+        content = {n: t for n, t in inner.items() if isinstance(t, torch.Tensor) and t.dtype not in _INDICES}
+        self.packed = {name: pack(item) for name, item in content.items()}
         # Not all of them are tensors: a DTensor also lists its device mesh.
         self.others = {name: item for name, item in inner.items() if name not in self.packed}
 
@@ -33,10 +36,6 @@ class PackedSubclass:
         inner = {**self.others, **{name: unpack(item) for name, item in self.packed.items()}}
         tensor: torch.Tensor = self.kind.__tensor_unflatten__(inner, self.context, self.size, self.stride)
         return tensor
-
-
-def _is_content(item: object) -> bool:
-    return isinstance(item, torch.Tensor) and item.dtype not in (torch.int32, torch.int64)
 
 
 def held_whole(tensor: torch.Tensor, label: tuple[str, str, str]) -> TapeValue:

@@ -25,7 +25,7 @@ NOTE [ Rules of the tape ]
    nothing in place: the tape keeps the results of ops it does not see. If it saves nothing dropped, it also runs
    without the hooks. Should it save such a value later, that is kept; should it write to a held tensor, rule 2 applies.
 10. A backward that keeps its graph computes on copies of the recipes, which stay for the next one (`replay.py`).
-11. Ops run again under the settings and the user's dispatch modes of forward (`settings.py`).
+11. Ops run again under the settings and the user's dispatch modes of forward (`opcall.py`).
 12. An offloaded value is a stored value whose recipe copies it back (`offload/`). It is copied out as soon as its op has run;
     a write that the tape sees waits until it has been. When it leaves and comes back, depends on units alone.
 """
@@ -51,11 +51,11 @@ from recollect._torch_private import (
 )
 from recollect.engine.function_mode import FunctionMode
 from recollect.engine.function_run import may_run_again
+from recollect.engine.opcall import Replaying
+from recollect.engine.policy import TapeState
 from recollect.engine.self_check import SwitchedOff, switched_off
-from recollect.engine.settings import Replaying
 from recollect.engine.subclasses import strided_tensors
 from recollect.engine.tape_mode import TapeMode
-from recollect.engine.tape_state import TapeState
 from recollect.engine.values import TapeValue, forget_record, laid_out, record_of, watch
 from recollect.errors import UnsupportedModelError
 from recollect.plans.action import Action
@@ -129,7 +129,7 @@ class Tape(TapeState):
             forget_last_step()
         mode = self.new_mode(unit_path)
         self._local.mode = mode
-        pack = mode.pack if self.offload is None else mode.pack_marked
+        pack = mode.pack_marked if self.may_offload else mode.pack
         functions = nullcontext() if SwitchedOff.FUNCTIONS in switched_off() else watched_functions(mode.watch_function)
         try:
             with CheckpointHooks(pack, self.unpack), mode, functions:

@@ -1,50 +1,59 @@
-"""Makes the tape an engine: runs units on it, and has the modules inside them tell it which one is running."""
+"""Makes the tape an engine: runs units on it, and has the modules inside them tell it which one is running.
+
+`ENGINES` lists all engines: each carries out the plans of the units that name it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch import nn
 
 from recollect._torch_private import has_compiled_forward, is_compiled_module, uncompiled
-from recollect.engine.agreement import Agreement
-from recollect.engine.eager import look_for_compiler
 from recollect.engine.offload.flight import HostUse, Offload
-from recollect.engine.placed_forward import PlacedForward, unit_module
+from recollect.engine.placed_forward import PlacedForward, look_for_compiler, unit_module
 from recollect.engine.policy import PlanPolicy
-from recollect.engine.sharded_keep import Shards, shards_of
+from recollect.engine.region_engine import region_forwards
 from recollect.engine.tape import Tape
+from recollect.engine.together import Agreement, Shards, shards_of
 from recollect.errors import PlanError
-from recollect.plans.action import Action
+from recollect.plans.action import Action, EngineChoice
 from recollect.plans.paths import unit_words
 from recollect.plans.unit_plan import UnitPlan
 
+Engine: TypeAlias = Callable[[nn.Module, Mapping[str, UnitPlan], Agreement, int | None], list[PlacedForward]]
+"""Returns the replacements for the modules' `forward` of units, without placing them on the model yet.
 
-class TapeEngine:
-    """Keeps or drops value by value; see `recollect.engine.tape`."""
+It takes the whole model; all of the plan's units that name this engine, by path, in forward order; the agreement of all ranks
+to run the whole plan; and the host memory that offloaded values need, None if nobody knows. It raises `UnknownNameError` for a
+unit that there is not.
+"""
 
-    def apply(
-        self, model: nn.Module, units: Mapping[str, UnitPlan], agreement: Agreement, host_bytes: int | None = None
-    ) -> list[PlacedForward]:
-        """Return forwards that run the units on one tape; units that recompute nothing run as before.
 
-        Raises:
-            OffloadError: the plan offloads values, and there is not so much host memory, or nothing copies from the device.
-        """
-        # A unit that keeps everything still belongs on the tape if another unit may have dropped its input, holds a part, or
-        # offloads, since each unit is an edge at which copies leave and come back.
-        offloads = any(unit.trips for unit in units.values())
-        drops_outputs = offloads or any(
-            unit.output is Action.RECOMPUTE or Action.SHARD in unit.actions.values() for unit in units.values()
-        )
-        paths = [path for path, unit in units.items() if unit.recomputes_anything or drops_outputs]
-        shards = shards_of(model)
-        _check_shards(units, shards)
-        offload = Offload(model, units, host_bytes) if offloads else None
-        tape = Tape(PlanPolicy(units), agreement=agreement, shards=shards, offload=offload)
-        return tape_forwards(model, paths, tape)
+def planned_forwards(
+    model: nn.Module, units: Mapping[str, UnitPlan], agreement: Agreement, host_bytes: int | None
+) -> list[PlacedForward]:
+    """Return forwards that run units on one tape, which keeps or drops value by value; see `recollect.engine.tape`.
+
+    Units that recompute nothing run as before.
+
+    Raises:
+        OffloadError: the plan offloads values, and there is not so much host memory, or nothing copies from the device.
+    """
+    # A unit that keeps everything still belongs on the tape if another unit may have dropped its input, holds a part, or
+    # offloads, since each unit is an edge at which copies leave and come back.
+    offloads = any(unit.trips for unit in units.values())
+    drops_outputs = offloads or any(
+        unit.output is Action.RECOMPUTE or Action.SHARD in unit.actions.values() for unit in units.values()
+    )
+    paths = [path for path, unit in units.items() if unit.recomputes_anything or drops_outputs]
+    shards = shards_of(model)
+    _check_shards(units, shards)
+    offload = Offload(model, units, host_bytes) if offloads else None
+    tape = Tape(PlanPolicy(units), agreement=agreement, shards=shards, offload=offload)
+    return tape_forwards(model, paths, tape)
 
 
 def _check_shards(units: Mapping[str, UnitPlan], shards: Shards | None) -> None:
@@ -127,3 +136,10 @@ class _ScopeForward(PlacedForward):
         if not self.has_looked:
             look_for_compiler(self)
         return mode.run_module(self.scope, self.forward, args, kwargs)
+
+
+ENGINES: Final[Mapping[EngineChoice, Engine]] = {
+    EngineChoice.TAPE: planned_forwards,
+    EngineChoice.REGION: region_forwards,
+}
+"""The one place to register a new engine."""

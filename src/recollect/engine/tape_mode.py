@@ -27,15 +27,13 @@ from recollect._torch_private import (
 )
 from recollect.engine.content import glance_at
 from recollect.engine.draws import Draw, draws_unknown, first_run
-from recollect.engine.facts import OpFacts, facts_of
+from recollect.engine.facts import OpFacts, OpMode, facts_of
 from recollect.engine.offload.flight import is_constant
 from recollect.engine.offload.offloaded import settle
-from recollect.engine.op_mode import OpMode
-from recollect.engine.opcall import Arguments, CollectiveCall, OpCall, WriteCall
+from recollect.engine.opcall import Arguments, CollectiveCall, OpCall, WriteCall, current_settings
+from recollect.engine.policy import ALL_KEPT, ModuleKey, OpActions, OpKey, TapeState, Watch
 from recollect.engine.self_check import SwitchedOff, switched_off
-from recollect.engine.settings import current_settings
 from recollect.engine.subclasses import PackedSubclass, held_whole
-from recollect.engine.tape_state import ALL_KEPT, ModuleKey, OpActions, OpKey, TapeState, Watch
 from recollect.engine.values import (
     StorageRecord,
     TapeValue,
@@ -349,7 +347,7 @@ class TapeMode(OpMode):
 
     @untraced
     def pack_marked(self, tensor: torch.Tensor) -> Any:
-        """Do the same, and have backward tell by it when it comes to this call."""
+        """Do the same, and from the first offloaded value on have backward tell by it when it comes to this call."""
         packed = self.pack(tensor)
         if self.place is None or is_constant(tensor):
             return packed

@@ -11,7 +11,6 @@ from packaging.version import Version
 from torch import nn
 
 from recollect.attaching.attached import Attached, OnLarger
-from recollect.attaching.planned_step import numbers_of
 from recollect.errors import ConfigError
 from recollect.fitting import DEFAULT_BUDGET
 from recollect.ranks.members import Presence
@@ -44,7 +43,7 @@ class BudgetCallback:
         if attached is None or len(attached.recorded_steps) == self._num_logged:
             return {}
         self._num_logged = len(attached.recorded_steps)
-        return numbers_of(attached.planned[-1])
+        return attached.planned[-1].numbers()
 
     def _remove(self) -> None:
         if self.attached is not None:

@@ -28,7 +28,7 @@ from recollect.errors import ConfigError, NotYetError
 from recollect.extras import needed
 from recollect.fitting import DEFAULT_BUDGET
 from recollect.integrations.deepspeed.engine import AttachedEngine, check_before
-from recollect.integrations.deepspeed.json_file import BudgetSection
+from recollect.integrations.deepspeed.section import BudgetSection
 from recollect.integrations.trainers import (
     BudgetCallback,
     CacheOff,

@@ -12,18 +12,16 @@ from torch import nn
 from recollect._torch_fsdp import freed_after_forward, is_fully_sharded
 from recollect._torch_functions import runs_python_backward
 from recollect._torch_private import current_autograd_node, desugars, is_fake_tensor, tree_leaves, untraced
-from recollect.engine.agreement import Agreement
-from recollect.engine.facts import OpFacts, facts_of
+from recollect.engine.facts import OpFacts, OpMode, facts_of
 from recollect.engine.function_call import FunctionCall
 from recollect.engine.function_mode import FunctionMode
 from recollect.engine.function_run import FunctionRun
-from recollect.engine.op_mode import OpMode
 from recollect.engine.partitioned import group_of
-from recollect.engine.policy import Policy
+from recollect.engine.policy import ALL_KEPT, OpActions, OpKey, Policy
 from recollect.engine.region_state import small_buffer_bytes
 from recollect.engine.subclasses import PackedSubclass, strided_tensors
 from recollect.engine.tape import Tape
-from recollect.engine.tape_state import ALL_KEPT, OpActions, OpKey
+from recollect.engine.together import Agreement
 from recollect.engine.values import UNWATCHED, TapeValue, forget_record, laid_out, record_of
 from recollect.plans.action import Action
 from recollect.plans.value_names import result_names, value_stem

@@ -15,7 +15,7 @@ from recollect._torch_private import tree_leaves
 from recollect.costs.modelled_costs import ModelledCosts
 from recollect.costs.op_costs import timed_alone
 from recollect.engine.facts import OpFacts
-from recollect.engine.sharded_keep import Shards, content_of, shards_of
+from recollect.engine.together import Shards, content_of, shards_of
 from recollect.plans.value_names import collective_kind
 from recollect.profile.graph import PartRecord
 from recollect.recording.trackers import RecordedCall, storage_of

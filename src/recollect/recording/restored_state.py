@@ -19,7 +19,7 @@ from recollect._torch_fsdp import GatheredParameters, fully_sharded_modules, ful
 from recollect._torch_parallel import is_data_parallel
 from recollect.arguments import check_kind
 from recollect.engine.content import has_same_bits
-from recollect.engine.region_draws import host_states, set_host_states
+from recollect.engine.draws import host_states, set_host_states
 from recollect.engine.region_state import HOOKS, ModuleParts
 from recollect.errors import RecordError
 

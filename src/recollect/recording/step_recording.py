@@ -19,7 +19,7 @@ from recollect._torch_private import uncompiled
 from recollect.applying import apply_policy
 from recollect.costs.modelled_costs import ModelledCosts
 from recollect.engine.check_plan import device_name
-from recollect.engine.policy import leanest_policy
+from recollect.engine.policy import DropAll
 from recollect.engine.subclasses import strided_tensors
 from recollect.engine.tape import forget_last_step
 from recollect.measuring.device_memory import memory_bytes
@@ -148,7 +148,7 @@ class StepRecording:
             set_aside_bytes=set_aside_bytes + buckets_bytes,
         )
         enter = self._stack.enter_context
-        policy, paths = leanest_policy(self.lean_units), [unit.path for unit in self.units]
+        policy, paths = DropAll(but=self.lean_units), [unit.path for unit in self.units]
         tape = RecordingTape(policy, recorder, self._samples, replays_collectives=self.replays_collectives)
         try:
             enter(apply_policy(self.model, paths, tape))

@@ -27,7 +27,7 @@ from torch import nn
 
 from recollect._torch_private import tree_leaves
 from recollect.applying import apply_policy
-from recollect.engine.policy import DropAll, LeanPlan, Policy
+from recollect.engine.policy import DropAll, Policy
 from recollect.engine.tape import Tape
 from recollect.measuring.timing import timed_work
 from recollect.profile import events
@@ -257,7 +257,7 @@ def _times_of(sample: UnitSample, device: torch.device, rounds: Rounds) -> UnitT
     sample = sample.whole()
     module = sample.copied_module()
     # The last one keeps everything, since it names no unit.
-    policies: tuple[Policy | None, ...] = (None, DropAll(), *([LeanPlan({})] if rounds.has_idle else []))
+    policies: tuple[Policy | None, ...] = (None, DropAll(), *([DropAll(but={})] if rounds.has_idle else []))
     # One tape for all rounds, since it learns in the first one which modules to watch.
     tapes = [None if policy is None else Tape(policy, runs_to_settle=1) for policy in policies]
     taken: list[list[tuple[float, float]]] = [[] for _ in policies]

@@ -338,7 +338,7 @@ class _Rerun:
 def _gather_of_part(step: Playback, run: ProgramOp, value: int) -> tuple[_Rerun, list[Value]]:
     """Return what gathers a value that an op has just computed, and its arguments: the bytes of this rank's part.
 
-    `recollect.engine.sharded_keep` really holds and gathers it.
+    `recollect.engine.together` really holds and gathers it.
     """
     profile = step.profile
     key, nbytes = next(result for result in run.results if result[0][1] == value)

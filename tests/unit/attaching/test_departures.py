@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 import recollect
-from recollect.attaching.course import Course, Runs
 from recollect.attaching.reserve import Reserve
 from recollect.attaching.step_planner import Missed, is_little
-from recollect.attaching.structure import Structure
+from recollect.attaching.step_shape import Structure
+from recollect.attaching.unit_watch import Course, Runs
 from recollect.errors import BudgetWarning, LargerStepError
 from recollect.measuring.device_memory import held_now
 

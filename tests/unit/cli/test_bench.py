@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from recollect.cli import bench, main
-from recollect.lab.bench.measure import Measured
 from recollect.lab.bench.results import Row
 
 QUICK = ["bench", "--size", "tiny", "--num-layers", "1", "--seq-length", "8", "--device", "cpu"]
@@ -18,8 +17,8 @@ def take(step_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Have each step take so many seconds."""
     row = Row(name="none", fields={}, peak_bytes=1000, step_s=step_s, model_flops=1e9, num_tokens=8)
 
-    def measure(*_: Any, **__: Any) -> Measured:
-        return Measured((row,), reference="none", rounds=1)
+    def measure(*_: Any, **__: Any) -> tuple[tuple[Row, ...], str, int]:
+        return (row,), "none", 1
 
     monkeypatch.setattr(bench, "measure", measure)
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import bz2
+import doctest
 import gzip
 import lzma
+import sys
 import time
 import tracemalloc
 from pathlib import Path
@@ -13,13 +15,16 @@ from typing import Any
 import pytest
 
 import recollect
-from recollect.doctor.passage import passages
-from recollect.doctor.rule import TOPICS
-from recollect.doctor.table import rules_table
+from recollect.doctor.rule import TOPICS, passages
 from recollect.errors import DiagnosisError
 
 TESTS = Path(__file__).parent
-DOCS = Path(__file__).parents[3] / "docs"
+ROOT = Path(__file__).parents[3]
+DOCS = ROOT / "docs"
+sys.path.append(str(ROOT))
+
+from pages import doctor  # noqa: E402
+
 GRAPHS = "AssertionError: full recompute is only supported with full iteration CUDA graph."
 
 
@@ -100,7 +105,7 @@ def test_each_rule_once_for_many_ranks() -> None:
 def test_ranks_are_read_apart() -> None:
     lines = ["[rank0]: a", "[rank1]: b", "[rank0]: c", "[rank1]: d", "[rank0]: e"]
     (passage,) = passages(lines, "log", lambda line: line.endswith("c"))
-    assert (passage.before, passage.line, passage.after) == (("a",), "c", ("e",))
+    assert (passage.before, passage.line, passage.after) == (("a",), "c", ["e"])
 
 
 def test_colours_and_progress_bars(tmp_path: Path) -> None:
@@ -136,4 +141,5 @@ def test_every_rule_has_a_test() -> None:
 
 
 def test_the_page_has_the_rules_of_today() -> None:
-    assert rules_table() in (DOCS / "doctor.md").read_text(encoding="utf-8")
+    assert doctest.testmod(doctor).failed == 0
+    assert doctor.rules_table() in (DOCS / "doctor.md").read_text(encoding="utf-8")

@@ -10,8 +10,8 @@ import pytest
 import torch.distributed as dist
 
 from recollect._torch_parallel import RankNotes
-from recollect.engine import agreement
-from recollect.engine.agreement import Agreement
+from recollect.engine import together
+from recollect.engine.together import Agreement
 from recollect.errors import PlanError
 from recollect.plans.unit_plan import UnitPlan, digest_of
 
@@ -23,9 +23,9 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """A store that two ranks share; this process is the first of them."""
     dist.init_process_group("fake", rank=0, world_size=2)
     shared = dist.HashStore()
-    monkeypatch.setattr(agreement, "notes_of_group", lambda group, key: RankNotes(key, [0, 1], shared))
-    monkeypatch.setattr(agreement, "_PATIENCE_S", 0.01)
-    agreement._num_met.clear()
+    monkeypatch.setattr(together, "notes_of_group", lambda group, key: RankNotes(key, [0, 1], shared))
+    monkeypatch.setattr(together, "_PATIENCE_S", 0.01)
+    together._num_met.clear()
     yield shared
     dist.destroy_process_group()
 

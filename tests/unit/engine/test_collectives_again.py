@@ -14,7 +14,7 @@ from torch.distributed._functional_collectives import all_reduce
 
 import recollect
 from recollect._torch_parallel import RankNotes, fake_process_group
-from recollect.engine import agreement
+from recollect.engine import together
 from recollect.errors import PlanError
 from recollect.plans.plan import Plan
 from recollect.plans.unit_plan import UnitPlan, digest_of
@@ -30,9 +30,9 @@ PLAN: Final = Plan({"0": UnitPlan(dict.fromkeys(VALUES, "recompute"))})
 def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """A store that two ranks share, of which this process is the first; the other joins every collective at once."""
     shared = dist.HashStore()  # type: ignore[attr-defined]
-    monkeypatch.setattr(agreement, "notes_of_group", lambda group, key: RankNotes(key, [0, 1], shared))
-    monkeypatch.setattr(agreement, "_PATIENCE_S", 0.01)
-    agreement._num_met.clear()
+    monkeypatch.setattr(together, "notes_of_group", lambda group, key: RankNotes(key, [0, 1], shared))
+    monkeypatch.setattr(together, "_PATIENCE_S", 0.01)
+    together._num_met.clear()
     with fake_process_group(0, 2):
         yield shared
 

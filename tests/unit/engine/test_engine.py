@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from recollect.engine.engine import ENGINES
+from recollect.engine.tape_engine import ENGINES
 from recollect.plans.action import EngineChoice
 from recollect.plans.plan import Plan
 from recollect.plans.unit_plan import UnitPlan

@@ -27,14 +27,13 @@ from blocks import Stack
 from clocked_streams import ClockedCarrier
 from gradients import assert_same_gradients, gradients
 from offload_programs import carried_by, offload_of, plan_that_offloads, seen_names
-from recollect.engine.offload.carriers import carrier_for
+from recollect.engine.offload.carriers import StreamCarrier, ThreadCarrier, carrier_for
 from recollect.engine.offload.pool import Slot
-from recollect.engine.offload.streams import AcceleratorStreams
-from recollect.engine.offload.threads import ThreadCarrier
 from recollect.errors import BudgetWarning, FreedValueError, MutatedValueError, OffloadError
 from recollect.measuring.meter import measure_peak
 from recollect.plans.plan import Plan
 from recollect.plans.trip import Trip
+from slow_copies import SlowCarrier
 from tiers import long_but
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="counts mappings as Linux lists them")
@@ -179,7 +178,7 @@ def test_host_memory_that_cannot_be_had_is_an_error(
 def test_memory_that_no_accelerator_can_be_told_of_is_an_error() -> None:
     """Without an accelerator there is none; with one there is not so much."""
     with pytest.raises(OffloadError, match="cannot be pinned .*; lower host_budget, raise the limit of locked memory"):
-        AcceleratorStreams().host_memory(1 << 60)
+        StreamCarrier().host_memory(1 << 60)
 
 
 def test_devices_without_a_carrier_are_an_error() -> None:
@@ -194,9 +193,7 @@ def test_another_accelerator_than_cuda_has_its_streams() -> None:
     code = """
 import torch
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
-from recollect.engine.offload.carriers import carrier_for
-from recollect.engine.offload.host import Host
-from recollect.engine.offload.streams import StreamCarrier
+from recollect.engine.offload.carriers import Host, StreamCarrier, carrier_for
 from recollect.errors import OffloadError
 _setup_privateuseone_for_python_backend("pretend")
 assert isinstance(carrier_for(torch.device("pretend:0")), StreamCarrier)
@@ -237,7 +234,7 @@ def test_the_peak_does_not_depend_on_how_fast_copies_are() -> None:
     peaks = {}
     # Some 10 MB go out and come back: in 0.01 s, 0.1 s and 1 s.
     for rate in (1e9, 1e8, 1e7):
-        with carried_by(lambda: ThreadCarrier(rate, rate)), recollect.apply(trial.model, plan):  # noqa: B023
+        with carried_by(lambda: SlowCarrier(rate, rate)), recollect.apply(trial.model, plan):  # noqa: B023
             trial.check()
             begin = time.perf_counter()
             peaks[rate] = measure_peak(trial.step, device="cpu").peak_growth_bytes

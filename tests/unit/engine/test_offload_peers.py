@@ -19,11 +19,12 @@ import recollect
 from blocks import Stack
 from gradients import assert_same_gradients, gradients
 from offload_programs import carried_by, offload_of, plan_that_offloads, random_plan, seen_names
+from recollect.engine.offload.carriers import ThreadCarrier
 from recollect.engine.offload.pool import Slot
-from recollect.engine.offload.threads import ThreadCarrier
 from recollect.measuring.meter import storage_bytes
 from recollect.plans.plan import Plan
 from recollect.plans.trip import Trip
+from slow_copies import SlowCarrier
 
 ROWS, WIDTH = 32, 16
 # A step copies some 100 KB each way.
@@ -53,7 +54,7 @@ def test_the_first_step_waits_for_copies_out_before_copies_back(trial: Trial) ->
     """Megatron-LM#7398: wrong gradients in the step in which nothing was known yet."""
     plain = trial.gradients(trial.data)
     plan = plan_that_offloads(trial.names, Trip(4, 3))
-    with carried_by(lambda: ThreadCarrier(SLOW, None)), recollect.apply(trial.model, plan):
+    with carried_by(lambda: SlowCarrier(SLOW, None)), recollect.apply(trial.model, plan):
         assert all(map(torch.equal, plain, trial.gradients(trial.data)))
 
 
@@ -69,7 +70,7 @@ def test_a_slot_is_not_written_to_while_it_is_read(trial: Trial) -> None:
 
     handle = trial.model.blocks[-1].register_full_backward_hook(run_another)
     with (
-        carried_by(lambda: ThreadCarrier(None, SLOW)),
+        carried_by(lambda: SlowCarrier(None, SLOW)),
         recollect.apply(trial.model, plan_that_offloads(trial.names, Trip(1, 4))),
     ):
         assert all(map(torch.equal, plain, trial.gradients(trial.data)))

@@ -17,7 +17,7 @@ from clocked_streams import ClockedCarrier, ClockedStream
 from gradients import assert_same_gradients, gradients
 from offload_programs import carried_by, plain_step, program, random_plan, seen_names
 from recollect.engine.offload import pool
-from recollect.engine.offload.host import Host
+from recollect.engine.offload.carriers import Host
 from recollect.engine.offload.offloaded import Offloaded
 from recollect.engine.values import laid_out
 from recollect.errors import MutatedValueError
@@ -93,26 +93,26 @@ def test_trips_are_without_races(seed: int) -> None:
 class CarrierThatBeginsAtOnce(ClockedCarrier):
     """Copies of one direction do not wait for what computes."""
 
-    direction = ""
+    goes_out = True
 
-    def _copy(self, direction: str, *args: Any) -> Any:
-        if direction != self.direction:
-            return super()._copy(direction, *args)
+    def begin(self, *args: Any, is_out: bool) -> Any:
+        if is_out is not self.goes_out:
+            return super().begin(*args, is_out=is_out)
         streams: Any = self.streams
         idle = ClockedStream(streams)
         streams.current = lambda device: idle
         try:
-            return super()._copy(direction, *args)
+            return super().begin(*args, is_out=is_out)
         finally:
             del streams.current
 
 
 class Out(CarrierThatBeginsAtOnce):
-    direction = "out"
+    pass
 
 
 class Back(CarrierThatBeginsAtOnce):
-    direction = "back"
+    goes_out = False
 
 
 class LeavesAtOnce(Offloaded):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from recollect.engine.op_mode import OpMode
+from recollect.engine.facts import OpMode
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 

@@ -16,9 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import recollect
 from recollect import _torch_memory
 from recollect.checkpointing.checkpoint import checkpoint
-from recollect.engine import self_check, settings
+from recollect.engine import opcall, self_check
+from recollect.engine.opcall import Settings, current_settings
 from recollect.engine.self_check import Hook, SwitchedOff, hooks, switched_off
-from recollect.engine.settings import Settings, current_settings
 from recollect.errors import ConfigError, MeterError, RecordError, TorchVersionWarning
 
 ROWS = torch.randn(4, 8)
@@ -154,12 +154,12 @@ def test_a_switch_that_cannot_be_set_back_is_named(monkeypatch: pytest.MonkeyPat
     now = current_settings()
     then = Settings((*now.values[:2], not now.values[2], *now.values[3:]), now.modes)
     monkeypatch.setattr(
-        settings,
+        opcall,
         "_SWITCHES",
         [
-            *settings._SWITCHES[:2],
+            *opcall._SWITCHES[:2],
             (torch.are_deterministic_algorithms_enabled, lambda is_on: None),
-            *settings._SWITCHES[3:],
+            *opcall._SWITCHES[3:],
         ],
     )
     message = (

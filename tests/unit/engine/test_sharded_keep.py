@@ -10,9 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from recollect._torch_parallel import fake_process_group
-from recollect.engine import sharded_keep
-from recollect.engine.agreement import Agreement
-from recollect.engine.sharded_keep import Shards
+from recollect.engine import together
+from recollect.engine.together import Agreement, Shards
 from recollect.errors import PlanError
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="needs PyTorch with torch.distributed")
@@ -52,13 +51,13 @@ def gathers(others: Callable[[Tensor], Tensor]) -> Callable[[Tensor, int, str], 
 
 
 def test_a_value_that_another_rank_has_otherwise_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sharded_keep, "gathered", gathers(lambda own: own + 1))
+    monkeypatch.setattr(together, "gathered", gathers(lambda own: own + 1))
     with fake_process_group(0, RANKS), pytest.raises(PlanError) as caught:
         part_of(torch.ones(6))
     assert "cannot hold 'mm' of unit 'layers.0' as parts: it is not the same on the 3 ranks" in str(caught.value)
 
 
 def test_a_value_that_all_ranks_have_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sharded_keep, "gathered", gathers(lambda own: own))
+    monkeypatch.setattr(together, "gathered", gathers(lambda own: own))
     with fake_process_group(0, RANKS):
         assert torch.equal(part_of(torch.ones(6)).view(torch.float32), torch.ones(2))

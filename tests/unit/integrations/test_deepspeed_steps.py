@@ -11,7 +11,7 @@ from torch import nn
 
 from recollect._torch_parallel import fake_process_group
 from recollect.integrations.deepspeed.engine import AttachedEngine
-from recollect.integrations.deepspeed.json_file import BudgetSection
+from recollect.integrations.deepspeed.section import BudgetSection
 from recollect.integrations.trainers import say_nothing
 
 

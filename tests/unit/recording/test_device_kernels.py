@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import recollect
-from recollect.checkpointing.policy_plan import policy_plan
+from recollect.checkpointing.op_policy import policy_plan
 from recollect.costs.hardware_table import find_hardware
 from recollect.costs.links import cluster_of
 from recollect.lab.models.architectures import llama_config

@@ -11,7 +11,7 @@ from torch import nn
 
 from recollect.attaching.placement import excess_of
 from recollect.engine.content import has_same_bits
-from recollect.engine.policy import LeanPlan
+from recollect.engine.policy import DropAll
 from recollect.plans.action import Action
 from recollect.plans.unit_plan import UnitPlan
 from recollect.profile.events import ALLOC, BACKWARD, DIES, FORWARD, FREE, OP, PHASE, RETURN, SAVE, StepLog
@@ -22,7 +22,7 @@ from recollect.recording.unit_samples import Excerpt, UnitSamples
 
 
 def test_a_lean_plan_keeps_what_the_plan_names_and_drops_what_it_does_not() -> None:
-    policy = LeanPlan({"a": UnitPlan({"h": "keep", "up": "recompute"}, output="recompute")})
+    policy = DropAll(but={"a": UnitPlan({"h": "keep", "up": "recompute"}, output="recompute")})
     assert [policy.action("a", name) for name in ("h", "up", "new")] == [
         Action.KEEP,
         Action.RECOMPUTE,

@@ -1,4 +1,4 @@
-"""Defines what carries copies between a device and host memory; there is one kind for each kind of device.
+"""Host memory beside a device, and what carries copies between them: threads on the CPU, streams on accelerators.
 
 Whoever computes and the two engines that copy run beside each other. Who waits for whom:
 
@@ -17,39 +17,195 @@ copies are.
 
 from __future__ import annotations
 
+import ctypes
+import mmap
+import os
+import tempfile
+import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any, NamedTuple
 
 import torch
 
-from recollect.engine.offload.pool import Slot
-from recollect.engine.offload.streams import AcceleratorStreams, StreamCarrier
-from recollect.engine.offload.threads import ThreadCarrier
+from recollect.engine.offload.pool import HostPool, Slot
 from recollect.errors import OffloadError
+from recollect.measuring.host_memory import mapped_file
 
 
-class Carrier(Protocol):
+class Carrier:
     """Copies bytes between a device and host memory; a copy under way is told by a ticket."""
 
     def host_memory(self, nbytes: int) -> torch.Tensor:
         """Return a stretch of host memory, as bytes.
 
         Raises:
-            OffloadError: there is not so much of it.
+            OffloadError: there is not so much of it, or it cannot be used.
         """
-        ...
+        raise NotImplementedError
 
     def copy_out(self, source: torch.Tensor, slot: Slot) -> Any:
         """Begin to copy bytes to a slot, after what computes them and after the slot's copies; return a ticket."""
-        ...
+        return self.begin(slot.memory, source, slot.copies, is_out=True)
 
     def copy_back(self, slot: Slot, target: torch.Tensor) -> Any:
         """Begin to copy a slot to bytes that were just allocated, after the slot's copies; return a ticket."""
-        ...
+        return self.begin(target, slot.memory, slot.copies, is_out=False)
+
+    def begin(self, target: torch.Tensor, source: torch.Tensor, after: list[Any], *, is_out: bool) -> Any:
+        """Begin to copy bytes, after the copies of some tickets; return a ticket."""
+        raise NotImplementedError
 
     def wait(self, ticket: Any) -> None:
         """Have what computes wait for a copy; raise what went wrong with it."""
-        ...
+        raise NotImplementedError
+
+
+class ThreadCarrier(Carrier):
+    """Copies on the CPU, with one thread for each direction, from and to a mapped file; the threads end with it."""
+
+    def __init__(self) -> None:
+        self._out = ThreadPoolExecutor(1, "recollect copies out")
+        self._back = ThreadPoolExecutor(1, "recollect copies back")
+
+    def host_memory(self, nbytes: int) -> torch.Tensor:
+        """Return a stretch of a mapped file, for which there is room."""
+        try:
+            return mapped_file(nbytes)
+        except OSError as error:
+            raise OffloadError(
+                reason=f"a file of {nbytes} bytes in {tempfile.gettempdir()} cannot be had ({error}); set TMPDIR to a folder "
+                "with more room, or lower host_budget"
+            ) from None
+
+    def begin(
+        self, target: torch.Tensor, source: torch.Tensor, after: list[Future[None]], *, is_out: bool
+    ) -> Future[None]:
+        """Begin to copy in a thread: an op that computes bytes has run."""
+        # Threads get addresses, not tensors: memory is then freed by whoever computes, where it is counted. It is not before
+        # the copy is over (rules 6 and 7).
+        thread = self._out if is_out else self._back
+        return thread.submit(_copy, target.data_ptr(), source.data_ptr(), len(source), after)
+
+    def wait(self, ticket: Future[None]) -> None:
+        """Wait for a copy."""
+        ticket.result()
+
+
+def _copy(target: int, source: int, nbytes: int, after: list[Future[None]]) -> None:
+    # Who needs them is told if they fail.
+    wait(after)
+    ctypes.memmove(target, source, nbytes)
+
+
+# All contexts of the process may copy from and to it: `cudaHostRegisterPortable`.
+_PORTABLE = 1
+
+
+class Ticket(NamedTuple):
+    """A copy under way: an event at its end, and the stream that was the current one when it was asked for."""
+
+    end: Any
+    home: Any
+    device: torch.device
+
+
+class StreamCarrier(Carrier):
+    """Copies on accelerators, with one stream for each direction, from and to host memory that is made ready once.
+
+    Nothing here waits on the host, and nothing asks whether a copy is over. Memory of the device belongs to the stream that was
+    the current one when it was allocated, and is used again there: so that stream, too, waits for copies (rules 2, 6 and 7).
+    Streams are those of PyTorch's accelerator, unless a subclass has others.
+
+    Limitations: it has never run on a device but PyTorch's pretend one (OpenReg). Tests run it on the CPU, with streams that
+    check who has waited for whom. Which node of the host's memory (NUMA) is near the device, is not looked at.
+    """
+
+    def __init__(self) -> None:
+        self._lanes: dict[tuple[bool, torch.device], Any] = {}
+
+    def current(self, device: torch.device) -> torch.Stream:
+        """Return the stream that computes now."""
+        return torch.accelerator.current_stream(device)
+
+    def new(self, device: torch.device) -> torch.Stream:
+        """Return a stream for copies."""
+        return torch.Stream(device)
+
+    def copy(self, stream: torch.Stream, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy in a stream."""
+        with stream:
+            target.copy_(source, non_blocking=True)
+
+    def host_memory(self, nbytes: int) -> torch.Tensor:
+        """Return a stretch of memory of the host: on CUDA registered, elsewhere pinned by PyTorch, in powers of two."""
+        try:
+            if torch.cuda.is_available() and hasattr(mmap, "MADV_DONTFORK"):
+                return torch.frombuffer(_Registered(nbytes), dtype=torch.uint8)
+            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        except (OSError, RuntimeError) as error:
+            raise OffloadError(
+                reason=f"{nbytes} bytes of the host's memory cannot be pinned ({error}); lower host_budget, raise the limit of "
+                "locked memory (`ulimit -l`), or under WSL 2 and in a container the memory that it may use"
+            ) from None
+
+    def begin(self, target: torch.Tensor, source: torch.Tensor, after: list[Ticket], *, is_out: bool) -> Ticket:
+        """Begin to copy in a stream, after what the stream that computes now has to do, and after other copies."""
+        device = source.device if is_out else target.device
+        home = self.current(device)
+        lane = self._lanes.get((is_out, device))
+        if lane is None:
+            lane = self._lanes[is_out, device] = self.new(device)
+        lane.wait_event(home.record_event())
+        for ticket in after:
+            lane.wait_event(ticket.end)
+        self.copy(lane, target, source)
+        return Ticket(lane.record_event(), home, device)
+
+    def wait(self, ticket: Ticket) -> None:
+        """Have the stream that computes now wait for a copy, and the one whose memory it reads or writes."""
+        here = self.current(ticket.device)
+        here.wait_event(ticket.end)
+        if here != ticket.home:
+            ticket.home.wait_event(ticket.end)
+
+
+class _Registered(mmap.mmap):
+    """Memory that CUDA devices copy from and to by themselves, for as long as this lives.
+
+    Raises:
+        OSError: there is not so much memory.
+        RuntimeError: the driver will not have it.
+    """
+
+    def __new__(cls, nbytes: int) -> _Registered:
+        made = super().__new__(cls, -1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        # A child would share its pages, and the first write would give this process others than the device knows.
+        made.madvise(mmap.MADV_DONTFORK)
+        made._address = torch.frombuffer(made, dtype=torch.uint8).data_ptr()
+        error = int(torch.cuda.cudart().cudaHostRegister(made._address, nbytes, _PORTABLE))
+        if error:
+            _forget_last_error()
+            raise RuntimeError(f"cudaHostRegister: error {error}")
+        made._process = os.getpid()
+        return made
+
+    _address: int
+    _process = -1
+
+    def __del__(self) -> None:
+        if self._process == os.getpid():
+            # Copies may still run that nobody needs. This is not within a step.
+            torch.cuda.synchronize()
+            torch.cuda.cudart().cudaHostUnregister(self._address)
+
+
+def _forget_last_error() -> None:
+    """Have the runtime report its last error now, which it would report to whoever launches the next kernel."""
+    try:
+        torch.ones(1, device="cuda").add_(1)
+    except RuntimeError:
+        pass
 
 
 CARRIERS: dict[str, Callable[[], Carrier]] = {"cpu": ThreadCarrier}
@@ -66,6 +222,38 @@ def carrier_for(device: torch.device) -> Carrier:
     if device.type in CARRIERS:
         return CARRIERS[device.type]()
     if accelerator is not None and device.type == accelerator.type:
-        return StreamCarrier(AcceleratorStreams())
+        return StreamCarrier()
     expected = f"{', '.join(CARRIERS)}, or PyTorch's accelerator, which is {accelerator}"
     raise OffloadError(reason=f"values on {device} cannot be copied; expected {expected}")
+
+
+class Host:
+    """Host memory beside a device.
+
+    Args:
+        device: where values are computed.
+        most_bytes: the host memory that they need; None if nobody knows.
+
+    Attributes:
+        device: where values are computed.
+        carrier: copies them.
+        pool: host memory.
+        num_missed: values that were asked for, or written to, at another moment than the plan says.
+        stalled_s: seconds that whoever computes has waited for copies, on the CPU.
+
+    Raises:
+        OffloadError: there is not so much host memory, or nothing copies from the device.
+    """
+
+    def __init__(self, device: torch.device, most_bytes: int | None) -> None:
+        self.device = device
+        self.carrier = carrier_for(device)
+        self.pool = HostPool(self.carrier.host_memory, most_bytes)
+        self.num_missed = 0
+        self.stalled_s = 0.0
+
+    def wait(self, ticket: Any) -> None:
+        """Have what computes wait for a copy."""
+        begin = time.perf_counter()
+        self.carrier.wait(ticket)
+        self.stalled_s += time.perf_counter() - begin

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from recollect._torch_private import current_backward, is_fake_tensor, keeps_graph
-from recollect.engine.offload.host import Host
+from recollect.engine.offload.carriers import Host
 from recollect.engine.offload.offloaded import Offloaded
 from recollect.engine.subclasses import strided_tensors
 from recollect.errors import BudgetWarning
@@ -211,10 +211,11 @@ class Flight:
                 self._begin_again()
             self._backward, self._may_repeat = backward, keeps_graph()
             self.has_turned = True
-        reached = self._come_to()
-        if reached != self._reached:
-            self._reached = reached
-            self.timetable.backward(reached)
+        while self._last > 0 and not self._waiting[self._last]:
+            self._last -= 1
+        if self._last != self._reached:
+            self._reached = self._last
+            self.timetable.backward(self._last)
         if used != backward:
             self._waiting[call] -= 1
         return backward
@@ -233,11 +234,6 @@ class Flight:
             self.timetable.end()
         except Exception:  # noqa: S110
             pass  # Python is about to end.
-
-    def _come_to(self) -> int:
-        while self._last > 0 and not self._waiting[self._last]:
-            self._last -= 1
-        return self._last
 
     def _begin_again(self) -> None:
         """Begin another backward over a graph that the last one kept."""

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from recollect._torch_private import disable_torch_dispatch, keeps_graph
-from recollect.engine.offload.host import Host
+from recollect.engine.offload.carriers import Host
 from recollect.engine.offload.pool import Slot
 from recollect.engine.streams import read_here, stream_of
 from recollect.engine.values import Layout, bytes_of, laid_out, layout_of, record_of

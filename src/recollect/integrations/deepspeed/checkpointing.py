@@ -25,8 +25,7 @@ from typing import Any
 
 from recollect.checkpointing.checkpoint import checkpoint as checkpoint_on_tape
 from recollect.errors import ConfigError
-from recollect.integrations.deepspeed.json_file import read_config
-from recollect.integrations.deepspeed.section import ActivationCheckpointing
+from recollect.integrations.deepspeed.section import ActivationCheckpointing, read_config
 
 __all__ = ["checkpoint", "configure", "is_configured", "non_reentrant_checkpoint", "reset"]
 

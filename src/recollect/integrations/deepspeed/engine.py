@@ -28,8 +28,7 @@ from recollect.engine.policy import DropAll
 from recollect.errors import AlreadyAppliedError, ConfigError, NotYetError
 from recollect.extras import needed
 from recollect.integrations.deepspeed import checkpointing
-from recollect.integrations.deepspeed.json_file import BudgetSection, read_config
-from recollect.integrations.deepspeed.section import ActivationCheckpointing
+from recollect.integrations.deepspeed.section import ActivationCheckpointing, BudgetSection, read_config
 from recollect.integrations.trainers import check_version, say_nothing
 from recollect.measuring.device_memory import memory_bytes
 from recollect.quantities import check_budget

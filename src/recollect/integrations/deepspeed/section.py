@@ -1,6 +1,8 @@
-"""Turn DeepSpeed's section `activation_checkpointing` into a plan.
+"""Read DeepSpeed's configuration: recollect's own section in it, and `activation_checkpointing`, which turns into a plan.
 
-In DeepSpeed the section does not say what to recompute: it configures `deepspeed.checkpointing.checkpoint`, which a model
+{"train_batch_size": 32, "zero_optimization": {"stage": 2}, "recollect": {"memory_budget": "22GiB"}}
+
+In DeepSpeed the latter does not say what to recompute: it configures `deepspeed.checkpointing.checkpoint`, which a model
 calls on what it wants recomputed, usually each layer. So the section means: each layer, or every few layers
 (`activation_checkpoint_interval` of its pipelines). Hugging Face's models do not call that function, so in DeepSpeed the
 section does not affect them.
@@ -19,11 +21,15 @@ Read in DeepSpeed master at edaa7221 (`runtime/activation_checkpointing`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import base64
+import importlib
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from recollect.errors import ConfigError, ConfigWarning, NotYetError
+from recollect.extras import needed
 from recollect.integrations.megatron.compile import megatron_plan
 from recollect.integrations.megatron.rule import did_you_mean
 from recollect.integrations.megatron.rules import RecomputeConfig
@@ -31,10 +37,118 @@ from recollect.plans.plan import Plan
 from recollect.profile.profile import Profile
 from recollect.warning import warn_user
 
+if TYPE_CHECKING:
+    from recollect.attaching.attached import OnLarger
+
+_SECTION = "recollect"
 _NEEDS = {
     "partition_activations": "kept values that are split among the ranks of tensor parallelism",
     "cpu_checkpointing": "values that are copied to host memory and back",
 }
+
+
+def read_config(given: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the configuration among the arguments of `deepspeed.initialize`, read as DeepSpeed reads it.
+
+    Args:
+        given: the arguments by name.
+
+    Returns:
+        An empty one if there is none, or none that can be read: DeepSpeed says so.
+    """
+    config = given.get("config") or given.get("config_params") or getattr(given.get("args"), "deepspeed_config", None)
+    if isinstance(config, Mapping):
+        return config
+    if not isinstance(config, str):
+        return {}
+    # JSON with comments, by the parser that DeepSpeed brings.
+    with needed("deepspeed", by=f"a configuration in a file, {config},"):
+        hjson = importlib.import_module("hjson")
+    try:
+        path = Path(config)
+        text = path.read_text(encoding="utf-8") if path.is_file() else base64.urlsafe_b64decode(config).decode()
+        found = hjson.loads(text)
+    except (ValueError, OSError):
+        return {}
+    return found if isinstance(found, Mapping) else {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class BudgetSection:
+    """The section "recollect" of a configuration.
+
+    Attributes:
+        memory_budget: as of `initialize`; None is the default.
+        on_larger: what to do at a step that no plan was made for.
+        units: module paths of the layers to plan; None where they are found.
+    """
+
+    memory_budget: int | str | None = None
+    on_larger: OnLarger = "replan"
+    units: list[str] | None = None
+
+    def __post_init__(self) -> None:
+        if self.on_larger not in ("replan", "warn", "raise"):
+            raise ConfigError(
+                settings={"on_larger": self.on_larger},
+                reason="no such value",
+                advice="Choose from replan, warn, raise.",
+            )
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> BudgetSection:
+        """Read the section; all defaults if there is none.
+
+        Raises:
+            ConfigError: a setting that there is not, or an invalid value.
+
+        Example:
+            >>> BudgetSection.of({"train_batch_size": 8, "recollect": {"memory_budget": "22GiB"}}).budget
+            '22GiB'
+        """
+        section = config.get(_SECTION, {})
+        if not isinstance(section, Mapping):
+            raise ConfigError(
+                settings={_SECTION: section},
+                reason="no section",
+                advice=f'Write {{"{_SECTION}": {{"memory_budget": "22GiB"}}}}.',
+            )
+        _check_names(cls, section, f"{_SECTION}.")
+        return cls(**section)
+
+    def with_arguments(
+        self, memory_budget: int | str | None, on_larger: OnLarger | None, units: Iterable[str] | None
+    ) -> BudgetSection:
+        """Return the section with arguments of `initialize` in it.
+
+        Raises:
+            ConfigError: something is said in both places, and not the same.
+        """
+        given = {
+            "memory_budget": memory_budget,
+            "on_larger": on_larger,
+            "units": None if units is None else list(units),
+        }
+        defaults = BudgetSection()
+        merged: dict[str, Any] = {}
+        for name, argument in given.items():
+            own = getattr(self, name)
+            is_said = own != getattr(defaults, name)
+            if argument is not None and is_said and argument != own:
+                raise ConfigError(
+                    settings={f"{_SECTION}.{name}": own, name: argument},
+                    reason="the configuration and the argument say different things",
+                    advice="Drop one of them.",
+                )
+            merged[name] = own if argument is None else argument
+        return BudgetSection(**merged)
+
+    @property
+    def budget(self) -> int | str:
+        """The budget, or the default one."""
+        from recollect.fitting import DEFAULT_BUDGET  # imports torch
+
+        return DEFAULT_BUDGET if self.memory_budget is None else self.memory_budget
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,12 +223,20 @@ class ActivationCheckpointing:
         section = config.get("activation_checkpointing")
         if section is None:
             return None
-        known = [field.name for field in fields(cls)]
-        for name in section:
-            if name not in known:
-                advice = f"{did_you_mean(name, known)}Choose from {', '.join(known)}."
-                raise ConfigError(settings={name: section[name]}, reason="there is no such setting", advice=advice)
+        _check_names(cls, section)
         return cls(**section)
+
+
+def _check_names(
+    kind: type[BudgetSection | ActivationCheckpointing], section: Mapping[str, Any], prefix: str = ""
+) -> None:
+    known = [field.name for field in fields(kind)]
+    for name in section:
+        if name not in known:
+            advice = f"{did_you_mean(name, known)}Choose from {', '.join(known)}."
+            raise ConfigError(
+                settings={f"{prefix}{name}": section[name]}, reason="there is no such setting", advice=advice
+            )
 
 
 def _warn(setting: str, reason: str) -> None:

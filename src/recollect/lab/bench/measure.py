@@ -2,29 +2,149 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor, nn
 
 import recollect
 from recollect.byte_format import format_bytes
+from recollect.costs.op_work import flops_of
+from recollect.engine.facts import OpMode
 from recollect.engine.placed_forward import Applied
 from recollect.errors import BenchError, BudgetTooSmallError
 from recollect.integrations.megatron import megatron_plan
 from recollect.lab.bench.race import Contestant, Race, percentile
 from recollect.lab.bench.results import Row
 from recollect.lab.bench.settings import Setting
-from recollect.lab.bench.subject import Subject
+from recollect.lab.train.optimizer_step import resident_bytes
+from recollect.measuring.device_memory import empty_cache
+from recollect.measuring.meter import PeakMeasurement, measure_peak, storage_bytes
+from recollect.measuring.timing import timed
 from recollect.planning.choose import Planner
+from recollect.profile.profile import Profile
+from recollect.recording.model_step import run_forward
 
 if TYPE_CHECKING:
     from recollect.plans.plan import Plan
 
 # PyTorch's CPU allocator raises a plain RuntimeError with this text.
 _CPU_ALLOCATOR = "can't allocate memory"
+
+
+class FlopCount(OpMode):
+    """Count FLOPs while active; PyTorch's `FlopCounterMode` misses attention on the CPU and counts causal attention as full.
+
+    The FLOPs of compiled parts are not counted: they run compiled, as in training.
+
+    Attributes:
+        flops: FLOPs of all ops so far.
+
+    Example:
+        >>> import torch
+        >>> with FlopCount() as count:
+        ...     product = torch.ones(2, 3) @ torch.ones(3, 5)
+        >>> count.flops
+        60.0
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flops = 0.0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an op and count it."""
+        output = func(*args, **(kwargs or {}))
+        self.flops += flops_of(func, args, kwargs or {}, output)
+        return output
+
+
+@dataclass(eq=False, kw_only=True)
+class Subject:
+    """A model and its training step, run with whatever plan is applied to the model.
+
+    Attributes:
+        model: the model, in training mode, on its device.
+        optimizer: over the model's parameters.
+        batch: one micro-batch, as keywords of the model; all micro-batches of a step are the same.
+        num_microbatches: micro-batches per step.
+        num_tokens: tokens per micro-batch.
+        device: the model's device.
+    """
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    batch: dict[str, Tensor]
+    num_microbatches: int
+    num_tokens: int
+    device: torch.device
+
+    def step(self) -> None:
+        """Run one step; gradients are None before and after."""
+        for _ in range(self.num_microbatches):
+            loss = run_forward(self.model, self.batch, None)[1] / self.num_microbatches
+            loss.backward()
+            del loss
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def seconds(self) -> float:
+        """Run one step and time it."""
+        gc.collect()
+        return timed(self.step, self.device)[1]
+
+    def peak(self) -> PeakMeasurement[None]:
+        """Run one step and measure its peak, including parameters, optimizer state and batch."""
+        baseline_bytes = None  # CUDA's allocator counts everything
+        empty_cache(self.device)
+        if self.device.type != "cuda":
+            baseline_bytes = resident_bytes(self.model, self.optimizer) + storage_bytes(self.batch.values())
+        return measure_peak(self.step, device=self.device, baseline_bytes=baseline_bytes)
+
+    def hardware_flops(self) -> float:
+        """Run one step and count the FLOPs of its matrix products."""
+        with (count := FlopCount()):
+            self.step()
+        return count.flops
+
+    @torch.no_grad()
+    def forward_flops(self) -> float:
+        """Run a forward without gradients and return the FLOPs of all forwards of a step."""
+        with (count := FlopCount()):
+            self.model(**self.batch)
+        return count.flops * self.num_microbatches
+
+    def record(self) -> Profile:
+        """Record the step for the planner."""
+        return recollect.record(
+            self.model,
+            self.batch,
+            optimizer=self.optimizer,
+            holds_output=False,
+            gradients="accumulated" if self.num_microbatches > 1 else "freed",
+        )
+
+    def clean_up(self) -> None:
+        """Free what a step that ran out of memory left behind."""
+        self.optimizer.zero_grad(set_to_none=True)
+        gc.collect()
+        empty_cache(self.device)
+
+    def describe(self) -> dict[str, Any]:
+        """Describe the step, apart from the model's dimensions and the machine."""
+        parameter = next(self.model.parameters())
+        return {
+            "dtype": str(parameter.dtype).removeprefix("torch."),
+            "micro_batch": ", ".join(f"{name} {list(t.shape)}" for name, t in self.batch.items()),
+            "num_microbatches": self.num_microbatches,
+            "optimizer": type(self.optimizer).__name__,
+        }
 
 
 class SwitchablePlan:
@@ -59,15 +179,6 @@ class SwitchablePlan:
             self._suspension.enter_context(self._applied.suspended())
 
 
-@dataclass(frozen=True)
-class Measured:
-    """A row for each setting, the name of the setting that slowdowns refer to, and the number of rounds."""
-
-    rows: tuple[Row, ...]
-    reference: str
-    rounds: int
-
-
 @dataclass(eq=False, kw_only=True)
 class _Entry(Contestant):
     """One setting, with its plan applied to the model; None for no recompute."""
@@ -88,7 +199,7 @@ def measure(
     rounds: int,
     memory_limit_bytes: int | None,
     report: Callable[[str], None],
-) -> Measured:
+) -> tuple[tuple[Row, ...], str, int]:
     """Measure settings; running out of memory is a result, and the remaining settings continue.
 
     Args:
@@ -98,6 +209,9 @@ def measure(
         rounds: rounds of timed steps.
         memory_limit_bytes: peaks above this count as out of memory; settings predicted to exceed it do not run.
         report: receives progress messages.
+
+    Returns:
+        A row for each setting, the name of the setting that slowdowns refer to, and the number of rounds.
 
     Raises:
         BenchError: recording, which recomputes everything it can, ran out of memory.
@@ -168,11 +282,11 @@ class _Session:
         if self._is_above_limit(peak.peak_bytes):
             entry.row = replace(entry.row, result="OOM", note="measured above the limit")
 
-    def race(self, entries: Sequence[_Entry], rounds: int) -> Measured:
+    def race(self, entries: Sequence[_Entry], rounds: int) -> tuple[tuple[Row, ...], str, int]:
         """Time the settings that fit, in turns, each next to the first of them."""
         running = [entry for entry in entries if not entry.row.is_oom]
         if not running:
-            return Measured(tuple(entry.row for entry in entries), entries[0].name, 0)
+            return tuple(entry.row for entry in entries), entries[0].name, 0
         for entry in running:
             entry.seconds.clear()
             entry.ratios.clear()
@@ -189,7 +303,7 @@ class _Session:
         if others:
             first.seconds = race.reference_s
             first.ratios = {(0, 0): 1.0}
-        return Measured(tuple(_timed(entry) for entry in entries), first.name, race.num_rounds)
+        return tuple(_timed(entry) for entry in entries), first.name, race.num_rounds
 
     def _plan(self, setting: Setting) -> Plan | None:
         """Return a setting's plan; None for no recompute."""

@@ -2,7 +2,7 @@
 
 A product of [m, k] and [k, n] takes 2mkn FLOPs, and training runs three for each product of forward: one in forward, and one
 for the gradient of each factor. Not counted are recompute (neither in plans nor inside attention kernels; hardware FLOPs count
-it, see `recollect.lab.bench.subject`), norms, activations and the optimizer.
+it, see `recollect.lab.bench.measure`), norms, activations and the optimizer.
 
 References:
     D. Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", SC 2021, appendix.

@@ -7,18 +7,62 @@ NOTE [ Rules of a race ]
 4. Reference cycles are collected before each timed step, so that no step pays for the previous one. Within a step the garbage
    collector runs as in training.
 5. Results are medians of these ratios over rounds, with the 20th and 80th percentile.
+
+The machine is named here, and its allocator and Python's garbage collector are kept out of measured times. Imports no torch.
 """
 
 from __future__ import annotations
 
+import ctypes
+import gc
+import os
+import platform
 import random
 import statistics
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from recollect.lab.bench.machine import few_objects
+from recollect.costs.hardware_table import processor_model
+
+# Constants from glibc's <malloc.h>.
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_MAX = -4
+
+
+def processor_name() -> str:
+    """Name the processor and how many of its cores this process may use."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return f"{processor_model()}, {cores} cores"
+
+
+def keep_freed_memory() -> bool:
+    """Make glibc keep freed memory, and return whether that was possible.
+
+    By default glibc returns the memory of each large tensor to the kernel, and the next tensor faults it in again, zeroed.
+    Measured times would then contain page faults, and more of them the more often a step allocates.
+    """
+    if not sys.platform.startswith("linux") or platform.libc_ver()[0] != "glibc":
+        return False
+    mallopt = ctypes.CDLL(None).mallopt
+    return bool(mallopt(_M_TRIM_THRESHOLD, -1)) and bool(mallopt(_M_MMAP_MAX, 0))
+
+
+@contextmanager
+def few_objects() -> Iterator[None]:
+    """Exclude all current objects (PyTorch itself) from garbage collection and from meters in a with-block.
+
+    Otherwise each collection takes longer than a small step. Create tensors whose peak is to be measured inside the block.
+    """
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 @dataclass(eq=False, kw_only=True)

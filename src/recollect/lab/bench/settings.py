@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 from recollect.errors import BenchError
 from recollect.integrations.megatron import RecomputeConfig
+from recollect.integrations.megatron.rule import did_you_mean
 from recollect.quantities import check_budget
 
 _GRANULARITY, _BUDGET = "recompute_granularity", "memory_budget"
@@ -58,10 +58,9 @@ class Setting:
         known = [field.name for field in dataclasses.fields(RecomputeConfig)]
         for name in self.fields:
             if name not in known:
-                close = difflib.get_close_matches(str(name), known, n=1)
-                meant = f" Did you mean {close[0]!r}?" if close else ""
+                meant = did_you_mean(name, known)
                 raise BenchError(
-                    f"setting {self.name!r}: got {name!r}, expected names of Megatron's recompute settings.{meant}"
+                    f"setting {self.name!r}: got {name!r}, expected names of Megatron's recompute settings. {meant}".rstrip()
                 )
         return RecomputeConfig(**self.fields)
 

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from recollect._torch_parallel import fake_process_group
 from recollect.costs.links import Cluster, CollectiveKind
 from recollect.costs.modelled_costs import ModelledCosts, Traffic
-from recollect.engine.sharded_keep import distribute_saved_activations
+from recollect.engine.together import distribute_saved_activations
 from recollect.errors import ConfigError, ConfigWarning
 from recollect.lab.models.config import TransformerConfig
 from recollect.lab.parallel.layout import DeviceLayout, Sharding

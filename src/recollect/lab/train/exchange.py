@@ -161,12 +161,8 @@ class PipelineExchange(RanksExchange):
     Args:
         processes: all of them.
         mesh: which of them share what.
-        rank: the stages of this one.
-        step: runs them.
-
-    Attributes:
-        rank: the stages of this process.
-        step: runs them.
+        rank: the stages of this one; an attribute, too.
+        step: runs them; likewise.
     """
 
     def __init__(self, processes: Processes, mesh: LayoutMesh, rank: PipelineRank, step: PipelineStep) -> None:

@@ -24,12 +24,7 @@ from torch.profiler import ProfilerActivity
 import recollect
 from recollect.lab.train.config import ProfileFlags, TrainConfig
 from recollect.lab.train.files import only_run_in
-from recollect.lab.train.optimizer_step import (
-    learning_rate_at,
-    measure_step,
-    resolve_device,
-    validation_loss,
-)
+from recollect.lab.train.optimizer_step import learning_rate_at, measure_step, resolve_device, validation_loss
 from recollect.lab.train.pipeline_plans import PipelinePlans
 from recollect.lab.train.prepare import prepare
 from recollect.lab.train.processes import Processes, joined_processes, num_processes

@@ -49,10 +49,9 @@ def named_errors(ranks: Ranks) -> Iterator[None]:
         RecordError: another process failed, or has ended.
         Exception: the error of this process itself.
     """
-    key = f"recollect/run/{next(_runs)}"
-    last_words = LastWords(key, ranks)
+    last_words = LastWords(f"recollect/run/{next(_runs)}", ranks)
     try:
-        with peer_watch(key, last_words, ranks):
+        with peer_watch(last_words):
             yield
     except Exception as error:
         own: BaseException = error
@@ -76,6 +75,7 @@ class LastWords:
     """
 
     def __init__(self, key: str, ranks: Ranks) -> None:
+        self.key, self.ranks = key, ranks.ranks
         self._keys = {rank: f"{key}/last words/{rank}" for rank in ranks.ranks}
         self._heard_keys = {rank: f"{key}/heard/{rank}" for rank in ranks.ranks}
         self._alarm_key = f"{key}/alarm"
@@ -92,7 +92,7 @@ class LastWords:
         cause = None
         # The process that holds the store may have ended, or one of the others.
         with suppress(dist.DistError):
-            store.set(self._keys[self._rank], _note(text, is_lost=is_lost))
+            store.set(self._keys[self._rank], json.dumps({"is_lost": is_lost, "text": text}))
             cause = self._hear(store)
             # The store ends with the process that holds it, the first one unless torchrun has it.
             if self._rank == 0:
@@ -102,7 +102,7 @@ class LastWords:
 
     def hear(self, store: Any) -> str | None:
         """Leave a note that this process is still there, unless it has left one, and return what `exchange` does."""
-        store.compare_set(self._keys[self._rank], "", _note("waits for the others", is_lost=True))
+        store.compare_set(self._keys[self._rank], "", json.dumps({"is_lost": True, "text": "waits for the others"}))
         return self._hear(store)
 
     def _hear(self, store: Any) -> str | None:
@@ -132,12 +132,8 @@ class LastWords:
         return None
 
 
-def _note(text: str, *, is_lost: bool) -> str:
-    return json.dumps({"is_lost": is_lost, "text": text})
-
-
 @contextmanager
-def peer_watch(key: str, last_words: LastWords, ranks: Ranks) -> Iterator[None]:
+def peer_watch(last_words: LastWords) -> Iterator[None]:
     """In a with-block, end this process soon after another one of the block has failed or ended, unless it leaves the block.
 
     Over gloo a wait for a process that has failed or ended fails within a moment. On CUDA it does not: the device waits in a
@@ -145,18 +141,16 @@ def peer_watch(key: str, last_words: LastWords, ranks: Ranks) -> Iterator[None]:
     beside it.
 
     Args:
-        key: under which all processes of the block meet at their store.
-        last_words: theirs.
-        ranks: the processes.
+        last_words: of all processes of the block.
     """
-    own, is_over, is_done = dist.get_rank(), threading.Event(), False
-    entered_keys = {rank: f"{key}/entered/{rank}" for rank in ranks.ranks}
+    key, own, is_over, is_done = last_words.key, dist.get_rank(), threading.Event(), False
+    entered_keys = {rank: f"{key}/entered/{rank}" for rank in last_words.ranks}
     # The other one may be waiting, too.
     store = _own_connection()
     if (place := _host()) is not None and store.has_extended_api():
         store.append(f"{key}/processes/{place}", f"{own} {os.getpid()} {_begin(os.getpid())}\n")
     store.set(entered_keys[own], "")
-    thread = threading.Thread(target=_watch, args=(store, key, last_words, is_over), name="peer_watch", daemon=True)
+    thread = threading.Thread(target=_watch, args=(store, last_words, is_over), name="peer_watch", daemon=True)
     thread.start()
     try:
         yield
@@ -173,13 +167,13 @@ def peer_watch(key: str, last_words: LastWords, ranks: Ranks) -> Iterator[None]:
                 meeting_place().wait(list(entered_keys.values()), timedelta(seconds=_LATEST_S))
 
 
-def _watch(store: Any, key: str, last_words: LastWords, is_over: threading.Event) -> None:
+def _watch(store: Any, last_words: LastWords, is_over: threading.Event) -> None:
     text = None
     try:
         while text is None:
             if is_over.wait(_EVERY_S):
                 return
-            if last_words.is_alarm(store) or _has_lost_one(store, key):
+            if last_words.is_alarm(store) or _has_lost_one(store, last_words.key):
                 # Those that ended because they lost another may be heard before that one.
                 text = last_words.hear(store)
     except RuntimeError:

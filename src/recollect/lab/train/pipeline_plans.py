@@ -51,18 +51,6 @@ class PipelinePlans:
     plain_peak_bytes: int
     table: str
 
-    @classmethod
-    def of(cls, made: PipelinePlan, plain_peak_bytes: int) -> PipelinePlans:
-        """Return what a run needs of a pipeline's plan."""
-        return cls(
-            stages=tuple((own,) if isinstance(own, Plan) else tuple(own) for own in made.plans),
-            budget_bytes=made.budget_bytes,
-            predicted_peak_bytes=made.peak_bytes,
-            predicted_slowdown=made.slowdown,
-            plain_peak_bytes=plain_peak_bytes,
-            table=repr(made),
-        )
-
     def to_json(self) -> str:
         """Return them as text, for `load`."""
         stages = [[json.loads(plan.to_json()) for plan in own] for own in self.stages]
@@ -180,9 +168,15 @@ def plan_stages(session: Session) -> PipelinePlans:
         made = fewest_chunks(planned, flags.memory_budget)
     else:
         made = planned(flags.loss_chunks, flags.memory_budget)
-    # With as many chunks as were planned first.
-    plain_peak_bytes = ranks.gather(next(iter(plain_peaks_bytes), 0), Place.PLANNED)[0]
-    return PipelinePlans.of(made, plain_peak_bytes)
+    return PipelinePlans(
+        stages=tuple((own,) if isinstance(own, Plan) else tuple(own) for own in made.plans),
+        budget_bytes=made.budget_bytes,
+        predicted_peak_bytes=made.peak_bytes,
+        predicted_slowdown=made.slowdown,
+        # With as many chunks as were planned first.
+        plain_peak_bytes=ranks.gather(next(iter(plain_peaks_bytes), 0), Place.PLANNED)[0],
+        table=repr(made),
+    )
 
 
 def record_own_stages(

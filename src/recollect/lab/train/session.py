@@ -185,7 +185,10 @@ def open_session(config: TrainConfig, processes: Processes = ONE_PROCESS) -> Ses
         if newest is not None:
             _resume(session, newest, problem)
         elif processes.is_first:
-            _start_folder(session)
+            folder.mkdir(parents=True, exist_ok=True)
+            write_text(folder / "config.json", _config_text(session))
+            for name in _PLAN_FILES:  # left by a start that was killed before its first checkpoint
+                (folder / name).unlink(missing_ok=True)
 
     ranks.together(start, Place.START)
     return session
@@ -209,13 +212,6 @@ def _find_start(config: TrainConfig) -> tuple[Path, Path | None]:
             f"expected a new or empty folder. Add --resume to continue it, or choose another --run-dir."
         )
     return folder, None
-
-
-def _start_folder(session: Session) -> None:
-    session.folder.mkdir(parents=True, exist_ok=True)
-    write_text(session.folder / "config.json", _config_text(session))
-    for name in _PLAN_FILES:  # left by a start that was killed before its first checkpoint
-        (session.folder / name).unlink(missing_ok=True)
 
 
 def _config_text(session: Session) -> str:

@@ -9,7 +9,7 @@ import pytest
 # Page faults of the second of two equal blocks, as the C library hands them out, before and after.
 _FAULTS = """
 import ctypes, resource
-from recollect.lab.bench.machine import keep_freed_memory
+from recollect.lab.bench.race import keep_freed_memory
 
 malloc, free = ctypes.CDLL(None).malloc, ctypes.CDLL(None).free
 malloc.argtypes, malloc.restype, free.argtypes = [ctypes.c_size_t], ctypes.c_void_p, [ctypes.c_void_p]

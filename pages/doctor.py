@@ -1,12 +1,10 @@
-"""The tables of docs/doctor.md, from the rules themselves: `python -m recollect.doctor.table` prints them."""
+"""The tables of docs/doctor.md, from the rules themselves: `python -m pages.doctor` prints them."""
 
 from __future__ import annotations
 
-from recollect.doctor.rule import RULES, TOPICS
-from recollect.integrations.megatron.rules import RULES as CLASHES
+from recollect.doctor.rule import TOPICS
 
-NUM_CLASHES = sum(rule.is_checked for rule in CLASHES)
-NUM_RULES = len(RULES) + NUM_CLASHES
+__all__ = ["rules_table"]
 
 
 def rules_table() -> str:

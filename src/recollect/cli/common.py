@@ -1,13 +1,17 @@
-"""Build the training step that a command records or measures, from its flags."""
+"""What the commands have in common: the training step that they record or measure, from its flags, and their output.
+
+That is tables on the console, and files and pictures that are checked before the work begins.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
 from torch import Tensor, nn
 
 import recollect
@@ -16,23 +20,80 @@ from recollect.errors import RecollectError
 from recollect.extras import needed
 from recollect.lab.models.config import TransformerConfig
 from recollect.lab.models.gpt import GPTModel
+from recollect.lab.train.files import write_text
 from recollect.lab.train.optim_flags import OptimFlags
 from recollect.lab.train.optimizer_step import build_optimizer, resolve_device
+from recollect.pictures.page import require_plotly
+from recollect.pictures.style import require_matplotlib
+from recollect.printing import print_line
 from recollect.profile.profile import Profile
 from recollect.recording.step_recording import Gradients
 
 
-@dataclass(frozen=True, eq=False)
-class BuiltStep:
-    """Model, batch and optimizer of a training step; the batch is passed to the model as keywords."""
-
-    model: nn.Module
-    batch: dict[str, Tensor]
-    optimizer: torch.optim.Optimizer
+def wide_console(console: Console, width: int) -> Console:
+    """Return a console of a given width unless a terminal has its own: in a file, no column has to be broken."""
+    return console if console.is_terminal else Console(width=width, file=console.file)
 
 
-def build_step(flags: ModelStep, device: torch.device, config: TransformerConfig | None = None) -> BuiltStep:
-    """Build the step, with the model in training mode and a batch of equal tokens.
+def describe_step(profile: Profile) -> str:
+    """Return model and batch of a recorded step, and what its times are of, in one line."""
+    times = f"times {'modelled for' if profile.fake else 'measured on'} {profile.device_name}"
+    return f"{profile.model_class}, {profile.batch}; {times}"
+
+
+def check_folder(path: Path, flag: str = "") -> None:
+    """Check that a file can be written, before the work begins whose result it takes.
+
+    Raises:
+        RecollectError: its folder is missing or not writable, or it is a folder itself; names the flag and the file.
+    """
+    problem = ""
+    if not path.parent.is_dir():
+        problem = f"no folder {path.parent}"
+    elif path.is_dir():
+        problem = "Is a directory"
+    elif not os.access(path if path.exists() else path.parent, os.W_OK):
+        problem = "Permission denied"
+    if problem:
+        raise RecollectError(
+            f"{flag} {path}: cannot be written ({problem}), expected a file in a writable folder.".lstrip()
+        )
+
+
+def write_file(path: Path, text: str, console: Console, *, flag: str = "", note: str = "") -> None:
+    """Write a file atomically and say so; `note` is added to the message.
+
+    Raises:
+        RecollectError: the file cannot be written; names the flag and the file.
+    """
+    try:
+        write_text(path, text)
+    except OSError as problem:
+        raise RecollectError(
+            f"{flag} {path}: cannot be written ({problem.strerror}), expected a file in a writable folder.".lstrip()
+        ) from None
+    print_line(console, f"Written to {path}{note}.")
+
+
+def check_pictures(png: Path | None, html: Path | None) -> None:
+    """Check that the requested pictures can be made.
+
+    Raises:
+        RecollectError: a package or the file's folder is missing.
+    """
+    if png is not None:
+        require_matplotlib()
+    if html is not None:
+        require_plotly()
+    for flag, path in (("--png", png), ("--html", html)):
+        if path is not None:
+            check_folder(path, flag)
+
+
+def build_step(
+    flags: ModelStep, device: torch.device, config: TransformerConfig | None = None
+) -> tuple[nn.Module, dict[str, Tensor], torch.optim.Optimizer]:
+    """Build model, batch and optimizer of a step: the model in training mode, a batch of equal tokens, passed as keywords.
 
     Args:
         flags: model, batch and dtype.
@@ -50,7 +111,7 @@ def build_step(flags: ModelStep, device: torch.device, config: TransformerConfig
         model = model.to(torch.bfloat16 if flags.dtype == "bf16" else torch.float32).train()
         tokens = torch.zeros(flags.num_sequences, flags.seq_length, dtype=torch.int64)
     batch = {"tokens" if flags.hf_config is None else "input_ids": tokens, "labels": tokens}
-    return BuiltStep(model, batch, build_optimizer(model, OptimFlags()))
+    return model, batch, build_optimizer(model, OptimFlags())
 
 
 def step_recorder(
@@ -74,11 +135,12 @@ def step_recorder(
         RecollectError: a Hugging Face config cannot be read or used.
     """
     # A fake step needs only shapes.
-    step = build_step(flags, torch.device("meta") if flags.fake else resolve_device(flags.device), config)
+    device = torch.device("meta") if flags.fake else resolve_device(flags.device)
+    model, batch, optimizer = build_step(flags, device, config)
     return lambda loss_chunks: recollect.record(
-        step.model,
-        step.batch,
-        optimizer=step.optimizer,
+        model,
+        batch,
+        optimizer=optimizer,
         fake=flags.fake,
         hardware=flags.hardware,
         holds_output=holds_output,

@@ -1,0 +1,289 @@
+"""What ranks do together under a plan: run collectives again, and hold values as parts.
+
+`Agreement` has them find out that they drop different collectives before one waits for ever for the others to run one again. A
+rank tells the others in forward which plan it runs, when it first meets a collective of a group; at the end of the model's
+first forward, or at the latest before it runs one again in backward, it looks whether all of that group told the same. Both go
+through the store that the ranks met at, not through a collective: a rank that has another plan may not come.
+
+Every rank looks at the end of the first forward, also one that runs no collective again: it would wait in
+backward for one that has raised. There, all have joined the collectives of that forward, and so have told; none is in one.
+The tape sees the collectives of the units that it runs, which are others under another plan, and none where a plan drops
+nothing. So the first forward runs under a mode that sees all of them.
+
+`Shards` hold a value that is the same on all ranks of a group as each rank's part of it, which is gathered when backward asks.
+It is cut by bytes, so that any size and type will do: the last ranks' parts may be padded, or nothing but padding.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from recollect._torch_parallel import RankNotes, gathered, name_of_group, notes_of_group
+from recollect._torch_private import desugars, disable_torch_dispatch, uncompiled
+from recollect.arguments import check_kind
+from recollect.engine.content import checksums
+from recollect.engine.facts import OpMode, facts_of
+from recollect.engine.placed_forward import PlacedForward
+from recollect.engine.values import Layout, TapeValue, bytes_of, laid_out, layout_of
+from recollect.errors import PlanError
+from recollect.plans.paths import unit_words
+
+# A rank that has this plan tells so before it joins the group's first collective of the step, which the others have joined
+# when they come to look; on CUDA they may be ahead of it by what the CPU does in a step.
+_PATIENCE_S: Final = 60.0
+# A rank that runs none again does not need the others' plans: some may have none.
+_SHORT_PATIENCE_S: Final = 2.0
+_NEEDS_ALL: Final = " needs all"
+
+_REMEDY: Final = (
+    "Make the plan on one rank and send it to the others. Ranks may have plans of their own if these run no collective again "
+    '(collectives="keep") and hold no value as parts.'
+)
+
+# How many plans have met a group in this process: the same number in all of its ranks, if they apply the same ones.
+_num_met: Counter[str] = Counter()
+
+
+class Agreement:
+    """What the ranks of each group tell each other about one plan, or one recording.
+
+    Args:
+        digest: the same in ranks that drop the same collectives.
+        needs_all: whether this rank will run a collective again, or hold values as parts.
+    """
+
+    def __init__(self, digest: str, *, needs_all: bool = True) -> None:
+        self.digest = digest
+        self.needs_all = needs_all
+        self._met: dict[str, RankNotes] = {}
+        self._agreed: set[str] = set()
+
+    def meet(self, group: str) -> None:
+        """Tell the ranks of a group, the first time, what this one drops."""
+        if group not in self._met:
+            _num_met[group] += 1
+            notes = self._met[group] = notes_of_group(group, f"recollect/{group}/{_num_met[group]}")
+            notes.leave(self.digest + (_NEEDS_ALL if self.needs_all else ""))
+
+    def compare(self) -> None:
+        """Check, at the same point of the step in all ranks, that those of each group met run one plan, if they have to.
+
+        Raises:
+            PlanError: they have different plans, or some have none; with the same text in each that has one.
+        """
+        for group, notes in self._met.items():
+            if group in self._agreed:
+                continue
+            found = notes.read(_PATIENCE_S if self.needs_all else _SHORT_PATIENCE_S)
+            some_need_all = self.needs_all or any((text or "").endswith(_NEEDS_ALL) for text in found.values())
+            digests = {rank: (text or "none").removesuffix(_NEEDS_ALL) for rank, text in found.items()}
+            if len(set(digests.values())) == 1:
+                self._agreed.add(group)
+            elif some_need_all:
+                shown = ", ".join(f"{digest} in rank {rank}" for rank, digest in digests.items())
+                raise PlanError(
+                    f"cannot run the plan: the ranks of one group have different ones ({shown}), of which some run "
+                    f"collectives again or hold values as parts, which all ranks have to do together. {_REMEDY}"
+                )
+
+    def check(self, group: str, what: str) -> None:
+        """Check, the first time, that all ranks of a group drop what this one drops, before it begins to do `what`.
+
+        Raises:
+            PlanError: a rank drops something else, or does not tell.
+        """
+        if group in self._agreed:
+            return
+        notes = self._met[group]
+        for rank, found in notes.read(_PATIENCE_S).items():
+            digest = "none" if found is None else found.removesuffix(_NEEDS_ALL)
+            if digest != self.digest:
+                raise PlanError(
+                    f"cannot {what}: this rank ({notes.rank}) has plan {self.digest}, rank {rank} has {digest}, of ranks "
+                    f"{', '.join(map(str, notes.ranks))}, which have to do so together. {_REMEDY}"
+                )
+        self._agreed.add(group)
+
+
+def first_call_forwards(model: nn.Module, agreement: Agreement) -> list[PlacedForward]:
+    """Return the forward that has the ranks compare, if the model's ops may be those of several ranks.
+
+    Args:
+        model: with parameters that a device mesh spreads, as tensor parallelism does.
+        agreement: of its ranks.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return []
+    is_spread = any(getattr(parameter, "device_mesh", None) is not None for parameter in model.parameters())
+    return [_FirstCall(model, agreement)] if is_spread else []
+
+
+class _FirstCall(PlacedForward):
+    """Runs a model's first call with gradients, compares the plans of its ranks, and takes itself off."""
+
+    def __init__(self, module: nn.Module, agreement: Agreement) -> None:
+        super().__init__(module)
+        self.agreement = agreement
+
+    @uncompiled
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model's own forward."""
+        if not self.recomputes():
+            return self.forward(*args, **kwargs)
+        self.take_off()
+        with _Meets(self.agreement):
+            output = self.forward(*args, **kwargs)
+        self.agreement.compare()
+        return output
+
+
+class _Meets(OpMode):
+    """Tells the ranks of each group whose collective it sees."""
+
+    def __init__(self, agreement: Agreement) -> None:
+        super().__init__()
+        self.agreement = agreement
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if types and any(desugars(kind) for kind in types):
+            return NotImplemented
+        if not self.is_foreign() and facts_of(func).may_replay:
+            self.agreement.meet(name_of_group(args, kwargs))
+        return func(*args, **kwargs)
+
+
+_groups: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
+
+
+def distribute_saved_activations(model: nn.Module, group: dist.ProcessGroup | None = None) -> nn.Module:
+    """Let plans of a model hold values that are the same on all ranks of a group as parts, one on each rank.
+
+    Such a value has the action "shard" in a plan; it is gathered when backward asks for it. Call this before `record` and
+    `apply`, on all ranks, which have to apply one plan. The first step under a plan compares each such value over the group.
+
+    Args:
+        model: the model, before or after it is parallelised.
+        group: of ranks that compute the same values, as those of tensor parallelism compute each layer's input; all ranks by
+            default.
+
+    Returns:
+        The model itself.
+
+    Raises:
+        ArgumentError: the model is no module.
+        PlanError: there is no process group.
+
+    Example:
+        >>> import torch, recollect
+        >>> torch.distributed.init_process_group("fake", rank=0, world_size=4)
+        >>> model = torch.nn.Sequential(*(torch.nn.Linear(6, 6) for _ in range(3)))
+        >>> model = recollect.distribute_saved_activations(model)
+        >>> profile = recollect.record(model, torch.randn(5, 6), loss_fn=torch.sum)
+        >>> profile.shard_ranks
+        4
+        >>> torch.distributed.destroy_process_group()
+    """
+    check_kind("distribute_saved_activations(model)", "model", model, nn.Module, "a torch.nn.Module")
+    if not dist.is_available() or not dist.is_initialized():
+        raise PlanError(
+            "distribute_saved_activations: got no process group, expected torch.distributed to be set up, whose ranks hold "
+            "the parts. Call torch.distributed.init_process_group first."
+        )
+    _groups[model] = dist.group.WORLD if group is None else group
+    return model
+
+
+def shards_of(model: nn.Module) -> Shards | None:
+    """Return how values of a model are held as parts; None if they are not."""
+    group = _groups.get(model)
+    return None if group is None else Shards(group)
+
+
+class Shards:
+    """Cuts values into the parts of a group's ranks.
+
+    Attributes:
+        size: number of ranks.
+        ranks: their numbers among all processes.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self.name: str = group.group_name
+        self.size = dist.get_world_size(group)
+        self.ranks = tuple(dist.get_process_group_ranks(group))
+        self._rank = dist.get_rank(group)
+        self._num_seen: Counter[tuple[str, str]] = Counter()
+
+    def part_bytes(self, nbytes: int) -> int:
+        """Return the bytes of each rank's part of a value."""
+        return -(-nbytes // self.size)
+
+    def call(self, tensor: torch.Tensor, agreement: Agreement, unit: str, name: str) -> tuple[Gather, TapeValue]:
+        """Return what gathers a tensor, and its argument: this rank's part of it.
+
+        Raises:
+            PlanError: the value `name` of a unit is not the same on all ranks, or they have other plans; on all of them.
+        """
+        agreement.meet(self.name)
+        agreement.check(self.name, "hold values as parts")
+        self._check(tensor, unit, name)
+        content = bytes_of(tensor)
+        size = self.part_bytes(len(content))
+        part = content[self._rank * size : (self._rank + 1) * size].clone()
+        if len(part) < size:
+            part = nn.functional.pad(part, (0, size - len(part)))
+        return Gather(self, layout_of(tensor)), TapeValue(part)
+
+    def _check(self, tensor: torch.Tensor, unit: str, name: str) -> None:
+        """Compare a value over the group, ever more seldom: all ranks hold the same values in the same order.
+
+        In the first step, the second, the fourth and so on, as what starts as zeros on all ranks may part later.
+        """
+        self._num_seen[unit, name] += 1
+        if self._num_seen[unit, name].bit_count() > 1:
+            return
+        found = torch.tensor([tensor.untyped_storage().nbytes(), *checksums([tensor])], device=tensor.device)
+        everywhere = gathered(found, self.size, self.name).view(self.size, 2)
+        if not bool((everywhere == found).all()):
+            raise PlanError(
+                f"cannot hold {name!r} of {unit_words(unit)} as parts: it is not the same on the {self.size} ranks of the "
+                'group, as a value with the action "shard" has to be. Give it "keep" or "recompute" in the plan.'
+            )
+
+
+@dataclass(slots=True, eq=False)
+class Gather:
+    """Makes a tensor of the parts of all ranks."""
+
+    shards: Shards
+    layout: Layout
+
+    def __call__(self, tensors: list[Any], may_overwrite_first: bool) -> tuple[torch.Tensor]:
+        """Gather, as all ranks of the group do."""
+        return (laid_out(gathered(tensors[0], self.shards.size, self.shards.name), self.layout),)
+
+
+def content_of(tensor: torch.Tensor) -> int | None:
+    """Return a number for the content of a tensor that may be held as a part; None for one that may not.
+
+    What is one number throughout, such as zeros, tells nothing: it may be the same on all ranks in one step and not in another.
+    """
+    if tensor.layout is not torch.strided or tensor.storage_offset() or not tensor.numel():
+        return None
+    with disable_torch_dispatch(), torch.no_grad():
+        content = bytes_of(tensor)
+        if len(content) % tensor.element_size():
+            return None
+        elements = content.view(-1, tensor.element_size())
+        if bool((elements == elements[0]).all()):
+            return None
+    return checksums([tensor])[0]
