@@ -51,7 +51,7 @@ MUTATIONS = (
         "slowdown-upside-down",
         "a slowdown is reported as a gain",
         "verification",
-        (("statistics.median(b / a for a, b in", "statistics.median(a / b for a, b in"),),
+        (("found.append(plan_s / plain_s - 1)", "found.append(plain_s / plan_s - 1)"),),
     ),
     Mutation(
         "optimizer-not-put-back",
@@ -88,7 +88,7 @@ MUTATIONS = (
         "integrations",
         (
             (
-                "dropped |= inside if choice.outputs[name] == Action.RECOMPUTE else inside - layer.outputs_of(inside)",
+                "dropped |= inside if outputs[name] == Action.RECOMPUTE else inside - layer.outputs_of(inside)",
                 "dropped |= inside",
             ),
         ),

@@ -38,7 +38,7 @@ OUTPUT_ACTIONS = (Action.KEEP, Action.RECOMPUTE)
 class EngineChoice(str, Enum):
     """Which engine carries a unit's plan out; each equals its word, as an `Action` does.
 
-    `recollect.engine.tape_engine` maps each choice to the code that carries it out, `recollect.simulation.simulate` simulates it.
+    `recollect.engine.tape_engine` has the code that carries each out, `recollect.simulation.simulate` what simulates it.
 
     Attributes:
         TAPE: keep or drop value by value: what the plan drops is recomputed, op by op, when backward asks for it.
