@@ -94,6 +94,18 @@ MUTATIONS = (
         ),
     ),
     Mutation(
+        "gathered-inputs-stay",
+        "what is gathered is kept whole under Megatron's settings, which keeps its part",
+        "integrations",
+        (("dropped = {*layer.gathered, *layer.cast_for_router}", "dropped = {*layer.cast_for_router}"),),
+    ),
+    Mutation(
+        "gathers-are-waited-for",
+        "Megatron is said to wait for what it gathers beside a product",
+        "integrations",
+        (("yield min(op.time_s, sum(reader.time_s for reader in readers))", "yield 0.0"),),
+    ),
+    Mutation(
         "more-layers-than-there-are",
         "a number of layers beyond those of a stage is not refused",
         "integrations",
