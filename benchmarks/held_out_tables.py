@@ -65,6 +65,7 @@ REASONS = {
     "o": "one micro-batch a step: the optimizer, not counted, takes 48 ms (30 bytes a parameter at 85 % of the bandwidth)",
     "k": "with sequence parallelism, selective recompute keeps gathered inputs here, Megatron parts of them",
     "f": "Float8 and torch.compile, which are not modelled",
+    "c": "torch's ring attention passes keys and values on in as many steps as ranks, and merges results; here one gather",
 }
 
 
