@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.attention.bias import CausalBias
 from torch.overrides import TorchFunctionMode
 
 from recollect._torch_fsdp import other_sharded_parameters
@@ -82,7 +81,8 @@ def _attention(
     is_causal: bool = False,
     **more: Any,
 ) -> torch.Tensor:
-    are_last = isinstance(attn_mask, CausalBias)
+    # A `CausalBias`, whose module imports the compiler.
+    are_last = type(attn_mask).__module__ == "torch.nn.attention.bias"
     if are_last or (dropout_p and attn_mask is None and query.shape[-1] == value.shape[-1]):
         flash: Any = torch.ops.aten._scaled_dot_product_flash_attention
         mixed: torch.Tensor = flash(query, key, value, dropout_p, is_causal or are_last, scale=more.get("scale"))[0]
