@@ -22,7 +22,7 @@ from torch.nn.attention.bias import CausalBias, CausalVariant
 from recollect._torch_private import disable_torch_dispatch
 from recollect.lab.models.config import TransformerConfig
 from recollect.lab.models.config_checks import FP8_MULTIPLES
-from recollect.lab.models.linear import Linear, build_norm, build_projection, parts_of
+from recollect.lab.models.linear import Linear, build_norm, build_projection
 from recollect.lab.models.rotary import Rotary, rotate
 from recollect.recording.fake_model import kernels_of
 
@@ -51,7 +51,8 @@ class SelfAttention(nn.Module):
 
     def forward(self, x_BTD: Tensor, rotary: Rotary | None) -> Tensor:
         """Mix positions; position t sees 0..t."""
-        parts = parts_of(self.linear_qkv(x_BTD), self.sizes)
+        projected = self.linear_qkv(x_BTD)
+        parts = projected if isinstance(projected, tuple) else projected.split(self.sizes, dim=-1)
         q_BTHC, k_BTKC, v_BTKC = (part.unflatten(-1, (-1, self.kv_channels)) for part in parts)
         if rotary is not None and self.is_rotary:
             q_BTHC, k_BTKC = rotate(q_BTHC, rotary), rotate(k_BTKC, rotary)

@@ -70,22 +70,9 @@ class SeparateLinears(nn.ModuleList):
 
 
 def build_projection(config: TransformerConfig, sizes: Sequence[int], *, bias: bool) -> Linear | SeparateLinears:
-    """Return what projects the residual stream to parts of such sizes: one product of all of them, or one for each.
-
-    `parts_of` its result are the parts.
-    """
+    """Return what projects the residual stream to parts of such sizes: one product of all of them, or one for each."""
     made = partial(Linear, config.hidden_size, bias=bias, init_std=config.init_method_std, config=config)
     return SeparateLinears(map(made, sizes)) if config.separate_projections and len(sizes) > 1 else made(sum(sizes))
-
-
-def parts_of(projected: Tensor | tuple[Tensor, ...], sizes: Sequence[int]) -> tuple[Tensor, ...]:
-    """Return the parts of what a projection returns.
-
-    Example:
-        >>> [tuple(part.shape) for part in parts_of(torch.zeros(2, 5), (3, 2))]
-        [(2, 3), (2, 2)]
-    """
-    return projected if isinstance(projected, tuple) else projected.split(sizes, dim=-1)
 
 
 class Embedding(nn.Embedding):
