@@ -13,6 +13,8 @@ from torch import nn
 from recollect._torch_private import current_autograd_node, uncompiled
 from recollect.engine.subclasses import strided_tensors
 from recollect.plans.paths import paths_above
+from recollect.profile import events
+from recollect.profile.events import Event
 from recollect.recording.find_units import NOT_CALLED
 from recollect.recording.step_recorder import StepRecorder
 from recollect.recording.trackers import TrackedOther, TrackedValue, tracker_of
@@ -72,6 +74,11 @@ class Returns:
         held = {key: where for key, where in self._outputs.items() if key in alive}
         numbers = {caller: sorted({n for other, n in held.values() if other == caller}) for caller in self._positions}
         return {key: self._positions[caller][numbers[caller].index(n)] for key, (caller, n) in held.items()}
+
+    def deaths(self) -> Iterator[Event]:
+        """Yield the events that say, or would say, that an output died."""
+        for key in self._outputs:
+            yield (events.DIES, *key) if isinstance(key, tuple) else (events.FREE, key)
 
     @uncompiled
     def _begin(self, module: nn.Module, _args: Any) -> None:

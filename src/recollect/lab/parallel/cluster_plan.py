@@ -117,7 +117,8 @@ class ClusterPlan:
             "optimizer": "the optimizer's are shared over data parallelism",
         }
         engine = {
-            "torch": "Pipelines as torch.distributed.pipelining runs them, with receive buffers for all micro-batches",
+            "torch": "Pipelines as torch.distributed.pipelining runs them, with receive buffers for all micro-batches and "
+            "return_outputs=False: the last stage returns its loss",
             "megatron": "Pipelines as Megatron runs them, which frees what it received and sent",
         }
         is_sent_by_all = step.layout.tensor_model_parallel_size > 1 and not step.layout.has_whole_experts

@@ -26,7 +26,7 @@ from recollect.lab.models.config import TransformerConfig
 from recollect.lab.parallel.layout import DeviceLayout, Sharding
 from recollect.lab.parallel.mesh import LayoutMesh, data_parallel, layout_mesh, share_model
 from recollect.lab.parallel.pipeline_step import received
-from recollect.lab.parallel.stages import StageModel
+from recollect.lab.parallel.stages import LossStage
 from recollect.pipelines.schedule import Loop, PipelineSchedule, schedule_of
 from recollect.profile.profile import Profile
 from recollect.recording.record import record_with
@@ -203,9 +203,9 @@ def _record_stage(
     return replace(profile, persistent=_persistent(step, profile, experts)), traffic, experts
 
 
-def _built(step: ClusterStep, layers: range, mesh: LayoutMesh) -> StageModel:
+def _built(step: ClusterStep, layers: range, mesh: LayoutMesh) -> LossStage:
     with torch.device("meta"):
-        model = StageModel(step.config, layers)
+        model = LossStage(step.config, layers)
     model.compute_dtype = step.narrow
     # FSDP2 shards the weights that the optimizer steps over, and gathers them in the narrow dtype.
     model = model.to(torch.float32 if step.sharding == "all" else step.narrow).train()
@@ -272,7 +272,8 @@ def schedule_of_step(step: ClusterStep) -> PipelineSchedule:
     schedule = PipelineSchedule.interleaved_1f1b(
         num_ranks=ranks, stages_per_rank=num_stages // ranks, num_micro_batches=step.num_micro_batches
     )
-    return schedule if step.pipeline_engine == "torch" else replace(schedule, loop=Loop.ONE_F_ONE_B)
+    loop = schedule.loop if step.pipeline_engine == "torch" else Loop.ONE_F_ONE_B
+    return replace(schedule, loop=loop, return_outputs=False)
 
 
 def send_s(step: ClusterStep) -> float:
@@ -286,7 +287,7 @@ def send_s(step: ClusterStep) -> float:
 
 
 def torch_schedule(layout: DeviceLayout, *, num_stages: int, num_micro_batches: int) -> PipelineSchedule:
-    """Return what torch runs under the schedule of a layout, which has one; as its own classes write it.
+    """Return what torch runs under the schedule of a layout, which has one; as its own classes write it, and without outputs.
 
     Args:
         layout: with a pipeline of several ranks.
@@ -325,4 +326,4 @@ def torch_schedule(layout: DeviceLayout, *, num_stages: int, num_micro_batches: 
                 reason=f"torch.distributed.pipelining says: {str(error).rstrip('.')}",
                 advice="Change the global batch size, or choose another schedule.",
             ) from None
-        return schedule_of(found)
+        return replace(schedule_of(found), return_outputs=False)
