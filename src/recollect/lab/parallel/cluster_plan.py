@@ -128,8 +128,8 @@ class ClusterPlan:
             f"{', by all ranks of tensor parallelism' if is_sent_by_all else ''}."
         )
         reduction = (
-            "FSDP2 reduces gradients after each micro-batch, and holds their parts; torch.distributed.pipelining reduces them "
-            "once a step, and holds them whole until then."
+            "FSDP2 gathers the weights of a stage once a step, and reduces its gradients at the end, as in "
+            "torch.distributed.pipelining with reshard_after_forward=False; both are there whole in between."
         )
         return [
             f"{step.num_micro_batches} x {step.micro_batch_size} sequences of {step.seq_length} tokens on each rank of data "

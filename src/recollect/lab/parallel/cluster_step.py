@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
@@ -29,6 +30,7 @@ from recollect.lab.parallel.pipeline_step import received
 from recollect.lab.parallel.stages import LossStage
 from recollect.pipelines.schedule import Loop, PipelineSchedule, schedule_of
 from recollect.profile.profile import Profile
+from recollect.recording.gathered_stage import gathered_stage
 from recollect.recording.record import record_with
 
 Axis = Literal["tensor", "context", "expert", "data"]
@@ -74,6 +76,11 @@ class ClusterStep:
     def narrow(self) -> torch.dtype:
         """The dtype of weights and activations."""
         return torch.bfloat16 if self.dtype == "bf16" else torch.float32
+
+    @property
+    def gathers_once(self) -> bool:
+        """Whether FSDP2 gathers weights once a step and reduces gradients once, as it does in the stages of a pipeline."""
+        return self.sharding == "all" and self.layout.pipeline_model_parallel_size > 1
 
     def first_rank(self, stage: int) -> int:
         """Return the lowest rank that runs a stage."""
@@ -193,13 +200,14 @@ def _record_stage(
             loss_chunks=step.loss_chunks if model.is_last else 1,
             # Megatron's ranks run them again, too; all ranks of a layout get one plan.
             collectives="replay",
+            within=gathered_stage(model) if step.gathers_once else nullcontext(),
         )
     traffic = {groups[ranks]: one for ranks, one in costs.traffic.items() if len(ranks) > 1}
     experts = sum(
         parameter.to_local().numel()
         for name, parameter in model.named_parameters()
         if ".experts." in name and isinstance(parameter, DTensor)
-    )
+    ) * (len(replicas) if step.sharding == "all" else 1)
     return replace(profile, persistent=_persistent(step, profile, experts)), traffic, experts
 
 
@@ -215,7 +223,13 @@ def _built(step: ClusterStep, layers: range, mesh: LayoutMesh) -> LossStage:
     if step.sharding == "all":
         precision = MixedPrecisionPolicy(param_dtype=step.narrow, reduce_dtype=torch.float32)
         experts = mesh.replicas if step.layout.expert_model_parallel_size > 1 else None
-        data_parallel(model, mesh.gradients, expert_mesh=experts, precision=precision)
+        data_parallel(
+            model,
+            mesh.gradients,
+            expert_mesh=experts,
+            precision=precision,
+            reshard_after_forward=not step.gathers_once,
+        )
     return model
 
 
@@ -235,9 +249,9 @@ def _persistent(step: ClusterStep, profile: Profile, experts: int) -> dict[str, 
 
 
 def _reduction_s(step: ClusterStep, number: int, profile: Profile, experts: int) -> float:
-    if step.sharding == "all":
+    if step.sharding == "all" and not step.gathers_once:
         return 0.0  # in each micro-batch, and in the recorded traffic
-    count = profile.persistent["parameters"] // step.narrow.itemsize
+    count = profile.persistent["gradients"] // _WIDE_BYTES
     parts = {step.group("data", number): count - experts, step.group("replicas", number): experts}
     if step.layout.expert_model_parallel_size == 1:
         parts = {step.group("data", number): count}
