@@ -59,6 +59,7 @@ class Program:
         shape: of a micro-batch.
         num_timed: steps whose actions are timed, each after one of the first job.
         keeps_gradients: gradients are zeroed in place between steps, as predictions count them, and not made anew.
+        return_outputs: steps return what the last stage makes, as torch's do by default.
     """
 
     num_ranks: int
@@ -69,6 +70,7 @@ class Program:
     """What times are modelled for; None to measure them."""
     num_timed: int = 0
     keeps_gradients: bool = False
+    return_outputs: bool = False
 
     def num_stages(self, schedule: str) -> int:
         """Number of stages, those of all ranks together."""
@@ -79,7 +81,8 @@ class Program:
         dist.init_process_group("fake", rank=0, world_size=self.num_ranks)
         try:
             modules = [nn.Identity() for _ in range(SCHEDULES[name][1])]
-            return schedule_of(_torch_schedule(self, name, _torch_stages(self, name, 0, modules)))
+            found = schedule_of(_torch_schedule(self, name, _torch_stages(self, name, 0, modules)))
+            return replace(found, return_outputs=self.return_outputs)
         finally:
             dist.destroy_process_group()
 
@@ -250,7 +253,7 @@ class _Running:
 
     def step(self) -> None:
         """Run the schedule once."""
-        self.schedule.step(*self.inputs, **self.targets, return_outputs=False)
+        self.schedule.step(*self.inputs, **self.targets, return_outputs=self.program.return_outputs)
 
     def prepare(self) -> None:
         """Make the next step like every other, and wait for all ranks."""

@@ -97,23 +97,27 @@ class RecordedPieces:
     """
 
     def __init__(self, profiles: Sequence[Profile], split_profiles: Sequence[Profile] = ()) -> None:
-        self._known_parts: dict[int, StageParts] = {}
+        self._known_parts: dict[tuple[int, bool], StageParts] = {}
+        last = len(profiles) - 1
         self.pieces = [
             RecordedStage(
                 number,
-                whole=self._parts(number, profile),
+                whole=self._parts(number, profile, is_last=number == last),
                 # The first piece is of the first stage, which splits no backward.
-                halves=self._parts(number, split_profiles[number]) if split_profiles and number else None,
+                halves=self._parts(number, split_profiles[number], is_last=number == last)
+                if split_profiles and number
+                else None,
             )
             for number, profile in enumerate(profiles)
         ]
         # With the plan itself, whose `id` is part of the key.
         self._added: dict[tuple[int, int], tuple[Plan, tuple[float, float]]] = {}
 
-    def _parts(self, number: int, profile: Profile) -> StageParts:
-        if id(profile) not in self._known_parts:
-            self._known_parts[id(profile)] = StageParts(number, profile)
-        return self._known_parts[id(profile)]
+    def _parts(self, number: int, profile: Profile, *, is_last: bool) -> StageParts:
+        key = id(profile), is_last
+        if key not in self._known_parts:
+            self._known_parts[key] = StageParts(number, profile, is_last=is_last)
+        return self._known_parts[key]
 
     def times(self, number: int, plan: Plan, *, is_first: bool) -> Mapping[str, float]:
         """Return the seconds of each kind of action of a piece under a plan; `is_first`: it is of the first stage."""
@@ -243,9 +247,10 @@ class Pipeline:
         halves = None if stages[piece] == 0 else all_pieces[piece].halves
         return RankStage(
             recorded=replace(all_pieces[piece], halves=halves),
-            output_bytes=all_pieces[piece].whole.last_bytes if is_last else all_pieces[piece + 1].whole.input_bytes,
+            output_bytes=all_pieces[piece].whole.output_bytes if is_last else all_pieces[piece + 1].whole.input_bytes,
             is_first=piece == 0,
             is_last=is_last,
+            is_returned=is_last and self.schedule.return_outputs,
             next_is_here=piece + 1 in own and not next_is_inside,
             previous_is_here=piece - 1 in own and not previous_is_inside,
             next_is_inside=next_is_inside,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -25,6 +26,7 @@ def plan_pipeline(
     *,
     split_profiles: Sequence[Profile] = (),
     send_s: float = 0.0,
+    return_outputs: bool = True,
 ) -> PipelinePlan:
     """Choose a plan for each stage, so that no rank exceeds the budget at any moment of the schedule.
 
@@ -42,6 +44,9 @@ def plan_pipeline(
         split_profiles: of a schedule that splits backward in two (zero bubble, ZBV, DualPipeV): the same stages recorded with
             `split_backward=True`.
         send_s: seconds to send a micro-batch to the next stage.
+        return_outputs: as passed to torch's `schedule.step`: whether it returns the outputs of the last stage, which it then
+            holds for all micro-batches, and once more when it puts them together. What the loop keeps of them then, as
+            `out = schedule.step(...)` does, comes on top.
 
     Returns:
         The plans, the peak of each rank, and the time of the step.
@@ -72,7 +77,7 @@ def plan_pipeline(
         >>> planned.in_flight, planned.peak_bytes <= planned.budget_bytes
         ((2, 1), True)
     """
-    pipeline = _checked(profiles, schedule, split_profiles, "plan_pipeline(profiles, schedule, budget)")
+    pipeline = _checked(profiles, schedule, split_profiles, return_outputs, "plan_pipeline(profiles, schedule, budget)")
     with progress_stage("planning the pipeline"):
         planners = [*map(cache(rank_planner), pipeline.ranks)]
         plain_peak_bytes = max(planner.plain_peak_bytes for planner in planners)
@@ -97,6 +102,7 @@ def predict_pipeline(
     *,
     split_profiles: Sequence[Profile] = (),
     send_s: float = 0.0,
+    return_outputs: bool = True,
 ) -> PipelinePlan:
     """Predict what a pipeline needs under given plans, such as the same setting for all stages.
 
@@ -106,6 +112,7 @@ def predict_pipeline(
         plans: one for each stage, or, for a stage whose micro-batches run under different plans, one for each micro-batch.
         split_profiles: see `plan_pipeline`.
         send_s: see `plan_pipeline`.
+        return_outputs: see `plan_pipeline`.
 
     Returns:
         The plans with their own slowdowns, the peak of each rank, and the time of the step.
@@ -128,7 +135,9 @@ def predict_pipeline(
         >>> full.in_flight, full.slowdown > 0
         ((4, 4), True)
     """
-    pipeline = _checked(profiles, schedule, split_profiles, "predict_pipeline(profiles, schedule, plans)")
+    pipeline = _checked(
+        profiles, schedule, split_profiles, return_outputs, "predict_pipeline(profiles, schedule, plans)"
+    )
     num_micro_batches = pipeline.schedule.num_micro_batches
     if len(plans) != len(profiles):
         raise ScheduleError(f"got {len(plans)} plans for {len(profiles)} stages, expected one for each")
@@ -141,8 +150,11 @@ def predict_pipeline(
     return pipeline.predicted(plans, pipeline.peaks_bytes(plans), send_s=send_s)
 
 
-def _checked(profiles: Sequence[Profile], schedule: Any, split_profiles: Sequence[Profile], call: str) -> Pipeline:
+def _checked(
+    profiles: Sequence[Profile], schedule: Any, split_profiles: Sequence[Profile], return_outputs: bool, call: str
+) -> Pipeline:
     found = schedule_of(schedule)
+    found = replace(found, return_outputs=return_outputs and found.return_outputs)
     for name, given in (("profiles", profiles), ("split_profiles", split_profiles)):
         for profile in given:
             check_kind(call, name, profile, Profile, "recollect.Profile")
@@ -157,10 +169,13 @@ def _too_small(error: BudgetTooSmallError, schedule: PipelineSchedule, rank: int
     stages = schedule.stages_of(rank)
     number, _, path = error.unit.partition(".")
     where = f"{path or 'the whole'} of stage {stages[int(number)]}" if number.isdigit() else error.unit
+    advice = ["Use more ranks, smaller micro-batches, or a schedule with fewer of them in flight."]
+    if schedule.return_outputs and stages[-1] == schedule.num_stages - 1:
+        advice += ["If nothing reads what the schedule returns, pass return_outputs=False to its step, and here."]
     return BudgetTooSmallError(
         budget_bytes=error.budget_bytes,
         least_peak_bytes=error.least_peak_bytes,
         unit=f"rank {rank} (stages {', '.join(map(str, stages))}; {where})",
-        advice=("Use more ranks, smaller micro-batches, or a schedule with fewer of them in flight.",),
+        advice=advice,
         plain_peak_bytes=plain,
     )

@@ -5,7 +5,8 @@ Also the buffers through which stages exchange what they make, where torch makes
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -23,6 +24,7 @@ class RankStage:
         recorded: on one micro-batch.
         output_bytes: what a micro-batch makes: what the next stage receives, or the output of the last one.
         is_first, is_last: whether it is the first or the last of the pipeline.
+        is_returned: whether the loop returns the outputs of all micro-batches, in one.
         next_is_here, previous_is_here: whether the stage after or before it runs on the same rank.
         next_is_inside, previous_is_inside: whether it is a part of a stage, as the next or the previous one is.
     """
@@ -31,6 +33,7 @@ class RankStage:
     output_bytes: int
     is_first: bool
     is_last: bool
+    is_returned: bool
     next_is_here: bool
     previous_is_here: bool
     next_is_inside: bool = False
@@ -57,8 +60,8 @@ class Rank:
         num_micro_batches: of the whole step.
         loop: that runs the actions.
         as_needed, receives: whether, and before which action, it makes a buffer when it is needed; see `PipelineSchedule`.
-        left_out: of each stage, micro-batches that are not among the actions, and whose outputs and gradients count as sent
-            before them; see `left_out`.
+        left_out: for each action: of each stage, micro-batches that are not among the actions, and whose outputs and gradients
+            count as sent before it; see `left_out`.
     """
 
     stages: tuple[RankStage, ...]
@@ -67,7 +70,7 @@ class Rank:
     loop: Loop
     as_needed: bool
     receives: tuple[tuple[PipelineAction, PipelineAction], ...]
-    left_out: tuple[int, ...]
+    left_out: tuple[tuple[int, ...], ...]
 
     @cached_property
     def backwards(self) -> Mapping[tuple[int, int], str]:
@@ -92,21 +95,22 @@ def first_actions(actions: Sequence[PipelineAction]) -> tuple[PipelineAction, ..
     return tuple(actions)
 
 
-def left_out(actions: Sequence[PipelineAction], some: Sequence[PipelineAction]) -> tuple[int, ...]:
-    """Return, for each of a rank's stages, how many more micro-batches have run than in some of the actions, at most.
+def left_out(actions: Sequence[PipelineAction], some: Sequence[PipelineAction]) -> tuple[tuple[int, ...], ...]:
+    """Return, for each of some of a rank's actions, how many more micro-batches of each stage have run by then, at most.
 
     Compared are moments at which as many are in flight in all places, the last ones with all actions and with some of them: by
-    then most was sent.
+    then most was sent. An action counts what any later one does.
     """
-    of_all, of_some = _last_moments(actions), _last_moments(some)
-    return tuple(
-        max(
-            of_all[moment].get(stage, 0) - counts.get(stage, 0)
-            for moment, counts in of_some.items()
-            if moment in of_all
-        )
-        for stage in sorted({action.stage for action in actions})
-    )
+    of_all = dict(_moments(actions))
+    most = dict.fromkeys(sorted({action.stage for action in actions}), 0)
+    seen: set[_Moment] = set()
+    found = []
+    for moment, forwards in reversed([*_moments(some)]):
+        if moment in of_all and moment not in seen:
+            most = {stage: max(n, of_all[moment][stage] - forwards[stage]) for stage, n in most.items()}
+        seen.add(moment)
+        found.append(tuple(most.values()))
+    return tuple(reversed(found))
 
 
 _Place = tuple[int, str]
@@ -115,24 +119,23 @@ _Moment = tuple[tuple[_Place, int], ...]
 """How many micro-batches are in each place."""
 
 
-def _last_moments(actions: Sequence[PipelineAction]) -> dict[_Moment, dict[int, int]]:
-    """Return each moment after a forward or a gradient was made; of its last occurrence, how many forwards stages have run."""
-    alive: dict[_Place, int] = {}
-    forwards: dict[int, int] = {}
-    found: dict[_Moment, dict[int, int]] = {}
+def _moments(actions: Sequence[PipelineAction]) -> Iterator[tuple[_Moment, Counter[int]]]:
+    """Yield the moment of each action at which most is in flight, and how many forwards each stage has run by then."""
+    alive: Counter[_Place] = Counter()
+    forwards: Counter[int] = Counter()
     for action in actions:
         before, between = (action.stage, FORWARD), (action.stage, INPUT)
-        alive[before] = alive.get(before, 0) + {FORWARD: 1, BACKWARD: -1, INPUT: -1, WEIGHT: 0}[action.kind]
-        alive[between] = alive.get(between, 0) + {FORWARD: 0, BACKWARD: 0, INPUT: 1, WEIGHT: -1}[action.kind]
-        forwards[action.stage] = forwards.get(action.stage, 0) + (action.kind == FORWARD)
-        if action.kind in (FORWARD, INPUT):
-            found[tuple(sorted(alive.items()))] = dict(forwards)
-    return found
+        forwards[action.stage] += action.kind == FORWARD
+        alive[before] += {FORWARD: 1, INPUT: -1}.get(action.kind, 0)
+        alive[between] += action.kind == INPUT
+        yield tuple(sorted((+alive).items())), forwards.copy()
+        alive[before] -= action.kind == BACKWARD
+        alive[between] -= action.kind == WEIGHT
 
 
 def _fullest(actions: Sequence[PipelineAction]) -> set[_Moment]:
     """Return the numbers in flight in all places, at the moments that no other moment has more of each."""
-    seen = _last_moments(actions)
+    seen = dict(_moments(actions))
     return {one for one in seen if not any(other != one and _is_at_least(dict(other), dict(one)) for other in seen)}
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -43,7 +44,8 @@ def rank_step(rank: Rank) -> RankStep:
     that torch receives into, one for each micro-batch: of the inputs, and of the outputs' gradients. A stage's output is held
     from its forward to the end of its backward, both halves of it; the gradient that it sends, to the end of its next
     backward, since the loop that sends it holds it until then. What a stage hands to one on the same rank takes the place of
-    a buffer. Where torch receives as needed, a buffer is there from just before the action that it is for until the end of the
+    a buffer. What the last stage returns is held to the end of its backward, or of the step if that returns it. Where torch
+    receives as needed, a buffer is there from just before the action that it is for until the end of the
     backward, both halves of it.
 
     Raises:
@@ -55,15 +57,17 @@ def rank_step(rank: Rank) -> RankStep:
     for stage in rank.stages:
         persistent.update(_persistent(stage, rank))
     writer = _Writer(rank)
-    for action in rank.actions:
+    for action, left_out in zip(rank.actions, rank.left_out, strict=True):
+        writer.let_go(left_out)
         writer.add(action)
+    writer.end()
     first = rank.stages[0].recorded.whole.profile
     numbers = [stage.recorded.number for stage in rank.stages]
     profile = replace(
         first,
         graphs=tuple(writer.graphs),
         calls=tuple(writer.calls),
-        log=StepLog(blocks=((*writer.log, *writer.optimizer_steps()),), sequence=((0, -1),)),
+        log=StepLog(blocks=(tuple(writer.log),), sequence=((0, -1),)),
         step_s=sum(recorded.step_s for _, _, recorded in writer.forwards),
         persistent=dict(persistent),
         calibration_bytes=max(stage.recorded.whole.profile.calibration_bytes for stage in rank.stages),
@@ -138,6 +142,8 @@ class _Writer:
         self.forwards: list[tuple[int, int, Profile]] = []
         self.starts: list[int] = []
         self._rank = rank
+        # Events that free what the loop holds until the step ends.
+        self._at_end: list[Event] = []
         self._first_graph: dict[int, int] = {}
         for stage in rank.stages:
             self._add_graphs(stage.recorded)
@@ -150,20 +156,28 @@ class _Writer:
         self._handed: dict[tuple[int, int], list[Event]] = {}
         # Of each part of a stage and micro-batch: how half of its backward ends, and of the parts after it.
         self._ends: dict[tuple[int, int], list[Event]] = {}
-        for number, stage in enumerate(rank.stages):
-            self.allocate(self._sent_before_bytes(number, stage))
+        # Of each stage: what is held of the micro-batches that are not among the actions.
+        self._left_out = [self._held_before(number, stage) for number, stage in enumerate(rank.stages)]
 
-    def _sent_before_bytes(self, number: int, stage: RankStage) -> int:
-        """Return the bytes of what was sent before the rank's actions, and is still held."""
+    def _held_before(self, number: int, stage: RankStage) -> list[int]:
+        """Make what was sent or returned before the rank's actions, and is still held, for each micro-batch that was."""
         output_bytes = 0 if self._buffers or not stage.sends_output else stage.output_bytes
         input_bytes = stage.recorded.whole.input_bytes if stage.receives_input else 0
-        by_loss_bytes = input_bytes if self._buffers and self._buffers.stay_with_loss(number) else 0
-        if not self._rank.loop.holds_sent:
+        held_bytes = input_bytes if self._buffers and self._buffers.stay_with_loss(number) else 0
+        held_bytes += stage.output_bytes if stage.is_returned else 0
+        kinds = [action.kind for action in self._rank.actions if action.stage == number]
+        if self._rank.loop.holds_sent:
+            held_bytes += output_bytes + input_bytes
+        elif kinds[:2] == [FORWARD] * 2:
             # The loop of 1F1B holds the last output that it sent before it begins to alternate.
-            kinds = [action.kind for action in self._rank.actions if action.stage == number]
-            last_bytes = output_bytes if kinds[:2] == [FORWARD] * 2 else 0
-            return last_bytes + self._rank.left_out[number] * by_loss_bytes
-        return self._rank.left_out[number] * (output_bytes + input_bytes + by_loss_bytes)
+            self._at_end.append((events.FREE, self.allocate(output_bytes)))
+        return [self.allocate(held_bytes) for _ in range(self._rank.left_out[0][number])]
+
+    def let_go(self, left_out: Sequence[int]) -> None:
+        """Let go of what is held of micro-batches that are not among the actions, but for so many of each stage."""
+        for held, count in zip(self._left_out, left_out, strict=True):
+            self.log += [(events.FREE, storage) for storage in held[count:]]
+            del held[count:]
 
     def _add_graphs(self, recorded: RecordedStage) -> None:
         """Add the graphs of a stage once, so that one decision holds for its micro-batches with either backward."""
@@ -211,15 +225,18 @@ class _Writer:
         if action.kind != WEIGHT:
             self._send_gradient(key, stage, found)
         # torch holds a stage's output for the second half, but not the last one's.
-        if action.kind == INPUT and not stage.is_last:
+        self.log += self._renumbered(found.parts.let_go[action.kind], found)
+        if stage.is_returned:
+            self.allocate(sum(found.parts.let_go[action.kind].values()))
+        # torch holds what a stage has sent for the second half.
+        if action.kind == INPUT:
             return
-        if found.output is not None and not (self._rank.loop.holds_sent and stage.sends_output):
-            self.log.append((events.FREE, found.output))
-            self._open[key] = replace(found, output=None)
-        if action.kind != INPUT:
-            del self._open[key]
-            if self._buffers:
-                self._buffers.let_go(key)
+        if found.output is not None:
+            holds_sent = self._rank.loop.holds_sent and stage.sends_output
+            (self._at_end if holds_sent else self.log).append((events.FREE, found.output))
+        del self._open[key]
+        if self._buffers:
+            self._buffers.let_go(key)
 
     def _add_forward(self, action: PipelineAction, stage: RankStage) -> None:
         key = action.stage, action.micro_batch
@@ -233,7 +250,7 @@ class _Writer:
         self._num_handles += parts.num_handles
         if self._buffers and not (stage.is_last or stage.next_is_inside):
             self._buffers.after_forward(key, stage)
-        elif not stage.next_is_here:
+        elif not (stage.next_is_here or stage.is_last):
             found = replace(found, output=self._num_storages)
             self.allocate(stage.output_bytes)
         self._open[key] = found
@@ -246,7 +263,9 @@ class _Writer:
             self._handed[key] = frees
         elif stage.previous_is_here:
             self.log += frees
-        elif not self._rank.loop.holds_sent:
+        elif self._rank.loop.holds_sent:
+            self._at_end += frees
+        else:
             self.log += self._sent.get(number, ())
             self._sent[number] = frees
 
@@ -256,14 +275,20 @@ class _Writer:
         self._num_storages += 1
         return self._num_storages - 1
 
-    def optimizer_steps(self) -> list[Event]:
-        """Return the events of the stages' optimizer steps, one after the other."""
-        steps: list[Event] = []
+    def end(self) -> None:
+        """Put the outputs together that the step returns; then run the stages' optimizer steps, one after the other."""
+        self.log += itertools.chain(self._at_end, *self._sent.values())
+        self.let_go([0] * len(self._rank.stages))
+        of_all = self._rank.num_micro_batches
+        num_left_out = of_all - len({micro_batch for _, micro_batch, _ in self.forwards})
+        for stage in self._rank.stages:
+            if stage.is_returned:
+                self.allocate(num_left_out * stage.output_bytes)
+                self.log.append((events.FREE, self.allocate(of_all * stage.output_bytes)))
         for stage in self._rank.stages:
             parts = stage.recorded.whole
-            steps += self._renumbered(parts.optimizer, _InFlight(parts, 0, self._num_storages, 0, None))
+            self.log += self._renumbered(parts.optimizer, _InFlight(parts, 0, self._num_storages, 0, None))
             self._num_storages += parts.num_storages
-        return steps
 
     def _add_calls(self, number: int, parts: StageParts) -> None:
         first = len(self.calls)
@@ -278,7 +303,7 @@ class _Writer:
                 )
             )
 
-    def _renumbered(self, part: Sequence[Event], found: _InFlight) -> list[Event]:
+    def _renumbered(self, part: Iterable[Event], found: _InFlight) -> list[Event]:
         renumbered: list[Event] = []
         for code, *operands in part:
             if code in STORAGE_EVENTS:

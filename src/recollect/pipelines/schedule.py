@@ -62,6 +62,8 @@ class PipelineSchedule:
             arrived, as torch does since 2.15; before, it has buffers for all micro-batches from the beginning.
         receives: of each rank: what is received earlier than right before its action, as (the action, the one before which its
             buffer is made); only where that is as needed.
+        return_outputs: whether a step returns what the last stage makes of all micro-batches, as torch's does by default; it
+            then holds the outputs of all of them, and puts them together at the end.
 
     Raises:
         ScheduleError: a stage on two ranks, or missing; an action missing, repeated, or before what it follows.
@@ -78,6 +80,7 @@ class PipelineSchedule:
     loop: Loop = Loop.ONE_F_ONE_B
     as_needed: bool = False
     receives: tuple[tuple[tuple[PipelineAction, PipelineAction], ...], ...] = ()
+    return_outputs: bool = True
 
     def __post_init__(self) -> None:
         rank_of: dict[int, int] = {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import permutations
 from typing import Any, Final
@@ -63,6 +63,7 @@ def split_pipeline(
     *,
     split_layers: Sequence[Profile] = (),
     send_s: float = 0.0,
+    return_outputs: bool = True,
 ) -> PipelineSplit:
     """Divide layers among stages so that the step, planned within the budget, is as short as can be found.
 
@@ -81,6 +82,7 @@ def split_pipeline(
         budget: of each device; a percentage is of what the fullest rank of the even split needs without recompute.
         split_layers: for a schedule that splits backward in two: the same layers recorded with `split_backward=True`.
         send_s: see `plan_pipeline`.
+        return_outputs: see `plan_pipeline`.
 
     Returns:
         The layers of each stage, and the plans.
@@ -111,6 +113,7 @@ def split_pipeline(
         for profile in given:
             check_kind("split_pipeline(layers, schedule, budget)", name, profile, Profile, "recollect.Profile")
     found = schedule_of(schedule)
+    found = replace(found, return_outputs=return_outputs and found.return_outputs)
     if len(layers) < found.num_stages:
         raise ScheduleError(
             f"got {len(layers)} layers for a schedule of {found.num_stages} stages, expected one or more each"

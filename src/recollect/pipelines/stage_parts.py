@@ -46,9 +46,12 @@ class StageParts:
     Args:
         number: of the stage, for errors.
         profile: of the stage.
+        is_last: it is the last one, and the loop says how long it holds what the stage returns.
 
     Attributes:
         parts: the events of each kind of action.
+        let_go: of the last stage: the events that free what it returns, with bytes, by the backward, or half of one, at whose
+            end they come at the earliest.
         optimizer: those of the optimizer step.
         left_behind: events that free what is alive after backward: the input's gradient, which is sent to the stage before.
         num_storages, num_handles: how many numbers the events use.
@@ -57,7 +60,7 @@ class StageParts:
         ProfileFormatError: gradients do not accumulate; several micro-batches; no backward.
     """
 
-    def __init__(self, number: int, profile: Profile) -> None:
+    def __init__(self, number: int, profile: Profile, *, is_last: bool = False) -> None:
         self.profile = profile
         if profile.persistent.get("parameters", 0) and not profile.persistent.get("gradients", 0):
             raise ProfileFormatError(
@@ -77,14 +80,26 @@ class StageParts:
         weight = backward[half:]
         if weight[:1] != [(events.PHASE, events.BACKWARD)]:
             weight.insert(0, (events.PHASE, events.BACKWARD))
-        self.parts: Mapping[str, Sequence[Event]] = {
+        parts = {
             FORWARD: whole[: begins[events.BACKWARD]],
             BACKWARD: backward,
             INPUT: backward[:half],
             WEIGHT: weight,
         }
+        outputs = frozenset(profile.outputs if is_last else ())
+        self.parts: Mapping[str, Sequence[Event]] = {
+            kind: [event for event in part if event not in outputs] for kind, part in parts.items()
+        }
         self.optimizer = whole[end:]
-        self.left_behind = _left_behind(profile, whole[:end])
+        alive = _left_behind(profile, [*self.parts[FORWARD], *self.parts[BACKWARD]])
+        self.left_behind = [event for event in alive if event not in outputs]
+        output = {event: nbytes for event, nbytes in alive.items() if event in outputs}
+        late = outputs.intersection(weight)
+        self.let_go: Mapping[str, Mapping[Event, int]] = {
+            BACKWARD: output,
+            INPUT: {event: nbytes for event, nbytes in output.items() if event not in late},
+            WEIGHT: {event: nbytes for event, nbytes in output.items() if event in late},
+        }
         self.num_storages = 1 + max((event[1] for event in whole if event[0] in STORAGE_EVENTS), default=-1)
         self.num_handles = 1 + max((event[3] for event in whole if event[0] == events.SAVE), default=-1)
 
@@ -108,13 +123,10 @@ class StageParts:
         """Bytes of the micro-batch."""
         return self.profile.persistent.get("batch", 0)
 
-    @cached_property
-    def last_bytes(self) -> int:
-        """Bytes of what the last unit returns, such as logits: the output of the last stage, from which the loss is."""
-        if not self.profile.calls:
-            return 0
-        graph = self.profile.graph_of(self.profile.calls[-1])
-        return sum(value.nbytes for value in graph.values if value.is_output)
+    @property
+    def output_bytes(self) -> int:
+        """Bytes of what the last stage returns for the micro-batch, such as logits."""
+        return sum(self.let_go[BACKWARD].values())
 
 
 def _end_of_first_half(backward: Sequence[Event]) -> int:
@@ -134,15 +146,17 @@ def _without_last_step(step: Iterable[Event]) -> list[Event]:
     return [event for event in whole if event[0] not in STORAGE_EVENTS or event[1] not in found]
 
 
-def _left_behind(profile: Profile, part: Sequence[Event]) -> list[Event]:
-    alive: dict[Event, None] = {}
+def _left_behind(profile: Profile, part: Sequence[Event]) -> dict[Event, int]:
+    """Return the events that free what is alive after a part, with bytes."""
+    alive: dict[Event, int] = {}
     for code, *operands in part:
         if code == events.ALLOC:
-            alive[events.FREE, operands[0]] = None
+            alive[events.FREE, operands[0]] = operands[1]
         elif code == events.OP:
             call, op = operands
-            for value in profile.graph_of(profile.calls[call]).ops[op].outputs:
-                alive[events.DIES, call, value] = None
+            graph = profile.graph_of(profile.calls[call])
+            for value in graph.ops[op].outputs:
+                alive[events.DIES, call, value] = graph.values[value].nbytes
         elif code in (events.FREE, events.DIES):
             alive.pop((code, *operands), None)
-    return list(alive)
+    return alive

@@ -59,6 +59,7 @@ class Profile:
         to_host_bytes_per_s, from_host_bytes_per_s: what copies from the device to its host's memory reach, and copies back; 0
             if that is not known, so that nothing can be offloaded.
         host_latency_s: seconds that such a copy takes however little it copies.
+        outputs: of what the model returned: the events with which the log would say that it died.
 
     Raises:
         ValueError: a call or an event that refers to something missing, or a negative or non-finite number.
@@ -85,6 +86,7 @@ class Profile:
     to_host_bytes_per_s: float = 0.0
     from_host_bytes_per_s: float = 0.0
     host_latency_s: float = 0.0
+    outputs: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "persistent", MappingProxyType(dict(self.persistent)))
@@ -189,6 +191,7 @@ class Profile:
             calls=tuple(_decode_call(call) for call in root.get("calls").array()),
             log=_decode_log(root.get("log")),
             persistent={kind: persistent.get(kind).integer(least=0) for kind in persistent.keys()},
+            outputs=tuple(event.integers() for event in root.items("outputs")),
             **root.arguments(Profile, least={"calibration_bytes": None, "loss_chunks": 1, "shard_ranks": 1}),
         )
         graphs = [profile.graph_of(call) for call in profile.calls]

@@ -326,6 +326,11 @@ class Returns:
         numbers = {caller: sorted({n for other, n in held.values() if other == caller}) for caller in self._positions}
         return {key: self._positions[caller][numbers[caller].index(n)] for key, (caller, n) in held.items()}
 
+    def deaths(self) -> Iterator[Event]:
+        """Yield the events that say, or would say, that an output died."""
+        for key in self._outputs:
+            yield (events.DIES, *key) if isinstance(key, tuple) else (events.FREE, key)
+
     @uncompiled
     def _begin(self, module: nn.Module, _args: Any) -> None:
         # Backward may run a module again.

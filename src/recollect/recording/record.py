@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -162,7 +162,8 @@ def record_with(
 ) -> Profile:
     """Record a step with costs of your own: a cost model's on real tensors, or `ModelledCosts` on fake ones.
 
-    They run the ops and know what each costs. The other arguments are those of `record`.
+    They run the ops and know what each costs. The other arguments are those of `record`; and `within`, the block in which the
+    step runs on these tensors, such as `gathered_stage(model)`.
     """
     check_step(model, batch, None)
     loop = _Loop(model, batch, **of_loop)
@@ -182,6 +183,7 @@ class _Loop:
     gradients: Gradients = "held"
     loss_chunks: int = 1
     split_backward: bool = False
+    within: AbstractContextManager[object] = nullcontext()
 
     def __post_init__(self) -> None:
         self.device = device_of(self.model, self.batch)
@@ -209,6 +211,7 @@ class _Loop:
                 self.batch = stack.enter_context(run)
             elif self.step is None:
                 stack.enter_context(undisturbed(self.model))
+            stack.enter_context(self.within)
             if recording.is_on_fake_tensors and any(inner_tensors(p) for p in self.model.parameters()):
                 self._run_unseen()
             if self.step is None:

@@ -276,6 +276,7 @@ class StepRecording:
             model_class=type(self.model).__name__,
             batch=batch,
             loss_chunks=loss_chunks,
+            outputs=tuple(self.returns.deaths()),
             ranks=self._ranks,
             **({} if host_link is None else host_link.profile_fields()),
         )

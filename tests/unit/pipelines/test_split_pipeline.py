@@ -83,6 +83,15 @@ def test_no_split_is_much_faster(six: list[Profile], budget: str) -> None:
     assert repr(recollect.split_pipeline(six, one_f_one_b(3), budget)) == repr(found)
 
 
+def test_outputs_of_the_last_layer_count(six: list[Profile]) -> None:
+    peaks = [
+        recollect.split_pipeline(six, one_f_one_b(3), "100%", return_outputs=returns).pipeline.peaks_bytes[-1]
+        for returns in (False, True)
+    ]
+    # Five are there when the sixth is in its backward.
+    assert peaks[1] - peaks[0] >= 5 * 4 * VOCABULARY * SHAPE[0] * SHAPE[1]
+
+
 def test_a_slow_head_gets_fewer_layers_beside_it(six: list[Profile]) -> None:
     slow = recorded(nn.Sequential(*(nn.Linear(64, 64) for _ in range(12))), torch.randn(SHAPE, requires_grad=True))
     found = recollect.split_pipeline([*six[:-1], slow], one_f_one_b(3), "100%")

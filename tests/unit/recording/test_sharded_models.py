@@ -9,20 +9,25 @@ import sys
 PROGRAM = """
 import gc
 import warnings
+from collections import Counter
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import recollect
 from blocks import Stack, built
+from recollect.costs.hardware_table import find_hardware
+from recollect.costs.modelled_costs import ModelledCosts
 from recollect.engine.content import has_same_bits
 from recollect.errors import BudgetTooSmallError, PlanError
 from recollect.measuring.meter import measure_peak
+from recollect.profile.events import ALLOC
 from recollect.recording.optimizer_step import make_probe
+from recollect.recording.record import record_with
 
 warnings.simplefilter("error")
 warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")
@@ -111,6 +116,32 @@ model = sharded(reshard_after_forward=False)
 assert not refuses(model, "blocks.0")
 profile = record(model)
 assert any(call.chained for call in profile.calls if "blocks" in call.path)
+
+
+# A stage of a pipeline, gathered on fake tensors, needs what it needs on real ones.
+def stage(device):
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    with torch.device(device):
+        model = built(Stack)
+    for module in (*model.blocks, model):
+        fully_shard(module, mp_policy=policy, reshard_after_forward=False)
+    return model
+
+
+model, fake = stage("cpu"), stage("meta")
+settings = {"loss_fn": torch.sum, "gradients": "accumulated", "holds_output": False}
+with recollect.gathered_stage(model):
+    expected = recollect.record(model, data, **settings)
+costs = ModelledCosts(find_hardware("H100"))
+found = record_with(costs, fake, data, within=recollect.gathered_stage(fake), **settings)
+assert found.persistent == expected.persistent, (found.persistent, expected.persistent)
+assert found.persistent["gradients"] == 4 * sum(parameter.numel() for parameter in model.parameters())
+# But for the workspace of the CPU's kernels, and for the room that a measured step's optimizer gets.
+made, real = (Counter(nbytes for _, nbytes in one.log.operands(ALLOC)) for one in (found, expected))
+assert real - made == Counter([1024]) and not made - real, (made, real)
+assert not costs.traffic, costs.traffic
+assert all(parameter.device.type == "meta" and hasattr(parameter, "placements") for parameter in fake.parameters())
+
 
 # A loop, recorded while it trains: forward has gathered the root's parameters when the recording begins.
 def train(budget):

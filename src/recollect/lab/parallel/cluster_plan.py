@@ -117,7 +117,8 @@ class ClusterPlan:
             "optimizer": "the optimizer's are shared over data parallelism",
         }
         engine = {
-            "torch": "Pipelines as torch.distributed.pipelining runs them, with receive buffers for all micro-batches",
+            "torch": "Pipelines as torch.distributed.pipelining runs them, with receive buffers for all micro-batches and "
+            "return_outputs=False: the last stage returns its loss",
             "megatron": "Pipelines as Megatron runs them, which frees what it received and sent",
         }
         is_sent_by_all = step.layout.tensor_model_parallel_size > 1 and not step.layout.has_whole_experts
@@ -127,8 +128,8 @@ class ClusterPlan:
             f"{', by all ranks of tensor parallelism' if is_sent_by_all else ''}."
         )
         reduction = (
-            "FSDP2 reduces gradients after each micro-batch, and holds their parts; torch.distributed.pipelining reduces them "
-            "once a step, and holds them whole until then."
+            "FSDP2 gathers the weights of a stage once a step, and reduces its gradients at the end, as in "
+            "torch.distributed.pipelining with reshard_after_forward=False; both are there whole in between."
         )
         return [
             f"{step.num_micro_batches} x {step.micro_batch_size} sequences of {step.seq_length} tokens on each rank of data "

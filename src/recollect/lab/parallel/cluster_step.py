@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
@@ -26,10 +27,11 @@ from recollect.lab.models.config import TransformerConfig
 from recollect.lab.parallel.layout import DeviceLayout, Sharding
 from recollect.lab.parallel.mesh import LayoutMesh, data_parallel, layout_mesh, share_model
 from recollect.lab.parallel.pipeline_step import received
-from recollect.lab.parallel.stages import StageModel
+from recollect.lab.parallel.stages import LossStage
 from recollect.pipelines.schedule import Loop, PipelineSchedule, schedule_of
 from recollect.profile.profile import Profile
 from recollect.recording.record import record_with
+from recollect.recording.restored_state import gathered_stage
 from recollect.warning import warn_user
 
 Axis = Literal["tensor", "context", "expert", "data"]
@@ -75,6 +77,11 @@ class ClusterStep:
     def narrow(self) -> torch.dtype:
         """The dtype of weights and activations."""
         return torch.bfloat16 if self.dtype == "bf16" else torch.float32
+
+    @property
+    def gathers_once(self) -> bool:
+        """Whether FSDP2 gathers weights once a step and reduces gradients once, as it does in the stages of a pipeline."""
+        return self.sharding == "all" and self.layout.pipeline_model_parallel_size > 1
 
     def first_rank(self, stage: int) -> int:
         """Return the lowest rank that runs a stage."""
@@ -205,19 +212,20 @@ def _record_stage(
             loss_chunks=step.loss_chunks if model.is_last else 1,
             # Megatron's ranks run them again, too; all ranks of a layout get one plan.
             collectives="replay",
+            within=gathered_stage(model) if step.gathers_once else nullcontext(),
         )
     traffic = {groups[ranks]: one for ranks, one in costs.traffic.items() if len(ranks) > 1}
     experts = sum(
         parameter.to_local().numel()
         for name, parameter in model.named_parameters()
         if ".experts." in name and isinstance(parameter, DTensor)
-    )
+    ) * (len(replicas) if step.sharding == "all" else 1)
     return replace(profile, persistent=_persistent(step, profile, experts)), traffic, experts
 
 
-def _built(step: ClusterStep, layers: range, mesh: LayoutMesh) -> StageModel:
+def _built(step: ClusterStep, layers: range, mesh: LayoutMesh) -> LossStage:
     with torch.device("meta"):
-        model = StageModel(step.config, layers)
+        model = LossStage(step.config, layers)
     model.compute_dtype = step.narrow
     # FSDP2 shards the weights that the optimizer steps over, and gathers them in the narrow dtype.
     model = model.to(torch.float32 if step.sharding == "all" else step.narrow).train()
@@ -227,7 +235,13 @@ def _built(step: ClusterStep, layers: range, mesh: LayoutMesh) -> StageModel:
     if step.sharding == "all":
         precision = MixedPrecisionPolicy(param_dtype=step.narrow, reduce_dtype=torch.float32)
         experts = mesh.replicas if step.layout.expert_model_parallel_size > 1 else None
-        data_parallel(model, mesh.gradients, expert_mesh=experts, precision=precision)
+        data_parallel(
+            model,
+            mesh.gradients,
+            expert_mesh=experts,
+            precision=precision,
+            reshard_after_forward=not step.gathers_once,
+        )
     return model
 
 
@@ -247,9 +261,9 @@ def _persistent(step: ClusterStep, profile: Profile, experts: int) -> dict[str, 
 
 
 def _reduction_s(step: ClusterStep, number: int, profile: Profile, experts: int) -> float:
-    if step.sharding == "all":
+    if step.sharding == "all" and not step.gathers_once:
         return 0.0  # in each micro-batch, and in the recorded traffic
-    count = profile.persistent["parameters"] // step.narrow.itemsize
+    count = profile.persistent["gradients"] // _WIDE_BYTES
     parts = {step.group("data", number): count - experts, step.group("replicas", number): experts}
     if step.layout.expert_model_parallel_size == 1:
         parts = {step.group("data", number): count}
@@ -284,7 +298,8 @@ def schedule_of_step(step: ClusterStep) -> PipelineSchedule:
     schedule = PipelineSchedule.interleaved_1f1b(
         num_ranks=ranks, stages_per_rank=num_stages // ranks, num_micro_batches=step.num_micro_batches
     )
-    return schedule if step.pipeline_engine == "torch" else replace(schedule, loop=Loop.ONE_F_ONE_B)
+    loop = schedule.loop if step.pipeline_engine == "torch" else Loop.ONE_F_ONE_B
+    return replace(schedule, loop=loop, return_outputs=False)
 
 
 def send_s(step: ClusterStep) -> float:
@@ -298,7 +313,7 @@ def send_s(step: ClusterStep) -> float:
 
 
 def torch_schedule(layout: DeviceLayout, *, num_stages: int, num_micro_batches: int) -> PipelineSchedule:
-    """Return what torch runs under the schedule of a layout, which has one; as its own classes write it.
+    """Return what torch runs under the schedule of a layout, which has one; as its own classes write it, and without outputs.
 
     Args:
         layout: with a pipeline of several ranks.
@@ -337,4 +352,4 @@ def torch_schedule(layout: DeviceLayout, *, num_stages: int, num_micro_batches: 
                 reason=f"torch.distributed.pipelining says: {str(error).rstrip('.')}",
                 advice="Change the global batch size, or choose another schedule.",
             ) from None
-        return schedule_of(found)
+        return replace(schedule_of(found), return_outputs=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -70,7 +71,7 @@ class PipelineStep:
     @property
     def schedule(self) -> PipelineSchedule:
         """What each rank computes, in order."""
-        return schedule_of(self._torch)
+        return replace(schedule_of(self._torch), return_outputs=False)
 
     def gradients(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
         """Run forward and backward of a step; leaves gradients of the mean loss.

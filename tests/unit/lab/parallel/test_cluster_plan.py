@@ -105,10 +105,23 @@ def test_each_rank_of_a_pipeline_is_reported(pipelined: ClusterPlan) -> None:
 
 
 def test_what_fsdp2_does_in_a_pipeline_is_said(pipelined: ClusterPlan) -> None:
-    said = "torch.distributed.pipelining reduces them once a step"
+    said = "FSDP2 gathers the weights of a stage once a step, and reduces its gradients at the end"
     assert said not in " ".join(pipelined.assumptions())
     sharded = replace(pipelined, step=replace(pipelined.step, sharding="all"))
     assert said in " ".join(sharded.assumptions())
+
+
+def test_fsdp2_holds_all_of_a_stage_in_a_pipeline() -> None:
+    """As torch's schedules do: weights in bf16 beside a rank's own part in fp32, and sums of gradients in fp32, all whole."""
+    layout = {"data_parallel_size": 2, "pipeline_model_parallel_size": 2}
+    optimizer, fsdp2 = (recorded(sharding=sharding, **layout) for sharding in ("optimizer", "all"))
+    for whole, found in zip(optimizer.profiles, fsdp2.profiles, strict=True):
+        weights = whole.persistent["parameters"]
+        assert found.persistent["parameters"] == weights + 2 * weights // 2
+        assert found.persistent["gradients"] == whole.persistent["gradients"] == 2 * weights
+    # Gathered and reduced once, not in each micro-batch.
+    assert fsdp2.reduction_s == optimizer.reduction_s
+    assert not any("data" in traffic for traffic in fsdp2.traffic)
 
 
 def test_stages_that_are_alike_share_a_profile(pipelined: ClusterPlan) -> None:
@@ -252,20 +265,18 @@ def sharded() -> RecordedStages:
 
 
 def test_fsdp2_shares_experts_among_the_ranks_that_have_them(spread: ClusterPlan, sharded: RecordedStages) -> None:
-    """Of experts there are two replicas, of the rest eight; in fp32, as gradients are."""
+    """Of experts there are two replicas, of the rest eight; in fp32, beside all of them in bf16."""
     whole = [profile.persistent["gradients"] for profile in spread.stages.profiles]
     found = [profile.persistent["parameters"] for profile in sharded.profiles]
     routed = 4 * 4 * 3 * DEEPSEEK.num_moe_experts * DEEPSEEK.hidden_size * DEEPSEEK.moe_ffn_hidden_size // 4
-    assert found == [whole[0] // 8, (whole[1] - routed) // 8 + routed // 2]
-    assert found == [profile.persistent["gradients"] for profile in sharded.profiles]
+    own = [whole[0] // 8, (whole[1] - routed) // 8 + routed // 2]
+    assert found == [part + nbytes // 2 for part, nbytes in zip(own, whole, strict=True)]
+    assert [profile.persistent["gradients"] for profile in sharded.profiles] == whole
 
 
-def test_what_fsdp2_gathers_is_beside_what_experts_and_sequences_exchange(
+def test_fsdp2_changes_nothing_of_what_experts_and_sequences_exchange(
     spread: ClusterPlan, sharded: RecordedStages
 ) -> None:
     for plain, shared in zip(spread.stages.traffic, sharded.traffic, strict=True):
-        assert shared["data"].count > 0 and "data" not in plain
-        assert {axis: one.count for axis, one in shared.items() if axis != "data"} == {
-            axis: one.count for axis, one in plain.items()
-        }
-    assert sharded.reduction_s == (0.0, 0.0)
+        assert {axis: one.count for axis, one in shared.items()} == {axis: one.count for axis, one in plain.items()}
+    assert sharded.reduction_s == spread.stages.reduction_s
