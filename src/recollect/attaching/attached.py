@@ -84,11 +84,11 @@ class Attached:
         self._device = device
         self._on_larger: OnLarger = on_larger
         self._lockstep = Lockstep(model, ranks, may_differ=on_larger == "replan")
-        self._lean_start = LeanStart(self._lockstep, device)
         self._watcher = Watcher(self._begin_call, lambda: self._watch.end(self._now), self._abandon_step)
         self._placement = Placement(model, self._watcher, self._departs)
         self._placement.begin(self.unit_paths)
         self._structure = Structure(model)
+        self._lean_start = LeanStart(self._lockstep, self._structure, device)
         # An engine that steps over parts of the parameters has several steps of an optimizer in one of its own.
         self._optimizers = list(optimizers)
         watched = [] if ends_by_hand else self._optimizers
@@ -280,7 +280,7 @@ class Attached:
         is_new = self._planner.missed.did_more or not any(call.is_alike(step.calls[0]) for step in planned)
         if is_new and self._lockstep.ranks.is_alone:  # Others may know of nothing new, and would wait for an answer.
             return None
-        return self._lean_start.units(planned, call, self._structure.parameters, self.unit_paths)
+        return self._lean_start.units(planned, call, self.unit_paths)
 
     def _start_recording(self, call: Call) -> None:
         lean_units = self._lean_units(call, self.planned)

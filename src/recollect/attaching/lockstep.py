@@ -25,7 +25,7 @@ from torch import nn
 
 from recollect._torch_parallel import allows_uneven_inputs, is_data_parallel
 from recollect.attaching.planned_step import PlannedStep
-from recollect.engine.partitioned import is_partitioned
+from recollect.engine.together import is_partitioned
 from recollect.errors import RecordError
 from recollect.ranks.group import Place, Ranks
 

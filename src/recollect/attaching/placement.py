@@ -26,8 +26,6 @@ from recollect.recording.next_step import Returns, entry_modules
 from recollect.recording.step_recording import StepRecording
 from recollect.tensors import tensors_held
 
-Entry = Callable[[str, nn.Module, Any, Any], None]
-"""Called before a call: with the path of the module, the module and its arguments."""
 # What the recording itself copies of small inputs: much beside the step of a toy, and nothing beside any other.
 _OWN_BYTES: Final = 32 << 10
 
@@ -73,7 +71,7 @@ class Watcher:
     """What the entries of one model share.
 
     Args:
-        begin: told of each outermost call before it runs.
+        begin: told of each outermost call before it runs: the path of the module, the module, and its arguments.
         end: told when it has returned.
         abandon: told of one that raised, and when the thread ends in which a step is recorded: PyTorch's modes and profiler
             do not outlive their thread in peace.
@@ -84,7 +82,9 @@ class Watcher:
         backwards: of the last call.
     """
 
-    def __init__(self, begin: Entry, end: Callable[[], None], abandon: Callable[[], None]) -> None:
+    def __init__(
+        self, begin: Callable[[str, nn.Module, Any, Any], None], end: Callable[[], None], abandon: Callable[[], None]
+    ) -> None:
         self.begin = begin
         self.end = end
         self.abandon = abandon
@@ -182,7 +182,6 @@ class Placement:
         departs: see `UnitWatch`.
 
     Attributes:
-        model: that is watched.
         unit_paths: of the units.
         units: watches them.
         active: the step whose plan is in place.

@@ -19,7 +19,7 @@ from torch import nn
 
 from recollect.attaching.lockstep import Lockstep
 from recollect.attaching.planned_step import PlannedStep, own_plan
-from recollect.attaching.step_shape import Call
+from recollect.attaching.step_shape import Call, Structure
 from recollect.attaching.unit_watch import Course
 from recollect.engine.policy import DropAll, Policy
 from recollect.measuring.meter import storage_bytes, storages_of
@@ -154,33 +154,28 @@ class LeanStart:
 
     Args:
         lockstep: of the processes that run one plan.
+        structure: of the model, some of whose parameters have gradients.
         device: whose gradients count.
     """
 
-    def __init__(self, lockstep: Lockstep, device: torch.device) -> None:
-        self._lockstep = lockstep
-        self._device = device
+    def __init__(self, lockstep: Lockstep, structure: Structure, device: torch.device) -> None:
+        self._lockstep, self._structure, self._device = lockstep, structure, device
         # Steps come again, as beside a profiler, and each costs a search.
         self._last: tuple[object, Profile, Planner, Plan] | None = None
 
     def units(
-        self,
-        planned: Sequence[PlannedStep],
-        call: Call,
-        parameters: Iterable[torch.Tensor],
-        unit_paths: Iterable[str],
+        self, planned: Sequence[PlannedStep], call: Call, unit_paths: Iterable[str]
     ) -> Mapping[str, UnitPlan] | None:
         """Return the leanest plan that is foreseen for a step, alike in all processes; None if there is no other step to go by.
 
         Args:
             planned: the steps that were recorded.
             call: of the model, which is about to run without a plan.
-            parameters: of the model, some with gradients.
             unit_paths: of its units; of one that did not run in the other step nothing is kept.
         """
         if not planned:
             return None
-        profile, planner, own = self._lockstep.together(lambda: self._leanest(planned, call, parameters))
+        profile, planner, own = self._lockstep.together(lambda: self._leanest(planned, call))
         ranks, place = self._lockstep.ranks, self._lockstep.place
         chosen, _ = common_plan(
             profile, own, plain_bytes=planner.plain_peak_bytes, budget_bytes=1, ranks=ranks, place=place
@@ -188,14 +183,13 @@ class LeanStart:
         ran = {its.path for its in profile.calls}
         return {**{path: UnitPlan({}) for path in unit_paths if path not in ran}, **chosen.units}
 
-    def _leanest(
-        self, planned: Sequence[PlannedStep], call: Call, parameters: Iterable[torch.Tensor]
-    ) -> tuple[Profile, Planner, Plan]:
+    def _leanest(self, planned: Sequence[PlannedStep], call: Call) -> tuple[Profile, Planner, Plan]:
         nearest = min(planned, key=lambda step: _distance(step, call))
         key = nearest.number, call
         if self._last is None or self._last[0] != key:
             gradients: list[torch.Tensor] = []
             if call.has_gradients and not nearest.calls[0].has_gradients:
+                parameters = self._structure.parameters
                 gradients = [g for p in parameters if (g := p.grad) is not None and g.device == self._device]
             profile = foreseen(
                 nearest.profile,

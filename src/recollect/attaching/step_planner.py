@@ -151,10 +151,7 @@ class StepPlanner:
         self.steps.note(calls, courses)
         with stage("planning"):
             with self.placement.suspended():
-                profile = self.lockstep.together(
-                    lambda: self._profile(recording, calls, budget),
-                    is_end=True,
-                )
+                profile = self.lockstep.together(lambda: self._profile(recording, calls, budget), is_end=True)
             for seen in self.lockstep.ranks.gather(self.steps.seen, Place.STEP_END):
                 self.steps.note_seen(seen)
             index = len(self.recorded_steps)
@@ -229,14 +226,8 @@ class StepPlanner:
     def _plan_again(self, step: PlannedStep, more_bytes: int) -> PlannedStep:
         """Plan a step again with what is known now, and with room for more bytes than so far; return the new plan."""
         begin = time.perf_counter()
-        again = self._planned(
-            step.profile,
-            step.calls,
-            step.courses,
-            step.budget_bytes,
-            step.number,
-            step.more_bytes + int(_MARGIN * more_bytes),
-        )
+        reserved_bytes = step.more_bytes + int(_MARGIN * more_bytes)
+        again = self._planned(step.profile, step.calls, step.courses, step.budget_bytes, step.number, reserved_bytes)
         if step.held_before:
             again.held_before, again.state_bytes = step.held_before, step.state_bytes
         self.steps.steps = [again if known is step else known for known in self.steps.steps]

@@ -27,7 +27,7 @@ from torch.nn.modules.module import (
 
 from recollect._torch_parallel import is_checkpoint_wrapper
 from recollect._torch_private import tree_leaves
-from recollect.engine.partitioned import is_partitioned
+from recollect.engine.together import is_partitioned
 from recollect.weak_hooks import register_weakly
 
 _FLAG = "gradient_checkpointing"

@@ -92,9 +92,8 @@ def checkpoint(
         True
     """
     _check(determinism_check, debug, context_fn)
-    options: dict[str, Any]
     if function is None:
-        options = {
+        given = {
             "use_reentrant": use_reentrant,
             "context_fn": context_fn,
             "determinism_check": determinism_check,
@@ -103,8 +102,8 @@ def checkpoint(
             "preserve_rng_state": preserve_rng_state,
             "respect_saved_tensors_hooks": respect_saved_tensors_hooks,
         }
-        return functools.partial(_decorated, {**options, **kwargs})
-    options = {"preserve_rng_state": preserve_rng_state}
+        return functools.partial(_decorated, {**given, **kwargs})
+    options: dict[str, Any] = {"preserve_rng_state": preserve_rng_state}
     if respect_saved_tensors_hooks is not None and _TAKES_RESPECT:
         options["respect_saved_tensors_hooks"] = respect_saved_tensors_hooks
     if debug:

@@ -49,7 +49,6 @@ Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 """What PyTorch enters around the first and the second run of a checkpointed function."""
 
 _ACTIONS: Final = {"SAVE": Action.KEEP, "RECOMPUTE": Action.RECOMPUTE, "CPU_OFFLOAD": Action.OFFLOAD}
-_NO_NAMES: Final[tuple[str, ...]] = ()
 
 
 def contexts_with(policy_fn: PolicyFunction | Sequence[Any]) -> Callable[[], Contexts]:
@@ -107,12 +106,12 @@ class _PolicyMode(FunctionMode):
         self._policy = tape.new_policy()
         self._asking = tape
         # What the results of the running op are called.
-        self._names: tuple[str, ...] = _NO_NAMES
+        self._names: tuple[str, ...] = ()
         # What made a storage, so that a saved view keeps that; an identity used again is entered again.
         self._makers: dict[int, str] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self._names = _NO_NAMES
+        self._names = ()
         output = super().__torch_dispatch__(func, types, args, kwargs)
         if output is NotImplemented or func in SAC_IGNORED_OPS:
             return output

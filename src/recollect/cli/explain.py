@@ -89,10 +89,6 @@ class MegatronFile:
         except (TypeError, ValueError) as problem:
             raise RecollectError(f"--yaml {self.path}: {problem}") from None
 
-    def training_setting(self, config: TransformerConfig) -> TrainingSetting:
-        """Return the other settings that Megatron's rules for recompute depend on."""
-        return TrainingSetting.of(config, **self.setting)
-
 
 def read_megatron_file(path: Path) -> MegatronFile:
     """Read a configuration.
@@ -193,7 +189,7 @@ def _recorded(
     if flags.hf_config is not None:
         return step_recorder(flags, **loop)(1), TrainingSetting(**file.setting)
     model = file.model_config(flags)
-    return step_recorder(flags, model, **loop)(1), file.training_setting(model)
+    return step_recorder(flags, model, **loop)(1), TrainingSetting.of(model, **file.setting)
 
 
 def show(explanation: Explanation, profile: Profile, console: Console, *, with_names: bool) -> None:

@@ -85,6 +85,9 @@ class TextScan:
     Args:
         lines: of the text.
         name: of the text, for the evidence.
+
+    Attributes:
+        num_lines: that were read.
     """
 
     def __init__(self, lines: Iterable[str], name: str) -> None:
@@ -95,15 +98,10 @@ class TextScan:
         self._mismatches: list[Passage] = []
         self._found: dict[Rule, tuple[Passage, dict[str, Any]]] = {}
         self._counts: Counter[Rule] = Counter()
-        self._number = 0
+        self.num_lines = 0
         self._is_promising = False
         for passage in passages(self._in_portions(lines), name, self._is_wanted):
             self._take(passage)
-
-    @property
-    def num_lines(self) -> int:
-        """Lines that were read."""
-        return self._number
 
     def settings(self) -> list[Settings]:
         """Return the settings that the text mentions."""
@@ -130,11 +128,11 @@ class TextScan:
             yield from portion
 
     def _is_wanted(self, line: str) -> bool:
-        self._number += 1
+        self.num_lines += 1
         if self._is_promising and any(stem in line for stem in _STEMS) and self._is_message(line):
             return True
-        self._in_text.look(line, self._number)
-        self.numbers.look(line, f"{self.name}:{self._number}")
+        self._in_text.look(line, self.num_lines)
+        self.numbers.look(line, f"{self.name}:{self.num_lines}")
         return False
 
     def _is_message(self, line: str) -> bool:

@@ -16,8 +16,7 @@ from torch.autograd.function import FunctionCtx
 
 from recollect._torch_functions import above_autograd, tree_flatten, tree_unflatten, watched_functions
 from recollect.engine.draws import RegionDraws
-from recollect.engine.partitioned import gathered, group_of, is_partitioned
-from recollect.engine.together import Agreement
+from recollect.engine.together import Agreement, gathered_parameter, group_of, is_partitioned
 from recollect.engine.values import Layout, layout_of
 from recollect.errors import RecomputeMismatchError
 
@@ -63,7 +62,7 @@ class FunctionArguments:
         """Parameters of which each rank has a part."""
         return [leaf for leaf in self._leaves if is_partitioned(leaf)]
 
-    def filled(self, tensors: Sequence[torch.Tensor], whole: Whole = gathered) -> tuple[Any, ...]:
+    def filled(self, tensors: Sequence[torch.Tensor], whole: Whole = gathered_parameter) -> tuple[Any, ...]:
         """Return the arguments with these tensors in the places of the first ones, and whole parameters in those of parts."""
         leaves = [whole(leaf) if is_partitioned(leaf) else leaf for leaf in self._leaves]
         for position, tensor, needs_grad in zip(self._positions, tensors, self._needs_grad, strict=False):
@@ -104,7 +103,7 @@ class FunctionCall:
         """Size of the generator states held to run the forward again."""
         return 0 if self.draws is None else self.draws.state_bytes
 
-    def __call__(self, tensors: list[Any], may_overwrite_first: bool, whole: Whole = gathered) -> list[Any]:
+    def __call__(self, tensors: list[Any], may_overwrite_first: bool, whole: Whole = gathered_parameter) -> list[Any]:
         """Run the forward once more; return its outputs and what it saved."""
         if self.agreement is not None:
             for group in filter(None, map(group_of, self.arguments.partitioned)):
@@ -130,7 +129,7 @@ class FunctionCall:
             stack.enter_context(watched_functions(None))
             stack.enter_context(torch.no_grad())
             stack.enter_context(above_autograd())
-            stack.enter_context(autocast_to(self.autocast))
+            stack.enter_context(_autocast_to(self.autocast))
             if self.draws is not None:
                 stack.enter_context(self.draws.second())
             yield
@@ -143,8 +142,8 @@ class FunctionCall:
 
 
 @contextmanager
-def autocast_to(types: Autocast) -> Iterator[None]:
-    """Have autocast on in a with-block as it was, without its cache: what that holds would outlive the forward."""
+def _autocast_to(types: Autocast) -> Iterator[None]:
+    """Switch autocast on as it was, without its cache: what that holds would outlive the forward."""
     if not types:
         yield
         return

@@ -6,7 +6,8 @@ What may run again, and how that is found out, is in `function_run.py`; how it r
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,11 +15,11 @@ import torch
 from recollect._torch_functions import FunctionWatcher
 from recollect._torch_parallel import passes_ops_on
 from recollect.engine.facts import OpFacts
-from recollect.engine.function_call import FunctionCall, autocast_to
+from recollect.engine.function_call import FunctionCall
 from recollect.engine.function_run import FunctionRun, FunctionWatch, may_run_again
-from recollect.engine.partitioned import group_of
 from recollect.engine.policy import OpActions, TapeState
 from recollect.engine.tape_mode import TapeMode
+from recollect.engine.together import group_of
 from recollect.engine.values import StorageRecord, TapeValue, attach_record, forget_record, layout_of, watch
 from recollect.plans.action import Action
 from recollect.replay import Node
@@ -153,8 +154,7 @@ class _WatchedFunction:
             return code(*args, **kwargs)
         self._mode.function = run
         try:
-            # A cached weight would be an argument not seen: forward casts its weights itself, as it will when it runs again.
-            with run.draws.first(), FunctionWatch(run), autocast_to(run.autocast):
+            with run.draws.first(), FunctionWatch(run), _without_autocast_cache(run):
                 return code(*args, **kwargs)
         finally:
             self._mode.function = None
@@ -169,3 +169,16 @@ def _forget_arguments(run: FunctionRun) -> None:
     """Forget how arguments were made that may be written to out of sight: what needs them keeps them."""
     for tensor in run.arguments.tensors:
         forget_record(tensor.untyped_storage())
+
+
+@contextmanager
+def _without_autocast_cache(run: FunctionRun) -> Iterator[None]:
+    """Let a forward cast its weights itself, as it will when it runs again: a cached one would be an argument not seen."""
+    if not run.autocast or not torch.is_autocast_cache_enabled():
+        yield
+        return
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(True)

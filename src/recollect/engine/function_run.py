@@ -29,9 +29,8 @@ from recollect.engine.content import checksums
 from recollect.engine.draws import RegionDraws, draws_unknown
 from recollect.engine.facts import OpFacts, OpMode, facts_of
 from recollect.engine.function_call import Autocast, FunctionArguments, FunctionCall
-from recollect.engine.partitioned import can_be_gathered, is_partitioned
 from recollect.engine.self_check import SwitchedOff, switched_off
-from recollect.engine.together import Agreement
+from recollect.engine.together import Agreement, can_be_gathered, is_partitioned
 from recollect.engine.values import Layout, is_known, layout_of
 from recollect.tensors import tensors_in
 

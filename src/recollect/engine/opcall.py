@@ -155,10 +155,6 @@ class _Slot:
 _FIRST_SLOTS = tuple(_Slot(index) for index in range(8))
 
 
-def _slot(index: int) -> _Slot:
-    return _FIRST_SLOTS[index] if index < len(_FIRST_SLOTS) else _Slot(index)
-
-
 class _Slots(list[Any]):
     """A list argument (`cat`, `index`) that contains tensors."""
 
@@ -186,7 +182,8 @@ class Arguments:
             if kind in _CONSTANTS:
                 bound.append(argument)
             elif kind is torch.Tensor or isinstance(argument, torch.Tensor):
-                bound.append(_slot(len(values)))
+                index = len(values)
+                bound.append(_FIRST_SLOTS[index] if index < len(_FIRST_SLOTS) else _Slot(index))
                 values.append(value_of(argument))
             elif isinstance(argument, (list, tuple)) and any(isinstance(a, torch.Tensor) for a in argument):
                 bound.append(_Slots(self._bind(argument, value_of)))

@@ -1,4 +1,4 @@
-"""What ranks do together under a plan: run collectives again, and hold values as parts.
+"""What ranks do together under a plan: run collectives again, hold values as parts, and gather parameters.
 
 `Agreement` has them find out that they drop different collectives before one waits for ever for the others to run one again. A
 rank tells the others in forward which plan it runs, when it first meets a collective of a group; at the end of the model's
@@ -12,6 +12,10 @@ nothing. So the first forward runs under a mode that sees all of them.
 
 `Shards` hold a value that is the same on all ranks of a group as each rank's part of it, which is gathered when backward asks.
 It is cut by bytes, so that any size and type will do: the last ranks' parts may be padded, or nothing but padding.
+
+Parameters may be partitioned, too, as under DeepSpeed's ZeRO-3: each rank has a part, and they are whole while a module runs,
+and then no more. What runs again in backward, in between, gathers them for itself, into memory of its own: DeepSpeed may be
+about to gather the same ones for a module, and counts on what it finds.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -287,3 +291,33 @@ def content_of(tensor: torch.Tensor) -> int | None:
         if bool((elements == elements[0]).all()):
             return None
     return checksums([tensor])[0]
+
+
+def is_partitioned(tensor: Any) -> TypeGuard[nn.Parameter]:
+    """Whether a tensor is a parameter of which this rank has a part."""
+    return isinstance(tensor, nn.Parameter) and hasattr(tensor, "ds_tensor")
+
+
+def can_be_gathered(parameter: Any) -> bool:
+    """Whether the parts add up to the parameter: not offloaded to the host, quantized or of another type."""
+    part = parameter.ds_tensor
+    is_plain = not hasattr(part, "ds_quant_scale") and getattr(part, "final_location", None) is None
+    return bool(is_plain and part.device == parameter.device and part.dtype == parameter.dtype)
+
+
+def group_of(parameter: Any) -> str:
+    """Return the name of the group of ranks that have the parts; empty if this one has all."""
+    group = parameter.ds_process_group
+    return "" if torch.distributed.get_world_size(group) == 1 else str(group.group_name)
+
+
+def gathered_parameter(parameter: Any) -> torch.Tensor:
+    """Return the whole parameter: what it holds if it is whole just now, else a copy, for which all ranks have to come."""
+    held: torch.Tensor = parameter.detach()
+    if parameter.ds_status.name == "AVAILABLE":
+        return held
+    part: torch.Tensor = parameter.ds_tensor.detach()
+    size = torch.distributed.get_world_size(parameter.ds_process_group)
+    whole = part.new_empty(size * part.numel())
+    torch.distributed.all_gather_into_tensor(whole, part, group=parameter.ds_process_group)
+    return whole[: parameter.ds_numel].view(parameter.ds_shape)

@@ -16,12 +16,11 @@ from recollect.engine.facts import OpFacts, OpMode, facts_of
 from recollect.engine.function_call import FunctionCall
 from recollect.engine.function_mode import FunctionMode
 from recollect.engine.function_run import FunctionRun
-from recollect.engine.partitioned import group_of
 from recollect.engine.policy import ALL_KEPT, OpActions, OpKey, Policy
 from recollect.engine.region_state import small_buffer_bytes
 from recollect.engine.subclasses import PackedSubclass, strided_tensors
 from recollect.engine.tape import Tape
-from recollect.engine.together import Agreement
+from recollect.engine.together import Agreement, group_of
 from recollect.engine.values import UNWATCHED, TapeValue, forget_record, laid_out, record_of
 from recollect.plans.action import Action
 from recollect.plans.value_names import result_names, value_stem

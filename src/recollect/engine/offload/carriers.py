@@ -24,6 +24,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -185,7 +186,9 @@ class _Registered(mmap.mmap):
         made._address = torch.frombuffer(made, dtype=torch.uint8).data_ptr()
         error = int(torch.cuda.cudart().cudaHostRegister(made._address, nbytes, _PORTABLE))
         if error:
-            _forget_last_error()
+            # Have the runtime report its last error now, which it would report to whoever launches the next kernel.
+            with suppress(RuntimeError):
+                torch.ones(1, device="cuda").add_(1)
             raise RuntimeError(f"cudaHostRegister: error {error}")
         made._process = os.getpid()
         return made
@@ -198,14 +201,6 @@ class _Registered(mmap.mmap):
             # Copies may still run that nobody needs. This is not within a step.
             torch.cuda.synchronize()
             torch.cuda.cudart().cudaHostUnregister(self._address)
-
-
-def _forget_last_error() -> None:
-    """Have the runtime report its last error now, which it would report to whoever launches the next kernel."""
-    try:
-        torch.ones(1, device="cuda").add_(1)
-    except RuntimeError:
-        pass
 
 
 CARRIERS: dict[str, Callable[[], Carrier]] = {"cpu": ThreadCarrier}
@@ -235,7 +230,6 @@ class Host:
         most_bytes: the host memory that they need; None if nobody knows.
 
     Attributes:
-        device: where values are computed.
         carrier: copies them.
         pool: host memory.
         num_missed: values that were asked for, or written to, at another moment than the plan says.

@@ -90,10 +90,11 @@ class Offload:
         """
         if self._flight.has_turned or (self._flight.is_over and not is_inside):
             self._flight = Flight()
-        if self._flight.is_new:
-            self._mark_constants()
         self._flight.is_running = True
-        return self._flight, self._flight.begin_call()
+        call = self._flight.begin_call()
+        if not call:
+            self._mark_constants()
+        return self._flight, call
 
     def send(self, tensor: torch.Tensor, unit: str, name: str, place: Place) -> Offloaded | None:
         """Begin to copy a value that was just computed; None if there is no room for it, or nothing to copy.
@@ -163,11 +164,6 @@ class Flight:
     def is_over(self) -> bool:
         """Whether nobody will go backward over it, as all that autograd has saved is gone."""
         return not self._num_marks and (self._last >= 0 or self._num_calls > _MOST_UNMARKED)
-
-    @property
-    def is_new(self) -> bool:
-        """Whether no call has begun."""
-        return not self._num_calls
 
     def begin_call(self) -> int:
         """Return the number of a call that begins."""

@@ -23,6 +23,7 @@ from recollect.lab.parallel.mesh import LayoutMesh
 from recollect.lab.parallel.pipeline_step import PipelineStep
 from recollect.lab.parallel.stages import PipelineRank
 from recollect.lab.train.processes import Processes
+from recollect.recording.optimizer_probe import local_part
 
 # As in `torch.nn.utils.clip_grad_norm_`.
 _EPSILON = 1e-6
@@ -209,11 +210,6 @@ class PipelineExchange(RanksExchange):
             work.wait()
         for gradient, other in zip(own, others, strict=True):
             gradient.add_(other)
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """Return what is here of a tensor, which shares its memory."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _own_rows(parameter: nn.Parameter) -> Tensor:

@@ -42,7 +42,6 @@ class IndexedDataset:
         prefix: path of the files without `.bin` and `.idx`.
 
     Attributes:
-        prefix: as given.
         dtype: dtype of the ids in the file.
         lengths: ids in each sequence, int32.
         document_indices: first sequence of each document, then the number of sequences; int64.

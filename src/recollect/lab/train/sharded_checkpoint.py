@@ -63,7 +63,6 @@ class StoredState:
         tensors: parameters, buffers, and the optimizer's state. Its settings follow from those of the run.
         fused: of parameters and of state whose rows are reordered, the rows of each part in the whole model, and their
             dimension.
-        tensor_ranks: those of tensor parallelism.
     """
 
     def __init__(self, model: GPTModel, optimizer: torch.optim.Optimizer, tensor_ranks: int) -> None:

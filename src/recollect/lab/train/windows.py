@@ -28,7 +28,6 @@ class TokenWindows:
         seed: seed of the order; None: in the order of the stream, for validation.
 
     Attributes:
-        tokens: the stream.
         num_tokens, num_windows: per epoch.
     """
 
