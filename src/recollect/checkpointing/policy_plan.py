@@ -19,7 +19,8 @@ from recollect.plans.plan import Plan
 from recollect.plans.unit_plan import UnitPlan
 from recollect.profile.graph import UnitGraph
 from recollect.profile.profile import Profile
-from recollect.recording.model_step import call_model, device_of, fake_run
+from recollect.recording.fake_model import fake_run
+from recollect.recording.model_step import call_model, device_of
 from recollect.recording.restored_state import undisturbed
 from recollect.simulation.decisions import keep_all_unit
 from recollect.simulation.simulate import predicted_plan

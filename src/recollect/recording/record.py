@@ -25,13 +25,13 @@ from recollect.profile.profile import Profile
 from recollect.progress.stage import stage
 from recollect.ranks.group import ALONE, Place
 from recollect.ranks.members import GroupChoice, check_alike, ranks_of, with_common_times
+from recollect.recording.fake_model import fake_run
 from recollect.recording.find_units import find_units
 from recollect.recording.model_step import (
     LossFunction,
     check_step,
     describe_batch,
     device_of,
-    fake_run,
     prepare_gradients,
     run_step,
     step_tensors,
