@@ -4,8 +4,9 @@
     python benchmarks/fp8.py losses    five minutes
 
 Memory: bf16, torchao's emulated float8, and the recipes of `recollect.lab.models.fp8`, in a dense model and in a mixture of
-experts, whose weights are bf16. Saved: the storages that autograd saves in forward, without parameters; how
-much of it is casts of weights. Peaks: predicted, and measured in the same step. Products are emulated in fp32 on a CPU, so that nothing here says anything about time.
+experts, whose weights are bf16. Saved: the storages that autograd saves in forward, without parameters; how much of it is casts
+of weights. Peaks: predicted, and measured in the same step. Products are emulated in fp32 on a CPU, so that nothing here says
+anything about time.
 
 Losses: of bytes of README.md, in the last tenth of the steps, by recipe and seed.
 """

@@ -189,7 +189,12 @@ class Profile:
             root,
             graphs=tuple(_decode_graph(graph) for graph in root.get("graphs").array()),
             calls=tuple(_decode_call(call) for call in root.get("calls").array()),
-            log=_decode_log(root.get("log")),
+            log=_construct(
+                StepLog,
+                log := root.get("log"),
+                blocks=tuple(tuple(event.integers() for event in block.array()) for block in log.get("blocks").array()),
+                sequence=tuple(step.integers() for step in log.get("sequence").array()),
+            ),
             persistent={kind: persistent.get(kind).integer(least=0) for kind in persistent.keys()},
             outputs=tuple(event.integers() for event in root.items("outputs")),
             **root.arguments(Profile, least={"calibration_bytes": None, "loss_chunks": 1, "shard_ranks": 1}),
@@ -310,13 +315,3 @@ def _numbers(place: Field, *expected: str) -> tuple[Any, ...]:
     if len(numbers) != len(expected):
         raise place.error(f"{place.where}: got {list(numbers)}, expected [{', '.join(expected)}]")
     return numbers
-
-
-def _decode_log(log: Field) -> StepLog:
-    """Read the events; raise the document's error at what cannot be."""
-    return _construct(
-        StepLog,
-        log,
-        blocks=tuple(tuple(event.integers() for event in block.array()) for block in log.get("blocks").array()),
-        sequence=tuple(step.integers() for step in log.get("sequence").array()),
-    )

@@ -174,17 +174,14 @@ def _repeated_leaves(model: nn.Module) -> set[str]:
             leaves = [
                 (f"{path}.{name}" if path else name, child)
                 for name, child in module.named_children()
-                if not _has_children(child) and not _is_single_op(child)
+                if not _has_children(child)
+                and (isinstance(child, nn.RNNBase) or not type(child).__module__.startswith("torch."))
             ]
             count = Counter(type(child) for _, child in leaves)
             found |= {name for name, child in leaves if count[type(child)] > 1}
     weight_of = _weigher(model)
     is_most = sum(weight_of(model.get_submodule(path)) for path in found) >= 0.5 * weight_of(model)
     return found if is_most else set()
-
-
-def _is_single_op(module: nn.Module) -> bool:
-    return type(module).__module__.startswith("torch.") and not isinstance(module, nn.RNNBase)
 
 
 def _heaviest(model: nn.Module) -> set[str]:
