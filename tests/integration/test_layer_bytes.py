@@ -21,8 +21,8 @@ from recollect.lab.models.config import TransformerConfig
 from recollect.lab.models.sizes import NAMED_CONFIGS
 from recollect.lab.parallel.cluster_step import ClusterStep, record_stages
 from recollect.lab.parallel.layout import DeviceLayout
+from recollect.planning.explain import LayerUsage, layer_usage
 from recollect.profile.profile import Profile
-from recollect.simulation.layer_usage import LayerUsage, layer_usage
 from tiers import long_but
 
 pytestmark = pytest.mark.integration

@@ -23,7 +23,7 @@ from recollect.lab.train.processes import ONE_PROCESS, joined_processes
 from recollect.lab.train.session import open_session
 from recollect.lab.train.sharded_checkpoint import StoredState, parts_of
 from recollect.lab.train.trained import build_trained
-from recollect.recording.optimizer_probe import local_part
+from recollect.recording.optimizer_step import local_part
 
 TENSOR = {"tensor_model_parallel_size": 2}
 PIPELINE = {"pipeline_model_parallel_size": 2}

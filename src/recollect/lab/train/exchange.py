@@ -23,7 +23,7 @@ from recollect.lab.parallel.mesh import LayoutMesh
 from recollect.lab.parallel.pipeline_step import PipelineStep
 from recollect.lab.parallel.stages import PipelineRank
 from recollect.lab.train.processes import Processes
-from recollect.recording.optimizer_probe import local_part
+from recollect.recording.optimizer_step import local_part
 
 # As in `torch.nn.utils.clip_grad_norm_`.
 _EPSILON = 1e-6
