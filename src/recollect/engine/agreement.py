@@ -103,7 +103,7 @@ class Agreement:
 
 
 def first_call_forwards(model: nn.Module, agreement: Agreement) -> list[PlacedForward]:
-    """Return the forward that has the ranks compare, if the model's ops may be those of several ranks.
+    """Return the forward that has the ranks compare, if several ranks may run the model's ops together.
 
     Args:
         model: with parameters that a device mesh spreads, as tensor parallelism does.

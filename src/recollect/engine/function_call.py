@@ -64,7 +64,7 @@ class FunctionArguments:
         return [leaf for leaf in self._leaves if is_partitioned(leaf)]
 
     def filled(self, tensors: Sequence[torch.Tensor], whole: Whole = gathered) -> tuple[Any, ...]:
-        """Return the arguments with these tensors in the places of the first ones, and whole parameters in those of parts."""
+        """Return the arguments with these tensors in place of the first ones, and whole parameters in place of parts."""
         leaves = [whole(leaf) if is_partitioned(leaf) else leaf for leaf in self._leaves]
         for position, tensor, needs_grad in zip(self._positions, tensors, self._needs_grad, strict=False):
             # Forward may ask which of its arguments require grad, and these are not the tensors that did.

@@ -39,7 +39,7 @@ _MOST_ROUNDS = 8
 
 _Kind = tuple[int, tuple[Action, ...], bool, int]
 WorkingSets = dict[tuple[_Kind, int], dict[int, int]]
-"""For each kind of unit and each of its windows: bytes of each option minus those of the reference option."""
+"""For each kind of unit and each of its windows: bytes of each option minus the reference option's."""
 Play = Callable[[Choice], Candidate]
 """Simulates a choice and returns it with its cost."""
 

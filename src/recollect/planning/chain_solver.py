@@ -112,7 +112,7 @@ class ChainSolver:
 
     @cached_property
     def _near_least(self) -> ChainSolver:
-        """A solver whose options include those of the leanest candidate."""
+        """A solver whose options include the leanest candidate's."""
         return ChainSolver(self.profile, like=self, lean=self._leanest)
 
     def leanest(self) -> Candidate:

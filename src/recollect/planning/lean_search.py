@@ -85,7 +85,7 @@ class LeanSearch:
             options, before_bytes = descent.best, descent.best_bytes
 
     def _best_start(self) -> list[Option]:
-        """Return the step that drops everything in the layers, and those of their outputs that make its peak lowest."""
+        """Return the step that drops everything in the layers, and whichever of their outputs make its peak lowest."""
         starts: dict[int, list[Option]] = {}
         peaks: dict[int, float] = {}
         most = most_folded(self._profile)

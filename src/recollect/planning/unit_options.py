@@ -128,7 +128,7 @@ def working_bytes(graph: UnitGraph, option: Option) -> int:
 
 
 def _thinned(options: list[Option], hull: frozenset[Stored], most_options: int) -> tuple[Option, ...]:
-    """Return at most `most_options` options, evenly spread; those of the hull always stay."""
+    """Return at most `most_options` options, evenly spread; the hull's own always stay."""
     others = [option for option in options if option.stored not in hull]
     room = max(0, most_options - (len(options) - len(others)))
     chosen = {option.stored for option in _spread(others, room)} | hull
