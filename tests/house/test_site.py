@@ -19,6 +19,8 @@ pytest.importorskip("mkdocstrings")
 
 from pages.api import PAGE, TOPICS, page  # noqa: E402
 
+from browser import CHROMIUM, DRIVER, open_browser, requests  # noqa: E402
+
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -70,3 +72,22 @@ def test_nothing_is_fetched_from_the_network(site: Path) -> None:
     tags = re.compile(r"<(?:script|link|img|iframe)\b[^>]*\b(?:src|href)=\"?https?://[^\s\">]*")
     found = {path.name: tags.findall(path.read_text(encoding="utf-8")) for path in site.rglob("*.html")}
     assert {name: urls for name, urls in found.items() if urls} == {}
+
+
+@pytest.mark.skipif(
+    CHROMIUM is None or DRIVER is None, reason="needs Chromium and chromedriver, which are not installed"
+)
+def test_the_search_works_in_a_folder(site: Path, tmp_path: Path) -> None:
+    pytest.importorskip("selenium")
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    with open_browser(tmp_path) as browser:
+        browser.get((site / "index.html").as_uri())
+        browser.execute_script("document.querySelector('label[for=__search]').click()")
+        wait = WebDriverWait(browser, 60, ignored_exceptions=[Exception])
+        wait.until(lambda b: b.find_element("css selector", ".md-search__input").send_keys("fragmentation") is None)
+        wait.until(lambda b: b.find_elements("css selector", ".md-search-result__item"))
+        assert "out_of_memory.html" in browser.find_element("css selector", ".md-search-result__list").get_attribute(
+            "innerHTML"
+        )
+        assert requests(browser) == []

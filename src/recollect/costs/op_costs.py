@@ -46,7 +46,7 @@ class Again(Protocol):
         ...
 
     def compare(self, results: list[Any]) -> None:
-        """Compare results with those of the first run."""
+        """Compare results with the first run's."""
         ...
 
 

@@ -196,7 +196,7 @@ class Case:
         """Return what was recognised, the most certain first, each rule once."""
         merged: dict[tuple[str, str], Finding] = {}
         for found in self._all():
-            # Those of several ranks or scopes differ in numbers; those of several devices' snapshots each count.
+            # Findings of several ranks or scopes differ in numbers; of several devices' snapshots each one counts.
             key = (found.rule, found.problem if found.rule.startswith("snapshot-") else "")
             merged[key] = _together(merged[key], found) if key in merged else found
         return sorted(merged.values(), key=lambda found: CERTAINTIES.index(found.certainty))

@@ -25,7 +25,7 @@ def findings(settings: Settings) -> Iterator[Finding]:
     """Yield what the settings of one scope show.
 
     Args:
-        settings: of a run; those of several files together.
+        settings: of a run, from all its files together.
 
     Yields:
         Clashes first.

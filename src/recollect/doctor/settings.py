@@ -85,7 +85,7 @@ class Settings:
         return next((self.values[name] for name in names if self.values.get(name) is not None), None)
 
     def shown(self, *names: str) -> str:
-        """Return those of the names that have a value, with their values, after the place: evidence for a finding."""
+        """Return the names that have a value, with their values, after the place: evidence for a finding."""
         given = [name for name in names if self.values.get(name) is not None]
         lines = {self.lines[name] for name in given if name in self.lines}
         place = f"{self.place}:{min(lines)}" if lines else self.place

@@ -16,7 +16,7 @@ _REMEDY = "Make a plan for this model: recollect.fit, or recollect.record and re
 
 
 def check_depth(model: nn.Module, plan: Plan) -> None:
-    """Compare the layers that the plan names, by number, with those of the model.
+    """Compare the layers that the plan names, by number, with the model's layers.
 
     Raises:
         UnknownNameError: the plan names all layers up to a number beyond the model's last one.

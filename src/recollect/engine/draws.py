@@ -74,7 +74,7 @@ class Draw:
 
         Args:
             func: the op.
-            args: its arguments, equal to those of the first run.
+            args: its arguments, equal to the first run's.
             kwargs: the same by keyword.
             may_repeat: the op writes to nothing, so that it may run once more if another thread disturbs it.
 

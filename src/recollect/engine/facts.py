@@ -160,7 +160,7 @@ _FOLLOWS_SETTINGS = frozenset(
     | {"div"}
 )
 
-# Fake tensors answer C++ queries through ops of the first of these; those of the second name what runs in a trace.
+# Fake tensors answer C++ queries through ops of the first of these; ops of the second name what runs in a trace.
 _NO_COMPUTATION = frozenset({"prim", "profiler"})
 
 _REPLAYABLE_NAMESPACES = frozenset({"aten", "prims", "torchvision"})

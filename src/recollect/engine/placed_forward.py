@@ -52,7 +52,7 @@ class PlacedForward:
         self.is_placed = False
         self.has_looked = False
         self.forward: Callable[..., Any] = module.forward
-        # Do not copy attributes: those of another placed forward would become this one's own.
+        # Do not copy attributes: another placed forward's would become this one's own.
         functools.update_wrapper(self, self.forward, updated=())  # type: ignore[arg-type]
 
     def host_use(self) -> HostUse | None:

@@ -32,7 +32,7 @@ def allocated_bytes(device: torch.device) -> int:
 
 
 def other_bytes(device: torch.device, tensors: Iterable[torch.Tensor]) -> int:
-    """Return the bytes of this process on a CUDA device, minus those of some tensors; 0 for other devices.
+    """Return the bytes of this process on a CUDA device, minus the bytes of some tensors; 0 for other devices.
 
     Sparse tensors have no storage to subtract, and count among the rest.
     """

@@ -55,7 +55,7 @@ def check_host_budget(host_budget: int | str) -> None:
 def mapped_file(nbytes: int) -> torch.Tensor:
     """Return bytes of a temporary file that has no name, so that nothing is left of it however the process ends.
 
-    The operating system can write its pages out, as it cannot those of other memory.
+    The operating system can write its pages out to disk, unlike the pages of other memory.
 
     Raises:
         OSError: there is no room for it.

@@ -37,7 +37,7 @@ class PeakMeasurement(Generic[T]):
     Attributes:
         device: the device that was measured, such as "cpu" or "cuda:0".
         start_bytes: bytes alive when the callable was called.
-        peak_bytes: most bytes alive at any moment of the call, those of the start included.
+        peak_bytes: most bytes alive at any moment of the call, including bytes alive at its start.
         end_bytes: bytes alive when it had returned, its result included.
         peak_requested_bytes: on CUDA, most bytes requested, before the caching allocator rounded up; None on the CPU,
             where `peak_bytes` are the requested bytes.

@@ -27,7 +27,7 @@ from recollect.simulation.windows import windows
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CheckpointTimes:
-    """CheckpointTimes of a step in order, and the values of all calls as columns: those of call c start at `first_value[c]`.
+    """CheckpointTimes of a step in order, and the values of all calls as columns: call c's start at `first_value[c]`.
 
     Attributes:
         events: position in the log of each moment; what is said of it holds after that event.

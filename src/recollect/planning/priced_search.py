@@ -3,7 +3,7 @@
 Drop the same outputs, and solve a chain that tells forward bytes from backward bytes.
 
 At the loss, a unit costs only what it keeps besides these values (`planning/alive_until_loss.py`); in backward, all
-that it keeps. The chain's program counts the bytes of backward; those of forward are a second constraint, moved into
+that it keeps. The chain's program counts the bytes of backward; forward's bytes are a second constraint, moved into
 the cost at a price to search for: Lagrangian relaxation, as in Everett, "Generalized Lagrange multiplier method for
 solving problems of optimum allocation of resources", Operations Research 11(3), 1963. Identical units switch together
 as the price rises, so between the last price that is too low and the first that is high enough, switch units one by

@@ -41,7 +41,7 @@ class Plan:
         predicted_slowdown: recompute time divided by the time of forward and backward without it; 0.03 is 3 %.
         bound_slowdown: lower bound on the slowdown of any plan within the budget.
         note: where the plan comes from, in words.
-        torch_version, device_name: those of the profile that the plan was made from; empty if they do not matter, such
+        torch_version, device_name: as in the profile that the plan was made from; empty if they do not matter, such
             as the device of a fake profile. `apply` compares them with what it finds.
         loss_chunks: number of parts in which the output matrix and loss are computed, so that only one part's logits
             are alive at a time; 1 leaves them as the model computes them.

@@ -16,7 +16,7 @@ Item: TypeAlias = tuple[int, int]
 
 @dataclass(slots=True)
 class Held:
-    """Bytes that the model's own code holds, as allocated, and where in the log it begins to and lets go of them."""
+    """Bytes that the model's own code holds, as allocated, and where in the log it takes and frees them."""
 
     nbytes: int
     birth: int

@@ -6,7 +6,7 @@
 | in host memory | none | its trip says that it comes back; or something asks for it |
 | on its way back | allocated here, not valid yet | something asks for it, waits, and gets it |
 
-For the tape this is the recipe of a value: calling it returns the tensor. The numbers of the rules are those of `carriers.py`.
+For the tape this is the recipe of a value: calling it returns the tensor. The rules are numbered as in `carriers.py`.
 """
 
 from __future__ import annotations
