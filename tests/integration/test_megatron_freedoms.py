@@ -211,7 +211,9 @@ def assert_exact_in_8_bits(
 
 def test_fp8_delayed() -> None:
     model, batch, profile = in_8_bits("mixtral-tiny", fp8_recipe="delayed", fp8_amax_history_len=2)
-    assert sum("amax_history" in name for name, _ in model.named_buffers()) == 4 * 4 * 3  # of four layers' four products
+    assert (
+        sum("amax_history" in name for name, _ in model.named_buffers()) == 4 * 4 * 3
+    )  # of four layers' four products
     for config in (selective("layernorm"), selective("moe_act"), RecomputeConfig(**FULL)):
         assert_exact_in_8_bits(model, batch, profile, config)
 

@@ -152,7 +152,9 @@ def _multiplied_dtype(name: str, tensors: list[torch.Tensor]) -> str:
     if any(t.dtype == torch.float8_e8m0fnu for t in tensors):
         return "mxfp8"
     # Scales are the only matrices in fp32 here; those of whole tensors, rows or columns have at most one dimension above 1.
-    if name.startswith("_scaled_mm") and any(t.dtype == torch.float32 and t.dim() == 2 and min(t.shape) > 1 for t in tensors):
+    if name.startswith("_scaled_mm") and any(
+        t.dtype == torch.float32 and t.dim() == 2 and min(t.shape) > 1 for t in tensors
+    ):
         return "fp8_blockwise"
     dtype = next((DTYPES[t.dtype] for t in tensors if t.dtype in DTYPES), "fp32")
     if dtype == "fp32" and "attention" not in name:

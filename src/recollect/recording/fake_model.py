@@ -21,18 +21,16 @@ from recollect._torch_private import FakeTensorMode, is_traceable_wrapper_subcla
 from recollect.engine.facts import facts_of
 from recollect.recording.restored_state import restored_attributes, restored_generators
 
-
 _PRODUCTS = frozenset({"_grouped_mm", "_scaled_grouped_mm", "_scaled_grouped_mm_v2", "_scaled_mm_v2"})
 
 
 class _FakeMode(FakeTensorMode):
     """PyTorch's fake tensors with more ops.
 
-    Grouped matrix products of any dtype: PyTorch's fake tensors insist on bf16, its kernels do not. And products in 8 bits, with
-    scales of any kind, which they do not know. And `bincount` with the
-    number of bins that the model asks for, as models count the tokens of each expert; PyTorch's fake tensors refuse it,
-    since larger numbers would add bins. And the end of a collective: it returns its argument, where PyTorch's fake tensors
-    make another tensor.
+    Grouped matrix products of any dtype: PyTorch's fake tensors insist on bf16, its kernels do not. Products in 8 bits with any
+    scales, which they do not know. `bincount` with the number of bins that the model asks for, as models count the tokens of
+    each expert; PyTorch's fake tensors refuse it, since larger numbers would add bins. And the end of a collective: it returns
+    its argument, where PyTorch's fake tensors make another tensor.
 
     Args:
         kernels: type of the device whose kernels they stand for.
@@ -45,7 +43,9 @@ class _FakeMode(FakeTensorMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = facts_of(func).name
         if name in _PRODUCTS and args[0].dtype is not torch.bfloat16:
-            given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False), **(kwargs or {}))
+            given = dict(
+                zip((argument.name for argument in func._schema.arguments), args, strict=False), **(kwargs or {})
+            )
             left, right, dtype = args[0], args[1], given.get("out_dtype") or args[0].dtype
             if "grouped" not in name:
                 return left.new_empty(left.shape[0], right.shape[1], dtype=dtype)
