@@ -70,17 +70,14 @@ class Flags:
 
 def config_of(kind: str, recipe: str, **changes: Any) -> TransformerConfig:
     """Return a model without dropout: rotary positions, four layers, 128 channels."""
-    return TransformerConfig(
-        num_layers=4,
-        hidden_size=128,
-        num_attention_heads=4,
-        vocab_size=256,
-        position_embedding_type="rope",
-        add_bias_linear=False,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        **{**SIZES[kind], **RECIPES.get(recipe, {}), **changes},
-    )
+    sizes = {"num_layers": 4, "hidden_size": 128, "num_attention_heads": 4, "vocab_size": 256, **SIZES[kind]}
+    parts = {
+        "position_embedding_type": "rope",
+        "add_bias_linear": False,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+    }
+    return TransformerConfig(**{**sizes, **parts, **RECIPES.get(recipe, {}), **changes})
 
 
 def with_torchao(model: GPTModel) -> GPTModel:
