@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,11 +18,14 @@ from predictions import IDS, LEAN_LOOP
 from recollect.errors import BudgetTooSmallError
 from recollect.measuring.meter import measure_peak
 from recollect.profile.profile import Profile
+from tiers import long_but
 
 pytestmark = pytest.mark.integration
 
 # What is left out are scalars that PyTorch makes out of sight; a KiB is added for them.
 MOST_OVER_BYTES = 2048
+# torchao's float8 tensors multiply out of a recording's sight: the fp32 operands of an emulated product in backward.
+OPERAND_BYTES = 4 * 96 * (192 + 64) * 4
 
 
 class _Product(torch.autograd.Function):
@@ -57,9 +62,9 @@ class _Lora(nn.Module):
         return result
 
 
-def _llama() -> nn.Module:
+def _llama(layers: int = 4) -> nn.Module:
     torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 4, "num_attention_heads": 4}
+    sizes = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": layers, "num_attention_heads": 4}
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=64, use_cache=False, **sizes, **IDS))
 
 
@@ -96,12 +101,25 @@ def _qlora() -> nn.Module:
     return model
 
 
-def _float8() -> nn.Module:
+def _float8(recipe: str) -> nn.Module:
     float8 = pytest.importorskip("torchao.float8", reason="needs torchao")
-    config = float8.Float8LinearConfig(emulate=True)
+    config = replace(float8.Float8LinearConfig.from_recipe_name(recipe), emulate=True)
     model: nn.Module = float8.convert_to_float8_training(
-        _llama(), config=config, module_filter_fn=lambda module, name: name != "lm_head"
+        _llama(2), config=config, module_filter_fn=lambda module, name: name != "lm_head"
     )
+    return model
+
+
+_FLOAT8 = [partial(_float8, recipe) for recipe in ("tensorwise", "rowwise", "rowwise_with_gw_hp")]
+
+
+def _mxfp8() -> nn.Module:
+    config = pytest.importorskip("torchao.prototype.moe_training.config", reason="needs torchao")
+    from torchao.quantization import quantize_
+
+    recipe = config.MXFP8TrainingOpConfig.from_recipe(config.MXFP8TrainingRecipe.MXFP8_EMULATED_RCEIL)
+    model = _llama(2).bfloat16()
+    quantize_(model, recipe, filter_fn=lambda module, name: type(module) is nn.Linear and name != "lm_head")
     return model
 
 
@@ -115,7 +133,7 @@ def _peak_bytes(model: nn.Module, batch: dict[str, Tensor], profile: Profile) ->
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
-@pytest.mark.parametrize("make", [_functions, _qlora, _float8])
+@pytest.mark.parametrize("make", [_functions, _qlora, *long_but(_FLOAT8[:1], _FLOAT8), _mxfp8])
 def test_as_lean_as_checkpointing_and_exact(make: Callable[[], Any]) -> None:
     model = make().train()
     tokens = torch.randint(0, 64, (4, 96))
@@ -134,7 +152,8 @@ def test_as_lean_as_checkpointing_and_exact(make: Callable[[], Any]) -> None:
         with recollect.apply(model, plan):
             measured = _peak_bytes(model, batch, profile)
             assert_same_gradients(expected, gradients(model, batch))
-        assert measured <= (plan.predicted_peak_bytes or 0) <= measured + MOST_OVER_BYTES
+        unseen_bytes = OPERAND_BYTES if make in _FLOAT8 else 0
+        assert measured - unseen_bytes <= (plan.predicted_peak_bytes or 0) <= measured + MOST_OVER_BYTES
     model.gradient_checkpointing_enable({"use_reentrant": False})
     checkpointed = _peak_bytes(model, batch, profile)
     assert least < checkpointed
