@@ -4,9 +4,9 @@
     python benchmarks/fp8.py losses    five minutes
 
 Memory: bf16, torchao's emulated float8, and the recipes of `recollect.lab.models.fp8`, in a dense model and in a mixture of
-experts, whose weights are bf16. Saved: the storages that autograd saves in forward, without parameters; how much of it is casts
-of weights. Peaks: predicted, and measured in the same step. Products are emulated in fp32 on a CPU, so that nothing here says
-anything about time.
+experts, whose weights are bf16. Saved: the storages that autograd saves in forward, without parameters, and how much of it is
+casts of weights. Peaks: predicted, and measured in the same step. Products are emulated in fp32 on a CPU, so that nothing here
+says anything about time.
 
 Losses: of bytes of README.md, in the last tenth of the steps, by recipe and seed.
 """
@@ -70,17 +70,14 @@ class Flags:
 
 def config_of(kind: str, recipe: str, **changes: Any) -> TransformerConfig:
     """Return a model without dropout: rotary positions, four layers, 128 channels."""
-    return TransformerConfig(
-        num_layers=4,
-        hidden_size=128,
-        num_attention_heads=4,
-        vocab_size=256,
-        position_embedding_type="rope",
-        add_bias_linear=False,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        **{**SIZES[kind], **RECIPES.get(recipe, {}), **changes},
-    )
+    sizes = {"num_layers": 4, "hidden_size": 128, "num_attention_heads": 4, "vocab_size": 256, **SIZES[kind]}
+    parts = {
+        "position_embedding_type": "rope",
+        "add_bias_linear": False,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+    }
+    return TransformerConfig(**{**sizes, **parts, **RECIPES.get(recipe, {}), **changes})
 
 
 def with_torchao(model: GPTModel) -> GPTModel:
@@ -175,7 +172,7 @@ def memory(flags: Flags) -> Iterator[Table]:
             if recipe == "torchao":
                 model = with_torchao(model)
             saved = [saved_bytes(model, batch), cast_weight_bytes(model)]
-            profile = recollect.record(model, batch, loss_fn=lambda out: out.loss)
+            profile = recollect.record(model, batch, loss_fn=lambda out: out.loss, holds_output=False)
             peaks = [recollect.plan(profile, "100%").predicted_peak_bytes or 0, measured(model, batch, profile)]
             with checkpointed(model):
                 peaks.append(measured(model, batch, profile))

@@ -282,4 +282,33 @@ MUTATIONS = (
         "lab",
         (("if versus < -threshold:", "if versus < -2 * threshold:"),),
     ),
+    Mutation(
+        "fp8-scale-not-copied",
+        "a cast in 8 bits runs again with the scale that a later micro-batch left",
+        "lab",
+        (("current = self.multiplier.clone()", "current = self.multiplier"),),
+    ),
+    Mutation(
+        "fp8-saves-the-wrong-direction",
+        "backward multiplies casts whose blocks lie along another dimension than it sums over",
+        "lab",
+        (
+            (
+                "ctx.save_for_backward(*tensors[2:4], *tensors[6:8],",
+                "ctx.save_for_backward(*tensors[:2], *tensors[4:6],",
+            ),
+        ),
+    ),
+    Mutation(
+        "fp8-history-not-rolled",
+        "the history of delayed scaling has one entry, however long it is to be",
+        "lab",
+        (("rolled = history.roll(-1, 0)", "rolled = history.clone()"),),
+    ),
+    Mutation(
+        "fp8-experts-not-aligned",
+        "experts get rows that are no multiple of what products in 8 bits need",
+        "lab",
+        (("padded_E = (counts_E + multiple - 1) // multiple * multiple", "padded_E = counts_E"),),
+    ),
 )

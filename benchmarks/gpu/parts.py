@@ -54,6 +54,12 @@ PARTS = (
         packages=("transformers",),
     ),
     _part(
+        "fp8",
+        "products in 8 bits by the device's kernels: bits under plans, distance from the emulation, peaks, times",
+        "fp8_part",
+        least_gib=8,
+    ),
+    _part(
         "overhead",
         "the tape's Python against the time of kernels, from tiny tensors to sizes at which it vanishes",
         "overhead_part",

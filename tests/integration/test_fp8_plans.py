@@ -36,7 +36,7 @@ from recollect.lab.models.gpt import GPTModel
 from recollect.lab.train.model_flags import Fp8Flags
 from recollect.plans.action import Action
 from tiers import long
-from training_runs import losses, run
+from training_runs import kill_after, losses, run, start, write_text
 
 pytestmark = pytest.mark.integration
 
@@ -278,3 +278,15 @@ def test_a_run_goes_on_from_its_checkpoint_with_its_histories(tmp_path: Path) ->
     run(tmp_path, **settings, steps=4)
     run(tmp_path, **settings, steps=6, resume=True)
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+
+
+@pytest.mark.long
+def test_a_run_that_is_killed_goes_on_to_the_same_losses(tmp_path: Path) -> None:
+    write_text(tmp_path)
+    given = ("--size", "tiny", "--data", tmp_path / "text.txt", "--seq-length", 32, "--batch-size", 4, "--steps", 12)
+    flags = ("--fp8-format", "hybrid", "--fp8-amax-history-len", 3, "--fp8-amax-compute-algo", "max", "--device", "cpu")
+    arguments = ("train", *given, *flags, "--checkpoint-every", 3, "--memory-budget", "90%", "--run-dir")
+    assert start(*arguments, tmp_path / "whole").wait() == 0
+    kill_after(5, tmp_path / "killed", *arguments, tmp_path / "killed")
+    assert start(*arguments, tmp_path / "killed", "--resume").wait() == 0
+    assert losses(tmp_path / "killed") == losses(tmp_path / "whole")

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.integration
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {**os.environ, "PYTHON": sys.executable}
-PARTS = ("tests", "calibrate", "prediction", "offload", "overhead", "claims")
+PARTS = ("tests", "calibrate", "prediction", "offload", "fp8", "overhead", "claims")
 PARTS += ("frontier-dense", "frontier-moe", "frontier-mla", "frontier-7b", "compiled")
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention.bias import CausalBias
 from torch.overrides import TorchFunctionMode
 
 from recollect._torch_fsdp import other_sharded_parameters
@@ -26,17 +27,18 @@ _PRODUCTS = frozenset({"_grouped_mm", "_scaled_grouped_mm", "_scaled_grouped_mm_
 class _FakeMode(FakeTensorMode):
     """PyTorch's fake tensors with more ops.
 
-    Grouped matrix products of any dtype: PyTorch's fake tensors insist on bf16, its kernels do not. And products in 8 bits,
-    with scales of any kind, which they do not know. And `bincount` with the number of bins that the model asks for, as models
-    count the tokens of each expert; PyTorch's fake tensors refuse it,
-    since larger numbers would add bins. And the end of a collective: it returns its argument, where PyTorch's fake tensors
-    make another tensor.
+    Grouped matrix products of any dtype: PyTorch's fake tensors insist on bf16, its kernels do not. Products in 8 bits with any
+    scales, which they do not know. `bincount` with the number of bins that the model asks for, as models count the tokens of
+    each expert; PyTorch's fake tensors refuse it, since larger numbers would add bins. And the end of a collective: it returns
+    its argument, where PyTorch's fake tensors make another tensor.
 
-    Attributes:
+    Args:
         kernels: type of the device whose kernels they stand for.
     """
 
-    kernels = ""
+    def __init__(self, kernels: str) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+        self.kernels = kernels
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = facts_of(func).name
@@ -82,28 +84,35 @@ def _dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace
 
 
 def _attention(
-    query: Any,
-    key: Any,
-    value: Any,
-    attn_mask: Any = None,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
-    **more: Any,
+    scale: float | None = None,
+    enable_gqa: bool = False,
 ) -> torch.Tensor:
-    # A `CausalBias`, whose module imports the compiler.
-    are_last = type(attn_mask).__module__ == "torch.nn.attention.bias"
+    are_last = isinstance(attn_mask, CausalBias)
     if are_last or (dropout_p and attn_mask is None and query.shape[-1] == value.shape[-1]):
         flash: Any = torch.ops.aten._scaled_dot_product_flash_attention
-        mixed: torch.Tensor = flash(query, key, value, dropout_p, is_causal or are_last, scale=more.get("scale"))[0]
+        mixed: torch.Tensor = flash(query, key, value, dropout_p, is_causal or are_last, scale=scale)[0]
         return mixed
-    return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, **more)
+    return F.scaled_dot_product_attention(
+        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    )
 
 
 _KERNELS: dict[Any, Callable[..., torch.Tensor]] = {F.dropout: _dropout, F.scaled_dot_product_attention: _attention}
 
 
 def kernels_of(tensor: torch.Tensor) -> str:
-    """Return the type of the device whose kernels run on a tensor; a fake one may stand for one on another device."""
+    """Return the type of the device whose kernels run on a tensor; a fake one may stand for one on another device.
+
+    Example:
+        >>> kernels_of(torch.zeros(1))
+        'cpu'
+    """
     mode = getattr(tensor, "fake_mode", None)
     return mode.kernels if isinstance(mode, _FakeMode) else tensor.device.type
 
@@ -135,10 +144,9 @@ def fake_run(model: nn.Module, batch: Any, device: torch.device, *, kernels: str
         restored_attributes(model),
         restored_generators(model),
         other_sharded_parameters(model) as use_others,
-        _FakeMode(allow_non_fake_inputs=True) as mode,
+        _FakeMode(kernels or device.type),
         _CudaKernels() if kernels == "cuda" != device.type else nullcontext(),
     ):
-        mode.kernels = kernels or device.type
         try:
             for module in model.modules():
                 for tensors in (module._parameters, module._buffers):

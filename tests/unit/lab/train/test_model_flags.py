@@ -8,7 +8,7 @@ import pytest
 
 from recollect.lab.models.config import TransformerConfig
 from recollect.lab.models.sizes import NAMED_CONFIGS
-from recollect.lab.train.model_flags import ExpertFlags, LatentFlags, ModelFlags, parse_layer_freq
+from recollect.lab.train.model_flags import ExpertFlags, Fp8Flags, LatentFlags, ModelFlags, parse_layer_freq
 
 
 def test_without_flags_it_is_the_demo_and_a_name_is_that_model() -> None:
@@ -81,6 +81,14 @@ def test_a_llama_in_megatrons_words_is_the_llama_of_that_name() -> None:
         (
             {"latent": LatentFlags(multi_latent_attention=True, kv_lora_rank=16), "position_embedding_type": "rope"},
             {"multi_latent_attention": True, "kv_lora_rank": 16, "q_lora_rank": None},
+        ),
+        (
+            {"eight_bits": Fp8Flags(fp8_format="hybrid", fp8_margin=1, first_last_layers_bf16=True)},
+            {"fp8": "hybrid", "fp8_recipe": "delayed", "fp8_margin": 1, "first_last_layers_bf16": True},
+        ),
+        (
+            {"eight_bits": Fp8Flags(fp8_format="e4m3", fp8_recipe="mxfp8", fp8_emulated=True)},
+            {"fp8": "e4m3", "fp8_recipe": "mxfp8", "fp8_emulated": True},
         ),
     ],
 )
