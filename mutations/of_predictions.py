@@ -229,7 +229,7 @@ MUTATIONS = (
         "one-adapter-for-all",
         "rings across nodes use one network adapter of a node, however many devices they have there",
         "costs",
-        (("[together * self.outside_bytes_per_s]", "[self.outside_bytes_per_s]"),),
+        (("[together * self.between.bytes_per_s]", "[self.between.bytes_per_s]"),),
     ),
     Mutation(
         "dropout-of-the-cpu",

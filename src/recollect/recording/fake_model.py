@@ -1,7 +1,6 @@
 """Run a model on fake tensors: shapes without memory, ops without arithmetic.
 
-They are on the CPU where there is no GPU, and may stand for tensors on one: then dropout is one kernel with a mask of a byte an
-element, attention is one kernel with dropout, too, and queries of the last positions need no mask.
+They are on the CPU where there is no GPU, and may stand for tensors on one: see `_CudaKernels`.
 """
 
 from __future__ import annotations
@@ -70,6 +69,7 @@ def _grouped_shape(left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor |
 class _CudaKernels(TorchFunctionMode):
     """Calls the kernels that PyTorch chooses on CUDA, where it would choose several others by the CPU's rules.
 
+    Dropout is one, with a mask of a byte an element; so is attention with dropout, or of queries of the last positions.
     `_scaled_dot_product_flash_attention` stands for those of cuDNN and for the "efficient" one as well, which save as much.
     """
 
