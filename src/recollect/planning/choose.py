@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import gc
 import math
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -243,13 +244,25 @@ recompute changes: shard it (FSDP), use an optimizer with less state, or bf16 pa
             'in chunks (recollect.fit(..., loss_chunks="auto")).'
         )
     if not is_smallest:
-        fraction = (budget_bytes - fixed_bytes) / (least_peak_bytes - fixed_bytes)
-        # The rest scales with the batch; rounded down, to be safe.
-        found.append(
-            f"Use a smaller micro-batch, with gradient accumulation: about {int(100 * fraction)} % of the recorded one "
-            f"({profile.batch or 'size unknown'}) fits."
-        )
+        # What is not there throughout scales with the batch.
+        found += _smaller(profile.batch, (budget_bytes - fixed_bytes) / (least_peak_bytes - fixed_bytes))
     return (*found, HOST_ADVICE)
+
+
+def _smaller(batch: str, fraction: float) -> list[str]:
+    """Return the advice to use so much of a batch, if there is one as small; rounded down, to be safe."""
+    size = re.search(r"(?:^|\[)(\d+)(?:(?:, | x )(\d+))?", batch)
+    if size is None:
+        fits = f"about {int(100 * fraction)} % of the recorded one ({batch or 'size unknown'}) fits"
+        return [f"Use a smaller micro-batch, with gradient accumulation: {fits}."]
+    if num_rows := int(fraction * int(size[1])):
+        fits = f"about {num_rows} of the {size[1]} samples of the recorded one ({batch}) fit"
+        return [f"Use a smaller micro-batch, with gradient accumulation: {fits}."]
+    if num_positions := int(fraction * int(size[2] or 0)):
+        return [
+            f"Use shorter sequences: about {num_positions} of the {size[2]} positions of the recorded ones ({batch}) fit."
+        ]
+    return []
 
 
 def lasting_bytes(profile: Profile) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import traceback
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from recollect.engine.self_check import check_steps_can_be_recorded
 from recollect.errors import HardwareError, RecordError
 from recollect.loss.intercept import loss_in_chunks
 from recollect.measuring.device_memory import other_bytes
+from recollect.plans.paths import unit_words
 from recollect.profile.profile import Profile
 from recollect.progress.stage import stage
 from recollect.ranks.group import ALONE, Place
@@ -249,8 +251,9 @@ class _Loop:
         except DATA_DEPENDENT as error:
             recording.abort()
             raise RecordError(
-                f"cannot record {type(self.model).__name__} on fake tensors: {error} asks for the content of a tensor. "
-                "recollect.record(model, batch, fake=False) records it on real tensors: use a small batch if need be."
+                f"cannot record {type(self.model).__name__} on fake tensors: {_where(error, self.model)} asks for the content "
+                f"of a tensor ({error}). Make it depend on shapes alone, such as by torch.where in place of an if; or record "
+                "on real tensors, on a small batch if need be: recollect.record(model, batch, fake=False)."
             ) from error
         except BaseException:
             recording.abort()
@@ -268,6 +271,18 @@ class _Loop:
         return run_step(
             self.model, self.batch, self.loss_fn, holds_output=self.holds_output, halves=self.split_backward
         )
+
+
+def _where(error: BaseException, model: nn.Module) -> str:
+    """Return the innermost module of a model in whose forward an error was raised, and the line."""
+    paths = {id(module): path for path, module in model.named_modules()}
+    found = "the loss, or what is around the model,"
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        module = next(iter(frame.f_locals.values()), None)  # "self", by any name
+        if frame.f_code.co_name == "forward" and id(module) in paths:
+            what = unit_words(paths[id(module)], "module")
+            found = f"{what} ({type(module).__name__}, {frame.f_code.co_filename}:{line})"
+    return found
 
 
 def _modelled_costs(hardware: str | os.PathLike[str] | Hardware | None, *, fake: bool) -> ModelledCosts | None:

@@ -183,10 +183,22 @@ class Steered(nn.Module):
 )
 def test_data_dependent_model_cannot_be_recorded_fake(function: Callable[[Tensor], Tensor]) -> None:
     model, batch = Steered(function), torch.ones(3, 4)
-    message = r"^cannot record Steered on fake tensors: .*\. recollect\.record\(model, batch, fake=False\) records "
+    message = r"^cannot record Steered on fake tensors: the model \(Steered, .*test_record_fake\.py:\d+\) asks for the content "
     with pytest.raises(RecordError, match=message):
         recollect.record(model, batch, loss_fn=mean_square, fake=True)
     assert recollect.record(model, batch, loss_fn=mean_square).calls
+
+
+def test_the_module_that_asks_for_content_is_named() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(Steered(lambda x: x * x.max().item())))
+    with pytest.raises(
+        RecordError,
+        match=r"module '1\.0' \(Steered, .*test_record_fake\.py:\d+\) asks for the content of a tensor \(aten\..*\)\. Make it "
+        r"depend on shapes alone, .*; or record on real tensors, .*: recollect\.record\(model, batch, fake=False\)",
+    ):
+        recollect.record(model, torch.ones(3, 4), loss_fn=mean_square, fake=True)
+    with pytest.raises(RecordError, match="the loss, or what is around the model, asks for the content of a tensor"):
+        recollect.record(model[0], torch.ones(3, 4), loss_fn=lambda x: x.sum() * x.max().item(), fake=True)
 
 
 def test_counts_into_named_bins_are_recorded_fake() -> None:
