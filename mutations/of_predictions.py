@@ -223,7 +223,19 @@ MUTATIONS = (
         "causal-attention-in-full",
         "causal attention counts the products of all pairs",
         "costs",
-        (("pairs * products * (1 if is_causal else 2)", "pairs * products * 2"),),
+        (("pairs -= pairs * late / (2 * num_keys)", "pass"),),
+    ),
+    Mutation(
+        "one-adapter-for-all",
+        "rings across nodes use one network adapter of a node, however many devices they have there",
+        "costs",
+        (("[together * self.between.bytes_per_s]", "[self.between.bytes_per_s]"),),
+    ),
+    Mutation(
+        "dropout-of-the-cpu",
+        "a record for a GPU that is not here has the CPU's ops of dropout",
+        "recording",
+        (("{F.dropout: _dropout, ", "{"),),
     ),
     Mutation(
         "all-reduce-at-half",

@@ -6,13 +6,14 @@ from pathlib import Path
 
 from rich.console import Console
 
-from recollect.cli.commands import MakePlan
+from recollect.cli.commands import MakePlan, RecordedStep
 from recollect.cli.output import write_file
 from recollect.costs.hardware_table import choose_hardware
 from recollect.costs.links import cluster_of
 from recollect.errors import ConfigError, NotYetError
 from recollect.integrations.megatron.nearest import bridge_lines, megatron_flags, nearest_uniform_settings
 from recollect.integrations.megatron.pipeline import split_flags
+from recollect.lab.models.config import TransformerConfig
 from recollect.lab.parallel.cluster_plan import ClusterPlan, plan_cluster, plan_cluster_with_chunks
 from recollect.lab.parallel.cluster_step import ClusterStep, send_s
 from recollect.printing import columns_of, print_line
@@ -59,7 +60,7 @@ def cluster_step(command: MakePlan) -> ClusterStep:
             reason="a layout of many devices is planned on a machine without them",
             advice="Add --fake; on the devices themselves use recollect.record on each rank (docs/parallel.md).",
         )
-    unfit = {name: getattr(command, name) for name in ("png", "html", "largest")} | {"hf_config": step.hf_config}
+    unfit = {name: getattr(command, name) for name in ("png", "html", "largest")}
     unfit = {name: value for name, value in unfit.items() if value is not None}
     if command.write == "torchtitan":
         unfit["write"] = command.write
@@ -73,7 +74,7 @@ def cluster_step(command: MakePlan) -> ClusterStep:
         adapters_per_node=flags.node.adapters_per_node,
     )
     return ClusterStep(
-        config=step.model.dimensions(seq_length=step.seq_length),
+        config=_model(step),
         layout=flags.layout(flags.data_parallel_size),
         cluster=cluster,
         micro_batch_size=step.num_sequences,
@@ -85,6 +86,16 @@ def cluster_step(command: MakePlan) -> ClusterStep:
         holds_parts=flags.distribute_saved_activations,
         loss_chunks=1 if command.loss_chunks == "auto" else command.loss_chunks,
     )
+
+
+def _model(step: RecordedStep) -> TransformerConfig:
+    """Return the model: that of the flags, or the reference model of a Hugging Face config, with separate projections."""
+    if step.hf_config is None:
+        return step.model.dimensions(seq_length=step.seq_length)
+    from recollect.lab.models.hugging_face import read_config  # needs safetensors
+
+    model_type, config = read_config(step.hf_config)
+    return config.changed(separate_projections=model_type != "gpt2")  # whose c_attn is one matrix
 
 
 def _num_micro_batches(command: MakePlan) -> int:

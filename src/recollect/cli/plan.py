@@ -62,7 +62,11 @@ def run_plan(command: MakePlan, console: Console) -> None:
     check_pictures(command.png, command.html)
     step = command.step
     check_budget(command.memory_budget, device_bytes=1 if step.fake else memory_bytes(resolve_device(step.device)))
-    recorder = step_recorder(step, host_link=bool(parse_bytes(command.host_budget)))
+    config = None
+    if command.write == "torchtitan" and step.hf_config is None:
+        # Its policies count products, and its models have one for each of queries, keys, values, gate and up.
+        config = step.model.dimensions(seq_length=step.seq_length).changed(separate_projections=True)
+    recorder = step_recorder(step, config, host_link=bool(parse_bytes(command.host_budget)))
     if not step.fake:
         check_host_budget(command.host_budget)
     planned = plan_with_chunks(recorder, command.memory_budget, command.loss_chunks, command.host_budget)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import difflib
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from recollect.costs.hardware import Hardware
@@ -57,9 +57,8 @@ class Cluster:
     Attributes:
         hardware: each device.
         within: the link between devices of one node.
-        between: the link between nodes, per network adapter.
+        between: the link between nodes, with what each device has of it while all use it.
         devices_per_node: devices in one node.
-        adapters_per_node: network adapters of a node, which its devices share evenly; 0: one for each device.
 
     Example:
         >>> from recollect.costs.hardware_table import find_hardware
@@ -75,12 +74,6 @@ class Cluster:
     within: Link
     between: Link
     devices_per_node: int
-    adapters_per_node: int = 0
-
-    @property
-    def outside_bytes_per_s(self) -> float:
-        """What each device has of the links between nodes while all use them."""
-        return self.between.bytes_per_s * (self.adapters_per_node or self.devices_per_node) / self.devices_per_node
 
     def link_of(self, ranks: Sequence[int]) -> Link:
         """Return the slowest link that a group of ranks has between them."""
@@ -107,15 +100,15 @@ class Cluster:
         part = nbytes / count
         if kind == "all_to_all":
             stays, leaves = (together - 1) * part, (count - together) * part
-            return _START_S + hops_s + max(stays / self.within.bytes_per_s, leaves / self.outside_bytes_per_s)
-        rates = [self.within.bytes_per_s] * (together > 1) + [together * self.outside_bytes_per_s] * (num_nodes > 1)
+            return _START_S + hops_s + max(stays / self.within.bytes_per_s, leaves / self.between.bytes_per_s)
+        rates = [self.within.bytes_per_s] * (together > 1) + [together * self.between.bytes_per_s] * (num_nodes > 1)
         once_s = hops_s + (count - 1) * part / min(rates)
         return _START_S + (2 * once_s if kind == "all_reduce" else once_s)
 
     def send_s(self, nbytes: float, ranks: Sequence[int]) -> float:
         """Return the seconds to send something from one rank to another."""
         link = self.link_of(ranks)
-        return link.hop_s + nbytes / (link.bytes_per_s if link is self.within else self.outside_bytes_per_s)
+        return link.hop_s + nbytes / link.bytes_per_s
 
 
 def cluster_of(
@@ -133,7 +126,7 @@ def cluster_of(
         within: the link between devices of a node: a name in `LINKS`, in any case.
         between: the link between nodes, likewise.
         devices_per_node: devices in one node; default: 8.
-        adapters_per_node: network adapters of a node; default: one for each device.
+        adapters_per_node: network adapters of a node, which its devices share; default: one for each.
 
     Raises:
         HardwareError: an unknown link; or a device whose links are not known, and not given.
@@ -161,7 +154,9 @@ def cluster_of(
             f"hardware {hardware.name!r}: its links to other devices are not known; expected them as well, within a node and "
             f"between nodes: of {', '.join(LINKS)}."
         )
-    return Cluster(hardware, _link(within), _link(between), count, adapters)
+    network = _link(between)
+    network = replace(network, bytes_per_s=network.bytes_per_s * adapters / count)
+    return Cluster(hardware, _link(within), network, count)
 
 
 def _link(name: str) -> Link:

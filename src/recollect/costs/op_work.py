@@ -198,11 +198,11 @@ def _attention_flops(func: Any, name: str, args: Any, kwargs: Any) -> float:
     names = [argument.name for argument in func._schema.arguments]
     position = names.index("is_causal") if "is_causal" in names else len(args)
     is_causal = args[position] if position < len(args) else kwargs.get("is_causal", False)
-    seen = 0.5 if is_causal else 1.0
-    if is_causal and "flash_attention" in name and "cpu" not in name:
-        # Its queries are those of the last positions: they see all earlier keys, and half of those as late as they are.
-        seen = max(seen, 1 - queries[-1] / (2 * num_keys))
-    return float(2 * pairs * products * seen)
+    if is_causal:
+        # CUDA's flash attention takes queries for the last positions: they see all earlier keys, and half of the others.
+        late = queries[-1] if "flash_attention" in name and "cpu" not in name else num_keys
+        pairs -= pairs * late / (2 * num_keys)
+    return float(2 * pairs * products)
 
 
 def _grouped_flops(left: torch.Tensor, right: torch.Tensor) -> float:

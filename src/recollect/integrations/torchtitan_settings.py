@@ -7,6 +7,9 @@
 | selective | saves products, attention and the like, but recomputes every second product of matrices |
 | memory-budget | has no plan: the compiler decides |
 
+A value cannot be kept in part: a policy that keeps queries and recomputes keys has no plan where they are one product. So
+`recollect plan --write torchtitan` records a model with a product for each (`TransformerConfig.separate_projections`).
+
 Read in torchtitan 0.3.0 (`distributed/activation_checkpoint.py`), which has no setting for every nth block.
 """
 

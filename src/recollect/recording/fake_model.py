@@ -1,7 +1,6 @@
 """Run a model on fake tensors: shapes without memory, ops without arithmetic.
 
-They are on the CPU where there is no GPU, and may stand for tensors on one: then dropout is one kernel with a mask of a byte an
-element, attention is one kernel with dropout, too, and queries of the last positions need no mask.
+They are on the CPU where there is no GPU, and may stand for tensors on one: see `_CudaKernels`.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.attention.bias import CausalBias
 from torch.overrides import TorchFunctionMode
 
 from recollect._torch_fsdp import other_sharded_parameters
@@ -32,13 +30,11 @@ class _FakeMode(FakeTensorMode):
     each expert; PyTorch's fake tensors refuse it, since larger numbers would add bins. And the end of a collective: it returns
     its argument, where PyTorch's fake tensors make another tensor.
 
-    Args:
+    Attributes:
         kernels: type of the device whose kernels they stand for.
     """
 
-    def __init__(self, kernels: str) -> None:
-        super().__init__(allow_non_fake_inputs=True)
-        self.kernels = kernels
+    kernels = ""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = facts_of(func).name
@@ -70,6 +66,7 @@ def _grouped_shape(left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor |
 class _CudaKernels(TorchFunctionMode):
     """Calls the kernels that PyTorch chooses on CUDA, where it would choose several others by the CPU's rules.
 
+    Dropout is one, with a mask of a byte an element; so is attention with dropout, or of queries of the last positions.
     `_scaled_dot_product_flash_attention` stands for those of cuDNN and for the "efficient" one as well, which save as much.
     """
 
@@ -84,35 +81,28 @@ def _dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace
 
 
 def _attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
+    **more: Any,
 ) -> torch.Tensor:
-    are_last = isinstance(attn_mask, CausalBias)
+    # A `CausalBias`, whose module imports the compiler.
+    are_last = type(attn_mask).__module__ == "torch.nn.attention.bias"
     if are_last or (dropout_p and attn_mask is None and query.shape[-1] == value.shape[-1]):
         flash: Any = torch.ops.aten._scaled_dot_product_flash_attention
-        mixed: torch.Tensor = flash(query, key, value, dropout_p, is_causal or are_last, scale=scale)[0]
+        mixed: torch.Tensor = flash(query, key, value, dropout_p, is_causal or are_last, scale=more.get("scale"))[0]
         return mixed
-    return F.scaled_dot_product_attention(
-        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-    )
+    return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, **more)
 
 
 _KERNELS: dict[Any, Callable[..., torch.Tensor]] = {F.dropout: _dropout, F.scaled_dot_product_attention: _attention}
 
 
 def kernels_of(tensor: torch.Tensor) -> str:
-    """Return the type of the device whose kernels run on a tensor; a fake one may stand for one on another device.
-
-    Example:
-        >>> kernels_of(torch.zeros(1))
-        'cpu'
-    """
+    """Return the type of the device whose kernels run on a tensor; a fake one may stand for one on another device."""
     mode = getattr(tensor, "fake_mode", None)
     return mode.kernels if isinstance(mode, _FakeMode) else tensor.device.type
 
@@ -144,9 +134,10 @@ def fake_run(model: nn.Module, batch: Any, device: torch.device, *, kernels: str
         restored_attributes(model),
         restored_generators(model),
         other_sharded_parameters(model) as use_others,
-        _FakeMode(kernels or device.type),
+        _FakeMode(allow_non_fake_inputs=True) as mode,
         _CudaKernels() if kernels == "cuda" != device.type else nullcontext(),
     ):
+        mode.kernels = kernels or device.type
         try:
             for module in model.modules():
                 for tensors in (module._parameters, module._buffers):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 
 import pytest
 import torch
@@ -37,10 +36,12 @@ def test_rings_use_the_adapters_of_all_their_devices_in_a_node() -> None:
 
 def test_devices_share_what_adapters_a_node_has() -> None:
     """Groups of one device a node run side by side: each has the share of its device, and no more."""
-    shared = replace(TOY, adapters_per_node=1)
-    assert shared.collective_s("all_gather", 400, (0, 2)) == pytest.approx(START_S + 5 + 200 / 5)
-    assert shared.collective_s("all_gather", 400, (0, 1, 2, 3)) == pytest.approx(START_S + 2 * 1 + 5 + 300 / 10)
-    assert shared.send_s(30, (1, 2)) == 5 + 30 / 5 > TOY.send_s(30, (1, 2)) == 5 + 30 / 10
+    own, shared = (cluster_of(find_hardware("A100"), adapters_per_node=count) for count in (8, 4))
+    apart, together = range(0, 64, 8), range(64)
+    assert own.collective_s("all_gather", 16e9, apart) == pytest.approx(16e9 * 7 / 8 / 20e9, rel=1e-3)
+    assert shared.collective_s("all_gather", 16e9, apart) == pytest.approx(16e9 * 7 / 8 / 10e9, rel=1e-3)
+    assert shared.collective_s("all_gather", 16e9, together) == pytest.approx(16e9 * 63 / 64 / (4 * 20e9), rel=0.01)
+    assert shared.send_s(1e9, (7, 8)) == pytest.approx(1 / 10, rel=1e-3)
 
 
 def test_an_exchange_sends_over_both_links_at_once() -> None:

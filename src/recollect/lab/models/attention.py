@@ -17,18 +17,18 @@ import functools
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.bias import causal_lower_right
+from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from recollect._torch_private import disable_torch_dispatch
 from recollect.lab.models.config import TransformerConfig
 from recollect.lab.models.config_checks import FP8_MULTIPLES
-from recollect.lab.models.linear import Linear, build_norm
+from recollect.lab.models.linear import Linear, build_norm, build_projection
 from recollect.lab.models.rotary import Rotary, rotate
 from recollect.recording.fake_model import kernels_of
 
 
 class SelfAttention(nn.Module):
-    """Attention with one matrix product for queries, keys and values, in that order.
+    """Attention with one matrix product for queries, keys and values, in that order; or one for each.
 
     Args:
         config: the model.
@@ -42,16 +42,17 @@ class SelfAttention(nn.Module):
         group_size = config.num_query_groups * config.kv_channels
         self.sizes: tuple[int, ...] = (query_size, group_size, group_size)
         qkv_bias = config.add_bias_linear or config.add_qkv_bias
-        linear = functools.partial(Linear, config=config)
-        self.linear_qkv = linear(config.hidden_size, sum(self.sizes), bias=qkv_bias, init_std=config.init_method_std)
+        self.linear_qkv = build_projection(config, self.sizes, bias=qkv_bias)
         self.core_attention: nn.Module = build_core_attention(config)
-        self.linear_proj = linear(
-            query_size, config.hidden_size, bias=config.add_bias_linear, init_std=config.scaled_init_method_std
+        out_std = config.scaled_init_method_std
+        self.linear_proj = Linear(
+            query_size, config.hidden_size, bias=config.add_bias_linear, init_std=out_std, config=config
         )
 
     def forward(self, x_BTD: Tensor, rotary: Rotary | None) -> Tensor:
         """Mix positions; position t sees 0..t."""
-        parts = self.linear_qkv(x_BTD).split(self.sizes, dim=-1)
+        projected = self.linear_qkv(x_BTD)
+        parts = projected if isinstance(projected, tuple) else projected.split(self.sizes, dim=-1)
         q_BTHC, k_BTKC, v_BTKC = (part.unflatten(-1, (-1, self.kv_channels)) for part in parts)
         if rotary is not None and self.is_rotary:
             q_BTHC, k_BTKC = rotate(q_BTHC, rotary), rotate(k_BTKC, rotary)
@@ -224,7 +225,9 @@ def bias_of_last_positions(num_queries: int, num_keys: int) -> Tensor:
     """Return what tells kernels that know of it, and then need no mask, that the queries are those of the last positions."""
     # Of what an op of a dispatch mode returns, such as a recording's, PyTorch makes no tensor of another class.
     with disable_torch_dispatch():
-        bias: Tensor = causal_lower_right(num_queries, num_keys)
+        # `causal_lower_right` would set memory aside for a mask, 32 GiB for 16,384 of 262,144 positions.
+        bias: CausalBias = CausalBias.__new__(CausalBias)
+        CausalBias.__init__(bias, CausalVariant.LOWER_RIGHT, num_queries, num_keys)
     return bias
 
 

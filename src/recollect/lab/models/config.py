@@ -82,6 +82,8 @@ class TransformerConfig:
     """Use the word embedding as LM head (tied); Megatron's flag `--untie-embeddings-and-output-weights` turns it off."""
     core_attention: Literal["fused", "unfused"] = "fused"
     """Attention by `scaled_dot_product_attention`, or as softmax(QK^T)V op by op, with every intermediate a separate value."""
+    separate_projections: bool = False
+    """A matrix each for queries, keys, values, gate and up, as torchtitan and Hugging Face have; not in experts."""
     init_method_std: float = 0.02
     """Standard deviation of new weights, divided by sqrt(2 * num_layers) for matrices that write into the residual stream."""
 

@@ -35,7 +35,7 @@ def read_config(folder: str | Path) -> tuple[str, TransformerConfig]:
     """Read the `config.json` of a checkpoint.
 
     Args:
-        folder: the checkpoint.
+        folder: the checkpoint, or the file itself.
 
     Returns:
         The `model_type`, and our configuration.
@@ -44,7 +44,7 @@ def read_config(folder: str | Path) -> tuple[str, TransformerConfig]:
         CheckpointError: the file is missing or not JSON.
         UnsupportedModelError: an unknown architecture, or a field asks for something that our models do not support.
     """
-    path = Path(folder) / "config.json"
+    path = Path(folder) if Path(folder).suffix == ".json" else Path(folder) / "config.json"
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as problem:

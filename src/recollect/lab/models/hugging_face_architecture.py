@@ -20,7 +20,7 @@ from recollect.lab.models.config import TransformerConfig
 # How a model is trained, not what it computes: `config.json` has no such fields.
 _NOT_IN_FILE = frozenset(
     {"hidden_dropout", "core_attention", "moe_grouped_gemm", "moe_aux_loss_coeff", "moe_router_load_balancing_type"}
-    | {"moe_router_bias_update_rate", "mtp_loss_scaling_factor", "moe_router_dtype"}
+    | {"moe_router_bias_update_rate", "mtp_loss_scaling_factor", "moe_router_dtype", "separate_projections"}
 )
 
 

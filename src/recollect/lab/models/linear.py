@@ -8,6 +8,9 @@ the weights as they are.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -56,6 +59,20 @@ class Linear(nn.Linear):
             return F.linear(x, weight.to(x.dtype), bias)
         out: Tensor = self.fp8(x.flatten(0, -2), weight).unflatten(0, x.shape[:-1])
         return out if bias is None else out + bias
+
+
+class SeparateLinears(nn.ModuleList):
+    """Products of one input with several matrices, in place of one with all of them as one."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Map [..., in_features] to a tensor for each matrix."""
+        return tuple(linear(x) for linear in self)
+
+
+def build_projection(config: TransformerConfig, sizes: Sequence[int], *, bias: bool) -> Linear | SeparateLinears:
+    """Return what projects the residual stream to parts of such sizes: one product of all of them, or one for each."""
+    made = partial(Linear, config.hidden_size, bias=bias, init_std=config.init_method_std, config=config)
+    return SeparateLinears(map(made, sizes)) if config.separate_projections and len(sizes) > 1 else made(sum(sizes))
 
 
 class Embedding(nn.Embedding):

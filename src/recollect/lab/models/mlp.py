@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from recollect.lab.models.config import TransformerConfig
 from recollect.lab.models.fp8 import Fp8Product
-from recollect.lab.models.linear import Linear
+from recollect.lab.models.linear import Linear, build_projection
 from recollect.lab.models.router import RouterStatistics, Routing, TopKRouter
 
 _FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -46,16 +46,19 @@ class Activation(nn.Module):
         self.function = _FUNCTIONS[config.activation_func]
         self.is_gated = config.gated_linear_unit
 
-    def forward(self, x: Tensor, probabilities_S: Tensor | None = None) -> Tensor:
-        """Map [..., F], or [..., 2F] with a gate, to [..., F]; of experts [S, F], times the probability of each row."""
-        if self.is_gated:
-            gate, linear = x.chunk(2, dim=-1)
+    def forward(self, x: Tensor | tuple[Tensor, ...], probabilities_S: Tensor | None = None) -> Tensor:
+        """Map [..., F], or [..., 2F] with a gate, to [..., F]; of experts [S, F], times the probability of each row.
+
+        Gate and the other half may be two tensors.
+        """
+        if isinstance(x, tuple) or self.is_gated:
+            gate, linear = x if isinstance(x, tuple) else x.chunk(2, dim=-1)
             activated = self.function(gate) * linear
         else:
             activated = self.function(x)
         if probabilities_S is None:
             return activated
-        return (activated * probabilities_S.unsqueeze(-1)).to(x.dtype)
+        return (activated * probabilities_S.unsqueeze(-1)).to(activated.dtype)
 
 
 class MLP(nn.Module):
@@ -69,12 +72,11 @@ class MLP(nn.Module):
     def __init__(self, config: TransformerConfig, ffn_hidden_size: int | None = None) -> None:
         super().__init__()
         width = config.ffn_hidden_size if ffn_hidden_size is None else ffn_hidden_size
-        into = 2 * width if config.gated_linear_unit else width
         has_bias = config.add_bias_linear
-        linear = functools.partial(Linear, bias=has_bias, config=config)
-        self.linear_fc1 = linear(config.hidden_size, into, init_std=config.init_method_std)
+        out_std = config.scaled_init_method_std
+        self.linear_fc1 = build_projection(config, (width,) * (1 + config.gated_linear_unit), bias=has_bias)
         self.activation_func = Activation(config)
-        self.linear_fc2 = linear(width, config.hidden_size, init_std=config.scaled_init_method_std)
+        self.linear_fc2 = Linear(width, config.hidden_size, bias=has_bias, init_std=out_std, config=config)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., D] to [..., D]."""

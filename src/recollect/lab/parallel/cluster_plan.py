@@ -135,7 +135,7 @@ class ClusterPlan:
             f"parallelism; {step.dtype} weights and activations; {wide}, of which "
             f"{shared.get(step.sharding, 'all are shared over data parallelism (FSDP2)')}.",
             f"{cluster.devices_per_node} devices a node; {cluster.within.name} within, {cluster.between.name} between: "
-            f"{cluster.within.bytes_per_s / 1e9:.0f} and {cluster.outside_bytes_per_s / 1e9:.0f} GB/s a device. Groups with "
+            f"{cluster.within.bytes_per_s / 1e9:.0f} and {cluster.between.bytes_per_s / 1e9:.0f} GB/s a device. Groups with "
             "several devices in a node use the network adapters of all of them.",
             "The computation waits for collectives of tensor, context and expert parallelism; those of data parallelism run "
             "beside it.",

@@ -146,9 +146,8 @@ def record_stages(step: ClusterStep, pieces: Sequence[range] | None = None) -> R
     cluster = step.cluster
     if tensor > cluster.devices_per_node:
         warn_user(
-            f"tensor_model_parallel_size={tensor}: a node has {cluster.devices_per_node} devices; what the computation waits "
-            f"for goes over {cluster.between.name}, at {cluster.outside_bytes_per_s / 1e9:.0f} GB/s a device in place of "
-            f"{cluster.within.bytes_per_s / 1e9:.0f}. Use ranks of a pipeline instead.",
+            f"tensor_model_parallel_size={tensor}: a node has {cluster.devices_per_node} devices; the computation waits for "
+            f"{cluster.between.name}, at {cluster.between.bytes_per_s / 1e9:.0f} GB/s a device. Use a pipeline instead.",
             ConfigWarning,
         )
     step.layout.check_model(step.config, seq_length=step.seq_length)

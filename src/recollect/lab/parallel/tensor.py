@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
+    PrepareModuleInput,
     PrepareModuleOutput,
     RowwiseParallel,
     SequenceParallel,
@@ -105,15 +106,16 @@ def _split_layer(layer: nn.Module, mesh: DeviceMesh, between: Shard | Replicate,
         _split_up_projection(attention.qkv_up_proj, mesh, between)
     else:
         assert isinstance(attention, SelfAttention)
-        styles["self_attention.linear_qkv"] = ColwiseParallel(input_layouts=between)
+        styles |= _split_rows("self_attention.linear_qkv", attention.linear_qkv, between)
         attention.sizes = tuple(size // mesh.size() for size in attention.sizes)
     if isinstance(mlp, MoELayer):
         layer.mlp = OwnPartMoELayer(mlp, mesh) if has_whole_experts else SplitMoELayer(mlp, mesh, between)
         if mlp.shared_experts is not None:
             # From a layer whose experts are split it gets whole sequences.
-            styles |= _mlp_styles("mlp.shared_experts", between if has_whole_experts else Replicate(), between)
+            before = between if has_whole_experts else Replicate()
+            styles |= _mlp_styles("mlp.shared_experts", mlp.shared_experts, before, between)
     else:
-        styles |= _mlp_styles("mlp", between, between)
+        styles |= _mlp_styles("mlp", mlp, between, between)
     products = {module: module.fp8 for module in layer.modules() if isinstance(module, Linear)}
     for linear in products:
         linear.fp8 = None  # the styles take all modules below a linear layer for linear layers, too
@@ -124,11 +126,19 @@ def _split_layer(layer: nn.Module, mesh: DeviceMesh, between: Shard | Replicate,
             linear.fp8 = SplitProduct(product)
 
 
-def _mlp_styles(path: str, before: Shard | Replicate, after: Shard | Replicate) -> dict[str, ParallelStyle]:
-    return {
-        f"{path}.linear_fc1": ColwiseParallel(input_layouts=before),
-        f"{path}.linear_fc2": RowwiseParallel(output_layouts=after),
-    }
+def _mlp_styles(
+    path: str, mlp: nn.Module, before: Shard | Replicate, after: Shard | Replicate
+) -> dict[str, ParallelStyle]:
+    into = _split_rows(f"{path}.linear_fc1", mlp.get_submodule("linear_fc1"), before)
+    return into | {f"{path}.linear_fc2": RowwiseParallel(output_layouts=after)}
+
+
+def _split_rows(path: str, projection: nn.Module, before: Shard | Replicate) -> dict[str, ParallelStyle]:
+    """Split a projection by rows; separate ones share one gathered input."""
+    if isinstance(projection, Linear):
+        return {path: ColwiseParallel(input_layouts=before)}
+    whole = PrepareModuleInput(input_layouts=(before,), desired_input_layouts=(Replicate(),))
+    return {path: whole, f"{path}.*": ColwiseParallel()}
 
 
 def _split_latents(
@@ -185,9 +195,9 @@ def _fused(model: GPTModel) -> Iterator[tuple[nn.Module, Sequence[int]]]:
     config = model.config
     query, group = (heads * config.kv_channels for heads in (config.num_attention_heads, config.num_query_groups))
     for module in model.modules():
-        if isinstance(module, SelfAttention):
+        if isinstance(module, SelfAttention) and isinstance(module.linear_qkv, Linear):
             yield module.linear_qkv, (query, group, group)
-        elif isinstance(module, MLP) and config.gated_linear_unit:
+        elif isinstance(module, MLP) and isinstance(module.linear_fc1, Linear) and config.gated_linear_unit:
             width = module.linear_fc1.weight.shape[0] // 2  # of a shared expert, its own
             yield module.linear_fc1, (width, width)
 

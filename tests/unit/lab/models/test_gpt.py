@@ -107,6 +107,11 @@ def test_what_tells_kernels_of_cuda_the_last_positions_is_recorded() -> None:
     torch.testing.assert_close(found.transpose(1, 2).flatten(2), whole[:, -3:])
 
 
+def test_what_tells_of_the_last_positions_takes_no_memory() -> None:
+    """Context parallelism over 8 ranks of 262,144 positions; as a mask it would be 32 GiB, twice."""
+    assert bias_of_last_positions(16_384, 262_144).untyped_storage().nbytes() == 0
+
+
 @pytest.mark.parametrize("groups", [1, 2, 4])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_fused_and_unfused_core_attention_agree(groups: int, dtype: torch.dtype) -> None:
