@@ -1,21 +1,20 @@
 """What products in 8 bits save of memory, and what they do to a short training: docs/fp8.md has the output.
 
-    python benchmarks/fp8.py memory    two minutes
+    python benchmarks/fp8.py memory    ten minutes
     python benchmarks/fp8.py losses    five minutes
 
 Memory: bf16, torchao's emulated float8, and the recipes of `recollect.lab.models.fp8`, in a dense model and in a mixture of
 experts, whose weights are bf16. Saved: the storages that autograd saves in forward, without parameters, and how much of it is
-casts of weights. Peaks: predicted, and measured in the same step. Products are emulated in fp32 on a CPU, so that nothing here
-says anything about time.
+casts of weights. Peaks: predicted, and measured by `verify`: of the plain step, of the one that recomputes whole layers, and
+of the plan with the least peak. Products are emulated in fp32 on a CPU, so that nothing here says anything about time.
 
 Losses: of bytes of README.md, in the last tenth of the steps, by recipe and seed.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -25,7 +24,6 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 import recollect
 from flags import parse
@@ -33,7 +31,6 @@ from recollect.errors import BudgetTooSmallError
 from recollect.lab.models.config import TransformerConfig
 from recollect.lab.models.gpt import GPTModel
 from recollect.lab.models.linear import Linear
-from recollect.measuring.meter import measure_peak
 from recollect.plans.plan import Plan
 from recollect.profile.profile import Profile
 
@@ -60,7 +57,9 @@ class Flags:
 
     part: tyro.conf.Positional[Literal["memory", "losses"]]
     """Which table."""
-    batch_size: int = 16
+    kinds: tuple[Literal["dense", "experts"], ...] = ("dense", "experts")
+    """Models."""
+    batch_size: int = 8
     """Sequences of 128 tokens."""
     steps: int = 60
     """Of each training."""
@@ -106,15 +105,10 @@ def saved_bytes(model: GPTModel, batch: Batch) -> int:
     return sum(tensor.untyped_storage().nbytes() for place, tensor in found.items() if place not in own)
 
 
-def measured(model: GPTModel, batch: Batch, profile: Profile) -> int:
-    """Return the peak of a step that adds to gradients, as predicted."""
-
-    def step() -> None:
-        model(*batch).loss.backward()
-
-    if any(parameter.grad is None for parameter in model.parameters()):
-        step()
-    return profile.persistent_bytes + measure_peak(step, device="cpu").peak_growth_bytes
+def loss(output: Any) -> Tensor:
+    """Return the loss of an output."""
+    found: Tensor = output.loss
+    return found
 
 
 def cast_weight_bytes(model: GPTModel) -> int:
@@ -131,29 +125,11 @@ def least_plan(profile: Profile) -> Plan:
         return recollect.plan(profile, refused.least_peak_bytes)
 
 
-@contextlib.contextmanager
-def checkpointed(model: GPTModel) -> Iterator[None]:
-    """Within the block, run each layer under PyTorch's checkpointing."""
-    layers = list(model.decoder.layers)
-    forwards = [layer.forward for layer in layers]
-    for layer, forward in zip(layers, forwards, strict=True):
-        layer.forward = _again(forward)
-    try:
-        yield
-    finally:
-        for layer in layers:
-            del layer.forward
-
-
-def _again(forward: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda *args: checkpoint(forward, *args, use_reentrant=False)
-
-
 def memory(flags: Flags) -> Iterator[Table]:
     """Yield a table for each kind of model."""
     tokens = torch.randint(256, (flags.batch_size, 129), generator=torch.Generator().manual_seed(0))
     batch = (tokens[:, :-1], tokens[:, 1:])
-    for kind in SIZES:
+    for kind in flags.kinds:
         table = Table(title=f"{kind}, MiB", title_justify="left")
         for name in (
             "",
@@ -172,13 +148,12 @@ def memory(flags: Flags) -> Iterator[Table]:
             if recipe == "torchao":
                 model = with_torchao(model)
             saved = [saved_bytes(model, batch), cast_weight_bytes(model)]
-            profile = recollect.record(model, batch, loss_fn=lambda out: out.loss, holds_output=False)
-            peaks = [recollect.plan(profile, "100%").predicted_peak_bytes or 0, measured(model, batch, profile)]
-            with checkpointed(model):
-                peaks.append(measured(model, batch, profile))
-            plan = least_plan(profile)
-            with recollect.apply(model, plan):
-                peaks += [plan.predicted_peak_bytes or 0, measured(model, batch, profile)]
+            profile = recollect.record(model, batch, loss_fn=loss)
+            peaks = [recollect.plan(profile, "100%").predicted_peak_bytes or 0]
+            for plan in (recollect.classic_plan(profile, "full"), least_plan(profile)):
+                report = recollect.verify(model, batch, plan, loss_fn=loss)
+                peaks += [plan.predicted_peak_bytes or 0, report.plan_peak_bytes]
+            peaks.insert(1, report.plain_peak_bytes or 0)
             table.add_row(recipe, *(f"{size / MIB:.2f}" for size in (*saved, *peaks)))
         yield table
 
@@ -186,7 +161,7 @@ def memory(flags: Flags) -> Iterator[Table]:
 def losses(flags: Flags) -> Iterator[Table]:
     """Yield a table for each kind of model."""
     text = torch.frombuffer(bytearray(Path("README.md").read_bytes()), dtype=torch.uint8).long()
-    for kind in SIZES:
+    for kind in flags.kinds:
         table = Table(title=f"{kind}: loss", title_justify="left")
         for name in ("", *(f"seed {seed}" for seed in range(flags.seeds)), "mean, less bf16's"):
             table.add_column(name, justify="right" if name else "left")
@@ -195,7 +170,7 @@ def losses(flags: Flags) -> Iterator[Table]:
             found = [trained(kind, recipe, text, seed, flags.steps) for seed in range(flags.seeds)]
             mean = sum(found) / len(found)
             plain = plain or mean
-            table.add_row(recipe, *(f"{loss:.4f}" for loss in found), f"{mean - plain:+.4f}")
+            table.add_row(recipe, *(f"{one:.4f}" for one in found), f"{mean - plain:+.4f}")
         yield table
 
 
@@ -208,11 +183,11 @@ def trained(kind: str, recipe: str, text: Tensor, seed: int, steps: int) -> floa
     for _ in range(steps):
         starts = torch.randint(len(text) - 65, (8,))
         tokens = torch.stack([text[start : start + 65] for start in starts])
-        loss = model(tokens[:, :-1], labels=tokens[:, 1:]).lm_loss
-        loss.backward()
+        lm_loss = model(tokens[:, :-1], labels=tokens[:, 1:]).lm_loss
+        lm_loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        last.append(loss.item())
+        last.append(lm_loss.item())
     last = last[-max(1, steps // 10) :]
     return sum(last) / len(last)
 
