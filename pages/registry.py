@@ -124,6 +124,7 @@ FIGURES: tuple[Figure, ...] = (
         "docs/peers.md", "python benchmarks/frontier.py; python benchmarks/compiled.py", "frontier.csv", "compiled.csv"
     ),
     _rows("docs/claims.md", "python benchmarks/claims.py", "claims.csv"),
+    _rows("docs/published.md", "python benchmarks/held_out_tables.py --out benchmarks/results", "held_out.csv"),
     _rows("docs/costs.md", "python benchmarks/cost_model.py", "cost_model.csv"),
     _rows("docs/loss.md", "python benchmarks/loss_chunks.py", "loss_chunks.csv"),
     _rows("docs/planner_measurements.md", "python benchmarks/planner.py", "planner.csv"),
