@@ -278,4 +278,27 @@ MUTATIONS = (
         "recording",
         (("{} if host_link is None else host_link.profile_fields()", "{}"),),
     ),
+    Mutation(
+        "fp8-emulated-in-plans",
+        "plans for a device multiply in 8 bits as this machine does",
+        "lab/models",
+        (
+            (
+                'kernels_of(left.values) == "cpu" if self.emulated',
+                'left.values.device.type == "cpu" if self.emulated',
+            ),
+        ),
+    ),
+    Mutation(
+        "fp8-without-a-kernel",
+        "a device without kernels for 8 bits multiplies in them as in fp32",
+        "costs",
+        (("if dtype in EIGHT_BITS and dtype not in by_dtype:", "if False:"),),
+    ),
+    Mutation(
+        "fake-function-saves-forever",
+        "what a custom Function saved on fake tensors is never released",
+        "recording",
+        (("if is_fake_tensor(tensor):  # A storage", "if False:  # A storage"),),
+    ),
 )

@@ -106,7 +106,7 @@ FIGURES: tuple[Figure, ...] = (
     _part("docs/explain.md", _EXPLAIN, _printed(_EXPLAIN), seconds=15),
     _part("docs/how_to_read_a_plan.md", _PLAN, lambda: output_of(_PLAN).partition("Written")[0], seconds=6),
     _part("docs/parallel.md", _CLUSTER, lambda: output_of(_CLUSTER).partition("Written")[0], seconds=20),
-    _part("docs/parallel.md", _HELD_OUT, _printed(_HELD_OUT), seconds=30),
+    _part("docs/parallel.md", _HELD_OUT, _printed(_HELD_OUT), seconds=60),
     Dated("docs/frontier.png", f"{_FRONTIER} --png docs/frontier.png", prints=_FRONTIER, renews=True, seconds=15),
     Dated(
         "docs/memory.png",

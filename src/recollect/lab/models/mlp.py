@@ -73,9 +73,9 @@ class MLP(nn.Module):
         super().__init__()
         width = config.ffn_hidden_size if ffn_hidden_size is None else ffn_hidden_size
         has_bias = config.add_bias_linear
+        out_std = config.scaled_init_method_std
         self.linear_fc1 = build_projection(config, (width,) * (1 + config.gated_linear_unit), bias=has_bias)
         self.activation_func = Activation(config)
-        out_std = config.scaled_init_method_std
         self.linear_fc2 = Linear(width, config.hidden_size, bias=has_bias, init_std=out_std, config=config)
 
     def forward(self, x: Tensor) -> Tensor:
