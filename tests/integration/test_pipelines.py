@@ -21,6 +21,8 @@ SHAPE = (16, 64)
 BUFFER_BYTES = 4 * SHAPE[0] * SHAPE[1]
 # Losses, and other scalars of a few bytes each.
 SCALARS = 128
+# What predictions add where micro-batches are left out: a gradient for each of a rank's stages.
+SENT_BYTES = 2 * BUFFER_BYTES
 PARTIAL = RecomputeConfig(
     recompute_granularity="full",
     recompute_method="block",
@@ -93,7 +95,7 @@ def test_gradients_are_equal_and_peaks_as_predicted(
     for pipeline, found in zip(pipelines[name], ranks[name], strict=True):
         for predicted, ran in zip(pipeline.peaks_bytes, found, strict=True):
             assert ran.is_equal
-            more = 2 * BUFFER_BYTES if name == "DualPipeV" else 0
+            more = SENT_BYTES + 2 * BUFFER_BYTES if name == "DualPipeV" else SENT_BYTES
             assert ran.peak_bytes - SCALARS <= predicted <= ran.peak_bytes + SCALARS + more
     plain, full, by_micro_batch, _, planned = pipelines[name]
     assert full.peak_bytes < planned.peak_bytes < plain.peak_bytes
@@ -116,7 +118,7 @@ def test_outputs_that_are_returned_count(tmp_path: Path) -> None:
     for number, one in enumerate(predicted):
         for peak_bytes, own in zip(one.peaks_bytes, ranks, strict=True):
             assert own[number].is_equal
-            assert abs(peak_bytes - own[number].peak_bytes) <= SCALARS, jobs[number]
+            assert -SCALARS <= peak_bytes - own[number].peak_bytes <= SCALARS + SENT_BYTES, jobs[number]
 
 
 def test_received_as_needed_stages_hold_less() -> None:

@@ -168,6 +168,8 @@ class _Writer:
         kinds = [action.kind for action in self._rank.actions if action.stage == number]
         if self._rank.loop.holds_sent:
             held_bytes += output_bytes + input_bytes
+            # One gradient more than moments tell, so that it is not too little where the fullest comes between two of them.
+            self._at_end.append((events.FREE, self.allocate(min(1, self._rank.left_out[0][number]) * input_bytes)))
         elif kinds[:2] == [FORWARD] * 2:
             # The loop of 1F1B holds the last output that it sent before it begins to alternate.
             self._at_end.append((events.FREE, self.allocate(output_bytes)))
