@@ -59,8 +59,8 @@ def test_help_of_train_begins_with_what_matters(
     assert len(named) == 10
     assert all(f" {flag}" in rest for flag in named)
     groups = re.findall(r"^\W+ ([\w. ]+) options \W+$", rest, re.MULTILINE)
-    assert groups[:6] == ["model", "experts", "latent attention", "data", "optimizer", "step"]
-    assert groups[6:] == ["run", "processes", "profiler", "recompute", "offload"]
+    assert groups[:7] == ["model", "experts", "latent attention", "fp8", "data", "optimizer", "step"]
+    assert groups[7:] == ["run", "processes", "profiler", "recompute", "offload"]
     examples = re.findall(r"^  recollect train (.+)", first.replace("\\\n", " "), re.MULTILINE)
     assert len(examples) == 4
     for example in examples:
