@@ -87,6 +87,14 @@ def test_casts_take_a_byte_and_scales_are_counted() -> None:
     assert "mlp.activation_func.mul" in {value.name for value in graph_of(wide).values if value.saved}
 
 
+def test_histories_stay_in_fp32_in_a_model_in_16_bits() -> None:
+    with torch.device("meta"):
+        model = GPTModel(NAMED_CONFIGS["llama-tiny"].changed(**WIDE, **RECIPES["delayed"])).to(torch.bfloat16)
+        tokens = torch.zeros(2, 128, dtype=torch.int64)
+    profile = recollect.record(model, {"tokens": tokens, "labels": tokens}, fake=True)
+    assert profile.persistent["buffers"] == 2 * 4 * 3 * 4 * (3 + 1)  # layers, products, roles, bytes, numbers
+
+
 def test_experts_in_8_bits() -> None:
     fields = {**RECIPES["tensorwise"], "moe_ffn_hidden_size": 64}
     profiles = [

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -151,6 +151,12 @@ class DelayedScaling(nn.Module):
         self.register_buffer("multiplier", torch.ones(groups))
         self.amax_history: Tensor
         self.multiplier: Tensor
+
+    def _apply(self, fn: Any, recurse: bool = True) -> DelayedScaling:
+        """Go where the model goes, but not into its dtype."""
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self.amax_history, self.multiplier = self.amax_history.float(), self.multiplier.float()
+        return self
 
     def forward(self, amax: Tensor, *, is_recorded: bool) -> Tensor:
         """Return a copy of the multipliers as they are, then update them.
