@@ -292,7 +292,12 @@ MUTATIONS = (
         "fp8-saves-the-wrong-direction",
         "backward multiplies casts whose blocks lie along another dimension than it sums over",
         "lab",
-        (("ctx.save_for_backward(*tensors[2:4], *tensors[6:8],", "ctx.save_for_backward(*tensors[:2], *tensors[4:6],"),),
+        (
+            (
+                "ctx.save_for_backward(*tensors[2:4], *tensors[6:8],",
+                "ctx.save_for_backward(*tensors[:2], *tensors[4:6],",
+            ),
+        ),
     ),
     Mutation(
         "fp8-history-not-rolled",
