@@ -131,16 +131,8 @@ def memory(flags: Flags) -> Iterator[Table]:
     batch = (tokens[:, :-1], tokens[:, 1:])
     for kind in flags.kinds:
         table = Table(title=f"{kind}, MiB", title_justify="left")
-        for name in (
-            "",
-            "saved",
-            "of it weights",
-            "step peak",
-            "measured",
-            "layers checkpointed",
-            "least peak",
-            "measured",
-        ):
+        peaks_of = (word for name in ("step", "whole layers", "least") for word in (name, "measured"))
+        for name in ("", "saved", "of it weights", *peaks_of):
             table.add_column(name, justify="right" if name else "left")
         for recipe in ("bf16", "torchao", *RECIPES):
             torch.manual_seed(0)
