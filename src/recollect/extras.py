@@ -22,6 +22,7 @@ EXTRA_OF_PACKAGE: Final = {
     "diffusers": "trainers",
     "lightning": "trainers",
     "peft": "trainers",
+    "torchao": "trainers",
     "torchtitan": "trainers",
     "trl": "trainers",
     "mkdocs-material": "docs",

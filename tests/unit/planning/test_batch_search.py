@@ -169,8 +169,8 @@ def test_nothing_fits() -> None:
     assert (error.least_peak_bytes, error.unit) == (known.value.least_peak_bytes, known.value.unit)
     assert error.advice[0] == "No smaller micro-batch than 2 is allowed."
     # It would be advice to do what was just found impossible.
-    assert "smaller micro-batch, with" in str(known.value)
-    assert "smaller micro-batch, with" not in str(error)
+    assert "Use shorter sequences: about " in str(known.value)
+    assert "shorter sequences" not in str(error) and "smaller micro-batch, with" not in str(error)
     assert "go to host memory" in str(error)
 
 

@@ -153,7 +153,7 @@ def test_least_budgets_of_the_error_work() -> None:
         with pytest.raises(BudgetTooSmallError) as e:
             plan(profile, 100)
         amount, percentage = e.value.least_budgets
-        for budget in (amount, percentage, *re.findall(r"'(.+?)'", str(e.value))):
+        for budget in (amount, percentage, *re.findall(r"(?:to|or) '(.+?)'", str(e.value))):
             made = plan(profile, budget)
             assert (made.predicted_peak_bytes or 0) <= (made.budget_bytes or 0)
 

@@ -217,7 +217,7 @@ def test_the_search_for_the_largest_batch_says_so_and_can_be_interrupted() -> No
 
 
 def test_verify_says_what_it_measures_and_compares(shown: dict[str, str]) -> None:
-    for text in ("measuring the peak", "verifying the plan", r"timing steps +5/5", r"comparing units +4/4"):
+    for text in ("measuring the peak", "verifying the plan", "timing steps", r"comparing units +4/4"):
         assert re.search(f"recollect: {text}", shown["verify"]), text
 
 

@@ -236,7 +236,7 @@ def test_times_are_for_the_hardware_that_is_named(tmp_path: Path) -> None:
 def test_a_device_without_a_size_is_no_measure_for_a_budget() -> None:
     profile = recollect.record(llama(), batch_of())
     assert profile.device_memory_bytes == 0
-    with pytest.raises(QuantityError, match=r"^'90% of device': how much memory the device has is known of CUDA"):
+    with pytest.raises(QuantityError, match=r"^'90% of device': the device's memory is known of CUDA"):
         recollect.plan(profile, "90% of device")
 
 
