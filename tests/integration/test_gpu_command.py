@@ -175,7 +175,7 @@ def test_a_name_can_stand_for_several_parts() -> None:
     from gpu.command import parse
 
     names = dict.fromkeys(PARTS, "")
-    assert parse(["frontier", "tests"], names).parts == [*PARTS[6:10], "tests"]
+    assert parse(["frontier", "tests"], names).parts == [*PARTS[7:11], "tests"]
     assert parse([], names).parts == list(PARTS)
 
 

@@ -12,6 +12,7 @@ from torch import nn
 import recollect
 from forked_processes import prepared_server
 from pipeline_programs import SCHEDULES, SPLIT, Job, Program, Ran, run
+from recollect.costs.hardware_table import choose_hardware
 from recollect.integrations.megatron import RecomputeConfig, megatron_stage_plans
 from recollect.pipelines.schedule import PipelineSchedule
 
@@ -46,7 +47,9 @@ def stage_with_head(number: int, num_stages: int) -> nn.Module:
 
 # Gradients are there from the beginning, as predictions count them: the first backward makes them bit by bit otherwise, and the
 # fullest moment may come before the last of them. Modelled times, so that plans are the same in every run.
-PROGRAM = Program(RANKS, MICRO_BATCHES, SHAPE, stage_module, hardware="H100", keeps_gradients=True)
+# With an H100's times and a CPU's kernels, as steps run on a CPU.
+HARDWARE = replace(choose_hardware("H100", own_device=""), device="cpu")
+PROGRAM = Program(RANKS, MICRO_BATCHES, SHAPE, stage_module, hardware=HARDWARE, keeps_gradients=True)
 RETURNING = replace(PROGRAM, num_ranks=4, num_micro_batches=8, stage_module=stage_with_head, return_outputs=True)
 OURS = {
     "GPipe": PipelineSchedule.gpipe(num_stages=RANKS, num_micro_batches=MICRO_BATCHES),

@@ -17,7 +17,9 @@ pytestmark = pytest.mark.integration
 PAGES = ("../README.md", "get_started.md")
 INSTALLS = "pip install "
 # What differs from run to run, as it rests on measured times; peaks, counts and shapes are the same wherever it runs.
-TIMED = re.compile(r"-?\+?\d+(\.\d+)? ?%|planned .*|peak \S+ MiB, \+|predicted \S+ MiB, measured.*|peak with plan.*")
+TIMED = re.compile(
+    r"-?\+?\d+(\.\d+)? ?%|in \d rounds|planned .*|peak \S+ MiB, \+|predicted \S+ MiB, measured.*|peak with plan.*"
+)
 
 
 def commands(page: str) -> list[str]:

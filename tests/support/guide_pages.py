@@ -185,6 +185,8 @@ def run(page: str, line: int, block: str, names: Names) -> None:
     with tempfile.TemporaryDirectory() as folder, quiet:
         os.chdir(folder)
         try:
+            if page not in CONTINUED:
+                names |= {"torch": torch, "recollect": recollect, **PREPARED[page]()}
             exec(code, names)
         finally:
             os.chdir(before)
@@ -197,9 +199,7 @@ def main() -> None:
         names: Names = {}
         for line, block in blocks((DOCS / page).read_text(encoding="utf-8")):
             try:
-                if page not in CONTINUED:
-                    names = {"torch": torch, "recollect": recollect, **PREPARED[page]()}
-                run(page, line, block, names)
+                run(page, line, block, names if page in CONTINUED else {})
             except Exception:
                 traceback.print_exc()
             else:

@@ -27,6 +27,7 @@ from torch.distributed.pipelining import (
 )
 
 import recollect
+from recollect.costs.hardware import Hardware
 from recollect.engine import tape
 from recollect.pipelines.schedule import BACKWARD, FORWARD, INPUT, WEIGHT, PipelineAction, PipelineSchedule, schedule_of
 
@@ -66,7 +67,7 @@ class Program:
     num_micro_batches: int
     shape: tuple[int, ...]
     stage_module: Callable[[int, int], nn.Module]
-    hardware: str | None = None
+    hardware: Hardware | None = None
     """What times are modelled for; None to measure them."""
     num_timed: int = 0
     keeps_gradients: bool = False
