@@ -95,8 +95,7 @@ def test_a_layout_trains_as_one_process(name: str, rows: list[Row], alone: Calla
     """Losses are sums in another order: each of them is rounded in its last bit or two (1.2e-7), and steps add to it.
 
     Cast to 8 bits, a number that differs in its last bit may become the next one, a sixteenth away; and a pipeline divides
-    gradients by the number of micro-batches only after it has cast them, in the first step with a scale of 1: their norm differs
-    by 1.1e-3.
+    gradients by the number of micro-batches only after it has cast them, at first with a scale of 1: norms differ by 1.1e-3.
     """
     expected = alone(model_of(name))
     tolerance = 2e-3 if "fp8" in name else 2e-6
