@@ -183,8 +183,8 @@ def test_a_budget_in_place_of_the_optimizer() -> None:
 
 
 def test_a_name_that_is_nearly_one_of_ours() -> None:
-    with pytest.raises(AttributeError, match=r"^module 'recollect' has no attribute 'atach'; did you mean 'attach'\?$"):
-        recollect.atach  # type: ignore[attr-defined]  # noqa: B018 - it raises
+    with pytest.raises(AttributeError, match=r"^module 'recollect' has no attribute 'attac'; did you mean 'attach'\?$"):
+        recollect.attac  # type: ignore[attr-defined]  # noqa: B018 - it raises
     with pytest.raises(AttributeError, match=r"'quux'$"):
         recollect.quux  # type: ignore[attr-defined]  # noqa: B018 - it raises
 
