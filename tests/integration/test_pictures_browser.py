@@ -165,8 +165,15 @@ def test_click_changes_the_memory(browser: Any, page: Path, frontier: Frontier) 
     assert problems(browser) == []
 
 
-@pytest.mark.parametrize("width", [1280, 320])
-@pytest.mark.parametrize("chart", ["frontier", "memory"])
+@pytest.mark.parametrize(
+    ("chart", "width"),
+    [
+        ("frontier", 320),
+        ("memory", 1280),
+        pytest.param("frontier", 1280, marks=pytest.mark.long),
+        pytest.param("memory", 320, marks=pytest.mark.long),
+    ],
+)
 def test_tip_is_fixed_width_and_within_the_window(browser: Any, page: Path, chart: str, width: int) -> None:
     show(browser, page, width=width, height=560, dark=True)
     for share in (0.02, 0.5, 0.98):

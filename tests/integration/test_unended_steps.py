@@ -45,7 +45,8 @@ ENDS = {
     # Python raises the signal again when it has finished.
     "interrupt": ("begin(); raise KeyboardInterrupt", -signal.SIGINT, "KeyboardInterrupt\n"),
 }
-QUICK = ("end", "exception in backward")
+# An exception in backward: see the thread below.
+QUICK = ("end",)
 
 
 def ended(text: str) -> tuple[int, str, str]:
