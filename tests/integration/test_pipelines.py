@@ -98,7 +98,8 @@ def test_gradients_are_equal_and_peaks_as_predicted(
     for pipeline, found in zip(pipelines[name], ranks[name], strict=True):
         for predicted, ran in zip(pipeline.peaks_bytes, found, strict=True):
             assert ran.is_equal
-            more = SENT_BYTES + 2 * BUFFER_BYTES if name == "DualPipeV" else SENT_BYTES
+            # These let go of what has arrived earlier than is predicted, the second one since PyTorch 2.15.
+            more = SENT_BYTES + 2 * BUFFER_BYTES if name in ("DualPipeV", "interleaved zero bubble") else SENT_BYTES
             assert ran.peak_bytes - SCALARS <= predicted <= ran.peak_bytes + SCALARS + more
     plain, full, by_micro_batch, _, planned = pipelines[name]
     assert full.peak_bytes < planned.peak_bytes < plain.peak_bytes
