@@ -62,8 +62,6 @@ REASONS = {
     "h": "software of early 2023, before its kernels were tuned for the H100, by inference",
     "r": "published is what the allocator reserved, predicted what is allocated",
     "m": "near the end of the memory, by inference: there is room for a larger batch on twice as many devices",
-    "o": "one micro-batch a step: the optimizer, not counted, takes 48 ms (30 bytes a parameter at 85 % of the bandwidth)",
-    "k": "with sequence parallelism, selective recompute keeps gathered inputs here, Megatron parts of them",
     "e": "the figures leave out the embedding's weights, its mask of dropout, and the layer that backward is at",
     "f": "Float8 and torch.compile, which are not modelled",
     "c": "torch's ring attention passes keys and values on in as many steps as ranks, and merges results; here one gather",
