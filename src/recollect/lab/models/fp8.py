@@ -9,9 +9,9 @@
 
 Blocks lie along the dimension that a product sums over, and backward sums over others than forward: over the tokens for the
 gradient of a weight, over the output channels for that of an input. So forward casts twice what it and backward need in blocks
-of different directions, and drops the first cast, as Transformer Engine does (`update_usage` of its quantized tensors): one
-byte an element is saved in every recipe. Where one byte is what a plan wants, the cast is a value like any other: it may be
-kept, or run again from the 16 bits before it.
+of different directions, and drops the first cast: one byte an element is saved in every recipe. That Transformer Engine saves
+as much is from memory, and was not checked against its code. Where one byte is what a plan wants, the cast is a value like any
+other: it may be kept, or run again from the 16 bits before it.
 
 Definitions are those of Transformer Engine's recipes DelayedScaling, Float8CurrentScaling, Float8BlockScaling and
 MXFP8BlockScaling. Experts are tensors of their own, as in its GroupedLinear: each has its scales.
