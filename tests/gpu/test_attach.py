@@ -76,6 +76,15 @@ def test_budget_holds_and_is_used(device: torch.device, record_property: RecordP
     assert made.get("other_allocations", 0) == pytest.approx(known.get("other_allocations", 0), abs=0.05 * predicted)
 
 
+def test_every_step_is_measured_by_the_devices_own_count(cuda: torch.device) -> None:
+    loop = Loop(cuda)
+    with loop.attach("95%") as handle:
+        loop.train(3)
+        (step,) = handle.planned
+        assert step.measured_bytes == torch.cuda.max_memory_allocated(cuda)
+        assert step.measured_bytes <= step.budget_bytes and ": held" in handle.report()
+
+
 def test_what_is_allocated_later_is_noticed_once(cuda: torch.device) -> None:
     loop = Loop(cuda)
     with loop.attach("100%") as first:

@@ -96,7 +96,7 @@ def test_one_line_and_the_same_weights(capsys: pytest.CaptureFixture[str]) -> No
     assert attached.recorded_steps == [0]
     assert attached.num_steps == 4
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("recollect: ") and " budget, peak " in line and "planned for 4 x 64 in " in line
+    assert line.startswith("recollect: ") and " budget, predicted peak " in line and "planned for 4 x 64 in " in line
     report = attached.report()
     assert "4 steps, 1 of them recorded" in report and "not counted: " in report and "optimizer state" in report
     assert repr(attached) == "<attached to LlamaForCausalLM, 1 plans>"

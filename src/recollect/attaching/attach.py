@@ -31,6 +31,7 @@ def attach(
     on_larger: OnLarger = "replan",
     units: Iterable[str] | None = None,
     host_budget: int | str = 0,
+    measure: bool = False,
     log: Callable[[str], object] | None = None,
     group: GroupChoice = None,
 ) -> Attached:
@@ -53,6 +54,8 @@ def attach(
         units: module paths of the layers to plan, where they are not found.
         host_budget: bytes of host memory that values may be copied to in forward and back in backward; see `fit`. A step that
             is recorded offloads nothing, nor does one that runs at its leanest.
+        measure: whether to measure peaks on the CPU, too: of the first step under each plan, and of every hundredth, which then
+            take longer. On CUDA, which counts by itself, every step is measured.
         log: takes the line; by default it goes to standard error, in the first process of a group.
         group: the processes that record together and run one plan: a process group or a device mesh; by default those that
             the model is spread over (by DistributedDataParallel, FSDP2, tensor parallelism); "alone" for a plan of its own.
@@ -122,6 +125,7 @@ def attach(
             device=device,
             on_larger=on_larger,
             host_bytes=parse_bytes(host_budget),
+            measure=measure,
             log=log or (lambda line: print(line, file=sys.stderr) if ranks.is_first else None),
             ranks=ranks,
         )

@@ -16,19 +16,19 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from enum import Enum
 from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import nn
 
 from recollect._torch_private import uncompiled
-from recollect.attaching.held import CallWatch, Departure, DevicePeak, StepUnderWay
+from recollect.attaching.held import CallWatch, Departure, StepUnderWay
 from recollect.attaching.lockstep import Lockstep
-from recollect.attaching.placement import Placement, Removable, Watcher, obstacle
+from recollect.attaching.placement import Placement, Removable, State, Watcher, obstacle
 from recollect.attaching.planned_step import PlannedStep, report_of
 from recollect.attaching.reserve import LeanStart
 from recollect.attaching.step_end import OptimizersSeen, StepEnd, without_backward
+from recollect.attaching.step_meter import StepMeter
 from recollect.attaching.step_planner import StepPlanner
 from recollect.attaching.step_shape import Call, Structure, describe_call
 from recollect.costs.op_costs import MeasuredCosts
@@ -44,15 +44,6 @@ from recollect.recording.step_recording import StepRecording
 OnLarger: TypeAlias = Literal["replan", "warn", "raise"]
 
 _handles: weakref.WeakSet[Attached] = weakref.WeakSet()
-
-
-class State(Enum):
-    """What is in place."""
-
-    IDLE = "nothing"
-    RECORDING = "the recorder"
-    PLANNED = "a plan"
-    LEAN = "what drops all that can be dropped"
 
 
 class Attached:
@@ -73,6 +64,7 @@ class Attached:
         on_larger: OnLarger,
         log: Callable[[str], object],
         host_bytes: int = 0,
+        measure: bool = False,
         ends_by_hand: bool = False,
         ranks: Ranks = ALONE,
     ) -> None:
@@ -97,7 +89,7 @@ class Attached:
         self._optimizers_seen = None if ends_by_hand else OptimizersSeen(self._optimizers, self._take_over)
         self._hooks += [hook for hook in (self._optimizers_seen, self._structure) if hook is not None]
         self._planner = StepPlanner(self._placement, self._optimizers, budget, self._lockstep, log, device, host_bytes)
-        self._device_peak = DevicePeak(device)
+        self._meter = StepMeter(device, on_cpu=measure, log=log)
         self._watch = CallWatch(
             self._placement, device, keeps_to_plan=on_larger == "warn", joins_others=not ranks.is_alone
         )
@@ -130,8 +122,16 @@ class Attached:
     @property
     def plan(self) -> Plan | None:
         """The plan in place, or of the last step that had one; None before the first."""
-        chosen = self._placement.active or (self.planned[-1] if self.planned else None)
-        return None if chosen is None else chosen.plan
+        return None if self._latest is None else self._latest.plan
+
+    @property
+    def numbers(self) -> dict[str, float]:
+        """What is predicted for that plan, and what was measured under it, under names for loggers; {} before the first."""
+        return {} if self._latest is None else self._latest.numbers()
+
+    @property
+    def _latest(self) -> PlannedStep | None:
+        return self._placement.active or (self.planned[-1] if self.planned else None)
 
     def report(self) -> str:
         """Return what was recorded and planned, what counts toward the budget, and what does not, in lines."""
@@ -187,7 +187,9 @@ class Attached:
         step.begin_call(call, self._watcher.backwards)
         if self._state is not State.RECORDING:
             self._decide(call)
-        is_planned = self._state is State.PLANNED
+        is_planned, active = self._state is State.PLANNED, self._placement.active
+        if is_planned and step.is_first and active is not None:
+            self._meter.begin(active, self.num_steps)
         self._watch.begin(step, is_planned=is_planned, is_on=self._state is not State.IDLE)
 
     def _begin_step(self) -> None:
@@ -319,6 +321,7 @@ class Attached:
 
     def _forget_step(self) -> None:
         self._recording, self._state = None, State.IDLE
+        self._meter.abandon()
         self._watcher.tell(None)
         self._now = StepUnderWay()
         self._placement.units.begin_step()
@@ -359,18 +362,19 @@ class Attached:
             self._planner.warn_once(text, key="no backward")
             return
         step.end_call(self._placement.units)
+        excess = self._meter.end(self.planned)
         self._forget_step()
         number = self.num_steps
         self.num_steps += 1
         if recorded is not None:
             self._planner.plan(recorded, step, number)
-            self._device_peak.restart()
+            self._meter.restart()
         elif state is State.PLANNED and self._placement.active is not None:
             if step.departure is None and step.had_more_backwards():
                 step.departure = Departure("ran backward more often than the plan foresees, or for a graph of its own")
             if step.departure is not None:
                 self._planner.see_to(step, step.departure, number)
-            if excess := self._device_peak.excess(self.planned):
+            if excess:
                 self._planner.missed.note(step.calls, attempts=1)
                 self._planner.warn_once(excess, key="drift")
         elif state is State.LEAN:

@@ -9,7 +9,7 @@ import math
 import statistics
 import time
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -153,39 +153,6 @@ def expect(planned: PlannedStep) -> None:
     since = np.flatnonzero(over_time.calls[: backward[0]] == over_time.calls[last])[:1] if len(last) else last
     held_bytes = int(max(total_bytes[since[0] if len(since) else 0 :]) - min(total_bytes))
     planned.most_held_bytes = held_bytes + held_bytes // 20 + _OWN_BYTES
-
-
-class DevicePeak:
-    """The most that a CUDA device ever held, which it counts itself.
-
-    Args:
-        device: any; on others than CUDA nothing counts it.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device if device.type == "cuda" else None
-        self._seen_bytes = 0
-
-    def restart(self) -> None:
-        """Count anew: to measure ops, recording resets the counter, too; what it took to time units is no step's peak."""
-        if self._device is not None:
-            torch.cuda.reset_peak_memory_stats(self._device)
-
-    def excess(self, planned: Sequence[PlannedStep]) -> str:
-        """Return in words how much more the device held than was planned for; "" if it did not, or less so than before."""
-        if self._device is None:
-            return ""
-        peak_bytes = torch.cuda.max_memory_allocated(self._device)
-        # Of any step, since a peak stays; and above the budget, since blocks may be a little larger than was predicted.
-        expected_bytes = max(max(step.budget_bytes, step.peak_bytes) for step in planned)
-        if peak_bytes <= max(expected_bytes, self._seen_bytes):
-            return ""
-        self._seen_bytes = peak_bytes
-        return (
-            f"the device held {format_bytes(peak_bytes)} at its peak, {format_bytes(peak_bytes - expected_bytes)} more "
-            "than was planned for: something besides the recorded step needs memory (evaluation, generation, another "
-            "model). The next step will be recorded and planned anew"
-        )
 
 
 class CallWatch:

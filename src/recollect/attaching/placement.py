@@ -9,6 +9,7 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from enum import Enum
 from typing import Any, Final, Protocol
 
 import torch
@@ -171,6 +172,15 @@ def at_end_of_thread(action: Callable[[], object]) -> weakref.finalize[[], set[N
     # Others that still run when the process ends cannot do anything more, nor can the main thread in their place.
     handle.atexit = threading.current_thread() is threading.main_thread()
     return handle
+
+
+class State(Enum):
+    """What is in place."""
+
+    IDLE = "nothing"
+    RECORDING = "the recorder"
+    PLANNED = "a plan"
+    LEAN = "what drops all that can be dropped"
 
 
 class Placement:

@@ -16,7 +16,7 @@ from recollect.planning.planners import OffloadPlanner
 from recollect.plans.action import EngineChoice
 from recollect.plans.plan import Plan
 from recollect.plans.unit_plan import needs_all_ranks
-from recollect.profile.profile import Profile
+from recollect.profile.profile import Profile, kind_text
 
 # Of two recordings of the same step, the later one may be this part of the other.
 _NEARLY: Final = 0.99
@@ -53,6 +53,7 @@ class PlannedStep:
         spare: for each call, further runs of units for which memory is reserved; they run at their leanest.
         more_bytes: reserved for what other steps held for reasons that nothing tells.
         state_bytes: that the optimizers had when it was planned.
+        measured_bytes: the highest measured peak of a step under the plan; 0 if none was measured.
         num_calls: of the model that ran under the plan.
         held: the last readings of the allocator for each call under the plan; this and what follows is for `CallWatch`.
         held_before: the least that was in memory before a step under the plan; 0 if that is not known.
@@ -71,6 +72,7 @@ class PlannedStep:
     spare: list[Mapping[str, int]] = field(default_factory=list)
     more_bytes: int = 0
     state_bytes: int = 0
+    measured_bytes: int = 0
     num_calls: int = 0
     held: dict[tuple[int, Call], deque[int]] = field(default_factory=dict)
     held_before: int = 0
@@ -103,17 +105,38 @@ class PlannedStep:
         slowdown, host_bytes = self.plan.predicted_slowdown or 0.0, self.plan.predicted_host_bytes
         host = f"host memory {format_bytes(host_bytes)}, " if host_bytes else ""
         return (
-            f"recollect: {format_bytes(self.budget_bytes)} budget, peak {format_bytes(self.peak_bytes)}, {host}"
+            f"recollect: {format_bytes(self.budget_bytes)} budget, predicted peak {format_bytes(self.peak_bytes)}, {host}"
             f"{slowdown:+.1%} (full recompute: {self.full_slowdown:+.0%}), planned for {self.calls[0]} in {seconds:.1f} s"
         )
 
     def numbers(self) -> dict[str, float]:
-        """Return the numbers of that line, under names for the loggers of trainers."""
-        return {
+        """Return the numbers of these lines, under names for the loggers of trainers."""
+        found = {
             "memory_budget_bytes": self.budget_bytes,
             "predicted_peak_bytes": self.peak_bytes,
             "predicted_slowdown": self.plan.predicted_slowdown or 0.0,
         }
+        if self.measured_bytes:
+            over_bytes = max(0, self.measured_bytes - self.budget_bytes)
+            found |= {"measured_peak_bytes": self.measured_bytes, "over_budget_bytes": over_bytes}
+        return found
+
+    def measured_text(self) -> str:
+        """Return what was measured, and whether the budget held."""
+        if not self.measured_bytes:
+            return "not measured" + (
+                ", which on a CPU measure=True asks for" if self.profile.device == "cpu" else " yet"
+            )
+        over_bytes = self.measured_bytes - self.budget_bytes
+        held = f"over the budget by {format_bytes(over_bytes)}" if over_bytes > 0 else "held"
+        return f"measured peak {format_bytes(self.measured_bytes)}: {held}"
+
+    def measured_line(self) -> str:
+        """Return the line that says what was measured, beside what was predicted."""
+        return (
+            f"recollect: {format_bytes(self.budget_bytes)} budget, predicted peak {format_bytes(self.peak_bytes)}, "
+            f"{self.measured_text()}, for {self.calls[0]}"
+        )
 
     def follows(self, calls: Sequence[Call]) -> bool:
         """Whether the step begins with calls like these, each at least as large."""
@@ -174,10 +197,11 @@ def report_of(
         # Steps of the same calls may differ in what is alive, or in what runs in the units: the number tells them apart.
         lines.append(
             f"{calls}, as in step {recorded_steps[step.number]}: predicted peak {format_bytes(step.peak_bytes)} "
-            f"({format_bytes(step.plain_peak_bytes)} without recompute), {step.plan.predicted_slowdown or 0.0:+.1%}"
+            f"({format_bytes(step.plain_peak_bytes)} without recompute), {step.plan.predicted_slowdown or 0.0:+.1%}; "
+            f"{step.measured_text()}"
         )
     last = planned[-1].profile
-    counted = ", ".join(f"{kind.replace('_', ' ')} {format_bytes(n)}" for kind, n in last.persistent.items() if n)
+    counted = ", ".join(f"{kind_text(kind)} {format_bytes(n)}" for kind, n in last.persistent.items() if n)
     return "\n".join([*lines, f"counted throughout: {counted}", _NOT_COUNTED])
 
 

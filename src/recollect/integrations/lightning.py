@@ -41,6 +41,7 @@ class BudgetHooks(BudgetCallback):
             without recompute.
         on_larger: what to do at a step that no plan was made for: "replan", "warn" or "raise".
         units: module paths of the layers to plan, where they are not found; from the LightningModule, as in "model.layers.0".
+        measure: whether to measure peaks on the CPU, too; see `recollect.attach`.
 
     Attributes:
         attached: the handle of the last training, with `plan` and `report()`; None before the first.
@@ -64,20 +65,28 @@ class BudgetHooks(BudgetCallback):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Attach to the module: its optimizers are there, and the sanity check is over."""
-        self._num_logged = 0
+        self._logged = []
         log = importlib.import_module(f"{_package_of(trainer)}.utilities.rank_zero").rank_zero_info
         model = trainer.strategy.model
         # Lightning has all processes wait for each other after `setup`.
         self._presence.check(is_after_barrier=True)
         units = in_wrapper(self.units, model, pl_module)
-        self.attached = attach(model, trainer.optimizers, self.budget, on_larger=self.on_larger, units=units, log=log)
+        self.attached = attach(
+            model,
+            trainer.optimizers,
+            self.budget,
+            on_larger=self.on_larger,
+            units=units,
+            measure=self.measure,
+            log=log,
+        )
         self.attached.remove_too(CacheOff(pl_module))
         if pl_module.automatic_optimization:
             # It is all of forward, and may call the layers one by one. Otherwise it runs backward, too.
             pl_module.training_step = _TrainingStep(pl_module, self.attached)
 
     def on_train_batch_end(self, trainer: Any, *_: Any, **__: Any) -> None:
-        """Hand the numbers of a new plan to the loggers."""
+        """Hand the numbers of a new plan, or of a higher measured peak, to the loggers."""
         if numbers := self._new_numbers():
             for logger in trainer.loggers:
                 logger.log_metrics(numbers, step=trainer.global_step)

@@ -25,25 +25,27 @@ class BudgetCallback:
         *,
         on_larger: OnLarger = "replan",
         units: Iterable[str] | None = None,
+        measure: bool = False,
     ) -> None:
         self._check_library()
         self.budget = budget
         self.on_larger: OnLarger = on_larger
         self.units = None if units is None else list(units)
+        self.measure = measure
         self.attached: Attached | None = None
         self._presence = Presence("MemoryBudget")
-        self._num_logged = 0
+        self._logged: list[dict[str, float]] = []
 
     def _check_library(self) -> None:
         """Raise if the library is too old, where a callback knows it before its trainer."""
 
     def _new_numbers(self) -> dict[str, float]:
-        """Return the numbers of a plan that was made since the last call; {} if none was."""
-        attached = self.attached
-        if attached is None or len(attached.recorded_steps) == self._num_logged:
+        """Return the numbers of a plan that was made, or of a higher peak that was measured, since the last call; else {}."""
+        numbers = {} if self.attached is None else self.attached.numbers
+        if numbers in self._logged:
             return {}
-        self._num_logged = len(attached.recorded_steps)
-        return attached.planned[-1].numbers()
+        self._logged.append(numbers)
+        return numbers
 
     def _remove(self) -> None:
         if self.attached is not None:

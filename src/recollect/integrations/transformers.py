@@ -16,6 +16,7 @@ deepspeed 0.19.8.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any, Final
 
@@ -56,6 +57,7 @@ def enable_memory_budget(
     *,
     on_larger: OnLarger = "replan",
     units: Iterable[str] | None = None,
+    measure: bool = False,
     log: Callable[[str], object] | None = None,
 ) -> Attached:
     """Keep a loop of your own that trains a model of Hugging Face within a memory budget, in place of its checkpointing.
@@ -70,6 +72,7 @@ def enable_memory_budget(
         budget: bytes of the whole step, as an int or text; see `recollect.attach`.
         on_larger: what to do at a step that no plan was made for: "replan", "warn" or "raise".
         units: module paths of the layers to plan, where they are not found.
+        measure: whether to measure peaks on the CPU, too; see `recollect.attach`.
         log: takes the line about the plan; by default it goes to standard error.
 
     Returns:
@@ -94,7 +97,7 @@ def enable_memory_budget(
         False
     """
     _check_version()
-    attached = attach(model, optimizer, budget, on_larger=on_larger, units=units, log=log)
+    attached = attach(model, optimizer, budget, on_larger=on_larger, units=units, measure=measure, log=log)
     attached.remove_too(CacheOff(model))
     return attached
 
@@ -102,14 +105,16 @@ def enable_memory_budget(
 class MemoryBudget(BudgetCallback, TrainerCallback):
     """Keeps every training step of a `Trainer` within a memory budget; see `enable_memory_budget`.
 
-    The first step is recorded and planned when training begins; the line about the plan goes to the trainer's log, and its
-    numbers to `state.log_history`. At the end of training the model is as it was.
+    The first step is recorded and planned when training begins; the line about the plan goes to the trainer's log. Its numbers,
+    and the measured peak, go to `state.log_history` and wherever the trainer reports to (TensorBoard, Weights & Biases). At the
+    end of training the model is as it was.
 
     Args:
         budget: bytes of the whole step, as an int or text: "22GiB", "90% of the device", "60%" of what the first step needs
             without recompute.
         on_larger: what to do at a step that no plan was made for: "replan", "warn" or "raise".
         units: module paths of the layers to plan, where they are not found.
+        measure: whether to measure peaks on the CPU, too; see `recollect.attach`.
 
     Attributes:
         attached: the handle of the last training, with `plan` and `report()`; None before the first.
@@ -146,7 +151,7 @@ class MemoryBudget(BudgetCallback, TrainerCallback):
         _check_arguments(args)
         # A training that an error ended does not say so; `auto_find_batch_size` begins anew after one.
         self._remove()
-        self._num_logged = 0
+        self._logged = []
         wrapped = _wrapped(calling_trainer(), args, model)
         # The level of what a trainer says without being asked for more.
         log = logging.get_logger("transformers.trainer").warning if state.is_world_process_zero else say_nothing
@@ -158,13 +163,25 @@ class MemoryBudget(BudgetCallback, TrainerCallback):
         else:
             units = in_wrapper(self.units, wrapped, model)
             self.attached = enable_memory_budget(
-                wrapped, optimizer, self.budget, on_larger=self.on_larger, units=units, log=log
+                wrapped,
+                optimizer,
+                self.budget,
+                on_larger=self.on_larger,
+                units=units,
+                measure=self.measure,
+                log=log,
             )
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Put the numbers of a new plan into the trainer's history."""
-        if numbers := self._new_numbers():
+        """Log the numbers of a new plan, or of a higher measured peak, as the trainer logs its loss."""
+        numbers, trainer = self._new_numbers(), calling_trainer()
+        if numbers and trainer is None:
             state.log_history.append({**numbers, "epoch": state.epoch, "step": state.global_step})
+        elif numbers:
+            is_due = control.should_log
+            # Not what a subclass makes of it: TRL's adds what it has gathered for the next loss, and forgets it.
+            transformers.Trainer.log(trainer, numbers)
+            control.should_log = is_due
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Leave the model as it was."""
@@ -174,7 +191,8 @@ class MemoryBudget(BudgetCallback, TrainerCallback):
         """Return what the callback and DeepSpeed's configuration say together; the callback's defaults say nothing."""
         budget = None if self.budget == DEFAULT_BUDGET else self.budget
         on_larger: OnLarger | None = None if self.on_larger == "replan" else self.on_larger
-        return BudgetSection.of(args.hf_deepspeed_config.config).with_arguments(budget, on_larger, self.units)
+        section = BudgetSection.of(args.hf_deepspeed_config.config).with_arguments(budget, on_larger, self.units)
+        return dataclasses.replace(section, measure=section.measure or self.measure)
 
 
 def _wrapped(trainer: Any, args: Any, model: Any) -> Any:

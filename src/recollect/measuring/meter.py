@@ -228,6 +228,28 @@ def _measure_cpu(fn: Callable[[], T], baseline_bytes: int | None) -> PeakMeasure
 
 
 @contextmanager
+def peak_on_cpu() -> Iterator[list[int]]:
+    """Measure the most bytes alive in the block, of all tensors that Python can reach; yields a list, which has them after it.
+
+    Raises:
+        MeterError: a profiler is active on this thread.
+
+    Example:
+        >>> with peak_on_cpu() as found:
+        ...     _ = torch.zeros(1000).exp().sum()
+        >>> found[0] >= 8000
+        True
+    """
+    if profiler_is_active():
+        raise MeterError("measure: a profiler is active on this thread. Measure outside of it.")
+    gc.collect()
+    found, before = list[int](), Deaths(filter(is_of_the_allocator, reachable_storages()))
+    with _traced(before) as events:
+        yield found
+    found.append(before.start_bytes + added_up(events, before.bytes_at)[0])
+
+
+@contextmanager
 def _traced(before: Deaths) -> Iterator[list[tuple[int, int]]]:
     """Trace the CPU's allocator, and deaths of what was there before; yields a list, which has all events after the block."""
     events, trace = list[tuple[int, int]](), AllocatorTrace()

@@ -133,6 +133,7 @@ class AttachedEngine(Attached):
             section.budget,
             device=device_of(model, None),
             on_larger=section.on_larger,
+            measure=section.measure,
             log=log if ranks.is_first else say_nothing,
             ends_by_hand=True,
             ranks=ranks,

@@ -24,7 +24,7 @@ from __future__ import annotations
 import base64
 import importlib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -81,11 +81,13 @@ class BudgetSection:
         memory_budget: as of `initialize`; None is the default.
         on_larger: what to do at a step that no plan was made for.
         units: module paths of the layers to plan; None where they are found.
+        measure: whether to measure peaks on the CPU, too; see `recollect.attach`.
     """
 
     memory_budget: int | str | None = None
     on_larger: OnLarger = "replan"
     units: list[str] | None = None
+    measure: bool = False
 
     def __post_init__(self) -> None:
         if self.on_larger not in ("replan", "warn", "raise"):
@@ -141,7 +143,7 @@ class BudgetSection:
                     advice="Drop one of them.",
                 )
             merged[name] = own if argument is None else argument
-        return BudgetSection(**merged)
+        return replace(self, **merged)
 
     @property
     def budget(self) -> int | str:

@@ -102,7 +102,7 @@ def train(config: TrainConfig, *, console: Console | None = None) -> Outcome:
                 else recollect.apply(session.trained.wrapped, plan, group=processes.plan_group)
             )
         budget_bytes = None if plan is None else plan.budget_bytes
-        logs = _open_logs(session, console, budget_bytes, stack) if processes.is_first else []
+        logs = _open_logs(session, console, plan, stack) if processes.is_first else []
         if ranks.is_alone:
             stack.enter_context(stop_requests(stop))
         records = _run(session, logs, stop)
@@ -215,13 +215,23 @@ def _is_due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def _open_logs(session: Session, console: Console, budget_bytes: int | None, stack: contextlib.ExitStack) -> list[Log]:
+def _open_logs(
+    session: Session, console: Console, plan: recollect.Plan | PipelinePlans | None, stack: contextlib.ExitStack
+) -> list[Log]:
+    known = {} if plan is None else {"predicted_peak_bytes": plan.predicted_peak_bytes or 0}
+    budget_bytes = None if plan is None else plan.budget_bytes
+    if budget_bytes is not None:
+        known["memory_budget_bytes"] = budget_bytes
     total_steps, first_step = session.config.optim.steps, session.step
     logs: list[Log] = [MetricsFile(session.folder / "metrics.jsonl", first_step=first_step)]
     stack.callback(logs[0].close)
     run = session.config.run
     if run.writes_tensorboard:
-        logs.append(TensorBoardLog(run.tensorboard_dir or session.folder / "tensorboard", first_step=first_step))
+        logs.append(
+            TensorBoardLog(
+                run.tensorboard_dir or session.folder / "tensorboard", first_step=first_step, beside_peak=known
+            )
+        )
         stack.callback(logs[-1].close)
     if console.is_terminal:
         logs.append(LiveDisplay(console, total_steps=total_steps, first_step=first_step, budget_bytes=budget_bytes))

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from rich.console import Console
@@ -147,12 +148,16 @@ class TensorBoardLog(Log):
     Args:
         folder: folder of the event files.
         first_step: steps completed before; events of later steps are removed.
+        beside_peak: numbers to write beside each measured peak, by name: what was predicted, and the budget.
 
     Raises:
         MissingPackageError: the package `tensorboard` is not installed.
     """
 
-    def __init__(self, folder: Path, *, first_step: int) -> None:
+    def __init__(
+        self, folder: Path, *, first_step: int, beside_peak: Mapping[str, float] = MappingProxyType({})
+    ) -> None:
+        self._beside_peak = beside_peak
         with needed("tensorboard", by="--tensorboard"):
             from torch.utils.tensorboard import SummaryWriter
         # The resumed run repeats the steps after the checkpoint.
@@ -160,7 +165,8 @@ class TensorBoardLog(Log):
 
     def write(self, record: StepRecord) -> None:
         """Add the record's numbers."""
-        for name, value in dataclasses.asdict(record).items():
+        beside = {} if record.peak_bytes is None else self._beside_peak
+        for name, value in {**dataclasses.asdict(record), **beside}.items():
             if name != "step" and value is not None:
                 self._writer.add_scalar(name, value, record.step)
 
@@ -259,9 +265,9 @@ def describe(record: StepRecord, budget_bytes: int | None, *, columns: int | Non
         >>> record = StepRecord(step=1, loss=2.5, learning_rate=1e-3, grad_norm=1.0, step_s=0.5, tokens_per_s=2048.0)
         >>> record = dataclasses.replace(record, validation_loss=2.75, peak_bytes=1 << 20)
         >>> describe(record, 2 << 20)
-        'loss 2.5000  validation 2.7500  2,048 tokens/s  peak 1.0 MiB of 2.0 MiB'
-        >>> describe(record, None, columns=50)
-        'loss 2.5000  validation 2.7500  peak 1.0 MiB'
+        'loss 2.5000  validation 2.7500  2,048 tokens/s  measured peak 1.0 MiB of 2.0 MiB'
+        >>> describe(record, None, columns=60)
+        'loss 2.5000  validation 2.7500  measured peak 1.0 MiB'
     """
     parts = {"loss": f"loss {record.loss:.4f}"}
     if record.validation_loss is not None:
@@ -269,7 +275,7 @@ def describe(record: StepRecord, budget_bytes: int | None, *, columns: int | Non
     parts["speed"] = f"{record.tokens_per_s:,.0f} tokens/s"
     if record.peak_bytes is not None:
         of_budget = "" if budget_bytes is None else f" of {format_bytes(budget_bytes)}"
-        parts["peak"] = f"peak {format_bytes(record.peak_bytes)}{of_budget}"
+        parts["peak"] = f"measured peak {format_bytes(record.peak_bytes)}{of_budget}"
     for least in ("speed", "validation", "peak"):
         if columns is None or len("  ".join(parts.values())) <= columns:
             break

@@ -1,0 +1,100 @@
+"""Measures the peak of whole steps beside what was predicted of them, in words and numbers that say whether the budget held."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Final
+
+import torch
+
+from recollect._torch_private import profiler_is_active
+from recollect.attaching.planned_step import PlannedStep
+from recollect.byte_format import format_bytes
+from recollect.measuring.meter import peak_on_cpu
+
+# On the CPU, where the meter slows a step down: the first step under each plan, and one of so many.
+_MEASURED_EVERY: Final = 100
+
+
+class StepMeter:
+    """Measures steps that run under a plan.
+
+    CUDA counts all the time; its counter starts anew at the first step under each plan, and when a step was recorded, which
+    resets it, too. On the CPU a trace of the allocator is added up.
+
+    Args:
+        device: where the steps run.
+        on_cpu: whether to measure on the CPU, too.
+        log: takes a line for each plan that has been measured.
+    """
+
+    def __init__(self, device: torch.device, *, on_cpu: bool, log: Callable[[str], object]) -> None:
+        self._device, self._log = device, log
+        self._is_cuda, self._on_cpu = device.type == "cuda", on_cpu and device.type == "cpu"
+        self._planned: PlannedStep | None = None
+        self._trace = ExitStack()
+        self._found: list[int] = []
+        self._before_bytes = self._seen_bytes = 0
+
+    def restart(self) -> None:
+        """Count anew on CUDA: what it took to time units is no step's peak."""
+        if self._is_cuda:
+            torch.cuda.reset_peak_memory_stats(self._device)
+
+    def begin(self, planned: PlannedStep, number: int) -> None:
+        """Begin to measure a step, before its first call.
+
+        Args:
+            planned: whose plan is in place.
+            number: of the step.
+        """
+        self._planned = planned
+        if self._is_cuda:
+            if not planned.measured_bytes:
+                self.restart()
+            self._before_bytes = torch.cuda.max_memory_allocated(self._device)
+        elif self._on_cpu and (not planned.measured_bytes or number % _MEASURED_EVERY == 0):
+            # A profiler has the trace to itself; a later step will be measured.
+            self._found = [] if profiler_is_active() else self._trace.enter_context(peak_on_cpu())
+
+    def end(self, steps: Sequence[PlannedStep]) -> str:
+        """End the measurement of a step, and note what it found.
+
+        Args:
+            steps: all that are planned.
+
+        Returns:
+            In words how much more was held than was planned for; "" if it was not, or no more so than before.
+        """
+        planned, self._planned = self._planned, None
+        self._trace.close()
+        if planned is None:
+            return ""
+        peak_bytes = torch.cuda.max_memory_allocated(self._device) if self._is_cuda else max(self._found, default=0)
+        self._found = []
+        # What CUDA counted before the step was another's.
+        if peak_bytes > max(self._before_bytes, planned.measured_bytes):
+            is_new = not planned.measured_bytes or planned.measured_bytes <= planned.budget_bytes < peak_bytes
+            planned.measured_bytes = peak_bytes
+            if is_new:
+                self._log(planned.measured_line())
+        return self._excess(peak_bytes, steps)
+
+    def abandon(self) -> None:
+        """Forget a step that does not end."""
+        self._planned, self._found = None, []
+        self._trace.close()
+
+    def _excess(self, peak_bytes: int, steps: Sequence[PlannedStep]) -> str:
+        # Of any step, since CUDA's peak stays; and above the budget, since blocks may be a little larger than was predicted.
+        expected_bytes = max((max(step.budget_bytes, step.peak_bytes) for step in steps), default=peak_bytes)
+        if peak_bytes <= max(expected_bytes, self._seen_bytes):
+            return ""
+        self._seen_bytes = peak_bytes
+        held_by = "the device held" if self._is_cuda else "the process held"
+        return (
+            f"{held_by} {format_bytes(peak_bytes)} at its peak, {format_bytes(peak_bytes - expected_bytes)} more "
+            "than was planned for: something besides the recorded step needs memory (evaluation, generation, another "
+            "model). The next step will be recorded and planned anew"
+        )

@@ -1,0 +1,193 @@
+"""What was held, measured: in the report, in lines, and in what trainers log."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+import recollect
+from recollect.attaching.attached import Attached
+from recollect.byte_format import format_bytes
+from recollect.errors import BudgetWarning
+from recollect.integrations.deepspeed.section import BudgetSection
+from recollect.lab.models.architectures import llama_config
+from recollect.lab.models.gpt import GPTModel
+
+pytestmark = pytest.mark.integration
+
+# Added to what is predicted, for what no recording sees: `_UNSEEN_BYTES`.
+_UNSEEN_BYTES = 1024
+
+
+class Loop:
+    """A plain loop with a handle."""
+
+    def __init__(self, **options: Any) -> None:
+        torch.manual_seed(0)
+        sizes: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 4, "vocab_size": 64}
+        self.model = GPTModel(llama_config(num_layers=3, **sizes))
+        self.optimizer = torch.optim.AdamW(self.model.parameters())
+        self.lines: list[str] = []
+        self.attached = recollect.attach(self.model, self.optimizer, "80%", log=self.lines.append, **options)
+
+    def run(self, num_steps: int) -> Attached:
+        for _ in range(num_steps):
+            tokens = torch.randint(0, 64, (4, 64))
+            self.model(tokens=tokens, labels=tokens).loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        return self.attached
+
+
+def test_the_first_step_under_a_plan_is_measured_and_said_to_be_held() -> None:
+    loop = Loop(measure=True)
+    report = loop.run(1).report()
+    assert "predicted peak" in report and "not measured, which on a CPU measure=True asks for" in report
+    attached = loop.run(3)
+    (step,) = attached.planned
+    assert 0 <= step.peak_bytes - step.measured_bytes <= _UNSEEN_BYTES
+    assert ": held" in attached.report().splitlines()[1] and "measured peak" in attached.report()
+    planned, measured = loop.lines
+    assert ", predicted peak " in planned and "measured" not in planned
+    assert ", measured peak " in measured and measured.endswith(": held, for 4 x 64")
+    numbers = attached.numbers
+    assert numbers["measured_peak_bytes"] == step.measured_bytes <= numbers["memory_budget_bytes"]
+    assert numbers["over_budget_bytes"] == 0
+
+
+def test_a_budget_that_did_not_hold_is_said_by_how_much() -> None:
+    loop = Loop(measure=True)
+    loop.run(1)
+    beside = torch.ones(1 << 17)
+    with pytest.warns(BudgetWarning, match="the process held .* at its peak, .* more than was planned for"):
+        attached = loop.run(1)
+    (step,) = attached.planned
+    over_bytes = step.measured_bytes - step.budget_bytes
+    assert 0 < over_bytes <= beside.nbytes
+    assert loop.lines[1].endswith(f"over the budget by {format_bytes(over_bytes)}, for 4 x 64")
+    assert attached.numbers["over_budget_bytes"] == over_bytes
+    loop.run(1)
+    assert attached.recorded_steps == [0, 2], "the next step is planned with what is there besides"
+
+
+def test_nothing_is_measured_on_a_cpu_unasked_nor_beside_a_profiler() -> None:
+    unasked = Loop()
+    assert "measured_peak_bytes" not in unasked.run(3).numbers and len(unasked.lines) == 1
+    loop = Loop(measure=True)
+    loop.run(1)
+    with profile(activities=[ProfilerActivity.CPU]):
+        loop.run(1)
+    assert not loop.attached.planned[0].measured_bytes
+    assert loop.run(1).planned[0].measured_bytes
+
+
+def test_a_step_that_fails_is_not_measured() -> None:
+    loop = Loop(measure=True)
+    loop.run(1)
+    tokens = torch.randint(0, 64, (4, 64))
+    loss = loop.model(tokens=tokens, labels=tokens).loss
+    loop.attached.remove()
+    loss.backward()
+    assert not loop.attached.planned[0].measured_bytes
+    recollect.measure_peak(lambda: None, device="cpu")  # The trace has ended.
+
+
+def read_wandb(folder: Path) -> list[dict[str, str]]:
+    """Return what each line of a run's history says, as JSON by name."""
+    datastore = pytest.importorskip("wandb.sdk.internal.datastore", reason="needs wandb")
+    from wandb.proto import wandb_internal_pb2  # noqa: PLC0415, only where it is there
+
+    (path,) = folder.rglob("*.wandb")
+    store = datastore.DataStore()
+    store.open_for_scan(str(path))
+    rows = []
+    while (data := store.scan_data()) is not None:
+        record = wandb_internal_pb2.Record()
+        record.ParseFromString(data)
+        rows.append({item.key or ".".join(item.nested_key): item.value_json for item in record.history.item})
+    return rows
+
+
+def read_tensorboard(folder: Path, name: str) -> list[float]:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator", reason="needs it")
+    found: list[float] = []
+    for path in sorted({path.parent for path in folder.rglob("events.out.tfevents.*")}):
+        events = accumulator.EventAccumulator(str(path)).Reload()
+        if name in events.Tags()["scalars"]:
+            found += [event.value for event in events.Scalars(name)]
+    return found
+
+
+@pytest.fixture
+def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name, value in (("MODE", "offline"), ("DIR", str(tmp_path)), ("SILENT", "true")):
+        monkeypatch.setenv(f"WANDB_{name}", value)
+    return tmp_path
+
+
+def test_hugging_faces_trainer_logs_what_was_measured_wherever_it_reports_to(offline: Path) -> None:
+    for package in ("accelerate", "wandb", "tensorboard"):
+        pytest.importorskip(package, reason=f"needs {package}")
+    from transformers import Trainer  # noqa: PLC0415, only with accelerate
+
+    from hugging_face_trainers import arguments, llama, texts  # noqa: PLC0415
+    from recollect.integrations.transformers import MemoryBudget  # noqa: PLC0415
+
+    changes: dict[str, Any] = {"max_steps": 3, "logging_steps": 1, "report_to": ["tensorboard", "wandb"]}
+    args = arguments(str(offline), log_level="error", dataloader_pin_memory=False, **changes)
+    budget = MemoryBudget("75%", measure=True)
+    trainer = Trainer(llama(), args, train_dataset=texts(), callbacks=[budget])
+    trainer.train()
+    assert budget.attached is not None
+    (step,) = budget.attached.planned
+    history = trainer.state.log_history
+    assert [row["measured_peak_bytes"] for row in history if "measured_peak_bytes" in row] == [step.measured_bytes]
+    assert [row["step"] for row in history if "loss" in row] == [1, 2, 3], "nothing of the trainer's own is lost"
+    assert read_tensorboard(offline, "train/measured_peak_bytes") == [pytest.approx(step.measured_bytes)]
+    assert len(read_tensorboard(offline, "train/predicted_peak_bytes")) == 2
+    rows = [row for row in read_wandb(offline) if "train/measured_peak_bytes" in row]
+    assert [int(row["train/measured_peak_bytes"]) for row in rows] == [step.measured_bytes]
+    assert int(rows[0]["train/over_budget_bytes"]) == 0
+
+
+@pytest.mark.filterwarnings("ignore:.*does not have many workers")
+@pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec.. is deprecated:FutureWarning")
+def test_lightning_logs_what_was_measured_to_its_loggers(offline: Path) -> None:
+    loggers = pytest.importorskip("lightning.pytorch.loggers", reason="needs lightning")
+    pytest.importorskip("wandb", reason="needs wandb")
+    from lightning_trainers import Automatic, loader, trainer  # noqa: PLC0415
+    from recollect.integrations.lightning import MemoryBudget  # noqa: PLC0415
+
+    budget = MemoryBudget("75%", measure=True)
+    chosen = [loggers.CSVLogger(offline), loggers.WandbLogger(save_dir=str(offline), offline=True)]
+    runs = trainer(str(offline), budget, max_epochs=2, logger=chosen)
+    runs.fit(Automatic(), loader(3), loader(1))
+    chosen[1].experiment.finish()
+    measured_bytes = budget.attached.planned[-1].measured_bytes
+    (log,) = offline.rglob("metrics.csv")
+    with log.open() as file:
+        rows = [row["measured_peak_bytes"] for row in csv.DictReader(file)]
+    assert int(float([row for row in rows if row][-1])) == measured_bytes
+    assert any(row.get("measured_peak_bytes") == str(measured_bytes) for row in read_wandb(offline))
+
+
+def test_deepspeeds_section_asks_for_it() -> None:
+    section = BudgetSection.of({"recollect": {"memory_budget": "22GiB", "measure": True}})
+    assert section.measure and section.with_arguments(None, "warn", None).measure
+
+
+def test_the_own_trainer_writes_what_was_predicted_beside_what_was_measured(tmp_path: Path) -> None:
+    from recollect.lab.train.records import StepRecord, TensorBoardLog  # noqa: PLC0415
+
+    log = TensorBoardLog(tmp_path, first_step=0, beside_peak={"predicted_peak_bytes": 96.0})
+    one = {"loss": 2.5, "learning_rate": 1e-3, "grad_norm": 1.0, "step_s": 0.5, "tokens_per_s": 1.0}
+    log.write(StepRecord(step=1, **one))
+    log.write(StepRecord(step=2, **one, peak_bytes=95))
+    log.close()
+    assert read_tensorboard(tmp_path, "peak_bytes") == [95.0]
+    assert read_tensorboard(tmp_path, "predicted_peak_bytes") == [96.0]
