@@ -117,8 +117,8 @@ MUTATIONS = (
         "planning",
         (
             (
-                "least = min(known, key=lambda simulation: simulation.peak_bytes)",
-                "least = max(known, key=lambda simulation: simulation.peak_bytes)",
+                "least, plan = min(known, key=lambda pair: pair[0].peak_bytes)",
+                "least, plan = max(known, key=lambda pair: pair[0].peak_bytes)",
             ),
         ),
     ),

@@ -194,6 +194,7 @@ class BudgetTooSmallError(RecollectError, ValueError):
         unit: the unit whose forward or backward has that peak; empty for the model itself.
         advice: sentences on what would help, the most promising first.
         plain_peak_bytes: the peak without recompute, which percentages are of; 0 if unknown.
+        tenants: what fills the fullest moment of that plan, with amounts, the largest first; empty if unknown.
         least_budgets: the least budgets, as texts to pass instead: an amount, and a percentage if that peak is known.
     """
 
@@ -205,27 +206,30 @@ class BudgetTooSmallError(RecollectError, ValueError):
         unit: str,
         advice: Sequence[str] = (),
         plain_peak_bytes: int = 0,
+        tenants: Sequence[str] = (),
     ) -> None:
         self.budget_bytes = budget_bytes
         self.least_peak_bytes = least_peak_bytes
         self.unit = unit
         self.advice = tuple(advice)
         self.plain_peak_bytes = plain_peak_bytes
+        self.tenants = tuple(tenants)
         percentage = (f"{-(-100 * least_peak_bytes // plain_peak_bytes)}%",) if plain_peak_bytes else ()
         self.least_budgets = (least_amount(least_peak_bytes), *percentage)
         # A percentage whose sign was forgotten; as text it is refused before.
         meant = f" If you meant a percentage, write '{budget_bytes}%'." if 0 < budget_bytes <= 100 else ""
         remedy = f". {' '.join(advice)}" if advice else ", or use a smaller batch."
+        filled = f"It is filled by {', '.join(tenants)}. " if tenants else ""
         needed_by = unit if " " in unit else f"unit {unit!r}" if unit else "the model"  # or "the optimizer step"
         super().__init__(
             f"{format_bytes(budget_bytes)} ({budget_bytes} bytes) is below the least possible peak "
-            f"{format_bytes(least_peak_bytes)} ({least_peak_bytes} bytes), which {needed_by} needs. "
+            f"{format_bytes(least_peak_bytes)} ({least_peak_bytes} bytes), which {needed_by} needs. {filled}"
             f"Raise the budget to {' or '.join(map(repr, self.least_budgets))}{remedy}{meant}"
         )
 
     def changed(self, **changed: Any) -> BudgetTooSmallError:
         """Return the same error with other advice, or with percentages of another peak without recompute, and so on."""
-        names = ("budget_bytes", "least_peak_bytes", "unit", "advice", "plain_peak_bytes")
+        names = ("budget_bytes", "least_peak_bytes", "unit", "advice", "plain_peak_bytes", "tenants")
         return BudgetTooSmallError(**{name: getattr(self, name) for name in names} | changed)
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import csv
+import struct
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +15,9 @@ from torch.profiler import ProfilerActivity, profile
 
 import recollect
 from recollect.attaching.attached import Attached
+from recollect.attaching.step_meter import StepMeter
 from recollect.byte_format import format_bytes
-from recollect.errors import BudgetWarning
+from recollect.errors import BudgetTooSmallError, BudgetWarning
 from recollect.integrations.deepspeed.section import BudgetSection
 from recollect.lab.models.architectures import llama_config
 from recollect.lab.models.gpt import GPTModel
@@ -52,6 +56,7 @@ def test_the_first_step_under_a_plan_is_measured_and_said_to_be_held() -> None:
     (step,) = attached.planned
     assert 0 <= step.peak_bytes - step.measured_bytes <= _UNSEEN_BYTES
     assert ": held" in attached.report().splitlines()[1] and "measured peak" in attached.report()
+    assert ": kept values of decoder.layers.* " in attached.report(), "what fills the peak is named"
     planned, measured = loop.lines
     assert ", predicted peak " in planned and "measured" not in planned
     assert ", measured peak " in measured and measured.endswith(": held, for 4 x 64")
@@ -78,12 +83,14 @@ def test_a_budget_that_did_not_hold_is_said_by_how_much() -> None:
 def test_nothing_is_measured_on_a_cpu_unasked_nor_beside_a_profiler() -> None:
     unasked = Loop()
     assert "measured_peak_bytes" not in unasked.run(3).numbers and len(unasked.lines) == 1
-    loop = Loop(measure=True)
-    loop.run(1)
+    (step,) = unasked.attached.planned
+    meter = StepMeter(torch.device("cpu"), on_cpu=True, log=unasked.lines.append)
     with profile(activities=[ProfilerActivity.CPU]):
-        loop.run(1)
-    assert not loop.attached.planned[0].measured_bytes
-    assert loop.run(1).planned[0].measured_bytes
+        meter.begin(step, 1)
+    assert not meter.end([step]) and not step.measured_bytes
+    meter.begin(step, 2)
+    meter.end([step])
+    assert step.measured_bytes
 
 
 def test_a_step_that_fails_is_not_measured() -> None:
@@ -99,17 +106,20 @@ def test_a_step_that_fails_is_not_measured() -> None:
 
 def read_wandb(folder: Path) -> list[dict[str, str]]:
     """Return what each line of a run's history says, as JSON by name."""
-    datastore = pytest.importorskip("wandb.sdk.internal.datastore", reason="needs wandb")
-    from wandb.proto import wandb_internal_pb2  # noqa: PLC0415, only where it is there
-
+    proto = pytest.importorskip("wandb.proto.wandb_internal_pb2", reason="needs wandb")
     (path,) = folder.rglob("*.wandb")
-    store = datastore.DataStore()
-    store.open_for_scan(str(path))
-    rows = []
-    while (data := store.scan_data()) is not None:
-        record = wandb_internal_pb2.Record()
-        record.ParseFromString(data)
-        rows.append({item.key or ".".join(item.nested_key): item.value_json for item in record.history.item})
+    data, at, whole, rows = path.read_bytes(), 7, b"", []
+    while at + 7 <= len(data):
+        # As LevelDB writes its log: checksum, length and kind (1 whole, 2 first, 3 middle, 4 last), in blocks.
+        if 32768 - at % 32768 < 7:
+            at += 32768 - at % 32768
+        _, length, kind = struct.unpack_from("<IHB", data, at)
+        whole = (b"" if kind in (1, 2) else whole) + data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):
+            record = proto.Record()
+            record.ParseFromString(whole)
+            rows.append({item.key or ".".join(item.nested_key): item.value_json for item in record.history.item})
     return rows
 
 
@@ -124,10 +134,12 @@ def read_tensorboard(folder: Path, name: str) -> list[float]:
 
 
 @pytest.fixture
-def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     for name, value in (("MODE", "offline"), ("DIR", str(tmp_path)), ("SILENT", "true")):
         monkeypatch.setenv(f"WANDB_{name}", value)
-    return tmp_path
+    yield tmp_path
+    if "wandb" in sys.modules:
+        sys.modules["wandb"].finish()
 
 
 def test_hugging_faces_trainer_logs_what_was_measured_wherever_it_reports_to(offline: Path) -> None:
@@ -138,11 +150,17 @@ def test_hugging_faces_trainer_logs_what_was_measured_wherever_it_reports_to(off
     from hugging_face_trainers import arguments, llama, texts  # noqa: PLC0415
     from recollect.integrations.transformers import MemoryBudget  # noqa: PLC0415
 
-    changes: dict[str, Any] = {"max_steps": 3, "logging_steps": 1, "report_to": ["tensorboard", "wandb"]}
+    changes: dict[str, Any] = {
+        "max_steps": 3,
+        "logging_strategy": "steps",
+        "logging_steps": 1,
+        "report_to": ["tensorboard", "wandb"],
+    }
     args = arguments(str(offline), log_level="error", dataloader_pin_memory=False, **changes)
     budget = MemoryBudget("75%", measure=True)
     trainer = Trainer(llama(), args, train_dataset=texts(), callbacks=[budget])
     trainer.train()
+    sys.modules["wandb"].finish()
     assert budget.attached is not None
     (step,) = budget.attached.planned
     history = trainer.state.log_history
@@ -165,9 +183,9 @@ def test_lightning_logs_what_was_measured_to_its_loggers(offline: Path) -> None:
 
     budget = MemoryBudget("75%", measure=True)
     chosen = [loggers.CSVLogger(offline), loggers.WandbLogger(save_dir=str(offline), offline=True)]
-    runs = trainer(str(offline), budget, max_epochs=2, logger=chosen)
+    runs = trainer(str(offline), budget, max_epochs=2, logger=chosen, log_every_n_steps=1)
     runs.fit(Automatic(), loader(3), loader(1))
-    chosen[1].experiment.finish()
+    sys.modules["wandb"].finish()
     measured_bytes = budget.attached.planned[-1].measured_bytes
     (log,) = offline.rglob("metrics.csv")
     with log.open() as file:
@@ -191,3 +209,14 @@ def test_the_own_trainer_writes_what_was_predicted_beside_what_was_measured(tmp_
     log.close()
     assert read_tensorboard(tmp_path, "peak_bytes") == [95.0]
     assert read_tensorboard(tmp_path, "predicted_peak_bytes") == [96.0]
+
+
+def test_a_budget_that_is_too_small_says_what_fills_the_least_peak() -> None:
+    loop = Loop()
+    loop.attached.remove()
+    loop.attached = recollect.attach(loop.model, loop.optimizer, "1KiB")
+    with pytest.raises(
+        BudgetTooSmallError, match=r"needs\. It is filled by .*optimizer state .*, parameters "
+    ) as caught:
+        loop.run(1)
+    assert sum("decoder.layers" in tenant for tenant in caught.value.tenants) >= 1

@@ -135,6 +135,14 @@ def test_budget_too_small() -> None:
     assert "(2000 bytes), which the model needs. Raise" in str(whole_model)
 
 
+def test_budget_too_small_says_what_fills_the_peak() -> None:
+    error = BudgetTooSmallError(
+        budget_bytes=1000, least_peak_bytes=2000, unit="head", tenants=["parameters 1 B", "b 2 B"]
+    )
+    assert "which unit 'head' needs. It is filled by parameters 1 B, b 2 B. Raise the budget" in str(error)
+    assert error.changed(unit="").tenants == ("parameters 1 B", "b 2 B")
+
+
 def test_budget_too_small_as_a_percentage_without_its_sign() -> None:
     error = BudgetTooSmallError(budget_bytes=60, least_peak_bytes=2000, unit="")
     assert str(error).endswith("use a smaller batch. If you meant a percentage, write '60%'.")

@@ -17,6 +17,7 @@ from recollect.plans.action import EngineChoice
 from recollect.plans.plan import Plan
 from recollect.plans.unit_plan import needs_all_ranks
 from recollect.profile.profile import Profile, kind_text
+from recollect.simulation.timeline import explain_peak
 
 # Of two recordings of the same step, the later one may be this part of the other.
 _NEARLY: Final = 0.99
@@ -200,9 +201,11 @@ def report_of(
             f"({format_bytes(step.plain_peak_bytes)} without recompute), {step.plan.predicted_slowdown or 0.0:+.1%}; "
             f"{step.measured_text()}"
         )
-    last = planned[-1].profile
-    counted = ", ".join(f"{kind_text(kind)} {format_bytes(n)}" for kind, n in last.persistent.items() if n)
-    return "\n".join([*lines, f"counted throughout: {counted}", _NOT_COUNTED])
+    last = planned[-1]
+    counted = ", ".join(f"{kind_text(kind)} {format_bytes(n)}" for kind, n in last.profile.persistent.items() if n)
+    peak = explain_peak(last.profile, last.plan)
+    filled = f"fullest in {peak.where}: {', '.join(peak.tenants())}"
+    return "\n".join([*lines, filled, f"counted throughout: {counted}", _NOT_COUNTED])
 
 
 class PlannedSteps:

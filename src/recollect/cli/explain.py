@@ -241,11 +241,12 @@ def totals_table(explanation: Explanation) -> Table:
 
 
 def peak_lines(plans: Mapping[str, Explained]) -> list[str]:
-    """Say where the peaks of the plans are, in one line if they are at the same place."""
+    """Say where the peaks of the plans are, in one line if they are at the same place, and what fills them."""
     places = {plan.simulation.peak_note for plan in plans.values()}
+    filled = {name: ", ".join(plan.tenants) for name, plan in plans.items()}
     if len(places) == 1:
-        return [f"All peaks are in {places.pop()}."]
-    return [f"The peak of {name!r} is in {plan.simulation.peak_note}." for name, plan in plans.items()]
+        return [f"All peaks are in {places.pop()}.", *(f"{name}: {text}" for name, text in filled.items())]
+    return [f"The peak of {n!r} is in {plan.simulation.peak_note}: {filled[n]}." for n, plan in plans.items()]
 
 
 def layers_table(name: str, explained: Explained) -> Table:

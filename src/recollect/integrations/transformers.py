@@ -180,7 +180,7 @@ class MemoryBudget(BudgetCallback, TrainerCallback):
         elif numbers:
             is_due = control.should_log
             # Not what a subclass makes of it: TRL's adds what it has gathered for the next loss, and forgets it.
-            transformers.Trainer.log(trainer, numbers)
+            transformers.Trainer.log(trainer, dict(numbers))
             control.should_log = is_due
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -306,9 +306,4 @@ class _Search:
             peak_call=error.unit,
             is_smallest=True,
         )
-        return BudgetTooSmallError(
-            budget_bytes=error.budget_bytes,
-            least_peak_bytes=error.least_peak_bytes,
-            unit=error.unit,
-            advice=(f"No smaller {self.along} than {size} is allowed.", *remedies),
-        )
+        return error.changed(advice=(f"No smaller {self.along} than {size} is allowed.", *remedies), plain_peak_bytes=0)

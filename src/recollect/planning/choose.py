@@ -33,6 +33,7 @@ from recollect.simulation.decisions import CallActions, decide
 from recollect.simulation.peak_sums import checked
 from recollect.simulation.program import Program
 from recollect.simulation.simulate import Simulation, simulate, simulated_plan
+from recollect.simulation.timeline import explain_peak
 from recollect.simulation.windows import windows
 
 # Stop searching this close to the bound: a fraction of the bound itself, and one of the step.
@@ -103,6 +104,7 @@ class Planner:
         self._program = Program(profile, windows(profile))
         self._plain = self._simulate([CallActions()] * len(profile.calls))
         self._make_bound = make_bound or partial(LowerBound, profile)
+        self._leanest: tuple[Simulation, list[str]] | None = None
 
     @cached_property
     def _solvers(self) -> list[ChainSolver]:
@@ -166,15 +168,24 @@ class Planner:
                 break
         return best
 
+    def _least(self, full: Plan) -> tuple[Simulation, list[str]]:
+        """Return the leanest step of all known plans, and what fills its peak."""
+        if self._leanest is None:
+            known = [(self._plain, Plan({})), (self._simulate(decide(self.profile, full)), full)]
+            for leanest in (solver.leanest for solver in self._solvers):
+                known.append((self._simulated(leanest), leanest.table.plan(leanest.choice)))
+            least, plan = min(known, key=lambda pair: pair[0].peak_bytes)
+            self._leanest = least, explain_peak(self.profile, plan).tenants()
+        return self._leanest
+
     def _too_small(self, budget_bytes: int, full: Plan) -> BudgetTooSmallError:
-        known = [self._plain, self._simulate(decide(self.profile, full))]
-        known += [self._simulated(solver.leanest) for solver in self._solvers]
-        least = min(known, key=lambda simulation: simulation.peak_bytes)
+        least, tenants = self._least(full)
         return BudgetTooSmallError(
             budget_bytes=budget_bytes,
             least_peak_bytes=least.peak_bytes,
             unit=least.peak_call,
             plain_peak_bytes=self._plain.peak_bytes,
+            tenants=tenants,
             advice=advice(
                 self.profile, budget_bytes=budget_bytes, least_peak_bytes=least.peak_bytes, peak_call=least.peak_call
             ),

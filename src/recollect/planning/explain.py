@@ -29,6 +29,7 @@ from recollect.simulation.decisions import CallActions, calls_on_tape, decide
 from recollect.simulation.lifetimes import Lifetimes, lifetimes
 from recollect.simulation.playback import GENERATOR, OUTSIDE
 from recollect.simulation.simulate import Simulation
+from recollect.simulation.timeline import explain_peak
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,6 +199,7 @@ class Explained:
         outside_bytes: the part of `simulation.kept_bytes` made outside of all units, such as the loss and its logits.
         wait_s: of the whole step, for copies, where the profile knows the link to the host.
         slowdown: the seconds of recompute and `wait_s`, divided by those of forward and backward without recompute.
+        tenants: what fills the peak, with amounts, the largest first.
     """
 
     plan: Plan
@@ -206,6 +208,7 @@ class Explained:
     outside_bytes: int
     wait_s: float
     slowdown: float
+    tenants: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,6 +301,7 @@ def _explained(profile: Profile, plan: Plan) -> Explained:
         kept_outside_bytes(lives),
         wait_s,
         added_s / profile.step_s if profile.step_s > 0 else 0.0,
+        tuple(explain_peak(profile, plan).tenants()),
     )
 
 
@@ -341,6 +345,7 @@ def _data(explained: Explained) -> dict[str, Any]:
         "recompute_s": simulation.recompute_s,
         "peak_bytes": simulation.peak_bytes,
         "peak_at": simulation.peak_note,
+        "tenants": explained.tenants,
         "wait_s": explained.wait_s,
         "slowdown": explained.slowdown,
         "layers": layers,

@@ -28,6 +28,13 @@ _VERSION = 2
 # The CUDA caching allocator hands out multiples of this (PYTORCH_NO_CUDA_MEMORY_CACHING unset).
 _CUDA_BLOCK_BYTES = 512
 
+_KINDS = {
+    "other_tensors": "other tensors that the step reads",
+    "communication_buckets": "DDP's communication buckets (gradient_as_bucket_view=True makes gradients part of them)",
+    "other_allocations": "what this process holds besides the step",
+    "units_of_other_steps": "room for what other steps do",
+}
+
 # By their units.
 _FLOATS = {
     "seconds": ("step_s", "gather_latency_s", "gather_s_per_byte", "host_latency_s"),
@@ -256,7 +263,7 @@ def kind_text(kind: str) -> str:
         >>> kind_text("optimizer_state"), kind_text("other_tensors")
         ('optimizer state', 'other tensors that the step reads')
     """
-    return "other tensors that the step reads" if kind == "other_tensors" else kind.replace("_", " ")
+    return _KINDS.get(kind, kind.replace("_", " "))
 
 
 _Built = TypeVar("_Built")

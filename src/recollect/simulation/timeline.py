@@ -9,6 +9,7 @@ playback that predicts the peak (`simulation/simulate.py`).
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -57,15 +58,19 @@ _PERSISTENT = {
     "other_allocations": "other allocations",
 }
 _OTHER_PERSISTENT = "buffers and batch"
+# Who is named: so many at most, who have at least this part.
+_MOST_TENANTS = 5
+_LEAST_PART = 0.04
 
 
 @dataclass(frozen=True, slots=True)
 class AliveItem:
-    """Bytes alive at a moment; equal values of identical layers are one item."""
+    """Bytes alive at a moment; equal values of identical layers are one item. `unit`: what made them, as in "layers.*"."""
 
     category: str
     name: str
     nbytes: int
+    unit: str = ""
 
 
 @dataclass(frozen=True, repr=False)
@@ -89,6 +94,19 @@ class PeakReport:
         for item in self.items:
             found[item.category] = found.get(item.category, 0) + item.nbytes
         return found
+
+    def tenants(self) -> list[str]:
+        """Return what fills most of the peak, with amounts, the largest first; the values of a layer together.
+
+        Example:
+            >>> PeakReport(96, "backward of up", (AliveItem("parameters", "parameters", 96),)).tenants()
+            ['parameters 96 B']
+        """
+        found = Counter[str]()
+        for item in self.items:
+            found[f"{item.category} of {item.unit}" if item.unit else item.name] += item.nbytes
+        largest = [(name, n) for name, n in found.most_common(_MOST_TENANTS) if n >= _LEAST_PART * self.peak_bytes]
+        return [f"{name} {format_bytes(nbytes)}" for name, nbytes in largest]
 
     def __repr__(self) -> str:
         lines = [f"{format_bytes(self.peak_bytes)} alive at the peak: {self.where}"]
@@ -310,9 +328,10 @@ def _alive_at(profile: Profile, lives: Lifetimes, categories: _Categories, momen
             key = (category, re.sub(r"\d+", "*", path), names.of(storage, category, lives))
             paths_of.setdefault(key, {})[path] = None
             bytes_of[key] = bytes_of.get(key, 0) + storage.nbytes
-    for (category, _, name), paths in paths_of.items():
-        nbytes = bytes_of[category, _, name]
-        items.append(AliveItem(category, f"{label_paths(list(paths))} {name}".strip(), nbytes))
+    for (category, pattern, name), paths in paths_of.items():
+        nbytes = bytes_of[category, pattern, name]
+        unit = pattern if len(paths) > 1 else next(iter(paths))
+        items.append(AliveItem(category, f"{label_paths(list(paths))} {name}".strip(), nbytes, unit))
     order = {category: number for number, category in enumerate(CATEGORIES)}
     items.sort(key=lambda item: (order[item.category], -item.nbytes, item.name))
     return tuple(item for item in items if item.nbytes)

@@ -211,3 +211,14 @@ def test_what_is_offloaded_is_in_host_memory_and_comes_back() -> None:
     assert found.host_bytes[0] == found.host_bytes[-1] == 0
     assert found.bytes_of["returned values"].max() == nbytes and not before.bytes_of["returned values"].any()
     assert found.report.peak_bytes == before.report.peak_bytes - nbytes
+
+
+def test_the_tenants_of_a_peak_are_named_by_layer_and_only_the_largest() -> None:
+    items = (
+        AliveItem("parameters", "parameters", 3000),
+        AliveItem("kept values", "layers.0-1 up", 2000, "layers.*"),
+        AliveItem("kept values", "layers.0 down", 2000, "layers.*"),
+        AliveItem("passing values", "the loss, and what it saves", 20),
+    )
+    report = PeakReport(7020, "forward", items)
+    assert report.tenants() == ["kept values of layers.* 3.9 KiB", "parameters 2.9 KiB"]

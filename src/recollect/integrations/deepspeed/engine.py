@@ -24,8 +24,9 @@ from torch import nn
 
 from recollect.applying import applied_to, apply_policy
 from recollect.attaching.attached import Attached, OnLarger
+from recollect.byte_format import format_bytes
 from recollect.engine.policy import DropAll
-from recollect.errors import AlreadyAppliedError, ConfigError, NotYetError
+from recollect.errors import AlreadyAppliedError, BudgetTooSmallError, ConfigError, NotYetError
 from recollect.extras import needed
 from recollect.integrations.deepspeed import checkpointing
 from recollect.integrations.deepspeed.section import ActivationCheckpointing, BudgetSection, read_config
@@ -156,8 +157,27 @@ class AttachedEngine(Attached):
         before = self._engine.global_steps
         result = self._own_step(*args, **kwargs)
         if self._engine.global_steps != before:
-            self.end_step("engine")
+            try:
+                self.end_step("engine")
+            except BudgetTooSmallError as error:
+                bucket = self._bucket_text()
+                raise error.changed(
+                    advice=(f"{bucket}: lower it.", *error.advice) if bucket else error.advice
+                ) from None
         return result
+
+    def report(self) -> str:
+        """Return what `Attached.report` does, and what DeepSpeed's bucket may have of it."""
+        return "\n".join(filter(None, (super().report(), self._bucket_text())))
+
+    def _bucket_text(self) -> str:
+        """Return how large a bucket is, however small the model, and the setting that says so; "" without ZeRO."""
+        number = self._engine.zero_reduce_bucket_size() if self._engine.zero_optimization() else 0
+        nbytes = number * max((p.element_size() for p in self.model.parameters()), default=0)
+        setting = f"zero_optimization.reduce_bucket_size = {number:,}"
+        return (
+            f"DeepSpeed's bucket for gradients takes up to {format_bytes(nbytes)} of it ({setting})" if nbytes else ""
+        )
 
 
 def _check_config(config: Mapping[str, Any], mpu: Any) -> None:
