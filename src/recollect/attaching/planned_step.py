@@ -107,7 +107,8 @@ class PlannedStep:
         host = f"host memory {format_bytes(host_bytes)}, " if host_bytes else ""
         return (
             f"recollect: {format_bytes(self.budget_bytes)} budget, predicted peak {format_bytes(self.peak_bytes)}, {host}"
-            f"{slowdown:+.1%} (full recompute: {self.full_slowdown:+.0%}), planned for {self.calls[0]} in {seconds:.1f} s"
+            f"{slowdown:+.1%}{self.plan.range_text} (full recompute: {self.full_slowdown:+.0%}), "
+            f"planned for {self.calls[0]} in {seconds:.1f} s"
         )
 
     def numbers(self) -> dict[str, float]:
@@ -198,8 +199,8 @@ def report_of(
         # Steps of the same calls may differ in what is alive, or in what runs in the units: the number tells them apart.
         lines.append(
             f"{calls}, as in step {recorded_steps[step.number]}: predicted peak {format_bytes(step.peak_bytes)} "
-            f"({format_bytes(step.plain_peak_bytes)} without recompute), {step.plan.predicted_slowdown or 0.0:+.1%}; "
-            f"{step.measured_text()}"
+            f"({format_bytes(step.plain_peak_bytes)} without recompute), {step.plan.predicted_slowdown or 0.0:+.1%}"
+            f"{step.plan.range_text}; {step.measured_text()}"
         )
     last = planned[-1]
     counted = ", ".join(f"{kind_text(kind)} {format_bytes(n)}" for kind, n in last.profile.persistent.items() if n)

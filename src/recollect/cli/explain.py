@@ -236,7 +236,7 @@ def totals_table(explanation: Explanation) -> Table:
     table.add_row("predicted slowdown", *(_percent(plan.slowdown) for plan in plans), style="bold")
     if explanation.bound_slowdown is not None:
         bounds = [_NONE] * (len(plans) - 1)
-        table.add_row("no plan can be below", *bounds, _percent(explanation.bound_slowdown))
+        table.add_row("no plan can be below, by these times", *bounds, _percent(explanation.bound_slowdown))
     return table
 
 

@@ -26,6 +26,9 @@ from recollect.plans.unit_plan import UnitPlan
 
 _COLUMNS = 80
 _FORMAT = "recollect.plan"
+# Times are too noisy to plan by if a slowdown may be so many times as large, and by more than this part of the step.
+_NOISY_FACTOR = 2.0
+_NOISY_SLOWDOWN = 0.05
 # 2: a plan that offloads. One that does not is written as version 1, which every reader knows.
 _VERSION = 2
 
@@ -49,6 +52,8 @@ class Plan:
         predicted_host_bytes: simulated most bytes of offloaded values in host memory at once; None if none are.
         to_host_bytes_per_s, from_host_bytes_per_s: the rates of copies that the plan was made for.
         host_wait_slowdown: the part of `predicted_slowdown` in which the step waits for copies.
+        low_factor, high_factor: of `predicted_slowdown`: as little and as much as the rounds say in which units were timed;
+            None if they were not, as in a fake profile.
 
     Raises:
         PlanError: a negative number of bytes, a slowdown that is negative or not finite, or fewer than one chunk.
@@ -79,6 +84,8 @@ class Plan:
     to_host_bytes_per_s: float | None = None
     from_host_bytes_per_s: float | None = None
     host_wait_slowdown: float | None = None
+    low_factor: float | None = None
+    high_factor: float | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "units", MappingProxyType(dict(self.units)))
@@ -86,7 +93,7 @@ class Plan:
             nbytes = getattr(self, name)
             if nbytes is not None and nbytes < 0:
                 raise PlanError(f"{name}: got {nbytes}, expected 0 or more")
-        for name in ("predicted_slowdown", "bound_slowdown", "host_wait_slowdown"):
+        for name in ("predicted_slowdown", "bound_slowdown", "host_wait_slowdown", "low_factor", "high_factor"):
             slowdown = getattr(self, name)
             if slowdown is not None and not (math.isfinite(slowdown) and slowdown >= 0):
                 raise PlanError(f"{name}: got {slowdown}, expected a finite number, 0 or more")
@@ -120,15 +127,31 @@ class Plan:
             sizes.append(f"budget {_bytes(self.budget_bytes)}")
         if self.predicted_slowdown is not None:
             waits = f" ({_percent(self.host_wait_slowdown)} waiting for copies)" if self.host_wait_slowdown else ""
-            times.append(f"predicted slowdown {_percent(self.predicted_slowdown)}{waits}")
+            times.append(f"predicted slowdown {_percent(self.predicted_slowdown)}{self.range_text}{waits}")
         if self.bound_slowdown is not None:
-            times.append(f"no plan can be below {_percent(self.bound_slowdown)}")
+            times.append(f"no plan can be below {_percent(self.bound_slowdown)} by the profile's times")
         hosts = []
         if self.predicted_host_bytes is not None:
             hosts.append(f"predicted host memory {_bytes(self.predicted_host_bytes)}")
         if self.host_budget_bytes is not None:
             hosts.append(f"host budget {_bytes(self.host_budget_bytes)}")
         return [*(", ".join(part) for part in (sizes, hosts, times) if part), *([self.note] if self.note else [])]
+
+    @property
+    def slowdown_range(self) -> tuple[float, float] | None:
+        """The predicted slowdown by the fastest and by the slowest rounds in which units were timed; None if unknown."""
+        if not self.predicted_slowdown or self.low_factor is None or self.high_factor is None:
+            return None
+        return self.predicted_slowdown * self.low_factor, self.predicted_slowdown * self.high_factor
+
+    @property
+    def range_text(self) -> str:
+        """That range in percent, to print behind the slowdown, as in " (8.0 to 15.2)"; says where it is too wide to plan by."""
+        if self.slowdown_range is None:
+            return ""
+        low, high = self.slowdown_range
+        is_noisy = high > _NOISY_FACTOR * low and high - low > _NOISY_SLOWDOWN
+        return f" ({100 * low:.1f} to {100 * high:.1f}{': times too noisy to plan by' if is_noisy else ''})"
 
     @property
     def offloads(self) -> bool:
@@ -152,7 +175,11 @@ class Plan:
     def to_json(self) -> str:
         """Return the plan as JSON; units with equal plans are written once, with ranges of paths."""
         numbers = {field.name: getattr(self, field.name) for field in fields(self)[1:]}
-        numbers = {name: number for name, number in numbers.items() if number is not None or "host" not in name}
+        numbers = {
+            name: number
+            for name, number in numbers.items()
+            if number is not None or not ("host" in name or "factor" in name)
+        }
         version = _VERSION if self.offloads else 1
         document = {"format": _FORMAT, "version": version, **numbers, "units": _encode_units(self.units)}
         return json.dumps(document, indent=2, allow_nan=False) + "\n"

@@ -39,6 +39,7 @@ _KINDS = {
 _FLOATS = {
     "seconds": ("step_s", "gather_latency_s", "gather_s_per_byte", "host_latency_s"),
     "bytes per second": ("to_host_bytes_per_s", "from_host_bytes_per_s"),
+    "times as much": ("low_factor", "high_factor"),
 }
 
 
@@ -66,6 +67,8 @@ class Profile:
         to_host_bytes_per_s, from_host_bytes_per_s: what copies from the device to its host's memory reach, and copies back; 0
             if that is not known, so that nothing can be offloaded.
         host_latency_s: seconds that such a copy takes however little it copies.
+        low_factor, high_factor: of what recompute adds: as little and as much as the rounds say in which units were timed; 0 if
+            they were not.
         outputs: of what the model returned: the events with which the log would say that it died.
 
     Raises:
@@ -93,6 +96,8 @@ class Profile:
     to_host_bytes_per_s: float = 0.0
     from_host_bytes_per_s: float = 0.0
     host_latency_s: float = 0.0
+    low_factor: float = 0.0
+    high_factor: float = 0.0
     outputs: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:

@@ -50,6 +50,10 @@ _IDLE: Final = 1.0
 _FEWEST_IF_SHORT: Final = 3
 _MOST_IF_SHORT: Final = 7
 _MOST_IF_LONG: Final = 2
+# From so many rounds on, one on each side does not count.
+_FEW_ROUNDS: Final = 5
+# Noise may make recompute look free, or worse, in some round.
+_LEAST_FACTOR: Final = 0.01
 # The tape's overhead for one op, at most, and the part of a unit's time that does not count.
 _OVERHEAD_S: Final = 1e-4
 _NEGLIGIBLE: Final = 0.02
@@ -60,6 +64,9 @@ class UnitTimes:
     """Median seconds of one unit's forward and backward: without a tape, on one that drops all it can, on an idle one.
 
     Of a long unit the idle tape is not timed, and counts as no tape.
+
+    `added_s`: what the leanest tape added, forward and backward, in the fastest and in the slowest of several rounds, of five
+    or more without the one that is furthest out on each side; () if there was one round.
     """
 
     plain_forward_s: float
@@ -67,6 +74,7 @@ class UnitTimes:
     tape_forward_s: float
     tape_backward_s: float
     idle_forward_s: float
+    added_s: tuple[float, ...] = ()
 
     @property
     def plain_s(self) -> float:
@@ -211,7 +219,26 @@ def with_unit_times(
         )
         for index, graph in enumerate(profile.graphs)
     )
-    return replace(profile, graphs=graphs, step_s=max(plain_s, profile.step_s + shift_s))
+    low, high = _factors([unit for _, unit in timed_calls])
+    step_s = max(plain_s, profile.step_s + shift_s)
+    return replace(profile, graphs=graphs, step_s=step_s, low_factor=low, high_factor=high)
+
+
+def _factors(units: Sequence[UnitTimes]) -> tuple[float, float]:
+    """Return how much less and more recompute may add than by the medians, from the spread of rounds; 0, 0 if unknown."""
+    spread = [unit for unit in units if unit.added_s]
+    usual_s = math.fsum(unit.tape_forward_s + unit.tape_backward_s - unit.plain_s for unit in spread)
+    if usual_s <= 0:
+        return 0.0, 0.0
+    low, high = (math.fsum(unit.added_s[side] for unit in spread) / usual_s for side in (0, 1))
+    return min(1.0, max(_LEAST_FACTOR, low)), max(1.0, high)
+
+
+def _spread(pairs: Sequence[tuple[float, float]], plain: Sequence[tuple[float, float]]) -> tuple[float, ...]:
+    """Return `UnitTimes.added_s`, from the times of forward and backward in each round."""
+    added_s = sorted(math.fsum(mine) - math.fsum(its) for mine, its in zip(pairs, plain, strict=True))
+    outer = len(added_s) >= _FEW_ROUNDS
+    return () if len(added_s) < 2 else (added_s[outer], added_s[-1 - outer])
 
 
 def leanest_of(profile: Profile, graphs: Container[int]) -> Simulation:
@@ -272,7 +299,8 @@ def _times_of(sample: UnitSample, device: torch.device, rounds: Rounds) -> UnitT
             pairs.append(pair)
     counted = [pairs[-rounds.number :] for pairs in taken]
     plain, leanest, *idle = ([statistics.median(side) for side in zip(*pairs, strict=True)] for pairs in counted)
-    return UnitTimes(plain[0], plain[1], leanest[0], leanest[1], idle[0][0] if idle else plain[0])
+    idle_s = idle[0][0] if idle else plain[0]
+    return UnitTimes(plain[0], plain[1], leanest[0], leanest[1], idle_s, _spread(counted[1], counted[0]))
 
 
 def _run(sample: UnitSample, module: nn.Module, device: torch.device) -> tuple[float, float] | None:

@@ -115,6 +115,8 @@ def simulated_plan(profile: Profile, plan: Plan, simulation: Simulation) -> Plan
         # A fake profile belongs to no device: its times are modelled.
         device_name="" if profile.fake else profile.device_name,
         loss_chunks=profile.loss_chunks,
+        low_factor=profile.low_factor or None,
+        high_factor=profile.high_factor or None,
     )
 
 

@@ -51,9 +51,23 @@ def test_prints_what_each_group_of_layers_keeps() -> None:
         "model.layers.23-31  keep all",
         "all others          keep all",
         "predicted peak 15.6 GiB, budget 16.0 GiB",
-        "predicted slowdown 3.1 %, no plan can be below 2.9 %",
+        "predicted slowdown 3.1 %, no plan can be below 2.9 % by the profile's times",
     ]
     assert repr(llama_plan()) == str(llama_plan())
+
+
+@pytest.mark.parametrize(
+    ("factors", "text"),
+    [
+        ((0.5, 1.5), "predicted slowdown 3.1 % (1.6 to 4.7), no plan"),
+        ((0.1, 9.0), "predicted slowdown 3.1 % (0.3 to 28.1: times too noisy to plan by), no plan"),
+    ],
+)
+def test_prints_how_sure_the_slowdown_is(factors: tuple[float, float], text: str) -> None:
+    plan = dataclasses.replace(llama_plan(), low_factor=factors[0], high_factor=factors[1])
+    assert text in str(plan)
+    assert Plan.from_json(plan.to_json()) == plan
+    assert "factor" not in llama_plan().to_json() and llama_plan().slowdown_range is None
 
 
 def test_the_shorter_list_is_shown() -> None:
@@ -172,6 +186,8 @@ def test_every_number_of_a_plan_is_in_its_json() -> None:
         to_host_bytes_per_s=25e9,
         from_host_bytes_per_s=26e9,
         host_wait_slowdown=0.001,
+        low_factor=0.9,
+        high_factor=1.2,
     )
     assert all(getattr(plan, field.name) != field.default for field in dataclasses.fields(plan))
     assert Plan.from_json(plan.to_json()) == plan

@@ -19,7 +19,15 @@ from recollect.planning.hull import unit_hull
 from recollect.profile.profile import Profile
 from recollect.recording.model_step import call_model
 from recollect.recording.unit_samples import UnitSample, UnitSamples
-from recollect.recording.unit_times import UnitTimes, in_one_backward, leanest_of, measure_unit_times, with_unit_times
+from recollect.recording.unit_times import (
+    UnitTimes,
+    _factors,
+    _spread,
+    in_one_backward,
+    leanest_of,
+    measure_unit_times,
+    with_unit_times,
+)
 from recollect.simulation.decisions import decide, drop_all
 from recollect.simulation.simulate import Simulation, simulate
 from small_llama import batch_of, graph_at, llama
@@ -234,3 +242,15 @@ def test_tape_time_is_saved_with_the_profile(recorded: Profile) -> None:
         replace(layer(), module_tape_s=(("mlp", -1.0),))
     with pytest.raises(ValueError, match="tape_s: got nan s, expected a finite number, 0 or more"):
         replace(layer(), tape_s=float("nan"))
+
+
+def test_the_spread_of_rounds_says_how_sure_the_cost_of_recompute_is() -> None:
+    steady = UnitTimes(1.0, 2.0, 1.5, 2.5, 1.0, (0.9, 1.2))
+    assert _factors([steady, steady]) == pytest.approx((0.9, 1.2))
+    noisy = UnitTimes(1.0, 2.0, 1.5, 2.5, 1.0, (-3.0, 5.0))
+    assert _factors([steady, noisy]) == pytest.approx((0.01, 3.1))
+    assert _factors([UnitTimes(1.0, 2.0, 1.5, 2.5, 1.0)]) == (0.0, 0.0), "one round says nothing"
+    rounds = [(1.0, 2.0), (1.0, 3.0), (1.0, 4.0), (1.0, 5.0), (9.0, 9.0)]
+    plain = [(1.0, 1.0)] * 5
+    assert _spread(rounds, plain) == (2.0, 4.0), "of five, the outer ones do not count"
+    assert _spread(rounds[:2], plain[:2]) == (1.0, 2.0) and _spread(rounds[:1], plain[:1]) == ()
