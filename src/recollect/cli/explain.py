@@ -245,7 +245,7 @@ def peak_lines(plans: Mapping[str, Explained]) -> list[str]:
     places = {plan.simulation.peak_note for plan in plans.values()}
     filled = {name: ", ".join(plan.tenants) for name, plan in plans.items()}
     if len(places) == 1:
-        return [f"All peaks are in {places.pop()}.", *(f"{name}: {text}" for name, text in filled.items())]
+        return [f"All peaks are in {places.pop()}.", *(f"  {name}: {text}" for name, text in filled.items())]
     return [f"The peak of {n!r} is in {plan.simulation.peak_note}: {filled[n]}." for n, plan in plans.items()]
 
 
