@@ -17,6 +17,7 @@ deepspeed 0.19.8.
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, Final
 
@@ -128,6 +129,8 @@ class MemoryBudget(BudgetCallback, TrainerCallback):
     Example: `Trainer(model, args, train_dataset=texts, callbacks=[MemoryBudget("22GiB")]).train()`.
     """
 
+    _trainer: weakref.ref[Any] | None = None
+
     def _check_library(self) -> None:
         _check_version()
 
@@ -152,7 +155,10 @@ class MemoryBudget(BudgetCallback, TrainerCallback):
         # A training that an error ended does not say so; `auto_find_batch_size` begins anew after one.
         self._remove()
         self._logged = []
-        wrapped = _wrapped(calling_trainer(), args, model)
+        trainer = calling_trainer()
+        # Looked for here: who looks into the frames of a training loop has them hold its batch.
+        self._trainer = None if trainer is None else weakref.ref(trainer)
+        wrapped = _wrapped(trainer, args, model)
         # The level of what a trainer says without being asked for more.
         log = logging.get_logger("transformers.trainer").warning if state.is_world_process_zero else say_nothing
         # What makes replicas, and DeepSpeed, sends the parameters of the first process to all.
@@ -174,7 +180,7 @@ class MemoryBudget(BudgetCallback, TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Log the numbers of a new plan, or of a higher measured peak, as the trainer logs its loss."""
-        numbers, trainer = self._new_numbers(), calling_trainer()
+        numbers, trainer = self._new_numbers(), None if self._trainer is None else self._trainer()
         if numbers and trainer is None:
             state.log_history.append({**numbers, "epoch": state.epoch, "step": state.global_step})
         elif numbers:
@@ -186,6 +192,7 @@ class MemoryBudget(BudgetCallback, TrainerCallback):
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Leave the model as it was."""
         self._remove()
+        self._trainer = None
 
     def _section(self, args: Any) -> BudgetSection:
         """Return what the callback and DeepSpeed's configuration say together; the callback's defaults say nothing."""

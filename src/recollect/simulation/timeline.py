@@ -104,7 +104,8 @@ class PeakReport:
         """
         found = Counter[str]()
         for item in self.items:
-            found[f"{item.category} of {item.unit}" if item.unit else item.name] += item.nbytes
+            name = f"{item.category} {item.name}" if item.category == "working memory" else item.name
+            found[f"{item.category} of {item.unit}" if item.unit else name] += item.nbytes
         largest = [(name, n) for name, n in found.most_common(_MOST_TENANTS) if n >= _LEAST_PART * self.peak_bytes]
         return [f"{name} {format_bytes(nbytes)}" for name, nbytes in largest]
 
