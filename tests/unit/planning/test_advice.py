@@ -143,6 +143,7 @@ def test_planner_gives_the_advice_of_the_least_peak() -> None:
     profile = replace(profile, log=replace(profile.log, blocks=(events,)))
     with pytest.raises(
         BudgetTooSmallError,
-        match=r"which the optimizer step needs\. It is filled by working memory while .*\. Raise the budget to '.+' or '.+'\. The peak is the workspace",
+        match=r"which the optimizer step needs\. It is filled by working memory while .*\. Raise the budget to '.+' or '.+'\. "
+        "The peak is the workspace",
     ):
         plan(profile, 4000)
