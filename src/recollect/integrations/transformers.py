@@ -180,7 +180,8 @@ class MemoryBudget(BudgetCallback, TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Log the numbers of a new plan, or of a higher measured peak, as the trainer logs its loss."""
-        numbers, trainer = self._new_numbers(), None if self._trainer is None else self._trainer()
+        numbers = self._new_numbers()
+        trainer: Any = None if self._trainer is None else self._trainer()
         if numbers and trainer is None:
             state.log_history.append({**numbers, "epoch": state.epoch, "step": state.global_step})
         elif numbers:
