@@ -7,15 +7,21 @@ needs, so a checkpoint may be larger than memory.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from recollect.errors import CheckpointError, UnsupportedModelError
 from recollect.lab.models.config import TransformerConfig
+from recollect.lab.models.gpt import GPTModel
+
+Weights: TypeAlias = Mapping[str, str | tuple[str, ...]]
+# A layer, of the decoder or of multi-token prediction, which has parts of its own around it.
+_IN_LAYER = re.compile(r"(decoder|mtp)\.layers\.(\d+)\.(?:transformer_layer\.)?(.*)")
 
 # How a model is trained, not what it computes: `config.json` has no such fields.
 _NOT_IN_FILE = frozenset(
@@ -52,7 +58,7 @@ class WeightRule:
     Attributes:
         ours: its name here.
         layouts: all can be read, the first is written.
-        rows: rows of each part; () if there is only one.
+        rows: rows of each part; () if there is only one, or they are equal.
         is_extra: a second copy in the checkpoint: written, but not read.
 
     Example:
@@ -94,7 +100,7 @@ class WeightRule:
             ours = ours.mT
         experts = ours.unbind() if layout.num_experts else (ours,)
         for tensor, names in zip(experts, layout.names(), strict=True):
-            parts = tensor.split(self.rows) if len(names) > 1 else (tensor,)
+            parts = tensor.split(self.rows) if self.rows else tensor.chunk(len(names))
             yield from zip(names, parts, strict=True)
 
 
@@ -108,26 +114,23 @@ def _found(theirs: Mapping[str, Tensor], name: str) -> Tensor:
     return theirs[name]
 
 
-def rename(ours: str, *theirs: str, is_extra: bool = False) -> WeightRule:
-    """Return the rule of a tensor that is only renamed; of several names all can be read, the first is written.
-
-    Example:
-        >>> rename("output_layer.weight", "lm_head.weight").ours
-        'output_layer.weight'
-    """
-    return WeightRule(ours, tuple(Layout((name,)) for name in theirs), is_extra=is_extra)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
     """One of Hugging Face's architectures, such as Llama.
+
+    Example:
+        >>> from recollect.lab.models.hugging_face_decoders import LLAMA
+        >>> rules = list(LLAMA.rules(LLAMA.default))
+        >>> rules[2].ours, rules[2].layouts[0].names()[0][2]
+        ('decoder.layers.0.self_attention.linear_qkv.weight', 'model.layers.0.self_attn.v_proj.weight')
 
     Attributes:
         name: for messages.
         model_type: as in `config.json`.
         class_name: their class of the whole model.
         default: the model whose `config.json` leaves all of these fields out; what they do not say is as there.
-        rules: yields a rule for each tensor, in the order of the layers.
+        weights: the modules, or tensors, in which they have what our modules have, by our names; those in a layer without its
+            path. Several together are ours; with "{}" for the number of an expert, there are such for each.
         same: their field by ours, where both mean the same.
         fixed: fields of theirs, and the only value that our models support.
         repeated: fields of theirs that must equal one of ours, given by its name.
@@ -136,13 +139,18 @@ class Architecture:
         read_more: reads what no table above can, from their fields and ours so far.
         write_more: the reverse.
         ignored: a pattern for tensors that a checkpoint may hold and that no part of a model needs.
+        prefixes: of all names but that of the LM head; any is read, the first is written.
+        layers: where the layers are, behind the prefix.
+        is_transposed: whether the columns of their linear layers' matrices are our rows.
+        also: tensors that may be there in place of the others, by ours.
+        copies: second copies of tensors in each layer of multi-token prediction, by ours.
     """
 
     name: str
     model_type: str
     class_name: str
     default: TransformerConfig
-    rules: Callable[[TransformerConfig], Iterator[WeightRule]]
+    weights: Callable[[TransformerConfig], Weights]
     same: Mapping[str, str]
     fixed: Mapping[str, Any] = field(default_factory=dict)
     repeated: Mapping[str, str] = field(default_factory=dict)
@@ -151,6 +159,41 @@ class Architecture:
     read_more: Callable[[Mapping[str, Any], Mapping[str, Any]], dict[str, Any]] = lambda _fields, _ours: {}
     write_more: Callable[[TransformerConfig], dict[str, Any]] = lambda _config: {}
     ignored: str = ""
+    prefixes: tuple[str, ...] = ("model.",)
+    layers: str = "layers"
+    is_transposed: bool = False
+    also: Mapping[str, str] = field(default_factory=dict)
+    copies: Mapping[str, str] = field(default_factory=dict)
+
+    def rules(self, config: TransformerConfig) -> Iterator[WeightRule]:
+        """Yield a rule for each tensor of a model, in the order of the layers, then those of copies."""
+        with torch.device("meta"):
+            state = GPTModel(config).state_dict()
+        weights = self.weights(config)
+        group = config.num_query_groups * config.kv_channels
+        qkv = (config.num_attention_heads * config.kv_channels, group, group)
+        for ours, tensor in state.items():
+            if ours == "output_layer.weight":
+                if not config.share_embeddings_and_output_weights:
+                    yield WeightRule(ours, (Layout(("lm_head.weight",)),))
+                continue
+            layer, name = "", ours
+            if found := _IN_LAYER.fullmatch(ours):
+                part, number, name = found.groups()
+                layer = f"{self.layers}.{int(number) + config.num_layers * (part == 'mtp')}."
+            is_transposed = self.is_transposed and "linear" in name and tensor.dim() == 2
+            places = [_parts(weights, name), *([(self.also[name],)] if name in self.also else [])]
+            layouts = [
+                Layout(tuple(f"{prefix}{layer}{part}" for part in parts), experts, is_transposed)
+                for parts in places
+                for prefix in self.prefixes
+                for experts in [(config.num_moe_experts or 0) if "{}" in parts[0] else 0]
+            ]
+            yield WeightRule(ours, tuple(layouts), qkv if len(places[0]) == len(qkv) else ())
+        for number in range(config.num_layers, config.num_layers + (config.mtp_num_layers or 0)):
+            for ours, theirs in self.copies.items():
+                copy = Layout((f"{self.prefixes[0]}{self.layers}.{number}.{theirs}",))
+                yield WeightRule(ours, (copy,), is_extra=True)
 
     def read(self, fields: Mapping[str, Any]) -> TransformerConfig:
         """Return our configuration of a model.
@@ -202,6 +245,13 @@ class Architecture:
                     "has no other."
                 )
         return fields
+
+
+def _parts(weights: Weights, name: str) -> tuple[str, ...]:
+    """Return their names of the parts of one of our tensors."""
+    module, _, kind = name.rpartition(".")
+    found, end = (weights[name], "") if name in weights else (weights[module], f".{kind}")
+    return tuple(part + end for part in ((found,) if isinstance(found, str) else found))
 
 
 def require(fields: Mapping[str, Any], values: Mapping[str, Any]) -> None:

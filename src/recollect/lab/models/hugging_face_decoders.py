@@ -11,51 +11,35 @@ weights, each with a second copy of the embedding and the LM head.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from recollect.errors import UnsupportedModelError
 from recollect.lab.models.config import TransformerConfig
-from recollect.lab.models.hugging_face_architecture import Architecture, Layout, WeightRule, rename, require
+from recollect.lab.models.hugging_face_architecture import Architecture, Weights, require
 from recollect.lab.models.sizes import NAMED_CONFIGS
 
 _WORDS = {"gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "relu": "relu", "silu": "silu"}
-
-_GPT2_LAYER = {
-    "input_layernorm": "ln_1",
-    "self_attention.linear_qkv": "attn.c_attn",
-    "self_attention.linear_proj": "attn.c_proj",
-    "pre_mlp_layernorm": "ln_2",
-    "mlp.linear_fc1": "mlp.c_fc",
-    "mlp.linear_fc2": "mlp.c_proj",
-}
-
-
-def _gpt2_rules(config: TransformerConfig) -> Iterator[WeightRule]:
-    yield _gpt2_rule("embedding.word_embeddings.weight", "wte.weight")
-    yield _gpt2_rule("embedding.position_embeddings.weight", "wpe.weight")
-    for layer in range(config.num_layers):
-        for name, their_name in _GPT2_LAYER.items():
-            ours, theirs = f"decoder.layers.{layer}.{name}", f"h.{layer}.{their_name}"
-            yield _gpt2_rule(f"{ours}.weight", f"{theirs}.weight", is_transposed="linear" in name)
-            yield _gpt2_rule(f"{ours}.bias", f"{theirs}.bias")
-    yield _gpt2_rule("decoder.final_layernorm.weight", "ln_f.weight")
-    yield _gpt2_rule("decoder.final_layernorm.bias", "ln_f.bias")
-    if not config.share_embeddings_and_output_weights:
-        yield rename("output_layer.weight", "lm_head.weight")
-
-
-def _gpt2_rule(ours: str, theirs: str, *, is_transposed: bool = False) -> WeightRule:
-    names = (f"transformer.{theirs}", theirs)
-    return WeightRule(ours, tuple(Layout((name,), is_transposed=is_transposed) for name in names))
-
 
 GPT2 = Architecture(
     name="GPT-2",
     model_type="gpt2",
     class_name="GPT2LMHeadModel",
     default=NAMED_CONFIGS["gpt2"],
-    rules=_gpt2_rules,
+    weights=lambda _config: {
+        "embedding.word_embeddings": "wte",
+        "embedding.position_embeddings": "wpe",
+        "input_layernorm": "ln_1",
+        "self_attention.linear_qkv": "attn.c_attn",
+        "self_attention.linear_proj": "attn.c_proj",
+        "pre_mlp_layernorm": "ln_2",
+        "mlp.linear_fc1": "mlp.c_fc",
+        "mlp.linear_fc2": "mlp.c_proj",
+        "decoder.final_layernorm": "ln_f",
+    },
+    prefixes=("transformer.", ""),
+    layers="h",
+    is_transposed=True,
     same={
         "num_layers": "n_layer",
         "hidden_size": "n_embd",
@@ -98,103 +82,32 @@ _FIELDS = {
 # Those that Llama and Mixtral share beside.
 _LLAMA_FIELDS = {**_FIELDS, "num_query_groups": "num_key_value_heads", "kv_channels": "head_dim"}
 
-# Yields the rules of one layer, given the model, the layer's number there and its path here.
-LayerRules = Callable[[TransformerConfig, int, str], Iterator[WeightRule]]
-
-
-def decoder_rules(config: TransformerConfig, layer_rules: LayerRules) -> Iterator[WeightRule]:
-    """Yield the rules of a decoder without learned positions.
-
-    Example:
-        >>> from recollect.lab.models.sizes import NAMED_CONFIGS
-        >>> [rule.ours for rule in decoder_rules(NAMED_CONFIGS["7b"], attention_rules)][-1]
-        'output_layer.weight'
-    """
-    yield rename("embedding.word_embeddings.weight", "model.embed_tokens.weight")
-    for layer in range(config.num_layers):
-        yield from layer_rules(config, layer, f"decoder.layers.{layer}")
-    yield rename("decoder.final_layernorm.weight", "model.norm.weight")
-    if not config.share_embeddings_and_output_weights:
-        yield rename("output_layer.weight", "lm_head.weight")
-
-
-def attention_rules(config: TransformerConfig, number: int, ours: str) -> Iterator[WeightRule]:
-    """Yield the rules of a layer's attention and of its two norms, given the layer's number there and its path here.
-
-    Example:
-        >>> from recollect.lab.models.sizes import NAMED_CONFIGS
-        >>> len(list(attention_rules(NAMED_CONFIGS["7b"], 0, "decoder.layers.0")))
-        4
-    """
-    theirs = f"model.layers.{number}"
-    group = config.num_query_groups * config.kv_channels
-    rows = (config.num_attention_heads * config.kv_channels, group, group)
-    yield rename(f"{ours}.input_layernorm.weight", f"{theirs}.input_layernorm.weight")
-    for kind in _kinds(config):
-        qkv = Layout(tuple(f"{theirs}.self_attn.{name}_proj.{kind}" for name in "qkv"))
-        yield WeightRule(f"{ours}.self_attention.linear_qkv.{kind}", (qkv,), rows)
-        yield rename(f"{ours}.self_attention.linear_proj.{kind}", f"{theirs}.self_attn.o_proj.{kind}")
-    yield rename(f"{ours}.pre_mlp_layernorm.weight", f"{theirs}.post_attention_layernorm.weight")
-
-
-def gated_mlp_rules(config: TransformerConfig, ours: str, theirs: str, width: int) -> Iterator[WeightRule]:
-    """Yield the rules of a gated MLP, given its path here and there and its inner width.
-
-    Example:
-        >>> from recollect.lab.models.sizes import NAMED_CONFIGS
-        >>> [rule.ours for rule in gated_mlp_rules(NAMED_CONFIGS["7b"], "a", "b", 11_008)]
-        ['a.linear_fc1.weight', 'a.linear_fc2.weight']
-    """
-    for kind in _kinds(config):
-        gate_and_up = Layout((f"{theirs}.gate_proj.{kind}", f"{theirs}.up_proj.{kind}"))
-        yield WeightRule(f"{ours}.linear_fc1.{kind}", (gate_and_up,), (width, width))
-        yield rename(f"{ours}.linear_fc2.{kind}", f"{theirs}.down_proj.{kind}")
-
-
-def expert_rules(
-    config: TransformerConfig, ours: str, separate: str, stacked: str, names: tuple[str, str, str]
-) -> Iterator[WeightRule]:
-    """Yield the rules of routed experts.
-
-    Checkpoints hold each expert's matrices separately, models of transformers 5 hold them stacked. Both are read, the first is
-    written.
-
-    Args:
-        config: the model.
-        ours: path of the MLP here.
-        separate: path of the MLP in checkpoints.
-        stacked: path of the MLP in models of transformers 5.
-        names: gate, up and down projection of one expert in checkpoints.
-
-    Example:
-        >>> from recollect.lab.models.sizes import NAMED_CONFIGS
-        >>> rules = expert_rules(NAMED_CONFIGS["mixtral-tiny"], "mlp", "moe", "mlp", ("w1", "w3", "w2"))
-        >>> next(rules).layouts[0].names()[2]
-        ['moe.experts.2.w1.weight', 'moe.experts.2.w3.weight']
-    """
-    experts, width = config.num_moe_experts or 0, config.moe_ffn_hidden_size
-    gate, up, down = (f"{separate}.experts.{{}}.{name}.weight" for name in names)
-    fc1 = (Layout((gate, up), experts), Layout((f"{stacked}.experts.gate_up_proj",)))
-    fc2 = (Layout((down,), experts), Layout((f"{stacked}.experts.down_proj",)))
-    yield WeightRule(f"{ours}.experts.linear_fc1.weight", fc1, (width, width))
-    yield WeightRule(f"{ours}.experts.linear_fc2.weight", fc2)
-
-
-def _kinds(config: TransformerConfig) -> tuple[str, ...]:
-    return ("weight", "bias") if config.add_bias_linear else ("weight",)
-
-
-def _llama_layer(config: TransformerConfig, number: int, ours: str) -> Iterator[WeightRule]:
-    yield from attention_rules(config, number, ours)
-    yield from gated_mlp_rules(config, f"{ours}.mlp", f"model.layers.{number}.mlp", config.ffn_hidden_size)
-
+# The modules of all three, by ours.
+_WEIGHTS: Weights = {
+    "embedding.word_embeddings": "embed_tokens",
+    "input_layernorm": "input_layernorm",
+    "self_attention.linear_proj": "self_attn.o_proj",
+    "pre_mlp_layernorm": "post_attention_layernorm",
+    "mlp.linear_fc1": ("mlp.gate_proj", "mlp.up_proj"),
+    "mlp.linear_fc2": "mlp.down_proj",
+    "decoder.final_layernorm": "norm",
+}
+_LLAMA_WEIGHTS: Weights = {
+    **_WEIGHTS,
+    "self_attention.linear_qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+}
+# Checkpoints hold each expert's matrices separately, models of transformers 5 hold them stacked.
+_STACKED = {
+    "mlp.experts.linear_fc1.weight": "mlp.experts.gate_up_proj",
+    "mlp.experts.linear_fc2.weight": "mlp.experts.down_proj",
+}
 
 LLAMA = Architecture(
     name="Llama",
     model_type="llama",
     class_name="LlamaForCausalLM",
     default=NAMED_CONFIGS["7b"].changed(num_query_groups=0, max_position_embeddings=2048, layernorm_epsilon=1e-6),
-    rules=lambda config: decoder_rules(config, _llama_layer),
+    weights=lambda _config: _LLAMA_WEIGHTS,
     same={**_LLAMA_FIELDS, "add_bias_linear": "mlp_bias"},
     fixed={"sliding_window": None},
     repeated={"attention_bias": "add_bias_linear"},  # our biases are everywhere or nowhere
@@ -205,19 +118,18 @@ LLAMA = Architecture(
 )
 
 
-def _mixtral_layer(config: TransformerConfig, number: int, ours: str) -> Iterator[WeightRule]:
-    yield from attention_rules(config, number, ours)
-    separate, stacked = f"model.layers.{number}.block_sparse_moe", f"model.layers.{number}.mlp"
-    yield rename(f"{ours}.mlp.router.weight", f"{separate}.gate.weight", f"{stacked}.gate.weight")
-    yield from expert_rules(config, f"{ours}.mlp", separate, stacked, ("w1", "w3", "w2"))
-
-
 MIXTRAL = Architecture(
     name="Mixtral",
     model_type="mixtral",
     class_name="MixtralForCausalLM",
     default=NAMED_CONFIGS["mixtral-8x7b"].changed(max_position_embeddings=131_072),
-    rules=lambda config: decoder_rules(config, _mixtral_layer),
+    weights=lambda _config: {
+        **_LLAMA_WEIGHTS,
+        "mlp.router": "block_sparse_moe.gate",
+        "mlp.experts.linear_fc1": ("block_sparse_moe.experts.{}.w1", "block_sparse_moe.experts.{}.w3"),
+        "mlp.experts.linear_fc2": "block_sparse_moe.experts.{}.w2",
+    },
+    also={**_STACKED, "mlp.router.weight": "mlp.gate.weight"},
     same={
         **_LLAMA_FIELDS,
         "num_moe_experts": "num_local_experts",
@@ -255,56 +167,36 @@ def _write_more(config: TransformerConfig) -> dict[str, Any]:
     }
 
 
-def _deepseek_rules(config: TransformerConfig) -> Iterator[WeightRule]:
-    embedding, output = "embedding.word_embeddings.weight", "output_layer.weight"
-    yield from decoder_rules(config, _deepseek_layer)
-    for depth in range(config.mtp_num_layers or 0):
-        number = config.num_layers + depth
-        ours, theirs = f"mtp.layers.{depth}", f"model.layers.{number}"
-        for name in ("enorm", "hnorm", "eh_proj"):
-            yield rename(f"{ours}.{name}.weight", f"{theirs}.{name}.weight")
-        yield from _deepseek_layer(config, number, f"{ours}.transformer_layer")
-        yield rename(f"{ours}.final_layernorm.weight", f"{theirs}.shared_head.norm.weight")
-        yield rename(embedding, f"{theirs}.embed_tokens.weight", is_extra=True)
-        yield rename(output, f"{theirs}.shared_head.head.weight", is_extra=True)
-
-
-def _deepseek_layer(config: TransformerConfig, number: int, ours: str) -> Iterator[WeightRule]:
-    theirs = f"model.layers.{number}"
-    names = {
-        "input_layernorm": "input_layernorm",
-        "self_attention.linear_kv_down_proj": "self_attn.kv_a_proj_with_mqa",
-        "self_attention.kv_layernorm": "self_attn.kv_a_layernorm",
-        "self_attention.qkv_up_proj.linear_kv_up_proj": "self_attn.kv_b_proj",
-        "self_attention.linear_proj": "self_attn.o_proj",
-        "pre_mlp_layernorm": "post_attention_layernorm",
-    }
-    if config.q_lora_rank is None:
-        names["self_attention.qkv_up_proj.linear_q_up_proj"] = "self_attn.q_proj"
-    else:
-        names["self_attention.linear_q_down_proj"] = "self_attn.q_a_proj"
-        names["self_attention.q_layernorm"] = "self_attn.q_a_layernorm"
-        names["self_attention.qkv_up_proj.linear_q_up_proj"] = "self_attn.q_b_proj"
-    for name, their_name in names.items():
-        yield rename(f"{ours}.{name}.weight", f"{theirs}.{their_name}.weight")
-    mlp, their_mlp = f"{ours}.mlp", f"{theirs}.mlp"
-    if not config.is_moe_layer(number):
-        yield from gated_mlp_rules(config, mlp, their_mlp, config.ffn_hidden_size)
-        return
-    yield rename(f"{mlp}.router.weight", f"{their_mlp}.gate.weight")
-    yield rename(f"{mlp}.router.expert_bias", f"{their_mlp}.gate.e_score_correction_bias")
-    yield from expert_rules(config, mlp, their_mlp, their_mlp, ("gate_proj", "up_proj", "down_proj"))
-    shared = config.moe_shared_expert_intermediate_size
-    if shared is not None:
-        yield from gated_mlp_rules(config, f"{mlp}.shared_experts", f"{their_mlp}.shared_experts", shared)
-
-
 DEEPSEEK_V3 = Architecture(
     name="DeepSeek-V3",
     model_type="deepseek_v3",
     class_name="DeepseekV3ForCausalLM",
     default=NAMED_CONFIGS["deepseek-v3-671b"],
-    rules=_deepseek_rules,
+    weights=lambda config: {
+        **_WEIGHTS,
+        "self_attention.linear_q_down_proj": "self_attn.q_a_proj",
+        "self_attention.q_layernorm": "self_attn.q_a_layernorm",
+        "self_attention.qkv_up_proj.linear_q_up_proj": "self_attn.q_proj"
+        if config.q_lora_rank is None
+        else "self_attn.q_b_proj",
+        "self_attention.linear_kv_down_proj": "self_attn.kv_a_proj_with_mqa",
+        "self_attention.kv_layernorm": "self_attn.kv_a_layernorm",
+        "self_attention.qkv_up_proj.linear_kv_up_proj": "self_attn.kv_b_proj",
+        "mlp.router": "mlp.gate",
+        "mlp.router.expert_bias": "mlp.gate.e_score_correction_bias",
+        "mlp.experts.linear_fc1": ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj"),
+        "mlp.experts.linear_fc2": "mlp.experts.{}.down_proj",
+        "mlp.shared_experts.linear_fc1": ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"),
+        "mlp.shared_experts.linear_fc2": "mlp.shared_experts.down_proj",
+        # Of layers of multi-token prediction.
+        **{name: name for name in ("enorm", "hnorm", "eh_proj")},
+        "final_layernorm": "shared_head.norm",
+    },
+    also=_STACKED,
+    copies={
+        "embedding.word_embeddings.weight": "embed_tokens.weight",
+        "output_layer.weight": "shared_head.head.weight",
+    },
     same={
         **_FIELDS,
         "rotary_interleaved": "rope_interleave",
