@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -62,13 +63,17 @@ def check_engine(engine: str, model: nn.Module, *, fake: bool, split_backward: b
     if engine == "tape":
         return False
     if fake:
-        raise _not_yet("fake", True, "sizes and times of compiled code that never ran", "Record on the device, fake=False")
+        raise _not_yet(
+            "fake", True, "sizes and times of compiled code that never ran", "Record on the device, fake=False"
+        )
     if split_backward:
         raise _not_yet(
             "split_backward", True, "compiled code that finds the two halves of the gradients apart", "Leave it out"
         )
     if any(map(is_fully_sharded, model.modules())):
-        raise _not_yet("model", "sharded by FSDP2", "compiled units on gathered parameters", "Record before fully_shard")
+        raise _not_yet(
+            "model", "sharded by FSDP2", "compiled units on gathered parameters", "Record before fully_shard"
+        )
     return True
 
 
@@ -104,14 +109,17 @@ def with_variants(
     """
     if any(True for _ in profile.log.operands(PEEK)):
         raise _not_yet(
-            "retain_graph", True, "compiled code that runs backward twice", "Make the step's backward without retain_graph"
+            "retain_graph",
+            True,
+            "compiled code that runs backward twice",
+            "Make the step's backward without retain_graph",
         )
     paths = {call.graph: call.path for call in reversed(profile.calls) if call.repeated}
     of_kind: dict[int, list[int]] = {}
     for index in sorted(paths):
         of_kind.setdefault(id(samples[index]) if index in samples else -1, []).append(index)
-    for index in of_kind.pop(-1, ()):
-        _warn(profile, [index], "a copy of it cannot run alone")
+    if missing := of_kind.pop(-1, ()):
+        _warn(profile, missing, "a copy of it cannot run alone")
     graphs = list(profile.graphs)
     menus = {kind: menu(graphs[indices[0]]) for kind, indices in of_kind.items()}
     with stage("compiling units", total=sum(1 + len(entries) for entries in menus.values())) as done:
@@ -138,7 +146,8 @@ def _compiled_step(profile: Profile, graphs: Sequence[UnitGraph], ranks: Ranks) 
     """Return the profile of the step in which all units with variants run compiled, as PyTorch chooses."""
     in_all = ranks.all_of([bool(graph.variants) for graph in graphs], Place.START)
     graphs = tuple(
-        graph if there else replace(graph, variants=(), eager_s=0.0) for graph, there in zip(graphs, in_all, strict=True)
+        graph if there else replace(graph, variants=(), eager_s=0.0)
+        for graph, there in zip(graphs, in_all, strict=True)
     )
     compiled = [(call.num_runs, graphs[call.graph]) for call in profile.calls if graphs[call.graph].variants]
     saved_s = math.fsum(number * (graph.eager_s - graph.variants[0].step_s) for number, graph in compiled)
@@ -191,7 +200,9 @@ def _measured(
     """
     sample = sample.whole()
     devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices):
+    with torch.random.fork_rng(devices=devices), warnings.catch_warnings():
+        # What the compiler warns of, and that the unit computes there less than the menu names.
+        warnings.simplefilter("ignore")
         module = _copied(sample)
         found: list[_Compiled] = []
         for keeps in (None, *menu):
@@ -277,9 +288,7 @@ def _with_own_code(forward: Callable[..., Any]) -> Callable[..., Any]:
     return FunctionType(run.__code__.replace(), run.__globals__, closure=run.__closure__)
 
 
-def _timed(
-    sample: UnitSample, module: nn.Module, found: Sequence[_Compiled], device: torch.device
-) -> _Measured:
+def _timed(sample: UnitSample, module: nn.Module, found: Sequence[_Compiled], device: torch.device) -> _Measured:
     """Time a unit outside the compiler and inside it in each way, in turn."""
     forwards = [None, *(one.forward for one in found)]
 
