@@ -67,9 +67,8 @@ for variant in graph.variants:
 
 def python(program: str, *arguments: str) -> str:
     settings = {**os.environ, "OMP_NUM_THREADS": "1"}
-    run = subprocess.run(
-        [sys.executable, "-c", MODEL + program, *arguments], capture_output=True, text=True, timeout=1800, env=settings
-    )
+    command = [sys.executable, "-c", MODEL + program, *arguments]
+    run = subprocess.run(command, check=False, capture_output=True, text=True, timeout=1800, env=settings)
     assert run.returncode == 0, run.stderr
     return run.stdout
 
