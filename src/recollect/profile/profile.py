@@ -21,6 +21,7 @@ from recollect.fields import Field, read_document, read_file
 from recollect.plans.paths import expand_classes
 from recollect.profile.events import StepLog, check_log
 from recollect.profile.graph import OpRecord, PartRecord, UnitCall, UnitGraph, ValueRecord
+from recollect.profile.variant import VariantRecord
 
 _FORMAT = "recollect.profile"
 # 2: a call may stand for several runs. Readers of version 1 would take it for one, and predict too little recompute.
@@ -290,7 +291,7 @@ def _construct(kind: Callable[..., _Built], place: Field, **arguments: Any) -> _
         raise place.error(f"{place.where}: {problem}") from None
 
 
-def _encode(record: UnitGraph | ValueRecord | OpRecord | PartRecord | UnitCall) -> dict[str, Any]:
+def _encode(record: UnitGraph | ValueRecord | OpRecord | PartRecord | VariantRecord | UnitCall) -> dict[str, Any]:
     """Return a record of plain numbers, texts and tuples as JSON data, without fields that have their default."""
     return {f.name: value for f in fields(record) if (value := getattr(record, f.name)) != f.default}
 
@@ -298,7 +299,7 @@ def _encode(record: UnitGraph | ValueRecord | OpRecord | PartRecord | UnitCall) 
 def _encode_graph(graph: UnitGraph) -> dict[str, Any]:
     """Return a unit's graph as JSON data."""
     data = _encode(graph)
-    for name in ("values", "ops", "parts"):
+    for name in ("values", "ops", "parts", "variants"):
         if name in data:
             data[name] = [_encode(record) for record in data[name]]
     if graph.module_tape_s:
@@ -316,7 +317,20 @@ def _decode_graph(graph: Field) -> UnitGraph:
         ops=tuple(OpRecord(**op.arguments(OpRecord)) for op in graph.get("ops").array()),
         module_tape_s=() if modules is None else tuple((m, modules.get(m).number()) for m in modules.keys()),
         parts=tuple(PartRecord(**part.arguments(PartRecord)) for part in graph.items("parts")),
+        variants=tuple(_decode_variant(variant) for variant in graph.items("variants")),
         **graph.arguments(UnitGraph),
+    )
+
+
+def _decode_variant(variant: Field) -> VariantRecord:
+    """Read a compiled variant of a unit; raise the document's error at what cannot be."""
+    return _construct(
+        VariantRecord,
+        variant,
+        backward=tuple(
+            _numbers(stretch, "most bytes", "change", "value let go") for stretch in variant.get("backward").array()
+        ),
+        **variant.arguments(VariantRecord),
     )
 
 

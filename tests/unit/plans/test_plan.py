@@ -318,7 +318,7 @@ def test_what_it_was_made_from_can_change() -> None:
     [
         ({"actions": {"up.mm": "save"}}, "value 'up.mm': got 'save', expected 'keep' or 'recompute'"),
         ({"actions": {}, "output": "drop"}, "output: got 'drop', expected 'keep' or 'recompute'"),
-        ({"actions": {}, "engine": "tap"}, "engine: got 'tap', expected 'tape' or 'region'"),
+        ({"actions": {}, "engine": "tap"}, "engine: got 'tap', expected 'tape' or 'region' or 'compile'"),
     ],
 )
 def test_unit_messages(arguments: dict[str, Any], message: str) -> None:
