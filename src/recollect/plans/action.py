@@ -45,10 +45,13 @@ class EngineChoice(str, Enum):
         REGION: run the whole module again when backward first asks for something; its inputs and output are kept. For modules
             that the tape cannot see into. The module's Python runs twice; its buffers, attributes and random numbers are the
             second time what they were the first, but what it does outside itself happens twice.
+        COMPILE: run the module inside `torch.compile`, which keeps the values that the plan keeps and computes the others again
+            in backward, fused with it. Gradients are those of the compiled module.
     """
 
     TAPE = "tape"
     REGION = "region"
+    COMPILE = "compile"
 
     def __str__(self) -> str:
         return self.value

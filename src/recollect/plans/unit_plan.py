@@ -25,12 +25,13 @@ class UnitPlan:
         output: `Action.RECOMPUTE` if the unit's output is dropped too, and recomputed from an earlier unit's input; else
             `Action.KEEP`: as a part, if the action of its value is `Action.SHARD`.
         engine: `EngineChoice.TAPE` follows `actions`; `EngineChoice.REGION` re-runs the whole module, for modules that the tape
-            cannot see into, and keeps its output. May be given as an engine or its word, "tape" or "region".
+            cannot see into, and keeps its output; `EngineChoice.COMPILE` follows `actions` inside `torch.compile`, and keeps
+            the output. May be given as an engine or its word, "tape", "region" or "compile".
         trips: when each value with `Action.OFFLOAD` leaves and comes back; `Trip()` for those that are not named.
 
     Raises:
         PlanError: a word is none of these; a trip that cannot be, or of a value that is not offloaded; or one is offloaded of a
-            unit that is run again as a whole.
+            unit that is not on the tape; or a compiled unit drops its output, or holds values as parts.
 
     Example:
         >>> unit = UnitPlan({"norm.mul": "recompute", "up.mm": "keep"})
@@ -61,8 +62,15 @@ class UnitPlan:
         if self.trips and self.engine is not EngineChoice.TAPE:
             name = next(iter(self.trips))
             raise PlanError(
-                f"engine: got {self.engine.value!r} with {name!r} offloaded, expected 'tape': a module that is run again as a "
-                "whole stores its inputs only. Leave out one of them."
+                f"engine: got {self.engine.value!r} with {name!r} offloaded, expected 'tape': other engines copy nothing to "
+                "host memory. Leave out one of them."
+            )
+        if self.engine is EngineChoice.COMPILE and (
+            self.output is not Action.KEEP or Action.SHARD in self.actions.values()
+        ):
+            raise PlanError(
+                "engine: got 'compile' for a unit that drops its output or holds values as parts, expected 'tape': compiled "
+                "code keeps what a unit returns, and whole values. Leave out one of them."
             )
 
     def __hash__(self) -> int:
@@ -74,8 +82,8 @@ class UnitPlan:
 
     @property
     def recomputes_anything(self) -> bool:
-        """Whether this differs from leaving the unit alone."""
-        return self.engine is not EngineChoice.TAPE or {self.output, *self.actions.values()} != {Action.KEEP}
+        """Whether anything is computed again, held as a part, or away from the device in between."""
+        return self.engine is EngineChoice.REGION or {self.output, *self.actions.values()} != {Action.KEEP}
 
 
 def _trips(actions: Mapping[str, Action], given: Mapping[str, Trip]) -> dict[str, Trip]:

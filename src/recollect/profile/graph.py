@@ -17,6 +17,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from recollect.plans.value_names import module_of
+from recollect.profile.variant import VariantRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +94,9 @@ class UnitGraph:
             since the tape then has to see all of the module's ops.
         buffer_bytes: bytes of the module's buffers that are copied in forward if the module is to be re-run as a whole.
         parts: of the values that were the same on all ranks, those that can be held as parts.
+        variants: what the unit takes inside `torch.compile`, one for each set of values to keep, PyTorch's own choice first;
+            empty if it is not to be compiled.
+        eager_s: seconds of forward and backward outside the compiler, beside those of the variants; 0 without variants.
 
     Raises:
         ValueError: an index out of range, a producer that does not list its value, an op that reads a value computed
@@ -113,9 +117,12 @@ class UnitGraph:
     module_tape_s: tuple[tuple[str, float], ...] = ()
     buffer_bytes: int = 0
     parts: tuple[PartRecord, ...] = ()
+    variants: tuple[VariantRecord, ...] = ()
+    eager_s: float = 0.0
 
     def __post_init__(self) -> None:
-        for where, tape_s in (("tape_s", self.tape_s), *((f"module_tape_s[{m!r}]", s) for m, s in self.module_tape_s)):
+        times = ("tape_s", self.tape_s), ("eager_s", self.eager_s)
+        for where, tape_s in (*times, *((f"module_tape_s[{m!r}]", s) for m, s in self.module_tape_s)):
             if not (math.isfinite(tape_s) and tape_s >= 0):
                 raise ValueError(f"{where}: got {tape_s} s, expected a finite number, 0 or more")
         if self.buffer_bytes < 0:
@@ -137,6 +144,16 @@ class UnitGraph:
                 raise ValueError(
                     f"part of value {part.value}: got {part.nbytes} bytes and {part.gather_s} s, expected 0 or more"
                 )
+
+        self._check_variants()
+
+    def _check_variants(self) -> None:
+        for number, variant in enumerate(self.variants):
+            for value in (*variant.kept, *variant.held):
+                if not 0 <= value < len(self.values):
+                    raise ValueError(f"variant {number}: value {value}, expected 0 to {len(self.values) - 1}")
+            if variant.is_default != (number == 0):
+                raise ValueError(f"variant {number}: expected PyTorch's own choice first, and only there")
 
     def _check_value(self, index: int, value: ValueRecord) -> None:
         where = f"value {index} ({value.name!r})"

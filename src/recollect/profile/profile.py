@@ -18,8 +18,10 @@ from typing import Any, TypeVar
 
 from recollect.errors import ProfileFormatError
 from recollect.fields import Field, read_document, read_file
+from recollect.plans.paths import expand_classes
 from recollect.profile.events import StepLog, check_log
 from recollect.profile.graph import OpRecord, PartRecord, UnitCall, UnitGraph, ValueRecord
+from recollect.profile.variant import VariantRecord
 
 _FORMAT = "recollect.profile"
 # 2: a call may stand for several runs. Readers of version 1 would take it for one, and predict too little recompute.
@@ -70,6 +72,7 @@ class Profile:
         low_factor, high_factor: of what recompute adds: as little and as much as the rounds say in which units were timed; 0 if
             they were not.
         outputs: of what the model returned: the events with which the log would say that it died.
+        class_names: of modules that have a number for a name, as in an `nn.Sequential`; see `Plan.class_names`.
 
     Raises:
         ValueError: a call or an event that refers to something missing, or a negative or non-finite number.
@@ -99,6 +102,7 @@ class Profile:
     low_factor: float = 0.0
     high_factor: float = 0.0
     outputs: tuple[tuple[int, ...], ...] = ()
+    class_names: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "persistent", MappingProxyType(dict(self.persistent)))
@@ -115,6 +119,10 @@ class Profile:
         for kind, nbytes in self.persistent.items():
             if nbytes < 0:
                 raise ValueError(f"persistent[{kind!r}]: got {nbytes} bytes, expected 0 or more")
+        try:
+            expand_classes(self.class_names)
+        except ValueError as problem:
+            raise ValueError(f"class_names: {problem}") from None
         for index, call in enumerate(self.calls):
             if not 0 <= call.graph < len(self.graphs):
                 what = f"call {index} ({call.path!r})"
@@ -180,6 +188,7 @@ class Profile:
             "version": _VERSION,
             **{f.name: getattr(self, f.name) for f in fields(self)[3:]},
             "persistent": dict(self.persistent),
+            "class_names": dict(self.class_names),
             "calls": [_encode(call) for call in self.calls],
             "graphs": [_encode_graph(graph) for graph in self.graphs],
             "log": {"blocks": self.log.blocks, "sequence": self.log.sequence},
@@ -282,7 +291,7 @@ def _construct(kind: Callable[..., _Built], place: Field, **arguments: Any) -> _
         raise place.error(f"{place.where}: {problem}") from None
 
 
-def _encode(record: UnitGraph | ValueRecord | OpRecord | PartRecord | UnitCall) -> dict[str, Any]:
+def _encode(record: UnitGraph | ValueRecord | OpRecord | PartRecord | VariantRecord | UnitCall) -> dict[str, Any]:
     """Return a record of plain numbers, texts and tuples as JSON data, without fields that have their default."""
     return {f.name: value for f in fields(record) if (value := getattr(record, f.name)) != f.default}
 
@@ -290,7 +299,7 @@ def _encode(record: UnitGraph | ValueRecord | OpRecord | PartRecord | UnitCall) 
 def _encode_graph(graph: UnitGraph) -> dict[str, Any]:
     """Return a unit's graph as JSON data."""
     data = _encode(graph)
-    for name in ("values", "ops", "parts"):
+    for name in ("values", "ops", "parts", "variants"):
         if name in data:
             data[name] = [_encode(record) for record in data[name]]
     if graph.module_tape_s:
@@ -308,7 +317,20 @@ def _decode_graph(graph: Field) -> UnitGraph:
         ops=tuple(OpRecord(**op.arguments(OpRecord)) for op in graph.get("ops").array()),
         module_tape_s=() if modules is None else tuple((m, modules.get(m).number()) for m in modules.keys()),
         parts=tuple(PartRecord(**part.arguments(PartRecord)) for part in graph.items("parts")),
+        variants=tuple(_decode_variant(variant) for variant in graph.items("variants")),
         **graph.arguments(UnitGraph),
+    )
+
+
+def _decode_variant(variant: Field) -> VariantRecord:
+    """Read a compiled variant of a unit; raise the document's error at what cannot be."""
+    return _construct(
+        VariantRecord,
+        variant,
+        backward=tuple(
+            _numbers(stretch, "most bytes", "change", "value let go") for stretch in variant.get("backward").array()
+        ),
+        **variant.arguments(VariantRecord),
     )
 
 

@@ -1,0 +1,49 @@
+"""What a unit takes inside `torch.compile` when it keeps a given set of values."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class VariantRecord:
+    """One way to run a unit compiled: the values it keeps for backward, the memory and the time of one run.
+
+    Measured, or estimated, between a source and a sink: the unit's inputs are there before, and the gradient of what it
+    returns comes from outside.
+
+    Attributes:
+        kept: indices of the unit's values that are in memory between forward and backward, what an op of the unit computes.
+        held: indices of the inputs and outputs that it keeps as well. Others may hold them too, so they count once.
+        own_bytes: everything else that is alive between forward and backward: what is kept, random states, unnamed values.
+        forward_bytes: the most that forward needs above its inputs, with what it returns and keeps.
+        backward: for each stretch of backward, the most bytes above its start, the change at its end, and the index of the
+            value in `held` that is let go there, -1 for none. Values in `held` are not in the changes.
+        step_s: seconds of forward and backward.
+        is_default: it keeps what PyTorch chooses without a plan.
+        is_estimated: nothing ran; bytes and seconds are from a model of the compiled code.
+
+    Raises:
+        ValueError: a negative number of bytes, or seconds that are negative or not finite.
+    """
+
+    kept: tuple[int, ...]
+    held: tuple[int, ...]
+    own_bytes: int
+    forward_bytes: int
+    backward: tuple[tuple[int, int, int], ...]
+    step_s: float
+    is_default: bool = False
+    is_estimated: bool = False
+
+    def __post_init__(self) -> None:
+        if self.own_bytes < 0 or self.forward_bytes < 0:
+            raise ValueError(f"variant: got {self.own_bytes} and {self.forward_bytes} bytes, expected 0 or more")
+        if not (math.isfinite(self.step_s) and self.step_s >= 0):
+            raise ValueError(f"variant: got {self.step_s} s, expected a finite number, 0 or more")
+        for most_bytes, _, let_go in self.backward:
+            if most_bytes < 0:
+                raise ValueError(f"variant: got {most_bytes} bytes in backward, expected 0 or more")
+            if let_go >= 0 and let_go not in self.held:
+                raise ValueError(f"variant: lets go of value {let_go}, which it does not hold")
