@@ -5,8 +5,6 @@ buffers, hooks, state dict, class and `repr` stay as they are. A unit's hooks (F
 the tape, as they run outside `forward`.
 """
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager

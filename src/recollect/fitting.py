@@ -1,7 +1,5 @@
 """`fit`: record, plan and apply in one call, and say so when the loop then does what the planned step did not."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace

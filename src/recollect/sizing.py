@@ -1,7 +1,5 @@
 """`largest_batch`: which batch fits a budget, and which is the fastest?"""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterable
 from typing import Any

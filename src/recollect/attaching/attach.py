@@ -1,7 +1,5 @@
 """`attach`: one line in any training loop."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Asks a policy, op by op, what to save: the functions that PyTorch's selective checkpointing takes; turns one into a plan."""
 
-from __future__ import annotations
-
 import functools
 import sys
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """What all pictures share: memory over time in a few hundred points that lose no peak, the line of the bound, units, texts."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Sequence

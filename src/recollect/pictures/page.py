@@ -5,8 +5,6 @@ paths and value names are untrusted text: the page holds them as JSON that canno
 them as text.
 """
 
-from __future__ import annotations
-
 import base64
 import gzip
 import html

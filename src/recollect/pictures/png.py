@@ -1,7 +1,5 @@
 """Draw PNG pictures: the frontier, and the memory of one plan over time; labels cover neither marks nor each other."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Sequence

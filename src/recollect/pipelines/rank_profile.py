@@ -1,7 +1,5 @@
 """Put the recorded micro-batches of a rank's stages together, in the order of its schedule, as one step to plan."""
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Sequence

@@ -6,8 +6,6 @@ module share its name: "self_attn.{mul,cat}". `_scaled_dot_product_*` ops are wr
 recomputed values, the shorter list is shown; the other is "all else".
 """
 
-from __future__ import annotations
-
 import re
 import textwrap
 from collections.abc import Hashable, Mapping, Sequence

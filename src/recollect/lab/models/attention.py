@@ -12,8 +12,6 @@ Shape legend: B batch   T, S positions, of queries and of keys   D hidden_size  
 Rotary positions (Su et al. 2021, arXiv 2104.09864) rotate pairs of query and key channels by their position.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import NamedTuple
 

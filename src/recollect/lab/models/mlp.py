@@ -8,8 +8,6 @@ Shape legend: B batch   T positions   D hidden_size   F width inside an MLP or a
     I, O input and output channels of a product
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Callable

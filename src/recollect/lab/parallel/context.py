@@ -8,8 +8,6 @@ Shape legend: B batch   T positions of the whole sequence   L positions of a chu
     K key and value heads   C channels of one
 """
 
-from __future__ import annotations
-
 from typing import Any, cast
 
 import torch

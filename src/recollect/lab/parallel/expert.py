@@ -7,8 +7,6 @@ Shape legend: E experts   R ranks   X = E / R experts of a rank   D hidden_size
     S rows of this rank's tokens, one for each token and chosen expert   P rows for this rank's experts, from all ranks
 """
 
-from __future__ import annotations
-
 import functools
 
 import torch

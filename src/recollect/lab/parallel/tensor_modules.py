@@ -12,8 +12,6 @@ Shape legend: B batch   T positions   L positions of this rank   D hidden_size
     N tokens   V vocabulary of this rank   R ranks
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, cast

@@ -1,7 +1,5 @@
 """The configuration of a training run, as frozen dataclasses. Imports no torch: `--help` reads the flags from here."""
 
-from __future__ import annotations
-
 import dataclasses
 from dataclasses import InitVar, dataclass, field
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Open a run, new or from a checkpoint: data, model, optimizer, and the step to continue from."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import Iterator

@@ -8,8 +8,6 @@ Each process says where its parts of tensors are in the whole ones. DTensors kno
 parallelism, whose rows are reordered by rank: their parts are cut where neighbours in the whole matrix end.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import warnings
 from collections.abc import Iterator, Sequence
