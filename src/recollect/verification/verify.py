@@ -90,13 +90,11 @@ def verify(
 
     Example:
         >>> import torch, recollect
-        >>> from recollect.lab.models.architectures import llama_config
-        >>> from recollect.lab.models.gpt import GPTModel
-        >>> model = GPTModel(llama_config(num_layers=2, hidden_size=32, num_attention_heads=2, vocab_size=64))
-        >>> tokens = torch.randint(0, 64, (2, 32))
-        >>> batch = {"tokens": tokens, "labels": tokens}
-        >>> plan = recollect.classic_plan(recollect.record(model, batch), "full")
-        >>> recollect.verify(model, batch, plan).equal
+        >>> from torch import nn
+        >>> model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in range(4)))
+        >>> x = torch.randn(8, 32)
+        >>> plan = recollect.classic_plan(recollect.record(model, x, loss_fn=torch.sum), "full")
+        >>> recollect.verify(model, x, plan, loss_fn=torch.sum).equal
         True
     """
     check_step(model, batch, step, "verify(model, batch, plan)")
