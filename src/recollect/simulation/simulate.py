@@ -117,6 +117,7 @@ def simulated_plan(profile: Profile, plan: Plan, simulation: Simulation) -> Plan
         loss_chunks=profile.loss_chunks,
         low_factor=profile.low_factor or None,
         high_factor=profile.high_factor or None,
+        class_names=profile.class_names,
     )
 
 
