@@ -25,10 +25,6 @@ from recollect.quantities import parse_bytes
 def run_frontier(command: DrawFrontier, console: Console) -> None:
     """Record a step, compute the frontier, print it as a table and draw it.
 
-    Args:
-        command: the flags.
-        console: where the table goes.
-
     Raises:
         RecollectError: a package for a picture is missing, a file cannot be written, or recording fails.
     """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
 import torch
@@ -146,27 +146,20 @@ def _all_fit(ranks: Ranks, model: nn.Module, batch: Any, optimizer: Optimizers, 
     return ranks.all_of([not usable_bytes or peak_bytes <= usable_bytes], Place.START)[0]
 
 
+@dataclass(eq=False)
 class _Check:
-    def __init__(
-        self,
-        step: VerifiedStep,
-        batch: Any,
-        optimizer: Optimizers,
-        others: OtherAllocations,
-        ranks: Ranks,
-        *,
-        is_timed: bool,
-    ) -> None:
-        self.step = step
-        self.is_timed = is_timed
-        self.ranks = ranks
-        self.model = step.model
-        self.batch = batch
-        self.device = step.device
-        self.optimizer_bytes = record_optimizer_step(optimizer, self.device).state_bytes
-        self.others = others
+    step: VerifiedStep
+    batch: Any
+    optimizer: Optimizers
+    others: OtherAllocations
+    ranks: Ranks
+    is_timed: bool
+
+    def __post_init__(self) -> None:
+        self.model, self.device = self.step.model, self.step.device
+        self.optimizer_bytes = record_optimizer_step(self.optimizer, self.device).state_bytes
         # On CUDA they are among the others.
-        buckets = GradientBuckets(step.model, may_communicate=True)
+        buckets = GradientBuckets(self.model, may_communicate=True)
         self.buckets_bytes = sum(buckets.sizes_bytes) if self.device.type == "cpu" else 0
 
     def by_step(self, plan: Plan) -> Report:
