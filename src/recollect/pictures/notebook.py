@@ -14,10 +14,10 @@ from typing import Any
 
 from recollect.byte_format import format_bytes
 from recollect.errors import MissingPackageError
-from recollect.pictures.curves import describe_profile, percent
 from recollect.pictures.page import all_points
 from recollect.pictures.png import frontier_figure, memory_figure
 from recollect.pictures.style import CATEGORY_COLORS, save_png
+from recollect.pictures.words import describe_profile, percent
 from recollect.planning.frontier import Frontier
 from recollect.plans.paths import expand_classes
 from recollect.plans.plan import Plan
@@ -26,7 +26,6 @@ from recollect.profile.graph import UnitGraph
 from recollect.profile.profile import Profile, kind_text
 from recollect.quantities import format_seconds
 from recollect.simulation.timeline import PeakReport, Timeline, timeline
-from recollect.verification.report import Report
 
 _WIDTH = 825
 _CELL = "text-align:left;vertical-align:top;padding:1px 10px 1px 0"
@@ -36,8 +35,9 @@ _Row = Sequence[object]
 
 @singledispatch
 def html_of(shown: object) -> str:
-    """Return what a notebook shows of an object; text for what has no view of its own."""
-    return f"<pre>{escape(str(shown))}</pre>"
+    """Return what a notebook shows of an object; for what has no view of its own, such as a report, its rows or its text."""
+    rows = getattr(shown, "rows", None)
+    return f"<pre>{escape(str(shown))}</pre>" if rows is None else _table((), rows())
 
 
 @html_of.register
@@ -80,11 +80,6 @@ def _frontier(frontier: Frontier) -> str:
         rows.append((point.name, format_bytes(point.peak_bytes), percent(point.slowdown), bound))
     picture = _picture(lambda: frontier_figure(source and source(), frontier), "slowdown against peak")
     return picture + _table(("plan", "peak", "slowdown", "no plan below"), rows, num_texts=1)
-
-
-@html_of.register
-def _report(report: Report) -> str:
-    return _table((), report.rows())
 
 
 @html_of.register

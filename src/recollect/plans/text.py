@@ -7,8 +7,6 @@ class: "0 (Conv2d)". `_scaled_dot_product_*` ops are written as `sdpa`; memory t
 Of the kept and the recomputed values, the shorter list is shown; the other is "all else".
 """
 
-from __future__ import annotations
-
 import re
 import textwrap
 from collections.abc import Hashable, Mapping, Sequence
