@@ -147,7 +147,7 @@ MUTATIONS = (
         (
             (
                 "numbers = {field.name: getattr(self, field.name) for field in fields(self)[1:-1]}",
-                "numbers = {f.name: getattr(self, f.name) for f in fields(self)[1:-1] if f.name != "loss_chunks"}",
+                'numbers = {f.name: getattr(self, f.name) for f in fields(self)[1:-1] if f.name != "loss_chunks"}',
             ),
         ),
     ),
