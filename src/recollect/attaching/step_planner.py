@@ -1,7 +1,5 @@
 """Plan steps that were recorded, and see to it that steps get a plan which did what no plan foresees."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -234,12 +232,8 @@ class StepPlanner:
             again.held_before, again.state_bytes = step.held_before, step.state_bytes
         self.steps.steps = [again if known is step else known for known in self.steps.steps]
         again.unlike = step.unlike
-        room = (
-            f", with room for {format_bytes(reserved_bytes)} more,"
-            if reserved_bytes
-            else ", with the optimizer's state,"
-        )
-        self.log(again.line(time.perf_counter() - begin, f", with {room},"))
+        why = f"room for {format_bytes(reserved_bytes)} more" if reserved_bytes else "the optimizer's state"
+        self.log(again.line(time.perf_counter() - begin, f", with {why},"))
         return again
 
     def _renew(self) -> None:

@@ -138,7 +138,7 @@ class Rule:
 
     Attributes:
         name: as in findings.
-        sees: what the rule goes by, in words.
+        sees: what the rule goes by, in words; by default the pattern.
         problem: what goes wrong. It, `cause` and `fix` may have {names} of numbers, filled in when the problem is found.
         cause: why.
         fix: what to do, the best first.
@@ -210,7 +210,9 @@ def _file(name: str) -> Any:
 
 
 def _read(name: str) -> tuple[Rule, ...]:
-    return tuple(Rule(**{**entry, "fix": tuple(entry["fix"])}) for entry in _file(name))
+    return tuple(
+        Rule(**{"sees": f'"{entry.get("pattern")}"', **entry, "fix": tuple(entry["fix"])}) for entry in _file(name)
+    )
 
 
 TOPICS: dict[str, tuple[Rule, ...]] = {

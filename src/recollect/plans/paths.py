@@ -4,8 +4,6 @@ A range is a path component made of two whole numbers without leading zeros, the
 component that is really called "0-22" cannot be abbreviated; `is_plain` is False for it.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping, Sequence
 

@@ -12,8 +12,6 @@ Shape legend: B batch   T, S positions, of queries and of keys   D hidden_size  
 Rotary positions (Su et al. 2021, arXiv 2104.09864) rotate pairs of query and key channels by their position.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import NamedTuple
 
@@ -31,17 +29,14 @@ from recollect.recording.fake_model import kernels_of
 
 
 class Rotary(NamedTuple):
-    """The rotation of each position, shared by all layers of a forward.
-
-    Attributes:
-        cos_T1C: cosines, [T, 1, C], each angle twice, in the layout of the channels.
-        sin_T1C: sines, likewise.
-        is_interleaved: whether channels 2i and 2i + 1 are a pair, instead of i and i + C / 2.
-    """
+    """The rotation of each position, shared by all layers of a forward."""
 
     cos_T1C: Tensor
+    """Cosines, [T, 1, C], each angle twice, in the layout of the channels."""
     sin_T1C: Tensor
+    """Sines, likewise."""
     is_interleaved: bool
+    """Whether channels 2i and 2i + 1 are a pair, instead of i and i + C / 2."""
 
 
 class RotaryEmbedding(nn.Module):
@@ -118,8 +113,7 @@ class SelfAttention(nn.Module):
             q_BTHC, k_BTKC = rotate(q_BTHC, rotary), rotate(k_BTKC, rotary)
             # Copy: as a view, the value would keep the unrotated queries and keys alive, which backward does not need.
             v_BTKC = v_BTKC.contiguous()
-        out_BTD: Tensor = self.linear_proj(self.core_attention(q_BTHC, k_BTKC, v_BTKC))
-        return out_BTD
+        return self.linear_proj(self.core_attention(q_BTHC, k_BTKC, v_BTKC))
 
 
 class UpProjection(nn.Module):
@@ -204,8 +198,7 @@ class LatentAttention(nn.Module):
         q_BTQ = self.q_layernorm(self.linear_q_down_proj(x_BTD))
         kv_BTL, k_BTR = self.linear_kv_down_proj(x_BTD).split(self.key_value_sizes, dim=-1)
         q_BTHC, k_BTHC, v_BTHE = self.qkv_up_proj(q_BTQ, self.kv_layernorm(kv_BTL), k_BTR, rotary)
-        out_BTD: Tensor = self.linear_proj(self.core_attention(q_BTHC, k_BTHC, v_BTHE))
-        return out_BTD
+        return self.linear_proj(self.core_attention(q_BTHC, k_BTHC, v_BTHE))
 
 
 class FusedCoreAttention(nn.Module):

@@ -1,7 +1,5 @@
 """The configuration of a training run, as frozen dataclasses. Imports no torch: `--help` reads the flags from here."""
 
-from __future__ import annotations
-
 import dataclasses
 from dataclasses import InitVar, dataclass, field
 from pathlib import Path
@@ -13,9 +11,8 @@ from recollect.integrations.megatron.rules import RecomputeConfig
 from recollect.integrations.megatron.settings import TrainingSetting
 from recollect.lab.models.config import TransformerConfig
 from recollect.lab.parallel.layout import ParallelFlags
-from recollect.lab.train.checks import at_least, within
 from recollect.lab.train.model_flags import ModelFlags
-from recollect.lab.train.optim_flags import OptimFlags
+from recollect.lab.train.optim_flags import OptimFlags, at_least, within
 from recollect.quantities import parse_bytes
 
 
