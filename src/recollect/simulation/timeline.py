@@ -24,7 +24,7 @@ from recollect.profile.events import BACKWARD, FORWARD, OPTIMIZER
 from recollect.profile.profile import Profile, kind_text
 from recollect.simulation.decisions import decide
 from recollect.simulation.lifetimes import LOSS, Lifetime, Lifetimes, lifetimes
-from recollect.simulation.playback import GENERATOR, OUTSIDE
+from recollect.simulation.playback import COMPILED, GENERATOR, OUTSIDE
 
 CATEGORIES = {
     "parameters": "the weights; there before the step",
@@ -353,6 +353,8 @@ class _ShortNames:
             return f"while {storage.op or op} runs"
         if owner == GENERATOR:
             return "states of the random generator"
+        if owner == COMPILED:
+            return "what compiled code keeps besides"
         if owner == OUTSIDE:
             return self._outside(category, int(lives.phases[storage.born]))
         graph = self._profile.calls[owner].graph
