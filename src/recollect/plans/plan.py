@@ -130,6 +130,8 @@ class Plan:
             times.append(f"predicted slowdown {_percent(self.predicted_slowdown)}{self.range_text}{waits}")
         if self.bound_slowdown is not None:
             times.append(f"no plan can be below {_percent(self.bound_slowdown)} by the profile's times")
+        elif self.predicted_slowdown and self.is_compiled:
+            times.append("no bound is known for compiled units")
         hosts = []
         if self.predicted_host_bytes is not None:
             hosts.append(f"predicted host memory {_bytes(self.predicted_host_bytes)}")
@@ -152,6 +154,11 @@ class Plan:
         low, high = self.slowdown_range
         is_noisy = high > _NOISY_FACTOR * low and high - low > _NOISY_SLOWDOWN
         return f" ({100 * low:.1f} to {100 * high:.1f}{': times too noisy to plan by' if is_noisy else ''})"
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether any unit runs inside `torch.compile`."""
+        return any(unit.engine is EngineChoice.COMPILE for unit in self.units.values())
 
     @property
     def offloads(self) -> bool:

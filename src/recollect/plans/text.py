@@ -94,6 +94,13 @@ def _wrapped(start: str, item: str, columns: int) -> list[str]:
 
 
 def _unit_items(unit: UnitPlan) -> list[str]:
+    if unit.engine is EngineChoice.COMPILE:
+        items = _actions(unit) if unit.actions else ["keep what PyTorch chooses"]
+        return [f"compiled: {items[0]}", *items[1:]]
+    return _actions(unit)
+
+
+def _actions(unit: UnitPlan) -> list[str]:
     if not unit.recomputes_anything:
         return ["keep all"]
     and_output = " and the output" if unit.output is Action.RECOMPUTE else ""

@@ -170,11 +170,13 @@ def compiled_unit(graph: UnitGraph, kept: Collection[int]) -> UnitPlan:
 
 
 def _variant_of(graph: UnitGraph, unit: UnitPlan) -> int:
-    """Return the variant that keeps what a plan keeps.
+    """Return the variant that keeps what a plan keeps; PyTorch's own choice if it says nothing of any value.
 
     Raises:
         PlanError: none was recorded.
     """
+    if graph.variants and not unit.actions:
+        return 0
     kept = {
         index
         for index, value in enumerate(graph.values)
