@@ -64,6 +64,7 @@ class Attached:
         on_larger: OnLarger,
         log: Callable[[str], object],
         host_bytes: int = 0,
+        compiles: bool = False,
         measure: bool = False,
         ends_by_hand: bool = False,
         ranks: Ranks = ALONE,
@@ -89,6 +90,7 @@ class Attached:
         self._optimizers_seen = None if ends_by_hand else OptimizersSeen(self._optimizers, self._take_over)
         self._hooks += [hook for hook in (self._optimizers_seen, self._structure) if hook is not None]
         self._planner = StepPlanner(self._placement, self._optimizers, budget, self._lockstep, log, device, host_bytes)
+        self._compiles = compiles
         self._meter = StepMeter(device, on_cpu=measure, log=log)
         self._watch = CallWatch(
             self._placement, device, keeps_to_plan=on_larger == "warn", joins_others=not ranks.is_alone
@@ -303,6 +305,7 @@ class Attached:
                 in_loop=True,
                 replays_collectives=not self._lockstep.ranks.is_alone,
                 lean_units=lean_units,
+                keeps_samples=self._compiles,
             )
             with self._placement.suspended():
                 recording.start(tensors, gradients=gradients)

@@ -23,9 +23,8 @@ from typing import Literal
 
 from recollect.arguments import check_kind
 from recollect.planning.output_choices import dropped_outputs, longest_chain
-from recollect.plans.action import Action, EngineChoice
+from recollect.plans.action import Action
 from recollect.plans.plan import Plan
-from recollect.plans.unit_plan import UnitPlan
 from recollect.profile.profile import Profile
 from recollect.simulation.decisions import compiled_unit, keep_all_unit, recompute_all_unit
 from recollect.simulation.simulate import predicted_plan
@@ -69,8 +68,9 @@ def classic_plan(profile: Profile, name: ClassicName, n: int | None = None) -> P
             continue
         graph = profile.graph_of(call)
         output: Action = Action.RECOMPUTE if call.path in dropped else Action.KEEP
-        if graph.variants and output is Action.KEEP and (stride == 0 or any(not v.kept for v in graph.variants)):
-            units[call.path] = UnitPlan({}, engine=EngineChoice.COMPILE) if stride == 0 else compiled_unit(graph, ())
+        leanest = next((number for number, variant in enumerate(graph.variants) if not variant.kept), -1)
+        if graph.variants and output is Action.KEEP and (stride == 0 or leanest >= 0):
+            units[call.path] = compiled_unit(graph, 0 if stride == 0 else leanest)
         else:
             units[call.path] = keep_all_unit(graph) if stride == 0 else recompute_all_unit(graph, output=output)
     plan = Plan(units, note=note)

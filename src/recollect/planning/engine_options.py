@@ -36,8 +36,9 @@ def engine_options(graph: UnitGraph, *, output: Action = Action.KEEP) -> tuple[O
             kept_bytes=variant.own_bytes + output_bytes,
             recompute_s=variant.step_s - default_s,
             engine=EngineChoice.COMPILE,
+            variant=number,
         )
-        for variant in graph.variants
+        for number, variant in enumerate(graph.variants)
     ]
     on_tape = (
         hull if len(hull) <= _MOST_ON_TAPE else [hull[len(hull) * i // _MOST_ON_TAPE] for i in range(_MOST_ON_TAPE)]

@@ -112,6 +112,7 @@ class Option:
         recompute_s: seconds of `recompute_ops` and to gather parts, plus the overhead of the tape in forward for their modules.
         output: action of the unit's output.
         engine: what carries it out.
+        variant: of a compiled unit, the index in `UnitGraph.variants`; -1 on other engines.
     """
 
     stored: Stored
@@ -120,11 +121,12 @@ class Option:
     recompute_s: float
     output: Action = Action.KEEP
     engine: EngineChoice = EngineChoice.TAPE
+    variant: int = -1
 
     @property
-    def key(self) -> tuple[Stored, Action, EngineChoice]:
+    def key(self) -> tuple[Stored, Action, EngineChoice, int]:
         """What tells options of one unit apart."""
-        return self.stored, self.output, self.engine
+        return self.stored, self.output, self.engine, self.variant
 
 
 def unit_hull(graph: UnitGraph, *, output: Action = Action.KEEP) -> tuple[Option, ...]:

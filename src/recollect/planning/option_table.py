@@ -6,7 +6,7 @@ A choice with its exact cost is a candidate. Solvers find candidates; the best b
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Protocol
 
@@ -147,7 +147,7 @@ class OptionTable:
             self._unit_plans[key] = unit_plan(self.profile.graphs[row.graph], option)
         shared = self._unit_plans[key]
         others = {self.profile.calls[call].graph for call in row.calls} - {row.graph}
-        if not others:
+        if not others or shared == compiled_unit(self.profile.graphs[row.graph], 0):
             return shared
         # A module that runs with two graphs: keep what only the other one computes, so that the plan names everything.
         rest: Mapping[str, Action] = {
@@ -179,7 +179,8 @@ def _rows(
         if path in free_outputs and path not in dropped_outputs:
             outputs = (Action.KEEP, Action.RECOMPUTE)
         if (graph, outputs) not in known:
-            own = [option for output in outputs for option in options_of(profile.graphs[graph], output=output)]
+            record = _alike({call: profile.graph_of(profile.calls[call]) for call in calls}, profile.graphs[graph])
+            own = [option for output in outputs for option in options_of(record, output=output)]
             if len(outputs) > 1:
                 # Of two options that cost the same, prefer the one that keeps the output.
                 own.sort(key=lambda option: (option.kept_bytes, -option.recompute_s, option.output))
@@ -189,6 +190,17 @@ def _rows(
         num_runs = sum(r.num_runs * (profile.graph_of(r).forward_s / one_s if one_s else 1.0) for r in runs)
         rows.append(UnitRow(path, tuple(calls), graph, known[graph, outputs], num_runs))
     return tuple(rows)
+
+
+def _alike(graphs: Mapping[int, UnitGraph], largest: UnitGraph) -> UnitGraph:
+    """Return the largest graph of a unit with the variants that all of its calls have; with several graphs, PyTorch's choice."""
+    distinct = set(map(id, graphs.values()))
+    if len(distinct) == 1 or not largest.variants:
+        return largest
+    is_in_all = all(graph.variants for graph in graphs.values())
+    return replace(
+        largest, variants=largest.variants[:1] if is_in_all else (), eager_s=largest.eager_s if is_in_all else 0.0
+    )
 
 
 def with_options(options_of: OptionsOf, table: OptionTable, known: Sequence[Option]) -> OptionsOf:
@@ -223,7 +235,7 @@ def unit_plan(graph: UnitGraph, option: Option) -> UnitPlan:
     if option.engine is EngineChoice.REGION:
         return UnitPlan({}, engine=option.engine)
     if option.engine is EngineChoice.COMPILE:
-        return compiled_unit(graph, option.stored.whole)
+        return compiled_unit(graph, option.variant)
     ops = option.recompute_ops | (_ops_of_outputs(graph, option) if option.output == Action.RECOMPUTE else frozenset())
     needed = {value for op in ops for value in graph.ops[op].inputs}
     actions: dict[str, Action] = {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -154,13 +154,16 @@ def plain_call(graph: UnitGraph) -> CallActions:
     return CallActions(engine=EngineChoice.COMPILE, variant=0) if graph.variants else CallActions()
 
 
-def compiled_unit(graph: UnitGraph, kept: Collection[int]) -> UnitPlan:
-    """Return the plan of a unit inside `torch.compile`.
+def compiled_unit(graph: UnitGraph, variant: int) -> UnitPlan:
+    """Return the plan of a unit inside `torch.compile` that keeps what a variant keeps, and what the unit returns.
 
     Args:
         graph: the unit.
-        kept: the values that it keeps besides its outputs, which it always keeps.
+        variant: index in `graph.variants`; 0 leaves the choice to PyTorch.
     """
+    if not variant:
+        return UnitPlan({}, engine=EngineChoice.COMPILE)
+    kept = graph.variants[variant].kept
     actions: dict[str, Action] = {
         value.name: Action.KEEP if index in kept or value.is_output else Action.RECOMPUTE
         for index, value in enumerate(graph.values)
@@ -175,15 +178,17 @@ def _variant_of(graph: UnitGraph, unit: UnitPlan) -> int:
     Raises:
         PlanError: none was recorded.
     """
-    if graph.variants and not unit.actions:
-        return 0
     kept = {
         index
         for index, value in enumerate(graph.values)
         if value.producer is not None and not value.is_output and unit.actions.get(value.name) == Action.KEEP
     }
-    for number, variant in enumerate(graph.variants):
-        if kept == set(variant.kept):
+    sets = [set(variant.kept) for variant in graph.variants]
+    # What PyTorch chooses comes last: it may save steps on the way to a value besides.
+    if sets and not unit.actions:
+        return 0
+    for number in reversed(range(len(sets))):
+        if sets[number] == kept:
             return number
     known = "; or ".join(", ".join(graph.values[v].name for v in variant.kept) for variant in graph.variants)
     raise PlanError(

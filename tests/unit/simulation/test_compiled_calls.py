@@ -72,7 +72,8 @@ def test_eager_units_take_longer_than_compiled_ones() -> None:
 def test_a_plan_finds_the_variant_that_keeps_what_it_keeps() -> None:
     profile = _one_unit()
     graph = profile.graphs[0]
-    plans = [Plan({"a": compiled_unit(graph, variant.kept)}) for variant in graph.variants]
+    plans = [Plan({"a": compiled_unit(graph, variant)}) for variant in (0, 1)]
+    assert plans[0].units["a"].actions == {}
     assert [decide(profile, plan)[0].variant for plan in plans] == [0, 1]
     assert decide(profile, Plan.from_json(plans[1].to_json())) == decide(profile, plans[1])
 
@@ -80,7 +81,7 @@ def test_a_plan_finds_the_variant_that_keeps_what_it_keeps() -> None:
 def test_a_plan_of_a_variant_that_was_not_recorded_is_refused() -> None:
     profile = _one_unit()
     graph = replace(profile.graphs[0], variants=_TWO_VARIANTS[:1])
-    lean = Plan({"a": compiled_unit(graph, ())})
+    lean = Plan({"a": compiled_unit(profile.graphs[0], 1)})
     with pytest.raises(PlanError, match="keeps nothing, and these sets of values were recorded: h. Take one of them"):
         decide(replace(profile, graphs=(graph,)), lean)
     bare = replace(profile, graphs=(replace(graph, variants=(), eager_s=0.0),))
