@@ -171,29 +171,30 @@ class OptionTable:
 def _rows(
     profile: Profile, dropped_outputs: Collection[str], options_of: OptionsOf, free_outputs: Collection[str]
 ) -> tuple[UnitRow, ...]:
-    known: dict[tuple[int, tuple[Action, ...]], tuple[Option, ...]] = {}
+    known: dict[tuple[object, ...], tuple[Option, ...]] = {}
     rows = []
     for path, calls in profile.calls_by_path.items():
         graph = max((profile.calls[call].graph for call in calls), key=lambda g: profile.graphs[g].saved_bytes)
         outputs: tuple[Action, ...] = (Action.RECOMPUTE,) if path in dropped_outputs else (Action.KEEP,)
         if path in free_outputs and path not in dropped_outputs:
             outputs = (Action.KEEP, Action.RECOMPUTE)
-        if (graph, outputs) not in known:
+        key = graph, outputs, frozenset(profile.calls[call].graph for call in calls)
+        if key not in known:
             record = _alike({call: profile.graph_of(profile.calls[call]) for call in calls}, profile.graphs[graph])
             own = [option for output in outputs for option in options_of(record, output=output)]
             if len(outputs) > 1:
                 # Of two options that cost the same, prefer the one that keeps the output.
                 own.sort(key=lambda option: (option.kept_bytes, -option.recompute_s, option.output))
-            known[graph, outputs] = tuple(own)
+            known[key] = tuple(own)
         runs = [profile.calls[call] for call in calls]
         one_s = profile.graphs[graph].forward_s
         num_runs = sum(r.num_runs * (profile.graph_of(r).forward_s / one_s if one_s else 1.0) for r in runs)
-        rows.append(UnitRow(path, tuple(calls), graph, known[graph, outputs], num_runs))
+        rows.append(UnitRow(path, tuple(calls), graph, known[key], num_runs))
     return tuple(rows)
 
 
 def _alike(graphs: Mapping[int, UnitGraph], largest: UnitGraph) -> UnitGraph:
-    """Return the largest graph of a unit with the variants that all of its calls have; with several graphs, PyTorch's choice."""
+    """Return the largest graph of a unit with the variants that all its calls have; of several graphs, PyTorch's choice."""
     distinct = set(map(id, graphs.values()))
     if len(distinct) == 1 or not largest.variants:
         return largest
