@@ -22,9 +22,9 @@ from recollect.integrations.torchtitan_settings import nearest_policy, torchtita
 from recollect.lab.train.optimizer_step import resolve_device
 from recollect.measuring.device_memory import memory_bytes
 from recollect.measuring.host_memory import check_host_budget
+from recollect.pictures.curves import percent
 from recollect.pictures.page import write_plan_page
 from recollect.pictures.png import draw_memory
-from recollect.pictures.words import percent
 from recollect.planning.batch_search import MAX_SIZE, LargestBatch, TriedSize, search_batches
 from recollect.planning.frontier import prices
 from recollect.planning.loss_chunks import plan_with_chunks

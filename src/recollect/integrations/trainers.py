@@ -10,6 +10,7 @@ from typing import Any
 from packaging.version import Version
 from torch import nn
 
+from recollect.attaching.attach import attach
 from recollect.attaching.attached import Attached, OnLarger
 from recollect.errors import ConfigError
 from recollect.fitting import DEFAULT_BUDGET
@@ -46,6 +47,15 @@ class BudgetCallback:
             return {}
         self._logged.append(numbers)
         return numbers
+
+    def _attach(self, wrapped: nn.Module, optimizer: Any, model: nn.Module, log: Callable[[str], object]) -> Attached:
+        """Attach to what a trainer calls, and switch the model's cache off."""
+        units = in_wrapper(self.units, wrapped, model)
+        attached = attach(
+            wrapped, optimizer, self.budget, on_larger=self.on_larger, units=units, measure=self.measure, log=log
+        )
+        attached.remove_too(CacheOff(model))
+        return attached
 
     def _remove(self) -> None:
         if self.attached is not None:

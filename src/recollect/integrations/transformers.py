@@ -37,7 +37,6 @@ from recollect.integrations.trainers import (
     RemovingTrain,
     calling_trainer,
     check_version,
-    in_wrapper,
     say_nothing,
 )
 
@@ -167,16 +166,7 @@ class MemoryBudget(BudgetCallback, TrainerCallback):
             self.attached = AttachedEngine(wrapped, self._section(args), log)
             self.attached.remove_too(CacheOff(model))
         else:
-            units = in_wrapper(self.units, wrapped, model)
-            self.attached = enable_memory_budget(
-                wrapped,
-                optimizer,
-                self.budget,
-                on_larger=self.on_larger,
-                units=units,
-                measure=self.measure,
-                log=log,
-            )
+            self.attached = self._attach(wrapped, optimizer, model, log)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Log the numbers of a new plan, or of a higher measured peak, as the trainer logs its loss."""

@@ -12,7 +12,18 @@ from typing import Any
 import numpy as np
 
 from recollect.byte_format import format_bytes
-from recollect.pictures.curves import MemoryCurve, Span, TimeUnit, memory_curve
+from recollect.pictures.curves import (
+    MemoryCurve,
+    Span,
+    TimeUnit,
+    bound_corners,
+    byte_unit,
+    classics_of,
+    describe_profile,
+    memory_curve,
+    percent,
+    time_unit_of,
+)
 from recollect.pictures.style import (
     BOUND,
     CATEGORY_COLORS,
@@ -24,7 +35,6 @@ from recollect.pictures.style import (
     save_png,
     set_title,
 )
-from recollect.pictures.words import bound_corners, byte_unit, classics_of, describe_profile, percent, time_unit_of
 from recollect.planning.classic import classic_plan
 from recollect.planning.frontier import Frontier
 from recollect.plans.plan import Plan

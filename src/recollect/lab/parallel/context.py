@@ -18,9 +18,8 @@ from torch.distributed import ProcessGroup, get_world_size
 from torch.distributed.device_mesh import DeviceMesh
 
 from recollect._torch_parallel import gathered_with_gradient, summed
-from recollect.lab.models.attention import LatentAttention, SelfAttention
+from recollect.lab.models.attention import LatentAttention, RotaryEmbedding, SelfAttention
 from recollect.lab.models.gpt import IGNORE_INDEX, GPTModel, LanguageModelEmbedding
-from recollect.lab.models.rotary import RotaryEmbedding
 from recollect.lab.models.sequence import WholeSequence
 from recollect.lab.parallel.expert import balance_over
 from recollect.lab.parallel.layout import DeviceLayout

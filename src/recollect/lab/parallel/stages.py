@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from recollect.errors import DataError
 from recollect.lab.models.config import TransformerConfig
-from recollect.lab.models.gpt import GPTModel, GPTOutput
-from recollect.lab.models.layer import MultiTokenPrediction, TransformerLayer
+from recollect.lab.models.gpt import GPTModel, GPTOutput, MultiTokenPrediction, TransformerLayer
 from recollect.lab.models.router import RouterStatistics
 
 

@@ -30,13 +30,13 @@ from recollect.lab.models.attention import LatentAttention, SelfAttention, UpPro
 from recollect.lab.models.gpt import GPTModel
 from recollect.lab.models.linear import Linear
 from recollect.lab.models.mlp import MLP, MoELayer
-from recollect.lab.parallel.fused_rows import interleaved
 from recollect.lab.parallel.layout import DeviceLayout
 from recollect.lab.parallel.tensor_modules import (
     OwnPartMoELayer,
     SequenceLinear,
     SplitMoELayer,
     SplitProduct,
+    interleaved,
     vocabulary_parallel_loss,
     with_partial_gradient,
 )

@@ -37,8 +37,8 @@ from torch.distributed.tensor import DTensor
 
 from recollect.errors import CheckpointError
 from recollect.lab.models.gpt import GPTModel
-from recollect.lab.parallel.fused_rows import whole_rows
 from recollect.lab.parallel.tensor import fused_parameters
+from recollect.lab.parallel.tensor_modules import whole_rows
 from recollect.lab.train.checkpoint import Manifest, checksum_of, keep_newest, write_manifest
 from recollect.lab.train.files import publish, unpublished, write_atomically
 from recollect.lab.train.processes import Processes
