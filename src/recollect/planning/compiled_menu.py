@@ -51,7 +51,11 @@ def compiled_menu(graph: UnitGraph) -> tuple[Keeps, ...]:
         >>> x, h = ValueRecord("x", 64, producer=None), ValueRecord("up.mm", 256, producer=0)
         >>> a = ValueRecord("act.silu", 256, producer=1, saved=True)
         >>> y = ValueRecord("down.mm", 64, producer=2, is_output=True)
-        >>> ops = OpRecord("up.mm", (0,), (1,), 1.0), OpRecord("act.silu", (1,), (2,), 0.1), OpRecord("down.mm", (2,), (3,), 1.0)
+        >>> ops = (
+        ...     OpRecord("up.mm", (0,), (1,), 1.0),
+        ...     OpRecord("act.silu", (1,), (2,), 0.1),
+        ...     OpRecord("down.mm", (2,), (3,), 1.0),
+        ... )
         >>> menu = compiled_menu(UnitGraph((x, h, a, y), ops))
         >>> [[name for name, action in keeps.items() if action == "keep"] for keeps in menu]
         [['down.mm'], ['up.mm', 'down.mm']]

@@ -27,6 +27,7 @@ from recollect.profile.graph import UnitGraph
 from recollect.profile.profile import Profile
 from recollect.profile.variant import VariantRecord
 from recollect.progress.stage import stage
+from recollect.quantities import parse_bytes
 from recollect.ranks.group import ALONE, Place, Ranks
 from recollect.ranks.members import with_common_times
 from recollect.recording.unit_samples import UnitSample
@@ -60,13 +61,17 @@ def check_engine(engine: str, model: nn.Module, *, fake: bool, split_backward: b
     if engine == "tape":
         return False
     if fake:
-        raise _not_yet("fake", True, "sizes and times of compiled code that never ran", "Record on the device, fake=False")
+        raise _not_yet(
+            "fake", True, "sizes and times of compiled code that never ran", "Record on the device, fake=False"
+        )
     if split_backward:
         raise _not_yet(
             "split_backward", True, "compiled code that finds the two halves of the gradients apart", "Leave it out"
         )
     if any(map(is_fully_sharded, model.modules())):
-        raise _not_yet("model", "sharded by FSDP2", "compiled units on gathered parameters", "Record before fully_shard")
+        raise _not_yet(
+            "model", "sharded by FSDP2", "compiled units on gathered parameters", "Record before fully_shard"
+        )
     return True
 
 
@@ -100,7 +105,10 @@ def with_variants(
     """
     if any(True for _ in profile.log.operands(PEEK)):
         raise _not_yet(
-            "retain_graph", True, "compiled code that runs backward twice", "Make the step's backward without retain_graph"
+            "retain_graph",
+            True,
+            "compiled code that runs backward twice",
+            "Make the step's backward without retain_graph",
         )
     paths = {call.graph: call.path for call in reversed(profile.calls) if call.repeated}
     of_kind: dict[int, list[int]] = {}
@@ -134,7 +142,8 @@ def _compiled_step(profile: Profile, graphs: Sequence[UnitGraph], ranks: Ranks) 
     """Return the profile of the step in which all units with variants run compiled, as PyTorch chooses."""
     in_all = ranks.all_of([bool(graph.variants) for graph in graphs], Place.START)
     graphs = tuple(
-        graph if there else replace(graph, variants=(), eager_s=0.0) for graph, there in zip(graphs, in_all, strict=True)
+        graph if there else replace(graph, variants=(), eager_s=0.0)
+        for graph, there in zip(graphs, in_all, strict=True)
     )
     compiled = [(call.num_runs, graphs[call.graph]) for call in profile.calls if graphs[call.graph].variants]
     saved_s = math.fsum(number * (graph.eager_s - graph.variants[0].step_s) for number, graph in compiled)
@@ -260,9 +269,7 @@ def _with_own_code(forward: Callable[..., Any]) -> Callable[..., Any]:
     return FunctionType(run.__code__.replace(), run.__globals__, closure=run.__closure__)
 
 
-def _timed(
-    sample: UnitSample, module: nn.Module, found: Sequence[_Compiled], device: torch.device
-) -> _Measured:
+def _timed(sample: UnitSample, module: nn.Module, found: Sequence[_Compiled], device: torch.device) -> _Measured:
     """Time a unit outside the compiler and inside it in each way, in turn."""
     forwards = [None, *(one.forward for one in found)]
 
@@ -276,3 +283,13 @@ def _timed(
     eager_s, *compiled_s = (statistics.median(times) for times in zip(*rounds, strict=True))
     variants = (replace(one.record, step_s=step_s) for one, step_s in zip(found, compiled_s, strict=True))
     return _Measured(tuple(variants), eager_s)
+
+
+def check_host_engine(engine: str, host_budget: int | str) -> None:
+    """Check that compiled units and host memory are not asked for together.
+
+    Raises:
+        NotYetError: they are.
+    """
+    if engine == "compile" and parse_bytes(host_budget):
+        raise _not_yet("host_budget", host_budget, "copies to host memory by compiled code", "Leave out host_budget")

@@ -101,7 +101,9 @@ def value_names(
             names |= dict.fromkeys(filter(is_made_by_inductor, group.nodes), drawn)
             names |= _names_in(group, (output, mask))
         else:
-            names |= _names_in(group, result_names(stems.next(group, facts.name), 1 if facts.writes else facts.num_returns))
+            names |= _names_in(
+                group, result_names(stems.next(group, facts.name), 1 if facts.writes else facts.num_returns)
+            )
     return names
 
 
