@@ -156,8 +156,8 @@ class Planner:
         """
         device_bytes = self.profile.device_memory_bytes
         budget_bytes = parse_budget(budget, reference_bytes=self._plain.peak_bytes, device_bytes=device_bytes)
-        if self._plain.peak_bytes <= budget_bytes:
-            table = self._mixes.costs.table if self._mixes else OptionTable(self.profile)
+        if self._plain.peak_bytes <= budget_bytes and not self._is_compiled:
+            table = OptionTable(self.profile)
             return self._predicted(table.plan(table.fattest), self._plain, budget_bytes, 0.0)
         bound_s = self._bound_s(budget_bytes)
         enough_s = max(bound_s * (1 + _SMALL_GAP), bound_s + _SMALL_GAP_OF_STEP * self.profile.step_s)

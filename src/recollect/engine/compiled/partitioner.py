@@ -242,7 +242,8 @@ class _Tags:
                 together = [node, *(user for user in node.users if user in decisions)]
                 decisions |= dict.fromkeys(together, any(decisions[one] for one in together))
         for node in self._between(decisions):
-            decisions[node] = False
+            # Another result of an op that forward needs shares its decision.
+            decisions[node] = node.target is operator.getitem and decisions[node.all_input_nodes[0]]
         for node, keep in decisions.items():
             set_policy(node, keep=keep)
 
