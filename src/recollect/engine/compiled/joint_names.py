@@ -161,7 +161,7 @@ def _groups(joint: fx.GraphModule, units: list[str]) -> list[_Group]:
         if group is None and number is not None:
             # What Inductor made of its random numbers comes first, and has no number.
             group = latest.pop(unnumbered, None)
-        if group is None or _begins(node, group):
+        if group is None or _begins(node, group, is_latest=group is found[-1]):
             group = _Group(op, facts_of(op), *place)
             found.append(group)
         latest[key] = group
@@ -169,14 +169,25 @@ def _groups(joint: fx.GraphModule, units: list[str]) -> list[_Group]:
     return found
 
 
-def _begins(node: fx.Node, group: _Group) -> bool:
-    """Whether a node belongs to another call of a group's op."""
-    first = group.nodes[0]
+def _begins(node: fx.Node, group: _Group, *, is_latest: bool) -> bool:
+    """Whether a node belongs to another call of a group's op; where no gradient flows, calls share a number.
+
+    Args:
+        node: traced from the op, in the same module.
+        group: of its latest call.
+        is_latest: no other op has run since.
+    """
     if node.target is operator.getitem:
         return False
-    is_whole = node.target is group.op
-    is_source = not node.all_input_nodes or is_made_by_inductor(node)
-    return is_whole or (is_source and node.target is first.target)
+    if node.target is group.op:
+        return True
+    is_repeated = node.target is group.nodes[0].target
+    return is_repeated and (not is_latest or is_made_by_inductor(node) or not _reads_tensors(group.op))
+
+
+def _reads_tensors(op: Any) -> bool:
+    is_known = isinstance(op, torch._ops.OpOverload)
+    return not is_known or any("Tensor" in str(argument.type) for argument in op._schema.arguments)
 
 
 def _names_in(group: _Group, names: tuple[str, ...]) -> dict[fx.Node, tuple[str, ...]]:

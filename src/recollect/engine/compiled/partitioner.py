@@ -239,8 +239,10 @@ class _Tags:
         decisions = {node: node in held or self._is_kept(node) for node in self.needed if self._may_tag(node)}
         for node in list(decisions):
             if not is_tensor(node) and not is_view(node):
-                together = [node, *(user for user in node.users if user in decisions)]
-                decisions |= dict.fromkeys(together, any(decisions[one] for one in together))
+                # Forward may need one of the results alone.
+                together = [node, *(user for user in node.users if user.target is operator.getitem)]
+                is_kept = decisions[node] or any(user in held or self._is_kept(user) for user in together[1:])
+                decisions |= dict.fromkeys(together, is_kept)
         for node in self._between(decisions):
             # Another result of an op that forward needs shares its decision.
             decisions[node] = node.target is operator.getitem and decisions[node.all_input_nodes[0]]
@@ -257,7 +259,7 @@ class _Tags:
         """Return what backward computes of tagged values alone, which could as well be computed, and saved, in forward."""
         found: dict[fx.Node, None] = {}
         for node in self.joint.graph.nodes:
-            if node.op == "call_function" and node not in self.needed and is_tensor(node):
+            if node.op == "call_function" and node not in self.needed and node not in tagged and is_tensor(node):
                 sources = node.all_input_nodes
                 if sources and all(source in tagged or source in found for source in sources):
                     found[node] = None
