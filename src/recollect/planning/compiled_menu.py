@@ -1,8 +1,8 @@
 """Choose a few sets of values that a compiled unit may keep, to be compiled and measured; and leave out what proves useless.
 
-Compiled code computes pointwise ops again nearly for free, fused into the ops of backward that read them; a reduction costs about
-what reading its input costs; products, attention and ops that the compiler cannot see into cost what they cost in the step. With
-these costs the minimum cuts of `hull.py` propose what to keep. Fusion makes the costs rough, so they only propose.
+Compiled code computes pointwise ops again nearly for free, fused into the ops of backward that read them; a reduction costs
+about what reading its input costs; products, attention and ops that the compiler cannot see into cost what they cost in the
+step. With these costs the minimum cuts of `hull.py` propose what to keep. Fusion makes the costs rough, so they only propose.
 """
 
 from __future__ import annotations
@@ -51,12 +51,8 @@ def compiled_menu(graph: UnitGraph) -> tuple[Keeps, ...]:
         >>> x, h = ValueRecord("x", 64, producer=None), ValueRecord("up.mm", 256, producer=0)
         >>> a = ValueRecord("act.silu", 256, producer=1, saved=True)
         >>> y = ValueRecord("down.mm", 64, producer=2, is_output=True)
-        >>> ops = (
-        ...     OpRecord("up.mm", (0,), (1,), 1.0),
-        ...     OpRecord("act.silu", (1,), (2,), 0.1),
-        ...     OpRecord("down.mm", (2,), (3,), 1.0),
-        ... )
-        >>> menu = compiled_menu(UnitGraph((x, h, a, y), ops))
+        >>> up, act = OpRecord("up.mm", (0,), (1,), 1.0), OpRecord("act.silu", (1,), (2,), 0.1)
+        >>> menu = compiled_menu(UnitGraph((x, h, a, y), (up, act, OpRecord("down.mm", (2,), (3,), 1.0))))
         >>> [[name for name, action in keeps.items() if action == "keep"] for keeps in menu]
         [['down.mm'], ['up.mm', 'down.mm']]
     """
@@ -74,7 +70,7 @@ def compiled_menu(graph: UnitGraph) -> tuple[Keeps, ...]:
 
 
 def keeps_of(graph: UnitGraph, kept: Collection[int]) -> dict[str, Action]:
-    """Return what a compiled unit does with each of its values, by name, if it keeps some, and drops all that it can of the others.
+    """Return what a compiled unit does with each of its values, by name, if it keeps some and drops what it can of the others.
 
     Args:
         graph: the unit.

@@ -61,8 +61,8 @@ class UnitSample:
     """One call of a unit: the module, not copied yet, and copies of what it got, of large tensors perhaps a part (`Excerpt`).
 
     `requires_grad`: for each leaf of the arguments, whether it did. `autocast`: the type to which it was cast; None if off.
-    `input_values`, `output_values`: for each leaf of the arguments, and each tensor returned, the index of the value that it is in
-    the unit's graph; -1 if it is none.
+    `input_values`, `output_values`: for each leaf of the arguments, and each tensor returned, the index of the value that it is
+    in the unit's graph; -1 if it is none.
     """
 
     call: int

@@ -1,7 +1,7 @@
 """Measure what repeated units take inside `torch.compile`, for each set of values that they may keep.
 
-A copy of each kind of unit is compiled for PyTorch's own choice and for each entry of `compiled_menu`. Its memory is traced in one
-run alone (`unit_trace.py`), which is exact, since identical layers run identical code; then all are timed in turn.
+A copy of each kind of unit is compiled for PyTorch's own choice and for each entry of `compiled_menu`. Its memory is traced in
+one run alone (`unit_trace.py`), which is exact, since identical layers run identical code; then all are timed in turn.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import FunctionType
@@ -22,6 +23,7 @@ from recollect.engine.compiled.compiled_engine import compile_forward
 from recollect.errors import NotYetError, RecordError
 from recollect.planning.compiled_menu import Keeps, compiled_menu, undominated
 from recollect.plans.paths import unit_words
+from recollect.plans.value_names import module_of, result_names, value_stem
 from recollect.profile.events import PEEK
 from recollect.profile.graph import UnitGraph
 from recollect.profile.profile import Profile
@@ -85,15 +87,17 @@ def with_variants(
     samples: Mapping[int, UnitSample],
     device: torch.device,
     *,
+    menu: Callable[[UnitGraph], Sequence[Keeps]] = compiled_menu,
     ranks: Ranks = ALONE,
     compiled: Callable[[str, float], object] = lambda path, compile_s: None,
 ) -> Profile:
-    """Return a profile whose repeated units have what they take inside `torch.compile`, and whose step is that with them compiled.
+    """Return a profile whose repeated units have variants, and whose step is that with these units compiled as PyTorch chooses.
 
     Args:
         profile: of a step outside the compiler; if several ranks recorded it, with common times.
         samples: for each graph, a call of a unit that has it, or has the same ops on as many bytes.
         device: where the step runs.
+        menu: what to compile of a unit, besides PyTorch's own choice.
         ranks: that recorded it together; units get variants if they do in all of them, with common times.
         compiled: called with a unit's path and the seconds that compiling it once took, for each variant.
 
@@ -117,8 +121,8 @@ def with_variants(
     for index in of_kind.pop(-1, ()):
         _warn(profile, [index], "a copy of it cannot run alone")
     graphs = list(profile.graphs)
-    menus = {kind: compiled_menu(graphs[indices[0]]) for kind, indices in of_kind.items()}
-    with stage("compiling units", total=sum(1 + len(menu) for menu in menus.values())) as done:
+    menus = {kind: menu(graphs[indices[0]]) for kind, indices in of_kind.items()}
+    with stage("compiling units", total=sum(1 + len(entries) for entries in menus.values())) as done:
         for kind, indices in of_kind.items():
 
             def note(compile_s: float, path: str = paths[indices[0]]) -> None:
@@ -246,7 +250,7 @@ def _compiled(
     module.zero_grad(set_to_none=True)
     if len(cuts) != 1:
         raise _CannotCompileError(f"it becomes {len(cuts)} graphs, expected one")
-    index_of = {value.name: index for index, value in enumerate(graph.values) if value.producer is not None}
+    index_of = _names_of(graph)
     kept = {index_of[name] for name in cuts[0].kept if name in index_of and name not in cuts[0].outputs}
     record = VariantRecord(
         kept=tuple(sorted(kept - set(trace.held))),
@@ -258,6 +262,19 @@ def _compiled(
         is_default=keeps is None,
     )
     return _Compiled(forward, record)
+
+
+def _names_of(graph: UnitGraph) -> dict[str, int]:
+    """Return the values by name, also by those that ops have which wrote in place and do not in compiled code."""
+    found: dict[str, int] = {}
+    counts: Counter[tuple[str, str]] = Counter()
+    for op in graph.ops:
+        module = module_of(op.name)
+        key = module, op.name.removeprefix(f"{module}.").partition("#")[0].rstrip("_")
+        stem = value_stem(*key, counts[key])
+        counts[key] += 1
+        found |= dict(zip(result_names(stem, len(op.outputs)), op.outputs, strict=True))
+    return found | {value.name: index for index, value in enumerate(graph.values) if value.producer is not None}
 
 
 def _with_own_code(forward: Callable[..., Any]) -> Callable[..., Any]:
