@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from recollect.integrations.megatron.rule import Rule
@@ -16,30 +16,44 @@ def _table(*rows: tuple[str, ...]) -> str:
     return "\n".join(lines) + "\n"
 
 
+# How values are shown of which settings; of those of the others, the name stands before them.
+_VALUES = {
+    **dict.fromkeys(("recompute_granularity", "recompute_method", "recompute_modules", "modules"), "{}"),
+    **dict.fromkeys(("offload_modules", "offloaded"), "offload of {}"),
+    **dict.fromkeys(("cuda_graph_modules", "captured"), "a graph of {}"),
+}
+
+
 def _words(rule: Rule) -> str:
     """Return the settings that break a rule, in words: those that are there with each other, without those that are not."""
     if rule.when:
         return rule.when
-    said = [_condition(given, rule.known).format(name) for name, given in rule.breaks.items()]
-    there = [words for words in said if not words.startswith("without ")]
-    return " ".join([" with ".join(there), *(words for words in said if words not in there)])
+    said = [_condition(name, given) for name, given in rule.breaks.items()]
+    first, *others = [words for words in said if not words.startswith("without ")]
+    there = f"{first} with {_listed(others, 'and')}" if others else first
+    return " ".join([there, *(words for words in said if words.startswith("without "))])
 
 
-def _condition(given: Any, known: Iterable[object]) -> str:
-    """Return a condition in words, with `{}` for the setting's name."""
+def _condition(name: str, given: Any) -> str:
     if isinstance(given, list):
-        return _either(given)
+        return _VALUES.get(name, f"`{name}` {{}}").format(_either(given))
     if isinstance(given, dict):
-        return f"without {_either((None, *known) if given['not'] == 'known' else given['not'])}"
+        is_known = given["not"] == "known"
+        return f"an unknown name in `{name}`" if is_known else f"another `{name}` than {_either(given['not'])}"
     if given in (True, "set"):
-        return "`{}`"
+        return f"`{name}`"
     if given in (False, "unset"):
-        return "without `{}`"
-    return f"`{{}}` {given.removeprefix('at most ')}"
+        return f"without `{name}`"
+    return f"`{name}` {given.removeprefix('at most ')}"
 
 
 def _either(values: Iterable[object]) -> str:
-    return " or ".join(f"`{value}`" for value in values)
+    return _listed([f"`{value}`" for value in values], "or")
+
+
+def _listed(words: Sequence[str], conjunction: str) -> str:
+    *first, last = words
+    return f"{', '.join(first)} {conjunction} {last}" if first else last
 
 
 def rules_table() -> str:

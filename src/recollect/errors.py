@@ -146,7 +146,8 @@ class ProfileFormatError(RecollectError, ValueError):
     """A profile file that is malformed or was written by a later version."""
 
 
-def _settings_text(settings: Mapping[str, object]) -> str:
+def settings_text(settings: Mapping[str, object]) -> str:
+    """Return settings as errors show them: "num_layers=2, fp8=None"."""
     return ", ".join(f"{name}={value!r}" for name, value in settings.items())
 
 
@@ -166,7 +167,7 @@ class ConfigError(RecollectError, ValueError):
         self.reason = reason
         self.advice = advice
         name = f" [{rule}]" if rule else ""
-        super().__init__(f"got {_settings_text(settings)}: {reason}. {advice}{name}")
+        super().__init__(f"got {settings_text(settings)}: {reason}. {advice}{name}")
 
 
 class NotYetError(RecollectError, NotImplementedError):
@@ -182,7 +183,7 @@ class NotYetError(RecollectError, NotImplementedError):
         self.settings = dict(settings)
         self.needs = needs
         self.advice = advice
-        super().__init__(f"got {_settings_text(settings)}: not yet: {needs}. {advice}")
+        super().__init__(f"got {settings_text(settings)}: not yet: {needs}. {advice}")
 
 
 class BudgetTooSmallError(RecollectError, ValueError):

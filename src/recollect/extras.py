@@ -1,7 +1,5 @@
 """The packages that only parts of recollect need, and the extra of recollect that brings each of them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final

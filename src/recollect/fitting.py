@@ -1,7 +1,5 @@
 """`fit`: record, plan and apply in one call, and say so when the loop then does what the planned step did not."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -163,11 +161,9 @@ def fit(
 
     Example:
         >>> import torch, recollect
-        >>> from recollect.lab.models.architectures import llama_config
-        >>> from recollect.lab.models.gpt import GPTModel
-        >>> model = GPTModel(llama_config(num_layers=4, hidden_size=64, num_attention_heads=4, vocab_size=128))
-        >>> tokens = torch.randint(0, 128, (4, 64))
-        >>> plan = recollect.fit(model, {"tokens": tokens, "labels": tokens}, budget="70%")
+        >>> from torch import nn
+        >>> model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in range(4)))
+        >>> plan = recollect.fit(model, torch.randn(256, 32), budget="70%", loss_fn=torch.sum)
         >>> plan.predicted_peak_bytes <= plan.budget_bytes
         True
     """

@@ -4,8 +4,6 @@ GiB is 2**30 bytes, GB is 10**9 bytes, and so on; a lone "G" could mean either a
 are plain ints and seconds plain floats.
 """
 
-from __future__ import annotations
-
 import math
 import operator
 import re

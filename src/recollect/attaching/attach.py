@@ -1,7 +1,5 @@
 """`attach`: one line in any training loop."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -89,15 +87,12 @@ def attach(
 
     Example:
         >>> import torch, recollect
-        >>> from recollect.lab.models.architectures import llama_config
-        >>> from recollect.lab.models.gpt import GPTModel
-        >>> model = GPTModel(llama_config(num_layers=4, hidden_size=64, num_attention_heads=4, vocab_size=128))
+        >>> from torch import nn
+        >>> model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in range(4)))
         >>> optimizer = torch.optim.AdamW(model.parameters())
         >>> attached = recollect.attach(model, optimizer, budget="80%", log=lambda line: None)
-        >>> for length in (32, 48, 32):
-        ...     tokens = torch.randint(0, 128, (4, length))
-        ...     out = model(tokens=tokens, labels=tokens)
-        ...     out.loss.backward()
+        >>> for batch_size in (256, 384, 256):
+        ...     model(torch.randn(batch_size, 32)).sum().backward()
         ...     optimizer.step()
         ...     optimizer.zero_grad()
         >>> attached.recorded_steps

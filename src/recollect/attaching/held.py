@@ -3,8 +3,6 @@
 Each call of the model is held against that plan: the runs of its units, and what it held before under the same plan.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 import time

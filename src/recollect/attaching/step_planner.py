@@ -1,7 +1,5 @@
 """Plan steps that were recorded, and see to it that steps get a plan which did what no plan foresees."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

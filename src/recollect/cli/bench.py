@@ -31,10 +31,6 @@ _TABLE_WIDTH = 240
 def run_bench(command: Bench, console: Console) -> int:
     """Measure settings, compare them with golden results, print and write them.
 
-    Args:
-        command: the flags.
-        console: where the table goes.
-
     Returns:
         1 if there is a regression, else 0.
 

@@ -301,12 +301,23 @@ class Explain:
 
 @dataclass(frozen=True, kw_only=True)
 class Doctor:
-    """Name what went wrong in a training run, why, and what to do, from its log, its settings, or a memory snapshot."""
+    """Name what went wrong in a training run, why, and what to do, from its log, its settings, or a memory snapshot.
+
+    The exit status is 0 if something was recognised, 1 if nothing was, 2 if a file cannot be read.
+    """
 
     files: Positional[tuple[Path, ...]] = ()
     """Logs or tracebacks, configurations (YAML, JSON, TOML, scripts with flags), snapshots of torch.cuda.memory._dump_snapshot;
     files of one run are judged together. - or nothing: standard input."""
     json: bool = False
     """Print JSON instead of text."""
+    debug: bool = False
+    """Show the traceback of an error."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Env:
+    """Print what a bug report needs: versions, devices, memory, allocators, and the environment variables that matter."""
+
     debug: bool = False
     """Show the traceback of an error."""

@@ -32,10 +32,6 @@ _WHOLE_WORDS: Any = {"break_long_words": False, "break_on_hyphens": False}
 def run_doctor(command: Doctor, console: Console) -> int:
     """Diagnose, and print what was recognised.
 
-    Args:
-        command: the flags.
-        console: where the report goes.
-
     Returns:
         The exit status: 0 if something was recognised, 1 if not.
 

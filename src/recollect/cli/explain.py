@@ -148,10 +148,6 @@ def _function_name(value: Any) -> Any:
 def run_explain(command: Explain, console: Console) -> None:
     """Record a step, plan it as configured and by budget, print both plans layer by layer, and write the numbers.
 
-    Args:
-        command: the flags.
-        console: where the tables go.
-
     Raises:
         RecollectError: the configuration cannot be read or clashes, or recording fails.
     """

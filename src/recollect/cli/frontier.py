@@ -14,9 +14,9 @@ import recollect
 from recollect.byte_format import format_bytes
 from recollect.cli.commands import DrawFrontier
 from recollect.cli.common import check_pictures, describe_step, step_recorder
-from recollect.pictures.curves import percent
 from recollect.pictures.page import name_points, write_frontier_page
 from recollect.pictures.png import draw_frontier
+from recollect.pictures.words import percent
 from recollect.planning.frontier import Frontier
 from recollect.printing import print_line
 from recollect.quantities import parse_bytes
@@ -24,10 +24,6 @@ from recollect.quantities import parse_bytes
 
 def run_frontier(command: DrawFrontier, console: Console) -> None:
     """Record a step, compute the frontier, print it as a table and draw it.
-
-    Args:
-        command: the flags.
-        console: where the table goes.
 
     Raises:
         RecollectError: a package for a picture is missing, a file cannot be written, or recording fails.

@@ -22,9 +22,9 @@ from recollect.integrations.torchtitan_settings import nearest_policy, torchtita
 from recollect.lab.train.optimizer_step import resolve_device
 from recollect.measuring.device_memory import memory_bytes
 from recollect.measuring.host_memory import check_host_budget
-from recollect.pictures.curves import percent
 from recollect.pictures.page import write_plan_page
 from recollect.pictures.png import draw_memory
+from recollect.pictures.words import percent
 from recollect.planning.batch_search import MAX_SIZE, LargestBatch, TriedSize, search_batches
 from recollect.planning.frontier import prices
 from recollect.planning.loss_chunks import plan_with_chunks
@@ -36,10 +36,6 @@ from recollect.quantities import check_budget, parse_bytes
 
 def run_plan(command: MakePlan, console: Console) -> None:
     """Record a step, plan it, print the plan and write it; with `--largest` that of the largest step that fits.
-
-    Args:
-        command: the flags.
-        console: where the plan goes.
 
     Raises:
         RecollectError: a file cannot be written, a package for a picture is missing, or recording or planning fails.
@@ -104,10 +100,6 @@ _MULTIPLES = {"micro-batch": 1, "seq-length": 64}
 
 def run_largest(command: MakePlan, console: Console) -> None:
     """Record steps of a few sizes on fake tensors, print which fit, and write the plan of the largest.
-
-    Args:
-        command: the flags, `largest` among them.
-        console: where the tables go.
 
     Raises:
         RecollectError: the plan cannot be written, not even the smallest size fits, or recording fails.

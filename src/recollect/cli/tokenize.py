@@ -14,10 +14,6 @@ from recollect.printing import print_line
 def run_tokenize(command: Tokenize, console: Console) -> None:
     """Tokenize the documents and write them as an indexed dataset.
 
-    Args:
-        command: the flags.
-        console: where the summary goes.
-
     Raises:
         RecollectError: the files already exist or cannot be written, or data or tokenizer cannot be read.
     """

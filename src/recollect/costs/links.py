@@ -12,8 +12,6 @@ The GH200 has NVLink 4 where 32 of them are connected by switches; where four sh
 connects a device with its host's memory is in `hardware_table.py`.
 """
 
-from __future__ import annotations
-
 import difflib
 from collections import Counter
 from collections.abc import Sequence

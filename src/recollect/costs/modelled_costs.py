@@ -3,8 +3,6 @@
 See `op_costs.py` for ops that really run, `op_work.py` for the work of an op, `roofline.py` for its time.
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence

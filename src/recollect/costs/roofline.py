@@ -15,8 +15,6 @@ References:
     NVIDIA, "Matrix Multiplication Background User's Guide", sections on tile and wave quantization.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from recollect.costs.hardware import Hardware, Kind

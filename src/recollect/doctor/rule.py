@@ -136,7 +136,7 @@ class Rule:
 
     Attributes:
         name: as in findings.
-        sees: what the rule goes by, in words.
+        sees: what the rule goes by, in words; by default the pattern.
         problem: what goes wrong. It, `cause` and `fix` may have {names} of numbers, filled in when the problem is found.
         cause: why.
         fix: what to do, the best first.
@@ -202,7 +202,9 @@ def _read(name: str) -> tuple[Rule, ...]:
     text = (resources.files("recollect.doctor") / "rules" / f"{name}.yaml").read_text(encoding="utf-8")
     # In C if PyYAML has that, which takes 3 ms for all rules; else 50.
     entries = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    return tuple(Rule(**{**entry, "fix": tuple(entry["fix"])}) for entry in entries)
+    return tuple(
+        Rule(**{"sees": f'"{entry.get("pattern")}"', **entry, "fix": tuple(entry["fix"])}) for entry in entries
+    )
 
 
 TOPICS: dict[str, tuple[Rule, ...]] = {

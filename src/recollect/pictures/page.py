@@ -5,8 +5,6 @@ paths and value names are untrusted text: the page holds them as JSON that canno
 them as text.
 """
 
-from __future__ import annotations
-
 import base64
 import gzip
 import html
@@ -25,16 +23,9 @@ import numpy as np
 from recollect.byte_format import format_bytes, least_amount
 from recollect.errors import RecollectError
 from recollect.extras import needed
-from recollect.pictures.curves import (
-    bound_corners,
-    byte_unit,
-    classics_of,
-    describe_profile,
-    memory_curve,
-    percent,
-    time_unit_of,
-)
+from recollect.pictures.curves import memory_curve
 from recollect.pictures.style import CATEGORY_COLORS
+from recollect.pictures.words import bound_corners, byte_unit, classics_of, describe_profile, percent, time_unit_of
 from recollect.planning.classic import classic_plan
 from recollect.planning.frontier import Frontier, FrontierPoint
 from recollect.plans.plan import Plan

@@ -1,7 +1,5 @@
 """Draw PNG pictures: the frontier, and the memory of one plan over time; labels cover neither marks nor each other."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Sequence
@@ -12,18 +10,7 @@ from typing import Any
 import numpy as np
 
 from recollect.byte_format import format_bytes
-from recollect.pictures.curves import (
-    MemoryCurve,
-    Span,
-    TimeUnit,
-    bound_corners,
-    byte_unit,
-    classics_of,
-    describe_profile,
-    memory_curve,
-    percent,
-    time_unit_of,
-)
+from recollect.pictures.curves import MemoryCurve, Span, TimeUnit, memory_curve
 from recollect.pictures.style import (
     BOUND,
     CATEGORY_COLORS,
@@ -35,6 +22,7 @@ from recollect.pictures.style import (
     save_png,
     set_title,
 )
+from recollect.pictures.words import bound_corners, byte_unit, classics_of, describe_profile, percent, time_unit_of
 from recollect.planning.classic import classic_plan
 from recollect.planning.frontier import Frontier
 from recollect.plans.plan import Plan

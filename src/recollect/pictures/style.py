@@ -4,8 +4,6 @@ The colours are Paul Tol's "bright" scheme, distinguishable by people with colou
 (https://sronpersonalpages.nl/~pault/), and greys for memory that is alive through the whole step.
 """
 
-from __future__ import annotations
-
 from io import BytesIO
 from pathlib import Path
 from typing import Any

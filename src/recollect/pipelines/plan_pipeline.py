@@ -1,7 +1,5 @@
 """`plan_pipeline`: a plan for each stage of a pipeline, under one budget for each device."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache, partial

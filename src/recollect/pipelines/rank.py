@@ -3,8 +3,6 @@
 Also the buffers through which stages exchange what they make, where torch makes them when they are needed (since 2.15).
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

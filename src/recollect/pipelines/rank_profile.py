@@ -1,7 +1,5 @@
 """Put the recorded micro-batches of a rank's stages together, in the order of its schedule, as one step to plan."""
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -73,6 +71,11 @@ def rank_step(rank: Rank) -> RankStep:
         calibration_bytes=max(stage.recorded.whole.profile.calibration_bytes for stage in rank.stages),
         model_class=f"stages {', '.join(map(str, numbers))} of a pipeline",
         batch=f"{rank.num_micro_batches} micro-batches",
+        class_names=tuple(
+            (unit_path(stage.recorded.number, path), name)
+            for stage in rank.stages
+            for path, name in stage.recorded.whole.profile.class_names
+        ),
     )
     return RankStep(profile, tuple(writer.forwards), tuple(writer.starts))
 
@@ -82,7 +85,7 @@ def stage_plan(plan: Plan, number: int, profile: Profile) -> Plan:
     units = {
         call.path: plan.units[path] for call in profile.calls if (path := unit_path(number, call.path)) in plan.units
     }
-    return replace(plan, units=units, loss_chunks=profile.loss_chunks)
+    return replace(plan, units=units, loss_chunks=profile.loss_chunks, class_names=profile.class_names)
 
 
 def unit_path(number: int, path: str) -> str:

@@ -1,7 +1,5 @@
 """`split_pipeline`: which layers go to which stage, chosen together with the plans."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache

@@ -19,8 +19,8 @@ from recollect.byte_format import format_bytes
 from recollect.errors import PlanError, PlanFormatError
 from recollect.fields import Field, read_document, read_file
 from recollect.plans.action import OUTPUT_ACTIONS, Action, EngineChoice
-from recollect.plans.paths import compress_paths, expand_paths, is_plain
-from recollect.plans.text import changed_units, unit_table
+from recollect.plans.paths import compress_paths, expand_classes, expand_paths, is_plain
+from recollect.plans.text import changed_units, unit_table, wrap
 from recollect.plans.trip import Trip
 from recollect.plans.unit_plan import UnitPlan
 
@@ -55,6 +55,8 @@ class Plan:
         host_wait_slowdown: the part of `predicted_slowdown` in which the step waits for copies.
         low_factor, high_factor: of `predicted_slowdown`: as little and as much as the rounds say in which units were timed;
             None if they were not, as in a fake profile.
+        class_names: of modules that have a number for a name, as in an `nn.Sequential`: (path, class), in which a path may
+            have a range. Only shown beside the names.
 
     Raises:
         PlanError: a negative number of bytes, a slowdown that is negative or not finite, or fewer than one chunk.
@@ -87,6 +89,7 @@ class Plan:
     host_wait_slowdown: float | None = None
     low_factor: float | None = None
     high_factor: float | None = None
+    class_names: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "units", MappingProxyType(dict(self.units)))
@@ -106,6 +109,10 @@ class Plan:
                 raise PlanError(f"{name}: got {rate}, expected a finite number above 0")
         if self.loss_chunks < 1:
             raise PlanError(f"loss_chunks: got {self.loss_chunks}, expected 1 or more")
+        try:
+            expand_classes(self.class_names)
+        except ValueError as problem:
+            raise PlanError(f"class_names: {problem}") from None
 
     def __hash__(self) -> int:
         numbers = (self.budget_bytes, self.predicted_peak_bytes, self.loss_chunks)
@@ -120,9 +127,10 @@ class Plan:
     def to_text(self, columns: int = _COLUMNS) -> str:
         """Return what `print(plan)` shows, in lines of at most so many columns."""
         loss = _chunks(self.loss_chunks) if self.loss_chunks > 1 else ""
-        return "\n".join([*unit_table(self.units, loss=loss, columns=columns), *self._prediction()])
+        classes = expand_classes(self.class_names)
+        return "\n".join([*unit_table(self.units, classes, loss=loss, columns=columns), *self._prediction(columns)])
 
-    def _prediction(self) -> list[str]:
+    def _prediction(self, columns: int) -> list[str]:
         sizes, times = [], []
         if self.predicted_peak_bytes is not None:
             sizes.append(f"predicted peak {_bytes(self.predicted_peak_bytes)}")
@@ -140,7 +148,11 @@ class Plan:
             hosts.append(f"predicted host memory {_bytes(self.predicted_host_bytes)}")
         if self.host_budget_bytes is not None:
             hosts.append(f"host budget {_bytes(self.host_budget_bytes)}")
-        return [*(", ".join(part) for part in (sizes, hosts, times) if part), *([self.note] if self.note else [])]
+        lines = []
+        for parts in (sizes, hosts, times):
+            line = ", ".join(parts)
+            lines += [line] if len(line) <= columns else parts
+        return [part for line in (*lines, self.note) for part in wrap(line, columns, hang="    ")]
 
     @property
     def slowdown_range(self) -> tuple[float, float] | None:
@@ -170,7 +182,8 @@ class Plan:
 
     def diff(self, other: Plan) -> str:
         """Describe what changes from this plan to `other`, as text."""
-        lines = changed_units(self.units, other.units, columns=_COLUMNS)
+        classes = expand_classes(other.class_names or self.class_names)
+        lines = changed_units(self.units, other.units, classes, columns=_COLUMNS)
         for what, before, after in (
             ("budget", _bytes(self.budget_bytes), _bytes(other.budget_bytes)),
             ("predicted peak", _bytes(self.predicted_peak_bytes), _bytes(other.predicted_peak_bytes)),
@@ -191,7 +204,8 @@ class Plan:
             if number is not None or not ("host" in name or "factor" in name)
         }
         version = _VERSION if self.offloads else 1
-        document = {"format": _FORMAT, "version": version, **numbers, "units": _encode_units(self.units)}
+        names = {"class_names": dict(class_names)} if (class_names := numbers.pop("class_names")) else {}
+        document = {"format": _FORMAT, "version": version, **numbers, "units": _encode_units(self.units), **names}
         return json.dumps(document, indent=2, allow_nan=False) + "\n"
 
     @classmethod

@@ -1,7 +1,5 @@
 """Defines `UnitPlan`: what happens to each value of one unit, by name; and what processes have to agree on of such plans."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

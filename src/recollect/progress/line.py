@@ -1,7 +1,5 @@
 """The line of the terminal that shows the stages: text, a bar where parts are counted, and the time so far."""
 
-from __future__ import annotations
-
 import sys
 import threading
 import time

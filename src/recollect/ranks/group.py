@@ -221,8 +221,7 @@ class _Meeting:
             self._group = dist.new_group(
                 list(self._ranks), backend="gloo", use_local_synchronization=True, group_desc="recollect"
             )
-        group: dist.ProcessGroup = self._group
-        return group
+        return self._group
 
 
 _meetings: dict[tuple[int, ...], _Meeting] = {}

@@ -31,7 +31,7 @@ from recollect.profile.profile import Profile, block_bytes
 from recollect.profile.repeated_steps import fold
 from recollect.quantities import parse_budget
 from recollect.recording.assemble import assemble
-from recollect.recording.find_units import Unit
+from recollect.recording.find_units import Unit, class_names
 from recollect.recording.next_step import Leftovers, Phases, Returns, leftovers, with_last_step
 from recollect.recording.optimizer_step import OptimizerStep, still_to_come
 from recollect.recording.optimizers import Optimizers, state_tensors
@@ -278,6 +278,7 @@ class StepRecording:
             fake=modelled is not None,
             torch_version=torch.__version__,
             model_class=type(self.model).__name__,
+            class_names=class_names(self.model),
             batch=batch,
             loss_chunks=loss_chunks,
             outputs=tuple(self.returns.deaths()),

@@ -122,6 +122,7 @@ def simulated_plan(profile: Profile, plan: Plan, simulation: Simulation) -> Plan
         # How sure times of compiled units are, is not known.
         low_factor=None if plan.is_compiled else profile.low_factor or None,
         high_factor=None if plan.is_compiled else profile.high_factor or None,
+        class_names=profile.class_names,
     )
 
 

@@ -19,12 +19,13 @@ from numpy.typing import NDArray
 from recollect.arguments import check_kind
 from recollect.byte_format import format_bytes
 from recollect.plans.plan import Plan
-from recollect.plans.text import label_paths, summarise_names
+from recollect.plans.text import label_paths
 from recollect.profile.events import BACKWARD, FORWARD, OPTIMIZER
 from recollect.profile.profile import Profile, kind_text
 from recollect.simulation.decisions import decide
 from recollect.simulation.lifetimes import LOSS, Lifetime, Lifetimes, lifetimes
-from recollect.simulation.playback import COMPILED, GENERATOR, OUTSIDE
+from recollect.simulation.playback import OUTSIDE
+from recollect.simulation.storage_names import StorageNames
 
 CATEGORIES = {
     "parameters": "the weights; there before the step",
@@ -318,60 +319,22 @@ def _alive_at(profile: Profile, lives: Lifetimes, categories: _Categories, momen
     ]
     if lives.phases[moment] != OPTIMIZER:
         items.append(AliveItem("calibration", "measured beyond the simulation", profile.calibration_bytes))
-    paths_of: dict[tuple[str, str, str], dict[str, None]] = {}
-    bytes_of: dict[tuple[str, str, str], int] = {}
-    names = _ShortNames(profile)
+    paths_of: dict[tuple[str, str, str, str], dict[str, None]] = {}
+    bytes_of: dict[tuple[str, str, str, str], int] = {}
+    names = StorageNames(profile, lives)
     for storage in lives.storages:
         if storage.born <= moment and not 0 <= storage.died <= moment:
             category, path = categories.of(storage), ""
             if storage.owner[0] >= 0:
                 path = profile.calls[storage.owner[0]].path
-            key = (category, re.sub(r"\d+", "*", path), names.of(storage, category, lives))
+            key = (category, re.sub(r"\d+", "*", path), names.classes.get(path, ""), names.of(storage, category))
             paths_of.setdefault(key, {})[path] = None
             bytes_of[key] = bytes_of.get(key, 0) + storage.nbytes
-    for (category, pattern, name), paths in paths_of.items():
-        nbytes = bytes_of[category, pattern, name]
-        unit = pattern if len(paths) > 1 else next(iter(paths))
-        items.append(AliveItem(category, f"{label_paths(list(paths))} {name}".strip(), nbytes, unit))
+    for key, paths in paths_of.items():
+        category, pattern, kind, name = key
+        unit = (pattern if len(paths) > 1 else next(iter(paths))) + (f" ({kind})" if kind else "")
+        label = label_paths(list(paths), names.classes)
+        items.append(AliveItem(category, f"{label} {name}".strip(), bytes_of[key], unit))
     order = {category: number for number, category in enumerate(CATEGORIES)}
     items.sort(key=lambda item: (order[item.category], -item.nbytes, item.name))
     return tuple(item for item in items if item.nbytes)
-
-
-class _ShortNames:
-    """Names storages for people to read."""
-
-    def __init__(self, profile: Profile) -> None:
-        self._profile = profile
-        self._of_graph: dict[int, dict[str, str]] = {}
-
-    def of(self, storage: Lifetime, category: str, lives: Lifetimes) -> str:
-        """Return a storage's name, without the path of its unit."""
-        owner, index = storage.owner
-        if storage.op is not None:
-            op = "an op of backward" if lives.phases[storage.born] == BACKWARD else "an op outside of the units"
-            return f"while {storage.op or op} runs"
-        if owner == GENERATOR:
-            return "states of the random generator"
-        if owner == COMPILED:
-            return "what compiled code keeps besides"
-        if owner == OUTSIDE:
-            return self._outside(category, int(lives.phases[storage.born]))
-        graph = self._profile.calls[owner].graph
-        if graph not in self._of_graph:
-            marks = {v.name: v.name for v in self._profile.graphs[graph].values if v.producer is not None}
-            self._of_graph[graph] = {name: " ".join(short) for name, short in summarise_names(marks).items()}
-        name = self._profile.graphs[graph].values[index].name
-        short = self._of_graph[graph].get(name, name)
-        # "all" means that this is the unit's only value.
-        return short if short != "all" else name.rpartition(".")[2]
-
-    @staticmethod
-    def _outside(category: str, phase: int) -> str:
-        if category == "gradients":
-            return "gradients of the last step" if phase == FORWARD else "gradients of parameters"
-        if phase == LOSS:
-            return "the loss, and what it saves"
-        if phase == BACKWARD:
-            return "gradients of values, and other results of backward"
-        return "temporaries of the optimizer step" if phase == OPTIMIZER else "what runs between the units"

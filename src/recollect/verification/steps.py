@@ -1,7 +1,5 @@
 """Run the step to verify, again and again from the same state: that of the commonest loop, or the user's own."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
 import torch
@@ -93,13 +93,11 @@ def verify(
 
     Example:
         >>> import torch, recollect
-        >>> from recollect.lab.models.architectures import llama_config
-        >>> from recollect.lab.models.gpt import GPTModel
-        >>> model = GPTModel(llama_config(num_layers=2, hidden_size=32, num_attention_heads=2, vocab_size=64))
-        >>> tokens = torch.randint(0, 64, (2, 32))
-        >>> batch = {"tokens": tokens, "labels": tokens}
-        >>> plan = recollect.classic_plan(recollect.record(model, batch), "full")
-        >>> recollect.verify(model, batch, plan).equal
+        >>> from torch import nn
+        >>> model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in range(4)))
+        >>> x = torch.randn(8, 32)
+        >>> plan = recollect.classic_plan(recollect.record(model, x, loss_fn=torch.sum), "full")
+        >>> recollect.verify(model, x, plan, loss_fn=torch.sum).equal
         True
     """
     check_step(model, batch, step, "verify(model, batch, plan)")
@@ -151,27 +149,20 @@ def _all_fit(ranks: Ranks, model: nn.Module, batch: Any, optimizer: Optimizers, 
     return ranks.all_of([not usable_bytes or peak_bytes <= usable_bytes], Place.START)[0]
 
 
+@dataclass(eq=False)
 class _Check:
-    def __init__(
-        self,
-        step: VerifiedStep,
-        batch: Any,
-        optimizer: Optimizers,
-        others: OtherAllocations,
-        ranks: Ranks,
-        *,
-        is_timed: bool,
-    ) -> None:
-        self.step = step
-        self.is_timed = is_timed
-        self.ranks = ranks
-        self.model = step.model
-        self.batch = batch
-        self.device = step.device
-        self.optimizer_bytes = record_optimizer_step(optimizer, self.device).state_bytes
-        self.others = others
+    step: VerifiedStep
+    batch: Any
+    optimizer: Optimizers
+    others: OtherAllocations
+    ranks: Ranks
+    is_timed: bool
+
+    def __post_init__(self) -> None:
+        self.model, self.device = self.step.model, self.step.device
+        self.optimizer_bytes = record_optimizer_step(self.optimizer, self.device).state_bytes
         # On CUDA they are among the others.
-        buckets = GradientBuckets(step.model, may_communicate=True)
+        buckets = GradientBuckets(self.model, may_communicate=True)
         self.buckets_bytes = sum(buckets.sizes_bytes) if self.device.type == "cpu" else 0
 
     def by_step(self, plan: Plan) -> Report:

@@ -18,10 +18,11 @@ import torch
 import recollect
 from hostile_names import EVIL, evil_profile
 from recollect.errors import RecollectError
-from recollect.pictures.curves import bound_corners, classics_of, describe_profile, memory_curve
+from recollect.pictures.curves import memory_curve
 from recollect.pictures.page import write_frontier_page, write_plan_page
 from recollect.pictures.png import Mark, draw_frontier, draw_memory, place_labels
 from recollect.pictures.style import CATEGORY_COLORS, new_figure
+from recollect.pictures.words import bound_corners, classics_of, describe_profile
 from recollect.planning.bound import LowerBound
 from recollect.planning.frontier import Frontier, FrontierPoint
 from recollect.plans.plan import Plan

@@ -120,7 +120,7 @@ class PlanPartitioner(CustomPartitionerFn):
         merge_equal_nodes(joint)
         names = {node: by_node_name[node.name] for node in joint.graph.nodes if node.name in by_node_name}
         if self._words is not None:
-            _Tags(joint, names, words, self._units, num_outputs).set()
+            _Tags(joint, names, words, self._units, num_outputs).attach()
             self._warn_of_missing([name for name in words if name not in found])
         return names
 
@@ -158,8 +158,8 @@ class PlanPartitioner(CustomPartitionerFn):
         if names and self._is_first("missing"):
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             warn_user(
-                f"the plan does not fit the compiled code: it names {names[0]!r}{more}, which is not computed there. The step is "
-                "exact, but may need more memory than predicted. Record the model again with this version of PyTorch, and make "
+                f"the plan does not fit the compiled code: it names {names[0]!r}{more}, which is not computed there. The step "
+                "is exact, but may need more memory than predicted. Record the model again with this version of PyTorch, and make "
                 "a new plan.",
                 PlanMismatchWarning,
             )
@@ -167,8 +167,8 @@ class PlanPartitioner(CustomPartitionerFn):
     def _warn_of_failure(self, error: Exception) -> None:
         if self._is_first("failed"):
             warn_user(
-                f"cannot carry out the plan inside torch.compile: {type(error).__name__}: {error}. What is kept is PyTorch's own "
-                "choice, on every rank alike: the step is exact, but its peak is not as predicted.",
+                f"cannot carry out the plan inside torch.compile: {type(error).__name__}: {error}. What is kept is PyTorch's "
+                "own choice, on every rank alike: the step is exact, but its peak is not as predicted.",
                 PlanMismatchWarning,
             )
 
@@ -233,7 +233,7 @@ class _Tags:
         self.outputs = [node for node in _results(joint)[:num_outputs] if node is not None]
         self.needed = _needed_by(joint, self.outputs)
 
-    def set(self) -> None:
+    def attach(self) -> None:
         """Tag what forward needs."""
         held = self._held()
         decisions = {node: node in held or self._is_kept(node) for node in self.needed if self._may_tag(node)}

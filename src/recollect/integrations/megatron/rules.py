@@ -39,10 +39,6 @@ def _types(config: RecomputeSettings) -> Clash | None:
     return None
 
 
-def _num_layers_in_range(config: RecomputeSettings, setting: TrainingSetting) -> Clash | None:
-    return None if setting.num_layers is None else num_layers_clash(config, chunk_sizes(setting, setting.num_layers))
-
-
 def num_layers_clash(config: RecomputeSettings, sizes: list[int]) -> Clash | None:
     """Return the clash if more layers should be recomputed than the largest model chunk has."""
     value = config.recompute_num_layers
@@ -145,7 +141,9 @@ _ALONE: Final[Mapping[str, Callable[[RecomputeSettings], Broken]]] = {
 """By the configuration alone."""
 
 _WITHIN: Final[Mapping[str, Callable[[RecomputeSettings, TrainingSetting], Broken]]] = {
-    "num-layers-range": _num_layers_in_range,
+    "num-layers-range": lambda config, setting: (
+        setting.num_layers is not None and num_layers_clash(config, chunk_sizes(setting, setting.num_layers))
+    ),
     "offload-num-layers": _every_layer,
     "offload-v1": lambda config, setting: (
         config.fine_grained_activation_offloading

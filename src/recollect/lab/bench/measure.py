@@ -155,10 +155,9 @@ class SwitchablePlan:
 
     Example:
         >>> import recollect
-        >>> from recollect.lab.models.architectures import llama_config
-        >>> from recollect.lab.models.gpt import GPTModel
-        >>> model = GPTModel(llama_config(num_layers=2, hidden_size=32, num_attention_heads=2, vocab_size=64))
-        >>> plan = recollect.Plan({"decoder.layers.0": recollect.UnitPlan({"mlp.activation_func.silu": "recompute"})})
+        >>> from torch import nn
+        >>> model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in range(4)))
+        >>> plan = recollect.Plan({"0": recollect.UnitPlan({"1.gelu": "recompute"})})
         >>> plans = [SwitchablePlan(recollect.apply(model, plan)) for _ in range(2)]
         >>> with plans[0].on():
         ...     pass

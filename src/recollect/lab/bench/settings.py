@@ -1,7 +1,5 @@
 """Settings to measure side by side: no recompute, Megatron's recompute settings, or a memory budget. Imports no torch."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -12,8 +12,6 @@ Shape legend: B batch   T, S positions, of queries and of keys   D hidden_size  
 Rotary positions (Su et al. 2021, arXiv 2104.09864) rotate pairs of query and key channels by their position.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import NamedTuple
 
@@ -118,8 +116,7 @@ class SelfAttention(nn.Module):
             q_BTHC, k_BTKC = rotate(q_BTHC, rotary), rotate(k_BTKC, rotary)
             # Copy: as a view, the value would keep the unrotated queries and keys alive, which backward does not need.
             v_BTKC = v_BTKC.contiguous()
-        out_BTD: Tensor = self.linear_proj(self.core_attention(q_BTHC, k_BTKC, v_BTKC))
-        return out_BTD
+        return self.linear_proj(self.core_attention(q_BTHC, k_BTKC, v_BTKC))
 
 
 class UpProjection(nn.Module):
@@ -204,8 +201,7 @@ class LatentAttention(nn.Module):
         q_BTQ = self.q_layernorm(self.linear_q_down_proj(x_BTD))
         kv_BTL, k_BTR = self.linear_kv_down_proj(x_BTD).split(self.key_value_sizes, dim=-1)
         q_BTHC, k_BTHC, v_BTHE = self.qkv_up_proj(q_BTQ, self.kv_layernorm(kv_BTL), k_BTR, rotary)
-        out_BTD: Tensor = self.linear_proj(self.core_attention(q_BTHC, k_BTHC, v_BTHE))
-        return out_BTD
+        return self.linear_proj(self.core_attention(q_BTHC, k_BTHC, v_BTHE))
 
 
 class FusedCoreAttention(nn.Module):

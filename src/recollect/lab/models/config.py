@@ -12,14 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from recollect.lab.models.config_checks import (
-    FP8_FIELDS,
-    check_attention,
-    check_experts,
-    check_fp8,
-    check_ranges,
-    refuse,
-)
+from recollect.lab.models import config_checks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,13 +161,13 @@ class TransformerConfig:
         vars(self).update(derived, _derived=frozenset(derived))  # not a field: it does not describe the model
         if not isinstance(self.moe_layer_freq, int):
             vars(self)["moe_layer_freq"] = tuple(self.moe_layer_freq)
-        check_ranges(self)
+        config_checks.check_ranges(self)
         if self.hidden_size % self.num_attention_heads and "kv_channels" in derived:
             expected = f"a multiple of num_attention_heads = {self.num_attention_heads}, or kv_channels set"
-            refuse("hidden_size", self.hidden_size, expected)
-        check_attention(self)
-        check_experts(self)
-        check_fp8(self)
+            config_checks.refuse("hidden_size", self.hidden_size, expected)
+        config_checks.check_attention(self)
+        config_checks.check_experts(self)
+        config_checks.check_fp8(self)
 
     def changed(self, **changes: Any) -> TransformerConfig:
         """Return a configuration with changed fields; unlike `dataclasses.replace`, derive again what was derived.
@@ -227,7 +220,7 @@ class TransformerConfig:
         is_left = min(layer, self.num_layers - 1) >= last or layer < self.num_layers_at_start_in_bf16
         if self.fp8 is None or not (self.first_last_layers_bf16 and is_left):
             return self
-        return self.changed(**{f.name: f.default for f in fields(self) if f.name in FP8_FIELDS})
+        return self.changed(**{f.name: f.default for f in fields(self) if f.name in config_checks.FP8_FIELDS})
 
     @property
     def scaled_init_method_std(self) -> float:

@@ -1,7 +1,5 @@
 """What fields of a model's configuration, a `TransformerConfig`, may be, alone and together. Imports no torch."""
 
-from __future__ import annotations
-
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 FP8_MULTIPLES = {"delayed": 16, "tensorwise": 16, "blockwise": 128, "mxfp8": 32}

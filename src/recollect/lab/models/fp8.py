@@ -113,8 +113,7 @@ class Fp8Product(nn.Module):
             number = _numbers[self] = _next_number()
             _products[number] = self
         tensors = itertools.chain.from_iterable((*inputs, *weights))
-        out: Tensor = _Product.apply(x_NI, weight, *tensors, expert_N, ends_E, number)  # type: ignore[no-untyped-call]
-        return out
+        return _Product.apply(x_NI, weight, *tensors, expert_N, ends_E, number)  # type: ignore[no-untyped-call]
 
     def casts(self, tensor: Tensor, role: str, expert_N: Tensor | None, *, is_recorded: bool) -> tuple[Cast, Cast]:
         """Cast along the last dimension, and along the one before it.

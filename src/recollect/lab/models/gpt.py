@@ -4,8 +4,6 @@ Shape legend, used as suffixes in this folder:
     B batch   T positions   D hidden_size   V vocab_size
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 

@@ -4,8 +4,6 @@ Tensors are renamed, split, stacked or transposed, never changed. Each rule make
 needs, so a checkpoint may be larger than memory.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from collections.abc import Callable, Iterator, Mapping

@@ -4,8 +4,6 @@ Constructors draw one weight after the other from one generator: to have the las
 of rows has a generator of its own, so that any part is the same bits wherever, and in whatever order, it is drawn.
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import math

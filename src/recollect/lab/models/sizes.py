@@ -1,7 +1,5 @@
 """Named model sizes: published ones, and small ones that train on a CPU. Imports no torch: `--help` must be quick."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

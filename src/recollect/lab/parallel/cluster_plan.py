@@ -1,7 +1,5 @@
 """Plan a training step on a cluster: a plan for each stage, its layers and loss chunks, and memory and time of each rank."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import get_args

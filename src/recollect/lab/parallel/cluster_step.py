@@ -3,8 +3,6 @@
 The schedule is that of torch or Megatron. A stage is recorded as one of its ranks runs it.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext

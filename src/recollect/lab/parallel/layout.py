@@ -3,8 +3,6 @@
 The flags are Megatron's, for `recollect plan` and `recollect train`. Imports no torch.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, fields, replace
 from math import prod
 from typing import Literal

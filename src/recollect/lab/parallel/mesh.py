@@ -1,7 +1,5 @@
 """The device mesh of a layout: which ranks share what, and how they share a model."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import partial
 

@@ -1,7 +1,5 @@
 """The sizes of a pipeline: which layers are on which stage, and which stages on which rank. Imports no torch."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate

@@ -6,7 +6,7 @@ A rank's parameters have their names in the whole model.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -91,8 +91,7 @@ class StageModel(GPTModel):
             return x_BTD
         loss = torch.stack(losses).sum()
         self.note_router_loss(loss)
-        result: Any = _WithLoss.apply(x_BTD, loss)  # type: ignore[no-untyped-call]
-        return cast(Tensor, result)
+        return _WithLoss.apply(x_BTD, loss)  # type: ignore[no-untyped-call]
 
     def note_router_loss(self, loss: Tensor) -> None:
         """Take the losses of the routers of a stage before the last, a scalar, which no output has."""

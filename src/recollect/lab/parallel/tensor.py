@@ -6,8 +6,6 @@ head along the vocabulary. Latent attention is split by heads, behind its latent
 experts and the shared expert by their channels. All by PyTorch's DTensor and its styles.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any

@@ -4,8 +4,6 @@ A checkpoint is a folder `step_XXXXXXXX` with a manifest, its files with their s
 file that is written, and has a checksum of its own. The position in the data follows from the step.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import re

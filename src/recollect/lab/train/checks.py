@@ -1,7 +1,5 @@
 """Range checks for the dataclasses that hold flags."""
 
-from __future__ import annotations
-
 
 def at_least(flags: object, least: int, *names: str) -> None:
     """Check that flags that are given are at least `least`.

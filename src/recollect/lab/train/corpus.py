@@ -1,7 +1,5 @@
 """Load training and validation data, from text or from Megatron's indexed datasets."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Sequence

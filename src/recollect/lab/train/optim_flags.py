@@ -1,18 +1,11 @@
 """Flags for optimizer, batch size and learning rate. Imports no torch."""
 
-from __future__ import annotations
-
-import sys
 from dataclasses import InitVar, dataclass, replace
 from typing import Annotated, Literal
 
 from tyro.conf import arg
 
 from recollect.lab.train.checks import at_least, within
-
-if sys.version_info < (3, 11):
-    # Until Python 3.11 typing takes only what can be called for a type, and refuses `InitVar` in annotations that are text.
-    InitVar.__call__ = InitVar.__init__  # type: ignore[method-assign]
 
 DecayStyle = Literal["cosine", "linear", "constant", "inverse-square-root"]
 
@@ -102,7 +95,7 @@ class OptimFlags:
         """Micro-batches per optimizer step, of all ranks."""
         return 1 if self.accumulation is None else self.accumulation
 
-    def on_ranks(self, data_parallel_size: int) -> OptimFlags:
+    def on_ranks(self, data_parallel_size: int) -> "OptimFlags":
         """Return the flags with the number of micro-batches that is the default on so many ranks of data parallelism.
 
         Example:

@@ -1,7 +1,5 @@
 """The processes of a run: one, or those that torchrun started, and the place of this one among them."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 from collections.abc import Iterator

@@ -3,8 +3,6 @@
 That is a file with one JSON object per step, TensorBoard events, and on a terminal a live line, elsewhere plain lines.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import Iterator, Mapping

@@ -3,8 +3,6 @@
 The model is built and spread on the meta device, where it takes no memory. What a process then has is drawn into place.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 
