@@ -111,6 +111,7 @@ class StepPlanner:
         log: takes a line for each plan.
         device: where the model runs.
         host_bytes: most bytes that may be in host memory.
+        compiles: layers may run inside `torch.compile`.
 
     Attributes:
         budget_bytes: None until the first plan is made.
@@ -126,6 +127,7 @@ class StepPlanner:
     log: Callable[[str], object]
     device: torch.device
     host_bytes: int = 0
+    compiles: bool = False
 
     def __post_init__(self) -> None:
         self.budget_bytes: int | None = None

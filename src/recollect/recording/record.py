@@ -102,8 +102,8 @@ def record(
             have a plan of its own. "replay": they may be dropped, and the collective runs again in backward; then all ranks
             have to record, to apply the same plan, and to run the same ops in the same order.
         engine: "compile" measures what the repeated layers take inside `torch.compile` as well, for each of several sets of
-            values to keep, so that plans can have it keep these (`EngineChoice.COMPILE`). The profile's step is then that with them
-            compiled. It compiles each kind of layer up to eleven times, seconds to a minute each.
+            values to keep, so that plans can have it keep these (`EngineChoice.COMPILE`). The profile's step is then that with
+            them compiled. It compiles each kind of layer up to eleven times, seconds to a minute each.
         host_link: measure copies to host memory and back, too, once in a process, so that plans can have a `host_budget`. With
             `fake`, `hardware` says how fast they are.
         group: the processes that record together, whose profiles get the median of their times, so that they make the same plan

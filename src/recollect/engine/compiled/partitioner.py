@@ -25,7 +25,6 @@ from typing import Any
 import torch
 from torch import fx
 
-import recollect
 from recollect._torch_compile import (
     CustomPartitionerFn,
     clear_policy,
@@ -44,6 +43,8 @@ from recollect.errors import PlanMismatchWarning
 from recollect.plans.action import Action
 from recollect.warning import warn_user
 
+# Of what partitions are made by: another one is not looked up under the same name on disk.
+_VERSION = 1
 # What was warned of, by the content of a partitioner: the objects are copied.
 _told: set[str] = set()
 
@@ -159,8 +160,8 @@ class PlanPartitioner(CustomPartitionerFn):
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             warn_user(
                 f"the plan does not fit the compiled code: it names {names[0]!r}{more}, which is not computed there. The step "
-                "is exact, but may need more memory than predicted. Record the model again with this version of PyTorch, and make "
-                "a new plan.",
+                "is exact, but may need more memory than predicted. Record the model again with this version of PyTorch, and "
+                "make a new plan.",
                 PlanMismatchWarning,
             )
 
@@ -179,7 +180,7 @@ class PlanPartitioner(CustomPartitionerFn):
         return is_first
 
     def _digest(self) -> str:
-        return hashlib.sha256(repr((self._words, self._units, recollect.__version__)).encode()).hexdigest()
+        return hashlib.sha256(repr((_VERSION, self._words, self._units)).encode()).hexdigest()
 
     def uuid(self) -> str | None:
         """Return a text that is equal for equal plans, by which caches on disk tell them apart; None for no cache."""
