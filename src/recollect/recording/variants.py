@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -43,8 +44,6 @@ if TYPE_CHECKING:
 RecordedEngine: TypeAlias = Literal["tape", "compile"]
 """What a record is for: the tape alone, or units inside `torch.compile` as well."""
 
-# The first run compiles; the second one makes what is made once.
-_WARM_UPS: Final = 2
 # Seconds of timed rounds, and their number at least and at most.
 _TIMED_S: Final = 3.0
 _FEWEST_ROUNDS: Final = 3
@@ -118,8 +117,8 @@ def with_variants(
     of_kind: dict[int, list[int]] = {}
     for index in sorted(paths):
         of_kind.setdefault(id(samples[index]) if index in samples else -1, []).append(index)
-    for index in of_kind.pop(-1, ()):
-        _warn(profile, [index], "a copy of it cannot run alone")
+    if missing := of_kind.pop(-1, ()):
+        _warn(profile, missing, "a copy of it cannot run alone")
     graphs = list(profile.graphs)
     menus = {kind: menu(graphs[indices[0]]) for kind, indices in of_kind.items()}
     with stage("compiling units", total=sum(1 + len(entries) for entries in menus.values())) as done:
@@ -188,6 +187,7 @@ class _Compiled:
 
     forward: Callable[..., Any]
     record: VariantRecord
+    compile_s: float
 
 
 def _measured(
@@ -200,12 +200,16 @@ def _measured(
     """
     sample = sample.whole()
     devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices):
+    with torch.random.fork_rng(devices=devices), warnings.catch_warnings():
+        # What the compiler warns of, and that the unit computes there less than the menu names.
+        warnings.simplefilter("ignore")
         module = _copied(sample)
         found: list[_Compiled] = []
+        saved = set[Any]()
         for keeps in (None, *menu):
-            one = _compiled(sample, module, graph, keeps, device, note)
-            if all(_bytes_of(one.record) != _bytes_of(other.record) for other in found):
+            one = _compiled(sample, module, graph, keeps, device, saved)
+            note(one.compile_s if one is not None else 0.0)
+            if one is not None:
                 found.append(one)
         return _timed(sample, module, found, device)
 
@@ -219,41 +223,48 @@ def _copied(sample: UnitSample) -> nn.Module:
     return module
 
 
-def _bytes_of(variant: VariantRecord) -> tuple[Any, ...]:
-    return variant.kept, variant.held, variant.own_bytes, variant.forward_bytes, variant.backward
-
-
 def _compiled(
     sample: UnitSample,
     module: nn.Module,
     graph: UnitGraph,
     keeps: Keeps | None,
     device: torch.device,
-    note: Callable[[float], None],
-) -> _Compiled:
-    """Compile a unit that keeps certain values, and trace it."""
+    saved: set[Any],
+) -> _Compiled | None:
+    """Compile a unit that keeps certain values, and trace it; None if what it saves is among `saved`, to which this adds it.
+
+    Not all that an entry names is needed in backward, so that several may come to the same.
+    """
     cuts: list[Partition] = []
-    forward = compile_forward(_with_own_code(module.forward), keeps, on_partition=cuts.append)
+
+    def note_cut(cut: Partition) -> None:
+        cuts.append(cut)
+        if _saved_by(cut) in saved:
+            raise _KnownError  # before code is generated, which takes nearly all the time
+
+    forward = compile_forward(_with_own_code(module.forward), keeps, on_partition=note_cut)
     try:
         begin = time.perf_counter()
-        for number in range(_WARM_UPS):
-            if time_run(sample, module, device, forward) is None:
-                raise _CannotCompileError("there is nothing to differentiate in it")
-            if number == 0:
-                note(time.perf_counter() - begin)
+        if time_run(sample, module, device, forward) is None:
+            raise _CannotCompileError("there is nothing to differentiate in it")
+        compile_s = time.perf_counter() - begin
+        time_run(sample, module, device, forward)  # It makes what is made once.
         trace = trace_unit(sample, forward, device)
     except (torch.OutOfMemoryError, _CannotCompileError):
         raise
     except Exception as error:  # the compiler, and the user's module in it, may raise anything
+        if cuts and _saved_by(cuts[0]) in saved:
+            return None
         line = next(iter(str(error).splitlines()), "")
         raise _CannotCompileError(f"{type(error).__name__}: {line}") from error
     module.zero_grad(set_to_none=True)
     if len(cuts) != 1:
         raise _CannotCompileError(f"it becomes {len(cuts)} graphs, expected one")
+    saved.add(_saved_by(cuts[0]))
     index_of = _names_of(graph)
-    kept = {index_of[name] for name in cuts[0].kept if name in index_of and name not in cuts[0].outputs}
+    kept = {index_of[name] for name in cuts[0].kept if name in index_of}
     record = VariantRecord(
-        kept=tuple(sorted(kept - set(trace.held))),
+        kept=tuple(sorted(index for index in kept if not graph.values[index].is_output)),
         held=trace.held,
         own_bytes=trace.own_bytes,
         forward_bytes=trace.forward_bytes,
@@ -261,7 +272,15 @@ def _compiled(
         step_s=0.0,
         is_default=keeps is None,
     )
-    return _Compiled(forward, record)
+    return _Compiled(forward, record, compile_s)
+
+
+class _KnownError(Exception):
+    """A cut is one that there has been."""
+
+
+def _saved_by(cut: Partition) -> tuple[tuple[Any, ...], ...]:
+    return cut.kept, cut.unnamed, cut.inputs
 
 
 def _names_of(graph: UnitGraph) -> dict[str, int]:
