@@ -123,6 +123,7 @@ def simulated_plan(profile: Profile, plan: Plan, simulation: Simulation) -> Plan
         low_factor=None if plan.is_compiled else profile.low_factor or None,
         high_factor=None if plan.is_compiled else profile.high_factor or None,
         class_names=profile.class_names,
+        source=weakref.ref(profile),
     )
 
 
