@@ -15,7 +15,7 @@ from recollect.fitting import DEFAULT_BUDGET
 from recollect.measuring.device_memory import memory_bytes
 from recollect.measuring.host_memory import check_host_budget
 from recollect.quantities import check_budget, parse_bytes
-from recollect.ranks.group import Place
+from recollect.ranks.group import Place, Ranks
 from recollect.ranks.members import GroupChoice, check_alike, ranks_of
 from recollect.recording.model_step import device_of
 from recollect.recording.optimizers import check_optimizers, optimizers_in
@@ -118,13 +118,6 @@ def attach(
         check_budget(budget, device_bytes=memory_bytes(device))
         check_host_budget(host_budget)
         check_host_engine(engine, host_budget)
-        compiles = check_engine(engine, whole, fake=False, split_backward=False)
-        if compiles and not ranks.is_alone:
-            raise NotYetError(
-                settings={"engine": "compile"},
-                needs="compiled units of several processes that are planned in a training loop",
-                advice='Plan them by recollect.fit(model, batch, budget, engine="compile"); or leave out engine="compile".',
-            )
         return Attached(
             whole,
             units,
@@ -133,7 +126,7 @@ def attach(
             device=device,
             on_larger=on_larger,
             host_bytes=parse_bytes(host_budget),
-            compiles=compiles,
+            compiles=_compiles(engine, whole, ranks),
             measure=measure,
             log=log or (lambda line: print(line, file=sys.stderr) if ranks.is_first else None),
             ranks=ranks,
@@ -148,6 +141,18 @@ def attach(
         attached.remove()
         raise
     return attached
+
+
+def _compiles(engine: str, model: nn.Module, ranks: Ranks) -> bool:
+    """Return whether layers run inside `torch.compile`; refuse what cannot be measured in a loop."""
+    compiles = check_engine(engine, model, fake=False, split_backward=False)
+    if compiles and not ranks.is_alone:
+        raise NotYetError(
+            settings={"engine": "compile"},
+            needs="compiled units of several processes that are planned in a training loop",
+            advice='Plan them by recollect.fit(model, batch, budget, engine="compile"); or leave out engine="compile".',
+        )
+    return compiles
 
 
 class _Models(nn.Module):
