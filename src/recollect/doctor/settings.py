@@ -3,8 +3,6 @@
 `SettingsInText`: what a log, a script or a command line mentions of them.
 """
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import re
