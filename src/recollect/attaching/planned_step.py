@@ -39,45 +39,42 @@ _Key = tuple[str, tuple[object, ...]]
 
 @dataclass
 class PlannedStep:
-    """A recorded step with its plan.
-
-    Attributes:
-        calls: of the model, in order.
-        profile: the recorded step.
-        plan: made for it.
-        budget_bytes: in which it should fit.
-        plain_peak_bytes: predicted peak without recompute.
-        full_slowdown: predicted slowdown of full recompute.
-        number: how many were recorded before it; the same in all processes.
-        worst_slowdown: predicted slowdown under the plan in the process where it is largest.
-        courses: what ran in each call.
-        spare: for each call, further runs of units for which memory is reserved; they run at their leanest.
-        more_bytes: reserved for what other steps held for reasons that nothing tells.
-        state_bytes: that the optimizers had when it was planned.
-        measured_bytes: the highest measured peak of a step under the plan; 0 if none was measured.
-        num_calls: of the model that ran under the plan.
-        held: the last readings of the allocator for each call under the plan; this and what follows is for `CallWatch`.
-        held_before: the least that was in memory before a step under the plan; 0 if that is not known.
-        most_held_bytes: that its only call should hold when it returns; None if it has several.
-    """
+    """A recorded step with its plan."""
 
     calls: list[Call]
+    """Of the model, in order."""
     profile: Profile
+    """The recorded step."""
     plan: Plan
+    """Made for it."""
     budget_bytes: int
+    """In which it should fit."""
     plain_peak_bytes: int
+    """Predicted peak without recompute."""
     full_slowdown: float
+    """Predicted slowdown of full recompute."""
     number: int
+    """How many were recorded before it; the same in all processes."""
     worst_slowdown: float
+    """Predicted slowdown under the plan in the process where it is largest."""
     courses: list[Course] = field(default_factory=list)
+    """What ran in each call."""
     spare: list[Mapping[str, int]] = field(default_factory=list)
+    """For each call, further runs of units for which memory is reserved; they run at their leanest."""
     more_bytes: int = 0
+    """Reserved for what other steps held for reasons that nothing tells."""
     state_bytes: int = 0
+    """That the optimizers had when it was planned."""
     measured_bytes: int = 0
+    """The highest measured peak of a step under the plan; 0 if none was measured."""
     num_calls: int = 0
+    """Of the model that ran under the plan."""
     held: dict[tuple[int, Call], deque[int]] = field(default_factory=dict)
+    """The last readings of the allocator for each call under the plan; this and what follows is for `CallWatch`."""
     held_before: int = 0
+    """The least that was in memory before a step under the plan; 0 if that is not known."""
     most_held_bytes: int | None = None
+    """That its only call should hold when it returns; None if it has several."""
 
     @property
     def work_bytes(self) -> int:

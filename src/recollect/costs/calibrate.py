@@ -56,17 +56,14 @@ _Range = tuple[float, float, float]
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Sizes of the measured tensors.
-
-    Attributes:
-        elements: of the tensors of elementwise and similar ops; the first so few that only the launch counts.
-        products: (m, n, k) of matrix products, large and thin ones.
-        tokens: sequence lengths of attention.
-    """
+    """Sizes of the measured tensors."""
 
     elements: tuple[int, ...]
+    """Of the tensors of elementwise and similar ops; the first so few that only the launch counts."""
     products: tuple[tuple[int, int, int], ...]
+    """(m, n, k) of matrix products, large and thin ones."""
     tokens: tuple[int, ...]
+    """Sequence lengths of attention."""
 
     @classmethod
     def of(cls, device: torch.device, *, quick: bool) -> Sizes:
@@ -110,19 +107,16 @@ class MeasuredOp:
 
 @dataclass(frozen=True)
 class Calibration:
-    """A fitted device and its measurements.
-
-    Attributes:
-        hardware: the device.
-        ops: the measured ops.
-        rounds: runs of each op; its time is their median.
-        elapsed_s: seconds of measurement and fit.
-    """
+    """A fitted device and its measurements."""
 
     hardware: Hardware
+    """The device."""
     ops: tuple[MeasuredOp, ...]
+    """The measured ops."""
     rounds: int
+    """Runs of each op; its time is their median."""
     elapsed_s: float
+    """Seconds of measurement and fit."""
 
     def ratios(self, kind: str | None = None) -> list[float]:
         """Return modelled over measured time of the ops of a kind, or of all."""

@@ -83,11 +83,6 @@ class ArithmeticRate:
 class HostLink:
     """How fast copies between a device and the memory of its host are.
 
-    Attributes:
-        to_host_bytes_per_s: what large copies out of the device reach.
-        from_host_bytes_per_s: what large copies into it reach.
-        latency_s: seconds that a copy takes however little it copies.
-
     Raises:
         ValueError: a rate that is not finite or not positive, a latency that is not finite or negative.
 
@@ -98,8 +93,11 @@ class HostLink:
     """
 
     to_host_bytes_per_s: float
+    """What large copies out of the device reach."""
     from_host_bytes_per_s: float
+    """What large copies into it reach."""
     latency_s: float
+    """Seconds that a copy takes however little it copies."""
 
     def __post_init__(self) -> None:
         _check(self, _POSITIVE, "to_host_bytes_per_s", "from_host_bytes_per_s", where="host_link: ")

@@ -69,17 +69,14 @@ def _name(func: Any) -> str:
 
 @dataclass
 class Traffic:
-    """What a group of ranks moves in the recorded step.
-
-    Attributes:
-        count: collectives.
-        nbytes: of the whole tensors that they gather, reduce or exchange.
-        time_s: seconds that they take.
-    """
+    """What a group of ranks moves in the recorded step."""
 
     count: int = 0
+    """Collectives."""
     nbytes: int = 0
+    """Of the whole tensors that they gather, reduce or exchange."""
     time_s: float = 0.0
+    """Seconds that they take."""
 
 
 class ModelledCosts:

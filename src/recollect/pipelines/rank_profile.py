@@ -22,17 +22,14 @@ _HANDLE_EVENTS: Final = (events.USE, events.PEEK, events.GIVE_BACK, events.RELEA
 
 @dataclass(frozen=True)
 class RankStep:
-    """The step of one rank.
-
-    Attributes:
-        profile: of all its micro-batches; units are named `<number in the rank's stages>.<path>`.
-        forwards: for each forward in order, (number of the stage, micro-batch, its recorded profile): whose calls come next.
-        starts: for each action of the rank, where in the log the events of its part begin.
-    """
+    """The step of one rank."""
 
     profile: Profile
+    """Of all its micro-batches; units are named `<number in the rank's stages>.<path>`."""
     forwards: tuple[tuple[int, int, Profile], ...]
+    """For each forward in order, (number of the stage, micro-batch, its recorded profile): whose calls come next."""
     starts: tuple[int, ...]
+    """For each action of the rank, where in the log the events of its part begin."""
 
 
 def rank_step(rank: Rank) -> RankStep:

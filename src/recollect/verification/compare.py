@@ -31,33 +31,26 @@ Difference = tuple[str, float]
 
 @dataclass(frozen=True, kw_only=True)
 class Computed:
-    """What a run computed and left behind, by name.
-
-    Attributes:
-        gradients: the loss (or outputs), and each gradient that there is.
-        state: copies of buffers and of random generators, after the run.
-    """
+    """What a run computed and left behind, by name."""
 
     gradients: Mapping[str, torch.Tensor]
+    """The loss (or outputs), and each gradient that there is."""
     state: Mapping[str, torch.Tensor]
+    """Copies of buffers and of random generators, after the run."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Findings:
-    """What a comparison of runs found.
-
-    Attributes:
-        num_compared: number of gradients, losses and outputs compared.
-        difference: the first gradient (or loss, or output) that differs, and the largest absolute difference; None if all
-            are equal.
-        state_difference: the same for buffers and random generators.
-        plain_difference: the first difference between two runs without a plan, if they were needed and differ.
-    """
+    """What a comparison of runs found."""
 
     num_compared: int = 0
+    """Number of gradients, losses and outputs compared."""
     difference: Difference | None = None
+    """The first gradient (or loss, or output) that differs, and the largest absolute difference; None if all are equal."""
     state_difference: Difference | None = None
+    """The same for buffers and random generators."""
     plain_difference: Difference | None = None
+    """The first difference between two runs without a plan, if they were needed and differ."""
 
     def followed_by(self, later: Findings) -> Findings:
         """Add the findings of a later comparison; of differences, the first counts."""

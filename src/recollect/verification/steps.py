@@ -25,15 +25,12 @@ from recollect.verification.compare import Computed, state_after
 
 @dataclass(eq=False)
 class _RepeatedStep:
-    """A step that runs as often as it takes, from the same state.
-
-    Attributes:
-        model: whose parameters are trained.
-        device: where it runs.
-    """
+    """A step that runs as often as it takes, from the same state."""
 
     model: nn.Module
+    """Whose parameters are trained."""
     device: torch.device
+    """Where it runs."""
 
     def __post_init__(self) -> None:
         self._random_state = torch.random.get_rng_state()

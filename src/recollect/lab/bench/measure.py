@@ -67,23 +67,20 @@ class FlopCount(OpMode):
 
 @dataclass(eq=False, kw_only=True)
 class Subject:
-    """A model and its training step, run with whatever plan is applied to the model.
-
-    Attributes:
-        model: the model, in training mode, on its device.
-        optimizer: over the model's parameters.
-        batch: one micro-batch, as keywords of the model; all micro-batches of a step are the same.
-        num_microbatches: micro-batches per step.
-        num_tokens: tokens per micro-batch.
-        device: the model's device.
-    """
+    """A model and its training step, run with whatever plan is applied to the model."""
 
     model: nn.Module
+    """The model, in training mode, on its device."""
     optimizer: torch.optim.Optimizer
+    """Over the model's parameters."""
     batch: dict[str, Tensor]
+    """One micro-batch, as keywords of the model; all micro-batches of a step are the same."""
     num_microbatches: int
+    """Micro-batches per step."""
     num_tokens: int
+    """Tokens per micro-batch."""
     device: torch.device
+    """The model's device."""
 
     def step(self) -> None:
         """Run one step; gradients are None before and after."""

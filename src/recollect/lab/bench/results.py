@@ -89,29 +89,26 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class BenchResults:
-    """The results of all settings, and what they depend on.
-
-    Attributes:
-        workload: the model and the step; only results of the same workload are comparable.
-        machine: the machine; only results of the same machine are comparable.
-        versions: versions of torch, recollect and Python; results of different versions are comparable.
-        rounds: rounds that each median covers.
-        reference: name of the setting that slowdowns refer to.
-        memory_limit_bytes: peaks above this count as OOM.
-        rows: one per setting, in the order requested.
-        threshold: relative difference to the golden result that counts as regression, or as faster.
-        golden: file of the golden results; empty without.
-    """
+    """The results of all settings, and what they depend on."""
 
     workload: Mapping[str, Any]
+    """The model and the step; only results of the same workload are comparable."""
     machine: Mapping[str, Any]
+    """The machine; only results of the same machine are comparable."""
     versions: Mapping[str, Any]
+    """Versions of torch, recollect and Python; results of different versions are comparable."""
     rounds: int
+    """Rounds that each median covers."""
     reference: str
+    """Name of the setting that slowdowns refer to."""
     rows: tuple[Row, ...]
+    """One per setting, in the order requested."""
     memory_limit_bytes: int | None = None
+    """Peaks above this count as OOM."""
     threshold: float = 0.05
+    """Relative difference to the golden result that counts as regression, or as faster."""
     golden: str = ""
+    """File of the golden results; empty without."""
 
     @property
     def has_regression(self) -> bool:

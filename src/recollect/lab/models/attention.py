@@ -29,17 +29,14 @@ from recollect.recording.fake_model import kernels_of
 
 
 class Rotary(NamedTuple):
-    """The rotation of each position, shared by all layers of a forward.
-
-    Attributes:
-        cos_T1C: cosines, [T, 1, C], each angle twice, in the layout of the channels.
-        sin_T1C: sines, likewise.
-        is_interleaved: whether channels 2i and 2i + 1 are a pair, instead of i and i + C / 2.
-    """
+    """The rotation of each position, shared by all layers of a forward."""
 
     cos_T1C: Tensor
+    """Cosines, [T, 1, C], each angle twice, in the layout of the channels."""
     sin_T1C: Tensor
+    """Sines, likewise."""
     is_interleaved: bool
+    """Whether channels 2i and 2i + 1 are a pair, instead of i and i + C / 2."""
 
 
 class RotaryEmbedding(nn.Module):

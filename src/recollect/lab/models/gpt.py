@@ -30,18 +30,15 @@ def cross_entropy(logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
 
 
 class GPTOutput(NamedTuple):
-    """Result of a forward.
-
-    Attributes:
-        logits: [B, T, V] in the compute dtype; None if the loss was computed in chunks.
-        loss: the loss to train on, an fp32 scalar; None without labels. In training mode it includes the routers' auxiliary
-            losses and the loss of multi-token prediction.
-        lm_loss: mean cross entropy of the next token alone; None without labels.
-    """
+    """Result of a forward."""
 
     logits: Tensor | None
+    """[B, T, V] in the compute dtype; None if the loss was computed in chunks."""
     loss: Tensor | None
+    """The loss to train on, an fp32 scalar; None without labels. In training mode it includes the routers' auxiliary losses
+    and the loss of multi-token prediction."""
     lm_loss: Tensor | None = None
+    """Mean cross entropy of the next token alone; None without labels."""
 
 
 class LanguageModelEmbedding(nn.Module):

@@ -34,31 +34,28 @@ _SEEDS_APART = 1_000_003
 
 @dataclass(eq=False)
 class Session:
-    """The state of a run between two steps.
-
-    Attributes:
-        config: the configuration.
-        folder: the run folder.
-        device: the device of the model.
-        corpus: the data.
-        trained: the state that training changes.
-        processes: those of the run.
-        checkpoints: those of the run.
-        rng: random number states to start from; None: those of the seed and the step.
-        step: optimizer steps completed.
-        changes: settings that are others than when the run was interrupted, in words.
-    """
+    """The state of a run between two steps."""
 
     config: TrainConfig
+    """The configuration."""
     folder: Path
+    """The run folder."""
     device: torch.device
+    """The device of the model."""
     corpus: Corpus
+    """The data."""
     trained: Trained
+    """The state that training changes."""
     processes: Processes
+    """Those of the run."""
     checkpoints: Checkpoints
+    """Those of the run."""
     rng: dict[str, Any] | None = None
+    """Random number states to start from; None: those of the seed and the step."""
     step: int = 0
+    """Optimizer steps completed."""
     changes: tuple[str, ...] = ()
+    """Settings that are others than when the run was interrupted, in words."""
 
     @property
     def model(self) -> GPTModel:
