@@ -11,6 +11,7 @@ from recollect.attaching.step_shape import Call, covering, groups_of
 from recollect.attaching.unit_watch import Course, Runs, largest
 from recollect.byte_format import format_bytes
 from recollect.errors import BudgetTooSmallError
+from recollect.notebooks import Lines
 from recollect.planning.choose import Planner
 from recollect.planning.planners import OffloadPlanner
 from recollect.plans.action import EngineChoice
@@ -185,10 +186,10 @@ def own_plan(planner: Planner | OffloadPlanner, budget_bytes: int) -> tuple[Plan
 
 def report_of(
     planned: Sequence[PlannedStep], budget_bytes: int | None, num_steps: int, recorded_steps: Sequence[int]
-) -> str:
+) -> Lines:
     """Return a report of some lines."""
     if budget_bytes is None:
-        return "recollect: no step was recorded yet; the first one ends with the optimizer's step"
+        return Lines("recollect: no step was recorded yet; the first one ends with the optimizer's step")
     lines = [f"{format_bytes(budget_bytes)} budget, {num_steps} steps, {len(recorded_steps)} of them recorded"]
     for step in planned:
         counts = Counter(map(str, step.calls))
@@ -203,7 +204,7 @@ def report_of(
     counted = ", ".join(f"{kind_text(kind)} {format_bytes(n)}" for kind, n in last.profile.persistent.items() if n)
     peak = explain_peak(last.profile, last.plan)
     filled = f"fullest in {peak.where}: {', '.join(peak.tenants())}"
-    return "\n".join([*lines, filled, f"counted throughout: {counted}", _NOT_COUNTED])
+    return Lines("\n".join([*lines, filled, f"counted throughout: {counted}", _NOT_COUNTED]))
 
 
 class PlannedSteps:

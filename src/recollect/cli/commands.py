@@ -9,10 +9,9 @@ from tyro.conf import FlagCreatePairsOff, OmitArgPrefixes, Positional, UseAppend
 from recollect.cli.recompute_flags import RecomputeFlags
 from recollect.lab.parallel.layout import ParallelFlags
 from recollect.lab.parallel.pipeline_layout import ScheduleName
-from recollect.lab.train.checks import at_least
 from recollect.lab.train.config import TrainConfig
 from recollect.lab.train.model_flags import ModelFlags
-from recollect.lab.train.optim_flags import OptimFlags
+from recollect.lab.train.optim_flags import OptimFlags, at_least
 from recollect.quantities import parse_bytes
 
 _SUFFIXES = (".csv", ".json", ".md")

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from recollect.arguments import check_kind
 from recollect.byte_format import format_bytes
 from recollect.errors import BudgetTooSmallError, PlanError
+from recollect.notebooks import ShownInNotebooks
 from recollect.planning.bound import check_bound, is_all_on_tape
 from recollect.planning.choose import Planner
 from recollect.planning.classic import classic_plan
@@ -59,7 +60,7 @@ class BoundPoint:
 
 
 @dataclass(frozen=True, repr=False)
-class Frontier:
+class Frontier(ShownInNotebooks):
     """Plans from the leanest to the fastest.
 
     Attributes:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -18,9 +18,10 @@ from typing import Any
 from recollect.byte_format import format_bytes
 from recollect.errors import PlanError, PlanFormatError
 from recollect.fields import Field, read_document, read_file
+from recollect.notebooks import ShownInNotebooks
 from recollect.plans.action import OUTPUT_ACTIONS, Action, EngineChoice
 from recollect.plans.paths import compress_paths, expand_classes, expand_paths, is_plain
-from recollect.plans.text import changed_units, unit_table, wrap
+from recollect.plans.text import changed_units, layout, unit_rows, wrap
 from recollect.plans.trip import Trip
 from recollect.plans.unit_plan import UnitPlan
 
@@ -34,7 +35,7 @@ _VERSION = 2
 
 
 @dataclass(frozen=True, repr=False)
-class Plan:
+class Plan(ShownInNotebooks):
     """What every unit keeps, under which budget, and with what predicted peak and slowdown.
 
     Attributes:
@@ -56,6 +57,8 @@ class Plan:
             None if they were not, as in a fake profile.
         class_names: of modules that have a number for a name, as in an `nn.Sequential`: (path, class), in which a path may
             have a range. Only shown beside the names.
+        source: a weak reference to the profile that the plan was made from, whose memory a notebook then draws. It is no
+            part of the plan: not compared, and not in its files.
 
     Raises:
         PlanError: a negative number of bytes, a slowdown that is negative or not finite, or fewer than one chunk.
@@ -89,6 +92,7 @@ class Plan:
     low_factor: float | None = None
     high_factor: float | None = None
     class_names: tuple[tuple[str, str], ...] = ()
+    source: Callable[[], Any] | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "units", MappingProxyType(dict(self.units)))
@@ -116,18 +120,23 @@ class Plan:
         return hash((frozenset(self.units.items()), *numbers, self.note))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Plan, (dict(self.units), *(getattr(self, field.name) for field in fields(self)[1:]))
+        return Plan, (dict(self.units), *(getattr(self, field.name) for field in fields(self)[1:-1]))
 
     def __repr__(self) -> str:
         return self.to_text()
 
     def to_text(self, columns: int = _COLUMNS) -> str:
         """Return what `print(plan)` shows, in lines of at most so many columns."""
-        loss = _chunks(self.loss_chunks) if self.loss_chunks > 1 else ""
-        classes = expand_classes(self.class_names)
-        return "\n".join([*unit_table(self.units, classes, loss=loss, columns=columns), *self._prediction(columns)])
+        rows = unit_rows(self.units, expand_classes(self.class_names), self.loss_text)
+        return "\n".join([*layout(rows, columns), *self.prediction_lines(columns)])
 
-    def _prediction(self, columns: int) -> list[str]:
+    @property
+    def loss_text(self) -> str:
+        """What happens to the loss, in words; empty if nothing."""
+        return _chunks(self.loss_chunks) if self.loss_chunks > 1 else ""
+
+    def prediction_lines(self, columns: int = _COLUMNS) -> list[str]:
+        """Return budget, predictions and note, in lines of at most so many columns."""
         sizes, times = [], []
         if self.predicted_peak_bytes is not None:
             sizes.append(f"predicted peak {_bytes(self.predicted_peak_bytes)}")
@@ -187,7 +196,7 @@ class Plan:
 
     def to_json(self) -> str:
         """Return the plan as JSON; units with equal plans are written once, with ranges of paths."""
-        numbers = {field.name: getattr(self, field.name) for field in fields(self)[1:]}
+        numbers = {field.name: getattr(self, field.name) for field in fields(self)[1:-1]}
         numbers = {
             name: number
             for name, number in numbers.items()
@@ -207,7 +216,7 @@ class Plan:
                 a wrong type or a duplicate unit; the message says where.
         """
         root = read_document(text, format=_FORMAT, version=_VERSION, error=PlanFormatError)
-        root.keys(allowed=["format", "version", *(field.name for field in fields(cls))])
+        root.keys(allowed=["format", "version", *(field.name for field in fields(cls)[:-1])])
         given = root.arguments(cls, least={"loss_chunks": 1})
         try:
             return cls(units=_decode_units(root.get("units")), **given)

@@ -29,14 +29,13 @@ _Mark = TypeVar("_Mark", bound=Hashable)
 _Names = tuple[str, ...]
 
 
-def unit_table(units: Mapping[str, UnitPlan], classes: Mapping[str, str], *, loss: str, columns: int) -> list[str]:
-    """Return lines that say what each group of units keeps, and what happens to the loss if `loss` is not empty.
+def unit_rows(units: Mapping[str, UnitPlan], classes: Mapping[str, str], loss: str) -> list[tuple[str, list[str]]]:
+    """Return labels of groups of units, with what each keeps, as items: words, or a verb, a tab, and the names of values.
 
     Args:
         units: unit plans by path.
         classes: classes of modules that are known by a number only, by path.
-        loss: in words.
-        columns: that a line may have.
+        loss: what happens to the loss, in words; empty: nothing.
     """
     paths_of: dict[tuple[str, ...], list[str]] = {}
     for path, unit in units.items():
@@ -45,7 +44,7 @@ def unit_table(units: Mapping[str, UnitPlan], classes: Mapping[str, str], *, los
     rows.append(("all others" if rows else "all units", ["keep all"]))
     if loss:
         rows.append(("loss", [loss]))
-    return _table(rows, columns)
+    return rows
 
 
 def changed_units(
@@ -56,7 +55,7 @@ def changed_units(
     for path in dict.fromkeys([*old, *new]):
         if items := _unit_changes(old.get(path), new.get(path), classes_within(path, classes)):
             paths_of.setdefault(tuple(items), []).append(path or "the model")
-    return _table([(label_paths(paths, classes), list(items)) for items, paths in paths_of.items()], columns)
+    return layout([(label_paths(paths, classes), list(items)) for items, paths in paths_of.items()], columns)
 
 
 def classes_within(unit: str, classes: Mapping[str, str]) -> dict[str, str]:
@@ -101,7 +100,7 @@ def _short_paths(paths: Sequence[str], most: int) -> list[str]:
     return labels
 
 
-def _table(rows: list[tuple[str, list[str]]], columns: int) -> list[str]:
+def layout(rows: Sequence[tuple[str, Sequence[str]]], columns: int) -> list[str]:
     """Lay out each row as a label and its items; a label that is too wide gets its own line."""
     width = max((len(label) for label, _ in rows if len(label) <= _WIDEST_LABEL), default=0)
     lines = []

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 from recollect.errors import ProfileFormatError
 from recollect.fields import Field, read_document, read_file
+from recollect.notebooks import ShownInNotebooks
 from recollect.plans.paths import expand_classes
 from recollect.profile.events import StepLog, check_log
 from recollect.profile.graph import OpRecord, PartRecord, UnitCall, UnitGraph, ValueRecord
@@ -46,7 +47,7 @@ _FLOATS = {
 
 
 @dataclass(frozen=True)
-class Profile:
+class Profile(ShownInNotebooks):
     """The record of one training step.
 
     Attributes:

@@ -118,6 +118,7 @@ def simulated_plan(profile: Profile, plan: Plan, simulation: Simulation) -> Plan
         low_factor=profile.low_factor or None,
         high_factor=profile.high_factor or None,
         class_names=profile.class_names,
+        source=weakref.ref(profile),
     )
 
 

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from recollect.arguments import check_kind
 from recollect.byte_format import format_bytes
+from recollect.notebooks import ShownInNotebooks
 from recollect.plans.plan import Plan
 from recollect.plans.text import label_paths
 from recollect.profile.events import BACKWARD, FORWARD, OPTIMIZER
@@ -75,7 +76,7 @@ class AliveItem:
 
 
 @dataclass(frozen=True, repr=False)
-class PeakReport:
+class PeakReport(ShownInNotebooks):
     """What is alive at the peak of a step.
 
     Attributes:
@@ -121,7 +122,7 @@ class PeakReport:
 
 
 @dataclass(frozen=True, eq=False)
-class Timeline:
+class Timeline(ShownInNotebooks):
     """Predicted memory over a step, moment by moment.
 
     Attributes:
@@ -131,6 +132,8 @@ class Timeline:
         bytes_of: bytes alive at each moment, by category.
         paths: module path of each run of a unit.
         plan: the plan whose memory this is.
+        profile: the step.
+        lives: each storage, and when it is made and freed.
         peak: the moment of the peak.
         report: what is alive at the peak.
         has_times: False if only the units' ops are timed (a profile of an earlier version); the rest of the step is
@@ -144,6 +147,8 @@ class Timeline:
     bytes_of: Mapping[str, NDArray[np.int64]]
     paths: tuple[str, ...]
     plan: Plan
+    profile: Profile
+    lives: Lifetimes
     peak: int
     report: PeakReport
     has_times: bool
@@ -217,6 +222,8 @@ def timeline(profile: Profile, plan: Plan) -> Timeline:
         bytes_of=alive,
         paths=tuple(call.path for call in profile.calls),
         plan=plan,
+        profile=profile,
+        lives=lives,
         peak=peak,
         report=PeakReport(int(total[peak]), where, _alive_at(profile, lives, categories, peak)),
         has_times=lives.has_times,

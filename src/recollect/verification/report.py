@@ -8,12 +8,13 @@ from typing import Literal
 
 from recollect.byte_format import format_bytes
 from recollect.engine.offload.flight import HostUse
+from recollect.notebooks import ShownInNotebooks
 from recollect.quantities import format_seconds
 from recollect.verification.compare import Difference
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
+class Report(ShownInNotebooks):
     """What `verify` found.
 
     Attributes:
@@ -74,37 +75,38 @@ class Report:
         return self.gradients_equal and self.first_state_difference is None
 
     def __str__(self) -> str:
-        how = ", unit by unit" if self.compared == "units" else ""
-        equal = f"equal bit for bit ({self.num_compared} compared{how})"
-        if self.first_difference is not None:
-            name, difference = self.first_difference
-            equal = f"DIFFERENT, first at {name}, by up to {difference:.3g}"
-        lines = [f"gradients        {equal}"]
+        return "\n".join(f"{label:<16} {text}" for label, text in self.rows())
+
+    def rows(self) -> list[tuple[str, str]]:
+        """Return what was found, in words, each with its label."""
+        equal = (
+            f"equal bit for bit ({self.num_compared} compared{', unit by unit' if self.compared == 'units' else ''})"
+        )
+        rows = [("gradients", _differs(self.first_difference) or equal)]
         if self.first_state_difference is not None:
-            name, difference = self.first_state_difference
-            lines.append(f"left behind      DIFFERENT, first at {name}, by up to {difference:.3g}")
+            rows.append(("left behind", _differs(self.first_state_difference)))
         if self.plain_difference is not None:
             name, difference = self.plain_difference
-            lines.append(
-                f"                 two runs without the plan differ, too, first at {name}, by up to {difference:.3g}:"
-            )
-            lines.append("                 kernels are not deterministic; try torch.use_deterministic_algorithms(True)")
+            rows += [
+                ("", f"two runs without the plan differ, too, first at {name}, by up to {difference:.3g}:"),
+                ("", "kernels are not deterministic; try torch.use_deterministic_algorithms(True)"),
+            ]
         if self.unchunked_difference is not None:
             name, difference = self.unchunked_difference
-            lines.append(f"loss             in {self.loss_chunks} chunks: off by {difference:.1e} at most, at {name}")
+            rows.append(("loss", f"in {self.loss_chunks} chunks: off by {difference:.1e} at most, at {name}"))
         plain = "did not fit" if self.plain_peak_bytes is None else format_bytes(self.plain_peak_bytes)
-        lines.append(f"peak without     {plain}")
-        lines.append(f"peak with plan   {format_bytes(self.plan_peak_bytes)}{self._compared_peak()}")
+        rows.append(("peak without", plain))
+        rows.append(("peak with plan", f"{format_bytes(self.plan_peak_bytes)}{self._compared_peak()}"))
         if self.plan_reserved_bytes is not None and self.plan_fragmentation_bytes is not None:
             fragmentation = format_bytes(self.plan_fragmentation_bytes)
-            lines.append(f"reserved         {format_bytes(self.plan_reserved_bytes)} ({fragmentation} fragmentation)")
+            rows.append(("reserved", f"{format_bytes(self.plan_reserved_bytes)} ({fragmentation} fragmentation)"))
         if self.host is not None:
-            lines.append(f"host memory      {format_bytes(self.host.most_bytes)}{self._compared_host(self.host)}")
+            rows.append(("host memory", f"{format_bytes(self.host.most_bytes)}{self._compared_host(self.host)}"))
         if self.measured_slowdown is not None:
-            lines.append(f"slowdown         {self.measured_slowdown:.1%}{self._compared_slowdown()}")
+            rows.append(("slowdown", f"{self.measured_slowdown:.1%}{self._compared_slowdown()}"))
         if self.rank is not None:
-            lines.append(f"ranks            {self._compared_ranks()}")
-        return "\n".join(lines)
+            rows.append(("ranks", self._compared_ranks()))
+        return rows
 
     def _compared_peak(self) -> str:
         if self.predicted_peak_bytes is None:
@@ -135,6 +137,10 @@ class Report:
             rank: its.measured_slowdown for rank, its in self.by_rank.items() if its.measured_slowdown is not None
         }
         return f"{text}; slowest is rank {max(slowdowns, key=slowdowns.__getitem__)}" if slowdowns else text
+
+
+def _differs(difference: Difference | None) -> str:
+    return "" if difference is None else f"DIFFERENT, first at {difference[0]}, by up to {difference[1]:.3g}"
 
 
 def report_of_ranks(reports: Sequence[Report], ranks: Sequence[int]) -> Report:

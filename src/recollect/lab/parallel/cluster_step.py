@@ -61,8 +61,8 @@ class ClusterStep:
     sharding: Sharding = "none"
     """What data parallelism shares."""
     pipeline_engine: Literal["torch", "megatron"] = "torch"
-    """"torch" receives into buffers for all micro-batches and holds what it sent as its schedules do; "megatron" frees what
-    it received and sent."""
+    """As "torch" it receives into buffers for all micro-batches and holds what it sent as torch's schedules do; as "megatron"
+    it frees what it received and sent."""
     holds_parts: bool = False
     """Plans may have the ranks of tensor parallelism hold parts of what is the same on all of them."""
     loss_chunks: int = 1

@@ -11,9 +11,8 @@ from recollect.integrations.megatron.rules import RecomputeConfig
 from recollect.integrations.megatron.settings import TrainingSetting
 from recollect.lab.models.config import TransformerConfig
 from recollect.lab.parallel.layout import ParallelFlags
-from recollect.lab.train.checks import at_least, within
 from recollect.lab.train.model_flags import ModelFlags
-from recollect.lab.train.optim_flags import OptimFlags
+from recollect.lab.train.optim_flags import OptimFlags, at_least, within
 from recollect.quantities import parse_bytes
 
 

@@ -11,7 +11,7 @@ from tyro.conf import FlagCreatePairsOff, OmitArgPrefixes, arg
 
 from recollect.lab.models.config import TransformerConfig
 from recollect.lab.models.sizes import NAMED_CONFIGS
-from recollect.lab.train.checks import at_least
+from recollect.lab.train.optim_flags import at_least
 
 if TYPE_CHECKING:  # which cannot read names from a table
     SizeName = str

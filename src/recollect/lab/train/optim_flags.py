@@ -1,13 +1,33 @@
-"""Flags for optimizer, batch size and learning rate. Imports no torch."""
+"""Flags for optimizer, batch size and learning rate, and checks of the range of any flag. Imports no torch."""
 
 from dataclasses import InitVar, dataclass, replace
 from typing import Annotated, Literal
 
 from tyro.conf import arg
 
-from recollect.lab.train.checks import at_least, within
-
 DecayStyle = Literal["cosine", "linear", "constant", "inverse-square-root"]
+
+
+def at_least(flags: object, least: int, *names: str) -> None:
+    """Check that flags that are given are at least `least`.
+
+    Raises:
+        ValueError: names the first flag below, and its value.
+    """
+    for name in names:
+        value = getattr(flags, name)
+        if value is not None and value < least:
+            raise ValueError(f"{name}: got {value}, expected at least {least}.")
+
+
+def within(name: str, value: float, low: float, high: float) -> None:
+    """Check that a flag is between `low` and `high`.
+
+    Raises:
+        ValueError: names the flag and its value.
+    """
+    if not low <= value <= high:
+        raise ValueError(f"{name}: got {value}, expected {low:g} to {high:g}.")
 
 
 @dataclass(frozen=True, kw_only=True)
