@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from functorch.compile import min_cut_rematerialization_partition
+from functorch.compile import min_cut_rematerialization_partition  # type: ignore[import-untyped]
 from torch import fx
 from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit, Unsupported
 from torch._functorch import config as functorch_config
@@ -55,7 +55,7 @@ def partitioned(joint: fx.GraphModule, inputs: Any, **settings: Any) -> tuple[fx
 
 
 def merge_equal_nodes(joint: fx.GraphModule) -> None:
-    """Do away with nodes that nothing reads, and with those that compute what another one does, as the partitioner does first."""
+    """Remove nodes that nothing reads, and those that compute what another one does, as the partitioner does first."""
     joint.graph.eliminate_dead_code()
     if functorch_config.cse:
         joint.graph = fx_graph_cse(joint.graph)
@@ -101,7 +101,7 @@ def autograd_number(node: fx.Node) -> int | None:
 
 
 def module_stack(node: fx.Node) -> list[tuple[str, str]]:
-    """Return (number of the call, name of the module as the compiler writes it) of the modules around a node, outermost first."""
+    """Return (number of the call, name of the module as the compiler writes it) of the modules around a node, in order."""
     return [(key, str(entry[0])) for key, entry in (node.meta.get(_MODULES) or {}).items()]
 
 

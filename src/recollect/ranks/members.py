@@ -214,7 +214,8 @@ def with_common_times(profile: Profile, ranks: Ranks, place: Place = Place.START
     if ranks.is_alone or profile.fake:
         return profile
     own = list(_times(profile))
-    found = ranks.gather((_fingerprint(profile), own, _host_link(profile)), place)
+    link = profile.to_host_bytes_per_s, profile.from_host_bytes_per_s, profile.host_latency_s
+    found = ranks.gather((_fingerprint(profile), own, link), place)
     fingerprints, times_of_all, links = zip(*found, strict=True)
     if len(set(fingerprints)) > 1:
         return profile
@@ -223,10 +224,6 @@ def with_common_times(profile: Profile, ranks: Ranks, place: Place = Place.START
     return replace(
         common, to_host_bytes_per_s=min(to_host), from_host_bytes_per_s=min(from_host), host_latency_s=max(latencies_s)
     )
-
-
-def _host_link(profile: Profile) -> tuple[float, float, float]:
-    return profile.to_host_bytes_per_s, profile.from_host_bytes_per_s, profile.host_latency_s
 
 
 def _times(profile: Profile) -> Iterator[float]:

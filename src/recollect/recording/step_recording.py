@@ -31,7 +31,7 @@ from recollect.profile.profile import Profile, block_bytes
 from recollect.profile.repeated_steps import fold
 from recollect.quantities import parse_budget
 from recollect.recording.assemble import assemble
-from recollect.recording.find_units import Unit
+from recollect.recording.find_units import Unit, class_names
 from recollect.recording.next_step import Leftovers, Phases, Returns, leftovers, with_last_step
 from recollect.recording.optimizer_step import OptimizerStep, still_to_come
 from recollect.recording.optimizers import Optimizers, state_tensors
@@ -100,8 +100,9 @@ class StepRecording:
         self._modelled = self.costs if isinstance(self.costs, ModelledCosts) else None
         self.recorder = StepRecorder(self.costs, self.device)
         self._ranks = self.recorder.ranks = RanksWithParts.of(self.model, self.device, self._modelled)
-        is_fake = self._modelled is not None
-        self._samples = UnitSamples(self.model, self.device, in_excerpts=self.in_loop, is_fake=is_fake)
+        self._samples = UnitSamples(
+            self.model, self.device, in_excerpts=self.in_loop, is_fake=self._modelled is not None
+        )
         self._stack = ExitStack()
         self._persistent: dict[str, int] = {}
         self.returns = Returns(self.recorder)
@@ -278,6 +279,7 @@ class StepRecording:
             fake=modelled is not None,
             torch_version=torch.__version__,
             model_class=type(self.model).__name__,
+            class_names=class_names(self.model),
             batch=batch,
             loss_chunks=loss_chunks,
             outputs=tuple(self.returns.deaths()),
@@ -323,11 +325,8 @@ class StepRecording:
         self._samples.samples.clear()
         if self.keeps_samples:
             by_call = {sample.call: sample for sample in samples}
-            self.samples_of_graph = {
-                profile.calls[call].graph: by_call[first]
-                for call, first in reversed(first_alike.items())
-                if first in by_call
-            }
+            pairs = [(profile.calls[call].graph, first) for call, first in first_alike.items()]
+            self.samples_of_graph = {graph: by_call[first] for graph, first in reversed(pairs) if first in by_call}
         timed = measure_unit_times(samples, self.device, room_bytes=room_bytes, rounds=rounds)
         times = {call: timed[first] for call, first in first_alike.items() if first in timed}
         return with_unit_times(

@@ -29,7 +29,8 @@ from recollect.profile.events import PEEK
 from recollect.profile.graph import UnitGraph
 from recollect.profile.profile import Profile
 from recollect.profile.variant import VariantRecord
-from recollect.progress.stage import stage
+from recollect.progress import stage
+from recollect.quantities import parse_bytes
 from recollect.ranks.group import ALONE, Place, Ranks
 from recollect.ranks.members import with_common_times
 from recollect.recording.unit_samples import UnitSample
@@ -318,3 +319,13 @@ def _timed(sample: UnitSample, module: nn.Module, found: Sequence[_Compiled], de
     eager_s, *compiled_s = (statistics.median(times) for times in zip(*rounds, strict=True))
     variants = (replace(one.record, step_s=step_s) for one, step_s in zip(found, compiled_s, strict=True))
     return _Measured(tuple(variants), eager_s)
+
+
+def check_host_engine(engine: str, host_budget: int | str) -> None:
+    """Check that compiled units and host memory are not asked for together.
+
+    Raises:
+        NotYetError: they are.
+    """
+    if engine == "compile" and parse_bytes(host_budget):
+        raise _not_yet("host_budget", host_budget, "copies to host memory by compiled code", "Leave out host_budget")

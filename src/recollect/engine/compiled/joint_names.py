@@ -1,4 +1,4 @@
-"""Names the nodes of a joint graph, which `torch.compile` traces of a unit's forward and backward, as the tape names its values.
+"""Names the nodes of a joint graph, which `torch.compile` traces of a unit's forward and backward, as the tape names values.
 
 An op may have become several nodes: the last of them is its result. Names are counted before equal nodes are merged.
 """
@@ -82,7 +82,7 @@ def value_names(
 
     Args:
         joint: the joint graph, before equal nodes were merged.
-        known: names of the unit's values in forward order, which tell an op from one that writes in place: in the graph none do.
+        known: names of the unit's values in forward order, which tell an op from one that writes in place: here none do.
         units: paths of the units, as seen from what was compiled. What is in no unit has no name.
 
     Returns:
@@ -101,7 +101,9 @@ def value_names(
             names |= dict.fromkeys(filter(is_made_by_inductor, group.nodes), drawn)
             names |= _names_in(group, (output, mask))
         else:
-            names |= _names_in(group, result_names(stems.next(group, facts.name), 1 if facts.writes else facts.num_returns))
+            names |= _names_in(
+                group, result_names(stems.next(group, facts.name), 1 if facts.writes else facts.num_returns)
+            )
     return names
 
 

@@ -25,7 +25,6 @@ from typing import Any
 import torch
 from torch import fx
 
-import recollect
 from recollect._torch_compile import (
     CustomPartitionerFn,
     clear_policy,
@@ -44,6 +43,8 @@ from recollect.errors import PlanMismatchWarning
 from recollect.plans.action import Action
 from recollect.warning import warn_user
 
+# Of what partitions are made by: another one is not looked up under the same name on disk.
+_VERSION = 1
 # What was warned of, by the content of a partitioner: the objects are copied.
 _told: set[str] = set()
 
@@ -120,7 +121,7 @@ class PlanPartitioner(CustomPartitionerFn):
         merge_equal_nodes(joint)
         names = {node: by_node_name[node.name] for node in joint.graph.nodes if node.name in by_node_name}
         if self._words is not None:
-            _Tags(joint, names, words, self._units, num_outputs).set()
+            _Tags(joint, names, words, self._units, num_outputs).attach()
             self._warn_of_missing([name for name in words if name not in found])
         return names
 
@@ -158,17 +159,17 @@ class PlanPartitioner(CustomPartitionerFn):
         if names and self._is_first("missing"):
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             warn_user(
-                f"the plan does not fit the compiled code: it names {names[0]!r}{more}, which is not computed there. The step is "
-                "exact, but may need more memory than predicted. Record the model again with this version of PyTorch, and make "
-                "a new plan.",
+                f"the plan does not fit the compiled code: it names {names[0]!r}{more}, which is not computed there. The step "
+                "is exact, but may need more memory than predicted. Record the model again with this version of PyTorch, and "
+                "make a new plan.",
                 PlanMismatchWarning,
             )
 
     def _warn_of_failure(self, error: Exception) -> None:
         if self._is_first("failed"):
             warn_user(
-                f"cannot carry out the plan inside torch.compile: {type(error).__name__}: {error}. What is kept is PyTorch's own "
-                "choice, on every rank alike: the step is exact, but its peak is not as predicted.",
+                f"cannot carry out the plan inside torch.compile: {type(error).__name__}: {error}. What is kept is PyTorch's "
+                "own choice, on every rank alike: the step is exact, but its peak is not as predicted.",
                 PlanMismatchWarning,
             )
 
@@ -179,7 +180,7 @@ class PlanPartitioner(CustomPartitionerFn):
         return is_first
 
     def _digest(self) -> str:
-        return hashlib.sha256(repr((self._words, self._units, recollect.__version__)).encode()).hexdigest()
+        return hashlib.sha256(repr((_VERSION, self._words, self._units)).encode()).hexdigest()
 
     def uuid(self) -> str | None:
         """Return a text that is equal for equal plans, by which caches on disk tell them apart; None for no cache."""
@@ -233,7 +234,7 @@ class _Tags:
         self.outputs = [node for node in _results(joint)[:num_outputs] if node is not None]
         self.needed = _needed_by(joint, self.outputs)
 
-    def set(self) -> None:
+    def attach(self) -> None:
         """Tag what forward needs."""
         held = self._held()
         decisions = {node: node in held or self._is_kept(node) for node in self.needed if self._may_tag(node)}
@@ -244,7 +245,8 @@ class _Tags:
                 is_kept = decisions[node] or any(user in held or self._is_kept(user) for user in together[1:])
                 decisions |= dict.fromkeys(together, is_kept)
         for node in self._between(decisions):
-            decisions[node] = False
+            # Another result of an op that forward needs shares its decision.
+            decisions[node] = node.target is operator.getitem and decisions[node.all_input_nodes[0]]
         for node, keep in decisions.items():
             set_policy(node, keep=keep)
 
