@@ -146,8 +146,8 @@ MUTATIONS = (
         "plans",
         (
             (
-                "numbers = {field.name: getattr(self, field.name) for field in fields(self)[1:]}",
                 "numbers = {field.name: getattr(self, field.name) for field in fields(self)[1:-1]}",
+                'numbers = {f.name: getattr(self, f.name) for f in fields(self)[1:-1] if f.name != "loss_chunks"}',
             ),
         ),
     ),

@@ -147,8 +147,8 @@ MUTATIONS = (
         "integrations",
         (
             (
-                '"set": Condition(lambda value: value is not None, "`{}`"),',
-                '"set": Condition(lambda value: False, "`{}`"),',
+                'return (value is not None) is (given == "set")',
+                'return value is None and given == "unset"',
             ),
         ),
     ),

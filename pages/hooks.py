@@ -25,7 +25,7 @@ _PIECES = re.compile(
     re.MULTILINE | re.DOTALL,
 )
 _LANGUAGES = {".py": "python", ".c": "c", ".yaml": "yaml", ".toml": "toml", ".js": "javascript", ".css": "css"}
-_COPIED = {".png", ".svg", ".csv", ".jsonl"}
+_COPIED = {".png", ".svg", ".csv", ".jsonl", ".ipynb"}
 _FRONT_PAGE = "README.md"
 _PAGES = ("CHANGELOG.md", "CONTRIBUTING.md")
 

@@ -63,13 +63,13 @@ def _doctor_rules() -> str:
 
 
 def _megatron_rules() -> str:
-    from recollect.integrations.megatron.tables import rules_table
+    from pages.megatron import rules_table
 
     return rules_table()
 
 
 def _megatron_not_yet() -> str:
-    from recollect.integrations.megatron.tables import not_yet_table
+    from pages.megatron import not_yet_table
 
     return not_yet_table()
 
@@ -100,8 +100,8 @@ FIGURES: tuple[Figure, ...] = (
     Exact("docs/gpu.md", "scripts/gpu --page", _gpu),
     _part("CONTRIBUTING.md", "python -m pages.versions --page", _versions),
     _part("docs/doctor.md", "python -m pages.doctor", _doctor_rules),
-    _part("docs/megatron.md", "python -m recollect.integrations.megatron.tables", _megatron_rules),
-    _part("docs/megatron.md", "python -m recollect.integrations.megatron.tables", _megatron_not_yet),
+    _part("docs/megatron.md", "python -m pages.megatron", _megatron_rules),
+    _part("docs/megatron.md", "python -m pages.megatron", _megatron_not_yet),
     _part("docs/megatron_flags.md", "PYTHONPATH=src:tests/support python -m flag_table", _megatron_flags),
     _part("docs/explain.md", _EXPLAIN, _printed(_EXPLAIN), seconds=15),
     _part("docs/how_to_read_a_plan.md", _PLAN, lambda: output_of(_PLAN).partition("Written")[0], seconds=6),

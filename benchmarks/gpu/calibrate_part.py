@@ -11,8 +11,7 @@ from rich.table import Table
 
 import cost_model
 from gpu.part import Context, device_slug
-from recollect.costs.calibrate import Calibration, calibrate
-from recollect.costs.calibration_ops import MeasuredOp
+from recollect.costs.calibrate import Calibration, MeasuredOp, calibrate
 from recollect.costs.hardware import KINDS, Hardware
 from recollect.costs.hardware_table import HARDWARE, hardware_of_device
 from recollect.costs.roofline import seconds

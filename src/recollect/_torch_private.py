@@ -202,8 +202,7 @@ def compiled_function(function: Any) -> Callable[..., Any] | None:
 
 def without_compiler(module: torch.nn.Module) -> torch.nn.Module:
     """Return the module of which `torch.compile(module)` made this one; the module itself if it made none."""
-    inner: torch.nn.Module = module._orig_mod if type(module).__name__ == "OptimizedModule" else module  # type: ignore[assignment]
-    return inner
+    return module._orig_mod if type(module).__name__ == "OptimizedModule" else module  # type: ignore[return-value]
 
 
 def compiler_around() -> bool | None:

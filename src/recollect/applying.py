@@ -5,8 +5,6 @@ buffers, hooks, state dict, class and `repr` stay as they are. A unit's hooks (F
 the tape, as they run outside `forward`.
 """
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -74,10 +72,9 @@ def apply(model: nn.Module, plan: Plan | Sequence[Plan], *, group: GroupChoice =
 
     Example:
         >>> import recollect
-        >>> from recollect.lab.models.architectures import llama_config
-        >>> from recollect.lab.models.gpt import GPTModel
-        >>> model = GPTModel(llama_config(num_layers=2, hidden_size=32, num_attention_heads=2, vocab_size=64))
-        >>> plan = recollect.Plan({"decoder.layers.0": recollect.UnitPlan({"mlp.activation_func.silu": "recompute"})})
+        >>> from torch import nn
+        >>> model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in range(4)))
+        >>> plan = recollect.Plan({"0": recollect.UnitPlan({"1.gelu": "recompute"})})
         >>> applied = recollect.apply(model, plan)
         >>> applied.remove()
     """
@@ -178,10 +175,8 @@ def applied_to(model: nn.Module) -> list[Applied]:
 
     Example:
         >>> import recollect
-        >>> from recollect.lab.models.architectures import llama_config
-        >>> from recollect.lab.models.gpt import GPTModel
-        >>> model = GPTModel(llama_config(num_layers=2, hidden_size=32, num_attention_heads=2, vocab_size=64))
-        >>> recollect.applied_to(model)
+        >>> from torch import nn
+        >>> recollect.applied_to(nn.Linear(2, 2))
         []
     """
     forwards = (vars(module).get("forward") for module in model.modules())

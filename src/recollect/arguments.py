@@ -1,7 +1,5 @@
 """Check that an argument is of the kind that a function takes; the first mistake with a function is to swap two of them."""
 
-from __future__ import annotations
-
 import os
 from typing import Final
 

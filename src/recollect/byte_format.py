@@ -1,7 +1,5 @@
 """Print bytes for people: "1.5 GiB". Below `recollect.quantities`, because errors print bytes too."""
 
-from __future__ import annotations
-
 import operator
 
 _PREFIXES = "KMGTP"

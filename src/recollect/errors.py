@@ -135,8 +135,8 @@ class UnknownNameError(PlanError):
         elif self.suggestions:
             advice = f"Did you mean {' or '.join(repr(other) for other in self.suggestions)}?"
         elif names:
-            shown = ", ".join(repr(other) for other in names[:3])
-            advice = f"It has {len(names)}: {shown}{', ...' if len(names) > len(names[:3]) else ''}."
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            advice = f"It has {len(names)}: {', '.join(map(repr, names[:3]))}{more}."
         else:
             advice = f"It has no {kind}s at all."
         super().__init__(f"{where} has no {kind} {name!r}. {advice}")
@@ -146,7 +146,8 @@ class ProfileFormatError(RecollectError, ValueError):
     """A profile file that is malformed or was written by a later version."""
 
 
-def _settings_text(settings: Mapping[str, object]) -> str:
+def settings_text(settings: Mapping[str, object]) -> str:
+    """Return settings as errors show them: "num_layers=2, fp8=None"."""
     return ", ".join(f"{name}={value!r}" for name, value in settings.items())
 
 
@@ -166,7 +167,7 @@ class ConfigError(RecollectError, ValueError):
         self.reason = reason
         self.advice = advice
         name = f" [{rule}]" if rule else ""
-        super().__init__(f"got {_settings_text(settings)}: {reason}. {advice}{name}")
+        super().__init__(f"got {settings_text(settings)}: {reason}. {advice}{name}")
 
 
 class NotYetError(RecollectError, NotImplementedError):
@@ -182,7 +183,7 @@ class NotYetError(RecollectError, NotImplementedError):
         self.settings = dict(settings)
         self.needs = needs
         self.advice = advice
-        super().__init__(f"got {_settings_text(settings)}: not yet: {needs}. {advice}")
+        super().__init__(f"got {settings_text(settings)}: not yet: {needs}. {advice}")
 
 
 class BudgetTooSmallError(RecollectError, ValueError):

@@ -1,33 +1,30 @@
 """The packages that only parts of recollect need, and the extra of recollect that brings each of them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
 from recollect.errors import MissingPackageError
 
-EXTRA_OF_PACKAGE: Final = {
-    "matplotlib": "plot",
-    "plotly": "plot",
-    "tensorboard": "train",
-    "tokenizers": "train",
-    "pulp": "benchmarks",
-    "safetensors": "hf",
-    "transformers": "hf",
-    "accelerate": "trainers",
-    "bitsandbytes": "trainers",
-    "deepspeed": "trainers",
-    "diffusers": "trainers",
-    "lightning": "trainers",
-    "peft": "trainers",
-    "torchao": "trainers",
-    "torchtitan": "trainers",
-    "trl": "trainers",
-    "mkdocs-material": "docs",
-    "mkdocstrings": "docs",
+_PACKAGES: Final = {
+    "plot": ("matplotlib", "plotly"),
+    "train": ("tensorboard", "tokenizers"),
+    "benchmarks": ("pulp",),
+    "hf": ("safetensors", "transformers"),
+    "trainers": (
+        "accelerate",
+        "bitsandbytes",
+        "deepspeed",
+        "diffusers",
+        "lightning",
+        "peft",
+        "torchao",
+        "torchtitan",
+        "trl",
+    ),
+    "docs": ("mkdocs-material", "mkdocstrings"),
 }
+EXTRA_OF_PACKAGE: Final = {package: extra for extra, packages in _PACKAGES.items() for package in packages}
 """As in pyproject.toml, where a package is named once beside the extras that include it."""
 
 

@@ -49,6 +49,20 @@ def read_file(path: str | Path, *, expected: str, advice: str, error: type[Excep
     return data
 
 
+def write_file(path: str | Path, data: bytes, *, error: type[Exception]) -> None:
+    """Write a file.
+
+    Raises:
+        error: it cannot be written; the message says why.
+    """
+    try:
+        Path(path).write_bytes(data)
+    except OSError as problem:
+        folder = Path(path).absolute().parent
+        found = problem.strerror if folder.is_dir() else f"no folder {folder}"
+        raise error(f"{path}: cannot be written ({found}), expected a file in a writable folder.") from None
+
+
 def read_document(text: str, *, format: str, version: int, error: type[Exception]) -> Field:
     """Parse a versioned JSON document.
 
@@ -164,6 +178,10 @@ class Field:
             self.fail("an array of integers")
         return tuple(self.data)
 
+    def pairs(self) -> tuple[tuple[str, str], ...]:
+        """Return the object here, of strings, as pairs of key and string."""
+        return tuple((key, self.get(key).text()) for key in self.keys())
+
     def number(self) -> float:
         """Return the finite number here."""
         if type(self.data) not in (int, float) or not math.isfinite(self.data):
@@ -182,8 +200,8 @@ class Field:
         """Return what the object here has for the fields of a dataclass; what is missing or null has its default.
 
         Args:
-            kind: the dataclass. Its fields that are no text, number, bool or tuple of ints, nor one of these or None, are left
-                out. The default of what may be None is None.
+            kind: the dataclass. Its fields that are no text, number, bool, tuple of ints or pairs of texts, nor one of these or
+                None, are left out. The default of what may be None is None.
             least: the smallest ints of some fields, or None for any; default: 0.
             is_whole: whether all is there but for what may be None; raise for what is missing in spite of its default.
         """
@@ -206,6 +224,7 @@ _READERS: dict[Any, Callable[[Field], Any]] = {
     float: Field.number,
     bool: Field.flag,
     tuple[int, ...]: Field.integers,
+    tuple[tuple[str, str], ...]: Field.pairs,
 }
 
 

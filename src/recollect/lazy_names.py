@@ -1,7 +1,5 @@
 """Names that a package imports on first use, so that importing it is quick and does not need what they need."""
 
-from __future__ import annotations
-
 import ast
 import difflib
 import importlib

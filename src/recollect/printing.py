@@ -1,7 +1,5 @@
 """Print text on a console: a terminal's lines end between words, and everywhere else one line stays one."""
 
-from __future__ import annotations
-
 import re
 import textwrap
 

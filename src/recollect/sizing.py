@@ -1,7 +1,5 @@
 """`largest_batch`: which batch fits a budget, and which is the fastest?"""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -74,13 +72,10 @@ def largest_batch(
 
     Example:
         >>> import torch, recollect
-        >>> from recollect.lab.models.architectures import llama_config
-        >>> from recollect.lab.models.gpt import GPTModel
-        >>> model = GPTModel(llama_config(num_layers=2, hidden_size=32, num_attention_heads=2, vocab_size=64))
-        >>> def make_batch(size):
-        ...     tokens = torch.zeros(size, 64, dtype=torch.int64, device="meta")
-        ...     return {"tokens": tokens, "labels": tokens}
-        >>> found = recollect.largest_batch(model, make_batch, "2MiB", tokens_each=64, along="micro-batch")
+        >>> from torch import nn
+        >>> model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in range(4)))
+        >>> make_batch = lambda size: torch.empty(size, 32, device="meta")
+        >>> found = recollect.largest_batch(model, make_batch, "2MiB", loss_fn=torch.sum)
         >>> found.without_recompute.size < found.planned.size
         True
     """

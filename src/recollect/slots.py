@@ -4,8 +4,6 @@ The engine places copies where this says, and the simulator asks it in the same 
 host memory as was predicted. This module knows nothing of PyTorch.
 """
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_left
 

@@ -1,7 +1,5 @@
 """Finds the tensors in nested containers and objects, and those that a tensor consists of."""
 
-from __future__ import annotations
-
 import types
 from collections import deque
 from collections.abc import Iterable, Mapping

@@ -1,7 +1,5 @@
 """Warn at the line of the user's program that led to the warning, however deep in recollect it is found."""
 
-from __future__ import annotations
-
 import inspect
 import warnings
 

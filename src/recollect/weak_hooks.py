@@ -1,7 +1,5 @@
 """Register methods as hooks that PyTorch holds as long as the process lives, without holding what they belong to."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable
 from typing import Any

@@ -11,6 +11,7 @@ SOURCE = Path(__file__).parents[2] / "src"
 LAYERS = (
     "byte_format",
     "lazy_names",
+    "notebooks",
     "errors",
     "extras",
     "arguments",

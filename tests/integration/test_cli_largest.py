@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
@@ -108,10 +107,10 @@ def test_a_model_of_megatrons_flags_gets_positions_for_every_length(
         (["--memory-budget", "1KiB"], "No smaller micro-batch than 1 is allowed. What lives through the whole step"),
         (["--memory-budget", "60%"], "'60%': a percentage of the peak without recompute, which differs"),
         (["--memory-budget", "1GiB", "--out", "{folder}/none/p.json"], "--out {folder}/none/p.json: cannot be written"),
-        (["--memory-budget", "1GiB", "--max-size", "0"], "got max_size=0: not a whole number, 1 or more"),
+        (["--memory-budget", "1GiB", "--max-size", "0"], "--max-size 0: not a whole number, 1 or more"),
         (
             ["--memory-budget", "1GiB", "--multiple-of", "8", "--max-size", "4"],
-            "got multiple_of=8, max_size=4: no size is a multiple within the limit",
+            "--multiple-of 8, --max-size 4: no size is a multiple within the limit",
         ),
     ],
 )
@@ -128,8 +127,8 @@ def test_errors_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str],
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--max-size", "8"], "max_size: got 8 without --largest, expected both or neither."),
-        (["--multiple-of", "8"], "multiple_of: got 8 without --largest, expected both or neither."),
+        (["--max-size", "8"], "max-size: got 8 without --largest, expected both or neither."),
+        (["--multiple-of", "8"], "multiple-of: got 8 without --largest, expected both or neither."),
         (["--largest", "micro-batch", "--png", "a.png"], "png: got a.png with --largest, expected none: draw the size"),
         (["--largest", "micro-batch", "--html", "a.html"], "html: got a.html with --largest, expected none"),
         (
@@ -138,14 +137,13 @@ def test_errors_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str],
         ),
         (
             ["--largest", "micro-batch", "--loss-chunks", "auto"],
-            "loss_chunks: got auto with --largest, expected a number.",
+            "loss-chunks: got auto with --largest, expected a number.",
         ),
     ],
 )
 def test_flags_that_clash(capsys: pytest.CaptureFixture[str], args: list[str], message: str) -> None:
-    with pytest.raises(SystemExit):
-        main([*LLAMA, "--memory-budget", "1GiB", *args])
-    assert message in re.sub(r"[│\s]+", " ", capsys.readouterr().err)
+    assert main([*LLAMA, "--memory-budget", "1GiB", *args]) == 2
+    assert f"Error: --{message}" in capsys.readouterr().err
 
 
 def test_large_numbers_are_not_cut() -> None:

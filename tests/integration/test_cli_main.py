@@ -10,18 +10,22 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from recollect import __version__
 from recollect.cli import main
 from recollect.cli.commands import Train
 from recollect.cli.entry import parse_train
+from recollect.cli.env import environment
+from recollect.cli.parsing import in_flags
 from recollect.errors import DataError
 from training_runs import start_python, write_text
 
 pytestmark = pytest.mark.integration
 
 
-COMMANDS = ("train", "plan", "frontier", "calibrate", "tokenize", "bench", "explain", "doctor")
+PLAN = ["plan", "--memory-budget", "60%"]
+COMMANDS = ("train", "plan", "frontier", "calibrate", "tokenize", "bench", "explain", "doctor", "env")
 
 
 @pytest.mark.parametrize("args", [[], *([command] for command in COMMANDS)])
@@ -47,17 +51,38 @@ def test_help_that_nobody_reads_is_no_error() -> None:
     assert not done.stderr
 
 
-def test_help_of_train_begins_with_what_matters(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def help_of(request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> str:
+    """The help of a command on a terminal of 80 columns."""
     monkeypatch.setenv("COLUMNS", "80")
-    with pytest.raises(SystemExit):
-        main(["train", "--help"])
-    first, _, rest = capsys.readouterr().out.partition("All flags, in groups:")
+    with pytest.raises(SystemExit) as end:
+        main([request.param, "--help"])
+    assert end.value.code == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("help_of", "number"), [("train", 10), ("plan", 6)], indirect=["help_of"])
+def test_help_begins_with_the_flags_that_matter(help_of: str, number: int) -> None:
+    first, _, rest = help_of.partition("All flags, in groups:")
     assert max(map(len, first.splitlines())) <= 80
-    named = re.findall(r"^  (--[\w-]+) ", first.partition("the ten flags")[2], re.MULTILINE)
-    assert len(named) == 10
+    named = re.findall(r"^  (--[\w-]+) ", first.partition(" flags that matter most:")[2], re.MULTILINE)
+    assert len(named) == number
     assert all(f" {flag}" in rest for flag in named)
+
+
+@pytest.mark.parametrize("help_of", ["plan"], indirect=True)
+def test_examples_in_the_help_of_plan_parse(help_of: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    examples = re.findall(r"^  recollect plan (.+)", help_of.replace("\\\n", " "), re.MULTILINE)
+    assert len(examples) == 2
+    for example in examples:
+        # The folder is looked at once the flags are understood, and before anything is recorded.
+        assert main(["plan", *shlex.split(example), "--out", str(tmp_path / "none" / "plan.json")]) == 2
+        assert "cannot be written (no folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("help_of", ["train"], indirect=True)
+def test_help_of_train_has_groups_and_examples(help_of: str) -> None:
+    first, _, rest = help_of.partition("All flags, in groups:")
     groups = re.findall(r"^\W+ ([\w. ]+) options \W+$", rest, re.MULTILINE)
     assert groups[:7] == ["model", "experts", "latent attention", "fp8", "data", "optimizer", "step"]
     assert groups[7:] == ["run", "processes", "profiler", "recompute", "offload"]
@@ -67,21 +92,19 @@ def test_help_of_train_begins_with_what_matters(
         assert parse_train(shlex.split(example.partition("(")[0])) != Train()
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_help_shows_what_a_flag_takes_and_none_is_understood(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main([command, "--help"])
-    text = capsys.readouterr().out
-    assert "{None" not in text and "|INT" not in text.replace("{auto}|INT", "")
+@pytest.mark.parametrize("help_of", COMMANDS, indirect=True)
+def test_help_shows_what_a_flag_takes_and_not_none(help_of: str) -> None:
+    assert "None" not in help_of and "|INT" not in help_of.replace("{auto}|INT", "")
+    assert "(default: )" not in help_of and "headings" not in help_of
 
 
 def test_none_is_a_value_and_choices_have_the_order_of_the_help(capsys: pytest.CaptureFixture[str]) -> None:
     flags = parse_train(["--size", "None", "--num-layers", "None", "--recompute-granularity", "None"])
     assert flags == Train()
     assert parse_train(["--num-layers", "3"]).config.model.num_layers == 3
-    with pytest.raises(SystemExit):
-        main(["train", "--size", "foo"])
-    assert "('demo', 'tiny', 'gpt-tiny'," in " ".join(capsys.readouterr().err.split())
+    assert main(["train", "--size", "foo"]) == 2
+    error = capsys.readouterr().err
+    assert "expected one of demo, tiny, gpt-tiny," in error and "None" not in error
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -113,21 +136,94 @@ def test_help_lists_the_commands(args: list[str], capsys: pytest.CaptureFixture[
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["train", "--stepz", "3"], "Unrecognized options: --stepz"),
-        (["train", "--steps", "0"], "steps: got 0, expected at least 1"),
-        (["train", "--resume"], "resume: got it without --run-dir, expected the folder of the run"),
-        (["train", "--hidden-size", "30"], "TransformerConfig.hidden_size: got 30"),
-        (["plan"], "--memory-budget"),
-        (["plan", "--memory-budget", "1GiB", "--seq-length", "0"], "seq_length: got 0, expected at least 1"),
+        (["--foo"], "--foo: no such flag of recollect."),
+        (["train", "--stepz", "3"], "--stepz: no such flag of recollect train. Did you mean --steps?"),
+        (["train", "--steps", "0"], "--steps: got 0, expected at least 1."),
+        (["train", "--steps"], "--steps: got no value, expected one."),
+        (["train", "--lr", "high"], "--lr: got 'high', expected FLOAT."),
+        (["train", "--resume"], "--resume: got it without --run-dir, expected the folder of the run to go on with."),
+        (
+            ["train", "--data", "a", "--data-path", "b"],
+            "--data-path: given with --data, expected one of them. Remove one.",
+        ),
+        (
+            ["plan"],
+            "--memory-budget: missing. Bound on the peak of the whole step, such as 16GiB, 900MB or 60% of the ",
+        ),
+        ([*PLAN, "--seq-length", "0"], "--seq-length: got 0, expected at least 1."),
+        ([*PLAN, "--num-layers", "0"], "--num-layers: got 0, expected at least 1."),
+        ([*PLAN, "--num-layers", "two"], "--num-layers: got 'two', expected INT."),
+        ([*PLAN, "--dtype", "bfl6"], "--dtype: got 'bfl6', expected one of fp32, bf16. Did you mean bf16?"),
+        (
+            [*PLAN, "--num-experts", "4", "--moe-router-topk", "9"],
+            "--moe-router-topk: got 9, expected at most --num-experts = 4.",
+        ),
+        ([*PLAN, "--pipeline-split", "x"], "--pipeline-split: got 'x', expected {auto}|{[INT [INT ...]]}."),
     ],
 )
 def test_flags_that_do_not_parse(args: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as end:
-        main(args)
-    assert end.value.code == 2
-    output = capsys.readouterr().err
-    assert message in " ".join(output.replace("│", " ").split())
-    assert "tyro" not in output
+    assert main(args) == 2
+    (error,) = capsys.readouterr().err.splitlines()
+    assert error.startswith(f"Error: {message}")
+    assert re.search(r" See recollect( \w+)? --help\.$", error)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--memory-budget", "foo"], "--memory-budget: got 'foo': does not begin with a number"),
+        (["--memory-budget=16,000 MB"], "--memory-budget: got '16,000 MB': has a comma; write '16000MB' for thousands"),
+        (["--memory-budget", "60%", "--fake", "--hardware", "foo"], "--hardware: got 'foo', expected one of H100,"),
+        (
+            ["--memory-budget", "60%", "--fake", "--tensor-model-parallel-size", "3"],
+            "--num-attention-heads 4, --tensor-model-parallel-size 3: 4 is no multiple of 3.",
+        ),
+        (["--memory-budget", "60%", "--tensor-model-parallel-size", "2"], "no --fake: a layout of many devices is "),
+    ],
+)
+def test_what_the_library_refuses_is_named_by_its_flag(
+    args: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", *args]) == 2
+    (error,) = capsys.readouterr().err.splitlines()
+    assert error.startswith(f"Error: {message}")
+
+
+def test_settings_that_clash_are_named_by_their_flags(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    flags = ["--recompute-granularity", "selective", "--recompute-method", "uniform"]
+    assert main(["explain", *flags]) == 2
+    (error,) = capsys.readouterr().err.splitlines()
+    assert error.startswith(
+        "Error: --recompute-granularity selective, --recompute-method uniform: a method says which "
+    )
+    assert error.endswith(
+        "Leave --recompute-method out, or set --recompute-granularity to 'full'. [selective-has-no-method]"
+    )
+    path = tmp_path / "config.yaml"
+    path.write_text("recompute_granularity: selective\nrecompute_method: uniform\n")
+    assert main(["explain", "--yaml", str(path)]) == 2
+    assert "got recompute_granularity='selective', recompute_method='uniform': " in capsys.readouterr().err
+
+
+def test_a_path_or_a_call_in_an_error_is_left_as_it_is() -> None:
+    error = ValueError("num_layers: got 2, see src/num_layers.py, fit(num_layers=2), a.num_layers() and 'num_layers'.")
+    said = in_flags(error, {"num_layers": "--num-layers"}, [])
+    assert said == "--num-layers: got 2, see src/num_layers.py, fit(num_layers=2), a.num_layers() and 'num_layers'."
+
+
+def test_env_prints_what_a_report_needs(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    monkeypatch.setenv("SOME_TOKEN", "secret")
+    assert main(["env"]) == 0
+    found = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert found["recollect"] == __version__ and found["torch"].startswith(f"{torch.__version__}, CUDA ")
+    assert found["CPU"].endswith(f", {torch.get_num_threads()} threads of PyTorch")
+    assert "GPU" in found or "GPU 0" in found
+    assert {"Python", "OS", "malloc", "numpy"} <= found.keys()
+    assert "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True" in [
+        text for name, text in environment() if name == "variable"
+    ]
+    assert not any("secret" in text for _, text in environment())
 
 
 @pytest.mark.parametrize(
@@ -189,6 +285,15 @@ def test_error_is_one_line_and_exit_2(tmp_path: Path, capsys: pytest.CaptureFixt
     assert error == (
         f"Error: training data {tmp_path / 'none'}: no such file or folder, expected a text file, a .jsonl file or a "
         "folder. Check --data.\n"
+    )
+
+
+def test_a_missing_dataset_is_named_with_its_flag(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    args = ["train", "--data-path", str(tmp_path / "none"), "--size", "tiny", "--run-dir", str(tmp_path / "run")]
+    assert main(args) == 2
+    assert capsys.readouterr().err == (
+        f"Error: indexed dataset {tmp_path / 'none'}: no file {tmp_path / 'none.idx'}, expected a pair of .bin and .idx as "
+        "Megatron's tools/preprocess_data.py or `recollect tokenize` writes it. Check --data-path.\n"
     )
 
 

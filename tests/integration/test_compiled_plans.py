@@ -193,6 +193,8 @@ def test_two_plans_on_a_llama(is_by_inductor: bool) -> None:
         loss = model(**batch).loss
         for layer in layers:
             del layer.forward
+    for hook in hooks:
+        hook.remove()
     for layer, keep, (args, output) in zip(layers, kept, calls, strict=True):
         there = [leaf for leaf in tree_leaves((args, output)) if isinstance(leaf, Tensor)]
         held = saved_tensors(output, [*there, *layer.parameters()])
@@ -202,12 +204,11 @@ def test_two_plans_on_a_llama(is_by_inductor: bool) -> None:
         values = [tensor for tensor in held if tensor.dtype != torch.uint8]
         assert names_of(values, values_by_name(layer, *args)) == keep
         assert len(values) == len(keep)
-    for hook in hooks:
-        hook.remove()
     assert not any("forward" in vars(module) for module in model.modules())
     values_of_layer = values_by_name(layers[1], *calls[1][0])
     before = {one.untyped_storage().data_ptr() for one in gc.get_objects() if type(one) in (Tensor, nn.Parameter)}
-    del loss, calls, args, output, held, states, values
+    calls.clear()
+    del loss, args, output, there, held, states, values
     with recollect.apply(model, planned("tape")):
         loss = model(**batch).loss
         alive = alive_names({name: value for name, value in values_of_layer.items() if name in names}, before)

@@ -3,8 +3,6 @@
 Each call of the model is held against that plan: the runs of its units, and what it held before under the same plan.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 import time
@@ -43,15 +41,12 @@ _READ_EVERY: Final = 4
 
 @dataclass(frozen=True, slots=True)
 class Departure:
-    """The first thing in a step that its plan does not foresee.
-
-    Attributes:
-        text: what the step did, as in "ran layers.3 once more than planned".
-        more_bytes: that the allocator's count showed beyond what was expected; None if that is not how it was seen.
-    """
+    """The first thing in a step that its plan does not foresee."""
 
     text: str
+    """What the step did, as in "ran layers.3 once more than planned"."""
     more_bytes: int | None = None
+    """That the allocator's count showed beyond what was expected; None if that is not how it was seen."""
 
     def excess(self, planned: PlannedStep, more_bytes: int | None) -> str:
         """Return what to say of the step; "" if it needed no more than the budget.

@@ -16,8 +16,6 @@ come up for some steps, they ask in every 16th step only. What makes that safe:
 * **None raises alone, between.** With `on_larger` "warn" or "raise" they ask in every call.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final, TypeVar
 

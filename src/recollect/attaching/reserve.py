@@ -6,8 +6,6 @@ rest again. A unit that was never recorded is taken to be like one of its class,
 A step that has no plan yet runs under the leanest of those for steps that are foreseen from others.
 """
 
-from __future__ import annotations
-
 import math
 import weakref
 from collections.abc import Collection, Iterable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Know when a training step ends; notice a loop in which none ever does, and one that makes its optimizer anew meanwhile."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Final

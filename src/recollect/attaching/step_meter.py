@@ -1,7 +1,5 @@
 """Measures the peak of whole steps beside what was predicted of them, in words and numbers that say whether the budget held."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Final

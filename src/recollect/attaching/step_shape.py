@@ -36,27 +36,24 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks")
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call of the model with gradients on.
-
-    Attributes:
-        entry: path of the module that was called; "" is the model itself.
-        shapes: of the tensors that it got, in order.
-        context: what must be equal: data types, training mode, autocast, how the model is built.
-        arguments: that are no tensors, in order; of numbers and objects, their class.
-        trained: one byte for each parameter, 1 if it requires grad.
-        traced: the same for the tensors that it got.
-        has_gradients: gradients were alive when it began.
-        is_open: an earlier call still waited for its backward.
-    """
+    """One call of the model with gradients on."""
 
     entry: str
+    """Path of the module that was called; "" is the model itself."""
     shapes: tuple[tuple[int, ...], ...]
+    """Of the tensors that it got, in order."""
     context: tuple[object, ...]
+    """What must be equal: data types, training mode, autocast, how the model is built."""
     arguments: tuple[object, ...] = ()
+    """That are no tensors, in order; of numbers and objects, their class."""
     trained: int = -1
+    """One byte for each parameter, 1 if it requires grad."""
     traced: int = 0
+    """The same for the tensors that it got."""
     has_gradients: bool = False
+    """Gradients were alive when it began."""
     is_open: bool = False
+    """An earlier call still waited for its backward."""
 
     @property
     def numel(self) -> int:
@@ -65,8 +62,7 @@ class Call:
 
     def __str__(self) -> str:
         """Describe the largest tensor: "4 x 2048"."""
-        largest = max(self.shapes, key=math.prod, default=())
-        return " x ".join(map(str, largest)) or "a scalar"
+        return shape_text(max(self.shapes, key=math.prod, default=()))
 
     def is_alike(self, other: Call) -> bool:
         """Whether the other differs in its shapes only, in what requires grad, and in what was in memory before."""
@@ -82,6 +78,11 @@ class Call:
             and not other.traced & ~self.traced
             and (self.has_gradients or not other.has_gradients)
         )
+
+
+def shape_text(shape: tuple[int, ...]) -> str:
+    """Return a shape as lines show it: "4 x 2048"."""
+    return " x ".join(map(str, shape)) or "a scalar"
 
 
 def groups_of(calls: Sequence[Call]) -> list[list[Call]]:

@@ -36,17 +36,14 @@ class Runs(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Course:
-    """What happened in a call of the model.
-
-    Attributes:
-        units: the runs of each unit, by its path.
-        num_backwards: how often backward reached what the call returned; once also if it never did, as after an error.
-        builds_graph: such a backward built a graph of its own.
-    """
+    """What happened in a call of the model."""
 
     units: Mapping[str, Runs] = field(default_factory=dict)
+    """The runs of each unit, by its path."""
     num_backwards: int = 1
+    """How often backward reached what the call returned; once also if it never did, as after an error."""
     builds_graph: bool = False
+    """Such a backward built a graph of its own."""
 
     def is_at_least(self, other: Course) -> bool:
         """Whether the other one does nothing that this one does not do.

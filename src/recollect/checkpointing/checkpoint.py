@@ -5,8 +5,6 @@
 The function runs once. Backward computes again, op by op, what it asks for; see `recollect.engine.tape`.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import sys

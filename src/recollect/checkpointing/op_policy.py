@@ -1,7 +1,5 @@
 """Asks a policy, op by op, what to save: the functions that PyTorch's selective checkpointing takes; turns one into a plan."""
 
-from __future__ import annotations
-
 import functools
 import sys
 from collections.abc import Callable, Sequence
@@ -221,14 +219,12 @@ def policy_plan(
 
     Example:
         >>> import torch, recollect
-        >>> from recollect.lab.models.architectures import llama_config
-        >>> from recollect.lab.models.gpt import GPTModel
-        >>> model = GPTModel(llama_config(num_layers=2, hidden_size=32, num_attention_heads=2, vocab_size=64))
-        >>> tokens = torch.randint(0, 64, (1, 16))
-        >>> batch = {"tokens": tokens, "labels": tokens}
-        >>> profile = recollect.record(model, batch, fake=True)
-        >>> plan = policy_plan(profile, model, batch, [torch.ops.aten.mm.default])
-        >>> print(plan.units["decoder.layers.0"].actions["mlp.linear_fc2.mm"])
+        >>> from torch import nn
+        >>> model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in range(4)))
+        >>> x = torch.randn(8, 32)
+        >>> profile = recollect.record(model, x, loss_fn=torch.sum, fake=True)
+        >>> plan = policy_plan(profile, model, x, [torch.ops.aten.addmm.default])
+        >>> print(plan.units["0"].actions["2.addmm"])
         keep
     """
     check_kind("policy_plan(profile, model, batch, policy_fn)", "profile", profile, Profile, "recollect.Profile")

@@ -1,7 +1,5 @@
 """`recollect bench`: measure recompute settings side by side and compare them with stored results."""
 
-from __future__ import annotations
-
 import platform
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -15,12 +13,11 @@ from recollect import __version__
 from recollect.cli.commands import Bench
 from recollect.cli.common import build_step, check_folder, wide_console, write_file
 from recollect.lab.bench.measure import Subject, measure
-from recollect.lab.bench.model_flops import model_flops
 from recollect.lab.bench.race import few_objects, keep_freed_memory, processor_name
 from recollect.lab.bench.report import as_csv, as_markdown, notes, result_table, title
 from recollect.lab.bench.results import BenchResults, check_comparable, compared
 from recollect.lab.bench.settings import Setting, named_settings, parse_setting, read_settings
-from recollect.lab.models.config import TransformerConfig
+from recollect.lab.models.config import TransformerConfig, model_flops
 from recollect.lab.train.optimizer_step import resolve_device
 from recollect.printing import print_line
 from recollect.quantities import parse_bytes
@@ -31,10 +28,6 @@ _TABLE_WIDTH = 240
 
 def run_bench(command: Bench, console: Console) -> int:
     """Measure settings, compare them with golden results, print and write them.
-
-    Args:
-        command: the flags.
-        console: where the table goes.
 
     Returns:
         1 if there is a regression, else 0.

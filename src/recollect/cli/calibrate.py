@@ -1,7 +1,5 @@
 """`recollect calibrate`: measure this device and write a file for `--hardware`."""
 
-from __future__ import annotations
-
 import statistics
 
 from rich.console import Console
@@ -17,10 +15,6 @@ from recollect.lab.train.optimizer_step import resolve_device
 
 def run_calibrate(command: Calibrate, console: Console) -> None:
     """Measure the device, print its rates and how well the cost model fits, and write them.
-
-    Args:
-        command: the flags.
-        console: where the tables go.
 
     Raises:
         RecollectError: the device cannot be measured, or the file cannot be written.

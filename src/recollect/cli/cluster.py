@@ -1,7 +1,5 @@
 """`recollect plan --fake --tensor-model-parallel-size ...`: plan for a cluster on a machine without one."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from rich.console import Console
@@ -21,10 +19,6 @@ from recollect.printing import columns_of, print_line
 
 def run_cluster(command: MakePlan, console: Console) -> None:
     """Record the stages of a layout on fake tensors, plan them, print memory and time by rank, and write the plans.
-
-    Args:
-        command: the flags.
-        console: where the report goes.
 
     Raises:
         RecollectError: flags that clash, a model that does not divide, or a budget that is too small.

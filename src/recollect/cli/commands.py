@@ -1,7 +1,5 @@
 """The flags of the commands, as dataclasses for tyro. Imports no torch, so that `--help` is quick."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
@@ -11,10 +9,9 @@ from tyro.conf import FlagCreatePairsOff, OmitArgPrefixes, Positional, UseAppend
 from recollect.cli.recompute_flags import RecomputeFlags
 from recollect.lab.parallel.layout import ParallelFlags
 from recollect.lab.parallel.pipeline_layout import ScheduleName
-from recollect.lab.train.checks import at_least
 from recollect.lab.train.config import TrainConfig
 from recollect.lab.train.model_flags import ModelFlags
-from recollect.lab.train.optim_flags import OptimFlags
+from recollect.lab.train.optim_flags import OptimFlags, at_least
 from recollect.quantities import parse_bytes
 
 _SUFFIXES = (".csv", ".json", ".md")
@@ -301,12 +298,23 @@ class Explain:
 
 @dataclass(frozen=True, kw_only=True)
 class Doctor:
-    """Name what went wrong in a training run, why, and what to do, from its log, its settings, or a memory snapshot."""
+    """Name what went wrong in a training run, why, and what to do, from its log, its settings, or a memory snapshot.
+
+    The exit status is 0 if something was recognised, 1 if nothing was, 2 if a file cannot be read.
+    """
 
     files: Positional[tuple[Path, ...]] = ()
     """Logs or tracebacks, configurations (YAML, JSON, TOML, scripts with flags), snapshots of torch.cuda.memory._dump_snapshot;
     files of one run are judged together. - or nothing: standard input."""
     json: bool = False
     """Print JSON instead of text."""
+    debug: bool = False
+    """Show the traceback of an error."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Env:
+    """Print what a bug report needs: versions, devices, memory, allocators, and the environment variables that matter."""
+
     debug: bool = False
     """Show the traceback of an error."""

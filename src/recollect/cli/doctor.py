@@ -1,7 +1,5 @@
 """`recollect doctor`: name what went wrong in a training run, from what it left behind."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
@@ -31,10 +29,6 @@ _WHOLE_WORDS: Any = {"break_long_words": False, "break_on_hyphens": False}
 
 def run_doctor(command: Doctor, console: Console) -> int:
     """Diagnose, and print what was recognised.
-
-    Args:
-        command: the flags.
-        console: where the report goes.
 
     Returns:
         The exit status: 0 if something was recognised, 1 if not.
@@ -75,7 +69,7 @@ def report(found: Sequence[Finding], columns: int = _COLUMNS) -> str:
     """Return findings as text.
 
     Args:
-        found: the most certain first.
+        found: in order.
         columns: the longest line, unless a word is longer.
 
     Returns:
@@ -91,7 +85,11 @@ def report(found: Sequence[Finding], columns: int = _COLUMNS) -> str:
             lines += _part("   seen" if i == 0 else "", text, columns)
         for i, text in enumerate(finding.fix):
             lines += _advice("   do" if i == 0 else "", text, columns)
-        lines += _part("", f"[{finding.certainty}; rule {finding.rule}; {finding.source}]", columns)
+        lines += _part(
+            "",
+            f"[{finding.certainty}{', ends the run' if finding.fatal else ''}; rule {finding.rule}; {finding.source}]",
+            columns,
+        )
         parts.append("\n".join(lines))
     return "\n\n".join(parts)
 

@@ -1,29 +1,21 @@
 """Entry point: parse the command, show its help, run it, and report errors in one line."""
 
-from __future__ import annotations
-
 import difflib
 import functools
 import importlib
 import operator
 import signal
 import sys
-import types
 import warnings
 from collections.abc import Sequence
-from typing import Annotated, Any, Union, get_args
+from typing import Annotated, Any
 
 import tyro
 from rich.console import Console
-from tyro.constructors import (
-    ConstructorRegistry,
-    PrimitiveConstructorSpec,
-    PrimitiveTypeInfo,
-    UnsupportedTypeAnnotationError,
-)
 
 from recollect import __version__
-from recollect.cli.commands import Bench, Calibrate, Doctor, DrawFrontier, Explain, MakePlan, Tokenize, Train
+from recollect.cli.commands import Bench, Calibrate, Doctor, DrawFrontier, Env, Explain, MakePlan, Tokenize, Train
+from recollect.cli.parsing import flags_of, in_flags, parsed
 from recollect.errors import RecollectError
 from recollect.integrations.megatron.arguments import describes_model, read_arguments
 from recollect.lab.train.config import demo_config, pretrain_gpt_config
@@ -57,9 +49,25 @@ the ten flags that matter most:
 
 All flags, in groups:
 """
-REGISTRY = ConstructorRegistry()
-_NONE = "None"
-Command = Train | MakePlan | DrawFrontier | Calibrate | Tokenize | Bench | Explain | Doctor
+PLAN_HELP = """\
+Record a training step, choose what to keep and recompute, and write the plan.
+
+examples:
+  recollect plan --size 8b --fake --hardware H100 --dtype bf16 \\
+      --seq-length 8192 --memory-budget 80GiB
+  recollect plan --hf-config config.json --fake --memory-budget 24GiB
+
+the six flags that matter most:
+  --memory-budget B     bound on the peak of the step, such as 16GiB or 60%
+  --hf-config PATH      the model, by its config.json of Hugging Face
+  --size NAME           or one of recollect's own, such as demo, 1b, 8b or 70b
+  --seq-length N        tokens per sequence
+  --batch-size N        sequences per micro-batch
+  --fake                record without the model's memory, for any --hardware
+
+All flags, in groups:
+"""
+Command = Train | MakePlan | DrawFrontier | Calibrate | Tokenize | Bench | Explain | Doctor | Env
 _COMMANDS: dict[str, Any] = {
     "train": Train,
     "plan": MakePlan,
@@ -69,6 +77,7 @@ _COMMANDS: dict[str, Any] = {
     "bench": Bench,
     "explain": Explain,
     "doctor": Doctor,
+    "env": Env,
 }
 # Any: a type checker cannot see that a union of annotated types is a type.
 _EVERY_COMMAND: Any = functools.reduce(
@@ -94,13 +103,13 @@ def main(args: Sequence[str] | None = None) -> int:
 
     Raises:
         RecollectError: with `--debug`, instead of the line on stderr.
-        SystemExit: after `--help` (0), and for flags that do not parse (2).
+        SystemExit: after `--help` (0).
     """
     words = sys.argv[1:] if args is None else list(args)
     if words[:1] == ["--version"]:
         print(f"recollect {__version__}")
         return 0
-    errors = Console(stderr=True)
+    errors = Console(file=sys.stderr)  # that of now, whatever is put in its place while flags are parsed
     if args is None and "--help" in words and hasattr(signal, "SIGPIPE"):
         # `recollect train --help | head` shall end quietly when head exits.
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
@@ -113,7 +122,10 @@ def main(args: Sequence[str] | None = None) -> int:
     except RecollectError as error:
         if "--debug" in words:
             raise
-        print_line(errors, f"Error: {error}", style="red")
+        # A file of settings has their names, not flags.
+        is_of_flags = words[:1] and words[0] in _COMMANDS and "--yaml" not in words
+        text = in_flags(error, flags_of(_COMMANDS[words[0]]), words) if is_of_flags else str(error)
+        print_line(errors, f"Error: {text}", style="red")
         return _EXIT_ERROR
     except KeyboardInterrupt:
         errors.print("Interrupted.", style="red")
@@ -129,33 +141,33 @@ def _parse(args: list[str]) -> Command:
     """Return the command with its flags, parsed without the others: for a union, tyro's errors name its internals.
 
     Raises:
-        RecollectError: there is no such command, or its flags cannot be used.
-        SystemExit: the flags do not parse, or it is help that is asked for, as by no word at all.
+        RecollectError: there is no such command, or its flags do not parse or cannot be used.
+        SystemExit: it is help that is asked for, as by no word at all.
     """
     name = args[0] if args else ""
-    parsed: Command
+    command: Command
     if name and not name.startswith("-") and name not in _COMMANDS:
         close = difflib.get_close_matches(name, _COMMANDS, n=1)
         meant = f" Did you mean recollect {close[0]}?" if close else ""
         raise RecollectError(f"recollect {name}: no such command, expected one of {', '.join(_COMMANDS)}.{meant}")
     if name not in _COMMANDS:
-        # Prints help or an error, and exits.
-        parsed = tyro.cli(
-            _EVERY_COMMAND, prog="recollect", description=_DESCRIPTION, args=args or ["--help"], registry=REGISTRY
-        )
+        # Prints help or an error.
+        command = parsed(_EVERY_COMMAND, "", args or ["--help"], description=_DESCRIPTION)
     elif name == "train":
-        parsed = parse_train(args[1:])
+        command = parse_train(args[1:])
     else:
-        parsed = tyro.cli(_COMMANDS[name], prog=f"recollect {name}", args=args[1:], registry=REGISTRY)
-    return parsed
+        description = {"description": PLAN_HELP} if name == "plan" else {}
+        command = parsed(_COMMANDS[name], name, args[1:], **description)
+    return command
 
 
 def parse_train(args: list[str]) -> Train:
     """Parse the flags of `recollect train`, its own and Megatron's.
 
     Raises:
+        RecollectError: the flags do not parse.
         NotYetError, ConfigError: a flag of Megatron is not supported yet, or two flags exclude each other.
-        SystemExit: the flags do not parse, or `--help`.
+        SystemExit: after `--help`.
     """
     default = Train()
     if "--demo" in args:
@@ -166,9 +178,8 @@ def parse_train(args: list[str]) -> Train:
     if arguments.without_effect:
         said = "; ".join(f"{name} ({why})" for name, why in arguments.without_effect.items())
         warn_user(f"without effect here: {said}.")
-    return tyro.cli(
-        Train, prog="recollect train", description=TRAIN_HELP, args=arguments.rest, default=default, registry=REGISTRY
-    )
+    command: Train = parsed(Train, "train", arguments.rest, description=TRAIN_HELP, default=default)
+    return command
 
 
 def _run(command: Command) -> int:
@@ -178,23 +189,3 @@ def _run(command: Command) -> int:
     module = importlib.import_module(f"recollect.cli.{name}")
     status: int | None = getattr(module, f"run_{name}")(command, Console())
     return status or 0
-
-
-@REGISTRY.primitive_rule
-def _optional(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | UnsupportedTypeAnnotationError | None:
-    """Return how to read and show a type or None: `--num-layers INT`, not `{None}|INT`; "None" is still understood."""
-    kinds = get_args(info.type)
-    if info.type_origin not in (Union, types.UnionType) or types.NoneType not in kinds:
-        return None
-    rest = functools.reduce(operator.or_, (kind for kind in kinds if kind is not types.NoneType))
-    spec = ConstructorRegistry.get_primitive_spec(PrimitiveTypeInfo.make(rest, info.markers))
-    if isinstance(spec, UnsupportedTypeAnnotationError):
-        return spec
-    return PrimitiveConstructorSpec(
-        nargs=spec.nargs,
-        metavar=spec.metavar,
-        instance_from_str=lambda words: None if words == [_NONE] else spec.instance_from_str(words),
-        is_instance=lambda value: value is None or spec.is_instance(value),
-        str_from_instance=lambda value: [_NONE] if value is None else spec.str_from_instance(value),
-        choices=None if spec.choices is None else (*spec.choices, _NONE),
-    )

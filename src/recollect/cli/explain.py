@@ -3,8 +3,6 @@
 The configuration is in flags, or in a YAML file of Megatron-LM or Megatron-Bridge.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re
@@ -147,10 +145,6 @@ def _function_name(value: Any) -> Any:
 
 def run_explain(command: Explain, console: Console) -> None:
     """Record a step, plan it as configured and by budget, print both plans layer by layer, and write the numbers.
-
-    Args:
-        command: the flags.
-        console: where the tables go.
 
     Raises:
         RecollectError: the configuration cannot be read or clashes, or recording fails.

@@ -1,11 +1,8 @@
 """`recollect frontier`: show predicted peak and slowdown for every budget."""
 
-from __future__ import annotations
-
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 
 from rich.console import Console
 from rich.table import Table
@@ -14,7 +11,7 @@ import recollect
 from recollect.byte_format import format_bytes
 from recollect.cli.commands import DrawFrontier
 from recollect.cli.common import check_pictures, describe_step, step_recorder
-from recollect.pictures.page import name_points, write_frontier_page
+from recollect.pictures.page import all_points, write_frontier_page
 from recollect.pictures.png import draw_frontier
 from recollect.pictures.words import percent
 from recollect.planning.frontier import Frontier
@@ -24,10 +21,6 @@ from recollect.quantities import parse_bytes
 
 def run_frontier(command: DrawFrontier, console: Console) -> None:
     """Record a step, compute the frontier, print it as a table and draw it.
-
-    Args:
-        command: the flags.
-        console: where the table goes.
 
     Raises:
         RecollectError: a package for a picture is missing, a file cannot be written, or recording fails.
@@ -53,10 +46,8 @@ def frontier_table(frontier: Frontier) -> Table:
     for name in ("peak", "slowdown", "no plan below"):
         table.add_column(name, justify="right")
     table.add_column("plan")
-    own = zip(name_points(frontier), frontier.points, strict=True)
-    rows = [(replace(point, name=name), "") for name, point in own]
-    rows += [(point, "bold") for point in frontier.classics if point.name != "keep_all"]
-    for point, style in sorted(rows, key=lambda row: (row[0].peak_bytes, row[0].slowdown)):
+    for point in all_points(frontier):
+        style = "bold" if point in frontier.classics else ""
         bound = "" if point.bound_slowdown is None else percent(point.bound_slowdown)
         table.add_row(format_bytes(point.peak_bytes), percent(point.slowdown), bound, point.name, style=style)
     return table

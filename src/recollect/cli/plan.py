@@ -3,8 +3,6 @@
 With `--largest`: find the largest and the fastest micro-batch or sequence length within the budget.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -36,10 +34,6 @@ from recollect.quantities import check_budget, parse_bytes
 
 def run_plan(command: MakePlan, console: Console) -> None:
     """Record a step, plan it, print the plan and write it; with `--largest` that of the largest step that fits.
-
-    Args:
-        command: the flags.
-        console: where the plan goes.
 
     Raises:
         RecollectError: a file cannot be written, a package for a picture is missing, or recording or planning fails.
@@ -104,10 +98,6 @@ _MULTIPLES = {"micro-batch": 1, "seq-length": 64}
 
 def run_largest(command: MakePlan, console: Console) -> None:
     """Record steps of a few sizes on fake tensors, print which fit, and write the plan of the largest.
-
-    Args:
-        command: the flags, `largest` among them.
-        console: where the tables go.
 
     Raises:
         RecollectError: the plan cannot be written, not even the smallest size fits, or recording fails.

@@ -1,7 +1,5 @@
 """`recollect tokenize`: write documents as Megatron's indexed dataset."""
 
-from __future__ import annotations
-
 from rich.console import Console
 
 from recollect.cli.commands import Tokenize
@@ -13,10 +11,6 @@ from recollect.printing import print_line
 
 def run_tokenize(command: Tokenize, console: Console) -> None:
     """Tokenize the documents and write them as an indexed dataset.
-
-    Args:
-        command: the flags.
-        console: where the summary goes.
 
     Raises:
         RecollectError: the files already exist or cannot be written, or data or tokenizer cannot be read.

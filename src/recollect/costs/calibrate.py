@@ -4,6 +4,9 @@ The fit finds the parameters of `roofline.py`, first those of memory and element
 the squared logarithm of modelled over measured time, so that a factor of two counts the same for long and short ops, under a
 robust loss, so that an op that the model does not describe cannot spoil the others. Copies to and from the host's memory are
 measured, not fitted.
+
+The ops are those that plain PyTorch code dispatches: the kernels that training on this device runs, attention's forward and
+backward included, with work that the cost model derives from the same arguments as it does for a model.
 """
 
 from __future__ import annotations
@@ -14,21 +17,24 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from scipy.optimize import least_squares
+from torch import Tensor
+from torch.nn.functional import dropout, embedding, gelu, layer_norm, scaled_dot_product_attention, silu
 
-from recollect._torch_private import below_autograd
-from recollect.costs.calibration_ops import MeasuredOp, Sizes, calibration_ops
+from recollect._torch_private import TorchDispatchMode, below_autograd
 from recollect.costs.hardware import KINDS, ArithmeticRate, Hardware
 from recollect.costs.hardware_table import hardware_of_device, processor_model
 from recollect.costs.host_copies import measure_host_link
-from recollect.costs.op_work import DTYPES
-from recollect.costs.roofline import seconds
+from recollect.costs.op_work import DTYPES, work_of
+from recollect.costs.roofline import Work, seconds
+from recollect.engine.facts import facts_of
 from recollect.errors import HardwareError
 from recollect.measuring.device_memory import memory_bytes
 from recollect.measuring.timing import timed_work
@@ -39,26 +45,78 @@ _ELEMENT_KINDS = tuple(kind for kind in KINDS if kind not in _PRODUCT_KINDS)
 _FEWEST_ROUNDS = 3
 _MOST_ROUNDS = 30
 _RUNS_PER_EVENT = 10
+# Width of normalised and looked-up rows, and sizes of attention: as in models.
+_WIDTH = 256
+_HEADS, _HEAD_WIDTH = 8, 64
+_TINY_BYTES = 1024
 
 _Range = tuple[float, float, float]
 """Of a number: a guess, the least and the most."""
 
 
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Sizes of the measured tensors."""
+
+    elements: tuple[int, ...]
+    """Of the tensors of elementwise and similar ops; the first so few that only the launch counts."""
+    products: tuple[tuple[int, int, int], ...]
+    """(m, n, k) of matrix products, large and thin ones."""
+    tokens: tuple[int, ...]
+    """Sequence lengths of attention."""
+
+    @classmethod
+    def of(cls, device: torch.device, *, quick: bool) -> Sizes:
+        """Return sizes for ops of some milliseconds on this type of device; `quick`: smaller ones, for a rough answer."""
+        if quick:
+            return cls((64, 1 << 14, 1 << 18), ((64, 64, 64), (256, 256, 256), (256, 16, 256)), (64, 128))
+        if device.type == "cuda":
+            # The largest exceed any cache; all arguments are alive at once, about 8 GB.
+            return cls((64, 1 << 18, 1 << 21, 1 << 25), _products(4096), (1024, 4096))
+        return cls((64, 1 << 14, 1 << 17, 1 << 20, 1 << 23), _products(512), (256, 1024))
+
+
+def _products(width: int) -> tuple[tuple[int, int, int], ...]:
+    """Return square products around a width, and some that are short in one dimension."""
+    half, double, thin = width // 2, 2 * width, width // 8
+    squares = ((half, half, half), (width, width, width), (double, double, width))
+    return (*squares, (width, thin, width), (thin, width, width), (width, width, thin), (width, thin // 8, width))
+
+
+@dataclass(slots=True)
+class MeasuredOp:
+    """One op with its arguments, its work, and the seconds of its runs; `is_tiny`: its launch dominates."""
+
+    name: str
+    work: Work
+    func: Any
+    args: Any
+    kwargs: Any
+    is_tiny: bool
+    seconds: list[float] = field(default_factory=list)
+
+    @property
+    def median_s(self) -> float:
+        """Median seconds of its runs."""
+        return statistics.median(self.seconds)
+
+    def run(self) -> None:
+        """Run it once more; call it below autograd."""
+        self.func(*self.args, **self.kwargs)
+
+
 @dataclass(frozen=True)
 class Calibration:
-    """A fitted device and its measurements.
-
-    Attributes:
-        hardware: the device.
-        ops: the measured ops.
-        rounds: runs of each op; its time is their median.
-        elapsed_s: seconds of measurement and fit.
-    """
+    """A fitted device and its measurements."""
 
     hardware: Hardware
+    """The device."""
     ops: tuple[MeasuredOp, ...]
+    """The measured ops."""
     rounds: int
+    """Runs of each op; its time is their median."""
     elapsed_s: float
+    """Seconds of measurement and fit."""
 
     def ratios(self, kind: str | None = None) -> list[float]:
         """Return modelled over measured time of the ops of a kind, or of all."""
@@ -243,3 +301,71 @@ def _device_name(device: torch.device) -> str:
         return torch.cuda.get_device_name(device)
     threads = torch.get_num_threads()
     return f"{processor_model()}, {threads} thread{'' if threads == 1 else 's'}"
+
+
+class _Noting(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.ops: list[MeasuredOp] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        output = func(*args, **kwargs)
+        work = work_of(func, facts_of(func), args, kwargs, output)
+        if work.launches:
+            self.ops.append(
+                MeasuredOp(facts_of(func).name, work, func, args, kwargs, work.traffic_bytes <= _TINY_BYTES)
+            )
+        return output
+
+
+def calibration_ops(device: torch.device, dtypes: Sequence[torch.dtype], sizes: Sizes) -> list[MeasuredOp]:
+    """Run some programs once and return the ops that they dispatch.
+
+    Args:
+        device: where they run.
+        dtypes: of matrix products and attention; all else runs in fp32, since its speed depends on bytes.
+        sizes: of their tensors.
+    """
+    noting = _Noting()
+    for num_elements in sizes.elements:
+        width = min(num_elements, _WIDTH)
+        rows = [torch.randn(num_elements // width, width, device=device, requires_grad=True) for _ in range(2)]
+        with noting:
+            for program in (_elementwise, _transcendental, _normalised, _looked_up):
+                program(*rows)
+    for dtype in dtypes:
+        for num_rows, num_columns, depth in sizes.products:
+            left = torch.randn(num_rows, depth, device=device, dtype=dtype)
+            right = torch.randn(num_columns, depth, device=device, dtype=dtype)
+            with noting:
+                torch.mm(left, right.t())
+        for tokens in sizes.tokens:
+            heads = torch.randn(3, 1, _HEADS, tokens, _HEAD_WIDTH, device=device, dtype=dtype, requires_grad=True)
+            with noting:
+                query, key, value = heads.unbind()
+                scaled_dot_product_attention(query, key, value, is_causal=True).sum().backward()
+    return noting.ops
+
+
+def _elementwise(left: Tensor, right: Tensor) -> None:
+    product = (left * right + left) * right[0]
+    swapped = product.t().contiguous()
+    torch.cat([swapped, swapped]).bfloat16()
+    dropout(product, 0.1).sum().backward()
+
+
+def _transcendental(left: Tensor, right: Tensor) -> None:
+    (silu(left) + gelu(right) + left.tanh()).sum().backward()
+    left.detach().cos()
+
+
+def _normalised(left: Tensor, right: Tensor) -> None:
+    normed = layer_norm(left, left.shape[-1:]) * (right.pow(2).mean(-1, keepdim=True) + 1).rsqrt()
+    (normed.softmax(-1) + right.log_softmax(-1)).sum().backward()
+
+
+def _looked_up(left: Tensor, right: Tensor) -> None:
+    order = torch.randint(left.shape[0], left.shape[:1], device=left.device)
+    (embedding(order, left) + right[order]).sum().backward()
+    left.detach().topk(min(8, left.shape[-1]))

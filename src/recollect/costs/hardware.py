@@ -50,26 +50,23 @@ _FITS: dict[str, Callable[[float], bool]] = {
 
 @dataclass(frozen=True, slots=True)
 class ArithmeticRate:
-    """How fast a device multiplies matrices of one dtype.
-
-    Attributes:
-        dtype: "fp32", "tf32", "fp16", "bf16", "fp64", or one of `EIGHT_BITS`.
-        peak_flops_per_s: dense peak (no structured sparsity), a multiply-add counted as two.
-        matmul_efficiency: fraction of it that large matrix products reach.
-        attention_efficiency, attention_backward_efficiency: fraction that fused attention kernels reach on long sequences.
-        half_rate_outputs: elements of the result at which a matrix product reaches half its rate, since smaller ones do
-            not occupy all cores: half of what the device computes at a time (half a wave of tiles).
-        half_rate_depth: inner dimension at which a matrix product reaches half its rate, since smaller ones do not hide
-            loads and stores of a tile.
-    """
+    """How fast a device multiplies matrices of one dtype."""
 
     dtype: str
+    """One of "fp32", "tf32", "fp16", "bf16", "fp64", and `EIGHT_BITS`."""
     peak_flops_per_s: float
+    """Dense peak (no structured sparsity), a multiply-add counted as two."""
     matmul_efficiency: float = 0.8
+    """Fraction of it that large matrix products reach."""
     attention_efficiency: float = 0.5
     attention_backward_efficiency: float = 0.4
+    """Fraction that fused attention kernels reach on long sequences."""
     half_rate_outputs: float = 0.0
+    """Elements of the result at which a matrix product reaches half its rate, since smaller ones do not occupy all cores:
+    half of what the device computes at a time (half a wave of tiles)."""
     half_rate_depth: float = 0.0
+    """Inner dimension at which a matrix product reaches half its rate, since smaller ones do not hide loads and stores of a
+    tile."""
 
     def __post_init__(self) -> None:
         where = f"rate {self.dtype!r}: "
@@ -83,11 +80,6 @@ class ArithmeticRate:
 class HostLink:
     """How fast copies between a device and the memory of its host are.
 
-    Attributes:
-        to_host_bytes_per_s: what large copies out of the device reach.
-        from_host_bytes_per_s: what large copies into it reach.
-        latency_s: seconds that a copy takes however little it copies.
-
     Raises:
         ValueError: a rate that is not finite or not positive, a latency that is not finite or negative.
 
@@ -98,8 +90,11 @@ class HostLink:
     """
 
     to_host_bytes_per_s: float
+    """What large copies out of the device reach."""
     from_host_bytes_per_s: float
+    """What large copies into it reach."""
     latency_s: float
+    """Seconds that a copy takes however little it copies."""
 
     def __post_init__(self) -> None:
         _check(self, _POSITIVE, "to_host_bytes_per_s", "from_host_bytes_per_s", where="host_link: ")
@@ -117,19 +112,6 @@ class HostLink:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hardware:
     """One GPU, or one CPU with some number of threads.
-
-    Attributes:
-        name: such as "NVIDIA H100 SXM".
-        device: its torch device type, "cuda" or "cpu".
-        memory_bytes: size of its memory.
-        bandwidth_bytes_per_s: peak rate of reads and writes of that memory.
-        traffic_efficiency: fraction of it that elementwise ops, copies and reductions reach.
-        launch_s: seconds that the smallest op takes.
-        rates: one for each dtype; "fp32" is required and stands in for missing ones.
-        cache_bytes, cache_bytes_per_s: the first so many bytes that an op touches move at this rate; 0 for no cache.
-        elements_per_s: of ops that are limited by something other than memory, by their kind, one of `KINDS`: elements of their
-            largest tensor, per second.
-        host_link: what connects it with the memory of its host; None if that is not known.
 
     Raises:
         ValueError: a number that is not finite or not positive, an efficiency above 1, a duplicate dtype or kind, no
@@ -149,16 +131,27 @@ class Hardware:
     """
 
     name: str
+    """Such as "NVIDIA H100 SXM"."""
     device: str
+    """Its torch device type, "cuda" or "cpu"."""
     memory_bytes: int
+    """Size of its memory."""
     bandwidth_bytes_per_s: float
+    """Peak rate of reads and writes of that memory."""
     launch_s: float
+    """Seconds that the smallest op takes."""
     rates: tuple[ArithmeticRate, ...]
+    """One for each dtype; "fp32" is required and stands in for missing ones."""
     traffic_efficiency: float = 0.85
+    """Fraction of it that elementwise ops, copies and reductions reach."""
     cache_bytes: int = 0
     cache_bytes_per_s: float = 0.0
+    """The first so many bytes that an op touches move at this rate; 0 for no cache."""
     elements_per_s: Mapping[str, float] = field(default_factory=dict)
+    """Of ops that are limited by something other than memory, by their kind, one of `KINDS`: elements of their largest
+    tensor, per second."""
     host_link: HostLink | None = None
+    """What connects it with the memory of its host; None if that is not known."""
 
     def __post_init__(self) -> None:
         if self.device not in ("cpu", "cuda"):

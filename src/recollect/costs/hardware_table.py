@@ -35,8 +35,6 @@ The data sheets are PCI-SIG's for 16 lanes, and NVIDIA's "GH200 Grace Hopper Sup
 launch of a copy and the event after it, is an assumption.
 """
 
-from __future__ import annotations
-
 import csv
 import difflib
 import os

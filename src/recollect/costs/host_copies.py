@@ -4,8 +4,6 @@ Host memory is pinned, and the copies of each direction run in a stream of their
 stands in for the host's memory, and two threads copy.
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Sequence

@@ -12,8 +12,6 @@ The GH200 has NVLink 4 where 32 of them are connected by switches; where four sh
 connects a device with its host's memory is in `hardware_table.py`.
 """
 
-from __future__ import annotations
-
 import difflib
 from collections import Counter
 from collections.abc import Sequence
@@ -32,17 +30,14 @@ _START_S = 8.4e-6
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A kind of link.
-
-    Attributes:
-        name: such as "NVLink 4".
-        bytes_per_s: what collectives reach, per device and direction.
-        hop_s: seconds from one device to the next, however little is sent.
-    """
+    """A kind of link."""
 
     name: str
+    """Such as "NVLink 4"."""
     bytes_per_s: float
+    """What collectives reach, per device and direction."""
     hop_s: float
+    """Seconds from one device to the next, however little is sent."""
 
 
 LINKS: dict[str, Link] = {
@@ -53,12 +48,6 @@ LINKS: dict[str, Link] = {
 @dataclass(frozen=True, slots=True)
 class Cluster:
     """Nodes of equal devices; ranks are dealt out node by node.
-
-    Attributes:
-        hardware: each device.
-        within: the link between devices of one node.
-        between: the link between nodes, with what each device has of it while all use it.
-        devices_per_node: devices in one node.
 
     Example:
         >>> from recollect.costs.hardware_table import find_hardware
@@ -71,9 +60,13 @@ class Cluster:
     """
 
     hardware: Hardware
+    """Each device."""
     within: Link
+    """The link between devices of one node."""
     between: Link
+    """The link between nodes, with what each device has of it while all use it."""
     devices_per_node: int
+    """Devices in one node."""
 
     def link_of(self, ranks: Sequence[int]) -> Link:
         """Return the slowest link that a group of ranks has between them."""

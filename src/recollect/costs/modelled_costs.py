@@ -3,8 +3,6 @@
 See `op_costs.py` for ops that really run, `op_work.py` for the work of an op, `roofline.py` for its time.
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -71,17 +69,14 @@ def _name(func: Any) -> str:
 
 @dataclass
 class Traffic:
-    """What a group of ranks moves in the recorded step.
-
-    Attributes:
-        count: collectives.
-        nbytes: of the whole tensors that they gather, reduce or exchange.
-        time_s: seconds that they take.
-    """
+    """What a group of ranks moves in the recorded step."""
 
     count: int = 0
+    """Collectives."""
     nbytes: int = 0
+    """Of the whole tensors that they gather, reduce or exchange."""
     time_s: float = 0.0
+    """Seconds that they take."""
 
 
 class ModelledCosts:

@@ -4,8 +4,6 @@ Ops with the same name and the same argument layouts count as one op. With ident
 of which the median is taken; an op with too few samples for a median runs again at once.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager

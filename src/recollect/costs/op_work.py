@@ -4,8 +4,6 @@ Traffic counts what the op really touches: it reads an expanded tensor once; a l
 the whole table; an op that overwrites in place does not read the old content; views and `empty` touch nothing.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

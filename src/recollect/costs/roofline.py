@@ -15,8 +15,6 @@ References:
     NVIDIA, "Matrix Multiplication Background User's Guide", sections on tile and wave quantization.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from recollect.costs.hardware import Hardware, Kind
@@ -24,25 +22,22 @@ from recollect.costs.hardware import Hardware, Kind
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """The work of one run of an op.
-
-    Attributes:
-        kind: what limits the op, apart from memory.
-        traffic_bytes: bytes that it reads and writes, each once.
-        elements: elements of its largest tensor.
-        dtype: of the multiplications, as in `ArithmeticRate`.
-        flops: floating-point operations of matrix products; 0 for other ops.
-        outputs: elements that the matrix products compute.
-        launches: number of kernels; 0 for an op that only creates a tensor object.
-    """
+    """The work of one run of an op."""
 
     kind: Kind
+    """What limits the op, apart from memory."""
     traffic_bytes: float
+    """Bytes that it reads and writes, each once."""
     elements: float
+    """Elements of its largest tensor."""
     dtype: str = "fp32"
+    """Of the multiplications, as in `ArithmeticRate`."""
     flops: float = 0.0
+    """Floating-point operations of matrix products; 0 for other ops."""
     outputs: float = 1.0
+    """Elements that the matrix products compute."""
     launches: int = 1
+    """Number of kernels; 0 for an op that only creates a tensor object."""
 
 
 FREE = Work("copy", 0.0, 0.0, launches=0)

@@ -5,8 +5,6 @@ events in order. Its memory profiler writes the same, without the allocator's ga
 so only plain containers, numbers and texts are read.
 """
 
-from __future__ import annotations
-
 import json
 import pickle
 import re
@@ -54,9 +52,8 @@ class Snapshot:
     Attributes:
         place: the file's name.
         reserved_bytes: what PyTorch holds of the device.
-        live: what is allocated at the end.
         free_blocks_bytes: the sizes of the pieces in no tensor, largest first.
-        peak: what was allocated at the highest point of the recorded events; `live` if there are none.
+        peak: what was allocated at the highest point of the recorded events; if there are none, at the end.
         refused_bytes: what could not be allocated at last; None if nothing failed.
         device_free_bytes: what was free on the device then; None if unknown.
         is_expandable: whether segments can grow; None if unknown.
@@ -64,7 +61,6 @@ class Snapshot:
 
     place: str
     reserved_bytes: int
-    live: tuple[Block, ...]
     free_blocks_bytes: tuple[int, ...]
     peak: tuple[Block, ...]
     refused_bytes: int | None = None
@@ -186,7 +182,6 @@ def _of_device(segments: Sequence[Mapping[str, Any]], trace: Sequence[Mapping[st
     return Snapshot(
         place,
         reserved_bytes,
-        tuple(live.values()),
         tuple(sorted(free, reverse=True)),
         _peak(live, trace),
         None if refused is None else int(refused["size"]),

@@ -6,19 +6,16 @@ packages that are loaded by then, which is also why importing this file loads ne
 Run with lightning 2.4.0 and 2.6.6, and pytorch-lightning 2.6.6.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import importlib.util
 import sys
 from typing import Any, Final
 
-from recollect.attaching.attach import attach
 from recollect.attaching.attached import Attached
 from recollect.errors import NotYetError
 from recollect.extras import needed
-from recollect.integrations.trainers import BudgetCallback, CacheOff, check_version, in_wrapper
+from recollect.integrations.trainers import BudgetCallback, check_version
 
 __all__ = ["BudgetHooks", "MemoryBudget"]  # noqa: F822, the second is made when it is asked for
 
@@ -70,17 +67,7 @@ class BudgetHooks(BudgetCallback):
         model = trainer.strategy.model
         # Lightning has all processes wait for each other after `setup`.
         self._presence.check(is_after_barrier=True)
-        units = in_wrapper(self.units, model, pl_module)
-        self.attached = attach(
-            model,
-            trainer.optimizers,
-            self.budget,
-            on_larger=self.on_larger,
-            units=units,
-            measure=self.measure,
-            log=log,
-        )
-        self.attached.remove_too(CacheOff(pl_module))
+        self.attached = self._attach(model, trainer.optimizers, pl_module, log)
         if pl_module.automatic_optimization:
             # It is all of forward, and may call the layers one by one. Otherwise it runs backward, too.
             pl_module.training_step = _TrainingStep(pl_module, self.attached)

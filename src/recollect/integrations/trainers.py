@@ -1,7 +1,5 @@
 """What the integrations of trainers share: their callback, and what they do to the trainer's model and library."""
 
-from __future__ import annotations
-
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -10,6 +8,7 @@ from typing import Any
 from packaging.version import Version
 from torch import nn
 
+from recollect.attaching.attach import attach
 from recollect.attaching.attached import Attached, OnLarger
 from recollect.errors import ConfigError
 from recollect.fitting import DEFAULT_BUDGET
@@ -46,6 +45,15 @@ class BudgetCallback:
             return {}
         self._logged.append(numbers)
         return numbers
+
+    def _attach(self, wrapped: nn.Module, optimizer: Any, model: nn.Module, log: Callable[[str], object]) -> Attached:
+        """Attach to what a trainer calls, and switch the model's cache off."""
+        units = in_wrapper(self.units, wrapped, model)
+        attached = attach(
+            wrapped, optimizer, self.budget, on_larger=self.on_larger, units=units, measure=self.measure, log=log
+        )
+        attached.remove_too(CacheOff(model))
+        return attached
 
     def _remove(self) -> None:
         if self.attached is not None:

@@ -14,8 +14,6 @@ Run with transformers 4.50.3, 4.57.6, 5.0.0 and 5.23.0, accelerate 1.15.0, peft 
 deepspeed 0.19.8.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import weakref
 from collections.abc import Callable, Iterable
@@ -37,7 +35,6 @@ from recollect.integrations.trainers import (
     RemovingTrain,
     calling_trainer,
     check_version,
-    in_wrapper,
     say_nothing,
 )
 
@@ -167,16 +164,7 @@ class MemoryBudget(BudgetCallback, TrainerCallback):
             self.attached = AttachedEngine(wrapped, self._section(args), log)
             self.attached.remove_too(CacheOff(model))
         else:
-            units = in_wrapper(self.units, wrapped, model)
-            self.attached = enable_memory_budget(
-                wrapped,
-                optimizer,
-                self.budget,
-                on_larger=self.on_larger,
-                units=units,
-                measure=self.measure,
-                log=log,
-            )
+            self.attached = self._attach(wrapped, optimizer, model, log)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Log the numbers of a new plan, or of a higher measured peak, as the trainer logs its loss."""

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -111,10 +111,9 @@ def chunked_cross_entropy(
         part=part,
     )
     with torch.autocast(device_type, enabled=False):
-        loss: Any = _ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
+        return _ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
             hidden.flatten(0, -2), weight, bias, labels.flatten(), settings
         )
-    return cast(Tensor, loss)
 
 
 @dataclass(frozen=True)

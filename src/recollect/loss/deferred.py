@@ -32,19 +32,16 @@ _PROPERTIES = {"shape", "dtype", "device", "ndim", "layout", "requires_grad", "i
 
 @dataclass
 class LossCall:
-    """One forward of a model with a chunked loss, and its progress.
-
-    Attributes:
-        model_name: for messages.
-        num_chunks: parts of the loss.
-        has_logits: the head was called.
-        has_loss: `cross_entropy` got the head's result.
-    """
+    """One forward of a model with a chunked loss, and its progress."""
 
     model_name: str
+    """For messages."""
     num_chunks: int
+    """Parts of the loss."""
     has_logits: bool = False
+    """The head was called."""
     has_loss: bool = False
+    """`cross_entropy` got the head's result."""
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,6 @@ This works for two kinds of models: those with an integer attribute `loss_chunks
 and Hugging Face's causal language models, whose head returns `DeferredLogits` during a forward with labels.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import inspect

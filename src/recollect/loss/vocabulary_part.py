@@ -20,37 +20,31 @@ from recollect.errors import ChunkedLossError
 
 @dataclass(frozen=True)
 class WholeVocabulary:
-    """Sums over the whole vocabulary, for some tokens; logits are counted from the largest of each token.
-
-    Attributes:
-        total: [tokens, 1], sums of exponentials.
-        at_target: [tokens, 1], the labels' logits.
-        mean_logit: [tokens, 1]; 0 if nobody needs it.
-        factor: [tokens, 1], by which to multiply this rank's exponentials, which it counted from its own largest logit; None
-            if that is the largest of all.
-    """
+    """Sums over the whole vocabulary, for some tokens; logits are counted from the largest of each token."""
 
     total: Tensor
+    """[tokens, 1], sums of exponentials."""
     at_target: Tensor
+    """[tokens, 1], the labels' logits."""
     mean_logit: Tensor | float = 0.0
+    """[tokens, 1]; 0 if nobody needs it."""
     factor: Tensor | None = None
+    """[tokens, 1], by which to multiply this rank's exponentials, which it counted from its own largest logit; None if that
+    is the largest of all."""
 
 
 @dataclass(frozen=True)
 class VocabularyPart:
-    """A rank's part of the vocabulary.
-
-    Attributes:
-        group: the ranks, in the order of their parts.
-        first: number of this rank's first word.
-        num_words: of all ranks.
-        sums_hidden: whether the gradient of the hidden states is yet to be summed over the ranks.
-    """
+    """A rank's part of the vocabulary."""
 
     group: dist.ProcessGroup
+    """The ranks, in the order of their parts."""
     first: int
+    """Number of this rank's first word."""
     num_words: int
+    """Of all ranks."""
     sums_hidden: bool
+    """Whether the gradient of the hidden states is yet to be summed over the ranks."""
 
     def together(self, greatest: Tensor, total: Tensor, at_target: Tensor, sums: Tensor | None) -> WholeVocabulary:
         """Gather what each rank knows.
@@ -114,8 +108,7 @@ def _gathered(hidden: Tensor, group: dist.ProcessGroup) -> Tensor:
         raise _other_split("hidden", hidden)
     if hidden.placements[0].is_shard(hidden.dim() - 1):
         raise _other_split("hidden", hidden)
-    whole: Tensor = hidden.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
-    return whole
+    return hidden.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
 
 
 def _local(name: str, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -125,8 +118,7 @@ def _local(name: str, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
 
     if not isinstance(tensor, DTensor) or not _is_over(tensor, group) or not tensor.placements[0].is_shard(0):
         raise _other_split(name, tensor)
-    local: Tensor = tensor.to_local()
-    return local
+    return tensor.to_local()
 
 
 def _is_over(tensor: Tensor, group: dist.ProcessGroup) -> bool:

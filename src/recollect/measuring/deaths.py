@@ -4,8 +4,6 @@ The allocator reports frees only of memory that it saw allocated. A weak referen
 place it among the events, the callback allocates one byte, whose event marks the place.
 """
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Iterable

@@ -5,8 +5,6 @@ outside the step, the workspaces that cuBLAS allocates through PyTorch when a th
 rounding of each block. On the CPU nothing is counted, and all of this is 0, but for `held_now`.
 """
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import sys

@@ -1,7 +1,5 @@
 """The memory of the host: how much there is in the machine, or the container that this process runs in; and mapped files."""
 
-from __future__ import annotations
-
 import mmap
 import os
 import tempfile

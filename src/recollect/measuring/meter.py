@@ -6,8 +6,6 @@ C library's heap and the kernel's pages blur. Tensors from before the measuremen
 the start, and their deaths placed among the events (`deaths.py`).
 """
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager

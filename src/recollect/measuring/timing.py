@@ -1,7 +1,5 @@
 """Time what runs on a device."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from typing import TypeVar

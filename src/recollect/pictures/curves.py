@@ -1,7 +1,5 @@
 """Reduce a step's memory over time to a few hundred points for drawing, without losing a peak."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -30,25 +28,22 @@ class Span:
 
 @dataclass(frozen=True, eq=False)
 class MemoryCurve:
-    """Intervals of equal length, each with its moment of most bytes; positions are in the unit of the time axis.
-
-    Attributes:
-        start: start of each interval.
-        end: end of the last interval.
-        moments: for each interval, the moment (index in the timeline) with most bytes alive.
-        peak_at: position of the peak.
-        phases: forward, loss, backward, optimizer step.
-        units: paths of the units in the order they run; "" outside of units.
-        axis: label of the time axis.
-    """
+    """Intervals of equal length, each with its moment of most bytes; positions are in the unit of the time axis."""
 
     start: NDArray[np.float64]
+    """Start of each interval."""
     end: float
+    """End of the last interval."""
     moments: NDArray[np.int64]
+    """For each interval, the moment (index in the timeline) with most bytes alive."""
     peak_at: float
+    """Position of the peak."""
     phases: tuple[Span, ...]
+    """Forward, loss, backward, optimizer step."""
     units: tuple[Span, ...]
+    """Paths of the units in the order they run; "" outside of units."""
     axis: str
+    """Label of the time axis."""
 
 
 def memory_curve(timeline: Timeline, *, num_points: int, time_unit: TimeUnit) -> MemoryCurve:

@@ -5,8 +5,6 @@ paths and value names are untrusted text: the page holds them as JSON that canno
 them as text.
 """
 
-from __future__ import annotations
-
 import base64
 import gzip
 import html
@@ -67,8 +65,7 @@ def write_frontier_page(
     Raises:
         RecollectError: plotly is not installed, or the file cannot be written.
     """
-    own = zip(name_points(frontier), frontier.points, strict=True)
-    points = [("plan", replace(point, name=name)) for name, point in own]
+    points = [("plan", point) for point in name_points(frontier)]
     points += [("classic", point) for point in classics_of(frontier)]
     unit_bytes, unit = byte_unit(frontier.plain_peak_bytes)
     peaks = [point.peak_bytes / unit_bytes for _, point in points]
@@ -240,12 +237,18 @@ def _rounded(value: float) -> float:
     return int(short) if short.is_integer() else short
 
 
-def name_points(frontier: Frontier) -> list[str]:
-    """Return a name for each of the frontier's points: "plan 1", the leanest, "plan 2", ..., and "keep all"."""
+def name_points(frontier: Frontier) -> list[FrontierPoint]:
+    """Return the frontier's points with names: "plan 1", the leanest, "plan 2", ..., and "keep all"."""
     return [
-        "keep all" if _keeps_all(point) else point.name or f"plan {number}"
+        replace(point, name="keep all" if _keeps_all(point) else point.name or f"plan {number}")
         for number, point in enumerate(frontier.points, start=1)
     ]
+
+
+def all_points(frontier: Frontier) -> list[FrontierPoint]:
+    """Return these and the classic schedules that recompute, by rising peak."""
+    points = [*name_points(frontier), *(point for point in frontier.classics if point.name != "keep_all")]
+    return sorted(points, key=lambda point: (point.peak_bytes, point.slowdown))
 
 
 def _slug_of(name: str) -> str:

@@ -1,7 +1,5 @@
 """Draw PNG pictures: the frontier, and the memory of one plan over time; labels cover neither marks nor each other."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Sequence
@@ -81,6 +79,15 @@ def draw_frontier(profile: Profile, frontier: Frontier, out: str | Path) -> None
     Raises:
         RecollectError: matplotlib is not installed, or the file cannot be written.
     """
+    save_png(frontier_figure(profile, frontier), Path(out))
+
+
+def frontier_figure(profile: Profile | None, frontier: Frontier) -> Any:
+    """Return the figure of `draw_frontier`; without a profile, its title names no model.
+
+    Raises:
+        MissingPackageError: matplotlib is not installed.
+    """
     figure, axes = new_figure(9.5, 5.4)
     unit_bytes, unit = byte_unit(frontier.plain_peak_bytes)
     plans = [Mark(point.peak_bytes / unit_bytes, 100 * point.slowdown) for point in frontier.points]
@@ -101,9 +108,8 @@ def draw_frontier(profile: Profile, frontier: Frontier, out: str | Path) -> None
     axes.plot([m.x for m in named], [m.y for m in named], "D", color=CLASSIC, markersize=6, label="classic schedules")
     plain = Mark(frontier.plain_peak_bytes / unit_bytes, 0.0, "keep all", INK)
     axes.plot(plain.x, plain.y, "s", color=INK, markersize=7, zorder=5)
-    set_title(
-        axes, f"{profile.model_class or 'Model'}: every memory budget and what it costs", describe_profile(profile)
-    )
+    name, note = ("Model", "") if profile is None else (profile.model_class or "Model", describe_profile(profile))
+    set_title(axes, f"{name}: every memory budget and what it costs", note)
     axes.set_xlabel(f"predicted peak of the step ({unit})", color=INK)
     axes.set_ylabel("predicted slowdown (%)", color=INK)
     axes.grid(color="#e6e6e6", linewidth=0.7)
@@ -114,7 +120,7 @@ def draw_frontier(profile: Profile, frontier: Frontier, out: str | Path) -> None
     _draw_bound(axes, frontier, unit_bytes)
     axes.legend(frameon=False, loc="best", fontsize=9.5)
     place_labels(figure, axes, [*named, plain], [plans])
-    save_png(figure, Path(out))
+    return figure
 
 
 def _draw_bound(axes: Any, frontier: Frontier, unit_bytes: int) -> None:
@@ -142,8 +148,17 @@ def draw_memory(profile: Profile, plan: Plan, out: str | Path) -> None:
     Raises:
         RecollectError: matplotlib is not installed, or the file cannot be written.
     """
+    save_png(memory_figure(timeline(profile, plan)), Path(out))
+
+
+def memory_figure(found: Timeline) -> Any:
+    """Return the figure of `draw_memory`.
+
+    Raises:
+        MissingPackageError: matplotlib is not installed.
+    """
     figure, axes = new_figure(11, 5.8)
-    found = timeline(profile, plan)
+    profile, plan = found.profile, found.plan
     curve = memory_curve(found, num_points=_NUM_POINTS, time_unit=time_unit_of(profile))
     plain = timeline(profile, classic_plan(profile, "keep_all"))
     most_host_bytes = int(found.host_bytes.max())
@@ -182,7 +197,7 @@ def draw_memory(profile: Profile, plan: Plan, out: str | Path) -> None:
     figure.set_layout_engine("none")
     axes.set_position(_MEMORY_PLACE)
     _legend(axes, found)
-    save_png(figure, Path(out))
+    return figure
 
 
 def _shortened(text: str) -> str:

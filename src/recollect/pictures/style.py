@@ -4,8 +4,6 @@ The colours are Paul Tol's "bright" scheme, distinguishable by people with colou
 (https://sronpersonalpages.nl/~pault/), and greys for memory that is alive through the whole step.
 """
 
-from __future__ import annotations
-
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -78,8 +76,8 @@ def set_title(axes: Any, title: str, note: str) -> None:
     axes.text(0, 1.02, shown, transform=axes.transAxes, fontsize=8.5, color=PALE, parse_math=False)
 
 
-def save_png(figure: Any, out: Path) -> None:
-    """Write a figure.
+def save_png(figure: Any, out: Path | BytesIO) -> None:
+    """Write a figure, to a file or into memory.
 
     Raises:
         RecollectError: the file cannot be written.

@@ -1,7 +1,5 @@
 """Units, texts and the line of the lower bound, shared by all pictures."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Sequence

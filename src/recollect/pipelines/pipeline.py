@@ -1,7 +1,5 @@
 """A pipeline to plan: its schedule, its recorded stages, and what its ranks and its step come to under plans."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cache, cached_property

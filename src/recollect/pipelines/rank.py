@@ -3,8 +3,6 @@
 Also the buffers through which stages exchange what they make, where torch makes them when they are needed (since 2.15).
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,26 +16,23 @@ from recollect.profile.events import Event
 
 @dataclass(frozen=True)
 class RankStage:
-    """One of a rank's stages, and what it exchanges with others.
-
-    Attributes:
-        recorded: on one micro-batch.
-        output_bytes: what a micro-batch makes: what the next stage receives, or the output of the last one.
-        is_first, is_last: whether it is the first or the last of the pipeline.
-        is_returned: whether the loop returns the outputs of all micro-batches, in one.
-        next_is_here, previous_is_here: whether the stage after or before it runs on the same rank.
-        next_is_inside, previous_is_inside: whether it is a part of a stage, as the next or the previous one is.
-    """
+    """One of a rank's stages, and what it exchanges with others."""
 
     recorded: RecordedStage
+    """On one micro-batch."""
     output_bytes: int
+    """What a micro-batch makes: what the next stage receives, or the output of the last one."""
     is_first: bool
     is_last: bool
+    """Whether it is the first or the last of the pipeline."""
     is_returned: bool
+    """Whether the loop returns the outputs of all micro-batches, in one."""
     next_is_here: bool
     previous_is_here: bool
+    """Whether the stage after or before it runs on the same rank."""
     next_is_inside: bool = False
     previous_is_inside: bool = False
+    """Whether it is a part of a stage, as the next or the previous one is."""
 
     @property
     def receives_input(self) -> bool:
@@ -52,25 +47,22 @@ class RankStage:
 
 @dataclass(frozen=True)
 class Rank:
-    """What one rank runs; equal for ranks that do alike.
-
-    Attributes:
-        stages: in order.
-        actions: of the rank, or as many as `first_actions` returns; their stages are numbers in `stages`.
-        num_micro_batches: of the whole step.
-        loop: that runs the actions.
-        as_needed, receives: whether, and before which action, it makes a buffer when it is needed; see `PipelineSchedule`.
-        left_out: for each action: of each stage, micro-batches that are not among the actions, and whose outputs and gradients
-            count as sent before it; see `left_out`.
-    """
+    """What one rank runs; equal for ranks that do alike."""
 
     stages: tuple[RankStage, ...]
+    """In order."""
     actions: tuple[PipelineAction, ...]
+    """Of the rank, or as many as `first_actions` returns; their stages are numbers in `stages`."""
     num_micro_batches: int
+    """Of the whole step."""
     loop: Loop
+    """That runs the actions."""
     as_needed: bool
     receives: tuple[tuple[PipelineAction, PipelineAction], ...]
+    """Whether, and before which action, it makes a buffer when it is needed; see `PipelineSchedule`."""
     left_out: tuple[tuple[int, ...], ...]
+    """For each action: of each stage, micro-batches that are not among the actions, and whose outputs and gradients count as
+    sent before it; see `left_out`."""
 
     @cached_property
     def backwards(self) -> Mapping[tuple[int, int], str]:

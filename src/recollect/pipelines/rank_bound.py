@@ -10,8 +10,6 @@ cut for each stage, of one micro-batch, whose prices add up over all of them; an
 running, those with most in flight say it all.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import replace

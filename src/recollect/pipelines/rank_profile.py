@@ -1,7 +1,5 @@
 """Put the recorded micro-batches of a rank's stages together, in the order of its schedule, as one step to plan."""
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -24,17 +22,14 @@ _HANDLE_EVENTS: Final = (events.USE, events.PEEK, events.GIVE_BACK, events.RELEA
 
 @dataclass(frozen=True)
 class RankStep:
-    """The step of one rank.
-
-    Attributes:
-        profile: of all its micro-batches; units are named `<number in the rank's stages>.<path>`.
-        forwards: for each forward in order, (number of the stage, micro-batch, its recorded profile): whose calls come next.
-        starts: for each action of the rank, where in the log the events of its part begin.
-    """
+    """The step of one rank."""
 
     profile: Profile
+    """Of all its micro-batches; units are named `<number in the rank's stages>.<path>`."""
     forwards: tuple[tuple[int, int, Profile], ...]
+    """For each forward in order, (number of the stage, micro-batch, its recorded profile): whose calls come next."""
     starts: tuple[int, ...]
+    """For each action of the rank, where in the log the events of its part begin."""
 
 
 def rank_step(rank: Rank) -> RankStep:
@@ -73,6 +68,11 @@ def rank_step(rank: Rank) -> RankStep:
         calibration_bytes=max(stage.recorded.whole.profile.calibration_bytes for stage in rank.stages),
         model_class=f"stages {', '.join(map(str, numbers))} of a pipeline",
         batch=f"{rank.num_micro_batches} micro-batches",
+        class_names=tuple(
+            (unit_path(stage.recorded.number, path), name)
+            for stage in rank.stages
+            for path, name in stage.recorded.whole.profile.class_names
+        ),
     )
     return RankStep(profile, tuple(writer.forwards), tuple(writer.starts))
 
@@ -82,7 +82,7 @@ def stage_plan(plan: Plan, number: int, profile: Profile) -> Plan:
     units = {
         call.path: plan.units[path] for call in profile.calls if (path := unit_path(number, call.path)) in plan.units
     }
-    return replace(plan, units=units, loss_chunks=profile.loss_chunks)
+    return replace(plan, units=units, loss_chunks=profile.loss_chunks, class_names=profile.class_names)
 
 
 def unit_path(number: int, path: str) -> str:

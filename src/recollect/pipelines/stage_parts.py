@@ -21,17 +21,14 @@ _ENDS: Final = (events.DIES, events.FREE, events.LET_GO, events.RELEASE)
 
 @dataclass(frozen=True)
 class RecordedStage:
-    """A stage, or a part of one, as it was recorded on one micro-batch; equal to others with the same record.
-
-    Attributes:
-        number: of the stage, for errors.
-        whole: with a whole backward.
-        halves: with one in two halves; None if no schedule splits it.
-    """
+    """A stage, or a part of one, as it was recorded on one micro-batch; equal to others with the same record."""
 
     number: int = field(compare=False)
+    """Of the stage, for errors."""
     whole: StageParts
+    """With a whole backward."""
     halves: StageParts | None
+    """With one in two halves; None if no schedule splits it."""
 
     def parts_of(self, kind: str) -> StageParts:
         """Return the parts with a backward of this kind."""

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from recollect.arguments import check_kind
 from recollect.byte_format import format_bytes
 from recollect.errors import BudgetTooSmallError, PlanError
+from recollect.notebooks import ShownInNotebooks
 from recollect.planning.bound import check_bound, is_all_on_tape
 from recollect.planning.choose import Planner
 from recollect.planning.classic import classic_plan
@@ -22,7 +23,7 @@ from recollect.planning.planners import OffloadPlanner, planner_for
 from recollect.planning.trips import LINK_SHARE
 from recollect.plans.plan import Plan
 from recollect.profile.profile import Profile
-from recollect.progress.stage import stage
+from recollect.progress import stage
 
 # Where to plan between the lowest peak (0) and the plain one (1): closer together where the curve bends most.
 _FRACTIONS = (0.0, 0.01, 0.02, 0.04, 0.07, *(step / 16 for step in range(2, 16)), 0.98, 1.0)
@@ -59,7 +60,7 @@ class BoundPoint:
 
 
 @dataclass(frozen=True, repr=False)
-class Frontier:
+class Frontier(ShownInNotebooks):
     """Plans from the leanest to the fastest.
 
     Attributes:

@@ -1,7 +1,5 @@
 """Defines the actions, what can happen to a value between forward and backward, and the engines, which carry plans out."""
 
-from __future__ import annotations
-
 from enum import Enum
 
 

@@ -4,10 +4,8 @@ A range is a path component made of two whole numbers without leading zeros, the
 component that is really called "0-22" cannot be abbreviated; `is_plain` is False for it.
 """
 
-from __future__ import annotations
-
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 _NUMBER = re.compile(r"0|[1-9][0-9]{0,8}", re.ASCII)
 _RANGE = re.compile(r"(0|[1-9][0-9]{0,8})-(0|[1-9][0-9]{0,8})", re.ASCII)
@@ -84,6 +82,38 @@ def expand_paths(pattern: str) -> list[str]:
     if last - first >= _LONGEST_RANGE:
         raise ValueError(f"the range {match[0]} is longer than {_LONGEST_RANGE}")
     return [".".join([*parts[:place], str(number), *parts[place + 1 :]]) for number in range(first, last + 1)]
+
+
+def compress_classes(classes: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
+    """Return modules' classes by path as pairs of few patterns: what is alike in one layer and the next is one.
+
+    Example:
+        >>> compress_classes({"layers.0.1": "ReLU", "layers.0.3": "ReLU", "layers.1.1": "ReLU", "layers.1.3": "ReLU"})
+        (('layers.0-1.1', 'ReLU'), ('layers.0-1.3', 'ReLU'))
+    """
+    paths_of: dict[str, list[str]] = {}
+    for path in sorted(filter(is_plain, classes), key=_from_its_end):
+        paths_of.setdefault(classes[path], []).append(path)
+    return tuple((pattern, name) for name, paths in sorted(paths_of.items()) for pattern in compress_paths(paths))
+
+
+def expand_classes(class_names: Iterable[tuple[str, str]]) -> dict[str, str]:
+    """Return the classes by path that `compress_classes` made these pairs of.
+
+    Raises:
+        ValueError: as `expand_paths`; names the pattern.
+    """
+    found = {}
+    for pattern, name in class_names:
+        try:
+            found.update(dict.fromkeys(expand_paths(pattern), name))
+        except ValueError as problem:
+            raise ValueError(f"{pattern!r}: {problem}") from None
+    return found
+
+
+def _from_its_end(path: str) -> list[tuple[int, str]]:
+    return [(int(part) if _NUMBER.fullmatch(part) else -1, part) for part in reversed(path.split("."))]
 
 
 def _step(path: str, following: str) -> int:

@@ -9,18 +9,19 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from recollect.byte_format import format_bytes
 from recollect.errors import PlanError, PlanFormatError
-from recollect.fields import Field, read_document, read_file
+from recollect.fields import Field, read_document, read_file, write_file
+from recollect.notebooks import ShownInNotebooks
 from recollect.plans.action import OUTPUT_ACTIONS, Action, EngineChoice
-from recollect.plans.paths import compress_paths, expand_paths, is_plain
-from recollect.plans.text import changed_units, unit_table
+from recollect.plans.paths import compress_paths, expand_classes, expand_paths, is_plain
+from recollect.plans.text import changed_units, layout, unit_rows, wrap
 from recollect.plans.trip import Trip
 from recollect.plans.unit_plan import UnitPlan
 
@@ -34,14 +35,15 @@ _VERSION = 2
 
 
 @dataclass(frozen=True, repr=False)
-class Plan:
+class Plan(ShownInNotebooks):
     """What every unit keeps, under which budget, and with what predicted peak and slowdown.
 
     Attributes:
         units: unit plans by module path, in forward order. Units that are not named keep everything.
         budget_bytes: the requested bound on the peak of the whole step.
         predicted_peak_bytes: simulated peak of the whole step.
-        predicted_slowdown: recompute time divided by the time of forward and backward without it; 0.03 is 3 %.
+        predicted_slowdown: recompute time divided by the time of forward and backward without it; 0.03 is 3 %. With compiled
+            units, against the step in which these keep what PyTorch chooses; it may be below 0 then.
         bound_slowdown: lower bound on the slowdown of any plan within the budget.
         note: where the plan comes from, in words.
         torch_version, device_name: as in the profile that the plan was made from; empty if they do not matter, such
@@ -54,6 +56,10 @@ class Plan:
         host_wait_slowdown: the part of `predicted_slowdown` in which the step waits for copies.
         low_factor, high_factor: of `predicted_slowdown`: as little and as much as the rounds say in which units were timed;
             None if they were not, as in a fake profile.
+        class_names: of modules that have a number for a name, as in an `nn.Sequential`: (path, class), in which a path may
+            have a range. Only shown beside the names.
+        source: a weak reference to the profile that the plan was made from, whose memory a notebook then draws. It is no
+            part of the plan: not compared, and not in its files.
 
     Raises:
         PlanError: a negative number of bytes, a slowdown that is negative or not finite, or fewer than one chunk.
@@ -86,6 +92,8 @@ class Plan:
     host_wait_slowdown: float | None = None
     low_factor: float | None = None
     high_factor: float | None = None
+    class_names: tuple[tuple[str, str], ...] = ()
+    source: Callable[[], Any] | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "units", MappingProxyType(dict(self.units)))
@@ -93,33 +101,45 @@ class Plan:
             nbytes = getattr(self, name)
             if nbytes is not None and nbytes < 0:
                 raise PlanError(f"{name}: got {nbytes}, expected 0 or more")
+        # Compiled units may be faster than with what PyTorch chooses to keep.
+        least = {"predicted_slowdown": -1 if self.is_compiled else 0}
         for name in ("predicted_slowdown", "bound_slowdown", "host_wait_slowdown", "low_factor", "high_factor"):
             slowdown = getattr(self, name)
-            if slowdown is not None and not (math.isfinite(slowdown) and slowdown >= 0):
-                raise PlanError(f"{name}: got {slowdown}, expected a finite number, 0 or more")
+            if slowdown is not None and not (math.isfinite(slowdown) and slowdown >= least.get(name, 0)):
+                raise PlanError(f"{name}: got {slowdown}, expected a finite number, {least.get(name, 0)} or more")
         for name in ("to_host_bytes_per_s", "from_host_bytes_per_s"):
             rate = getattr(self, name)
             if rate is not None and not (math.isfinite(rate) and rate > 0):
                 raise PlanError(f"{name}: got {rate}, expected a finite number above 0")
         if self.loss_chunks < 1:
             raise PlanError(f"loss_chunks: got {self.loss_chunks}, expected 1 or more")
+        try:
+            expand_classes(self.class_names)
+        except ValueError as problem:
+            raise PlanError(f"class_names: {problem}") from None
 
     def __hash__(self) -> int:
         numbers = (self.budget_bytes, self.predicted_peak_bytes, self.loss_chunks)
         return hash((frozenset(self.units.items()), *numbers, self.note))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Plan, (dict(self.units), *(getattr(self, field.name) for field in fields(self)[1:]))
+        return Plan, (dict(self.units), *(getattr(self, field.name) for field in fields(self)[1:-1]))
 
     def __repr__(self) -> str:
         return self.to_text()
 
     def to_text(self, columns: int = _COLUMNS) -> str:
         """Return what `print(plan)` shows, in lines of at most so many columns."""
-        loss = _chunks(self.loss_chunks) if self.loss_chunks > 1 else ""
-        return "\n".join([*unit_table(self.units, loss=loss, columns=columns), *self._prediction()])
+        rows = unit_rows(self.units, expand_classes(self.class_names), self.loss_text)
+        return "\n".join([*layout(rows, columns), *self.prediction_lines(columns)])
 
-    def _prediction(self) -> list[str]:
+    @property
+    def loss_text(self) -> str:
+        """What happens to the loss, in words; empty if nothing."""
+        return _chunks(self.loss_chunks) if self.loss_chunks > 1 else ""
+
+    def prediction_lines(self, columns: int = _COLUMNS) -> list[str]:
+        """Return budget, predictions and note, in lines of at most so many columns."""
         sizes, times = [], []
         if self.predicted_peak_bytes is not None:
             sizes.append(f"predicted peak {_bytes(self.predicted_peak_bytes)}")
@@ -130,12 +150,18 @@ class Plan:
             times.append(f"predicted slowdown {_percent(self.predicted_slowdown)}{self.range_text}{waits}")
         if self.bound_slowdown is not None:
             times.append(f"no plan can be below {_percent(self.bound_slowdown)} by the profile's times")
+        elif self.predicted_slowdown and self.is_compiled:
+            times.append("no bound is known for compiled units")
         hosts = []
         if self.predicted_host_bytes is not None:
             hosts.append(f"predicted host memory {_bytes(self.predicted_host_bytes)}")
         if self.host_budget_bytes is not None:
             hosts.append(f"host budget {_bytes(self.host_budget_bytes)}")
-        return [*(", ".join(part) for part in (sizes, hosts, times) if part), *([self.note] if self.note else [])]
+        lines = []
+        for parts in (sizes, hosts, times):
+            line = ", ".join(parts)
+            lines += [line] if len(line) <= columns else parts
+        return [part for line in (*lines, self.note) for part in wrap(line, columns, hang="    ")]
 
     @property
     def slowdown_range(self) -> tuple[float, float] | None:
@@ -154,13 +180,19 @@ class Plan:
         return f" ({100 * low:.1f} to {100 * high:.1f}{': times too noisy to plan by' if is_noisy else ''})"
 
     @property
+    def is_compiled(self) -> bool:
+        """Whether any unit runs inside `torch.compile`."""
+        return any(unit.engine is EngineChoice.COMPILE for unit in self.units.values())
+
+    @property
     def offloads(self) -> bool:
         """Whether any value is copied to host memory."""
         return any(unit.trips for unit in self.units.values())
 
     def diff(self, other: Plan) -> str:
         """Describe what changes from this plan to `other`, as text."""
-        lines = changed_units(self.units, other.units, columns=_COLUMNS)
+        classes = expand_classes(other.class_names or self.class_names)
+        lines = changed_units(self.units, other.units, classes, columns=_COLUMNS)
         for what, before, after in (
             ("budget", _bytes(self.budget_bytes), _bytes(other.budget_bytes)),
             ("predicted peak", _bytes(self.predicted_peak_bytes), _bytes(other.predicted_peak_bytes)),
@@ -174,14 +206,15 @@ class Plan:
 
     def to_json(self) -> str:
         """Return the plan as JSON; units with equal plans are written once, with ranges of paths."""
-        numbers = {field.name: getattr(self, field.name) for field in fields(self)[1:]}
+        numbers = {field.name: getattr(self, field.name) for field in fields(self)[1:-1]}
         numbers = {
             name: number
             for name, number in numbers.items()
             if number is not None or not ("host" in name or "factor" in name)
         }
         version = _VERSION if self.offloads else 1
-        document = {"format": _FORMAT, "version": version, **numbers, "units": _encode_units(self.units)}
+        names = {"class_names": dict(class_names)} if (class_names := numbers.pop("class_names")) else {}
+        document = {"format": _FORMAT, "version": version, **numbers, "units": _encode_units(self.units), **names}
         return json.dumps(document, indent=2, allow_nan=False) + "\n"
 
     @classmethod
@@ -193,7 +226,7 @@ class Plan:
                 a wrong type or a duplicate unit; the message says where.
         """
         root = read_document(text, format=_FORMAT, version=_VERSION, error=PlanFormatError)
-        root.keys(allowed=["format", "version", *(field.name for field in fields(cls))])
+        root.keys(allowed=["format", "version", *(field.name for field in fields(cls)[:-1])])
         given = root.arguments(cls, least={"loss_chunks": 1})
         try:
             return cls(units=_decode_units(root.get("units")), **given)
@@ -208,12 +241,7 @@ class Plan:
         Raises:
             PlanError: no file can be written there; the message says why.
         """
-        try:
-            Path(path).write_text(self.to_json(), encoding="utf-8")
-        except OSError as problem:
-            folder = Path(path).absolute().parent
-            found = problem.strerror if folder.is_dir() else f"no folder {folder}"
-            raise PlanError(f"{path}: cannot be written ({found}), expected a file in a writable folder.") from None
+        write_file(path, self.to_json().encode(), error=PlanError)
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:

@@ -2,15 +2,15 @@
 
 A unit can have hundreds of values, so names are shortened without losing meaning: a module stands for its values if all
 are treated alike, a module path is cut to the part that identifies the module within the unit, and several ops of one
-module share its name: "self_attn.{mul,cat}". `_scaled_dot_product_*` ops are written as `sdpa`. Of the kept and the
-recomputed values, the shorter list is shown; the other is "all else".
+module share its name: "self_attn.{mul,cat}". A module of an `nn.Sequential` has only a number for a name, and is shown with its
+class: "0 (Conv2d)". `_scaled_dot_product_*` ops are written as `sdpa`; memory that another op fills (`empty`) is not shown.
+Of the kept and the recomputed values, the shorter list is shown; the other is "all else".
 """
-
-from __future__ import annotations
 
 import re
 import textwrap
 from collections.abc import Hashable, Mapping, Sequence
+from types import MappingProxyType
 from typing import TypeVar
 
 from recollect.plans.action import Action, EngineChoice
@@ -20,58 +20,94 @@ from recollect.plans.unit_plan import UnitPlan
 _WIDEST_LABEL = 32
 _MOST_LINES = 4
 _MOST_OPS = 6
+_MOST_PATHS = 8
+_EMPTY = frozenset({"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"})
+# What stays on the line of the word before it.
+_TIED = re.compile(r" (?=[(%]|[KMGT]?i?B\b)")
+_HARD_SPACE = "\xa0"
 _Mark = TypeVar("_Mark", bound=Hashable)
 _Names = tuple[str, ...]
 
 
-def unit_table(units: Mapping[str, UnitPlan], *, loss: str = "", columns: int) -> list[str]:
-    """Return lines that say what each group of units keeps, and what happens to the loss if `loss` is not empty."""
+def unit_rows(units: Mapping[str, UnitPlan], classes: Mapping[str, str], loss: str) -> list[tuple[str, list[str]]]:
+    """Return labels of groups of units, with what each keeps, as items: words, or a verb, a tab, and the names of values.
+
+    Args:
+        units: unit plans by path.
+        classes: classes of modules that are known by a number only, by path.
+        loss: what happens to the loss, in words; empty: nothing.
+    """
     paths_of: dict[tuple[str, ...], list[str]] = {}
     for path, unit in units.items():
-        paths_of.setdefault(tuple(_unit_items(unit)), []).append(path or "the model")
-    rows = [(label_paths(paths), list(items)) for items, paths in paths_of.items()]
+        paths_of.setdefault(tuple(_unit_items(unit, classes_within(path, classes))), []).append(path or "the model")
+    rows = [(label_paths(paths, classes), list(items)) for items, paths in paths_of.items()]
     rows.append(("all others" if rows else "all units", ["keep all"]))
     if loss:
         rows.append(("loss", [loss]))
-    return _table(rows, columns)
+    return rows
 
 
-def changed_units(old: Mapping[str, UnitPlan], new: Mapping[str, UnitPlan], *, columns: int) -> list[str]:
+def changed_units(
+    old: Mapping[str, UnitPlan], new: Mapping[str, UnitPlan], classes: Mapping[str, str], *, columns: int
+) -> list[str]:
     """Return lines that say how units change from one plan to another; those that change alike share a row."""
     paths_of: dict[tuple[str, ...], list[str]] = {}
     for path in dict.fromkeys([*old, *new]):
-        if items := _unit_changes(old.get(path), new.get(path)):
+        if items := _unit_changes(old.get(path), new.get(path), classes_within(path, classes)):
             paths_of.setdefault(tuple(items), []).append(path or "the model")
-    return _table([(label_paths(paths), list(items)) for items, paths in paths_of.items()], columns)
+    return layout([(label_paths(paths, classes), list(items)) for items, paths in paths_of.items()], columns)
 
 
-def label_paths(paths: Sequence[str]) -> str:
-    """Abbreviate paths; those that differ only in their last component share the rest.
+def classes_within(unit: str, classes: Mapping[str, str]) -> dict[str, str]:
+    """Return the classes of the modules in a unit, by their paths in it.
+
+    Example:
+        >>> classes_within("stem", {"stem.0": "Conv2d", "head.1": "Linear"})
+        {'0': 'Conv2d'}
+    """
+    prefix = f"{unit}." if unit else ""
+    return {path.removeprefix(prefix): name for path, name in classes.items() if path.startswith(prefix)}
+
+
+def label_paths(paths: Sequence[str], classes: Mapping[str, str] = MappingProxyType({})) -> str:
+    """Abbreviate paths; those that differ only in their last component share the rest, and those of one class its name.
 
     Example:
         >>> label_paths(["layers.0", "layers.1", "layers.2", "layers.4"])
         'layers.{0-2,4}'
+        >>> label_paths(["0", "1", "3", "4"], {"1": "Block", "3": "Block"})
+        '{0,4}, {1,3} (Block)'
     """
+    alike: dict[str, list[str]] = {}
+    for path in paths:
+        alike.setdefault(classes.get(path, ""), []).append(path)
+    labels = [(_short_paths(members, _MOST_PATHS), name) for name, members in alike.items()]
+    return ", ".join(f"{label} ({name})" if name else label for shown, name in labels for label in shown)
+
+
+def _short_paths(paths: Sequence[str], most: int) -> list[str]:
+    """Abbreviate paths to one label for each set of siblings, with so many of them at most."""
     members: dict[str, list[str]] = {}
     for path in compress_paths(paths):
         stem, _, last = path.rpartition(".")
         members.setdefault(stem, []).append(last)
     labels = []
     for stem, ends in members.items():
-        shown = ends if len(ends) <= 8 else [*ends[:4], "...", ends[-1]]
+        shown = ends if len(ends) <= most else [*ends[: most // 2], "...", ends[-1]]
         joined = shown[0] if len(shown) == 1 else "{" + ",".join(shown) + "}"
-        labels.append(f"{stem}.{joined}" if stem else ", ".join(shown))
-    return ", ".join(labels)
+        is_joined = stem or all(end[:1].isdecimal() for end in ends)
+        labels.append(f"{stem}.{joined}" if stem else joined if is_joined else ", ".join(shown))
+    return labels
 
 
-def _table(rows: list[tuple[str, list[str]]], columns: int) -> list[str]:
+def layout(rows: Sequence[tuple[str, Sequence[str]]], columns: int) -> list[str]:
     """Lay out each row as a label and its items; a label that is too wide gets its own line."""
     width = max((len(label) for label, _ in rows if len(label) <= _WIDEST_LABEL), default=0)
     lines = []
     for label, items in rows:
         own_line = len(label) > width
         if own_line:
-            lines += textwrap.wrap(label, columns, subsequent_indent="    ", break_long_words=False)
+            lines += wrap(label, columns, hang="    ")
         for index, item in enumerate(items):
             start = "" if own_line or index else label
             lines += _wrapped(f"{start:<{width}}  ", item, columns)
@@ -81,25 +117,44 @@ def _table(rows: list[tuple[str, list[str]]], columns: int) -> list[str]:
 def _wrapped(start: str, item: str, columns: int) -> list[str]:
     verb, separator, names = item.partition("\t")
     if not separator:
-        return [start + item]
-    hanging = " " * (len(start) + len(verb))
-    lines = textwrap.wrap(
-        names, columns, initial_indent=start + verb, subsequent_indent=hanging, break_long_words=False,
-        break_on_hyphens=False,
-    )  # fmt: skip
+        return wrap(item, columns, start=start, hang=" " * len(start))
+    hang = " " * (len(start) + len(verb))
+    lines = wrap(names, columns, start=start + verb, hang=hang)
     if len(lines) > _MOST_LINES:
-        num_hidden = len(" ".join(lines[_MOST_LINES - 1 :]).split())
-        lines = [*lines[: _MOST_LINES - 1], f"{hanging}and {num_hidden} more"]
+        num_hidden = len(_TIED.sub(_HARD_SPACE, " ".join(lines[_MOST_LINES - 1 :])).split(" "))
+        lines = [*lines[: _MOST_LINES - 1], f"{hang}and {num_hidden} more"]
     return lines
 
 
-def _unit_items(unit: UnitPlan) -> list[str]:
+def wrap(text: str, columns: int, *, start: str = "", hang: str = "") -> list[str]:
+    """Break a line between words, but no number from its unit and no name from its class; a long name between its parts.
+
+    Example:
+        >>> wrap("0 (Conv2d) attention.{clone,mul,softmax} 12 MiB", 20, hang="  ")
+        ['0 (Conv2d)', '  attention.{clone,', '  mul, softmax}', '  12 MiB']
+    """
+    room = columns - max(len(start), len(hang))
+    words = (word if len(word) <= room else word.replace(",", ", ") for word in _TIED.sub(_HARD_SPACE, text).split(" "))
+    lines = textwrap.wrap(
+        " ".join(words), columns, initial_indent=start, subsequent_indent=hang, break_on_hyphens=False
+    )
+    return [line.replace(_HARD_SPACE, " ") for line in lines]
+
+
+def _unit_items(unit: UnitPlan, classes: Mapping[str, str]) -> list[str]:
+    if unit.engine is EngineChoice.COMPILE:
+        items = _actions(unit, classes) if unit.actions else ["keep what PyTorch chooses"]
+        return ["inside torch.compile", *items]
+    return _actions(unit, classes)
+
+
+def _actions(unit: UnitPlan, classes: Mapping[str, str]) -> list[str]:
     if not unit.recomputes_anything:
         return ["keep all"]
     and_output = " and the output" if unit.output is Action.RECOMPUTE else ""
     if unit.engine is EngineChoice.REGION:
         return [f"run the whole module, its Python too, twice{', recompute the output' if and_output else ''}"]
-    summary = summarise_names(unit.actions)
+    summary = summarise_names(unit.actions, classes)
     if set(summary) <= {Action.RECOMPUTE}:
         return ["recompute all" + and_output if summary else "recompute the output"]
     if set(summary) == {Action.KEEP}:
@@ -118,13 +173,14 @@ def _unit_items(unit: UnitPlan) -> list[str]:
     return [f"keep       \t{keep}", f"recompute  \t{recompute}{and_output}", *others]
 
 
-def _unit_changes(old: UnitPlan | None, new: UnitPlan | None) -> list[str]:
+def _unit_changes(old: UnitPlan | None, new: UnitPlan | None, classes: Mapping[str, str]) -> list[str]:
     old_actions, new_actions = (({} if unit is None else unit.actions) for unit in (old, new))
     marks = {}
     for name in dict.fromkeys([*old_actions, *new_actions]):
         before, after = (actions.get(name, Action.KEEP) for actions in (old_actions, new_actions))
         marks[name] = f"{before} -> {after}" if before != after else ""
-    items = [f"{mark}  \t{' '.join(names)}" for mark, names in sorted(summarise_names(marks).items()) if mark]
+    summary = sorted(summarise_names(marks, classes).items())
+    items = [f"{mark}  \t{' '.join(names)}" for mark, names in summary if mark]
     if old is not None and new is not None and not items and old.trips != new.trips:
         items.append("offload at other moments")
     for what, default in (("output", Action.KEEP), ("engine", EngineChoice.TAPE)):
@@ -134,15 +190,26 @@ def _unit_changes(old: UnitPlan | None, new: UnitPlan | None) -> list[str]:
     return items
 
 
-def summarise_names(marks: Mapping[str, _Mark]) -> dict[_Mark, list[str]]:
+def summarise_names(
+    marks: Mapping[str, _Mark], classes: Mapping[str, str] = MappingProxyType({})
+) -> dict[_Mark, list[str]]:
     """Return, for each mark, short names of the values that have it, in forward order; "all" if all values do.
+
+    Args:
+        marks: by the name of the value.
+        classes: classes of modules, by their paths in the unit, to be shown beside these.
 
     Example:
         >>> summarise_names({"mlp.up.mm": "keep", "mlp.act.silu": "drop", "mlp.mul": "drop", "mlp.mul#1": "drop"})
         {'keep': ['up'], 'drop': ['act', 'mlp.mul']}
+        >>> summarise_names({"0.addmm": 1, "1.relu": 2, "2.addmm": 1}, {"0": "Linear", "1": "ReLU", "2": "Linear"})
+        {1: ['{0,2} (Linear)'], 2: ['1 (ReLU)']}
     """
-    under: dict[_Names, set[_Mark]] = {}
     places = {name: _place(name) for name in marks}
+    filled = {name: place for name, place in places.items() if not is_empty(name)}
+    if {marks[name] for name in filled} == set(marks.values()):
+        places = filled
+    under: dict[_Names, set[_Mark]] = {}
     for name, place in places.items():
         for depth in range(len(place) + 1):
             under.setdefault(place[:depth], set()).add(marks[name])
@@ -151,7 +218,17 @@ def summarise_names(marks: Mapping[str, _Mark]) -> dict[_Mark, list[str]]:
     for name, place in places.items():
         node = next(place[:depth] for depth in range(len(place) + 1) if len(under[place[:depth]]) == 1)
         shown.setdefault(marks[name], {})[node] = None
-    return {mark: _written(list(nodes), modules) for mark, nodes in shown.items()}
+    return {mark: _written(list(nodes), modules, classes) for mark, nodes in shown.items()}
+
+
+def is_empty(name: str) -> bool:
+    """Return whether a value is memory that nothing was written to yet: of use to the op that fills it, not to people.
+
+    Example:
+        >>> is_empty("dropout.empty_like"), is_empty("dropout.bernoulli_")
+        (True, False)
+    """
+    return _place(name)[-2] in _EMPTY
 
 
 def _place(name: str) -> _Names:
@@ -163,8 +240,8 @@ def _place(name: str) -> _Names:
     return (*module, op, f"{mark}{count}{'.' if output else ''}{output}")
 
 
-def _written(nodes: list[_Names], modules: set[_Names]) -> list[str]:
-    """Abbreviate nodes of the name tree, with ops of one module together."""
+def _written(nodes: list[_Names], modules: set[_Names], classes: Mapping[str, str]) -> list[str]:
+    """Abbreviate nodes of the name tree, with ops of one module together, and modules of one class."""
     ops_of: dict[_Names, list[str]] = {}
     order: dict[_Names, None] = {}
     for node in nodes:
@@ -172,20 +249,26 @@ def _written(nodes: list[_Names], modules: set[_Names]) -> list[str]:
         order[module] = None
         if op:
             ops_of.setdefault(module, []).append(op)
-    result = []
-    for module in order:
-        label = _short_module(module, modules)
-        ops = list(dict.fromkeys(ops_of.get(module, [])))
-        if module and len(ops) > _MOST_OPS:
-            ops = [*ops[:_MOST_OPS], f"+{len(ops) - _MOST_OPS}"]
-        if module and ops:
-            label = f"{label}.{ops[0]}" if len(ops) == 1 else f"{label}.{{{','.join(ops)}}}"
-        result.append(label if module or not ops else " ".join(ops))
     # Put all "experts.*.up_proj" and the like together, so that they become one range.
-    alike: dict[str, list[str]] = {}
-    for label in result:
-        alike.setdefault(re.sub(r"\d+", "*", label), []).append(label)
-    return [short for labels in alike.values() for short in compress_paths(labels)]
+    alike: dict[tuple[str, str, str], list[str]] = {}
+    for module in order:
+        ops = list(dict.fromkeys(ops_of.get(module, [])))
+        label, kind = _short_module(module, modules), classes.get(".".join(module), "")
+        if not module and ops:
+            label, ops = " ".join(ops), []
+        elif len(ops) > _MOST_OPS:
+            ops = [*ops[:_MOST_OPS], f"+{len(ops) - _MOST_OPS}"]
+        inside = "" if not ops else f".{ops[0]}" if len(ops) == 1 else f".{{{','.join(ops)}}}"
+        if not kind:
+            label, inside = label + inside, ""
+        alike.setdefault((re.sub(r"\d+", "*", label), inside, kind), []).append(label)
+    result = []
+    for (_, inside, kind), labels in alike.items():
+        if kind:
+            result += [f"{label}{inside} ({kind})" for label in _short_paths(labels, len(labels))]
+        else:
+            result += compress_paths(labels)
+    return result
 
 
 def _module_and_op(node: _Names, modules: set[_Names]) -> tuple[_Names, str]:

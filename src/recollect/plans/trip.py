@@ -3,8 +3,6 @@
 The engine and the simulator share the `Timetable`, so the engine does exactly what the simulator predicts.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections import defaultdict
 from typing import NamedTuple, Protocol

@@ -1,7 +1,5 @@
 """Names the values of a unit, for use in plans: by the module that computes them, the op, and which call of the op."""
 
-from __future__ import annotations
-
 _COLLECTIVE_NAMESPACES = frozenset({"_c10d_functional", "_dtensor"})
 
 

@@ -59,10 +59,6 @@ PHASE_NAMES: Final = ("forward", "backward", "optimizer step")
 class StepLog:
     """The memory events of a step.
 
-    Attributes:
-        blocks: distinct runs of events; identical layers may share one.
-        sequence: the step, as (block index, index in `Profile.calls` or -1).
-
     Raises:
         ValueError: an item that is not an int; a block or call index out of range.
 
@@ -73,7 +69,9 @@ class StepLog:
     """
 
     blocks: tuple[tuple[Event, ...], ...] = ()
+    """Distinct runs of events; identical layers may share one."""
     sequence: tuple[tuple[int, int], ...] = ()
+    """The step, as (block index, index in `Profile.calls` or -1)."""
 
     def __post_init__(self) -> None:
         for index, block in enumerate(self.blocks):

@@ -17,7 +17,9 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 from recollect.errors import ProfileFormatError
-from recollect.fields import Field, read_document, read_file
+from recollect.fields import Field, read_document, read_file, write_file
+from recollect.notebooks import ShownInNotebooks
+from recollect.plans.paths import expand_classes
 from recollect.profile.events import StepLog, check_log
 from recollect.profile.graph import OpRecord, PartRecord, UnitCall, UnitGraph, ValueRecord
 from recollect.profile.variant import VariantRecord
@@ -45,7 +47,7 @@ _FLOATS = {
 
 
 @dataclass(frozen=True)
-class Profile:
+class Profile(ShownInNotebooks):
     """The record of one training step.
 
     Attributes:
@@ -71,6 +73,7 @@ class Profile:
         low_factor, high_factor: of what recompute adds: as little and as much as the rounds say in which units were timed; 0 if
             they were not.
         outputs: of what the model returned: the events with which the log would say that it died.
+        class_names: of modules that have a number for a name, as in an `nn.Sequential`; see `Plan.class_names`.
 
     Raises:
         ValueError: a call or an event that refers to something missing, or a negative or non-finite number.
@@ -100,6 +103,7 @@ class Profile:
     low_factor: float = 0.0
     high_factor: float = 0.0
     outputs: tuple[tuple[int, ...], ...] = ()
+    class_names: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "persistent", MappingProxyType(dict(self.persistent)))
@@ -116,6 +120,10 @@ class Profile:
         for kind, nbytes in self.persistent.items():
             if nbytes < 0:
                 raise ValueError(f"persistent[{kind!r}]: got {nbytes} bytes, expected 0 or more")
+        try:
+            expand_classes(self.class_names)
+        except ValueError as problem:
+            raise ValueError(f"class_names: {problem}") from None
         for index, call in enumerate(self.calls):
             if not 0 <= call.graph < len(self.graphs):
                 what = f"call {index} ({call.path!r})"
@@ -181,6 +189,7 @@ class Profile:
             "version": _VERSION,
             **{f.name: getattr(self, f.name) for f in fields(self)[3:]},
             "persistent": dict(self.persistent),
+            "class_names": dict(self.class_names),
             "calls": [_encode(call) for call in self.calls],
             "graphs": [_encode_graph(graph) for graph in self.graphs],
             "log": {"blocks": self.log.blocks, "sequence": self.log.sequence},
@@ -217,10 +226,15 @@ class Profile:
         return profile
 
     def save(self, path: str | Path) -> None:
-        """Write the profile as JSON, compressed if the name ends in ".gz"."""
+        """Write the profile as JSON, compressed if the name ends in ".gz".
+
+        Raises:
+            ProfileFormatError: no file can be written there; the message says why.
+        """
         data = self.to_json().encode()
         # The fixed time stamp makes equal profiles equal files.
-        Path(path).write_bytes(gzip.compress(data, mtime=0) if str(path).endswith(".gz") else data)
+        packed = gzip.compress(data, mtime=0) if str(path).endswith(".gz") else data
+        write_file(path, packed, error=ProfileFormatError)
 
     @classmethod
     def load(cls, path: str | Path) -> Profile:

@@ -60,16 +60,13 @@ def fold(profile: Profile) -> Profile:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """Equal blocks of stretches.
-
-    Attributes:
-        first, end: the stretches to leave out, from the first up to but excluding the end.
-        period: the number of stretches of a block.
-    """
+    """Equal blocks of stretches."""
 
     first: int
     end: int
+    """The stretches to leave out, from the first up to but excluding the end."""
     period: int
+    """The number of stretches of a block."""
 
     @property
     def num_runs(self) -> int:

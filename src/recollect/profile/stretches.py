@@ -25,24 +25,21 @@ class Held:
 
 @dataclass(slots=True)
 class Stretch:
-    """Events between two moments at which a forward or an optimizer step begins while nothing waits for backward.
-
-    Attributes:
-        start, end: positions in the log, the second excluded.
-        calls: the unit calls that run in it.
-        form: what it does; equal for stretches that differ in names only.
-        held: what the model's own code holds when it begins.
-        start_bytes: the bytes of this on the device.
-        reads_calls: calls of earlier stretches whose values its units read.
-    """
+    """Events between two moments at which a forward or an optimizer step begins while nothing waits for backward."""
 
     start: int
     end: int
+    """Positions in the log, the second excluded."""
     calls: range
+    """The unit calls that run in it."""
     form: tuple[object, ...] = ()
+    """What it does; equal for stretches that differ in names only."""
     held: Mapping[Item, Held] = field(default_factory=dict)
+    """What the model's own code holds when it begins."""
     start_bytes: int = 0
+    """The bytes of this on the device."""
     reads_calls: set[int] = field(default_factory=set)
+    """Calls of earlier stretches whose values its units read."""
 
 
 class StepReader:

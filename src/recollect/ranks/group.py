@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from recollect._torch_parallel import meeting_place
 from recollect.errors import RecollectError, RecordError
-from recollect.progress.stage import stage
+from recollect.progress import stage
 
 T = TypeVar("T")
 
@@ -221,8 +221,7 @@ class _Meeting:
             self._group = dist.new_group(
                 list(self._ranks), backend="gloo", use_local_synchronization=True, group_desc="recollect"
             )
-        group: dist.ProcessGroup = self._group
-        return group
+        return self._group
 
 
 _meetings: dict[tuple[int, ...], _Meeting] = {}

@@ -214,7 +214,8 @@ def with_common_times(profile: Profile, ranks: Ranks, place: Place = Place.START
     if ranks.is_alone or profile.fake:
         return profile
     own = list(_times(profile))
-    found = ranks.gather((_fingerprint(profile), own, _host_link(profile)), place)
+    link = profile.to_host_bytes_per_s, profile.from_host_bytes_per_s, profile.host_latency_s
+    found = ranks.gather((_fingerprint(profile), own, link), place)
     fingerprints, times_of_all, links = zip(*found, strict=True)
     if len(set(fingerprints)) > 1:
         return profile
@@ -225,10 +226,6 @@ def with_common_times(profile: Profile, ranks: Ranks, place: Place = Place.START
     )
 
 
-def _host_link(profile: Profile) -> tuple[float, float, float]:
-    return profile.to_host_bytes_per_s, profile.from_host_bytes_per_s, profile.host_latency_s
-
-
 def _times(profile: Profile) -> Iterator[float]:
     yield from (profile.step_s, profile.gather_latency_s, profile.gather_s_per_byte)
     for graph in profile.graphs:
@@ -236,6 +233,7 @@ def _times(profile: Profile) -> Iterator[float]:
         yield from (seconds for _, seconds in graph.module_tape_s)
         yield from (op.time_s for op in graph.ops)
         yield from (part.gather_s for part in graph.parts)
+        yield from (graph.eager_s, *(variant.step_s for variant in graph.variants))
 
 
 def _with_times(profile: Profile, times: Iterator[float]) -> Profile:
@@ -248,6 +246,8 @@ def _with_times(profile: Profile, times: Iterator[float]) -> Profile:
             module_tape_s=tuple((module, next(times)) for module, _ in graph.module_tape_s),
             ops=tuple(replace(op, time_s=next(times)) for op in graph.ops),
             parts=tuple(replace(part, gather_s=next(times)) for part in graph.parts),
+            eager_s=next(times),
+            variants=tuple(replace(variant, step_s=next(times)) for variant in graph.variants),
         )
         for graph in profile.graphs
     )
@@ -266,7 +266,9 @@ def _fingerprint(profile: Profile) -> str:
 def _words(graph: UnitGraph) -> str:
     ops = [(op.name, op.inputs, op.outputs) for op in graph.ops]
     parts = [(part.value, part.nbytes) for part in graph.parts]
-    return repr(([module for module, _ in graph.module_tape_s], [value.nbytes for value in graph.values], ops, parts))
+    variants = [replace(variant, step_s=0.0) for variant in graph.variants]
+    values = [value.nbytes for value in graph.values]
+    return repr(([module for module, _ in graph.module_tape_s], values, ops, parts, variants))
 
 
 # Where nothing made the processes wait for each other just before, loading data may take one of them longer.

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from recollect.errors import UnknownNameError, UnsupportedModelError
-from recollect.plans.paths import unit_words
+from recollect.plans.paths import compress_classes, unit_words
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 # They only hold modules, and have no forward.
@@ -72,6 +72,21 @@ def find_units(model: nn.Module, paths: Iterable[str] | None = None) -> list[Uni
             "Name that one; its plan holds for every run of the module."
         )
     return units
+
+
+def class_names(model: nn.Module) -> tuple[tuple[str, str], ...]:
+    """Return the classes of the modules in each `nn.Sequential` that have a number for a name; see `Plan.class_names`.
+
+    Example:
+        >>> class_names(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)))
+        (('0', 'Linear'), ('2', 'Linear'), ('1', 'ReLU'))
+    """
+    found = {}
+    for path, module in model.named_modules():
+        if isinstance(module, nn.Sequential):
+            children = ((name, child) for name, child in module.named_children() if name.isdecimal())
+            found.update({f"{path}.{name}".lstrip("."): type(child).__name__ for name, child in children})
+    return compress_classes(found)
 
 
 def _named_layers(model: nn.Module, paths: Iterable[str]) -> set[str]:

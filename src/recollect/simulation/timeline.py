@@ -18,13 +18,15 @@ from numpy.typing import NDArray
 
 from recollect.arguments import check_kind
 from recollect.byte_format import format_bytes
+from recollect.notebooks import ShownInNotebooks
 from recollect.plans.plan import Plan
-from recollect.plans.text import label_paths, summarise_names
+from recollect.plans.text import label_paths
 from recollect.profile.events import BACKWARD, FORWARD, OPTIMIZER
 from recollect.profile.profile import Profile, kind_text
 from recollect.simulation.decisions import decide
 from recollect.simulation.lifetimes import LOSS, Lifetime, Lifetimes, lifetimes
-from recollect.simulation.playback import GENERATOR, OUTSIDE
+from recollect.simulation.playback import OUTSIDE
+from recollect.simulation.storage_names import StorageNames
 
 CATEGORIES = {
     "parameters": "the weights; there before the step",
@@ -74,7 +76,7 @@ class AliveItem:
 
 
 @dataclass(frozen=True, repr=False)
-class PeakReport:
+class PeakReport(ShownInNotebooks):
     """What is alive at the peak of a step.
 
     Attributes:
@@ -120,7 +122,7 @@ class PeakReport:
 
 
 @dataclass(frozen=True, eq=False)
-class Timeline:
+class Timeline(ShownInNotebooks):
     """Predicted memory over a step, moment by moment.
 
     Attributes:
@@ -130,6 +132,8 @@ class Timeline:
         bytes_of: bytes alive at each moment, by category.
         paths: module path of each run of a unit.
         plan: the plan whose memory this is.
+        profile: the step.
+        lives: each storage, and when it is made and freed.
         peak: the moment of the peak.
         report: what is alive at the peak.
         has_times: False if only the units' ops are timed (a profile of an earlier version); the rest of the step is
@@ -143,6 +147,8 @@ class Timeline:
     bytes_of: Mapping[str, NDArray[np.int64]]
     paths: tuple[str, ...]
     plan: Plan
+    profile: Profile
+    lives: Lifetimes
     peak: int
     report: PeakReport
     has_times: bool
@@ -216,6 +222,8 @@ def timeline(profile: Profile, plan: Plan) -> Timeline:
         bytes_of=alive,
         paths=tuple(call.path for call in profile.calls),
         plan=plan,
+        profile=profile,
+        lives=lives,
         peak=peak,
         report=PeakReport(int(total[peak]), where, _alive_at(profile, lives, categories, peak)),
         has_times=lives.has_times,
@@ -318,58 +326,22 @@ def _alive_at(profile: Profile, lives: Lifetimes, categories: _Categories, momen
     ]
     if lives.phases[moment] != OPTIMIZER:
         items.append(AliveItem("calibration", "measured beyond the simulation", profile.calibration_bytes))
-    paths_of: dict[tuple[str, str, str], dict[str, None]] = {}
-    bytes_of: dict[tuple[str, str, str], int] = {}
-    names = _ShortNames(profile)
+    paths_of: dict[tuple[str, str, str, str], dict[str, None]] = {}
+    bytes_of: dict[tuple[str, str, str, str], int] = {}
+    names = StorageNames(profile, lives)
     for storage in lives.storages:
         if storage.born <= moment and not 0 <= storage.died <= moment:
             category, path = categories.of(storage), ""
             if storage.owner[0] >= 0:
                 path = profile.calls[storage.owner[0]].path
-            key = (category, re.sub(r"\d+", "*", path), names.of(storage, category, lives))
+            key = (category, re.sub(r"\d+", "*", path), names.classes.get(path, ""), names.of(storage, category))
             paths_of.setdefault(key, {})[path] = None
             bytes_of[key] = bytes_of.get(key, 0) + storage.nbytes
-    for (category, pattern, name), paths in paths_of.items():
-        nbytes = bytes_of[category, pattern, name]
-        unit = pattern if len(paths) > 1 else next(iter(paths))
-        items.append(AliveItem(category, f"{label_paths(list(paths))} {name}".strip(), nbytes, unit))
+    for key, paths in paths_of.items():
+        category, pattern, kind, name = key
+        unit = (pattern if len(paths) > 1 else next(iter(paths))) + (f" ({kind})" if kind else "")
+        label = label_paths(list(paths), names.classes)
+        items.append(AliveItem(category, f"{label} {name}".strip(), bytes_of[key], unit))
     order = {category: number for number, category in enumerate(CATEGORIES)}
     items.sort(key=lambda item: (order[item.category], -item.nbytes, item.name))
     return tuple(item for item in items if item.nbytes)
-
-
-class _ShortNames:
-    """Names storages for people to read."""
-
-    def __init__(self, profile: Profile) -> None:
-        self._profile = profile
-        self._of_graph: dict[int, dict[str, str]] = {}
-
-    def of(self, storage: Lifetime, category: str, lives: Lifetimes) -> str:
-        """Return a storage's name, without the path of its unit."""
-        owner, index = storage.owner
-        if storage.op is not None:
-            op = "an op of backward" if lives.phases[storage.born] == BACKWARD else "an op outside of the units"
-            return f"while {storage.op or op} runs"
-        if owner == GENERATOR:
-            return "states of the random generator"
-        if owner == OUTSIDE:
-            return self._outside(category, int(lives.phases[storage.born]))
-        graph = self._profile.calls[owner].graph
-        if graph not in self._of_graph:
-            marks = {v.name: v.name for v in self._profile.graphs[graph].values if v.producer is not None}
-            self._of_graph[graph] = {name: " ".join(short) for name, short in summarise_names(marks).items()}
-        name = self._profile.graphs[graph].values[index].name
-        short = self._of_graph[graph].get(name, name)
-        # "all" means that this is the unit's only value.
-        return short if short != "all" else name.rpartition(".")[2]
-
-    @staticmethod
-    def _outside(category: str, phase: int) -> str:
-        if category == "gradients":
-            return "gradients of the last step" if phase == FORWARD else "gradients of parameters"
-        if phase == LOSS:
-            return "the loss, and what it saves"
-        if phase == BACKWARD:
-            return "gradients of values, and other results of backward"
-        return "temporaries of the optimizer step" if phase == OPTIMIZER else "what runs between the units"

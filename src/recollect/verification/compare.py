@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -18,10 +18,10 @@ from torch import nn
 from recollect._torch_private import tree_map
 from recollect.applying import apply
 from recollect.engine.content import has_same_bits
-from recollect.plans.action import Action
+from recollect.plans.action import Action, EngineChoice
 from recollect.plans.plan import Plan
 from recollect.plans.unit_plan import UnitPlan
-from recollect.progress.stage import stage
+from recollect.progress import stage
 from recollect.recording.model_step import device_of
 from recollect.recording.restored_state import restored_buffers
 from recollect.tensors import inner_tensors, tensors_in
@@ -31,33 +31,26 @@ Difference = tuple[str, float]
 
 @dataclass(frozen=True, kw_only=True)
 class Computed:
-    """What a run computed and left behind, by name.
-
-    Attributes:
-        gradients: the loss (or outputs), and each gradient that there is.
-        state: copies of buffers and of random generators, after the run.
-    """
+    """What a run computed and left behind, by name."""
 
     gradients: Mapping[str, torch.Tensor]
+    """The loss (or outputs), and each gradient that there is."""
     state: Mapping[str, torch.Tensor]
+    """Copies of buffers and of random generators, after the run."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Findings:
-    """What a comparison of runs found.
-
-    Attributes:
-        num_compared: number of gradients, losses and outputs compared.
-        difference: the first gradient (or loss, or output) that differs, and the largest absolute difference; None if all
-            are equal.
-        state_difference: the same for buffers and random generators.
-        plain_difference: the first difference between two runs without a plan, if they were needed and differ.
-    """
+    """What a comparison of runs found."""
 
     num_compared: int = 0
+    """Number of gradients, losses and outputs compared."""
     difference: Difference | None = None
+    """The first gradient (or loss, or output) that differs, and the largest absolute difference; None if all are equal."""
     state_difference: Difference | None = None
+    """The same for buffers and random generators."""
     plain_difference: Difference | None = None
+    """The first difference between two runs without a plan, if they were needed and differ."""
 
     def followed_by(self, later: Findings) -> Findings:
         """Add the findings of a later comparison; of differences, the first counts."""
@@ -209,10 +202,17 @@ def _compared_alone(
     in_any: Callable[[bool], bool],
 ) -> Findings:
     """Compare a unit that keeps its output, as the unit that would recompute it is not running."""
-    expected = _computed(module, args, kwargs)
+
+    def plain() -> Computed:
+        """Run the unit without the plan, but compiled if the plan has it so."""
+        own = Plan({"": UnitPlan({}, engine=unit.engine)}) if unit.engine is EngineChoice.COMPILE else None
+        with nullcontext() if own is None else apply(module, own):
+            return _computed(module, args, kwargs)
+
+    expected = plain()
     with apply(module, Plan({"": UnitPlan(unit.actions, output=Action.KEEP, engine=unit.engine)})):
         got = _computed(module, args, kwargs)
-    return compare_runs(expected, got, again=lambda: _computed(module, args, kwargs), in_any=in_any)
+    return compare_runs(expected, got, again=plain, in_any=in_any)
 
 
 def _computed(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Computed:

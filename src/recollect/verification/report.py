@@ -8,12 +8,13 @@ from typing import Literal
 
 from recollect.byte_format import format_bytes
 from recollect.engine.offload.flight import HostUse
+from recollect.notebooks import ShownInNotebooks
 from recollect.quantities import format_seconds
 from recollect.verification.compare import Difference
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
+class Report(ShownInNotebooks):
     """What `verify` found.
 
     Attributes:
@@ -39,6 +40,11 @@ class Report:
         loss_chunks: parts of the plan's loss; with more than one, sums have another order than the model's.
         unchunked_difference: the gradient (or "the loss") furthest from that of the unchunked model, and its distance: the norm
             of the difference over the norm; None with one chunk, or if the plain step did not run.
+        eager_difference: of a plan with compiled units, whose gradients are compared with those of the same units compiled
+            without a plan: the gradient (or "the loss") furthest from that of the model without `torch.compile`, and its
+            distance, as above.
+        eager_tolerance: up to which that distance is no surprise, since fused code rounds in other places: the square root of
+            the precision of the least precise parameter.
         host: what offloaded values needed in a step: host memory, seconds of waiting for copies, and values that were asked for
             at another moment than planned; None if there are none, or units ran alone, where edges are missed by design.
         predicted_host_bytes: the plan's prediction of that memory.
@@ -59,6 +65,8 @@ class Report:
     slowdowns: tuple[float, ...] = ()
     loss_chunks: int = 1
     unchunked_difference: tuple[str, float] | None = None
+    eager_difference: tuple[str, float] | None = None
+    eager_tolerance: float = 0.0
     plan_reserved_bytes: int | None = None
     plan_fragmentation_bytes: int | None = None
     plain_difference: tuple[str, float] | None = None
@@ -74,37 +82,42 @@ class Report:
         return self.gradients_equal and self.first_state_difference is None
 
     def __str__(self) -> str:
-        how = ", unit by unit" if self.compared == "units" else ""
-        equal = f"equal bit for bit ({self.num_compared} compared{how})"
-        if self.first_difference is not None:
-            name, difference = self.first_difference
-            equal = f"DIFFERENT, first at {name}, by up to {difference:.3g}"
-        lines = [f"gradients        {equal}"]
+        return "\n".join(f"{label:<16} {text}" for label, text in self.rows())
+
+    def rows(self) -> list[tuple[str, str]]:
+        """Return what was found, in words, each with its label."""
+        equal = (
+            f"equal bit for bit ({self.num_compared} compared{', unit by unit' if self.compared == 'units' else ''})"
+        )
+        rows = [("gradients", _differs(self.first_difference) or equal)]
         if self.first_state_difference is not None:
-            name, difference = self.first_state_difference
-            lines.append(f"left behind      DIFFERENT, first at {name}, by up to {difference:.3g}")
+            rows.append(("left behind", _differs(self.first_state_difference)))
         if self.plain_difference is not None:
             name, difference = self.plain_difference
-            lines.append(
-                f"                 two runs without the plan differ, too, first at {name}, by up to {difference:.3g}:"
-            )
-            lines.append("                 kernels are not deterministic; try torch.use_deterministic_algorithms(True)")
+            rows += [
+                ("", f"two runs without the plan differ, too, first at {name}, by up to {difference:.3g}:"),
+                ("", "kernels are not deterministic; try torch.use_deterministic_algorithms(True)"),
+            ]
         if self.unchunked_difference is not None:
             name, difference = self.unchunked_difference
-            lines.append(f"loss             in {self.loss_chunks} chunks: off by {difference:.1e} at most, at {name}")
+            rows.append(("loss", f"in {self.loss_chunks} chunks: off by {difference:.1e} at most, at {name}"))
+        if self.eager_difference is not None:
+            name, difference = self.eager_difference
+            limit = f"up to {self.eager_tolerance:.0e} is rounding"
+            rows.append(("against eager", f"off by {difference:.1e} at most, at {name} ({limit})"))
         plain = "did not fit" if self.plain_peak_bytes is None else format_bytes(self.plain_peak_bytes)
-        lines.append(f"peak without     {plain}")
-        lines.append(f"peak with plan   {format_bytes(self.plan_peak_bytes)}{self._compared_peak()}")
+        rows.append(("peak without", plain))
+        rows.append(("peak with plan", f"{format_bytes(self.plan_peak_bytes)}{self._compared_peak()}"))
         if self.plan_reserved_bytes is not None and self.plan_fragmentation_bytes is not None:
             fragmentation = format_bytes(self.plan_fragmentation_bytes)
-            lines.append(f"reserved         {format_bytes(self.plan_reserved_bytes)} ({fragmentation} fragmentation)")
+            rows.append(("reserved", f"{format_bytes(self.plan_reserved_bytes)} ({fragmentation} fragmentation)"))
         if self.host is not None:
-            lines.append(f"host memory      {format_bytes(self.host.most_bytes)}{self._compared_host(self.host)}")
+            rows.append(("host memory", f"{format_bytes(self.host.most_bytes)}{self._compared_host(self.host)}"))
         if self.measured_slowdown is not None:
-            lines.append(f"slowdown         {self.measured_slowdown:.1%}{self._compared_slowdown()}")
+            rows.append(("slowdown", f"{self.measured_slowdown:.1%}{self._compared_slowdown()}"))
         if self.rank is not None:
-            lines.append(f"ranks            {self._compared_ranks()}")
-        return "\n".join(lines)
+            rows.append(("ranks", self._compared_ranks()))
+        return rows
 
     def _compared_peak(self) -> str:
         if self.predicted_peak_bytes is None:
@@ -135,6 +148,10 @@ class Report:
             rank: its.measured_slowdown for rank, its in self.by_rank.items() if its.measured_slowdown is not None
         }
         return f"{text}; slowest is rank {max(slowdowns, key=slowdowns.__getitem__)}" if slowdowns else text
+
+
+def _differs(difference: Difference | None) -> str:
+    return "" if difference is None else f"DIFFERENT, first at {difference[0]}, by up to {difference[1]:.3g}"
 
 
 def report_of_ranks(reports: Sequence[Report], ranks: Sequence[int]) -> Report:

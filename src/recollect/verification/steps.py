@@ -1,7 +1,5 @@
 """Run the step to verify, again and again from the same state: that of the commonest loop, or the user's own."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -27,24 +25,27 @@ from recollect.verification.compare import Computed, state_after
 
 @dataclass(eq=False)
 class _RepeatedStep:
-    """A step that runs as often as it takes, from the same state.
-
-    Attributes:
-        model: whose parameters are trained.
-        device: where it runs.
-    """
+    """A step that runs as often as it takes, from the same state."""
 
     model: nn.Module
+    """Whose parameters are trained."""
     device: torch.device
+    """Where it runs."""
 
     def __post_init__(self) -> None:
         self._random_state = torch.random.get_rng_state()
+        self._has_begun = False
+        # Called when another one begins.
+        self.done: Callable[[], object] = lambda: None
 
     def clear(self) -> None:
         """Free the gradients."""
         free_gradients(self.model.parameters())
 
     def _seed(self) -> None:
+        if self._has_begun:
+            self.done()
+        self._has_begun = True
         torch.random.set_rng_state(self._random_state)
         if self.device.type == "cuda":
             with torch.cuda.device(self.device):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
 import torch
@@ -20,8 +21,10 @@ from recollect.measuring.device_memory import OtherAllocations, empty_cache, mem
 from recollect.measuring.meter import PeakMeasurement, measure_peak, storage_bytes
 from recollect.measuring.timing import timed
 from recollect.planning.classic import classic_plan
+from recollect.plans.action import EngineChoice
 from recollect.plans.plan import Plan
-from recollect.progress.stage import stage
+from recollect.plans.unit_plan import UnitPlan
+from recollect.progress import stage
 from recollect.ranks.group import Place, Ranks
 from recollect.ranks.members import GroupChoice, check_same_plans, ranks_of
 from recollect.recording.model_step import LossFunction, call_model, check_step, device_of, resident_tensors
@@ -90,13 +93,11 @@ def verify(
 
     Example:
         >>> import torch, recollect
-        >>> from recollect.lab.models.architectures import llama_config
-        >>> from recollect.lab.models.gpt import GPTModel
-        >>> model = GPTModel(llama_config(num_layers=2, hidden_size=32, num_attention_heads=2, vocab_size=64))
-        >>> tokens = torch.randint(0, 64, (2, 32))
-        >>> batch = {"tokens": tokens, "labels": tokens}
-        >>> plan = recollect.classic_plan(recollect.record(model, batch), "full")
-        >>> recollect.verify(model, batch, plan).equal
+        >>> from torch import nn
+        >>> model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in range(4)))
+        >>> x = torch.randn(8, 32)
+        >>> plan = recollect.classic_plan(recollect.record(model, x, loss_fn=torch.sum), "full")
+        >>> recollect.verify(model, x, plan, loss_fn=torch.sum).equal
         True
     """
     check_step(model, batch, step, "verify(model, batch, plan)")
@@ -114,7 +115,8 @@ def verify(
     else:
         verified = OwnStep(model, device, step, optimizer)
     check = _Check(verified, batch, optimizer, others, ranks, is_timed=time)
-    with stage("verifying the plan"), verified.undisturbed(), without_plans(model):
+    text, most = _work(plan, compare, is_timed=time)
+    with stage(text, total=most) as verified.done, verified.undisturbed(), without_plans(model):
         if ranks.is_alone:
             return _checked(check, plan, compare, may_fall_back=step is None)
 
@@ -123,6 +125,16 @@ def verify(
             compare = "step" if step is not None or _all_fit(ranks, model, batch, optimizer, options) else "units"
         report = ranks.together(lambda: _checked(check, plan, compare, may_fall_back=False), Place.START)
         return report_of_ranks(ranks.gather(report, Place.START), ranks.ranks)
+
+
+def _work(plan: Plan, compare: str, *, is_timed: bool) -> tuple[str, int | None]:
+    """Return in words what `verify` is about to do, and how many steps it runs at most; None if it compares units."""
+    if compare == "units":
+        return "verifying the plan unit by unit", None
+    # Two for each peak, and one to compare on either side.
+    fewest = 6 + (plan.loss_chunks > 1) + 2 * (_FEWEST_ROUNDS - 1) * is_timed
+    most = fewest + 2 * (_MOST_ROUNDS - _FEWEST_ROUNDS) * is_timed
+    return f"verifying the plan in {fewest if fewest == most else f'{fewest} to {most}'} steps", most
 
 
 def _checked(check: _Check, plan: Plan, compare: Literal["auto", "step", "units"], *, may_fall_back: bool) -> Report:
@@ -148,37 +160,32 @@ def _all_fit(ranks: Ranks, model: nn.Module, batch: Any, optimizer: Optimizers, 
     return ranks.all_of([not usable_bytes or peak_bytes <= usable_bytes], Place.START)[0]
 
 
+@dataclass(eq=False)
 class _Check:
-    def __init__(
-        self,
-        step: VerifiedStep,
-        batch: Any,
-        optimizer: Optimizers,
-        others: OtherAllocations,
-        ranks: Ranks,
-        *,
-        is_timed: bool,
-    ) -> None:
-        self.step = step
-        self.is_timed = is_timed
-        self.ranks = ranks
-        self.model = step.model
-        self.batch = batch
-        self.device = step.device
-        self.optimizer_bytes = record_optimizer_step(optimizer, self.device).state_bytes
-        self.others = others
+    step: VerifiedStep
+    batch: Any
+    optimizer: Optimizers
+    others: OtherAllocations
+    ranks: Ranks
+    is_timed: bool
+
+    def __post_init__(self) -> None:
+        self.model, self.device = self.step.model, self.step.device
+        self.optimizer_bytes = record_optimizer_step(self.optimizer, self.device).state_bytes
         # On CUDA they are among the others.
-        buckets = GradientBuckets(step.model, may_communicate=True)
+        buckets = GradientBuckets(self.model, may_communicate=True)
         self.buckets_bytes = sum(buckets.sizes_bytes) if self.device.type == "cpu" else 0
 
     def by_step(self, plan: Plan) -> Report:
         # Peaks first: gradients to compare with would count on CUDA.
-        plain_peak_bytes = self._peak().peak_bytes
+        with _without_choices(self.model, plan):
+            plain_peak_bytes = self._peak(is_compiled=plan.is_compiled).peak_bytes
         peak = self._peak_of(plan)
-        unchunked = self.step.run() if plan.loss_chunks > 1 else None
+        # The model as it is: without chunks of the loss, and without torch.compile.
+        bare = self.step.run() if plan.loss_chunks > 1 or plan.is_compiled else None
         expected, plain_s = timed(lambda: self._reference(plan), self.device)
-        off = None if unchunked is None else furthest(unchunked.gradients, expected.gradients)
-        del unchunked
+        off = None if bare is None else furthest(bare.gradients, expected.gradients)
+        del bare
         with apply(self.model, plan) as applied:
             got, plan_s = timed(self.step.run, self.device)
             host = applied.host_use
@@ -195,13 +202,17 @@ class _Check:
             plain_peak_bytes=plain_peak_bytes,
             measured_slowdown=statistics.median(slowdowns) if slowdowns else None,
             slowdowns=slowdowns,
-            unchunked_difference=off,
+            unchunked_difference=off if plan.loss_chunks > 1 else None,
+            eager_difference=off if plan.is_compiled else None,
+            eager_tolerance=max(
+                (torch.finfo(p.dtype).eps ** 0.5 for p in self.model.parameters() if p.is_floating_point()), default=0.0
+            ),
             host=host,
         )
 
     def _reference(self, plan: Plan) -> Computed:
         """Run the step that the plan's is compared with."""
-        with loss_in_chunks(self.model, plan.loss_chunks):
+        with loss_in_chunks(self.model, plan.loss_chunks), _without_choices(self.model, plan):
             return self.step.run()
 
     def _in_any(self, flag: bool) -> bool:
@@ -248,10 +259,13 @@ class _Check:
 
     def _peak_of(self, plan: Plan) -> PeakMeasurement[Any]:
         with apply(self.model, plan):
-            return self._peak()
+            return self._peak(is_compiled=plan.is_compiled)
 
-    def _peak(self) -> PeakMeasurement[Any]:
+    def _peak(self, *, is_compiled: bool = False) -> PeakMeasurement[Any]:
         """Measure two steps of the loop, with a baseline that includes the optimizer's state, as in a budget."""
+        if is_compiled:
+            self.step.run()  # The first one compiles.
+            self.step.clear()
         self.step.prepare_loop()
         resident = (t for t in resident_tensors(self.model, self.batch) if t.device == self.device)
         baseline_bytes = storage_bytes(resident) + self.optimizer_bytes + self.others.before_step() + self.buckets_bytes
@@ -264,15 +278,26 @@ class _Check:
     def _slowdowns(self, plan: Plan, first: float) -> tuple[float, ...]:
         """Return the slowdown in each round, of which the first ran already."""
         found = [first]
-        with stage("timing steps") as done:
+        with stage("timing steps"):
             while len(found) < _FEWEST_ROUNDS or (len(found) < _MOST_ROUNDS and self._in_any(not _have_settled(found))):
                 _, plain_s = timed(lambda: self._reference(plan), self.device)
                 with apply(self.model, plan):
                     _, plan_s = timed(self.step.run, self.device)
                 # The ratio of neighbours, so that a machine that slows down favours neither.
                 found.append(plan_s / plain_s - 1)
-                done()
         return tuple(found)
+
+
+@contextmanager
+def _without_choices(model: nn.Module, plan: Plan) -> Iterator[None]:
+    """Run compiled units compiled, with what PyTorch chooses to keep; all others without a plan."""
+    paths = [path for path, unit in plan.units.items() if unit.engine is EngineChoice.COMPILE]
+    with (
+        apply(model, Plan({path: UnitPlan({}, engine=EngineChoice.COMPILE) for path in paths}))
+        if paths
+        else nullcontext()
+    ):
+        yield
 
 
 def _have_settled(slowdowns: list[float]) -> bool:

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import tyro
 
-from recollect.cli.entry import REGISTRY, parse_train
+from recollect.cli.entry import parse_train
+from recollect.cli.parsing import REGISTRY
 from recollect.cli.recompute_flags import RecomputeFlags
 from recollect.cli.train import training_config
 from recollect.errors import ConfigError

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from recollect.cli import main
-from recollect.costs.calibrate import Calibration, calibrate, fit
-from recollect.costs.calibration_ops import MeasuredOp, Sizes, calibration_ops
+from recollect.costs.calibrate import Calibration, MeasuredOp, Sizes, calibrate, calibration_ops, fit
 from recollect.costs.hardware import KINDS, ArithmeticRate, Hardware
 from recollect.costs.hardware_table import HARDWARE, find_hardware
 from recollect.costs.roofline import seconds

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from recollect.errors import PlanError, PlanFormatError
-from recollect.plans.paths import compress_paths, expand_paths
+from recollect.plans.paths import compress_classes, compress_paths, expand_classes, expand_paths
 from recollect.plans.plan import Plan
 from recollect.plans.text import summarise_names
 from recollect.plans.unit_plan import UnitPlan
@@ -59,8 +59,8 @@ def test_prints_what_each_group_of_layers_keeps() -> None:
 @pytest.mark.parametrize(
     ("factors", "text"),
     [
-        ((0.5, 1.5), "predicted slowdown 3.1 % (1.6 to 4.7), no plan"),
-        ((0.1, 9.0), "predicted slowdown 3.1 % (0.3 to 28.1: times too noisy to plan by), no plan"),
+        ((0.5, 1.5), "predicted slowdown 3.1 % (1.6 to 4.7)\nno plan"),
+        ((0.1, 9.0), "predicted slowdown 3.1 % (0.3 to 28.1: times too noisy to plan by)\nno plan"),
     ],
 )
 def test_prints_how_sure_the_slowdown_is(factors: tuple[float, float], text: str) -> None:
@@ -141,6 +141,90 @@ def test_calls_and_outputs_of_one_op_are_told_apart_only_where_they_differ() -> 
     assert summarise_names({"mul": 1, "mul#1": 2, "topk": 1, "topk.1": 1}) == {1: ["mul topk"], 2: ["mul#1"]}
 
 
+SEQUENTIAL = compress_classes(
+    {"0": "Conv2d", "1": "BatchNorm2d", "2": "ReLU", "3": "Dropout", "4": "Conv2d", "6": "Conv2d"}
+)
+
+
+def test_modules_of_a_sequential_are_named_by_class() -> None:
+    names = [
+        "0.convolution",
+        "1.native_batch_norm.0",
+        "1.add_",
+        "2.relu",
+        "3.mul",
+        "4.convolution",
+        "6.convolution",
+        "7.mm",
+    ]
+    dropped = {"0.convolution", "2.relu", "4.convolution", "1.native_batch_norm.0"}
+    unit = UnitPlan({name: "recompute" if name in dropped else "keep" for name in names})
+    lines = [
+        "the model   keep       1.add_ (BatchNorm2d) 3 (Dropout) 6 (Conv2d) 7",
+        "            recompute  all else",
+    ]
+    plan = Plan({"": unit}, class_names=SEQUENTIAL)
+    assert str(plan).splitlines()[:2] == lines
+    assert str(Plan.from_json(plan.to_json())) == str(plan)
+    # In the file, names are what they are, and classes stand apart.
+    document = json.loads(plan.to_json())
+    assert list(document["units"][0]["values"]) == names
+    assert document["class_names"] == {
+        "1": "BatchNorm2d",
+        "0": "Conv2d",
+        "4": "Conv2d",
+        "6": "Conv2d",
+        "3": "Dropout",
+        "2": "ReLU",
+    }
+    assert "class_names" not in llama_plan().to_json()
+    assert plan.diff(Plan({"": UnitPlan(dict.fromkeys(names, "keep"))})).splitlines()[0] == (
+        "the model  recompute -> keep  {0,4} (Conv2d) 1.native_batch_norm (BatchNorm2d)"
+    )
+
+
+def test_units_of_a_sequential_are_named_by_class() -> None:
+    classes = {f"{i}": "Block" if i else "Stem" for i in range(5)} | {
+        f"{i}.mlp.{j}": "Linear" for i in range(5) for j in (0, 2)
+    }
+    unit = UnitPlan({"mlp.0.mm": "keep", "mlp.1.relu": "recompute", "mlp.2.mm": "keep"})
+    plan = Plan({f"{i}": unit for i in (0, 1, 2, 4)}, class_names=compress_classes(classes))
+    assert str(plan).splitlines()[:2] == [
+        "0 (Stem), {1-2,4} (Block)  keep       all else",
+        "                           recompute  mlp.1",
+    ]
+    assert expand_classes(plan.class_names) == classes
+    assert {("0-4.mlp.0", "Linear"), ("0-4.mlp.2", "Linear"), ("1-4", "Block")} <= set(plan.class_names)
+
+
+def test_memory_that_an_op_fills_is_not_shown() -> None:
+    names = {
+        "attn.mul": "keep",
+        "attn.empty_like": "recompute",
+        "attn.bernoulli_": "recompute",
+        "drop.empty": "recompute",
+    }
+    assert summarise_names(names) == {"keep": ["attn.mul"], "recompute": ["attn.bernoulli_"]}
+    # Where nothing else is treated so, it is.
+    assert summarise_names({"mul": 1, "empty": 2}) == {1: ["mul"], 2: ["empty"]}
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_no_line_is_wider_than_asked_for(columns: int) -> None:
+    ops = ("safe_softmax", "bernoulli_", "scaled_dot_product_attention_math", "native_layer_norm", "masked_fill")
+    actions = {f"self_attention.{op}": "recompute" for op in ops} | {"self_attention.mul": "keep"}
+    actions |= {f"{'mixer' * 20}.{op}": "keep" for op in ops} | {f"{'mixer' * 20}.add": "recompute"}
+    units = {f"transformer.h.blocks_of_layers.{i * i}": UnitPlan(actions) for i in range(9)}  # type: ignore[arg-type]
+    plan = dataclasses.replace(llama_plan(), units=units, low_factor=0.1, high_factor=9.0, host_wait_slowdown=0.001)
+    plan = plan.with_note(
+        "counts no optimizer: fit got none; made for the model in eval mode, in which dropout holds less"
+    )
+    lines = plan.to_text(columns).splitlines()
+    assert max(map(len, lines)) <= columns
+    assert lines[-1].startswith("    " if columns == 80 else "counts")
+    assert max(map(len, Plan({"block": UnitPlan({}, "recompute", "region")}).to_text(80).splitlines())) <= 80
+
+
 def test_diff_names_what_changes() -> None:
     changed = {f"model.layers.{i}": FULL if i < 2 else LEAN for i in range(23)}
     changed |= {f"model.layers.{i}": FAT for i in range(23, 32)}
@@ -188,8 +272,10 @@ def test_every_number_of_a_plan_is_in_its_json() -> None:
         host_wait_slowdown=0.001,
         low_factor=0.9,
         high_factor=1.2,
+        class_names=(("model.layers.0-31.mlp.0", "Linear"),),
     )
-    assert all(getattr(plan, field.name) != field.default for field in dataclasses.fields(plan))
+    data = [field for field in dataclasses.fields(plan) if field.compare]
+    assert all(getattr(plan, field.name) != field.default for field in data)
     assert Plan.from_json(plan.to_json()) == plan
 
 
@@ -278,6 +364,8 @@ def unit(**changes: Any) -> dict[str, Any]:
         (document(predicted_slowdown="3 %"), 'predicted_slowdown: got "3 %", expected a finite number'),
         (document(predicted_slowdown=-1), "predicted_slowdown: got -1.0, expected a finite number, 0 or more"),
         (document(note=3), "note: got 3, expected a string"),
+        (document(class_names={"0": 3}), r"class_names\.0: got 3, expected a string"),
+        (document(class_names={"a.0-1.b.0-1": "ReLU"}), "class_names: 'a.0-1.b.0-1': two ranges in one path"),
         (unit(values={"up.mm": "save"}), r'units\[0\]\.values\.up\.mm: got "save", expected "keep" or "recompute"'),
         (unit(values=["up.mm"]), r'units\[0\]\.values: got \["up.mm"\], expected an object'),
         (unit(output="drop"), r'units\[0\]\.output: got "drop", expected "keep" or "recompute"'),

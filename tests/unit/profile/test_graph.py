@@ -114,6 +114,7 @@ def test_log_messages(blocks: Any, sequence: Any, message: str) -> None:
     ("changes", "message"),
     [
         ({"step_s": float("inf")}, "step_s: got inf, expected a finite number of seconds, 0 or more"),
+        ({"class_names": (("3-1", "ReLU"),)}, "class_names: '3-1': the range 3-1 does not count up"),
         ({"host_latency_s": -1.0}, r"host_latency_s: got -1\.0, expected a finite number of seconds, 0 or more"),
         (
             {"to_host_bytes_per_s": -1.0},

@@ -222,3 +222,23 @@ def test_the_tenants_of_a_peak_are_named_by_layer_and_only_the_largest() -> None
     )
     report = PeakReport(7020, "forward", items)
     assert report.tenants() == ["kept values of layers.* 3.9 KiB", "parameters 2.9 KiB"]
+
+
+def test_modules_of_a_sequential_are_named_by_class_and_memory_by_what_fills_it() -> None:
+    net = nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Dropout(0.1), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 8))
+    profile = recollect.record(net, torch.zeros(256, 8), loss_fn=torch.sum, fake=True)
+    assert Profile.from_json(profile.to_json()) == profile
+    names = {item.name for item in recollect.explain_peak(profile).items}
+    assert {"0 (Linear)", "2.bernoulli_ (Dropout)", "2.mul (Dropout)"} <= names
+    assert recollect.plan(profile, "100%").class_names == profile.class_names
+    with pytest.raises(BudgetTooSmallError, match=r"It is filled by .*2\.bernoulli_ \(Dropout\)"):
+        recollect.plan(profile, "1%")
+
+
+def test_units_of_a_sequential_are_named_by_class() -> None:
+    layers = [nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 8)) for _ in range(3)]
+    report = recollect.explain_peak(
+        recollect.record(nn.Sequential(nn.Linear(8, 8), *layers), torch.zeros(99, 8), loss_fn=torch.sum, fake=True)
+    )
+    assert "1-3 (Sequential) 0 (Linear)" in {item.name for item in report.items}
+    assert report.tenants()[0].startswith("kept values of * (Sequential) ")

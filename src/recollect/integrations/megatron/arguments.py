@@ -4,19 +4,20 @@ Flags with the same meaning are names of one setting, in `recollect.lab.train`. 
 effect, flags for missing features, and settings that exclude each other.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import resources
-from typing import Literal
+from typing import Final, Literal
 
 import yaml
 
 from recollect.errors import ConfigError, NotYetError
 
 Arity = Literal[0, 1, "any"]
+
+NO_VALUE: Final = "(no value)"
+"""What errors show of a flag that stands alone."""
 
 _RECOMPUTE = (
     *("--recompute-activations", "--recompute-granularity", "--recompute-method", "--recompute-num-layers"),
@@ -209,4 +210,4 @@ class _Words(str):
 
 def _text(words: list[str]) -> _Words:
     inline = words[0].partition("=")[2]
-    return _Words(" ".join([*([inline] if inline else []), *words[1:]]) or "(no value)")
+    return _Words(" ".join([*([inline] if inline else []), *words[1:]]) or NO_VALUE)

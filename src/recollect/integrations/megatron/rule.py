@@ -20,25 +20,6 @@ Broken: TypeAlias = object
 the clash itself, or None, where its settings or words depend on more than that."""
 
 
-@dataclass(frozen=True, slots=True)
-class Condition:
-    """What breaks a rule in the value of one setting.
-
-    Attributes:
-        holds: tells of a value whether it does: true or false, or a list as in `Broken`.
-        words: the same in words, with `{}` for the setting's name.
-    """
-
-    holds: Callable[[Any], Broken]
-    words: str
-
-
-_WORDS: Final = {
-    True: Condition(bool, "`{}`"),
-    False: Condition(lambda value: not value, "without `{}`"),
-    "set": Condition(lambda value: value is not None, "`{}`"),
-    "unset": Condition(lambda value: value is None, "without `{}`"),
-}
 _COMPARED: Final[Mapping[str, Callable[[Any, str], bool]]] = {
     "above": lambda value, least: value > int(least),
     "at most": lambda value, most: value <= int(most),
@@ -48,26 +29,27 @@ _COMPARED: Final[Mapping[str, Callable[[Any, str], bool]]] = {
 }
 
 
-def condition(given: Any, known: Iterable[object] = ()) -> Condition:
-    """Return the condition that a table gives in short.
+def holds(given: Any, value: Any, known: Iterable[object] = ()) -> Broken:
+    """Return whether a condition of a table holds of a value, as in `Broken`.
 
     Args:
         given: `true`, `false`, `set` or `unset`; a comparison, such as `above 1`, `at most 1`, `below 1` (which any other type
             is) or `before 2.6`; a list, for these values, or for a list with some of these names; `{not: a list}`, for any
             value or name but these.
+        value: of the setting.
         known: stands for the list in `{not: known}`.
     """
+    if isinstance(given, bool):
+        return bool(value) is given
     if isinstance(given, list):
-        return Condition(lambda value: _those(given, value), _either(given))
+        return _those(given, value)
     if isinstance(given, dict):
-        right = (None, *known) if given["not"] == "known" else tuple(given["not"])
-        return Condition(lambda value: _others(right, value), f"without {_either(right)}")
-    if given in _WORDS:
-        return _WORDS[given]
+        right = (None, *known) if given["not"] == "known" else given["not"]
+        return [name for name in (value if isinstance(value, list | tuple) else [value]) if name not in right]
+    if given in ("set", "unset"):
+        return (value is not None) is (given == "set")
     word, _, limit = given.rpartition(" ")
-    return Condition(
-        lambda value: _COMPARED[word](value, limit), f"`{{}}` {'' if word == 'at most' else word + ' '}{limit}"
-    )
+    return _COMPARED[word](value, limit)
 
 
 def _those(names: list[object], value: object) -> Broken:
@@ -76,14 +58,6 @@ def _those(names: list[object], value: object) -> Broken:
         return value in names
     there = [str(name) for name in names if name in value]
     return [" and ".join(there)] if there else []
-
-
-def _others(right: tuple[object, ...], value: object) -> list[object]:
-    return [name for name in (value if isinstance(value, list | tuple) else [value]) if name not in right]
-
-
-def _either(values: Iterable[object]) -> str:
-    return " or ".join(f"`{value}`" for value in values)
 
 
 def version_of(text: str | None) -> tuple[int, int]:
@@ -103,22 +77,22 @@ class Clash:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """One rule. What breaks it is said by `breaks`, or by `check`; or by neither, if nothing does here.
+    """One rule. What breaks it is said by `breaks`, `cases` or `check`; or by none of them, if nothing does here.
 
     Attributes:
         name: as in errors and in the table; empty for a missing feature.
-        when: the settings that break it, in words; empty: the words of `breaks`.
+        when: the settings that break it, in words, where `breaks` does not say so.
         megatron: Megatron's answer, in words.
         ours: recollect's answer; what is free breaks Megatron's rule, as `recollect doctor` says, and none of ours.
         why: the reason for it, where an error gives another or none.
         breaks: the conditions that all hold of a configuration, and of the rest of the training's settings, that break it, by
             names of fields or properties: "modules" are the recomputed ones, with defaults.
+        cases: what breaks it in one of several ways, each a rule with settings, reason and advice; the first counts.
         check: tells whether the configuration breaks it, with the rest of the training's settings if it `needs_training`.
         needs_training: whether it compares the configuration with the rest of the training's settings.
         settings: what an error shows, in this order.
         reason: what an error gives as its reason; for a missing feature, what recollect would need.
-        advice: what an error says to do; by default for two settings that exclude each other. It may name what breaks the rule
-            as `{}`, and the right names as `{known}`.
+        advice: what an error says to do. It may name what breaks the rule as `{}`, and the right names as `{known}`.
         known: the right names, if the wrong one that breaks the rule may be a misspelling.
     """
 
@@ -127,30 +101,24 @@ class Rule:
     megatron: str = "ValueError"
     ours: Answer = "error"
     why: str = ""
-    breaks: Mapping[str, Condition] = field(default_factory=dict)
+    breaks: Mapping[str, Any] = field(default_factory=dict)
+    cases: tuple[Rule, ...] = ()
     check: Callable[..., Broken] | None = None
     needs_training: bool = False
     settings: tuple[str, ...] = ()
     reason: str = ""
-    advice: str = "Leave out one of them."
+    advice: str = ""
     known: tuple[str, ...] = ()
 
     @property
     def is_checked(self) -> bool:
         """Whether anything breaks it."""
-        return bool(self.breaks or self.check)
-
-    @property
-    def words(self) -> str:
-        """The settings that break it, in words: those that are there with each other, without those that are not."""
-        if self.when:
-            return self.when
-        said = [condition.words.format(name) for name, condition in self.breaks.items()]
-        there = [words for words in said if not words.startswith("without ")]
-        return " ".join([" with ".join(there), *(words for words in said if words not in there)])
+        return bool(self.breaks or self.cases or self.check)
 
     def clash(self, config: RecomputeSettings, setting: TrainingSetting | None = None) -> Clash | None:
         """Return how settings break the rule, or None; one that needs the setting is not broken where that is None."""
+        if self.cases:
+            return next(filter(None, (case.clash(config, setting) for case in self.cases)), None)
         broken = self._broken(config, setting)
         if isinstance(broken, Clash):
             return broken
@@ -171,8 +139,8 @@ class Rule:
         if self.check is not None:
             return self.check(config, setting) if self.needs_training else self.check(config)
         details: list[Broken] = []
-        for name, condition in self.breaks.items():
-            broken = condition.holds(_value(config, setting, name))
+        for name, given in self.breaks.items():
+            broken = holds(given, _value(config, setting, name), self.known)
             if not broken:
                 return None
             details += broken if isinstance(broken, list) else []

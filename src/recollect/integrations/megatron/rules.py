@@ -3,8 +3,6 @@
 What breaks those of them that compare more than single values stands here, by the names of the rules.
 """
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Callable, Mapping
@@ -16,7 +14,7 @@ import yaml
 
 from recollect.errors import ConfigError, ConfigWarning, NotYetError
 from recollect.integrations.megatron.pipeline import chunk_sizes
-from recollect.integrations.megatron.rule import Broken, Clash, Rule, condition, found, version_of
+from recollect.integrations.megatron.rule import Broken, Clash, Rule, found, version_of
 from recollect.integrations.megatron.settings import MODULES, OFFLOAD_MODULES, RecomputeSettings, TrainingSetting
 from recollect.warning import warn_user
 
@@ -27,8 +25,6 @@ _TYPES: Final[Mapping[str, tuple[str, tuple[type, ...]]]] = {
     "int | None": ("a whole number or None", (int, type(None))),
     "float": ("a number", (int, float)),
 }
-_AFTER_NORM = {"attn_norm": ("attn",), "mlp_norm": ("mlp", "moe", "moe_router")}
-_PARTIAL_MOE = frozenset({"expert_fc1", "moe_act", "fused_group_mlp"})
 
 
 def _types(config: RecomputeSettings) -> Clash | None:
@@ -39,10 +35,6 @@ def _types(config: RecomputeSettings) -> Clash | None:
         if expected and type(value) not in right and field.name != "recompute_num_layers":
             return Clash({field.name: value}, f"{type(value).__name__} is the wrong type", f"Set it to {expected}.")
     return None
-
-
-def _num_layers_in_range(config: RecomputeSettings, setting: TrainingSetting) -> Clash | None:
-    return None if setting.num_layers is None else num_layers_clash(config, chunk_sizes(setting, setting.num_layers))
 
 
 def num_layers_clash(config: RecomputeSettings, sizes: list[int]) -> Clash | None:
@@ -134,64 +126,10 @@ def _is_norm_at_edge(config: RecomputeSettings, setting: TrainingSetting) -> boo
     return is_captured and "layernorm" in config.modules and not is_inside
 
 
-def _fine_grained(config: RecomputeSettings, setting: TrainingSetting) -> Clash | None:
-    """Return the first broken one of the limits of offloading in graphs."""
-    if not config.fine_grained_activation_offloading or setting.cuda_graph_impl == "none":
-        return None
-    settings = {**found(config, "offload_modules"), **found(setting, "cuda_graph_impl", "cuda_graph_modules")}
-    if setting.cuda_graph_impl == "local":
-        if others := sorted(frozenset(config.offload_modules) - _PARTIAL_MOE):
-            return Clash(
-                settings, f"a local graph cannot offload {others[0]}", "Set cuda_graph_impl to 'transformer_engine'."
-            )
-        if not setting.cuda_graph_modules:
-            return Clash(
-                settings, "a graph of the whole layer cannot offload", "Set cuda_graph_modules to what is captured."
-            )
-    if "moe" in setting.cuda_graph_modules:
-        return Clash(settings, "a graph of the experts cannot offload", "Leave moe out of cuda_graph_modules.")
-    if setting.cuda_graph_warmup_steps < 1:
-        return Clash(
-            {**settings, **found(setting, "cuda_graph_warmup_steps")},
-            "a step before the capture learns what to offload",
-            "Set cuda_graph_warmup_steps to 1 or more.",
-        )
-    if setting.cuda_graph_impl == "full_iteration" and config.fine_grained_offloading_max_inflight_offloads is None:
-        return Clash(
-            {**settings, **found(config, "fine_grained_offloading_max_inflight_offloads")},
-            "a graph of the whole step needs a limit on the copies in flight",
-            "Set fine_grained_offloading_max_inflight_offloads to 0 or more.",
-        )
-    return None
-
-
-def _offloads_in_graphs(config: RecomputeSettings, setting: TrainingSetting) -> bool:
-    return config.fine_grained_activation_offloading and setting.cuda_graph_impl == "transformer_engine"
-
-
-def _overlap(config: RecomputeSettings, setting: TrainingSetting) -> Clash | None:
-    if not setting.overlap_moe_expert_parallel_comm:
-        return None
-    names = ("recompute_granularity", "recompute_method", "recompute_num_layers")
-    is_full = config.recompute_granularity == "full"
-    if not is_full and config.recompute_num_layers is None and "moe" not in config.modules:
-        return None
-    concerned = found(config, *names) if "moe" not in config.modules else {"recompute_modules": config.modules}
-    return Clash(
-        {**concerned, **found(setting, "overlap_moe_expert_parallel_comm")},
-        "a micro-batch's forward runs between parts of another's layer, which recompute would run in one piece",
-        "Recompute other modules than moe, or leave out overlap_moe_expert_parallel_comm.",
-    )
-
-
 _ALONE: Final[Mapping[str, Callable[[RecomputeSettings], Broken]]] = {
     "types": _types,
     "needs-granularity": _without_granularity,
     "moe-layer-recompute": _moe_layer_recompute,
-    "micro-batches-alike": lambda config: (
-        config.num_microbatches_with_partial_activation_checkpoints is not None
-        and (config.recompute_granularity, config.recompute_method) != ("full", "block")
-    ),
     "list-of-modules": _is_a_list,
     "discard-outputs": _discarded_is_recomputed,
     "offload-attn-proj": lambda config: "attn_proj" in config.offloaded and "core_attn" not in config.offloaded,
@@ -201,35 +139,26 @@ _ALONE: Final[Mapping[str, Callable[[RecomputeSettings], Broken]]] = {
 """By the configuration alone."""
 
 _WITHIN: Final[Mapping[str, Callable[[RecomputeSettings, TrainingSetting], Broken]]] = {
-    "num-layers-range": _num_layers_in_range,
+    "num-layers-range": lambda config, setting: (
+        setting.num_layers is not None and num_layers_clash(config, chunk_sizes(setting, setting.num_layers))
+    ),
     "offload-num-layers": _every_layer,
     "offload-v1": lambda config, setting: (
         config.fine_grained_activation_offloading
         and version_of(setting.transformer_engine_version) >= (2, 10)
         and os.environ.get("NVTE_CPU_OFFLOAD_V1") != "1"
     ),
-    "graph-hidden-dropout": lambda config, setting: [
-        module
-        for module in ("mlp", "moe")
-        if setting.hidden_dropout and module in config.modules and module in setting.captured
-    ],
     "graph-gtp": _is_gtp_in_8_bits,
-    "graph-fine-grained": _fine_grained,
     "graph-offload-version": lambda config, setting: (
-        _offloads_in_graphs(config, setting)
+        config.fine_grained_activation_offloading
+        and setting.cuda_graph_impl == "transformer_engine"
         and setting.transformer_engine_version is not None
         and version_of(setting.transformer_engine_version) < (2, 14)
     ),
     "graph-norm": _is_norm_at_edge,
-    "graph-offload-norm": lambda config, setting: [
-        norm
-        for norm, after in _AFTER_NORM.items()
-        if _offloads_in_graphs(config, setting) and norm in config.offloaded and {*after} & {*setting.captured}
-    ],
     "mhc-without-recompute": lambda config, setting: (
         setting.enable_mhc_connections and "mhc" not in config.modules and config.recompute_granularity != "full"
     ),
-    "expert-overlap": _overlap,
 }
 """By the configuration with the rest of the training's settings."""
 
@@ -237,14 +166,21 @@ _NAMES: Final = {"recompute_modules": MODULES, "offload_modules": OFFLOAD_MODULE
 
 
 def _rule(name: str, entry: dict[str, Any]) -> Rule:
-    listed = entry.pop("known", ())
-    known = tuple(_NAMES[listed] if isinstance(listed, str) else listed)
-    breaks = {setting: condition(given, known) for setting, given in entry.pop("breaks", {}).items()}
-    settings = tuple(entry.pop("settings", breaks))
-    check = _ALONE.get(name) or _WITHIN.get(name)
-    needs_training = name in _WITHIN or any(hasattr(TrainingSetting, setting) for setting in breaks)
+    cases = tuple(_rule(name, {**entry, **case}) for case in entry.pop("cases", ()))
+    known, breaks = entry.pop("known", ()), entry.get("breaks", {})
+    entry["settings"] = tuple(entry.get("settings", breaks))
+    entry.setdefault("advice", "Leave it out." if len(breaks) == 1 else "Leave out one of them.")
     return Rule(
-        name=name, breaks=breaks, check=check, needs_training=needs_training, settings=settings, known=known, **entry
+        name=name,
+        cases=cases,
+        check=_ALONE.get(name) or _WITHIN.get(name),
+        needs_training=(
+            name in _WITHIN
+            or any(hasattr(TrainingSetting, setting) for setting in breaks)
+            or any(case.needs_training for case in cases)
+        ),
+        known=tuple(_NAMES[known] if isinstance(known, str) else known),
+        **entry,
     )
 
 

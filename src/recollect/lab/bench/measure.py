@@ -67,23 +67,20 @@ class FlopCount(OpMode):
 
 @dataclass(eq=False, kw_only=True)
 class Subject:
-    """A model and its training step, run with whatever plan is applied to the model.
-
-    Attributes:
-        model: the model, in training mode, on its device.
-        optimizer: over the model's parameters.
-        batch: one micro-batch, as keywords of the model; all micro-batches of a step are the same.
-        num_microbatches: micro-batches per step.
-        num_tokens: tokens per micro-batch.
-        device: the model's device.
-    """
+    """A model and its training step, run with whatever plan is applied to the model."""
 
     model: nn.Module
+    """The model, in training mode, on its device."""
     optimizer: torch.optim.Optimizer
+    """Over the model's parameters."""
     batch: dict[str, Tensor]
+    """One micro-batch, as keywords of the model; all micro-batches of a step are the same."""
     num_microbatches: int
+    """Micro-batches per step."""
     num_tokens: int
+    """Tokens per micro-batch."""
     device: torch.device
+    """The model's device."""
 
     def step(self) -> None:
         """Run one step; gradients are None before and after."""
@@ -155,10 +152,9 @@ class SwitchablePlan:
 
     Example:
         >>> import recollect
-        >>> from recollect.lab.models.architectures import llama_config
-        >>> from recollect.lab.models.gpt import GPTModel
-        >>> model = GPTModel(llama_config(num_layers=2, hidden_size=32, num_attention_heads=2, vocab_size=64))
-        >>> plan = recollect.Plan({"decoder.layers.0": recollect.UnitPlan({"mlp.activation_func.silu": "recompute"})})
+        >>> from torch import nn
+        >>> model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in range(4)))
+        >>> plan = recollect.Plan({"0": recollect.UnitPlan({"1.gelu": "recompute"})})
         >>> plans = [SwitchablePlan(recollect.apply(model, plan)) for _ in range(2)]
         >>> with plans[0].on():
         ...     pass

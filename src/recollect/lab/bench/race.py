@@ -67,17 +67,14 @@ def few_objects() -> Iterator[None]:
 
 @dataclass(eq=False, kw_only=True)
 class Contestant:
-    """A participant of a race, with its times.
-
-    Attributes:
-        name: for reports.
-        seconds: time of each step.
-        ratios: step time over the adjacent reference times, by round and by the index of its group.
-    """
+    """A participant of a race, with its times."""
 
     name: str
+    """For reports."""
     seconds: list[float] = field(default_factory=list)
+    """Time of each step."""
     ratios: dict[tuple[int, int], float] = field(default_factory=dict)
+    """Step time over the adjacent reference times, by round and by the index of its group."""
 
     def percentile(self, percent: int) -> float:
         """Return a percentile of the slowdown over the rounds; 0.1 is 10 %."""

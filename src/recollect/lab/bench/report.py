@@ -1,7 +1,5 @@
 """Format results as a table: for a terminal, as Markdown, as CSV. Imports no torch."""
 
-from __future__ import annotations
-
 import csv
 import io
 from collections.abc import Callable

@@ -26,43 +26,40 @@ _SHOWN = 3  # differences, of which there may be many
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """The result of one setting.
-
-    Attributes:
-        name: the setting, in a few words.
-        fields: the setting as a mapping of Megatron's names.
-        result: the outcome, compared with a golden result if there is one.
-        note: the reason for the result, if it needs one.
-        versus_golden: model FLOP/s relative to the golden result, minus one; None without a golden result.
-        golden_name: the golden setting it was compared with.
-        predicted_peak_bytes, predicted_slowdown: predictions of the plan; the slowdown is of forward and backward.
-        peak_bytes: measured peak of everything the step holds.
-        reserved_bytes: largest memory held by CUDA's caching allocator; None on a CPU.
-        step_s, step_p20_s, step_p80_s: median step time, 20th and 80th percentile.
-        slowdown, slowdown_p20, slowdown_p80: likewise, of the ratio to the adjacent reference steps, minus one.
-        model_flops, hardware_flops: FLOPs of a step.
-        num_tokens: tokens of a step.
-    """
+    """The result of one setting."""
 
     name: str
+    """The setting, in a few words."""
     fields: Mapping[str, Any]
+    """The setting as a mapping of Megatron's names."""
     result: Result = "ok"
+    """The outcome, compared with a golden result if there is one."""
     note: str = ""
+    """The reason for the result, if it needs one."""
     versus_golden: float | None = None
+    """Model FLOP/s relative to the golden result, minus one; None without a golden result."""
     golden_name: str = ""
+    """The golden setting it was compared with."""
     predicted_peak_bytes: int | None = None
     predicted_slowdown: float | None = None
+    """Predictions of the plan; the slowdown is of forward and backward."""
     peak_bytes: int | None = None
+    """Measured peak of everything the step holds."""
     reserved_bytes: int | None = None
+    """Largest memory held by CUDA's caching allocator; None on a CPU."""
     step_s: float | None = None
     step_p20_s: float | None = None
     step_p80_s: float | None = None
+    """Median step time, 20th and 80th percentile."""
     slowdown: float | None = None
     slowdown_p20: float | None = None
     slowdown_p80: float | None = None
+    """Likewise, of the ratio to the adjacent reference steps, minus one."""
     model_flops: float = 0.0
     hardware_flops: float | None = None
+    """FLOPs of a step."""
     num_tokens: int = 0
+    """Tokens of a step."""
 
     @property
     def tflops(self) -> float | None:
@@ -89,29 +86,26 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class BenchResults:
-    """The results of all settings, and what they depend on.
-
-    Attributes:
-        workload: the model and the step; only results of the same workload are comparable.
-        machine: the machine; only results of the same machine are comparable.
-        versions: versions of torch, recollect and Python; results of different versions are comparable.
-        rounds: rounds that each median covers.
-        reference: name of the setting that slowdowns refer to.
-        memory_limit_bytes: peaks above this count as OOM.
-        rows: one per setting, in the order requested.
-        threshold: relative difference to the golden result that counts as regression, or as faster.
-        golden: file of the golden results; empty without.
-    """
+    """The results of all settings, and what they depend on."""
 
     workload: Mapping[str, Any]
+    """The model and the step; only results of the same workload are comparable."""
     machine: Mapping[str, Any]
+    """The machine; only results of the same machine are comparable."""
     versions: Mapping[str, Any]
+    """Versions of torch, recollect and Python; results of different versions are comparable."""
     rounds: int
+    """Rounds that each median covers."""
     reference: str
+    """Name of the setting that slowdowns refer to."""
     rows: tuple[Row, ...]
+    """One per setting, in the order requested."""
     memory_limit_bytes: int | None = None
+    """Peaks above this count as OOM."""
     threshold: float = 0.05
+    """Relative difference to the golden result that counts as regression, or as faster."""
     golden: str = ""
+    """File of the golden results; empty without."""
 
     @property
     def has_regression(self) -> bool:

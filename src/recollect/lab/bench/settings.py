@@ -1,7 +1,5 @@
 """Settings to measure side by side: no recompute, Megatron's recompute settings, or a memory budget. Imports no torch."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,16 +18,13 @@ _SPELLINGS = "'none', 'selective core_attn,layernorm', 'full uniform 4', 'full b
 
 @dataclass(frozen=True)
 class Setting:
-    """What to recompute.
-
-    Attributes:
-        fields: as in a settings file: `memory_budget`, bytes or a percentage of the peak without recompute; or Megatron's
-            names, of which missing ones have its defaults.
-        name: in messages and tables; default: the setting in a few words.
-    """
+    """What to recompute."""
 
     fields: Mapping[str, Any]
+    """As in a settings file: `memory_budget`, bytes or a percentage of the peak without recompute; or Megatron's names, of
+    which missing ones have its defaults."""
     name: str = ""
+    """In messages and tables; default: the setting in a few words."""
 
     def __post_init__(self) -> None:
         if not self.name:

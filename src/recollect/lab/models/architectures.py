@@ -4,8 +4,6 @@ The functions take any fields of `TransformerConfig`, which override their defau
 and TypeError for missing or unknown ones.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from recollect.lab.models.config import TransformerConfig

@@ -8,11 +8,12 @@ unless the kernel never stores them. There may be fewer queries than keys, as th
 Shape legend: B batch   T, S positions, of queries and of keys   D hidden_size   H query heads   K key and value heads
     G = H / K   X = G * T   N = B * K   C channels of a query and key head   E channels of a value head
     Of latent attention: Q q_lora_rank (D without one)   L kv_lora_rank   R = qk_pos_emb_head_dim, the rotated ones of C
+
+Rotary positions (Su et al. 2021, arXiv 2104.09864) rotate pairs of query and key channels by their position.
 """
 
-from __future__ import annotations
-
 import functools
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -23,8 +24,62 @@ from recollect._torch_private import disable_torch_dispatch
 from recollect.lab.models.config import TransformerConfig
 from recollect.lab.models.config_checks import FP8_MULTIPLES
 from recollect.lab.models.linear import Linear, build_norm, build_projection
-from recollect.lab.models.rotary import Rotary, rotate
+from recollect.lab.models.sequence import WholeSequence
 from recollect.recording.fake_model import kernels_of
+
+
+class Rotary(NamedTuple):
+    """The rotation of each position, shared by all layers of a forward."""
+
+    cos_T1C: Tensor
+    """Cosines, [T, 1, C], each angle twice, in the layout of the channels."""
+    sin_T1C: Tensor
+    """Sines, likewise."""
+    is_interleaved: bool
+    """Whether channels 2i and 2i + 1 are a pair, instead of i and i + C / 2."""
+
+
+class RotaryEmbedding(nn.Module):
+    """Cosines and sines of the rotary positions, computed once per forward.
+
+    Args:
+        config: the model.
+
+    Attributes:
+        sequence: what this rank has of each sequence.
+    """
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.channels = config.qk_pos_emb_head_dim if config.multi_latent_attention else config.kv_channels
+        self.base = config.rotary_base
+        self.sequence = WholeSequence()
+        self.is_interleaved = config.rotary_interleaved
+
+    def forward(self, x_BTD: Tensor, num_positions: int | None = None) -> Rotary:
+        """Return the rotation of this rank's positions, in the dtype and on the device of `x_BTD`.
+
+        `num_positions`: of the whole sequence; None for those of `x_BTD`, which may be a part of it.
+        """
+        # Computed each time: `model.bfloat16()` would cast a buffer, and bf16 cannot tell large angles apart.
+        channel = torch.arange(0, self.channels, 2, device=x_BTD.device, dtype=torch.float32)
+        count = x_BTD.shape[1] if num_positions is None else num_positions
+        position = self.sequence.own(torch.arange(count, device=x_BTD.device, dtype=torch.float32))
+        angle = torch.outer(position, self.base ** (-channel / self.channels))
+        both = angle.repeat_interleave(2, dim=-1) if self.is_interleaved else torch.cat((angle, angle), dim=-1)
+        angle_T1C = both.unsqueeze(1)
+        return Rotary(angle_T1C.cos().to(x_BTD.dtype), angle_T1C.sin().to(x_BTD.dtype), self.is_interleaved)
+
+
+def rotate(x_BTHC: Tensor, rotary: Rotary) -> Tensor:
+    """Rotate each pair of channels of `x_BTHC` by the angle of its position."""
+    if rotary.is_interleaved:
+        even, odd = x_BTHC.unflatten(-1, (-1, 2)).unbind(-1)
+        rotated = torch.stack((-odd, even), dim=-1).flatten(-2)
+    else:
+        first, second = x_BTHC.chunk(2, dim=-1)
+        rotated = torch.cat((-second, first), dim=-1)
+    return x_BTHC * rotary.cos_T1C + rotated * rotary.sin_T1C
 
 
 class SelfAttention(nn.Module):
@@ -58,8 +113,7 @@ class SelfAttention(nn.Module):
             q_BTHC, k_BTKC = rotate(q_BTHC, rotary), rotate(k_BTKC, rotary)
             # Copy: as a view, the value would keep the unrotated queries and keys alive, which backward does not need.
             v_BTKC = v_BTKC.contiguous()
-        out_BTD: Tensor = self.linear_proj(self.core_attention(q_BTHC, k_BTKC, v_BTKC))
-        return out_BTD
+        return self.linear_proj(self.core_attention(q_BTHC, k_BTKC, v_BTKC))
 
 
 class UpProjection(nn.Module):
@@ -144,8 +198,7 @@ class LatentAttention(nn.Module):
         q_BTQ = self.q_layernorm(self.linear_q_down_proj(x_BTD))
         kv_BTL, k_BTR = self.linear_kv_down_proj(x_BTD).split(self.key_value_sizes, dim=-1)
         q_BTHC, k_BTHC, v_BTHE = self.qkv_up_proj(q_BTQ, self.kv_layernorm(kv_BTL), k_BTR, rotary)
-        out_BTD: Tensor = self.linear_proj(self.core_attention(q_BTHC, k_BTHC, v_BTHE))
-        return out_BTD
+        return self.linear_proj(self.core_attention(q_BTHC, k_BTHC, v_BTHE))
 
 
 class FusedCoreAttention(nn.Module):

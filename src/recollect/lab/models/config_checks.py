@@ -1,7 +1,5 @@
 """What fields of a model's configuration, a `TransformerConfig`, may be, alone and together. Imports no torch."""
 
-from __future__ import annotations
-
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 FP8_MULTIPLES = {"delayed": 16, "tensorwise": 16, "blockwise": 128, "mxfp8": 32}
@@ -17,7 +15,6 @@ _NOT_NEGATIVE = (
     *("init_method_std", "moe_router_bias_update_rate", "moe_aux_loss_coeff", "mtp_loss_scaling_factor"),
     *("fp8_margin", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"),
 )
-_POSITIVE = ("rotary_base", "layernorm_epsilon")
 
 
 def refuse(name: str, got: Any, expected: str) -> None:
@@ -34,17 +31,14 @@ def check_ranges(config: Any) -> None:
         if hint is int or (hint == int | None and value is not None):
             if not isinstance(value, int) or isinstance(value, bool):
                 refuse(name, value, "a whole number")
-            if value < (least := 0 if name in _NOT_NEGATIVE else 1):
-                refuse(name, value, f"at least {least}" + ("" if hint is int else ", or None for none"))
-    for name in _NOT_NEGATIVE:
-        if not getattr(config, name) >= 0:
-            refuse(name, getattr(config, name), "at least 0")
-    for name in _POSITIVE:
-        if not getattr(config, name) > 0:
-            refuse(name, getattr(config, name), "more than 0")
-    for name in ("hidden_dropout", "attention_dropout"):
-        if not 0 <= getattr(config, name) < 1:
-            refuse(name, getattr(config, name), "a probability from 0 up to, but not including, 1")
+            if value < 1 and name not in _NOT_NEGATIVE:
+                refuse(name, value, "at least 1" + ("" if hint is int else ", or None for none"))
+        if name in _NOT_NEGATIVE and not value >= 0:
+            refuse(name, value, "at least 0")
+        if name in ("rotary_base", "layernorm_epsilon") and not value > 0:
+            refuse(name, value, "more than 0")
+        if name in ("hidden_dropout", "attention_dropout") and not 0 <= value < 1:
+            refuse(name, value, "a probability from 0 up to, but not including, 1")
 
 
 def check_attention(config: Any) -> None:

@@ -22,15 +22,12 @@ _EXPONENTS = {E4M3: 8, E5M2: 15}
 
 
 class Cast(NamedTuple):
-    """A matrix in 8 bits.
-
-    Attributes:
-        values: [..., R, C], one byte each.
-        scale: what they have to be multiplied by, for each block; fp32, or E8M0 (a power of two in one byte).
-    """
+    """A matrix in 8 bits."""
 
     values: Tensor
+    """[..., R, C], one byte each."""
     scale: Tensor
+    """What they have to be multiplied by, for each block; fp32, or E8M0 (a power of two in one byte)."""
 
     @property
     def mT(self) -> Cast:  # noqa: N802, as of tensors
@@ -53,8 +50,7 @@ class Cast(NamedTuple):
 
 def _blocks(matrix: Tensor, counts: Sequence[int]) -> Tensor:
     """View a matrix as [..., rows of blocks, r, columns of blocks, c]."""
-    blocks: Tensor = matrix.unflatten(-1, (counts[-1], -1)).unflatten(-3, (counts[-2], -1))
-    return blocks
+    return matrix.unflatten(-1, (counts[-1], -1)).unflatten(-3, (counts[-2], -1))
 
 
 def _over_blocks(scale: Tensor) -> Tensor:

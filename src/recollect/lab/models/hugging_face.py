@@ -3,8 +3,6 @@
 Tensors are converted one by one, so that only one tensor at a time is in memory twice.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections import UserDict

@@ -4,8 +4,6 @@ Tensors are renamed, split, stacked or transposed, never changed. Each rule make
 needs, so a checkpoint may be larger than memory.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -32,17 +30,14 @@ _NOT_IN_FILE = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """One way a checkpoint may hold one of our tensors.
-
-    Attributes:
-        parts: names of the tensors whose rows, concatenated, give ours; with `num_experts`, "{}" stands for the expert.
-        num_experts: how many such tensors ours stacks; 0: it is no stack.
-        is_transposed: their columns are our rows.
-    """
+    """One way a checkpoint may hold one of our tensors."""
 
     parts: tuple[str, ...]
+    """Names of the tensors whose rows, concatenated, give ours; with `num_experts`, "{}" stands for the expert."""
     num_experts: int = 0
+    """How many such tensors ours stacks; 0: it is no stack."""
     is_transposed: bool = False
+    """Their columns are our rows."""
 
     def names(self) -> list[list[str]]:
         """Return the names of the parts, expert by expert."""
@@ -55,12 +50,6 @@ class Layout:
 class WeightRule:
     """How a checkpoint holds one of our tensors.
 
-    Attributes:
-        ours: its name here.
-        layouts: all can be read, the first is written.
-        rows: rows of each part; () if there is only one, or they are equal.
-        is_extra: a second copy in the checkpoint: written, but not read.
-
     Example:
         >>> rule = WeightRule("fc1.weight", (Layout(("gate", "up")),), rows=(2, 1))
         >>> rule.read({"gate": torch.zeros(2, 4), "up": torch.ones(1, 4)}).shape
@@ -70,9 +59,13 @@ class WeightRule:
     """
 
     ours: str
+    """Its name here."""
     layouts: tuple[Layout, ...]
+    """All can be read, the first is written."""
     rows: tuple[int, ...] = ()
+    """Rows of each part; () if there is only one, or they are equal."""
     is_extra: bool = False
+    """A second copy in the checkpoint: written, but not read."""
 
     def read(self, theirs: Mapping[str, Tensor]) -> Tensor:
         """Return our tensor, or theirs itself if nothing has to change.
@@ -123,47 +116,45 @@ class Architecture:
         >>> rules = list(LLAMA.rules(LLAMA.default))
         >>> rules[2].ours, rules[2].layouts[0].names()[0][2]
         ('decoder.layers.0.self_attention.linear_qkv.weight', 'model.layers.0.self_attn.v_proj.weight')
-
-    Attributes:
-        name: for messages.
-        model_type: as in `config.json`.
-        class_name: their class of the whole model.
-        default: the model whose `config.json` leaves all of these fields out; what they do not say is as there.
-        weights: the modules, or tensors, in which they have what our modules have, by our names; those in a layer without its
-            path. Several together are ours; with "{}" for the number of an expert, there are such for each.
-        same: their field by ours, where both mean the same.
-        fixed: fields of theirs, and the only value that our models support.
-        repeated: fields of theirs that must equal one of ours, given by its name.
-        activation: their field for the activation.
-        words: our activations by their words; of two words for one, the first is written.
-        read_more: reads what no table above can, from their fields and ours so far.
-        write_more: the reverse.
-        ignored: a pattern for tensors that a checkpoint may hold and that no part of a model needs.
-        prefixes: of all names but that of the LM head; any is read, the first is written.
-        layers: where the layers are, behind the prefix.
-        is_transposed: whether the columns of their linear layers' matrices are our rows.
-        also: tensors that may be there in place of the others, by ours.
-        copies: second copies of tensors in each layer of multi-token prediction, by ours.
     """
 
     name: str
+    """For messages."""
     model_type: str
+    """As in `config.json`."""
     class_name: str
+    """Their class of the whole model."""
     default: TransformerConfig
+    """The model whose `config.json` leaves all of these fields out; what they do not say is as there."""
     weights: Callable[[TransformerConfig], Weights]
+    """The modules, or tensors, in which they have what our modules have, by our names; those in a layer without its path.
+    Several together are ours; with "{}" for the number of an expert, there are such for each."""
     same: Mapping[str, str]
+    """Their field by ours, where both mean the same."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of theirs, and the only value that our models support."""
     repeated: Mapping[str, str] = field(default_factory=dict)
+    """Fields of theirs that must equal one of ours, given by its name."""
     activation: str | None = None
+    """Their field for the activation."""
     words: Mapping[str, str] = field(default_factory=dict)
+    """Our activations by their words; of two words for one, the first is written."""
     read_more: Callable[[Mapping[str, Any], Mapping[str, Any]], dict[str, Any]] = lambda _fields, _ours: {}
+    """Reads what no table above can, from their fields and ours so far."""
     write_more: Callable[[TransformerConfig], dict[str, Any]] = lambda _config: {}
+    """The reverse."""
     ignored: str = ""
+    """A pattern for tensors that a checkpoint may hold and that no part of a model needs."""
     prefixes: tuple[str, ...] = ("model.",)
+    """Of all names but that of the LM head; any is read, the first is written."""
     layers: str = "layers"
+    """Where the layers are, behind the prefix."""
     is_transposed: bool = False
+    """Whether the columns of their linear layers' matrices are our rows."""
     also: Mapping[str, str] = field(default_factory=dict)
+    """Tensors that may be there in place of the others, by ours."""
     copies: Mapping[str, str] = field(default_factory=dict)
+    """Second copies of tensors in each layer of multi-token prediction, by ours."""
 
     def rules(self, config: TransformerConfig) -> Iterator[WeightRule]:
         """Yield a rule for each tensor of a model, in the order of the layers, then those of copies."""

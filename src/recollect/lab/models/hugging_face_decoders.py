@@ -9,8 +9,6 @@ In DeepSeek-V3 the layers of multi-token prediction follow the last layer of the
 weights, each with a second copy of the embedding and the LM head.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

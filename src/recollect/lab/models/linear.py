@@ -6,8 +6,6 @@ end of forward: here, a copy is one more value that a plan can recompute. Norms 
 the weights as they are.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 

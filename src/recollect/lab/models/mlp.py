@@ -8,8 +8,6 @@ Shape legend: B batch   T positions   D hidden_size   F width inside an MLP or a
     I, O input and output channels of a product
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Callable
@@ -80,8 +78,7 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., D] to [..., D]."""
-        out: Tensor = self.linear_fc2(self.activation_func(self.linear_fc1(x)))
-        return out
+        return self.linear_fc2(self.activation_func(self.linear_fc1(x)))
 
 
 class GroupedLinear(nn.Module):
@@ -142,8 +139,7 @@ class GroupedLinear(nn.Module):
             group_S: that of each row; only products in 8 bits need it.
         """
         if self.fp8 is not None:
-            out_SO: Tensor = self.fp8(x_SI, self.own(self.weight), group_S, ends_E)
-            return out_SO
+            return self.fp8(x_SI, self.own(self.weight), group_S, ends_E)
         weight_EOI = self.own(self.weight).to(x_SI.dtype)
         if self.is_grouped and x_SI.dtype != torch.float64:
             return F.grouped_mm(x_SI, weight_EOI.transpose(1, 2), offs=ends_E)
@@ -281,5 +277,4 @@ class MoELayer(nn.Module):
         rows_SD = self.experts(rows_SD, routing.probabilities_NJ.flatten()[order_S], expert_S, ends_E)
         # Undo the sort: the inverse of a permutation is its argsort.
         rows_SD = rows_SD[order_S.argsort()]
-        out_ND: Tensor = rows_SD.unflatten(0, (-1, num_choices)).sum(dim=1)
-        return out_ND
+        return rows_SD.unflatten(0, (-1, num_choices)).sum(dim=1)

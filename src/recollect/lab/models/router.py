@@ -25,28 +25,23 @@ class RouterStatistics(NamedTuple):
     """Statistics of a layer's router in one forward.
 
     Returned, not stored, so that a layer may run again, or several times before a backward.
-
-    Attributes:
-        tokens_per_expert: [E], number of tokens sent to each expert, int64.
-        aux_loss: weighted load-balancing loss, an fp32 scalar; None without such a loss or outside of training.
     """
 
     tokens_per_expert: Tensor
+    """[E], number of tokens sent to each expert, int64."""
     aux_loss: Tensor | None
+    """Weighted load-balancing loss, an fp32 scalar; None without such a loss or outside of training."""
 
 
 class Routing(NamedTuple):
-    """Where the tokens of a forward go.
-
-    Attributes:
-        experts_NJ: the chosen experts, int64.
-        probabilities_NJ: weights of their outputs, fp32.
-        statistics: see `RouterStatistics`.
-    """
+    """Where the tokens of a forward go."""
 
     experts_NJ: Tensor
+    """The chosen experts, int64."""
     probabilities_NJ: Tensor
+    """Weights of their outputs, fp32."""
     statistics: RouterStatistics
+    """See `RouterStatistics`."""
 
 
 class TopKRouter(nn.Module):
@@ -181,8 +176,7 @@ class TopKRouter(nn.Module):
             scores_BTE, is_chosen_BTE = scores_BTE.flatten(0, 1).unsqueeze(0), is_chosen_BTE.flatten(0, 1).unsqueeze(0)
         counts_BE = self.sequence.counts(is_chosen_BTE.sum(dim=1))
         share_BE = counts_BE / (topk * scores_BTE.shape[1] * self.sequence.ranks)
-        loss: Tensor = weight * self.num_experts * (share_BE * scores_BTE.mean(dim=1)).sum(dim=-1).mean()
-        return loss
+        return weight * self.num_experts * (share_BE * scores_BTE.mean(dim=1)).sum(dim=-1).mean()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TopKRouter:
         """Keep the bias in fp32 under `.bfloat16()` and the like, where its small updates would be rounded away."""

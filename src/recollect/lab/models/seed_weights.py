@@ -4,8 +4,6 @@ Constructors draw one weight after the other from one generator: to have the las
 of rows has a generator of its own, so that any part is the same bits wherever, and in whatever order, it is drawn.
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import math
@@ -26,19 +24,16 @@ _SEEDS = 1 << 32
 
 @dataclass(frozen=True)
 class _Law:
-    """How a parameter is drawn.
-
-    Attributes:
-        shape: of the whole.
-        mean: of new weights.
-        std: their standard deviation; 0: all are the mean.
-        first: number of the first block.
-    """
+    """How a parameter is drawn."""
 
     shape: torch.Size
+    """Of the whole."""
     mean: float
+    """Of new weights."""
     std: float
+    """Their standard deviation; 0: all are the mean."""
     first: int
+    """Number of the first block."""
 
     @property
     def rows(self) -> int:

@@ -3,8 +3,6 @@
 Shape legend: B batch   T positions of the whole sequence   E experts
 """
 
-from __future__ import annotations
-
 from torch import Tensor
 
 

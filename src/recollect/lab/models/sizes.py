@@ -1,22 +1,24 @@
 """Named model sizes: published ones, and small ones that train on a CPU. Imports no torch: `--help` must be quick."""
 
-from __future__ import annotations
-
+from collections.abc import Callable
 from typing import Any
 
 from recollect.lab.models.architectures import deepseek_v3_config, gpt_config, llama_config, mixtral_config
 from recollect.lab.models.config import TransformerConfig
 
 
-def _llama(layers: int, hidden: int, ffn: int, heads: int, groups: int, **fields: Any) -> TransformerConfig:
-    return llama_config(
-        num_layers=layers,
-        hidden_size=hidden,
-        ffn_hidden_size=ffn,
-        num_attention_heads=heads,
-        num_query_groups=groups,
-        **{"vocab_size": 32_000, **fields},
-    )
+def _llama(
+    layers: int,
+    hidden: int,
+    ffn: int,
+    heads: int,
+    groups: int = 0,
+    *,
+    kind: Callable[..., TransformerConfig] = llama_config,
+    **fields: Any,
+) -> TransformerConfig:
+    sizes = {"num_layers": layers, "hidden_size": hidden, "ffn_hidden_size": ffn, "vocab_size": 32_000}
+    return kind(**{**sizes, "num_attention_heads": heads, "num_query_groups": groups, **fields})
 
 
 def _gpt(layers: int, hidden: int, heads: int, **fields: Any) -> TransformerConfig:
@@ -37,21 +39,12 @@ _PUBLISHED: dict[str, TransformerConfig] = {
     "70b": _llama(80, 8192, 28_672, 64, 8, max_position_embeddings=4096),
     "gpt2": _gpt(12, 768, 12, max_position_embeddings=1024),  # Radford et al. 2019
     "gpt3-175b": _gpt(96, 12_288, 96),  # Brown et al. 2020, arXiv 2005.14165, table 2.1
-    "mixtral-8x7b": mixtral_config(  # arXiv 2401.04088, table 1; base and auxiliary loss from the released config
-        num_layers=32,
-        hidden_size=4096,
-        ffn_hidden_size=14_336,
-        num_attention_heads=32,
-        num_query_groups=8,
-        vocab_size=32_000,
-        rotary_base=1e6,
-        max_position_embeddings=32_768,
+    "mixtral-8x7b": _llama(  # arXiv 2401.04088, table 1; base and auxiliary loss from the released config
+        32, 4096, 14_336, 32, 8, kind=mixtral_config, rotary_base=1e6, max_position_embeddings=32_768
     ),
-    "deepseek-v3-671b": deepseek_v3_config(  # arXiv 2412.19437, section 4.2; group sizes from the released config
-        num_layers=61,
-        hidden_size=7168,
-        ffn_hidden_size=18_432,
-        num_attention_heads=128,
+    "deepseek-v3-671b": _llama(  # arXiv 2412.19437, section 4.2; group sizes from the released config
+        *(61, 7168, 18_432, 128),
+        kind=deepseek_v3_config,
         vocab_size=129_280,
         max_position_embeddings=4096,
         num_moe_experts=256,
@@ -72,19 +65,10 @@ _SMALL: dict[str, TransformerConfig] = {
     "tiny": _llama(2, 64, 192, 4, 2, vocab_size=256),
     "gpt-tiny": _gpt(4, 64, 4, vocab_size=256, max_position_embeddings=256),
     "llama-tiny": _llama(4, 64, 192, 4, 2, vocab_size=256),
-    "mixtral-tiny": mixtral_config(
-        num_layers=4,
-        hidden_size=64,
-        ffn_hidden_size=128,
-        num_attention_heads=4,
-        num_query_groups=2,
-        vocab_size=256,
-    ),
-    "deepseek-v3-tiny": deepseek_v3_config(
-        num_layers=4,
-        hidden_size=64,
-        ffn_hidden_size=192,
-        num_attention_heads=4,
+    "mixtral-tiny": _llama(4, 64, 128, 4, 2, kind=mixtral_config, vocab_size=256),
+    "deepseek-v3-tiny": _llama(
+        *(4, 64, 192, 4),
+        kind=deepseek_v3_config,
         vocab_size=256,
         num_moe_experts=16,
         moe_router_topk=4,

@@ -1,7 +1,5 @@
 """Plan a training step on a cluster: a plan for each stage, its layers and loss chunks, and memory and time of each rank."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import get_args
@@ -26,44 +24,38 @@ from recollect.plans.plan import Plan
 
 @dataclass(frozen=True)
 class RankUse:
-    """What a rank of the pipeline needs in a step.
-
-    Attributes:
-        stages: that it runs.
-        peak_bytes: the most that it holds.
-        held_bytes: of that, its "parameters", "gradients" and "optimizer_state".
-        compute_s: seconds of forward and backward.
-        recompute_s: what its plans add.
-        communication_s: collectives by axis; those of "data" parallelism run beside the computation.
-        waiting_s: the pipeline's bubble: for other stages, and for what they send.
-    """
+    """What a rank of the pipeline needs in a step."""
 
     stages: tuple[int, ...]
+    """That it runs."""
     peak_bytes: int
+    """The most that it holds."""
     held_bytes: Mapping[str, int]
+    """Of that, its "parameters", "gradients" and "optimizer_state"."""
     compute_s: float
+    """Seconds of forward and backward."""
     recompute_s: float
+    """What its plans add."""
     communication_s: Mapping[str, float]
+    """Collectives by axis; those of "data" parallelism run beside the computation."""
     waiting_s: float
+    """The pipeline's bubble: for other stages, and for what they send."""
 
 
 @dataclass(frozen=True, repr=False)
 class ClusterPlan:
-    """Plans for a step on a cluster.
-
-    Attributes:
-        step: what was planned.
-        stages: its record.
-        planned: the plans, with the time of the step.
-        ranks: what each rank of the pipeline needs; ranks of tensor and data parallelism beside it need the same.
-        split: how the layers of its stages were chosen, if they were.
-    """
+    """Plans for a step on a cluster."""
 
     step: ClusterStep
+    """What was planned."""
     stages: RecordedStages
+    """Its record."""
     planned: PipelinePlan
+    """The plans, with the time of the step."""
     ranks: tuple[RankUse, ...]
+    """What each rank of the pipeline needs; ranks of tensor and data parallelism beside it need the same."""
     split: PipelineSplit | None = None
+    """How the layers of its stages were chosen, if they were."""
 
     @property
     def plans(self) -> tuple[Plan, ...]:

@@ -3,8 +3,6 @@
 The schedule is that of torch or Megatron. A stage is recorded as one of its ranks runs it.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -44,34 +42,31 @@ _MOMENTS = 2
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterStep:
-    """A training step on many devices.
-
-    Attributes:
-        config: the whole model.
-        layout: how it is spread.
-        cluster: the devices and their links.
-        micro_batch_size: sequences of a micro-batch.
-        seq_length: tokens of a sequence.
-        num_micro_batches: of a step, on each rank of data parallelism.
-        dtype: of weights and activations; with bf16, gradients, master weights and moments are fp32.
-        sharding: what data parallelism shares.
-        pipeline_engine: "torch" receives into buffers for all micro-batches and holds what it sent as its schedules do;
-            "megatron" frees what it received and sent.
-        holds_parts: plans may have the ranks of tensor parallelism hold parts of what is the same on all of them.
-        loss_chunks: parts in which the last stage computes LM head and loss.
-    """
+    """A training step on many devices."""
 
     config: TransformerConfig
+    """The whole model."""
     layout: DeviceLayout
+    """How it is spread."""
     cluster: Cluster
+    """The devices and their links."""
     micro_batch_size: int = 1
+    """Sequences of a micro-batch."""
     seq_length: int = 4096
+    """Tokens of a sequence."""
     num_micro_batches: int = 1
+    """Of a step, on each rank of data parallelism."""
     dtype: Literal["fp32", "bf16"] = "bf16"
+    """Of weights and activations; with bf16, gradients, master weights and moments are fp32."""
     sharding: Sharding = "none"
+    """What data parallelism shares."""
     pipeline_engine: Literal["torch", "megatron"] = "torch"
+    """As "torch" it receives into buffers for all micro-batches and holds what it sent as torch's schedules do; as "megatron"
+    it frees what it received and sent."""
     holds_parts: bool = False
+    """Plans may have the ranks of tensor parallelism hold parts of what is the same on all of them."""
     loss_chunks: int = 1
+    """Parts in which the last stage computes LM head and loss."""
 
     @property
     def narrow(self) -> torch.dtype:
@@ -106,19 +101,16 @@ class ClusterStep:
 
 @dataclass(frozen=True)
 class RecordedStages:
-    """The stages of a step.
-
-    Attributes:
-        profiles: one for each stage, of one micro-batch, as one rank of it runs it; stages that are alike share one.
-        split_profiles: the same with a backward in two halves, where the schedule splits it; else none.
-        traffic: of each, what it communicates for a micro-batch, by axis.
-        reduction_s: of each, seconds in which its gradients are reduced once a step, and its weights gathered.
-    """
+    """The stages of a step."""
 
     profiles: tuple[Profile, ...]
+    """One for each stage, of one micro-batch, as one rank of it runs it; stages that are alike share one."""
     split_profiles: tuple[Profile, ...]
+    """The same with a backward in two halves, where the schedule splits it; else none."""
     traffic: tuple[Mapping[str, Traffic], ...]
+    """Of each, what it communicates for a micro-batch, by axis."""
     reduction_s: tuple[float, ...]
+    """Of each, seconds in which its gradients are reduced once a step, and its weights gathered."""
 
 
 def record_stages(step: ClusterStep, pieces: Sequence[range] | None = None) -> RecordedStages:

@@ -8,9 +8,7 @@ Shape legend: B batch   T positions of the whole sequence   L positions of a chu
     K key and value heads   C channels of one
 """
 
-from __future__ import annotations
-
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,9 +16,8 @@ from torch.distributed import ProcessGroup, get_world_size
 from torch.distributed.device_mesh import DeviceMesh
 
 from recollect._torch_parallel import gathered_with_gradient, summed
-from recollect.lab.models.attention import LatentAttention, SelfAttention
+from recollect.lab.models.attention import LatentAttention, RotaryEmbedding, SelfAttention
 from recollect.lab.models.gpt import IGNORE_INDEX, GPTModel, LanguageModelEmbedding
-from recollect.lab.models.rotary import RotaryEmbedding
 from recollect.lab.models.sequence import WholeSequence
 from recollect.lab.parallel.expert import balance_over
 from recollect.lab.parallel.layout import DeviceLayout
@@ -96,8 +93,7 @@ class SequencePart(WholeSequence):
 
     def shared(self, loss: Tensor) -> Tensor:
         """Return the mean of the ranks' losses, the same bits on every rank; backward is that of this rank's."""
-        mean: Any = _Mean.apply(loss, self.group)  # type: ignore[no-untyped-call]
-        return cast(Tensor, mean)
+        return _Mean.apply(loss, self.group)  # type: ignore[no-untyped-call]
 
     def counts(self, counts_BE: Tensor) -> Tensor:
         """Return the sum of what each rank counted."""

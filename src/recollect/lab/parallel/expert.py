@@ -7,8 +7,6 @@ Shape legend: E experts   R ranks   X = E / R experts of a rank   D hidden_size
     S rows of this rank's tokens, one for each token and chosen expert   P rows for this rank's experts, from all ranks
 """
 
-from __future__ import annotations
-
 import functools
 
 import torch
@@ -145,8 +143,7 @@ class SharedGroups(GroupedLinear):
     def own(self, parameter: Tensor) -> Tensor:
         """Return this rank's part."""
         assert isinstance(parameter, DTensor)
-        own: Tensor = parameter.to_local()
-        return own
+        return parameter.to_local()
 
 
 def _part(whole: Tensor, mesh: DeviceMesh, dim: int) -> DTensor:

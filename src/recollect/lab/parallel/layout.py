@@ -3,8 +3,6 @@
 The flags are Megatron's, for `recollect plan` and `recollect train`. Imports no torch.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, fields, replace
 from math import prod
 from typing import Literal
@@ -35,15 +33,6 @@ class DeviceLayout(PipelineLayout):
 
     `PipelineLayout` says what else there is about the pipeline.
 
-    Attributes:
-        tensor_model_parallel_size: ranks that share each matrix.
-        data_parallel_size: ranks with batches of their own.
-        context_parallel_size: ranks that share each sequence.
-        expert_model_parallel_size: ranks that share the experts of a layer; they are among those of context and data.
-        expert_tensor_parallel_size: ranks that share each expert: as many as share each matrix, also if None; or 1, so that the
-            ranks of tensor are among those that share the experts of a layer.
-        sequence_parallel: whether what is between the matrices is split along the sequence, by the ranks of `tensor`.
-
     Raises:
         ConfigError: a size below 1, sequence parallelism without tensor parallelism, or whole experts without it.
 
@@ -53,11 +42,18 @@ class DeviceLayout(PipelineLayout):
     """
 
     tensor_model_parallel_size: int = 1
+    """Ranks that share each matrix."""
     data_parallel_size: int = 1
+    """Ranks with batches of their own."""
     context_parallel_size: int = 1
+    """Ranks that share each sequence."""
     expert_model_parallel_size: int = 1
+    """Ranks that share the experts of a layer; they are among those of context and data."""
     expert_tensor_parallel_size: int | None = None
+    """Ranks that share each expert: as many as share each matrix, also if None; or 1, so that the ranks of tensor are among
+    those that share the experts of a layer."""
     sequence_parallel: bool = False
+    """Whether what is between the matrices is split along the sequence, by the ranks of `tensor`."""
 
     def __post_init__(self) -> None:
         for name in (*_AXES, "expert_model_parallel_size"):

@@ -1,7 +1,5 @@
 """The device mesh of a layout: which ranks share what, and how they share a model."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import partial
 
@@ -21,29 +19,26 @@ from recollect.lab.parallel.tensor import tensor_parallel
 
 @dataclass(frozen=True)
 class LayoutMesh:
-    """One-dimensional meshes of the ranks that this rank shares something with; all are views of one.
-
-    Attributes:
-        pipeline: the layers.
-        data: the model, with other batches.
-        context: each sequence.
-        tensor: each matrix.
-        gradients: parameters that are no experts: `data` and `context` together.
-        expert: the experts of a layer.
-        replicas: the same experts.
-        sequence: each sequence, in the routers of layers with experts: as `context`, or with whole experts `tensor`, too.
-        tokens: those that have tokens of their own there: as `gradients`, or with `tensor`.
-    """
+    """One-dimensional meshes of the ranks that this rank shares something with; all are views of one."""
 
     pipeline: DeviceMesh
+    """The layers."""
     data: DeviceMesh
+    """The model, with other batches."""
     context: DeviceMesh
+    """Each sequence."""
     tensor: DeviceMesh
+    """Each matrix."""
     gradients: DeviceMesh
+    """Parameters that are no experts: `data` and `context` together."""
     expert: DeviceMesh
+    """The experts of a layer."""
     replicas: DeviceMesh
+    """The same experts."""
     sequence: DeviceMesh
+    """Each sequence, in the routers of layers with experts: as `context`, or with whole experts `tensor`, too."""
     tokens: DeviceMesh
+    """Those that have tokens of their own there: as `gradients`, or with `tensor`."""
 
 
 def layout_mesh(layout: DeviceLayout, device_type: str = "cpu") -> LayoutMesh:

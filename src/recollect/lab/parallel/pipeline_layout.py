@@ -1,7 +1,5 @@
 """The sizes of a pipeline: which layers are on which stage, and which stages on which rank. Imports no torch."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -28,23 +26,20 @@ _SCHEDULE: Final = "pipeline_parallel_schedule"
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineLayout:
-    """The part of a layout that is about its pipeline.
-
-    Attributes:
-        pipeline_model_parallel_size: ranks that share the layers, in order.
-        num_layers_per_virtual_pipeline_stage: layers of one of a rank's several stages; None: each rank has one stage.
-        decoder_first_pipeline_num_layers: layers of the first rank; None: as many as the others.
-        decoder_last_pipeline_num_layers: layers of the last rank, likewise.
-        pipeline_split: layers of each stage, in order; None: as the four above say.
-        pipeline_parallel_schedule: in which order ranks run their stages; None: 1F1B, interleaved where a rank has several.
-    """
+    """The part of a layout that is about its pipeline."""
 
     pipeline_model_parallel_size: int = 1
+    """Ranks that share the layers, in order."""
     num_layers_per_virtual_pipeline_stage: int | None = None
+    """Layers of one of a rank's several stages; None: each rank has one stage."""
     decoder_first_pipeline_num_layers: int | None = None
+    """Layers of the first rank; None: as many as the others."""
     decoder_last_pipeline_num_layers: int | None = None
+    """Layers of the last rank, likewise."""
     pipeline_split: tuple[int, ...] | None = None
+    """Layers of each stage, in order; None: as the four above say."""
     pipeline_parallel_schedule: ScheduleName | None = None
+    """In which order ranks run their stages; None: 1F1B, interleaved where a rank has several."""
 
     def check_pipeline(self) -> None:
         """Check what is known without a model.

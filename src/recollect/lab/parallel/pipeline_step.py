@@ -1,7 +1,5 @@
 """Run a step of a pipeline: the schedule of `torch.distributed.pipelining` over the stages of this rank."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any

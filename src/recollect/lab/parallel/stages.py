@@ -6,15 +6,14 @@ A rank's parameters have their names in the whole model.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from recollect.errors import DataError
 from recollect.lab.models.config import TransformerConfig
-from recollect.lab.models.gpt import GPTModel, GPTOutput
-from recollect.lab.models.layer import MultiTokenPrediction, TransformerLayer
+from recollect.lab.models.gpt import GPTModel, GPTOutput, MultiTokenPrediction, TransformerLayer
 from recollect.lab.models.router import RouterStatistics
 
 
@@ -92,8 +91,7 @@ class StageModel(GPTModel):
             return x_BTD
         loss = torch.stack(losses).sum()
         self.note_router_loss(loss)
-        result: Any = _WithLoss.apply(x_BTD, loss)  # type: ignore[no-untyped-call]
-        return cast(Tensor, result)
+        return _WithLoss.apply(x_BTD, loss)  # type: ignore[no-untyped-call]
 
     def note_router_loss(self, loss: Tensor) -> None:
         """Take the losses of the routers of a stage before the last, a scalar, which no output has."""

@@ -6,8 +6,6 @@ head along the vocabulary. Latent attention is split by heads, behind its latent
 experts and the shared expert by their channels. All by PyTorch's DTensor and its styles.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -30,13 +28,13 @@ from recollect.lab.models.attention import LatentAttention, SelfAttention, UpPro
 from recollect.lab.models.gpt import GPTModel
 from recollect.lab.models.linear import Linear
 from recollect.lab.models.mlp import MLP, MoELayer
-from recollect.lab.parallel.fused_rows import interleaved
 from recollect.lab.parallel.layout import DeviceLayout
 from recollect.lab.parallel.tensor_modules import (
     OwnPartMoELayer,
     SequenceLinear,
     SplitMoELayer,
     SplitProduct,
+    interleaved,
     vocabulary_parallel_loss,
     with_partial_gradient,
 )

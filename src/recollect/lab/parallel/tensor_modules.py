@@ -5,14 +5,16 @@ With some channels of every expert, and of the shared one, all ranks route all t
 of the experts are parts of a sum; so are the gradients of the tokens and of their weights.
 Where ranks share the experts, too, each sends all of these rows to the ranks with the same channels.
 
+The rows of a fused projection are those of queries, keys and values, or of gate and up. Cut into equal parts as they are, the
+first rank would get nothing but queries. Reordered, part r has the r-th part of each.
+
 Shape legend: B batch   T positions   L positions of this rank   D hidden_size
     N tokens   V vocabulary of this rank   R ranks
 """
 
-from __future__ import annotations
-
+from collections.abc import Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +28,42 @@ from recollect.lab.models.linear import Linear
 from recollect.lab.models.mlp import MoELayer
 from recollect.lab.models.router import RouterStatistics
 from recollect.lab.parallel.expert import SharedGroups
-from recollect.lab.parallel.fused_rows import interleaved
+
+
+def interleaved(rows: Tensor, sizes: Sequence[int], ranks: int) -> Tensor:
+    """Return the rows with the share of rank 0 first, then that of rank 1, and so on.
+
+    Args:
+        rows: [sum of `sizes`, ...], one fused matrix after the other.
+        sizes: rows of each; multiples of `ranks`.
+        ranks: number of parts.
+
+    Example:
+        >>> interleaved(torch.tensor([0, 1, 2, 3, 10, 11]), (4, 2), 2).tolist()
+        [0, 1, 10, 2, 3, 11]
+    """
+    parts = [matrix.chunk(ranks) for matrix in rows.split(list(sizes))]
+    return torch.cat([part[rank] for rank in range(ranks) for part in parts])
+
+
+def whole_rows(rows: range, sizes: Sequence[int], ranks: int) -> list[range]:
+    """Return where some rows of what `interleaved` returns are in the whole matrix, in the same order.
+
+    Example:
+        >>> whole_rows(range(1, 4), (4, 2), 2)  # of [0, 1, 10, 2, 3, 11]
+        [range(1, 2), range(4, 5), range(2, 3)]
+    """
+    found, begin = [], 0
+    starts = [sum(sizes[:matrix]) for matrix in range(len(sizes))]
+    for rank in range(ranks):
+        for start, size in zip(starts, sizes, strict=True):
+            share = size // ranks
+            first, last = max(rows.start, begin), min(rows.stop, begin + share)
+            if first < last:
+                moved = start + rank * share - begin
+                found.append(range(first + moved, last + moved))
+            begin += share
+    return found
 
 
 def with_partial_gradient(tensor: Tensor, mesh: DeviceMesh, spread: Shard | Replicate | None = None) -> Tensor:
@@ -38,8 +75,7 @@ def with_partial_gradient(tensor: Tensor, mesh: DeviceMesh, spread: Shard | Repl
         spread: which of both; None: the same on all ranks.
     """
     whole = DTensor.from_local(tensor, mesh, [spread or Replicate()], run_check=False)
-    own: Tensor = whole.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
-    return own
+    return whole.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
 
 
 class SequenceLinear(Linear):
@@ -181,8 +217,7 @@ def vocabulary_parallel_loss(logits_BTV: Tensor, labels_BT: Tensor, *, group: Pr
     """
     logits_NV, labels_N = logits_BTV.flatten(0, -2), labels_BT.flatten()
     own_N = labels_N - get_rank(group) * logits_NV.shape[1]
-    loss: Any = _CrossEntropy.apply(logits_NV, own_N, labels_N != IGNORE_INDEX, group)  # type: ignore[no-untyped-call]
-    return cast(Tensor, loss)
+    return _CrossEntropy.apply(logits_NV, own_N, labels_N != IGNORE_INDEX, group)  # type: ignore[no-untyped-call]
 
 
 class _CrossEntropy(torch.autograd.Function):

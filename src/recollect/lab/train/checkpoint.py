@@ -4,8 +4,6 @@ A checkpoint is a folder `step_XXXXXXXX` with a manifest, its files with their s
 file that is written, and has a checksum of its own. The position in the data follows from the step.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import re
@@ -31,21 +29,18 @@ _CHUNK_BYTES = 1 << 22
 
 @dataclass(frozen=True)
 class Manifest:
-    """What is in a checkpoint, beside tensors and random number states.
-
-    Attributes:
-        step: optimizer steps completed.
-        identity: settings that determine the numbers, see `TrainConfig.identity`.
-        environment: `environment()` of the first process.
-        layout: how the model was spread over the processes that wrote it.
-        files: bytes and CRC-32 of each file, by name.
-    """
+    """What is in a checkpoint, beside tensors and random number states."""
 
     step: int
+    """Optimizer steps completed."""
     identity: dict[str, Any]
+    """Settings that determine the numbers, see `TrainConfig.identity`."""
     environment: dict[str, Any]
+    """`environment()` of the first process."""
     layout: dict[str, Any]
+    """How the model was spread over the processes that wrote it."""
     files: dict[str, list[int]]
+    """Bytes and CRC-32 of each file, by name."""
 
 
 def environment() -> dict[str, Any]:

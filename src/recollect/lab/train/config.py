@@ -1,7 +1,5 @@
 """The configuration of a training run, as frozen dataclasses. Imports no torch: `--help` reads the flags from here."""
 
-from __future__ import annotations
-
 import dataclasses
 from dataclasses import InitVar, dataclass, field
 from pathlib import Path
@@ -13,9 +11,8 @@ from recollect.integrations.megatron.rules import RecomputeConfig
 from recollect.integrations.megatron.settings import TrainingSetting
 from recollect.lab.models.config import TransformerConfig
 from recollect.lab.parallel.layout import ParallelFlags
-from recollect.lab.train.checks import at_least, within
 from recollect.lab.train.model_flags import ModelFlags
-from recollect.lab.train.optim_flags import OptimFlags
+from recollect.lab.train.optim_flags import OptimFlags, at_least, within
 from recollect.quantities import parse_bytes
 
 
@@ -47,7 +44,9 @@ class DataFlags:
         within("validation_fraction", self.validation_fraction, 0.0, 0.5)
         given = [name for name in ("data", "data_path", "train_data_path") if getattr(self, name)]
         if len(given) > 1:
-            raise ValueError(f"{given[1]}: given with {given[0]}, expected one of them. Remove one.")
+            raise ValueError(
+                f"{given[1]}: given with --{given[0].replace('_', '-')}, expected one of them. Remove one."
+            )
         if self.valid_data_path and not self.train_data_path:
             raise ValueError("valid_data_path: given without train_data_path, expected both. Give train_data_path too.")
 
@@ -193,11 +192,11 @@ class RunFlags:
         return self.tensorboard or self.tensorboard_dir is not None or self.log_memory_to_tensorboard
 
 
+# The names of its fields are headings of --help.
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """A whole training run."""
 
-    # The names are headings of --help.
     model: Annotated[ModelFlags, arg(name="model", prefix_name=False)] = field(default_factory=ModelFlags)
     data: Annotated[DataFlags, arg(name="data", prefix_name=False)] = field(default_factory=DataFlags)
     optim: Annotated[OptimFlags, arg(name="optimizer", prefix_name=False)] = field(default_factory=OptimFlags)

@@ -1,7 +1,5 @@
 """Load training and validation data, from text or from Megatron's indexed datasets."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Sequence
@@ -23,20 +21,17 @@ _Side: TypeAlias = tuple[list[tuple[Path, float | None]], float, float]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Corpus:
-    """Windows for training and validation.
-
-    Attributes:
-        training: windows in random order.
-        validation: held-out windows in their own order; None if validation is off.
-        vocab_size: all ids are below this.
-        fingerprint: hash of both, of indexed datasets that of indices, proportions and samples of the token ids; equal
-            fingerprints mean equal data.
-    """
+    """Windows for training and validation."""
 
     training: Windows
+    """Windows in random order."""
     validation: Windows | None
+    """Held-out windows in their own order; None if validation is off."""
     vocab_size: int
+    """All ids are below this."""
     fingerprint: str
+    """Hash of both, of indexed datasets that of indices, proportions and samples of the token ids; equal fingerprints mean
+    equal data."""
 
 
 def load_corpus(flags: DataFlags, *, seed: int, vocab_size: int | None = None) -> Corpus:

@@ -4,8 +4,6 @@ Documents are text, JSONL, folders, or the standard library's source; a tokenize
 `tokenizer.json`.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import sysconfig

@@ -6,8 +6,6 @@ Ranks of context parallelism have parts of a batch. Their gradients are those of
 that of all: a mean over the ranks of data and context parallelism is right for either.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext

@@ -3,8 +3,6 @@
 They are written complete or not at all, even if the process is killed, and read back with clear errors.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

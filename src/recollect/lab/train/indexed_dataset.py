@@ -15,8 +15,6 @@ The index, little-endian (Megatron-LM, megatron/core/datasets/indexed_dataset.py
 Files for language models have one sequence per document.
 """
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Iterable
 from pathlib import Path

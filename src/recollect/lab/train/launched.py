@@ -1,7 +1,5 @@
 """The processes that torchrun started, as each finds them in its environment, and which of them warns. Imports no torch."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import sys

@@ -4,8 +4,6 @@ On one machine, with one thread count and one version of torch, equal runs give 
 on (seed, step), and a plan changes no gradient. A resumed run reuses the plan in the run folder.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import os

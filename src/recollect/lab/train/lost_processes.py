@@ -5,8 +5,6 @@ process that fails leaves a note about why, in the store at which all met, and r
 by itself is the cause, and who leaves no note has ended without a word.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

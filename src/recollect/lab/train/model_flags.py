@@ -11,7 +11,7 @@ from tyro.conf import FlagCreatePairsOff, OmitArgPrefixes, arg
 
 from recollect.lab.models.config import TransformerConfig
 from recollect.lab.models.sizes import NAMED_CONFIGS
-from recollect.lab.train.checks import at_least
+from recollect.lab.train.optim_flags import at_least
 
 if TYPE_CHECKING:  # which cannot read names from a table
     SizeName = str
@@ -225,7 +225,7 @@ class ModelFlags:
         changes: dict[str, Any] = {}
         for flags in (self, self.experts, self.latent, self.eight_bits):
             for flag in fields(flags):
-                name, value = _FIELD_OF_FLAG.get(flag.name, flag.name), getattr(flags, flag.name)
+                name, value = FIELD_OF_FLAG.get(flag.name, flag.name), getattr(flags, flag.name)
                 if value == flag.default:
                     continue  # not given
                 if flag.name in _SWITCHES:
@@ -268,7 +268,7 @@ class ModelFlags:
             raise ValueError(f"{said}: got both, expected one of them. Remove one.")
 
 
-_FIELD_OF_FLAG = {
+FIELD_OF_FLAG = {
     "num_experts": "num_moe_experts",
     "norm_epsilon": "layernorm_epsilon",
     "tie_embeddings": "share_embeddings_and_output_weights",

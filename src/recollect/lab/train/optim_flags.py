@@ -1,20 +1,33 @@
-"""Flags for optimizer, batch size and learning rate. Imports no torch."""
+"""Flags for optimizer, batch size and learning rate, and checks of the range of any flag. Imports no torch."""
 
-from __future__ import annotations
-
-import sys
 from dataclasses import InitVar, dataclass, replace
 from typing import Annotated, Literal
 
 from tyro.conf import arg
 
-from recollect.lab.train.checks import at_least, within
-
-if sys.version_info < (3, 11):
-    # Until Python 3.11 typing takes only what can be called for a type, and refuses `InitVar` in annotations that are text.
-    InitVar.__call__ = InitVar.__init__  # type: ignore[method-assign]
-
 DecayStyle = Literal["cosine", "linear", "constant", "inverse-square-root"]
+
+
+def at_least(flags: object, least: int, *names: str) -> None:
+    """Check that flags that are given are at least `least`.
+
+    Raises:
+        ValueError: names the first flag below, and its value.
+    """
+    for name in names:
+        value = getattr(flags, name)
+        if value is not None and value < least:
+            raise ValueError(f"{name}: got {value}, expected at least {least}.")
+
+
+def within(name: str, value: float, low: float, high: float) -> None:
+    """Check that a flag is between `low` and `high`.
+
+    Raises:
+        ValueError: names the flag and its value.
+    """
+    if not low <= value <= high:
+        raise ValueError(f"{name}: got {value}, expected {low:g} to {high:g}.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +115,7 @@ class OptimFlags:
         """Micro-batches per optimizer step, of all ranks."""
         return 1 if self.accumulation is None else self.accumulation
 
-    def on_ranks(self, data_parallel_size: int) -> OptimFlags:
+    def on_ranks(self, data_parallel_size: int) -> "OptimFlags":
         """Return the flags with the number of micro-batches that is the default on so many ranks of data parallelism.
 
         Example:

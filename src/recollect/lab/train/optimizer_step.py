@@ -3,8 +3,6 @@
 The optimizer is AdamW with weight decay for matrices only.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar

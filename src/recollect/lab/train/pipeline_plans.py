@@ -33,23 +33,20 @@ _VERSION = 1
 
 @dataclass(frozen=True)
 class PipelinePlans:
-    """The plans of a run's stages.
-
-    Attributes:
-        stages: of each stage, a plan for all of its micro-batches, or one for each.
-        budget_bytes: of each device; None with Megatron's settings.
-        predicted_peak_bytes: of the rank that needs most.
-        predicted_slowdown: of the step.
-        plain_peak_bytes: without recompute.
-        table: peaks by rank and recompute by stage, as text.
-    """
+    """The plans of a run's stages."""
 
     stages: tuple[tuple[Plan, ...], ...]
+    """Of each stage, a plan for all of its micro-batches, or one for each."""
     budget_bytes: int | None
+    """Of each device; None with Megatron's settings."""
     predicted_peak_bytes: int
+    """Of the rank that needs most."""
     predicted_slowdown: float
+    """Of the step."""
     plain_peak_bytes: int
+    """Without recompute."""
     table: str
+    """Peaks by rank and recompute by stage, as text."""
 
     def to_json(self) -> str:
         """Return them as text, for `load`."""
@@ -160,8 +157,7 @@ def plan_stages(session: Session) -> PipelinePlans:
         for profiles in reversed(ranks.gather({} if processes.rank % same_stages else own, Place.START)):
             found.update(profiles)
         made = ranks.together(lambda: plan(budget) if processes.is_first else None, Place.PLANNED)
-        result: PipelinePlan = ranks.gather(made, Place.PLANNED)[0]
-        return result
+        return ranks.gather(made, Place.PLANNED)[0]
 
     if flags.loss_chunks == "auto":
         assert flags.memory_budget is not None  # else there is nothing to plan

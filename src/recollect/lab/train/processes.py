@@ -1,7 +1,5 @@
 """The processes of a run: one, or those that torchrun started, and the place of this one among them."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 from collections.abc import Iterator
@@ -25,19 +23,16 @@ from recollect.ranks.group import ALONE, Place, Ranks, group_of
 
 @dataclass(frozen=True, eq=False)
 class Processes:
-    """The processes of a run, as one of them sees them.
-
-    Attributes:
-        layout: how the model is spread over them.
-        sharding: what data parallelism shares.
-        ranks: lets them ask each other.
-        mesh: which of them share what; None for one process.
-    """
+    """The processes of a run, as one of them sees them."""
 
     layout: DeviceLayout = dataclasses.field(default_factory=DeviceLayout)
+    """How the model is spread over them."""
     sharding: Sharding = "none"
+    """What data parallelism shares."""
     ranks: Ranks = ALONE
+    """Lets them ask each other."""
     mesh: LayoutMesh | None = None
+    """Which of them share what; None for one process."""
 
     @property
     def is_first(self) -> bool:

@@ -3,8 +3,6 @@
 That is a file with one JSON object per step, TensorBoard events, and on a terminal a live line, elsewhere plain lines.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import Iterator, Mapping
@@ -30,27 +28,24 @@ _BAR_AND_TIME = 4 + len("0:00:00") + 3  # columns at least: the shortest bar, th
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
-    """One optimizer step.
-
-    Attributes:
-        step: steps completed, including this one.
-        loss: mean cross entropy of the step's tokens, in nats.
-        learning_rate: learning rate of this step.
-        grad_norm: norm of the gradient before clipping; nan if clipping is off.
-        step_s: step time in seconds; measuring the peak on a CPU adds to it.
-        tokens_per_s: tokens of the step over `step_s`.
-        validation_loss: validation loss after this step, if computed.
-        peak_bytes: measured peak of the whole step, if measured.
-    """
+    """One optimizer step."""
 
     step: int
+    """Steps completed, including this one."""
     loss: float
+    """Mean cross entropy of the step's tokens, in nats."""
     learning_rate: float
+    """Learning rate of this step."""
     grad_norm: float
+    """Norm of the gradient before clipping; nan if clipping is off."""
     step_s: float
+    """Step time in seconds; measuring the peak on a CPU adds to it."""
     tokens_per_s: float
+    """Tokens of the step over `step_s`."""
     validation_loss: float | None = None
+    """Validation loss after this step, if computed."""
     peak_bytes: int | None = None
+    """Measured peak of the whole step, if measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,29 +59,26 @@ class Baseline:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """A finished (or stopped) run.
-
-    Attributes:
-        records: steps of this process, oldest first; none if a finished run was resumed.
-        baseline: the step without recompute.
-        budget_bytes: bound on the step's peak; None without a budget.
-        predicted_peak_bytes: predicted peak of the plan; None without a budget.
-        predicted_slowdown: added time of the plan as a fraction of the step without recompute; None without a budget.
-        step_s: fastest step without a measured peak, as other programs can only slow steps down; None if there is none.
-        folder: the run folder, for messages.
-        total_steps: steps requested.
-        excess_reason: why a step may take more than predicted, and what to do, in words; none for one process.
-    """
+    """A finished (or stopped) run."""
 
     records: tuple[StepRecord, ...]
+    """Steps of this process, oldest first; none if a finished run was resumed."""
     baseline: Baseline
+    """The step without recompute."""
     budget_bytes: int | None
+    """Bound on the step's peak; None without a budget."""
     predicted_peak_bytes: int | None
+    """Predicted peak of the plan; None without a budget."""
     predicted_slowdown: float | None
+    """Added time of the plan as a fraction of the step without recompute; None without a budget."""
     step_s: float | None
+    """Fastest step without a measured peak, as other programs can only slow steps down; None if there is none."""
     folder: str
+    """The run folder, for messages."""
     total_steps: int
+    """Steps requested."""
     excess_reason: str = ""
+    """Why a step may take more than predicted, and what to do, in words; none for one process."""
 
     @property
     def measured_peak_bytes(self) -> int | None:

@@ -1,7 +1,5 @@
 """Open a run, new or from a checkpoint: data, model, optimizer, and the step to continue from."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import Iterator
@@ -16,18 +14,7 @@ from torch import Tensor
 from recollect.errors import CheckpointError
 from recollect.lab.models.config import TransformerConfig
 from recollect.lab.models.gpt import GPTModel
-from recollect.lab.train.checkpoint import (
-    CHANGEABLE,
-    Manifest,
-    check_identity,
-    environment,
-    find_damage,
-    list_checkpoints,
-    read_manifest,
-    refuse_damage,
-    rng_state,
-    set_rng_state,
-)
+from recollect.lab.train import checkpoint
 from recollect.lab.train.config import TrainConfig
 from recollect.lab.train.corpus import Corpus, load_corpus
 from recollect.lab.train.files import read_object, remove_partial, write_text
@@ -47,31 +34,28 @@ _SEEDS_APART = 1_000_003
 
 @dataclass(eq=False)
 class Session:
-    """The state of a run between two steps.
-
-    Attributes:
-        config: the configuration.
-        folder: the run folder.
-        device: the device of the model.
-        corpus: the data.
-        trained: the state that training changes.
-        processes: those of the run.
-        checkpoints: those of the run.
-        rng: random number states to start from; None: those of the seed and the step.
-        step: optimizer steps completed.
-        changes: settings that are others than when the run was interrupted, in words.
-    """
+    """The state of a run between two steps."""
 
     config: TrainConfig
+    """The configuration."""
     folder: Path
+    """The run folder."""
     device: torch.device
+    """The device of the model."""
     corpus: Corpus
+    """The data."""
     trained: Trained
+    """The state that training changes."""
     processes: Processes
+    """Those of the run."""
     checkpoints: Checkpoints
+    """Those of the run."""
     rng: dict[str, Any] | None = None
+    """Random number states to start from; None: those of the seed and the step."""
     step: int = 0
+    """Optimizer steps completed."""
     changes: tuple[str, ...] = ()
+    """Settings that are others than when the run was interrupted, in words."""
 
     @property
     def model(self) -> GPTModel:
@@ -113,7 +97,7 @@ class Session:
         """
         torch.manual_seed(self.config.step.seed + self.processes.random_rank + self.step * _SEEDS_APART)
         if self.rng is not None:
-            set_rng_state(self.rng, self.device)
+            checkpoint.set_rng_state(self.rng, self.device)
 
     def stored_state(self) -> StoredState:
         """Return the tensors of this process as checkpoints store them."""
@@ -125,8 +109,8 @@ class Session:
         Raises:
             CheckpointError: it cannot be written, or of several processes the one before it.
         """
-        manifest = Manifest(self.step, self.identity, environment(), self.processes.spread, {})
-        self.checkpoints.start(self.stored_state(), manifest, rng_state(self.device))
+        manifest = checkpoint.Manifest(self.step, self.identity, checkpoint.environment(), self.processes.spread, {})
+        self.checkpoints.start(self.stored_state(), manifest, checkpoint.rng_state(self.device))
         return self.step
 
     def _batch(self, windows: Windows, position: int) -> tuple[Tensor, Tensor]:
@@ -176,7 +160,7 @@ def open_session(config: TrainConfig, processes: Processes = ONE_PROCESS) -> Ses
     problem = None
     if newest is not None:
         # Each looks for damage in its share of the files.
-        own = find_damage(newest, share=processes.rank, shares=len(ranks.ranks))
+        own = checkpoint.find_damage(newest, share=processes.rank, shares=len(ranks.ranks))
         problem = next((found for found in ranks.gather(own, Place.START) if found is not None), None)
 
     def start() -> None:
@@ -197,7 +181,7 @@ def open_session(config: TrainConfig, processes: Processes = ONE_PROCESS) -> Ses
 def _find_start(config: TrainConfig) -> tuple[Path, Path | None]:
     folder = config.run.run_dir
     assert folder is not None
-    checkpoints = list_checkpoints(folder / "checkpoints")
+    checkpoints = checkpoint.list_checkpoints(folder / "checkpoints")
     if config.run.resume or (config.run.load is not None and checkpoints):
         if not (folder / "config.json").is_file():
             raise CheckpointError(
@@ -231,12 +215,12 @@ def _resume(session: Session, path: Path, problem: str | None) -> None:
     Raises:
         CheckpointError: there is one, or the checkpoint has another configuration or more steps.
     """
-    refuse_damage(path, problem)
-    found = read_manifest(path)
+    checkpoint.refuse_damage(path, problem)
+    found = checkpoint.read_manifest(path)
     if isinstance(found, str):
         raise CheckpointError(f"checkpoint {path}: got {found}, expected an intact checkpoint. Resume again.")
     current = json.loads(json.dumps(session.identity, default=str))  # as it was written
-    check_identity(path, found.identity, current)
+    checkpoint.check_identity(path, found.identity, current)
     steps = session.config.optim.steps
     if steps < found.step:
         raise CheckpointError(
@@ -269,7 +253,7 @@ def _take_changes(session: Session, stored: dict[str, Any], current: dict[str, A
     write_text(path, text)
     session.changes = tuple(
         f"{name.partition('.')[2]} {current[name]} (before: {stored.get(name)})"
-        for name in CHANGEABLE
+        for name in checkpoint.CHANGEABLE
         if stored.get(name) != current[name]
     )
     if layout != now["layout"]:
@@ -277,7 +261,11 @@ def _take_changes(session: Session, stored: dict[str, Any], current: dict[str, A
 
 
 def _warn_of_changes(path: Path, stored: dict[str, Any]) -> None:
-    changes = [f"{name} {stored.get(name)} -> {now}" for name, now in environment().items() if stored.get(name) != now]
+    changes = [
+        f"{name} {stored.get(name)} -> {now}"
+        for name, now in checkpoint.environment().items()
+        if stored.get(name) != now
+    ]
     if changes:
         warn_user(
             f"checkpoint {path}: was written elsewhere ({', '.join(changes)}); losses may differ in their last bits.",

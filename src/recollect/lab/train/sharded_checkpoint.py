@@ -8,8 +8,6 @@ Each process says where its parts of tensors are in the whole ones. DTensors kno
 parallelism, whose rows are reordered by rank: their parts are cut where neighbours in the whole matrix end.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import warnings
 from collections.abc import Iterator, Sequence
@@ -37,8 +35,8 @@ from torch.distributed.tensor import DTensor
 
 from recollect.errors import CheckpointError
 from recollect.lab.models.gpt import GPTModel
-from recollect.lab.parallel.fused_rows import whole_rows
 from recollect.lab.parallel.tensor import fused_parameters
+from recollect.lab.parallel.tensor_modules import whole_rows
 from recollect.lab.train.checkpoint import Manifest, checksum_of, keep_newest, write_manifest
 from recollect.lab.train.files import publish, unpublished, write_atomically
 from recollect.lab.train.processes import Processes
@@ -242,8 +240,7 @@ def read_random_states(path: Path, manifest: Manifest, layout: dict[str, Any], r
     """Return the random number states of a process; None if the checkpoint is of another layout."""
     if manifest.layout != layout:
         return None
-    found: dict[str, Any] = torch.load(path / _random_name(rank), map_location="cpu", weights_only=True)
-    return found
+    return torch.load(path / _random_name(rank), map_location="cpu", weights_only=True)
 
 
 def _random_name(rank: int) -> str:

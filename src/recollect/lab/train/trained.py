@@ -3,8 +3,6 @@
 The model is built and spread on the meta device, where it takes no memory. What a process then has is drawn into place.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -30,19 +28,16 @@ from recollect.lab.train.sharded_checkpoint import parts_of
 
 @dataclass(frozen=True, eq=False)
 class Trained:
-    """What a run trains.
-
-    Attributes:
-        model: the model, with this process's part of the weights.
-        wrapped: what runs in training: the model, or what reduces its gradients around it.
-        optimizer: over the parameters that are here.
-        exchange: what the processes exchange in a step.
-    """
+    """What a run trains."""
 
     model: GPTModel
+    """The model, with this process's part of the weights."""
     wrapped: nn.Module
+    """What runs in training: the model, or what reduces its gradients around it."""
     optimizer: torch.optim.Optimizer
+    """Over the parameters that are here."""
     exchange: Exchange
+    """What the processes exchange in a step."""
 
     def step(self, batches: Sequence[tuple[Tensor, Tensor]], *, clip_norm: float) -> tuple[float, float]:
         """Run one optimizer step over the micro-batches of this process; see `train_step`."""

@@ -3,8 +3,6 @@
 Each is a function of data, seed and position alone, so a resumed run needs no stored state.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, TypeAlias

@@ -13,8 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import recollect
 from recollect.lab.bench.measure import FlopCount
-from recollect.lab.bench.model_flops import model_flops
-from recollect.lab.models.config import TransformerConfig
+from recollect.lab.models.config import TransformerConfig, model_flops
 from recollect.lab.models.gpt import GPTModel
 from recollect.lab.models.sizes import NAMED_CONFIGS
 from recollect.planning.classic import ClassicName

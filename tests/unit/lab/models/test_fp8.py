@@ -13,7 +13,7 @@ from torch import Tensor
 
 import fp8_reference as reference
 from recollect.errors import DataError, HardwareError
-from recollect.lab.models import fp8_kernels
+from recollect.lab.models import fp8
 from recollect.lab.models.config import TransformerConfig
 from recollect.lab.models.fp8 import Fp8Product
 from recollect.lab.models.fp8_casts import E4M3, E5M2, Cast, DelayedScaling, cast, multiplier_of, power_of_two_of
@@ -304,7 +304,7 @@ def test_devices_without_a_kernel(
     monkeypatch: pytest.MonkeyPatch, recipe: str, capability: tuple[int, int], is_grouped: bool, message: str | None
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    check = fp8_kernels.check_kernel.__wrapped__
+    check = fp8.check_kernel.__wrapped__
     if message is None:
         check(recipe, torch.device("cuda"), is_grouped=is_grouped)
         return
@@ -333,7 +333,7 @@ def test_scales_in_the_order_of_blackwell() -> None:
     """Tiles of 128 rows x 4: within one, 16 bytes a row, of the rows r, r + 32, r + 64, r + 96."""
     rows, columns = 160, 6
     scale = torch.arange(rows * columns).remainder(251).to(torch.uint8).view(rows, columns)
-    order = fp8_kernels._swizzled(scale.view(torch.float8_e8m0fnu)).view(torch.uint8)
+    order = fp8._swizzled(scale.view(torch.float8_e8m0fnu)).view(torch.uint8)
     assert len(order) == 256 * 8
     for row in range(rows):
         for column in range(columns):

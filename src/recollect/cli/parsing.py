@@ -1,0 +1,200 @@
+"""Parse a command's flags, and name flags in errors, whether tyro refuses one, its value does, or the library."""
+
+import contextlib
+import dataclasses
+import difflib
+import functools
+import io
+import operator
+import re
+import types
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Final, Union, get_args, get_type_hints
+
+import tyro
+from tyro.conf import arg
+from tyro.constructors import (
+    ConstructorRegistry,
+    PrimitiveConstructorSpec,
+    PrimitiveTypeInfo,
+    StructConstructorSpec,
+    StructFieldSpec,
+    StructTypeInfo,
+    UnsupportedTypeAnnotationError,
+)
+
+from recollect.errors import RecollectError, settings_text
+from recollect.integrations.megatron.arguments import NO_VALUE
+from recollect.lab.train.model_flags import FIELD_OF_FLAG
+
+REGISTRY: Final = ConstructorRegistry()
+_NONE: Final = "None"
+# Of lines around text, and of lines without: tyro draws them in ASCII where others cannot be printed.
+_BOX: Final = "╭╮╰╯─│|+ "
+_RULE: Final = re.compile(r"-*")
+_QUOTED_AT_START: Final = re.compile(r"(?:\w+: got )?'([^']*)'(?=[:,] )")
+_FIELD_AT_START: Final = re.compile(r"^(?:\w+\.)?(\w+)(?=: )")
+# Not a part of a path or a call, nor an argument of one.
+_FIELD: Final = re.compile(r"(?<![\w./'-])([a-z]\w*_\w+)(?![\w=(/]|\.\w)")
+
+
+def parsed(kind: Any, name: str, args: Sequence[str], **options: Any) -> Any:
+    """Return a command's flags as its dataclass.
+
+    Args:
+        kind: of the command.
+        name: of the command; "" for that of them all, whose only flag is `--help`.
+        args: its words.
+        options: for `tyro.cli`.
+
+    Raises:
+        RecollectError: they do not parse, or their values clash; names the flag.
+        SystemExit: after `--help`.
+    """
+    said = io.StringIO()
+    prog = f"recollect {name}".strip()
+    try:
+        with contextlib.redirect_stderr(said):
+            return tyro.cli(kind, prog=prog, args=args, registry=REGISTRY, **options)
+    except SystemExit as end:
+        if not end.code:
+            raise
+        reason = _reason(said.getvalue(), args, flags_of(kind) if name else {}, prog)
+        raise RecollectError(f"{reason} See {prog} --help.") from None
+
+
+def flags_of(kind: Any) -> dict[str, str]:
+    """Return the flag of each field of a command's dataclass, of those in it, and of each alias.
+
+    Example:
+        >>> from recollect.cli.commands import MakePlan
+        >>> [flags_of(MakePlan)[name] for name in ("num_layers", "micro_batch_size", "num_moe_experts")]
+        ['--num-layers', '--micro-batch-size', '--num-experts']
+    """
+    found: dict[str, str] = {}
+    hints = get_type_hints(kind, include_extras=True)
+    for field in dataclasses.fields(kind):
+        made = None if field.default_factory is dataclasses.MISSING else field.default_factory()
+        if dataclasses.is_dataclass(made):
+            found |= flags_of(type(made))
+            continue
+        aliases = [getattr(note, "aliases", None) or () for note in getattr(hints[field.name], "__metadata__", ())]
+        for flag in (f"--{field.name.replace('_', '-')}", *(alias for its in aliases for alias in its)):
+            found[flag[2:].replace("-", "_")] = flag
+    return {field: found[flag] for flag, field in FIELD_OF_FLAG.items() if flag in found} | found
+
+
+def in_flags(error: Exception, flags: Mapping[str, str], args: Sequence[str]) -> str:
+    """Return an error's text with flags in place of the settings that they set.
+
+    Args:
+        error: of the library.
+        flags: the flag of each setting.
+        args: the command's words.
+
+    Example:
+        >>> in_flags(ValueError("num_layers: got 0, expected at least 1."), {"num_layers": "--num-layers"}, [])
+        '--num-layers: got 0, expected at least 1.'
+    """
+    text = str(error)
+    settings: Mapping[str, object] = getattr(error, "settings", {})
+    # "2 x context_parallel_size" is one of them, too.
+    named = {name: name.rpartition(" ")[2] for name in settings}
+    if named and all(field in flags or field.startswith("--") for field in named.values()):
+        known = [name.removesuffix(field) + flags.get(field, field) for name, field in named.items()]
+        shown = ", ".join(map(_given, known, settings.values()))
+        text = text.replace(f"got {settings_text(settings)}", shown, 1)
+    if (quoted := _QUOTED_AT_START.match(text)) and (flag := _flag_before(quoted[1], args)):
+        text = f"{flag}: got {text[quoted.start(1) - 1 :]}"
+    text = _FIELD_AT_START.sub(lambda field: flags.get(field[1], field[0]), text)
+    return _FIELD.sub(lambda field: flags.get(field[1], field[0]), text)
+
+
+def _given(flag: str, value: object) -> str:
+    if value is True or str(value) == NO_VALUE:
+        return flag
+    if value is None or value is False:
+        return f"no {flag}"
+    return f"{flag} {' '.join(map(str, value)) if isinstance(value, (tuple, list)) else value}"
+
+
+def _flag_before(value: str, args: Sequence[str]) -> str:
+    """Return the flag that a value was given to; "" if there is none."""
+    for flag, word in zip(args, args[1:], strict=False):
+        if word == value and flag.startswith("--"):
+            return flag
+    return next((word.partition("=")[0] for word in args if word.partition("=")[2] == value), "")
+
+
+def _reason(said: str, args: Sequence[str], flags: Mapping[str, str], prog: str) -> str:
+    """Return in one sentence or two what tyro printed in a box; what is not known, as it is."""
+    lines = [text for line in said.splitlines()[1:] if not _RULE.fullmatch(text := line.strip(_BOX))]
+    takes = next((after for line, after in zip(lines, lines[1:], strict=False) if line == "Argument helptext:"), "")
+    text = " ".join(lines).partition(" For full helptext")[0]
+    if found := re.match(r"Unrecognized options: (\S+?)(?:,|$| )", text):
+        near = difflib.get_close_matches(found[1], [*flags.values(), "--help"], n=1)
+        return f"{found[1]}: no such flag of {prog}.{f' Did you mean {near[0]}?' if near else ''}"
+    if found := re.match(r"Missing from .*?: (--\S+) \S+ (.*) \(required\)", text):
+        return f"{found[1]}: missing. {found[2]}"
+    if found := re.match(r"Missing value for argument '(\S+)'", text):
+        return f"{_as_written(found[1], args)}: got no value, expected one."
+    if found := re.match(r"invalid choice '(.*)' for argument '(\S+)'\. Expected one of \((.*)\)", text):
+        choices = [choice for choice in re.findall(r"'(.*?)'", found[3]) if choice != _NONE]
+        near = difflib.get_close_matches(found[1], choices, n=1)
+        meant = f" Did you mean {near[0]}?" if near else ""
+        return f"{_as_written(found[2], args)}: got {found[1]!r}, expected one of {', '.join(choices)}.{meant}"
+    if found := re.match(r"Error parsing (--\S+): ", text):
+        flag = _as_written(found[1], args)
+        value = next((word for word, before in zip(args[1:], args, strict=False) if before == flag), "")
+        return f"{flag}: got {value!r}, expected {takes.rpartition(', ')[2].partition(' ')[2]}."
+    reason = re.sub(r"^Error parsing \S+: ", "", text)
+    return in_flags(ValueError(reason), flags, args)
+
+
+def _as_written(names: str, args: Sequence[str]) -> str:
+    """Return that of a flag's names, parted by slashes, that was given."""
+    return next((name for name in names.split("/") if name in args), names.rpartition("/")[2])
+
+
+@REGISTRY.primitive_rule
+def _optional(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | UnsupportedTypeAnnotationError | None:
+    """Return how to read and show a type or None: `--num-layers INT`, not `{None}|INT`; "None" is still understood."""
+    kinds = get_args(info.type)
+    if info.type_origin not in (Union, types.UnionType) or types.NoneType not in kinds:
+        return None
+    rest = functools.reduce(operator.or_, (kind for kind in kinds if kind is not types.NoneType))
+    spec = ConstructorRegistry.get_primitive_spec(PrimitiveTypeInfo.make(rest, info.markers))
+    if isinstance(spec, UnsupportedTypeAnnotationError):
+        return spec
+    return PrimitiveConstructorSpec(
+        nargs=spec.nargs,
+        metavar=spec.metavar,
+        instance_from_str=lambda words: None if words == [_NONE] else spec.instance_from_str(words),
+        is_instance=lambda value: value is None or spec.is_instance(value),
+        str_from_instance=lambda value: [_NONE] if value is None else spec.str_from_instance(value),
+        choices=None if spec.choices is None else (*spec.choices, _NONE),
+    )
+
+
+_under_way: list[Any] = []
+
+
+@REGISTRY.struct_rule
+def _with_plain_help(info: StructTypeInfo) -> StructConstructorSpec | None:
+    """Return the fields of a dataclass with help as one paragraph each, without "(default: None)", which says nothing."""
+    if info.type in _under_way:
+        return None
+    _under_way.append(info.type)
+    try:
+        spec = ConstructorRegistry.get_struct_spec(info)
+    finally:
+        _under_way.pop()
+    if not isinstance(spec, StructConstructorSpec):
+        return None
+    return dataclasses.replace(spec, fields=tuple(map(_plain, spec.fields)))
+
+
+def _plain(field: StructFieldSpec) -> StructFieldSpec:
+    said = field.helptext() if callable(field.helptext) else field.helptext
+    kind: Any = Annotated[field.type, arg(help_behavior_hint="")] if field.default in (None, ()) else field.type
+    return dataclasses.replace(field, type=kind, helptext=" ".join(said.split()) if said else said)
