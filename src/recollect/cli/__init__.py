@@ -1,7 +1,5 @@
 """The command line: parse flags, call the library, print results. `main` is the entry point of the `recollect` script."""
 
-from __future__ import annotations
-
 from recollect.cli.entry import main
 
 __all__ = ["main"]

@@ -1,7 +1,5 @@
 """Run the `recollect` script by `python -m recollect.cli`."""
 
-from __future__ import annotations
-
 import sys
 
 from recollect.cli import main

@@ -1,7 +1,5 @@
 """`recollect bench`: measure recompute settings side by side and compare them with stored results."""
 
-from __future__ import annotations
-
 import platform
 from collections.abc import Mapping
 from dataclasses import asdict

@@ -1,7 +1,5 @@
 """`recollect calibrate`: measure this device and write a file for `--hardware`."""
 
-from __future__ import annotations
-
 import statistics
 
 from rich.console import Console

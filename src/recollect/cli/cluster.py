@@ -1,7 +1,5 @@
 """`recollect plan --fake --tensor-model-parallel-size ...`: plan for a cluster on a machine without one."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from rich.console import Console

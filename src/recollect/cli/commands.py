@@ -1,7 +1,5 @@
 """The flags of the commands, as dataclasses for tyro. Imports no torch, so that `--help` is quick."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal

@@ -3,8 +3,6 @@
 That is tables on the console, and files and pictures that are checked before the work begins.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`recollect doctor`: name what went wrong in a training run, from what it left behind."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

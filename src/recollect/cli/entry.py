@@ -1,7 +1,5 @@
 """Entry point: parse the command, show its help, run it, and report errors in one line."""
 
-from __future__ import annotations
-
 import difflib
 import functools
 import importlib

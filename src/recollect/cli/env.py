@@ -1,7 +1,5 @@
 """`recollect env`: print what a bug report needs of a machine: versions, devices, memory, and what changes allocation."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import os
 import platform

@@ -3,8 +3,6 @@
 The configuration is in flags, or in a YAML file of Megatron-LM or Megatron-Bridge.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re

@@ -1,7 +1,5 @@
 """`recollect frontier`: show predicted peak and slowdown for every budget."""
 
-from __future__ import annotations
-
 import shlex
 import sys
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Parse a command's flags, and name flags in errors, whether tyro refuses one, its value does, or the library."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import difflib

@@ -3,8 +3,6 @@
 With `--largest`: find the largest and the fastest micro-batch or sequence length within the budget.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any, Literal
 

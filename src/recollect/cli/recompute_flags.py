@@ -3,8 +3,6 @@
 `recollect.integrations.megatron` checks them, with the same rules for flags, YAML and Python.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 

@@ -1,7 +1,5 @@
 """`recollect tokenize`: write documents as Megatron's indexed dataset."""
 
-from __future__ import annotations
-
 from rich.console import Console
 
 from recollect.cli.commands import Tokenize

@@ -1,7 +1,5 @@
 """`recollect train`: train a language model within a memory budget, and report planned, predicted and measured numbers."""
 
-from __future__ import annotations
-
 import dataclasses
 import signal
 

@@ -1,7 +1,5 @@
 """`diagnose`: read texts, settings and snapshots, and say what is wrong."""
 
-from __future__ import annotations
-
 import bz2
 import dataclasses
 import gzip

@@ -1,7 +1,5 @@
 """What is wrong, or does not help, in settings of transformers, Accelerate, FSDP, DeepSpeed, torchtitan and the like."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterator, Mapping
 

@@ -1,7 +1,5 @@
 """What is wrong, or does not help, in settings of Megatron: recollect's rules for settings that clash, and the doctor's own."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 `Passage`: a line of a text with what stands around it. Texts are read line by line, so that logs may have any size.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from collections import deque

@@ -1,7 +1,5 @@
 """`TextScan`: everything that the rules take from one text, in one pass over its lines."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections import Counter

@@ -3,8 +3,6 @@
 `SettingsInText`: what a log, a script or a command line mentions of them.
 """
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import re
@@ -171,13 +169,14 @@ class SettingsInText:
 
     def __init__(self) -> None:
         self._scopes: list[dict[str, tuple[Any, int]]] = [{}]
-        self._command: dict[str, tuple[Any, int]] = {}
-        self._open: tuple[str, int, list[str]] | None = None  # a flag whose values may go on in the next line
+        self._words: list[
+            tuple[str, int]
+        ] = []  # of a command that may go on in the next line, with the lines they are in
 
     def look(self, line: str, number: int) -> None:
         """Take the settings of a line."""
-        if self._open is not None or "--" in line:
-            self._look_for_flags(line, number)
+        if self._words or "--" in line:
+            self._look_at_command(line, number)
         elif " ..." in line:
             if (found := _ARGUMENT.search(line)) and found[1] in KNOWN:
                 self._end({found[1]: (_value(found[2].strip()), number)})
@@ -186,31 +185,29 @@ class SettingsInText:
             known = {name: (_value(text), number) for name, text in given if name in KNOWN and _is_value(name, text)}
             self._end(known)
 
-    def _look_for_flags(self, line: str, number: int) -> None:
-        """Take the flags of a line of a command; one whose last word is a backslash goes on in the next line."""
-        if self._open is None and not any(_name(found[1]) in KNOWN for found in _FLAG_IN_LINE.finditer(line)):
+    def _look_at_command(self, line: str, number: int) -> None:
+        """Take the words of a line of a command; one whose last word is a backslash goes on in the next line."""
+        if not self._words and not any(_name(found[1]) in KNOWN for found in _FLAG_IN_LINE.finditer(line)):
             return
         text = _COMMENT.sub("", line).rstrip()
-        goes_on = text.endswith("\\") or (self._open is not None and not text)  # a comment between two lines
-        for word in _WORD.findall(text.rstrip("\\")):
-            flag = _FLAG.match(word.strip(_QUOTES))
-            if flag is not None:
-                self._close()
-                self._open = _name(flag[1]), number, [] if flag[2] is None else [flag[2].strip(_QUOTES)]
-            elif self._open is not None:
-                self._open[2].append(word.strip(_QUOTES))
-        if not goes_on:
-            self._close()
-            self._end(self._command)
-            self._command = {}
+        self._words += [(word.strip(_QUOTES), number) for word in _WORD.findall(text.rstrip("\\"))]
+        if text and not text.endswith("\\"):  # else it goes on; there may be a comment between two lines
+            self._end_command()
 
-    def _close(self) -> None:
-        """Take the flag whose values have ended."""
-        if self._open is not None:
-            name, number, words = self._open
-            if name in KNOWN and not any("$" in word for word in words):  # a variable of the shell
-                self._command.setdefault(name, (_flag_value(name, words), number))
-        self._open = None
+    def _end_command(self) -> None:
+        """Take the flags of a command that has ended, but for those with variables of the shell."""
+        flags: list[tuple[str, int, list[str]]] = []
+        for word, number in self._words:
+            if (flag := _FLAG.match(word)) is not None:
+                flags.append((_name(flag[1]), number, [] if flag[2] is None else [flag[2].strip(_QUOTES)]))
+            elif flags:
+                flags[-1][2].append(word)
+        self._words = []
+        command: dict[str, tuple[Any, int]] = {}
+        for name, number, words in flags:
+            if name in KNOWN and not any("$" in word for word in words):
+                command.setdefault(name, (_flag_value(name, words), number))
+        self._end(command)
 
     def _end(self, command: dict[str, tuple[Any, int]]) -> None:
         """Add what was given together to the scope, or to a new one if it contradicts it."""
@@ -223,9 +220,7 @@ class SettingsInText:
 
     def settings(self, place: str) -> list[Settings]:
         """Return what was collected, a scope for each run that is told apart."""
-        self._close()
-        self._end(self._command)
-        self._command = {}
+        self._end_command()
         return [
             Settings(
                 place,

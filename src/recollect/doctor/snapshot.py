@@ -5,8 +5,6 @@ events in order. Its memory profiler writes the same, without the allocator's ga
 so only plain containers, numbers and texts are read.
 """
 
-from __future__ import annotations
-
 import json
 import pickle
 import re

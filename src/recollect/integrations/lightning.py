@@ -6,8 +6,6 @@ packages that are loaded by then, which is also why importing this file loads ne
 Run with lightning 2.4.0 and 2.6.6, and pytorch-lightning 2.6.6.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import importlib.util

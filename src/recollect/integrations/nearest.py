@@ -1,7 +1,5 @@
 """The settings of another tool that come nearest to a plan: the fastest of those that fit its budget."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Generic, TypeVar

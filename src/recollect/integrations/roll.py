@@ -4,8 +4,6 @@ Their settings are read in `recollect.integrations.megatron.roll`, as those of i
 the same as a plan for a recorded step.
 """
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 from typing import Any
 

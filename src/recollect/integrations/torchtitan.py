@@ -14,8 +14,6 @@ a batch. So the step is recorded on fake tensors, from the job's shapes; or the 
 Run with torchtitan 0.3.0, on the CPU.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import sys
 import time

@@ -13,8 +13,6 @@ A value cannot be kept in part: a policy that keeps queries and recomputes keys 
 Read in torchtitan 0.3.0 (`distributed/activation_checkpoint.py`), which has no setting for every nth block.
 """
 
-from __future__ import annotations
-
 from typing import Final, Literal, get_args
 
 from recollect.errors import ConfigError

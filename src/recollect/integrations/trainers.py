@@ -1,7 +1,5 @@
 """What the integrations of trainers share: their callback, and what they do to the trainer's model and library."""
 
-from __future__ import annotations
-
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence

@@ -14,8 +14,6 @@ Run with transformers 4.50.3, 4.57.6, 5.0.0 and 5.23.0, accelerate 1.15.0, peft 
 deepspeed 0.19.8.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import weakref
 from collections.abc import Callable, Iterable

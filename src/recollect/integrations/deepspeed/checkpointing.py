@@ -16,8 +16,6 @@
 DeepSpeed itself need not be installed.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial

@@ -12,8 +12,6 @@ The first step of the loop is recorded as the engine runs it, so that nothing of
 Run with deepspeed 0.19.8, on its CPU accelerator.
 """
 
-from __future__ import annotations
-
 import importlib
 import inspect
 from collections.abc import Iterable, Mapping

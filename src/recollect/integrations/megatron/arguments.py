@@ -4,8 +4,6 @@ Flags with the same meaning are names of one setting, in `recollect.lab.train`. 
 effect, flags for missing features, and settings that exclude each other.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

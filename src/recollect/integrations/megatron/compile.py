@@ -4,8 +4,6 @@ The layers of one `ModuleList` form a block, as in Megatron, which a pipeline cu
 layers (`mtp`) count separately: with `uniform` each of them is a region, with `block` none is recomputed, as in Megatron.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace

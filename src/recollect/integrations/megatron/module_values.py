@@ -22,8 +22,6 @@ path: the reference models use Megatron's names, Hugging Face's models their own
 The other names (`gdn_norm_out`, `gdp_in_proj`, `gdp_qkv`, `mhc`) stand for parts that none of these models has.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property

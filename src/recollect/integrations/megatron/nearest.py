@@ -1,7 +1,5 @@
 """Write a plan, or those of a pipeline, as the Megatron settings that come nearest: in a pipeline the same for all stages."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import suppress

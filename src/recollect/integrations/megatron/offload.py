@@ -13,8 +13,6 @@ as it would not leave the device; so does what is recomputed or split among rank
 | `fine_grained_offloading_max_inflight_offloads` k | a value has left when its layer and k more have run |
 """
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -3,8 +3,6 @@
 Megatron counts `recompute_num_layers` in each chunk, because each chunk is a separate block of layers there.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import accumulate, groupby, pairwise
 

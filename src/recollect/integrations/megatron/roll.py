@@ -4,8 +4,6 @@ Read in ROLL main at 8eb27cc2 (`mcore_adapter/.../training_args.py`, `model_conf
 `roll/models/model_providers.py`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any

@@ -3,8 +3,6 @@
 What breaks those of them that compare more than single values stands here, by the names of the rules.
 """
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Callable, Mapping
