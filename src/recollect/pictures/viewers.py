@@ -37,7 +37,7 @@ _PROTOCOL = 4
 _Event = dict[str, Any]
 
 
-def write_trace(over_time: Timeline, out: str | Path) -> None:
+def write_trace(over_time: Timeline, out: str | Path) -> Path:
     """Write a trace for Perfetto (ui.perfetto.dev) or chrome://tracing, which both read Chrome's trace format.
 
     The step is one process, with its phases, the units that run and the bytes alive by category. Each unit is another, with the
@@ -46,6 +46,9 @@ def write_trace(over_time: Timeline, out: str | Path) -> None:
     Args:
         over_time: what `recollect.timeline` returned.
         out: the file, such as "step.json".
+
+    Returns:
+        The file.
 
     Raises:
         ArgumentError: it is no timeline.
@@ -56,8 +59,7 @@ def write_trace(over_time: Timeline, out: str | Path) -> None:
         >>> net = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
         >>> profile = recollect.record(net, torch.zeros(4, 8), loss_fn=torch.sum, fake=True)
         >>> plan = recollect.classic_plan(profile, "full")
-        >>> path = Path(tempfile.mkdtemp()) / "step.json"
-        >>> recollect.write_trace(recollect.timeline(profile, plan), path)
+        >>> path = recollect.write_trace(recollect.timeline(profile, plan), f"{tempfile.mkdtemp()}/step.json")
         >>> sorted({event["ph"] for event in json.loads(path.read_text())["traceEvents"]})
         ['C', 'M', 'X', 'b', 'e']
     """
@@ -71,6 +73,7 @@ def write_trace(over_time: Timeline, out: str | Path) -> None:
     }
     with writing(out):
         Path(out).write_text(json.dumps(document, separators=(",", ":"), allow_nan=False), encoding="utf-8")
+    return Path(out)
 
 
 class _Trace:
@@ -153,7 +156,7 @@ class _Trace:
             yield {"ph": "e", **event, "ts": self._at[storage.died]}
 
 
-def write_snapshot(over_time: Timeline, out: str | Path) -> None:
+def write_snapshot(over_time: Timeline, out: str | Path) -> Path:
     """Write a snapshot for PyTorch's memory viewer (pytorch.org/memory_viz) and the functions of `torch.cuda._memory_viz`.
 
     In place of a stack, each value has its unit with the number and the name of the op, and below that where it was made and
@@ -163,6 +166,9 @@ def write_snapshot(over_time: Timeline, out: str | Path) -> None:
         over_time: what `recollect.timeline` returned.
         out: the file, such as "step.pickle".
 
+    Returns:
+        The file.
+
     Raises:
         ArgumentError: it is no timeline.
         RecollectError: the file cannot be written.
@@ -171,8 +177,8 @@ def write_snapshot(over_time: Timeline, out: str | Path) -> None:
         >>> import pickle, tempfile, torch, recollect
         >>> net = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
         >>> profile = recollect.record(net, torch.zeros(4, 8), loss_fn=torch.sum, fake=True)
-        >>> path = Path(tempfile.mkdtemp()) / "step.pickle"
-        >>> recollect.write_snapshot(recollect.timeline(profile, recollect.plan(profile, "100%")), path)
+        >>> over_time = recollect.timeline(profile, recollect.plan(profile, "100%"))
+        >>> path = recollect.write_snapshot(over_time, f"{tempfile.mkdtemp()}/step.pickle")
         >>> pickle.loads(path.read_bytes())["device_traces"][0][0]["frames"][0]["filename"]
         'before the step'
     """
@@ -180,6 +186,7 @@ def write_snapshot(over_time: Timeline, out: str | Path) -> None:
     snapshot = _snapshot(over_time)
     with writing(out):
         Path(out).write_bytes(pickle.dumps(snapshot, protocol=_PROTOCOL))
+    return Path(out)
 
 
 def _snapshot(over_time: Timeline) -> dict[str, Any]:
