@@ -233,8 +233,7 @@ def _configuration(text: str, name: str, suffix: str) -> Mapping[Any, Any] | Non
     """Return the mapping that a text is, in YAML, TOML or JSON; None if it is a log or a script."""
     if suffix == ".toml" or _LOOKS_LIKE_TOML.search(text):
         try:
-            found: Mapping[str, Any] = tomllib.loads(text)
-            return found
+            return tomllib.loads(text)
         except tomllib.TOMLDecodeError as problem:
             if suffix == ".toml":
                 raise DiagnosisError(
