@@ -2,13 +2,15 @@
 
     python benchmarks/compiled.py
 
-At each compiled variant's measured peak stand recollect's plan for the eager model, and the model whose blocks
-are compiled, of which a plan can re-run some as a whole. All are timed side by side.
+At each compiled variant's measured peak stand recollect's plan for the eager model; its plans for blocks inside the
+compiler, one that is the same for all blocks, and one that may differ from block to block; and compiled blocks of
+which a plan re-runs some as a whole. All are timed side by side, with the seconds that compiling took.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import os
 import signal
@@ -19,6 +21,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from rich.console import Console
 
@@ -27,11 +30,12 @@ from contest import Contestant, Race, percentile, reason
 from flags import RunFlags, parse
 from models import DESCRIPTIONS, ModelName
 from peers import Peer
-from recollect import Plan, UnitPlan, apply
+from recollect import Plan, Profile, UnitPlan, apply
 from recollect.byte_format import format_bytes
 from recollect.errors import BudgetTooSmallError
 from recollect.lab.bench.race import few_objects, keep_freed_memory
 from recollect.planning.choose import Planner
+from recollect.planning.compiled_menu import keeps_of
 from recompute import Nothing, Replaced, SwitchablePlan, Together
 from results_csv import Number, RowsFile
 from subject import Step, StepFlags, largest_difference
@@ -100,6 +104,58 @@ class EagerPlans:
         return self._made[key]
 
 
+class CompiledPlans(EagerPlans):
+    """recollect's compile engine: the plan for a budget, which may have each block keep something else."""
+
+    name = "recollect, compile engine"
+
+    def __init__(self, step: Step, measured: Measured, backend: str) -> None:
+        self._step = step
+        self._measured = measured
+        self._planner = Planner(_compiled_profile(step, backend))
+        self._made: dict[str, Contestant] = {}
+
+
+class UniformPlans:
+    """recollect's compile engine with one plan for all blocks: the fastest of what was recorded, by measured peak."""
+
+    name = "recollect, compile engine, uniform"
+
+    def __init__(self, step: Step, measured: Measured, backend: str) -> None:
+        self._step = step
+        self._measured = measured
+        profile = _compiled_profile(step, backend)
+        repeated = [call for call in profile.calls if call.repeated]
+        graph = profile.graph_of(repeated[0])
+        fastest = sorted(graph.variants, key=lambda variant: variant.step_s)
+        units = [UnitPlan(keeps_of(graph, variant.kept), engine="compile") for variant in fastest]
+        self._plans = [Plan({call.path: unit for call in repeated}) for unit in units]
+        self._made: list[Contestant] = []
+
+    def within(self, budget_bytes: int) -> Contestant:
+        """Return the fastest contestant within a budget.
+
+        Raises:
+            BudgetTooSmallError: there is none.
+        """
+        for number, plan in enumerate(self._plans):
+            if number == len(self._made):
+                on_blocks = SwitchablePlan(apply(self._step.model, plan))
+                name = f"{self.name}, {number} in order of time"
+                self._made.append(self._measured(Contestant(name=name, recompute=on_blocks, plan=plan)))
+            if self._made[number].peak_bytes <= budget_bytes:
+                return self._made[number]
+        least_bytes = min(one.peak_bytes for one in self._made)
+        raise BudgetTooSmallError(budget_bytes=budget_bytes, least_peak_bytes=least_bytes, unit="a block")
+
+
+@functools.cache
+def _compiled_profile(step: Step, backend: str) -> Profile:
+    if backend != BACKEND:
+        raise ValueError(f"the compile engine is for {BACKEND}, not for {backend}")
+    return step.record(engine="compile")
+
+
 class RerunBlocks:
     """recollect on compiled blocks: the tape cannot see into them, so a plan can only have the first n re-run as a whole.
 
@@ -137,6 +193,11 @@ class RerunBlocks:
         return Contestant(name=name, recompute=Together([self._blocks, on_tape]), plan=plan)
 
 
+Ours: TypeAlias = EagerPlans | UniformPlans | RerunBlocks
+
+OURS = (EagerPlans, CompiledPlans, UniformPlans, RerunBlocks)
+
+
 class Comparison:
     """The comparison of one model."""
 
@@ -154,7 +215,7 @@ class Comparison:
         self.say("compiling")
         ends_s = time.perf_counter() + compile_s
         self.entries = [self._entry(peer) if time.perf_counter() < ends_s else self._left_out(peer) for peer in peers]
-        for make in (EagerPlans, RerunBlocks):
+        for make in OURS:
             self.say(f"planning: {make.name}")
             try:
                 ours = make(self.step, self._measured, self._backend)
@@ -165,7 +226,7 @@ class Comparison:
                 for entry in self.entries:
                     entry.reasons.setdefault(make.name, reason(error))
 
-    def _answer(self, entry: Entry, ours: EagerPlans | RerunBlocks) -> None:
+    def _answer(self, entry: Entry, ours: Ours) -> None:
         if entry.contestant is None:
             return
         try:
@@ -195,7 +256,7 @@ class Comparison:
             contestant = Contestant(name=peer.name, recompute=peer.recompute(self.step))
             with contestant.recompute.on():
                 self.step.run()
-            compile_s = time.perf_counter() - begin
+            contestant.compile_s = compile_s = time.perf_counter() - begin
             contestant = self._measured(contestant)
         except Exception as error:  # a variant's error is a result; the others are still measured
             self.step.clear()
@@ -211,16 +272,20 @@ class Comparison:
         return Entry(peer=peer, contestant=contestant)
 
     def _measured(self, contestant: Contestant) -> Contestant:
+        begin = time.perf_counter()
         with contestant.recompute.on():
             contestant.difference = largest_difference(self._expected, self.step.gradients(copied=False))
+            if contestant.plan is not None and "compile" in {unit.engine for unit in contestant.plan.units.values()}:
+                contestant.compile_s = time.perf_counter() - begin
             contestant.peak_bytes = self.step.peak_bytes()
         return contestant
 
 
 def table(found: Comparison) -> str:
     """Format the results of one model."""
-    names = [EagerPlans.name, RerunBlocks.name]
-    header = ["compiled variant", "its peak", "to eager", *(f"{n}: peak | to eager | to the variant" for n in names)]
+    names = [ours.name for ours in OURS]
+    columns = "peak | to eager | to the variant | compiled in"
+    header = ["compiled variant", "its peak", "to eager", "compiled in", *(f"{n}: {columns}" for n in names)]
     header = " | ".join(header).split(" | ")
     rows = []
     for entry in found.entries:
@@ -230,18 +295,22 @@ def table(found: Comparison) -> str:
             continue
         is_right = one.difference <= _TOLERANCE
         row = [entry.peer.name + ("" if is_right else f" (gradients differ by {one.difference:.0e})")]
-        row += [found.percent(one.peak_bytes), _change(one.slowdown) if one.ratios else "not timed"]
+        row += [found.percent(one.peak_bytes), _change(one.slowdown) if one.ratios else "not timed", _seconds(one)]
         for name in names:
             answer = entry.answers.get(name)
             if answer is None or not answer.ratios:
-                row += [entry.reasons.get(name, "not timed"), "", ""]
+                row += [entry.reasons.get(name, "not timed"), "", "", ""]
                 continue
             ratios = answer.time_ratios_to(one)
             low, middle, high = (percentile(ratios, p) - 1 for p in (20, 50, 80))
             row += [found.percent(answer.peak_bytes), _change(answer.slowdown)]
-            row += [f"{_change(middle)} ({100 * low:+.1f} .. {100 * high:+.1f})"]
+            row += [f"{_change(middle)} ({100 * low:+.1f} .. {100 * high:+.1f})", _seconds(answer)]
         rows.append(row)
     return markdown(rows, header)
+
+
+def _seconds(contestant: Contestant) -> str:
+    return f"{contestant.compile_s:.0f} s" if contestant.compile_s else ""
 
 
 def _change(ratio: float) -> str:
@@ -263,6 +332,7 @@ def numbers(found: Comparison) -> list[Number]:
             ratios = answer.time_ratios_to(entry.contestant)
             versus = f"{name} / {entry.peer.name}"
             rows += [Number("peak", "bytes", versus, answer.peak_bytes)]
+            rows += [Number("compile_time", "s", versus, answer.compile_s)] if answer.compile_s else []
             if ratios:
                 rows += [Number("time_ratio_at_equal_peak", "1", versus, percentile(ratios, 50))]
                 rows += [Number(f"time_ratio_at_equal_peak_p{p}", "1", versus, percentile(ratios, p)) for p in (20, 80)]

@@ -34,6 +34,7 @@ class Contestant(race.Contestant):
     Attributes:
         differs_at: the first gradient whose bits differ from the plain step's; None if none does.
         difference: the largest difference of a gradient relative to its largest entry.
+        compile_s: seconds of the first step, which compiled something; 0 if none did.
         plan: the plan, for recollect's contestants.
     """
 
@@ -42,6 +43,7 @@ class Contestant(race.Contestant):
     peak_bytes: int = 0
     differs_at: str | None = None
     difference: float = 0.0
+    compile_s: float = 0.0
 
     def numbers(self, metric: str = "slowdown", name: str | None = None) -> list[Number]:
         """Return rows with the median time, its number of rounds and percentiles; none if not timed."""

@@ -126,13 +126,13 @@ class Step:
         found = {n: p.grad for n, p in self.model.named_parameters() if p.grad is not None}
         return {"the loss": loss, **({n: g.clone() for n, g in found.items()} if copied else found)}
 
-    def record(self) -> recollect.Profile:
+    def record(self, engine: Literal["tape", "compile"] = "tape") -> recollect.Profile:
         """Record the step for recollect's planner.
 
         Peaks are predicted as `peak_bytes` measures them. On CUDA a profile also counts what else is on the device, such as
         the gradients that a benchmark compares with, and with it budgets that are measured peaks would be too small.
         """
-        profile = recollect.record(self.model, self.batch, holds_output=False, gradients="accumulated")
+        profile = recollect.record(self.model, self.batch, holds_output=False, gradients="accumulated", engine=engine)
         ours = {kind: nbytes for kind, nbytes in profile.persistent.items() if kind != "other_allocations"}
         return replace(profile, persistent=ours)
 

@@ -301,4 +301,40 @@ MUTATIONS = (
         "recording",
         (("if is_fake_tensor(tensor):  # A storage", "if False:  # A storage"),),
     ),
+    Mutation(
+        "output-held-as-its-own",
+        "an output that a compiled unit keeps counts among what is its own, too",
+        "recording",
+        (("for address, nbytes in made.items() if address not in values}", "for address, nbytes in made.items()}"),),
+    ),
+    Mutation(
+        "gradient-of-output-stays",
+        "the gradient of a compiled unit's output does not go in backward",
+        "recording",
+        (("for address, nbytes in gradients if address in self.gradients}", "for address, nbytes in gradients[:0]}"),),
+    ),
+    Mutation(
+        "input-never-let-go",
+        "what a compiled unit holds is held to the end of its backward",
+        "recording",
+        (("if not nbytes and address in held:", "if False:"),),
+    ),
+    Mutation(
+        "default-variant-left-out",
+        "PyTorch's own choice for a compiled unit is left out where it is worse",
+        "planning",
+        (("if variant.is_default or not any(_beats(", "if not any(_beats("),),
+    ),
+    Mutation(
+        "pointwise-as-dear-as-reductions",
+        "compiled pointwise ops cost what reading their results does, in the cuts that propose what to keep",
+        "planning",
+        (("_FUSED: Final = 0.02", "_FUSED: Final = 1.0"),),
+    ),
+    Mutation(
+        "compiled-times-of-one-rank",
+        "ranks plan compiled units by times of their own",
+        "ranks",
+        (("yield from (graph.eager_s, *(variant", "yield from (1.0, *(variant"),),
+    ),
 )

@@ -26,6 +26,7 @@ from recollect.recording.model_step import LossFunction, check_step, device_of
 from recollect.recording.optimizers import Optimizers, check_optimizers, present_state_bytes
 from recollect.recording.record import record
 from recollect.recording.step_recording import Gradients
+from recollect.recording.variants import RecordedEngine, check_host_engine
 from recollect.tensors import tensors_in
 from recollect.warning import warn_user
 from recollect.weak_hooks import register_weakly
@@ -114,6 +115,7 @@ def fit(
     gradients: Gradients = "held",
     loss_chunks: LossChunks = 1,
     host_budget: int | str = 0,
+    engine: RecordedEngine = "tape",
     group: GroupChoice = None,
 ) -> Plan:
     """Fit the model's training step into a memory budget with the least recompute: record, plan and apply.
@@ -138,6 +140,9 @@ def fit(
             plan needs, and 1 if that is as fast; records up to four times, and needs a batch.
         host_budget: bytes of host memory, as an int or text such as "64GiB", that values may be copied to in forward and back
             in backward, beside what is computed; how fast that is, is measured first. 0: nothing is offloaded.
+        engine: "compile" lets layers run inside `torch.compile`, which then keeps what the plan keeps; it compiles each kind of
+            layer up to ten times first, seconds to a minute each. Gradients are those of the compiled layers. "tape": all
+            runs eagerly.
         group: the processes that record together and run one plan; see `record`.
 
     Returns:
@@ -175,9 +180,10 @@ def fit(
         check_optimizers(model, optimizer)
         check_budget(budget, device_bytes=1 if fake else memory_bytes(device_of(model, batch)))
         check_host_budget(host_budget)
+        check_host_engine(engine, host_budget)
 
     ranks.together(check, Place.START)
-    check_alike(ranks, model, {"budget": budget, "host_budget": host_budget})
+    check_alike(ranks, model, {"budget": budget, "host_budget": host_budget, "engine": engine})
 
     def record_with(num_chunks: int) -> Profile:
         return record(
@@ -192,6 +198,7 @@ def fit(
             gradients=gradients,
             loss_chunks=num_chunks,
             host_link=bool(parse_bytes(host_budget)),
+            engine=engine,
             group=group,
         )
 

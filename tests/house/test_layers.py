@@ -25,6 +25,7 @@ LAYERS = (
     "_torch_functions",
     "_torch_fsdp",
     "_torch_parallel",
+    "_torch_compile",
     "weak_hooks",
     "tensors",
     "replay",

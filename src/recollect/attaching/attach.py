@@ -10,15 +10,16 @@ from recollect.applying import applied_to
 from recollect.arguments import check_kind
 from recollect.attaching.attached import Attached, OnLarger
 from recollect.engine.self_check import check_steps_can_be_recorded
-from recollect.errors import AlreadyAppliedError, RecollectError, RecordError
+from recollect.errors import AlreadyAppliedError, NotYetError, RecollectError, RecordError
 from recollect.fitting import DEFAULT_BUDGET
 from recollect.measuring.device_memory import memory_bytes
 from recollect.measuring.host_memory import check_host_budget
 from recollect.quantities import check_budget, parse_bytes
-from recollect.ranks.group import Place
+from recollect.ranks.group import Place, Ranks
 from recollect.ranks.members import GroupChoice, check_alike, ranks_of
 from recollect.recording.model_step import device_of
 from recollect.recording.optimizers import check_optimizers, optimizers_in
+from recollect.recording.variants import RecordedEngine, check_engine, check_host_engine
 
 
 def attach(
@@ -29,6 +30,7 @@ def attach(
     on_larger: OnLarger = "replan",
     units: Iterable[str] | None = None,
     host_budget: int | str = 0,
+    engine: RecordedEngine = "tape",
     measure: bool = False,
     log: Callable[[str], object] | None = None,
     group: GroupChoice = None,
@@ -52,6 +54,9 @@ def attach(
         units: module paths of the layers to plan, where they are not found.
         host_budget: bytes of host memory that values may be copied to in forward and back in backward; see `fit`. A step that
             is recorded offloads nothing, nor does one that runs at its leanest.
+        engine: "compile" lets layers run inside `torch.compile`; see `fit`. Steps are recorded outside of it, and what layers
+            take inside is measured at the end of such a step, once for each shape: up to ten compilations of each kind of
+            layer.
         measure: whether to measure peaks on the CPU, too: of the first step under each plan, and of every hundredth, which then
             take longer. On CUDA, which counts by itself, every step is measured.
         log: takes the line; by default it goes to standard error, in the first process of a group.
@@ -112,6 +117,7 @@ def attach(
         device = device_of(whole, None)
         check_budget(budget, device_bytes=memory_bytes(device))
         check_host_budget(host_budget)
+        check_host_engine(engine, host_budget)
         return Attached(
             whole,
             units,
@@ -120,6 +126,7 @@ def attach(
             device=device,
             on_larger=on_larger,
             host_bytes=parse_bytes(host_budget),
+            compiles=_compiles(engine, whole, ranks),
             measure=measure,
             log=log or (lambda line: print(line, file=sys.stderr) if ranks.is_first else None),
             ranks=ranks,
@@ -128,11 +135,24 @@ def attach(
     attached = ranks.together(begin, Place.START, undo=Attached.remove)
     try:
         alike = {"budget": budget, "host_budget": host_budget, "on_larger": on_larger, "units": attached.unit_paths}
+        alike["engine"] = engine
         check_alike(ranks, whole, alike)
     except RecollectError:
         attached.remove()
         raise
     return attached
+
+
+def _compiles(engine: str, model: nn.Module, ranks: Ranks) -> bool:
+    """Return whether layers run inside `torch.compile`; refuse what cannot be measured in a loop."""
+    compiles = check_engine(engine, model, fake=False, split_backward=False)
+    if compiles and not ranks.is_alone:
+        raise NotYetError(
+            settings={"engine": "compile"},
+            needs="compiled units of several processes that are planned in a training loop",
+            advice='Plan them by recollect.fit(model, batch, budget, engine="compile"); or leave out engine="compile".',
+        )
+    return compiles
 
 
 class _Models(nn.Module):

@@ -64,6 +64,7 @@ class Attached:
         on_larger: OnLarger,
         log: Callable[[str], object],
         host_bytes: int = 0,
+        compiles: bool = False,
         measure: bool = False,
         ends_by_hand: bool = False,
         ranks: Ranks = ALONE,
@@ -88,7 +89,9 @@ class Attached:
         self._hooks: list[Removable] = [o.register_step_post_hook(self._after_optimizer) for o in watched]
         self._optimizers_seen = None if ends_by_hand else OptimizersSeen(self._optimizers, self._take_over)
         self._hooks += [hook for hook in (self._optimizers_seen, self._structure) if hook is not None]
-        self._planner = StepPlanner(self._placement, self._optimizers, budget, self._lockstep, log, device, host_bytes)
+        self._planner = StepPlanner(
+            self._placement, self._optimizers, budget, self._lockstep, log, device, host_bytes, compiles
+        )
         self._meter = StepMeter(device, on_cpu=measure, log=log)
         self._watch = CallWatch(
             self._placement, device, keeps_to_plan=on_larger == "warn", joins_others=not ranks.is_alone
@@ -264,9 +267,8 @@ class Attached:
     def _is_open(self) -> bool:
         """Whether an earlier call of this step still waits for its backward."""
         # After a backward, a graph may still be open (a gradient penalty); the recorder knows, a later step goes by its order.
-        is_open = not self._watcher.saw_backward
-        if self._recording is not None:
-            is_open = self._recording.recorder.num_open_handles > 0
+        recording = self._recording
+        is_open = recording.recorder.num_open_handles > 0 if recording else not self._watcher.saw_backward
         return is_open and len(self._now.calls) > 0
 
     def _can_record(self) -> bool:
@@ -294,7 +296,6 @@ class Attached:
 
         def begin() -> StepRecording:
             tensors = step_tensors(self.model, None, self._optimizers, parameters=self._structure.parameters)
-            gradients = tensors.pop("gradients")
             recording = StepRecording(
                 self.model,
                 self._units,
@@ -303,9 +304,10 @@ class Attached:
                 in_loop=True,
                 replays_collectives=not self._lockstep.ranks.is_alone,
                 lean_units=lean_units,
+                keeps_samples=self._planner.compiles,
             )
             with self._placement.suspended():
-                recording.start(tensors, gradients=gradients)
+                recording.start(tensors, gradients=tensors.pop("gradients"))
             return recording
 
         self._recording = self._lockstep.together(begin)
@@ -379,8 +381,7 @@ class Attached:
                 self._planner.warn_once(excess, key="drift")
         elif state is State.LEAN:
             missed, courses = self._planner.missed, step.courses()
-            departure = Departure("called the model otherwise than the plan foresees")
-            self._planner.see_to(step, departure, number)
+            self._planner.see_to(step, Departure("called the model otherwise than the plan foresees"), number)
             if not missed.was_over:  # Else an earlier step was missed, and this one may do less.
                 missed.note(step.calls, courses, attempts=missed.attempts_left)
             self._planner.steps.note(step.calls, courses)

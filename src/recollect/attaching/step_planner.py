@@ -25,6 +25,7 @@ from recollect.quantities import parse_budget
 from recollect.ranks.group import Place
 from recollect.ranks.members import common_plan, with_common_times
 from recollect.recording.step_recording import StepRecording
+from recollect.recording.variants import with_variants
 from recollect.warning import warn_user
 
 # What grows from step to step is reserved somewhat ahead.
@@ -110,6 +111,7 @@ class StepPlanner:
         log: takes a line for each plan.
         device: where the model runs.
         host_bytes: most bytes that may be in host memory.
+        compiles: layers may run inside `torch.compile`.
 
     Attributes:
         budget_bytes: None until the first plan is made.
@@ -125,6 +127,7 @@ class StepPlanner:
     log: Callable[[str], object]
     device: torch.device
     host_bytes: int = 0
+    compiles: bool = False
 
     def __post_init__(self) -> None:
         self.budget_bytes: int | None = None
@@ -174,6 +177,17 @@ class StepPlanner:
             batch=f"{calls[0]}, {len(calls)} calls" if len(calls) > 1 else str(calls[0]),
             budget=budget,
         )
+        if recording.keeps_samples:
+            seconds: list[float] = []
+            profile = with_variants(
+                profile,
+                recording.samples_of_graph,
+                self.device,
+                compiled=lambda _, compile_s: seconds.append(compile_s),
+            )
+            self.log(
+                f"recollect: compiled layers {len(seconds)} times in {sum(seconds):.0f} s, to measure what they take"
+            )
         return with_host_link(profile, self.device) if self.host_bytes else profile
 
     def see_to(self, step: StepUnderWay, departure: Departure, number: int) -> None:

@@ -22,20 +22,24 @@ from recollect.arguments import check_kind
 from recollect.byte_format import format_bytes
 from recollect.errors import BudgetTooSmallError, ProfileFormatError
 from recollect.planning.bound import LowerBound, check_bound, is_all_on_tape
+from recollect.planning.chain import Chain
 from recollect.planning.chain_solver import ChainSolver
 from recollect.planning.classic import classic_plan
-from recollect.planning.option_table import Candidate, OptionTable
+from recollect.planning.engine_options import engine_options
+from recollect.planning.option_table import Candidate, KnownCosts, OptionTable
 from recollect.plans.plan import Plan
 from recollect.profile.events import ALLOC, FREE, OPTIMIZER, PHASE
 from recollect.profile.profile import Profile, kind_text
 from recollect.quantities import parse_budget
-from recollect.simulation.decisions import CallActions, decide
-from recollect.simulation.peak_sums import checked
+from recollect.simulation.decisions import CallActions, decide, plain_call
+from recollect.simulation.peak_sums import PeakSums, checked
 from recollect.simulation.program import Program
 from recollect.simulation.simulate import Simulation, simulate, simulated_plan
 from recollect.simulation.timeline import explain_peak
 from recollect.simulation.windows import windows
 
+# Simulations to measure the options of engines with: as many as there are, of few distinct units.
+_MOST_PROBES = 64
 # Stop searching this close to the bound: a fraction of the bound itself, and one of the step.
 _SMALL_GAP = 0.01
 _SMALL_GAP_OF_STEP = 0.001
@@ -102,8 +106,10 @@ class Planner:
             )
         self.profile = profile
         self._program = Program(profile, windows(profile))
-        self._plain = self._simulate([CallActions()] * len(profile.calls))
+        # Units that were recorded inside the compiler keep there what PyTorch keeps; the others keep everything.
+        self._plain = self._simulate([plain_call(profile.graph_of(call)) for call in profile.calls])
         self._make_bound = make_bound or partial(LowerBound, profile)
+        self._is_compiled = any(graph.variants for graph in profile.graphs)
         self._leanest: tuple[Simulation, list[str]] | None = None
 
     @cached_property
@@ -118,6 +124,14 @@ class Planner:
         return found
 
     @cached_property
+    def _mixes(self) -> Chain | None:
+        """Chooses among engines; None if no unit was recorded inside the compiler."""
+        if not self._is_compiled:
+            return None
+        sums = PeakSums(self._program)
+        return Chain(KnownCosts(sums, OptionTable(self.profile, options_of=engine_options)), most_probes=_MOST_PROBES)
+
+    @cached_property
     def _bound(self) -> LowerBound:
         return self._make_bound()
 
@@ -129,7 +143,7 @@ class Planner:
     @without_collections()
     def bound_slowdown(self, budget_bytes: int) -> float | None:
         """Return a lower bound on the slowdown of any plan within a budget; inf if no plan fits, None if unknown."""
-        if self.profile.step_s <= 0 or not self.profile.calls:
+        if self.profile.step_s <= 0 or not self.profile.calls or self._is_compiled:
             return None
         return self._bound_s(budget_bytes) / self.profile.step_s
 
@@ -142,7 +156,7 @@ class Planner:
         """
         device_bytes = self.profile.device_memory_bytes
         budget_bytes = parse_budget(budget, reference_bytes=self._plain.peak_bytes, device_bytes=device_bytes)
-        if self._plain.peak_bytes <= budget_bytes:
+        if self._plain.peak_bytes <= budget_bytes and not self._is_compiled:
             table = OptionTable(self.profile)
             return self._predicted(table.plan(table.fattest), self._plain, budget_bytes, 0.0)
         bound_s = self._bound_s(budget_bytes)
@@ -160,7 +174,11 @@ class Planner:
     def _best(self, budget_bytes: int, enough_s: float) -> Candidate | None:
         """Return the fastest candidate of all solvers; stop at the first that is good enough."""
         best: Candidate | None = None
-        for solver in self._solvers:
+        if self._mixes:
+            candidates = (*self._mixes.best(budget_bytes), *self._mixes.costs.known())
+            known = [one for one in candidates if one.peak_bytes <= budget_bytes]
+            best = min(known, key=lambda one: (one.recompute_s, one.peak_bytes, one.choice), default=None)
+        for solver in self._solvers if best is None else ():
             found = solver.best(budget_bytes, enough_s)
             if found is not None and (best is None or found.recompute_s < best.recompute_s):
                 best = found
@@ -193,7 +211,8 @@ class Planner:
 
     def _bound_s(self, budget_bytes: int) -> float:
         """Return a lower bound on the recompute seconds of any plan."""
-        if not self.profile.calls:
+        # There is no bound on compiled code: what it recomputes takes no time of its own.
+        if not self.profile.calls or self._is_compiled:
             return 0.0
         return self._bound.added_s(budget_bytes)
 
@@ -206,7 +225,7 @@ class Planner:
 
     def _predicted(self, chosen: Plan, simulation: Simulation, budget_bytes: int, bound_s: float) -> Plan:
         made = simulated_plan(self.profile, replace(chosen, budget_bytes=budget_bytes), simulation)
-        if not is_all_on_tape(chosen) or not math.isfinite(bound_s) or self.profile.step_s <= 0:
+        if self._is_compiled or not is_all_on_tape(chosen) or not math.isfinite(bound_s) or self.profile.step_s <= 0:
             return made
         check_bound(bound_s, simulation.recompute_s, budget_bytes)
         return replace(made, bound_slowdown=bound_s / self.profile.step_s)

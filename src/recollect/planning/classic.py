@@ -7,7 +7,8 @@
 | every_nth | the input of every nth layer |
 | sqrt | the input of every nth layer, where n is the rounded square root of the number of layers |
 
-Embedding, final norm and LM head keep everything, as with the switches of the libraries themselves.
+Units that were recorded inside `torch.compile` run there: "keep_all" leaves the choice to PyTorch, and "full" keeps nothing, if
+that was recorded. Embedding, final norm and LM head keep everything, as with the switches of the libraries themselves.
 
 References:
     T. Chen, B. Xu, C. Zhang, C. Guestrin, "Training Deep Nets with Sublinear Memory Cost", 2016, section 4.1, for the
@@ -25,7 +26,7 @@ from recollect.planning.output_choices import dropped_outputs, longest_chain
 from recollect.plans.action import Action
 from recollect.plans.plan import Plan
 from recollect.profile.profile import Profile
-from recollect.simulation.decisions import keep_all_unit, recompute_all_unit
+from recollect.simulation.decisions import compiled_unit, keep_all_unit, recompute_all_unit
 from recollect.simulation.simulate import predicted_plan
 
 ClassicName = Literal["keep_all", "full", "every_nth", "sqrt"]
@@ -67,7 +68,11 @@ def classic_plan(profile: Profile, name: ClassicName, n: int | None = None) -> P
             continue
         graph = profile.graph_of(call)
         output: Action = Action.RECOMPUTE if call.path in dropped else Action.KEEP
-        units[call.path] = keep_all_unit(graph) if stride == 0 else recompute_all_unit(graph, output=output)
+        leanest = next((number for number, variant in enumerate(graph.variants) if not variant.kept), -1)
+        if graph.variants and output is Action.KEEP and (stride == 0 or leanest >= 0):
+            units[call.path] = compiled_unit(graph, 0 if stride == 0 else leanest)
+        else:
+            units[call.path] = keep_all_unit(graph) if stride == 0 else recompute_all_unit(graph, output=output)
     plan = Plan(units, note=note)
     return predicted_plan(profile, plan)
 

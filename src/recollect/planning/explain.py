@@ -27,7 +27,7 @@ from recollect.profile.profile import Profile
 from recollect.simulation.copy_clock import waits_of
 from recollect.simulation.decisions import CallActions, calls_on_tape, decide
 from recollect.simulation.lifetimes import Lifetimes, lifetimes
-from recollect.simulation.playback import GENERATOR, OUTSIDE
+from recollect.simulation.playback import COMPILED, GENERATOR, OUTSIDE
 from recollect.simulation.simulate import Simulation
 from recollect.simulation.timeline import explain_peak
 
@@ -42,7 +42,8 @@ class LayerUsage:
             the unit before it. Bytes that ops wrote to in place go by the name of the value that autograd saved.
         generator_bytes: size of the random generator states held to repeat random ops.
         recomputed: ops that run again, named by their results, in order; an op that runs twice is listed twice.
-        recompute_s: seconds of these ops, plus the tape's overhead in forward.
+        recompute_s: seconds of these ops, plus the tape's overhead in forward; of a compiled unit, what it takes longer than
+            with PyTorch's own choice of what to keep.
         num_runs: the number of equal runs of the step that this one stands for.
     """
 
@@ -107,12 +108,16 @@ def usage_in(profile: Profile, decisions: Sequence[CallActions], lives: Lifetime
     for index, call in enumerate(profile.calls):
         graph, again = profile.graph_of(call), reruns.get(index, [])
         tape_s = graph.watched_s(decisions[index].values.dropped) if index in on_tape else 0.0
+        if (variant := decisions[index].variant) >= 0:
+            tape_s = max(0.0, graph.variants[variant].step_s - graph.variants[0].step_s)
         names = _names(graph)
         accounts.append(
             LayerUsage(
                 path=call.path,
                 kept=tuple(
-                    (names[value], nbytes) for value, nbytes in sorted(kept[index].items()) if value >= 0 and nbytes
+                    (names[value] if value >= 0 else "compiled code's own", nbytes)
+                    for value, nbytes in sorted(kept[index].items())
+                    if (value >= 0 or value == COMPILED) and nbytes
                 ),
                 generator_bytes=kept[index][GENERATOR],
                 recomputed=tuple(op.name for op in again),
@@ -137,7 +142,7 @@ def _kept(lives: Lifetimes) -> defaultdict[int, Counter[int]]:
     after = {call: moments[bisect_left(lives.backwards, began)] for call, began in lives.began.items()}
     found: defaultdict[int, Counter[int]] = defaultdict(Counter)
     for storage in lives.storages:
-        call, value = storage.owner if storage.owner[0] != GENERATOR else storage.owner[::-1]
+        call, value = storage.owner if storage.owner[0] >= OUTSIDE else storage.owner[::-1]
         if call in after and storage.is_alive_at(after[call]):
             found[call][value] += storage.nbytes
     return found

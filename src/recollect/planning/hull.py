@@ -36,7 +36,7 @@ import numpy as np
 from scipy.sparse import coo_array, csr_array
 from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
-from recollect.plans.action import Action
+from recollect.plans.action import Action, EngineChoice
 from recollect.plans.value_names import module_of
 from recollect.profile.graph import UnitGraph
 
@@ -111,6 +111,8 @@ class Option:
         kept_bytes: bytes of what is stored, including the unit's output if kept, and of generator states to rerun random ops.
         recompute_s: seconds of `recompute_ops` and to gather parts, plus the overhead of the tape in forward for their modules.
         output: action of the unit's output.
+        engine: what carries it out.
+        variant: of a compiled unit, the index in `UnitGraph.variants`; -1 on other engines.
     """
 
     stored: Stored
@@ -118,6 +120,13 @@ class Option:
     kept_bytes: int
     recompute_s: float
     output: Action = Action.KEEP
+    engine: EngineChoice = EngineChoice.TAPE
+    variant: int = -1
+
+    @property
+    def key(self) -> tuple[Stored, Action, EngineChoice, int]:
+        """What tells options of one unit apart."""
+        return self.stored, self.output, self.engine, self.variant
 
 
 def unit_hull(graph: UnitGraph, *, output: Action = Action.KEEP) -> tuple[Option, ...]:

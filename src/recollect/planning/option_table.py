@@ -6,17 +6,17 @@ A choice with its exact cost is a candidate. Solvers find candidates; the best b
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Protocol
 
 from recollect.planning.hull import Evaluator, Option, Stored, unit_hull
-from recollect.plans.action import Action
+from recollect.plans.action import Action, EngineChoice
 from recollect.plans.plan import Plan
 from recollect.plans.unit_plan import UnitPlan
 from recollect.profile.graph import UnitGraph
 from recollect.profile.profile import Profile
-from recollect.simulation.decisions import CallActions, decide_call, keep_all_unit
+from recollect.simulation.decisions import CallActions, compiled_unit, decide_call, keep_all_unit
 from recollect.simulation.peak_sums import Peaks, PeakSums
 
 Choice = tuple[int, ...]
@@ -81,8 +81,8 @@ class OptionTable:
         self.may_drop_outputs = bool(dropped_outputs or free_outputs)
         self._is_repeated = {call.path: call.repeated for call in profile.calls}
         self.rows = _rows(profile, dropped_outputs, options_of, free_outputs)
-        self._unit_plans: dict[tuple[int, Stored, Action], UnitPlan] = {}
-        self._decisions: dict[tuple[int, Stored, Action, bool], tuple[CallActions, ...]] = {}
+        self._unit_plans: dict[tuple[object, ...], UnitPlan] = {}
+        self._decisions: dict[tuple[object, ...], tuple[CallActions, ...]] = {}
         row_of = {call: index for index, row in enumerate(self.rows) for call in row.calls}
         self.sources = [
             {row_of[source] for call in row.calls for _, source, _ in profile.calls[call].origins} - {index}
@@ -105,7 +105,7 @@ class OptionTable:
             ValueError: a row has no such option.
         """
         return tuple(
-            [(known.stored, known.output) for known in row.options].index((option.stored, option.output))
+            [known.key for known in row.options].index(option.key)
             for row, option in zip(self.rows, options, strict=True)
         )
 
@@ -118,7 +118,7 @@ class OptionTable:
         result = [CallActions()] * len(self.profile.calls)
         for index, option in enumerate(options):
             calls, is_named = self.rows[index].calls, self._is_named(index, options)
-            key = (index, option.stored, option.output, is_named)
+            key = (index, *option.key, is_named)
             if key not in self._decisions:
                 unit = self._unit_plan(index, option) if is_named else None
                 graphs = [self.profile.graph_of(self.profile.calls[call]) for call in calls]
@@ -142,12 +142,12 @@ class OptionTable:
 
     def _unit_plan(self, index: int, option: Option) -> UnitPlan:
         row = self.rows[index]
-        key = (row.graph, option.stored, option.output)
+        key = (row.graph, *option.key)
         if key not in self._unit_plans:
             self._unit_plans[key] = unit_plan(self.profile.graphs[row.graph], option)
         shared = self._unit_plans[key]
         others = {self.profile.calls[call].graph for call in row.calls} - {row.graph}
-        if not others:
+        if not others or shared == compiled_unit(self.profile.graphs[row.graph], 0):
             return shared
         # A module that runs with two graphs: keep what only the other one computes, so that the plan names everything.
         rest: Mapping[str, Action] = {
@@ -155,7 +155,7 @@ class OptionTable:
             for graph in others
             for name, action in keep_all_unit(self.profile.graphs[graph]).actions.items()
         }
-        return UnitPlan({**rest, **shared.actions}, output=shared.output)
+        return UnitPlan({**rest, **shared.actions}, output=shared.output, engine=shared.engine)
 
     def plan(self, choice: Choice) -> Plan:
         """Return the plan; it names units outside the repeated layers only if they must be on the tape."""
@@ -171,24 +171,37 @@ class OptionTable:
 def _rows(
     profile: Profile, dropped_outputs: Collection[str], options_of: OptionsOf, free_outputs: Collection[str]
 ) -> tuple[UnitRow, ...]:
-    known: dict[tuple[int, tuple[Action, ...]], tuple[Option, ...]] = {}
+    known: dict[tuple[object, ...], tuple[Option, ...]] = {}
     rows = []
     for path, calls in profile.calls_by_path.items():
         graph = max((profile.calls[call].graph for call in calls), key=lambda g: profile.graphs[g].saved_bytes)
         outputs: tuple[Action, ...] = (Action.RECOMPUTE,) if path in dropped_outputs else (Action.KEEP,)
         if path in free_outputs and path not in dropped_outputs:
             outputs = (Action.KEEP, Action.RECOMPUTE)
-        if (graph, outputs) not in known:
-            own = [option for output in outputs for option in options_of(profile.graphs[graph], output=output)]
+        key = graph, outputs, frozenset(profile.calls[call].graph for call in calls)
+        if key not in known:
+            record = _alike({call: profile.graph_of(profile.calls[call]) for call in calls}, profile.graphs[graph])
+            own = [option for output in outputs for option in options_of(record, output=output)]
             if len(outputs) > 1:
                 # Of two options that cost the same, prefer the one that keeps the output.
                 own.sort(key=lambda option: (option.kept_bytes, -option.recompute_s, option.output))
-            known[graph, outputs] = tuple(own)
+            known[key] = tuple(own)
         runs = [profile.calls[call] for call in calls]
         one_s = profile.graphs[graph].forward_s
         num_runs = sum(r.num_runs * (profile.graph_of(r).forward_s / one_s if one_s else 1.0) for r in runs)
-        rows.append(UnitRow(path, tuple(calls), graph, known[graph, outputs], num_runs))
+        rows.append(UnitRow(path, tuple(calls), graph, known[key], num_runs))
     return tuple(rows)
+
+
+def _alike(graphs: Mapping[int, UnitGraph], largest: UnitGraph) -> UnitGraph:
+    """Return the largest graph of a unit with the variants that all its calls have; of several graphs, PyTorch's choice."""
+    distinct = set(map(id, graphs.values()))
+    if len(distinct) == 1 or not largest.variants:
+        return largest
+    is_in_all = all(graph.variants for graph in graphs.values())
+    return replace(
+        largest, variants=largest.variants[:1] if is_in_all else (), eager_s=largest.eager_s if is_in_all else 0.0
+    )
 
 
 def with_options(options_of: OptionsOf, table: OptionTable, known: Sequence[Option]) -> OptionsOf:
@@ -220,6 +233,10 @@ def unit_plan(graph: UnitGraph, option: Option) -> UnitPlan:
     Values that nobody needs after forward get "keep": that costs no bytes and lets the tape skip modules that compute
     nothing else. If the output is dropped, its readers may need it, so the ops that compute it run again too.
     """
+    if option.engine is EngineChoice.REGION:
+        return UnitPlan({}, engine=option.engine)
+    if option.engine is EngineChoice.COMPILE:
+        return compiled_unit(graph, option.variant)
     ops = option.recompute_ops | (_ops_of_outputs(graph, option) if option.output == Action.RECOMPUTE else frozenset())
     needed = {value for op in ops for value in graph.ops[op].inputs}
     actions: dict[str, Action] = {}

@@ -144,6 +144,11 @@ class OffloadPlanner(Planner):
         if not 0 < link_share <= 1:
             raise PlanError(f"link_share: got {link_share}, expected a part of the link's rate, above 0 and at most 1")
         super().__init__(profile)
+        if self._is_compiled:
+            raise PlanError(
+                "plan with host_budget: got a profile of compiled units, expected one recorded without engine='compile': "
+                "compiled code copies nothing to host memory. Leave out one of them."
+            )
         link = link_of(profile, link_share)
         if link is None:
             raise PlanError(

@@ -42,7 +42,8 @@ class Plan(ShownInNotebooks):
         units: unit plans by module path, in forward order. Units that are not named keep everything.
         budget_bytes: the requested bound on the peak of the whole step.
         predicted_peak_bytes: simulated peak of the whole step.
-        predicted_slowdown: recompute time divided by the time of forward and backward without it; 0.03 is 3 %.
+        predicted_slowdown: recompute time divided by the time of forward and backward without it; 0.03 is 3 %. With compiled
+            units, against the step in which these keep what PyTorch chooses; it may be below 0 then.
         bound_slowdown: lower bound on the slowdown of any plan within the budget.
         note: where the plan comes from, in words.
         torch_version, device_name: as in the profile that the plan was made from; empty if they do not matter, such
@@ -100,10 +101,12 @@ class Plan(ShownInNotebooks):
             nbytes = getattr(self, name)
             if nbytes is not None and nbytes < 0:
                 raise PlanError(f"{name}: got {nbytes}, expected 0 or more")
+        # Compiled units may be faster than with what PyTorch chooses to keep.
+        least = {"predicted_slowdown": -1 if self.is_compiled else 0}
         for name in ("predicted_slowdown", "bound_slowdown", "host_wait_slowdown", "low_factor", "high_factor"):
             slowdown = getattr(self, name)
-            if slowdown is not None and not (math.isfinite(slowdown) and slowdown >= 0):
-                raise PlanError(f"{name}: got {slowdown}, expected a finite number, 0 or more")
+            if slowdown is not None and not (math.isfinite(slowdown) and slowdown >= least.get(name, 0)):
+                raise PlanError(f"{name}: got {slowdown}, expected a finite number, {least.get(name, 0)} or more")
         for name in ("to_host_bytes_per_s", "from_host_bytes_per_s"):
             rate = getattr(self, name)
             if rate is not None and not (math.isfinite(rate) and rate > 0):
@@ -147,6 +150,8 @@ class Plan(ShownInNotebooks):
             times.append(f"predicted slowdown {_percent(self.predicted_slowdown)}{self.range_text}{waits}")
         if self.bound_slowdown is not None:
             times.append(f"no plan can be below {_percent(self.bound_slowdown)} by the profile's times")
+        elif self.predicted_slowdown and self.is_compiled:
+            times.append("no bound is known for compiled units")
         hosts = []
         if self.predicted_host_bytes is not None:
             hosts.append(f"predicted host memory {_bytes(self.predicted_host_bytes)}")
@@ -173,6 +178,11 @@ class Plan(ShownInNotebooks):
         low, high = self.slowdown_range
         is_noisy = high > _NOISY_FACTOR * low and high - low > _NOISY_SLOWDOWN
         return f" ({100 * low:.1f} to {100 * high:.1f}{': times too noisy to plan by' if is_noisy else ''})"
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether any unit runs inside `torch.compile`."""
+        return any(unit.engine is EngineChoice.COMPILE for unit in self.units.values())
 
     @property
     def offloads(self) -> bool:

@@ -142,6 +142,13 @@ def wrap(text: str, columns: int, *, start: str = "", hang: str = "") -> list[st
 
 
 def _unit_items(unit: UnitPlan, classes: Mapping[str, str]) -> list[str]:
+    if unit.engine is EngineChoice.COMPILE:
+        items = _actions(unit, classes) if unit.actions else ["keep what PyTorch chooses"]
+        return ["inside torch.compile", *items]
+    return _actions(unit, classes)
+
+
+def _actions(unit: UnitPlan, classes: Mapping[str, str]) -> list[str]:
     if not unit.recomputes_anything:
         return ["keep all"]
     and_output = " and the output" if unit.output is Action.RECOMPUTE else ""

@@ -24,7 +24,8 @@ class UnitPlan:
             `Action.KEEP`: as a part, if the action of its value is `Action.SHARD`.
         engine: `EngineChoice.TAPE` follows `actions`; `EngineChoice.REGION` re-runs the whole module, for modules that the tape
             cannot see into, and keeps its output; `EngineChoice.COMPILE` follows `actions` inside `torch.compile`, and keeps
-            the output. May be given as an engine or its word, "tape", "region" or "compile".
+            the output; without actions it keeps what PyTorch chooses. May be an engine or its word, "tape", "region" or
+            "compile".
         trips: when each value with `Action.OFFLOAD` leaves and comes back; `Trip()` for those that are not named.
 
     Raises:

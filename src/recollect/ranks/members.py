@@ -233,6 +233,7 @@ def _times(profile: Profile) -> Iterator[float]:
         yield from (seconds for _, seconds in graph.module_tape_s)
         yield from (op.time_s for op in graph.ops)
         yield from (part.gather_s for part in graph.parts)
+        yield from (graph.eager_s, *(variant.step_s for variant in graph.variants))
 
 
 def _with_times(profile: Profile, times: Iterator[float]) -> Profile:
@@ -245,6 +246,8 @@ def _with_times(profile: Profile, times: Iterator[float]) -> Profile:
             module_tape_s=tuple((module, next(times)) for module, _ in graph.module_tape_s),
             ops=tuple(replace(op, time_s=next(times)) for op in graph.ops),
             parts=tuple(replace(part, gather_s=next(times)) for part in graph.parts),
+            eager_s=next(times),
+            variants=tuple(replace(variant, step_s=next(times)) for variant in graph.variants),
         )
         for graph in profile.graphs
     )
@@ -263,7 +266,9 @@ def _fingerprint(profile: Profile) -> str:
 def _words(graph: UnitGraph) -> str:
     ops = [(op.name, op.inputs, op.outputs) for op in graph.ops]
     parts = [(part.value, part.nbytes) for part in graph.parts]
-    return repr(([module for module, _ in graph.module_tape_s], [value.nbytes for value in graph.values], ops, parts))
+    variants = [replace(variant, step_s=0.0) for variant in graph.variants]
+    values = [value.nbytes for value in graph.values]
+    return repr(([module for module, _ in graph.module_tape_s], values, ops, parts, variants))
 
 
 # Where nothing made the processes wait for each other just before, loading data may take one of them longer.

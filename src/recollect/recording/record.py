@@ -43,6 +43,7 @@ from recollect.recording.optimizers import Optimizers, check_optimizers
 from recollect.recording.restored_state import free_gradients, undisturbed
 from recollect.recording.step_recorder import Costs
 from recollect.recording.step_recording import Collectives, Gradients, StepRecording
+from recollect.recording.variants import RecordedEngine, check_engine, with_variants
 from recollect.tensors import inner_tensors
 
 
@@ -61,6 +62,7 @@ def record(
     split_backward: bool = False,
     loss_chunks: int = 1,
     collectives: Collectives = "keep",
+    engine: RecordedEngine = "tape",
     host_link: bool = False,
     group: GroupChoice = None,
 ) -> Profile:
@@ -99,6 +101,9 @@ def record(
         collectives: what plans may do with the results of collectives inside units. "keep": they stay, so that each rank may
             have a plan of its own. "replay": they may be dropped, and the collective runs again in backward; then all ranks
             have to record, to apply the same plan, and to run the same ops in the same order.
+        engine: "compile" measures what the repeated layers take inside `torch.compile` as well, for each of several sets of
+            values to keep, so that plans can have it keep these (`EngineChoice.COMPILE`). The profile's step is then that with
+            them compiled. It compiles each kind of layer up to eleven times, seconds to a minute each.
         host_link: measure copies to host memory and back, too, once in a process, so that plans can have a `host_budget`. With
             `fake`, `hardware` says how fast they are.
         group: the processes that record together, whose profiles get the median of their times, so that they make the same plan
@@ -113,12 +118,14 @@ def record(
         AlreadyAppliedError: the model already recomputes.
         HardwareError: an unknown name or a malformed file; or given without `fake`, where times are measured.
         ChunkedLossError: the model's loss cannot be computed in chunks.
+        NotYetError: `engine="compile"` with `fake`, `split_backward`, FSDP2, or a backward that keeps its graph.
         RecordError: both or neither of `batch` and `step`; the model rejected the batch; the loss is not a scalar or does
             not require grad; an unknown word; with `fake`, the step depends on data; the parameters are not there yet, or are
             partitioned; a process of the group failed, or has another model; or this PyTorch does not do what records need.
 
     Warns:
         TorchVersionWarning: once in a process, with a PyTorch that is newer than those that are tested, or that differs.
+        UserWarning: with `engine="compile"`, layers cannot be compiled.
 
     Example:
         >>> import torch, recollect
@@ -135,6 +142,7 @@ def record(
     check_step(model, batch, step)
     if collectives not in get_args(Collectives):
         raise RecordError(f"collectives: got {collectives!r}, expected {' or '.join(map(repr, get_args(Collectives)))}")
+    compiles = check_engine(engine, model, fake=fake, split_backward=split_backward)
     ranks = ALONE if fake else ranks_of(model, group, "record(model, batch)")
 
     loop = _Loop(model, batch, step, optimizer, loss_fn, holds_output, gradients, loss_chunks, split_backward)
@@ -142,15 +150,18 @@ def record(
 
     def prepared() -> tuple[StepRecording, OptimizerStep]:
         check_optimizers(model, optimizer)
-        return loop.prepared(modelled or MeasuredCosts(loop.device), units, collectives)
+        recording, optimizer_step = loop.prepared(modelled or MeasuredCosts(loop.device), units, collectives)
+        recording.keeps_samples = compiles
+        return recording, optimizer_step
 
     with stage("recording the step"):
         recording, optimizer_step = ranks.together(prepared, Place.START)
-        check_alike(ranks, model, {"loss_chunks": loss_chunks, "collectives": collectives})
+        check_alike(ranks, model, {"loss_chunks": loss_chunks, "collectives": collectives, "engine": engine})
         profile = ranks.together(lambda: loop.recorded(recording, optimizer_step), Place.START)
         if host_link and not fake:
             profile = ranks.together(lambda: with_host_link(profile, loop.device), Place.START)
-        return with_common_times(profile, ranks)
+        profile = with_common_times(profile, ranks)
+        return with_variants(profile, recording.samples_of_graph, loop.device, ranks=ranks) if compiles else profile
 
 
 def record_with(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
+from functools import partial
 from typing import Any
 
 import torch
@@ -116,6 +117,9 @@ class RecordingTape(Tape):
                 value = recorder.value_index(tensor.untyped_storage())
                 if value is not None:
                     recorder.calls[index].values[value].is_output = True
+            self.samples.note_values(
+                index, partial(recorder.calls[index].value_of, index=index), (args, kwargs), output
+            )
         finally:
             recorder.current = outer
         recorder.log(events.RETURN, index)

@@ -75,6 +75,7 @@ class StepRecording:
         in_loop: whether it begins in a call of somebody's loop, who then tells `returns` of all calls. It takes as little
             memory as it can, and counts, on the CPU, too, what is there besides the step, which counts on CUDA in any case.
         replays_collectives: whether plans may run collectives again; this recording then does.
+        keeps_samples: whether `samples_of_graph` is wanted.
         lean_units: the leanest plan that is known for the step, which then runs under it, and within the budget if that can be;
             else it drops all that can be dropped but what units return.
 
@@ -82,6 +83,7 @@ class StepRecording:
         returns: when the models of the step return.
         left_bytes: what the step and the recording had made and was alive when the recording stopped, and what is left of the
             last step's gradients.
+        samples_of_graph: for each graph of the profile, a call of a unit that has it or is like it, as far as it can run alone.
     """
 
     model: nn.Module
@@ -91,17 +93,20 @@ class StepRecording:
     _: KW_ONLY
     in_loop: bool = False
     replays_collectives: bool = False
+    keeps_samples: bool = False
     lean_units: Mapping[str, UnitPlan] | None = None
 
     def __post_init__(self) -> None:
         self._modelled = self.costs if isinstance(self.costs, ModelledCosts) else None
         self.recorder = StepRecorder(self.costs, self.device)
         self._ranks = self.recorder.ranks = RanksWithParts.of(self.model, self.device, self._modelled)
-        is_fake = self._modelled is not None
-        self._samples = UnitSamples(self.model, self.device, in_excerpts=self.in_loop, is_fake=is_fake)
+        self._samples = UnitSamples(
+            self.model, self.device, in_excerpts=self.in_loop, is_fake=self._modelled is not None
+        )
         self._stack = ExitStack()
         self._persistent: dict[str, int] = {}
         self.returns = Returns(self.recorder)
+        self.samples_of_graph: dict[int, UnitSample] = {}
         self._ran_optimizer = False
         self._leftovers = Leftovers()
         self._gradients: set[int] = set()
@@ -318,6 +323,10 @@ class StepRecording:
 
         samples = [sample for sample in self._samples.samples if sample.call not in recorder.communicating]
         self._samples.samples.clear()
+        if self.keeps_samples:
+            by_call = {sample.call: sample for sample in samples}
+            pairs = [(profile.calls[call].graph, first) for call, first in first_alike.items()]
+            self.samples_of_graph = {graph: by_call[first] for graph, first in reversed(pairs) if first in by_call}
         timed = measure_unit_times(samples, self.device, room_bytes=room_bytes, rounds=rounds)
         times = {call: timed[first] for call, first in first_alike.items() if first in timed}
         return with_unit_times(

@@ -310,3 +310,12 @@ class RecordedCall:
         name = f"input {len(self.origins) + len(self.outside)}"
         self.values.append(RecordedValue(name, nbytes, producer=None))
         return len(self.values) - 1
+
+    def value_of(self, thing: Any, index: int) -> int:
+        """Return the value of this call, whose index is given, that a tensor holds; -1 if it holds none, or is no tensor."""
+        tracker = tracker_of(storage_of(thing))
+        if isinstance(tracker, TrackedOther):
+            return self.outside.get(tracker.storage, -1)
+        if not isinstance(tracker, TrackedValue):
+            return -1
+        return tracker.value if tracker.call == index else self.origins.get((tracker.call, tracker.value), -1)

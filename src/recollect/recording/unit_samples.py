@@ -6,6 +6,7 @@ What runs again is a copy: neither the model's parameters nor its hooks, counter
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -60,6 +61,8 @@ class UnitSample:
     """One call of a unit: the module, not copied yet, and copies of what it got, of large tensors perhaps a part (`Excerpt`).
 
     `requires_grad`: for each leaf of the arguments, whether it did. `autocast`: the type to which it was cast; None if off.
+    `input_values`, `output_values`: for each leaf of the arguments, and each tensor returned, the index of the value that it is
+    in the unit's graph; -1 if it is none.
     """
 
     call: int
@@ -68,6 +71,8 @@ class UnitSample:
     kwargs: Any
     requires_grad: tuple[bool, ...]
     autocast: torch.dtype | None
+    input_values: tuple[int, ...] = ()
+    output_values: tuple[int, ...] = ()
 
     @property
     def parameter_bytes(self) -> int:
@@ -172,6 +177,13 @@ class UnitSamples:
         kind_of_device = self._device.type
         autocast = torch.get_autocast_dtype(kind_of_device) if torch.is_autocast_enabled(kind_of_device) else None
         self.samples.append(UnitSample(call, module, args, kwargs, requires_grad, autocast))
+
+    def note_values(self, call: int, value_of: Callable[[Any], int], arguments: Any, output: Any) -> None:
+        """Note which values a call read and returned, if there is a sample of it; `value_of` tells -1 for what is none."""
+        if self.samples and self.samples[-1].call == call:
+            inputs = tuple(map(value_of, tree_leaves(arguments)))
+            outputs = tuple(value_of(leaf) for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor))
+            self.samples[-1] = replace(self.samples[-1], input_values=inputs, output_values=outputs)
 
 
 def _copied(leaf: Any) -> Any:

@@ -293,7 +293,7 @@ def _times_of(sample: UnitSample, device: torch.device, rounds: Rounds) -> UnitT
             with ExitStack() as stack:
                 if tape is not None:
                     stack.enter_context(apply_policy(module, [""], tape))
-                pair = _run(sample, module, device)
+                pair = time_run(sample, module, device)
             if pair is None:
                 return None
             pairs.append(pair)
@@ -303,13 +303,22 @@ def _times_of(sample: UnitSample, device: torch.device, rounds: Rounds) -> UnitT
     return UnitTimes(plain[0], plain[1], leanest[0], leanest[1], idle_s, _spread(counted[1], counted[0]))
 
 
-def _run(sample: UnitSample, module: nn.Module, device: torch.device) -> tuple[float, float] | None:
-    """Return the seconds of a unit's forward and backward; None if there is nothing to differentiate."""
+def time_run(
+    sample: UnitSample, module: nn.Module, device: torch.device, forward: Callable[..., Any] | None = None
+) -> tuple[float, float] | None:
+    """Return the seconds of a unit's forward and backward; None if there is nothing to differentiate.
+
+    Args:
+        sample: what it gets.
+        module: a copy of it.
+        device: where it runs.
+        forward: to run in place of the module's own.
+    """
     trained: list[Any] = [p for p in module.parameters() if p.requires_grad]
     args, kwargs = sample.inputs(trained)
     autocast = sample.autocast
     with torch.enable_grad(), torch.autocast(device.type, dtype=autocast, enabled=autocast is not None):
-        output, forward_s = timed_work(lambda: module(*args, **kwargs), device)
+        output, forward_s = timed_work(lambda: (forward or module)(*args, **kwargs), device)
     ends = [t for t in tree_leaves(output) if isinstance(t, torch.Tensor) and t.requires_grad]
     if not ends or not trained:
         return None

@@ -120,7 +120,9 @@ class Division:
                 step = (operands[0][1],)
             elif code in (LET_GO, RETURN):
                 step = ()
-            elif code != BULK:
+            elif code == BULK:
+                step = operands[:2]
+            else:
                 step = (handles[operands[0]],)
             steps.append((code, *step))
         record = self.program.profile.calls[call]
@@ -147,7 +149,7 @@ class Division:
         home: int = operands[0]
         if code == BULK:
             # No plan changes these: put them with their surroundings, so that runs of instructions are few and long.
-            home = self.program.windows[len(self.window_starts) - 1].call
+            home = operands[2]
         elif code == OP:
             self._op(position, *operands)
         elif code == SAVE:

@@ -77,6 +77,7 @@ class CallActions:
         is_planned: whether the plan names the unit, even if only to keep everything.
         engine: which engine carries the plan out. Engines other than the tape play the call by their own schedule
             (`recollect.simulation.simulate`) and have no actions for single values.
+        variant: of a compiled call, the index in `UnitGraph.variants`; -1 for other engines.
     """
 
     values: ValueActions = KEEP_ALL
@@ -84,6 +85,7 @@ class CallActions:
     is_planned: bool = True
     engine: EngineChoice = EngineChoice.TAPE
     trips: tuple[tuple[int, Trip], ...] = ()
+    variant: int = -1
 
     @property
     def watched(self) -> frozenset[int]:
@@ -134,8 +136,10 @@ def decide_call(graph: UnitGraph, unit: UnitPlan | None) -> CallActions:
     """Return the decision for one call under its unit's plan; values that the plan does not name are kept."""
     if unit is None:
         return CallActions(is_planned=False)
-    if unit.engine is not EngineChoice.TAPE:
+    if unit.engine is EngineChoice.REGION:
         return CallActions(engine=unit.engine)
+    if unit.engine is EngineChoice.COMPILE:
+        return CallActions(engine=unit.engine, variant=_variant_of(graph, unit))
     actions = {
         index: _played_action(graph, value, unit.actions.get(value.name, Action.KEEP))
         for index, value in enumerate(graph.values)
@@ -143,6 +147,59 @@ def decide_call(graph: UnitGraph, unit: UnitPlan | None) -> CallActions:
     }
     trips = [(index, unit.trips[graph.values[index].name]) for index, a in actions.items() if a is Action.OFFLOAD]
     return CallActions(ValueActions.of(actions), unit.output, trips=tuple(trips))
+
+
+def plain_call(graph: UnitGraph) -> CallActions:
+    """Return the decision for a call without a plan: inside the compiler, if it was recorded there, else eagerly."""
+    return CallActions(engine=EngineChoice.COMPILE, variant=0) if graph.variants else CallActions()
+
+
+def compiled_unit(graph: UnitGraph, variant: int) -> UnitPlan:
+    """Return the plan of a unit inside `torch.compile` that keeps what a variant keeps, and what the unit returns.
+
+    Args:
+        graph: the unit.
+        variant: index in `graph.variants`; 0 leaves the choice to PyTorch.
+    """
+    if not variant:
+        return UnitPlan({}, engine=EngineChoice.COMPILE)
+    kept = graph.variants[variant].kept
+    actions: dict[str, Action] = {
+        value.name: Action.KEEP if index in kept or value.is_output else Action.RECOMPUTE
+        for index, value in enumerate(graph.values)
+        if value.producer is not None
+    }
+    return UnitPlan(actions, engine=EngineChoice.COMPILE)
+
+
+def _variant_of(graph: UnitGraph, unit: UnitPlan) -> int:
+    """Return the variant that keeps what a plan keeps; PyTorch's own choice if it says nothing of any value.
+
+    Raises:
+        PlanError: none was recorded.
+    """
+    kept = {
+        index
+        for index, value in enumerate(graph.values)
+        if value.producer is not None and not value.is_output and unit.actions.get(value.name) == Action.KEEP
+    }
+    sets = [set(variant.kept) for variant in graph.variants]
+    # What PyTorch chooses comes last: it may save steps on the way to a value besides.
+    if sets and not unit.actions:
+        return 0
+    for number in reversed(range(len(sets))):
+        if sets[number] == kept:
+            return number
+    known = "; or ".join(", ".join(graph.values[v].name for v in variant.kept) for variant in graph.variants)
+    raise PlanError(
+        "cannot predict the plan: it has a unit compiled that keeps "
+        f"{', '.join(graph.values[index].name for index in sorted(kept)) or 'nothing'}, "
+        + (
+            f"and these sets of values were recorded: {known}. Take one of them, or run the unit on the tape."
+            if graph.variants
+            else "and the profile knows nothing of compiled units: record it with engine='compile'."
+        )
+    )
 
 
 def _played_action(graph: UnitGraph, value: ValueRecord, action: Action) -> Action:

@@ -13,7 +13,7 @@ from recollect.profile.graph import OpRecord
 from recollect.profile.profile import Profile
 from recollect.simulation.decisions import CallActions, calls_on_tape
 from recollect.simulation.playback import Owner, Playback, Token
-from recollect.simulation.program import Key, Program, ProgramOp
+from recollect.simulation.program import Key, Program
 from recollect.simulation.simulate import Simulation, run
 from recollect.simulation.windows import edges_for
 
@@ -177,6 +177,10 @@ class ClockedPlayback(Playback):
         self._bulk(nbytes, 0)
         self.clock_s += time_s
 
+    def spends(self, time_s: float) -> None:
+        """Let time pass."""
+        self.clock_s += time_s
+
     def _edge(self, phase: int, call: int) -> None:
         self.edge_s.append(self.clock_s)
         super()._edge(phase, call)
@@ -243,9 +247,9 @@ class _TimedPlayback(ClockedPlayback):
         super().runs_again(call, op)
         self.reruns.append((call, op))
 
-    def _op(self, call: int, run: ProgramOp) -> None:
+    def starts(self, call: int) -> None:
         self.began.setdefault(call, len(self.times_s))
-        super()._op(call, run)
+        super().starts(call)
 
     def _return(self, call: int) -> None:
         super()._return(call)

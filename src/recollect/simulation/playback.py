@@ -29,6 +29,7 @@ Owner: TypeAlias = tuple[int, int]
 """Who owns bytes: the `Key` of a value, or one of the following constants with the number of the storage or call."""
 OUTSIDE = -1
 GENERATOR = -2
+COMPILED = -3
 
 
 class Saved(Protocol):
@@ -132,7 +133,7 @@ class Playback(HostRoom):
         if op.working_bytes:
             self._bulk(op.working_bytes, 0)
 
-    def _bulk(self, most_bytes: int, change_bytes: int) -> None:
+    def _bulk(self, most_bytes: int, change_bytes: int, _call: int = -1) -> None:
         if self.alive_bytes + most_bytes > self.window_peak_bytes:
             self.alive_bytes += most_bytes
             self.note_peak()
@@ -154,6 +155,13 @@ class Playback(HostRoom):
         """Return a token for the state of a random generator that a call holds."""
         return self.token_type(self, self.profile.block_bytes(nbytes), (GENERATOR, call))
 
+    def starts(self, call: int) -> None:
+        """Note that a call's forward begins."""
+        self.call = call
+
+    def spends(self, time_s: float) -> None:
+        """Let time pass that is not of one op; for those who keep a clock."""
+
     def runs_again(self, call: int, op: OpRecord) -> None:
         """Count an op that runs a second time, in each of the runs that the call stands for."""
         num_runs = self.profile.calls[call].num_runs
@@ -166,7 +174,7 @@ class Playback(HostRoom):
 
     def _op(self, call: int, run: ProgramOp) -> None:
         op = run.op
-        self.call = call
+        self.starts(call)
         drops = self.recomputed[call]
         self.work(op)
         if op.mutates:

@@ -15,14 +15,28 @@ from functools import cache, cached_property
 from itertools import chain
 from typing import Any, ClassVar, Final
 
-from recollect.profile.events import ALLOC, DIES, FORWARD, FREE, GIVE_BACK, OP, PHASE, RETURN, SAVE, WORK, Event
-from recollect.profile.graph import OpRecord
+from recollect.profile.events import (
+    ALLOC,
+    DIES,
+    FORWARD,
+    FREE,
+    GIVE_BACK,
+    OP,
+    OPTIMIZER,
+    PHASE,
+    RETURN,
+    SAVE,
+    WORK,
+    Event,
+)
+from recollect.profile.graph import OpRecord, UnitGraph
 from recollect.profile.profile import Profile
 from recollect.simulation.decisions import CallActions
 from recollect.simulation.windows import Edge, Window
 
 BULK: Final = -1
-"""`(BULK, most_bytes, change_bytes)`: memory rises by `most_bytes` at most, and by `change_bytes` in the end."""
+"""`(BULK, most_bytes, change_bytes, call)`: memory rises by `most_bytes` at most, and by `change_bytes` in the end, in a window
+of this call; -1 in the optimizer's step."""
 WINDOW: Final = -2
 """`(WINDOW,)`: the next window begins."""
 EDGE: Final = -3
@@ -65,6 +79,7 @@ class Program:
             a `Key` for each value or storage, and one `BULK` for each run of events that no plan changes.
         lasting: for each call, the values whose bytes something other than the unit's ops may hold, under some plan.
         written: values whose bytes an op writes to later.
+        read_by_others: values that calls read of others.
         bulk_codes: the events that no plan changes, unless they are of a storage that a unit reads.
         gives_back: whether the log says when formulas of a backward that keeps its graph have run; old profiles do not.
     """
@@ -82,7 +97,9 @@ class Program:
             for i, value in enumerate(profile.graph_of(call).values)
             if value.mutated_later
         )
+        self.read_by_others = frozenset((source, value) for c in profile.calls for _, source, value in c.origins)
         self.gives_back = any(True for _ in profile.log.operands(GIVE_BACK))
+        self._engine_s = [_engine_s(profile.graph_of(call), call.num_runs) for call in profile.calls]
         self._origins = [
             {value: (c, v) for value, c, v in call.origins} | {value: (-1, storage) for value, storage in call.outside}
             for call in profile.calls
@@ -155,12 +172,15 @@ class Program:
         on_tape: Collection[int],
         rerun_s: Iterable[float],
     ) -> float:
-        """Return the seconds that a plan adds: the tape's overhead plus the ops that run again, in any order."""
-        return math.fsum(chain((self.tape_s(call, decisions[call].watched) for call in on_tape), rerun_s))
+        """Return the seconds that a plan adds: the tape's overhead, the ops that run again, in any order, and other engines."""
+        engines_s = (table[decisions[call].variant] for call, table in enumerate(self._engine_s) if table)
+        return math.fsum(chain((self.tape_s(call, decisions[call].watched) for call in on_tape), rerun_s, engines_s))
 
     def _instructions(self) -> Iterator[Instruction]:
         starts = iter([*(window.start for window in self.windows[1:]), -1])
         next_start = next(starts)
+        places = iter(self.windows)
+        window = next(places, None)
         edges: defaultdict[int, list[Edge]] = defaultdict(list)
         for edge in self.edges:
             edges[edge.start].append(edge)
@@ -171,11 +191,11 @@ class Program:
             is_window = position == next_start
             is_bulk = code in self.bulk_codes and (code == WORK or event[1] not in self._borrowed)
             if (is_window or position in edges or not is_bulk) and (change_bytes or most_bytes):
-                yield BULK, (most_bytes, change_bytes)
+                yield BULK, (most_bytes, change_bytes, _caller(window))
                 change_bytes = most_bytes = 0
             if is_window:
                 yield WINDOW, ()
-                next_start = next(starts)
+                next_start, window = next(starts), next(places)
             for edge in edges.get(position, ()):
                 yield EDGE, (edge.phase, edge.call)
             if not is_bulk:
@@ -189,7 +209,7 @@ class Program:
             else:
                 most_bytes = max(most_bytes, change_bytes + event[1])
         if change_bytes or most_bytes:
-            yield BULK, (most_bytes, change_bytes)
+            yield BULK, (most_bytes, change_bytes, _caller(window))
 
     def operands(self, event: Event) -> tuple[Any, ...]:
         """Return the operands of an event's instruction."""
@@ -201,21 +221,34 @@ class Program:
         return (-1, storage), self.profile.block_bytes(nbytes)
 
     def _save(self, call: int, value: int, handle: int, saver: int) -> tuple[int, Key, int, int]:
-        return call, self._key(call, value), handle, saver
+        return call, self.key(call, value), handle, saver
 
     def _op(self, call: int, index: int) -> tuple[int, ProgramOp]:
         graph = self.profile.calls[call].graph
         op, sizes = self.profile.graphs[graph].ops[index], self._sizes(graph, index)
         run = ProgramOp(
             op=op,
-            inputs=tuple(self._key(call, value) for value in op.inputs),
+            inputs=tuple(self.key(call, value) for value in op.inputs),
             results=tuple(((call, value), nbytes) for value, nbytes in zip(op.outputs, sizes, strict=True)),
             sizes=sizes,
         )
         return call, run
 
-    def _key(self, call: int, value: int) -> Key:
+    def key(self, call: int, value: int) -> Key:
+        """Return the key of a value of a call, which another call may have computed."""
         return self._origins[call].get(value, (call, value))
+
+
+def _caller(window: Window | None) -> int:
+    return -1 if window is None or window.phase == OPTIMIZER else window.call
+
+
+def _engine_s(graph: UnitGraph, num_runs: int) -> tuple[float, ...]:
+    """Return the seconds that each variant of a unit adds to PyTorch's own choice, and last those that no compiler adds."""
+    if not graph.variants:
+        return ()
+    default_s = graph.variants[0].step_s
+    return tuple(num_runs * (s - default_s) for s in (*[v.step_s for v in graph.variants], graph.eager_s))
 
 
 def _lasting(profile: Profile) -> list[frozenset[int]]:

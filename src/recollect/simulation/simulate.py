@@ -27,10 +27,12 @@ from recollect.plans.action import EngineChoice
 from recollect.plans.plan import Plan
 from recollect.profile.events import ALLOC, BACKWARD, DIES, FORWARD, FREE, OP, PHASE_NAMES, RETURN, SAVE
 from recollect.profile.profile import Profile
+from recollect.simulation.compiled_calls import CompiledSchedule
 from recollect.simulation.decisions import CallActions, calls_on_tape, decide
 from recollect.simulation.playback import Actions, Playback
 from recollect.simulation.program import BULK, WINDOW, Key, Program, ProgramOp
 from recollect.simulation.windows import Window, edges_for
+from recollect.simulation.windows import windows as all_windows
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +92,9 @@ def simulate(
     on_tape = calls_on_tape(decisions)
     edges = edges_for(profile, decisions)
     if program is None or (edges and not program.edges):
-        program = Program(profile, windows, edges)
+        # What compiled code takes replaces what was recorded in the windows of its calls.
+        needs_windows = any(decision.engine is EngineChoice.COMPILE for decision in decisions)
+        program = Program(profile, windows or (all_windows(profile) if needs_windows else ()), edges)
     return run(Playback(program, dict(enumerate(decisions)), on_tape))
 
 
@@ -115,8 +119,9 @@ def simulated_plan(profile: Profile, plan: Plan, simulation: Simulation) -> Plan
         # A fake profile belongs to no device: its times are modelled.
         device_name="" if profile.fake else profile.device_name,
         loss_chunks=profile.loss_chunks,
-        low_factor=profile.low_factor or None,
-        high_factor=profile.high_factor or None,
+        # How sure times of compiled units are, is not known.
+        low_factor=None if plan.is_compiled else profile.low_factor or None,
+        high_factor=None if plan.is_compiled else profile.high_factor or None,
         class_names=profile.class_names,
         source=weakref.ref(profile),
     )
@@ -151,8 +156,12 @@ def run(playback: Playback) -> Simulation:
 
 def handlers(playback: Playback) -> Actions:
     """Return the handler for each code of the program, with each call played as its engine would."""
-    regions = [call for call, decision in playback.decisions.items() if decision.engine is EngineChoice.REGION]
-    return RegionSchedule(playback, regions).actions() if regions else playback.actions()
+    regions, compiled = (
+        [call for call, decision in playback.decisions.items() if decision.engine is engine]
+        for engine in (EngineChoice.REGION, EngineChoice.COMPILE)
+    )
+    play = RegionSchedule(playback, regions).actions() if regions else playback.actions()
+    return CompiledSchedule(playback, compiled, play).actions() if compiled else play
 
 
 def _describe_peak(playback: Playback, phase: int) -> tuple[str, str]:

@@ -10,7 +10,7 @@ from recollect.profile.events import BACKWARD, FORWARD, OPTIMIZER
 from recollect.profile.graph import UnitGraph
 from recollect.profile.profile import Profile
 from recollect.simulation.lifetimes import LOSS, Lifetime, Lifetimes
-from recollect.simulation.playback import GENERATOR, OUTSIDE
+from recollect.simulation.playback import COMPILED, GENERATOR, OUTSIDE
 
 
 class StorageNames:
@@ -39,6 +39,8 @@ class StorageNames:
             return f"while {storage.op or op} runs"
         if owner == GENERATOR:
             return "states of the random generator"
+        if owner == COMPILED:
+            return "what compiled code keeps besides"
         if owner == OUTSIDE:
             return _outside(category, phase)
         call = self._profile.calls[owner]

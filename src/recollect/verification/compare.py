@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -18,7 +18,7 @@ from torch import nn
 from recollect._torch_private import tree_map
 from recollect.applying import apply
 from recollect.engine.content import has_same_bits
-from recollect.plans.action import Action
+from recollect.plans.action import Action, EngineChoice
 from recollect.plans.plan import Plan
 from recollect.plans.unit_plan import UnitPlan
 from recollect.progress.stage import stage
@@ -202,10 +202,17 @@ def _compared_alone(
     in_any: Callable[[bool], bool],
 ) -> Findings:
     """Compare a unit that keeps its output, as the unit that would recompute it is not running."""
-    expected = _computed(module, args, kwargs)
+
+    def plain() -> Computed:
+        """Run the unit without the plan, but compiled if the plan has it so."""
+        own = Plan({"": UnitPlan({}, engine=unit.engine)}) if unit.engine is EngineChoice.COMPILE else None
+        with nullcontext() if own is None else apply(module, own):
+            return _computed(module, args, kwargs)
+
+    expected = plain()
     with apply(module, Plan({"": UnitPlan(unit.actions, output=Action.KEEP, engine=unit.engine)})):
         got = _computed(module, args, kwargs)
-    return compare_runs(expected, got, again=lambda: _computed(module, args, kwargs), in_any=in_any)
+    return compare_runs(expected, got, again=plain, in_any=in_any)
 
 
 def _computed(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Computed:

@@ -40,6 +40,11 @@ class Report(ShownInNotebooks):
         loss_chunks: parts of the plan's loss; with more than one, sums have another order than the model's.
         unchunked_difference: the gradient (or "the loss") furthest from that of the unchunked model, and its distance: the norm
             of the difference over the norm; None with one chunk, or if the plain step did not run.
+        eager_difference: of a plan with compiled units, whose gradients are compared with those of the same units compiled
+            without a plan: the gradient (or "the loss") furthest from that of the model without `torch.compile`, and its
+            distance, as above.
+        eager_tolerance: up to which that distance is no surprise, since fused code rounds in other places: the square root of
+            the precision of the least precise parameter.
         host: what offloaded values needed in a step: host memory, seconds of waiting for copies, and values that were asked for
             at another moment than planned; None if there are none, or units ran alone, where edges are missed by design.
         predicted_host_bytes: the plan's prediction of that memory.
@@ -60,6 +65,8 @@ class Report(ShownInNotebooks):
     slowdowns: tuple[float, ...] = ()
     loss_chunks: int = 1
     unchunked_difference: tuple[str, float] | None = None
+    eager_difference: tuple[str, float] | None = None
+    eager_tolerance: float = 0.0
     plan_reserved_bytes: int | None = None
     plan_fragmentation_bytes: int | None = None
     plain_difference: tuple[str, float] | None = None
@@ -94,6 +101,10 @@ class Report(ShownInNotebooks):
         if self.unchunked_difference is not None:
             name, difference = self.unchunked_difference
             rows.append(("loss", f"in {self.loss_chunks} chunks: off by {difference:.1e} at most, at {name}"))
+        if self.eager_difference is not None:
+            name, difference = self.eager_difference
+            limit = f"up to {self.eager_tolerance:.0e} is rounding"
+            rows.append(("against eager", f"off by {difference:.1e} at most, at {name} ({limit})"))
         plain = "did not fit" if self.plain_peak_bytes is None else format_bytes(self.plain_peak_bytes)
         rows.append(("peak without", plain))
         rows.append(("peak with plan", f"{format_bytes(self.plan_peak_bytes)}{self._compared_peak()}"))

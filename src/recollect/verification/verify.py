@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
@@ -20,7 +21,9 @@ from recollect.measuring.device_memory import OtherAllocations, empty_cache, mem
 from recollect.measuring.meter import PeakMeasurement, measure_peak, storage_bytes
 from recollect.measuring.timing import timed
 from recollect.planning.classic import classic_plan
+from recollect.plans.action import EngineChoice
 from recollect.plans.plan import Plan
+from recollect.plans.unit_plan import UnitPlan
 from recollect.progress.stage import stage
 from recollect.ranks.group import Place, Ranks
 from recollect.ranks.members import GroupChoice, check_same_plans, ranks_of
@@ -164,12 +167,14 @@ class _Check:
 
     def by_step(self, plan: Plan) -> Report:
         # Peaks first: gradients to compare with would count on CUDA.
-        plain_peak_bytes = self._peak().peak_bytes
+        with _without_choices(self.model, plan):
+            plain_peak_bytes = self._peak(is_compiled=plan.is_compiled).peak_bytes
         peak = self._peak_of(plan)
-        unchunked = self.step.run() if plan.loss_chunks > 1 else None
+        # The model as it is: without chunks of the loss, and without torch.compile.
+        bare = self.step.run() if plan.loss_chunks > 1 or plan.is_compiled else None
         expected, plain_s = timed(lambda: self._reference(plan), self.device)
-        off = None if unchunked is None else furthest(unchunked.gradients, expected.gradients)
-        del unchunked
+        off = None if bare is None else furthest(bare.gradients, expected.gradients)
+        del bare
         with apply(self.model, plan) as applied:
             got, plan_s = timed(self.step.run, self.device)
             host = applied.host_use
@@ -186,13 +191,17 @@ class _Check:
             plain_peak_bytes=plain_peak_bytes,
             measured_slowdown=statistics.median(slowdowns) if slowdowns else None,
             slowdowns=slowdowns,
-            unchunked_difference=off,
+            unchunked_difference=off if plan.loss_chunks > 1 else None,
+            eager_difference=off if plan.is_compiled else None,
+            eager_tolerance=max(
+                (torch.finfo(p.dtype).eps ** 0.5 for p in self.model.parameters() if p.is_floating_point()), default=0.0
+            ),
             host=host,
         )
 
     def _reference(self, plan: Plan) -> Computed:
         """Run the step that the plan's is compared with."""
-        with loss_in_chunks(self.model, plan.loss_chunks):
+        with loss_in_chunks(self.model, plan.loss_chunks), _without_choices(self.model, plan):
             return self.step.run()
 
     def _in_any(self, flag: bool) -> bool:
@@ -239,10 +248,13 @@ class _Check:
 
     def _peak_of(self, plan: Plan) -> PeakMeasurement[Any]:
         with apply(self.model, plan):
-            return self._peak()
+            return self._peak(is_compiled=plan.is_compiled)
 
-    def _peak(self) -> PeakMeasurement[Any]:
+    def _peak(self, *, is_compiled: bool = False) -> PeakMeasurement[Any]:
         """Measure two steps of the loop, with a baseline that includes the optimizer's state, as in a budget."""
+        if is_compiled:
+            self.step.run()  # The first one compiles.
+            self.step.clear()
         self.step.prepare_loop()
         resident = (t for t in resident_tensors(self.model, self.batch) if t.device == self.device)
         baseline_bytes = storage_bytes(resident) + self.optimizer_bytes + self.others.before_step() + self.buckets_bytes
@@ -264,6 +276,18 @@ class _Check:
                 found.append(plan_s / plain_s - 1)
                 done()
         return tuple(found)
+
+
+@contextmanager
+def _without_choices(model: nn.Module, plan: Plan) -> Iterator[None]:
+    """Run compiled units compiled, with what PyTorch chooses to keep; all others without a plan."""
+    paths = [path for path, unit in plan.units.items() if unit.engine is EngineChoice.COMPILE]
+    with (
+        apply(model, Plan({path: UnitPlan({}, engine=EngineChoice.COMPILE) for path in paths}))
+        if paths
+        else nullcontext()
+    ):
+        yield
 
 
 def _have_settled(slowdowns: list[float]) -> bool:

@@ -14,6 +14,7 @@ from recollect.planning.classic import classic_plan
 from recollect.plans.plan import Plan
 from recollect.profile.graph import PartRecord, UnitGraph
 from recollect.profile.profile import Profile
+from recollect.profile.variant import VariantRecord
 from recollect.ranks.group import ALONE, Group, Place, Ranks
 from recollect.ranks.members import check_same_plans, common_plan, with_common_times
 from toy_profile import layer, stack
@@ -39,7 +40,9 @@ class Others(Ranks):
 def slower(profile: Profile, factor: float) -> Profile:
     def graph(its: UnitGraph) -> UnitGraph:
         parts = tuple(replace(part, gather_s=factor * part.gather_s) for part in its.parts)
-        return replace(its, ops=tuple(replace(op, time_s=factor * op.time_s) for op in its.ops), parts=parts)
+        variants = tuple(replace(variant, step_s=factor * variant.step_s) for variant in its.variants)
+        ops = tuple(replace(op, time_s=factor * op.time_s) for op in its.ops)
+        return replace(its, ops=ops, parts=parts, variants=variants, eager_s=factor * its.eager_s)
 
     return replace(
         profile,
@@ -60,6 +63,19 @@ def test_times_of_gathers_become_their_median() -> None:
     profile = with_parts(stack(3))
     others = [slower(profile, factor) for factor in (1.0, 9.0)]
     assert with_common_times(slower(profile, 16.0), Others(others)) == slower(profile, 9.0)
+
+
+def with_variant(profile: Profile, own_bytes: int = 8) -> Profile:
+    variant = VariantRecord((), (), own_bytes, 8, (), step_s=0.5, is_default=True)
+    return replace(profile, graphs=tuple(replace(g, variants=(variant,), eager_s=1.0) for g in profile.graphs))
+
+
+def test_times_of_compiled_units_become_their_median_where_they_take_the_same_bytes() -> None:
+    profile = with_variant(stack(3))
+    others = [slower(profile, factor) for factor in (1.0, 9.0)]
+    assert with_common_times(slower(profile, 16.0), Others(others)) == slower(profile, 9.0)
+    longer = [slower(with_variant(stack(3), own_bytes=9), 9.0)] * 2
+    assert with_common_times(profile, Others(longer)) == profile
 
 
 def test_times_of_the_same_ops_become_their_median() -> None:

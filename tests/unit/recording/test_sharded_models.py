@@ -23,7 +23,7 @@ from blocks import Stack, built
 from recollect.costs.hardware_table import find_hardware
 from recollect.costs.modelled_costs import ModelledCosts
 from recollect.engine.content import has_same_bits
-from recollect.errors import BudgetTooSmallError, PlanError
+from recollect.errors import BudgetTooSmallError, NotYetError, PlanError
 from recollect.measuring.meter import measure_peak
 from recollect.profile.events import ALLOC
 from recollect.recording.optimizer_step import make_probe
@@ -77,6 +77,13 @@ model(data).sum().backward()
 assert all(one is other for one, other in zip(parameters, model.parameters(), strict=True))
 assert all(parameter.grad is not None for parameter in parameters), "gradients went elsewhere"
 assert len(ran) == len(parameters), "hooks are gone"
+
+try:
+    record(model, engine="compile")
+except NotYetError as error:
+    assert "compiled units on gathered parameters. Record before fully_shard" in str(error), error
+else:
+    raise AssertionError("FSDP2 was not refused")
 
 
 # A unit whose parameters are gone after forward keeps its output: the profile says so, and `apply` refuses what does not.

@@ -1,0 +1,120 @@
+"""Every private name of PyTorch's compiler that the compile engine uses, each with the reason why a public one will not do.
+
+Importing this imports the compiler, which takes seconds: only files that compile something import it, inside functions where
+they are imported by others.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from functorch.compile import min_cut_rematerialization_partition  # type: ignore[import-untyped]
+from torch import fx
+from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit, Unsupported
+from torch._functorch import config as functorch_config
+from torch._functorch.compile_utils import fx_graph_cse
+from torch._inductor.custom_graph_pass import CustomPartitionerFn
+from torch.utils.checkpoint import CheckpointPolicy
+
+__all__ = ["BackendCompilerFailed", "CustomPartitionerFn", "FailOnRecompileLimitHit", "Unsupported"]
+
+# Plans on one class, times shapes, before a unit would run without the compiler and nobody would say so; PyTorch's own limit
+# on all of them together.
+_MOST_COMPILATIONS = 256
+
+_HAS_LIMIT = "recompile_limit" in inspect.signature(torch.compile).parameters
+
+# Joint graphs carry these in `Node.meta`; nothing public tells the module and the op that a node was traced from.
+_MODULES, _OP, _AUTOGRAD, _SIDE, _POLICY = "nn_module_stack", "original_aten", "seq_nr", "partitioner_tag", "recompute"
+
+
+def compiled_whole(function: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
+    """Compile a function with Inductor into one graph, or have its call raise an error; never run it uncompiled.
+
+    In PyTorch 2.11 the limit of compilations is a global setting.
+    """
+    limit: dict[str, Any] = {"recompile_limit": _MOST_COMPILATIONS} if _HAS_LIMIT else {}
+    compiled: Callable[..., Any] = torch.compile(function, fullgraph=True, options=options or None, **limit)
+    if _HAS_LIMIT:
+        return compiled
+
+    def with_limit(*args: Any, **kwargs: Any) -> Any:
+        with torch._dynamo.config.patch(recompile_limit=_MOST_COMPILATIONS):
+            return compiled(*args, **kwargs)
+
+    return with_limit
+
+
+def partitioned(joint: fx.GraphModule, inputs: Any, **settings: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Cut a joint graph into forward and backward as PyTorch does by itself, obeying the tags of its nodes."""
+    halves: tuple[fx.GraphModule, fx.GraphModule] = min_cut_rematerialization_partition(joint, inputs, **settings)
+    return halves
+
+
+def merge_equal_nodes(joint: fx.GraphModule) -> None:
+    """Remove nodes that nothing reads, and those that compute what another one does, as the partitioner does first."""
+    joint.graph.eliminate_dead_code()
+    if functorch_config.cse:
+        joint.graph = fx_graph_cse(joint.graph)
+    joint.recompile()
+
+
+def set_policy(node: fx.Node, *, keep: bool) -> None:
+    """Tag a node of a joint graph: have its result saved if backward needs it, or never saved."""
+    node.meta[_POLICY] = CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.MUST_RECOMPUTE
+
+
+def has_policy(node: fx.Node) -> bool:
+    """Whether a node is tagged; nodes inside `torch.utils.checkpoint` come tagged."""
+    return node.meta.get(_POLICY) is not None
+
+
+def clear_policy(node: fx.Node) -> None:
+    """Take a node's tag away."""
+    node.meta.pop(_POLICY, None)
+
+
+def is_of_backward(node: fx.Node) -> bool:
+    """Whether a node of a joint graph was traced in backward."""
+    return str(node.meta.get(_SIDE, "")) in ("is_backward", "must_be_in_backward")
+
+
+def traced_op(node: fx.Node) -> Any:
+    """Return the op that a node was traced from, which may be one of several that it became; None if nobody knows."""
+    op = node.meta.get(_OP)
+    if op is None and isinstance(node.target, torch._ops.OperatorBase) and not is_made_by_inductor(node):
+        op = node.target
+    if not isinstance(op, torch._ops.OpOverload):
+        return op
+    # Graphs are copied, and ops with them.
+    namespace, name = op._schema.name.split("::")
+    return getattr(getattr(getattr(torch.ops, namespace), name), op._overloadname)
+
+
+def autograd_number(node: fx.Node) -> int | None:
+    """Return a number that the nodes of one op share, if autograd took note of it; None for what Inductor put there."""
+    number: int | None = node.meta.get(_AUTOGRAD)
+    return number
+
+
+def module_stack(node: fx.Node) -> list[tuple[str, str]]:
+    """Return (number of the call, name of the module as the compiler writes it) of the modules around a node, in order."""
+    return [(key, str(entry[0])) for key, entry in (node.meta.get(_MODULES) or {}).items()]
+
+
+def is_seeds(node: fx.Node) -> bool:
+    """Whether a node draws the seeds of all random numbers of a graph."""
+    return node.target is torch.ops.prims.inductor_seeds.default
+
+
+def is_made_by_inductor(node: fx.Node) -> bool:
+    """Whether a node is one of those that stand in for random ops."""
+    return str(node.target).startswith("prims.inductor_")
+
+
+def is_effect(node: fx.Node) -> bool:
+    """Whether a node runs an op with effects besides its results, which PyTorch keeps by itself."""
+    return str(node.target) == "with_effects"

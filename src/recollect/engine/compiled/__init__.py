@@ -1,0 +1,1 @@
+"""Runs units inside `torch.compile`, which keeps what the plan keeps."""

@@ -1,0 +1,216 @@
+"""Names the nodes of a joint graph, which `torch.compile` traces of a unit's forward and backward, as the tape names values.
+
+An op may have become several nodes: the last of them is its result. Names are counted before equal nodes are merged.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from recollect._torch_compile import (
+    autograd_number,
+    is_made_by_inductor,
+    is_of_backward,
+    module_stack,
+    traced_op,
+)
+from recollect.engine.facts import OpFacts, facts_of
+from recollect.plans.value_names import module_of, result_names, value_stem
+
+# How the compiler writes the module whose forward it compiles: an argument, or one inside what wraps the forward.
+_ROOT = re.compile(r"^L\['[^']*'\](?:\[\d+\])*(?:\.(?:__self__|_orig_mod|__wrapped__|func|args\[\d+\]))*\.?")
+
+
+@dataclass(slots=True)
+class _Group:
+    """The nodes that one op became."""
+
+    op: Any
+    facts: OpFacts
+    # The unit that it is in, a number of the unit's call, and the path of its module, which begins with the unit's.
+    unit: str
+    call: str
+    module: str
+    nodes: list[fx.Node] = field(default_factory=list)
+
+
+def is_tensor(node: fx.Node) -> bool:
+    """Whether a node computes one tensor."""
+    return isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether a node computes no memory of its own: a view, or one of several that an op returns."""
+    target = node.target
+    if target is operator.getitem:
+        return isinstance(node.args[0], fx.Node) and is_view(node.args[0])
+    return isinstance(target, torch._ops.OpOverload) and facts_of(target).is_view
+
+
+def base_of(node: fx.Node) -> fx.Node:
+    """Return the node whose memory a node shows."""
+    while is_view(node) and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return node
+
+
+def unit_of(node: fx.Node, units: Iterable[str]) -> tuple[str, str, str] | None:
+    """Return the unit that a node was traced in, a number of the unit's call, and the path of its module; None if in none.
+
+    Args:
+        node: of a joint graph.
+        units: paths, as seen from the module that was compiled; empty for that module itself.
+    """
+    stack = [("", "")] + [(call, _ROOT.sub("", path)) for call, path in module_stack(node)]
+    known = set(units)
+    found = next(((call, path) for call, path in reversed(stack) if path in known), None)
+    return None if found is None else (found[1], found[0], stack[-1][1])
+
+
+def value_names(
+    joint: fx.GraphModule, known: Sequence[str] = (), units: Iterable[str] = ("",)
+) -> dict[fx.Node, tuple[str, ...]]:
+    """Return the names of what each node computes, several if nobody can tell which of an op's results it is.
+
+    Args:
+        joint: the joint graph, before equal nodes were merged.
+        known: names of the unit's values in forward order, which tell an op from one that writes in place: here none do.
+        units: paths of the units, as seen from what was compiled. What is in no unit has no name.
+
+    Returns:
+        For each node that is one of an op's results, its names, which begin with the unit's path.
+    """
+    stems = _Stems(known)
+    names: dict[fx.Node, tuple[str, ...]] = {}
+    for group in _groups(joint, list(units)):
+        facts = group.facts
+        if facts.is_view or facts.is_lazy or facts.changes_layout_only:
+            continue
+        if facts.name == "native_dropout" and stems.has_in_place(group, "bernoulli"):
+            # Outside the compiler, on a CPU: noise is drawn in place, scaled in place, and multiplied.
+            drawn = stems.next(group, "empty_like"), stems.next(group, "bernoulli")
+            mask, output = stems.next(group, "div"), stems.next(group, "mul")
+            names |= dict.fromkeys(filter(is_made_by_inductor, group.nodes), drawn)
+            names |= _names_in(group, (output, mask))
+        else:
+            names |= _names_in(
+                group, result_names(stems.next(group, facts.name), 1 if facts.writes else facts.num_returns)
+            )
+    return names
+
+
+class _Stems:
+    """Counts the calls of ops as the tape does.
+
+    Args:
+        known: names of values in forward order: in the graph no op writes in place, and they say which of them did.
+    """
+
+    def __init__(self, known: Sequence[str]) -> None:
+        self._in_place = _in_place(known)
+        self._counts: dict[tuple[str, str, str], int] = defaultdict(int)
+
+    def has_in_place(self, group: _Group, op: str) -> bool:
+        """Whether some of an op's calls in a group's module write in place."""
+        return (group.module, op) in self._in_place
+
+    def next(self, group: _Group, op: str) -> str:
+        """Name the next call of an op in a group's module."""
+        key = (group.call, group.module, op)
+        count = self._counts[key]
+        self._counts[key] += 1
+        stems = self._in_place.get((group.module, op), [])
+        return stems[count] if count < len(stems) else value_stem(group.module, op, count)
+
+
+def _in_place(known: Sequence[str]) -> dict[tuple[str, str], list[str]]:
+    """Return the stems of each op of a module in order, where some of its calls write in place."""
+    found: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for name in known:
+        module = module_of(name)
+        call = name.removeprefix(f"{module}.") if module else name
+        op, mark, count = call.partition("#")
+        op = op if mark else op.partition(".")[0]
+        stem = value_stem(module, op, int(count.partition(".")[0]) if mark else 0)
+        stems = found[module, op.rstrip("_")]
+        if stem not in stems:
+            stems.append(stem)
+    return {key: stems for key, stems in found.items() if any(stem.partition("#")[0].endswith("_") for stem in stems)}
+
+
+def _groups(joint: fx.GraphModule, units: list[str]) -> list[_Group]:
+    """Return what the forward's ops became, in the order in which they ran."""
+    found: list[_Group] = []
+    latest: dict[tuple[Any, ...], _Group] = {}
+    for node in joint.graph.nodes:
+        op = traced_op(node)
+        place = None if node.op != "call_function" or op is None or is_of_backward(node) else unit_of(node, units)
+        if place is None:
+            continue
+        number = autograd_number(node)
+        unnumbered, key = (op, *place, None), (op, *place, number)
+        group = latest.get(key)
+        if group is None and number is not None:
+            # What Inductor made of its random numbers comes first, and has no number.
+            group = latest.pop(unnumbered, None)
+        if group is None or _begins(node, group, is_latest=group is found[-1]):
+            group = _Group(op, facts_of(op), *place)
+            found.append(group)
+        latest[key] = group
+        group.nodes.append(node)
+    return found
+
+
+def _begins(node: fx.Node, group: _Group, *, is_latest: bool) -> bool:
+    """Whether a node belongs to another call of a group's op; where no gradient flows, calls share a number.
+
+    Args:
+        node: traced from the op, in the same module.
+        group: of its latest call.
+        is_latest: no other op has run since.
+    """
+    if node.target is operator.getitem:
+        return False
+    if node.target is group.op:
+        return True
+    is_repeated = node.target is group.nodes[0].target
+    return is_repeated and (not is_latest or is_made_by_inductor(node) or not _reads_tensors(group.op))
+
+
+def _reads_tensors(op: Any) -> bool:
+    is_known = isinstance(op, torch._ops.OpOverload)
+    return not is_known or any("Tensor" in str(argument.type) for argument in op._schema.arguments)
+
+
+def _names_in(group: _Group, names: tuple[str, ...]) -> dict[fx.Node, tuple[str, ...]]:
+    """Return the names of a group's nodes, given those of the op's results."""
+    if group.nodes[0].target is group.op:
+        return {node: _whole(node, names) for node in group.nodes}
+    results = [node for node in group.nodes if is_tensor(node) and not is_view(node) and not is_made_by_inductor(node)]
+    if not results:
+        return {}
+    last = results.pop()
+    found = {last: names[:1]}
+    if len(names) == 1:
+        return found
+    members = set(group.nodes)
+    others = [node for node in results if not members.issuperset(node.users)]
+    if len(others) == len(names) - 1:
+        return found | {node: (name,) for node, name in zip(others, names[1:], strict=True)}
+    return found | dict.fromkeys(others, names[1:])
+
+
+def _whole(node: fx.Node, names: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the names of an op that is a node as it was, or of one of its results."""
+    if node.target is not operator.getitem or len(names) == 1:
+        return names
+    index = node.args[1]
+    return names[index : index + 1] if isinstance(index, int) else names

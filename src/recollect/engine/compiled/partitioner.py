@@ -1,0 +1,314 @@
+"""Has `torch.compile` save what a plan keeps and compute the rest again: tags the joint graph, and lets PyTorch cut it.
+
+NOTE [ Rules of tagging ]
+1. Equal nodes are merged first, as PyTorch does, or the one that stays might have the other's tag.
+2. Tagged is what forward needs and what computes tensors; not what writes to inputs at the end, nor ops with effects. What
+   backward computes without any gradient is computed there, not in forward in place of what it is made of.
+3. All results of one op share a decision: a kept and a dropped one would leave no cut.
+4. Seeds are kept: eight bytes, from which all random numbers are drawn again, the same.
+5. What PyTorch runs again under its own state of random numbers is its own affair, at the price of that state.
+6. Views are made again. Collectives, choices such as `topk`, and what PyTorch does not know are kept.
+7. Everything in a unit is tagged, so that no heuristic decides there; what is in no unit is left to PyTorch.
+8. No tag can make a gradient wrong: both halves come from one graph.
+What a unit returns is always kept; so is what a plan does not name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from recollect._torch_compile import (
+    CustomPartitionerFn,
+    clear_policy,
+    has_policy,
+    is_effect,
+    is_made_by_inductor,
+    is_seeds,
+    merge_equal_nodes,
+    partitioned,
+    set_policy,
+    traced_op,
+)
+from recollect.engine.compiled.joint_names import base_of, is_tensor, is_view, unit_of, value_names
+from recollect.engine.facts import facts_of
+from recollect.errors import PlanMismatchWarning
+from recollect.plans.action import Action
+from recollect.warning import warn_user
+
+# Of what partitions are made by: another one is not looked up under the same name on disk.
+_VERSION = 1
+# What was warned of, by the content of a partitioner: the objects are copied.
+_told: set[str] = set()
+
+
+@dataclass(frozen=True, slots=True)
+class Partition:
+    """What a cut saves between forward and backward.
+
+    Attributes:
+        kept: names of values that it saves, in forward order; also of those that the unit returns.
+        missing: names that the plan has and the graph has not.
+        unnamed: nodes that it saves and that have no name: seeds, states of random numbers, what an op was replaced by.
+        inputs: which of the graph's inputs it saves, parameters among them, by their position.
+        outputs: names of saved values that the unit returns.
+    """
+
+    kept: tuple[str, ...]
+    missing: tuple[str, ...]
+    unnamed: tuple[str, ...]
+    inputs: tuple[int, ...]
+    outputs: tuple[str, ...]
+
+
+class PlanPartitioner(CustomPartitionerFn):
+    """Cuts joint graphs as a plan says. Equal ones share what was compiled, in this process and on disk.
+
+    Args:
+        actions: what happens to each value, by name, in forward order; None for PyTorch's own choice.
+        on_partition: called with each cut, which no cache answers then.
+        units: paths of the units in what is compiled, with which the names begin; empty: what is compiled is one.
+
+    Example:
+        >>> PlanPartitioner({"up.mm": "keep"}) == PlanPartitioner({"up.mm": Action.KEEP})
+        True
+        >>> PlanPartitioner({"up.mm": "keep"}).uuid() == PlanPartitioner({"up.mm": "recompute"}).uuid()
+        False
+    """
+
+    def __init__(
+        self,
+        actions: Mapping[str, Action | str] | None,
+        *,
+        on_partition: Callable[[Partition], None] | None = None,
+        units: Sequence[str] = ("",),
+    ) -> None:
+        self._words = None if actions is None else tuple((name, str(Action(word))) for name, word in actions.items())
+        self._on_partition = on_partition
+        self._units = tuple(units)
+
+    def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> tuple[Any, Any]:
+        """Cut a joint graph; as PyTorch does where this one cannot."""
+        num_outputs: int = kwargs["num_fwd_outputs"]
+        try:
+            names = self._tagged(gm, num_outputs)
+            halves = partitioned(gm, joint_inputs, **kwargs)
+        except Exception as error:  # noqa: BLE001, whatever it is, the step can run
+            self._warn_of_failure(error)
+            names = {}
+            for node in gm.graph.nodes:
+                clear_policy(node)
+            halves = partitioned(gm, joint_inputs, **kwargs)
+        if self._on_partition is not None:
+            self._on_partition(self._partition(gm, halves[0], names, num_outputs))
+        return halves
+
+    def _tagged(self, joint: fx.GraphModule, num_outputs: int) -> dict[fx.Node, tuple[str, ...]]:
+        """Tag a joint graph; return the names of its nodes."""
+        words = dict(self._words or ())
+        named = value_names(joint, list(words), self._units)
+        by_node_name = {node.name: found for node, found in named.items()}
+        found = {name for names in named.values() for name in names}
+        if self._words is not None and any(map(has_policy, joint.graph.nodes)):
+            raise ValueError("torch.utils.checkpoint is inside it, and would decide as well: remove it")
+        merge_equal_nodes(joint)
+        names = {node: by_node_name[node.name] for node in joint.graph.nodes if node.name in by_node_name}
+        if self._words is not None:
+            _Tags(joint, names, words, self._units, num_outputs).attach()
+            self._warn_of_missing([name for name in words if name not in found])
+        return names
+
+    def _partition(
+        self, joint: fx.GraphModule, forward: fx.GraphModule, names: Mapping[fx.Node, tuple[str, ...]], num_outputs: int
+    ) -> Partition:
+        # The cut was made of copies.
+        nodes = {node.name: node for node in joint.graph.nodes}
+        names = {nodes[node.name]: found for node, found in names.items() if node.name in nodes}
+        returned = [node for node in _results(forward) if node is not None]
+        outputs = {base_of(nodes[node.name]) for node in returned[:num_outputs] if node.name in nodes}
+        places = {node: place for place, node in enumerate(joint.graph.find_nodes(op="placeholder"))}
+        kept: dict[str, bool] = {}
+        unnamed: dict[str, None] = {}
+        inputs: dict[int, None] = {}
+        for node in returned[num_outputs:]:
+            base = base_of(nodes[node.name]) if node.name in nodes else node
+            if base in places:
+                inputs[places[base]] = None
+            elif base in names:
+                kept |= dict.fromkeys(names[base], base in outputs)
+            else:
+                unnamed[base.name] = None
+        known = {name for found in names.values() for name in found}
+        order = [name for found in names.values() for name in found if name in kept]
+        return Partition(
+            kept=tuple(dict.fromkeys(order)),
+            missing=tuple(name for name, _ in self._words or () if name not in known),
+            unnamed=tuple(unnamed),
+            inputs=tuple(sorted(inputs)),
+            outputs=tuple(name for name in dict.fromkeys(order) if kept[name]),
+        )
+
+    def _warn_of_missing(self, names: Sequence[str]) -> None:
+        if names and self._is_first("missing"):
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            warn_user(
+                f"the plan does not fit the compiled code: it names {names[0]!r}{more}, which is not computed there. The step "
+                "is exact, but may need more memory than predicted. Record the model again with this version of PyTorch, and "
+                "make a new plan.",
+                PlanMismatchWarning,
+            )
+
+    def _warn_of_failure(self, error: Exception) -> None:
+        if self._is_first("failed"):
+            warn_user(
+                f"cannot carry out the plan inside torch.compile: {type(error).__name__}: {error}. What is kept is PyTorch's "
+                "own choice, on every rank alike: the step is exact, but its peak is not as predicted.",
+                PlanMismatchWarning,
+            )
+
+    def _is_first(self, word: str) -> bool:
+        mark = f"{word} {self._digest()}"
+        is_first = mark not in _told
+        _told.add(mark)
+        return is_first
+
+    def _digest(self) -> str:
+        return hashlib.sha256(repr((_VERSION, self._words, self._units)).encode()).hexdigest()
+
+    def uuid(self) -> str | None:
+        """Return a text that is equal for equal plans, by which caches on disk tell them apart; None for no cache."""
+        return None if self._on_partition is not None else self._digest()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, PlanPartitioner) and self._content() == other._content()
+
+    def __hash__(self) -> int:
+        return hash(self._content())
+
+    def _content(self) -> tuple[Any, ...]:
+        return self._words, self._units, self._on_partition
+
+    def __deepcopy__(self, _: dict[int, Any]) -> PlanPartitioner:
+        return self  # Settings are copied, and a copy of the callback would call nobody.
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self._on_partition is not None:
+            # Pickled settings are part of the key under which compiled code is looked up, which would find it.
+            raise pickle.PicklingError("a partitioner with a callback")
+        return _unpickled, (self._words, self._units)
+
+
+def _unpickled(words: tuple[tuple[str, str], ...] | None, units: tuple[str, ...]) -> PlanPartitioner:
+    return PlanPartitioner(None if words is None else dict(words), units=units)
+
+
+def _results(graph: fx.GraphModule) -> list[fx.Node | None]:
+    """Return what a graph returns."""
+    (output,) = graph.graph.find_nodes(op="output")
+    found = output.args[0] if isinstance(output.args[0], (tuple, list)) else (output.args[0],)
+    return [node if isinstance(node, fx.Node) else None for node in found]
+
+
+class _Tags:
+    """The tags of one joint graph."""
+
+    def __init__(
+        self,
+        joint: fx.GraphModule,
+        names: Mapping[fx.Node, tuple[str, ...]],
+        words: Mapping[str, str],
+        units: Sequence[str],
+        num_outputs: int,
+    ) -> None:
+        self.joint = joint
+        self.names = names
+        self.words = words
+        self.units = units
+        self.outputs = [node for node in _results(joint)[:num_outputs] if node is not None]
+        self.needed = _needed_by(joint, self.outputs)
+
+    def attach(self) -> None:
+        """Tag what forward needs."""
+        held = self._held()
+        decisions = {node: node in held or self._is_kept(node) for node in self.needed if self._may_tag(node)}
+        for node in list(decisions):
+            if not is_tensor(node) and not is_view(node):
+                # Forward may need one of the results alone.
+                together = [node, *(user for user in node.users if user.target is operator.getitem)]
+                is_kept = decisions[node] or any(user in held or self._is_kept(user) for user in together[1:])
+                decisions |= dict.fromkeys(together, is_kept)
+        for node in self._between(decisions):
+            # Another result of an op that forward needs shares its decision.
+            decisions[node] = node.target is operator.getitem and decisions[node.all_input_nodes[0]]
+        for node, keep in decisions.items():
+            set_policy(node, keep=keep)
+
+    def _held(self) -> set[fx.Node]:
+        """Return what units return, without the views on top of it."""
+        calls = {node: (unit_of(node, self.units) or (None, None))[:2] for node in self.needed}
+        passed_on = {node for node, call in calls.items() if any(calls.get(user, call) != call for user in node.users)}
+        return {base_of(node) for node in passed_on.union(self.outputs) if calls[node][0] is not None}
+
+    def _between(self, tagged: Mapping[fx.Node, bool]) -> list[fx.Node]:
+        """Return what backward computes of tagged values alone, which could as well be computed, and saved, in forward."""
+        found: dict[fx.Node, None] = {}
+        for node in self.joint.graph.nodes:
+            if node.op == "call_function" and node not in self.needed and node not in tagged and is_tensor(node):
+                sources = node.all_input_nodes
+                if sources and all(source in tagged or source in found for source in sources):
+                    found[node] = None
+        return list(found)
+
+    def _may_tag(self, node: fx.Node) -> bool:
+        target = node.target
+        if node.op != "call_function" or is_effect(node):
+            return False
+        if target is operator.getitem and any(map(is_effect, node.all_input_nodes)):
+            return False
+        if isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable:
+            return False
+        value = node.meta.get("val")
+        return isinstance(value, (torch.Tensor, tuple, list)) and unit_of(node, self.units) is not None
+
+    def _is_kept(self, node: fx.Node) -> bool:
+        """Whether to keep a node's result."""
+        if is_view(node):
+            return False
+        if is_seeds(node):
+            return True
+        if is_made_by_inductor(node):
+            return False
+        op = traced_op(node)
+        value = node.meta["val"]
+        if op is None or any(_must_keep(one, value) for one in (op, node.target) if one is not operator.getitem):
+            return bool(node.all_input_nodes)  # What has none, such as a mask, is quickly made.
+        names = self.names.get(node)
+        if names is None:
+            return False  # A step on an op's way to its result.
+        return any(self.words.get(name, Action.KEEP.value) != Action.RECOMPUTE.value for name in names)
+
+
+def _must_keep(op: Any, value: Any) -> bool:
+    """Whether results of an op are kept whatever the plan says."""
+    facts = facts_of(op)
+    is_drawn = torch.Tag.nondeterministic_seeded in getattr(op, "tags", ())
+    is_unordered = facts.keeps_on_cuda and isinstance(value, torch.Tensor) and value.is_cuda
+    return facts.keeps or is_unordered or (facts.is_random and not is_drawn)
+
+
+def _needed_by(joint: fx.GraphModule, outputs: Sequence[fx.Node]) -> dict[fx.Node, None]:
+    """Return what these nodes are computed from, in the order of the graph."""
+    found = set(outputs)
+    pending = list(outputs)
+    while pending:
+        new = [node for node in pending.pop().all_input_nodes if node not in found]
+        found.update(new)
+        pending += new
+    return {node: None for node in joint.graph.nodes if node in found}

@@ -1,0 +1,89 @@
+"""Trace what a device's allocator does in each part of a piece of work, every allocation and free by its address."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from recollect._torch_memory import AllocatorTrace, CudaAllocatorTrace, quiet_allocator
+from recollect._torch_private import profiler_is_active
+from recollect.errors import MeterError
+from recollect.profile.profile import block_bytes
+
+
+class PartsTrace:
+    """Traces work that calls `mark` where a part ends and the next one begins.
+
+    Args:
+        device: a CPU or CUDA device.
+
+    Attributes:
+        parts: after the work, for each part the events in order: (address, bytes that an allocation takes; 0 for a free).
+
+    Example:
+        >>> import torch
+        >>> trace = PartsTrace(torch.device("cpu"))
+        >>> with trace.recording():
+        ...     x = torch.zeros(10)
+        ...     trace.mark()
+        ...     del x
+        >>> [[nbytes for _, nbytes in part] for part in trace.parts]
+        [[40], [0]]
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.parts: list[list[tuple[int, int]]] = []
+        self._device = device
+        self._cuda = CudaAllocatorTrace(device) if device.type == "cuda" else None
+        # Where parts end: on CUDA by number of events; on the CPU by allocations of one byte, which live on to the end, so that
+        # no other allocation can get their addresses.
+        self._ends: list[int] = []
+        self._marks: list[torch.UntypedStorage] = []
+
+    def mark(self) -> None:
+        """End a part."""
+        if self._cuda is not None:
+            self._ends.append(len(self._cuda.events()))
+        else:
+            # Made directly, not by an op, so that dispatch modes do not see it.
+            self._marks.append(torch.UntypedStorage(1, device="cpu"))
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Record the events of the block.
+
+        Raises:
+            MeterError: on the CPU, under another profiler.
+        """
+        gc.collect()  # Garbage in reference cycles would be freed at some moment of the block.
+        if self._cuda is not None:
+            self._cuda.start()
+            try:
+                yield
+                self._split(self._cuda.events(), self._ends)
+            finally:
+                self._cuda.stop()
+            return
+        if profiler_is_active():
+            raise MeterError("record: a profiler is active on this thread. Record outside of it.")
+        trace = AllocatorTrace()
+        with quiet_allocator():
+            trace.start()
+            try:
+                yield
+            finally:
+                events = trace.stop()
+        # The last event at a mark's address is the mark; what was there before it is none.
+        places = {address: place for place, (address, nbytes) in enumerate(events) if nbytes == 1}
+        ends = [places[mark.data_ptr()] for mark in self._marks]
+        marks = set(ends)
+        rest = [event for place, event in enumerate(events) if place not in marks]
+        self._split(rest, [place - number for number, place in enumerate(ends)])
+
+    def _split(self, events: list[tuple[int, int]], ends: list[int]) -> None:
+        for begin, end in zip([0, *ends], [*ends, len(events)], strict=True):
+            part = events[begin:end]
+            self.parts.append([(address, block_bytes(max(0, nbytes), self._device.type)) for address, nbytes in part])

@@ -1,0 +1,205 @@
+"""Choose a few sets of values that a compiled unit may keep, to be compiled and measured; and leave out what proves useless.
+
+Compiled code computes pointwise ops again nearly for free, fused into the ops of backward that read them; a reduction costs
+about what reading its input costs; products, attention and ops that the compiler cannot see into cost what they cost in the
+step. With these costs the minimum cuts of `hull.py` propose what to keep. Fusion makes the costs rough, so they only propose.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Final
+
+from recollect.planning.hull import Option, unit_hull
+from recollect.plans.action import Action
+from recollect.plans.value_names import module_of
+from recollect.profile.graph import OpRecord, UnitGraph
+from recollect.profile.variant import VariantRecord
+
+Keeps = Mapping[str, Action]
+"""For each value that a unit computes, by name, whether compiled code keeps it: `UnitPlan.actions`."""
+
+_PRODUCTS: Final = frozenset(
+    {"mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "linear", "matmul", "convolution", "_convolution"}
+    | {"_scaled_mm", "_scaled_mm_v2", "_grouped_mm", "_scaled_grouped_mm", "_scaled_grouped_mm_v2"}
+    | {"mkldnn_rnn_layer", "_thnn_fused_lstm_cell", "_thnn_fused_gru_cell", "_cudnn_rnn"}
+)
+# Results of these are as large as what they read along a dimension.
+_REDUCTIONS: Final = ("softmax", "norm", "cum", "sort", "topk", "scan")
+# Of an op that reads so many times as many bytes as it writes.
+_REDUCES: Final = 4
+# Seconds of a fused pointwise op, of what reading its results would take.
+_FUSED: Final = 0.02
+_MOST_FROM_HULL: Final = 6
+# Of the seconds that dropping all would add; options that save less than this are not worth a compilation.
+_LITTLE: Final = 0.01
+
+
+def compiled_menu(graph: UnitGraph) -> tuple[Keeps, ...]:
+    """Return the sets of values of a unit to compile and measure, from the one that keeps least to the one that keeps most.
+
+    Args:
+        graph: the unit, as it was recorded outside the compiler.
+
+    Returns:
+        At most ten, all different: nothing; attention; that and what the residual stream adds up; all products and attention;
+        and what minimum cuts choose under the costs of compiled code. What a unit returns is kept in any case.
+
+    Example:
+        >>> from recollect.profile.graph import ValueRecord
+        >>> x, h = ValueRecord("x", 64, producer=None), ValueRecord("up.mm", 256, producer=0)
+        >>> a = ValueRecord("act.silu", 256, producer=1, saved=True)
+        >>> y = ValueRecord("down.mm", 64, producer=2, is_output=True)
+        >>> up, act = OpRecord("up.mm", (0,), (1,), 1.0), OpRecord("act.silu", (1,), (2,), 0.1)
+        >>> menu = compiled_menu(UnitGraph((x, h, a, y), (up, act, OpRecord("down.mm", (2,), (3,), 1.0))))
+        >>> [[name for name, action in keeps.items() if action == "keep"] for keeps in menu]
+        [['down.mm'], ['up.mm', 'down.mm']]
+    """
+    attention = _values_of(graph, _is_attention)
+    chosen = [
+        frozenset[int](),
+        attention,
+        attention | _residual_stream(graph),
+        attention | _values_of(graph, _is_product),
+        *(frozenset(option.stored.whole) for option in _widest_apart(unit_hull(with_compiled_costs(graph)))),
+    ]
+    outputs = {index for index, value in enumerate(graph.values) if value.is_output}
+    distinct = sorted({keep - outputs for keep in chosen}, key=lambda keep: (_bytes(graph, keep), sorted(keep)))
+    return tuple(keeps_of(graph, keep) for keep in distinct)
+
+
+def keeps_of(graph: UnitGraph, kept: Collection[int]) -> dict[str, Action]:
+    """Return what a compiled unit does with each of its values, by name, if it keeps some and drops what it can of the others.
+
+    Args:
+        graph: the unit.
+        kept: indices of the values.
+    """
+    return {
+        value.name: Action.KEEP if index in kept or value.must_keep or value.is_output else Action.RECOMPUTE
+        for index, value in enumerate(graph.values)
+        if value.producer is not None
+    }
+
+
+def with_compiled_costs(graph: UnitGraph) -> UnitGraph:
+    """Return the unit with about the times that its ops would take again in compiled code, and no tape."""
+    light = [(op.time_s, moved) for op in graph.ops if not _is_heavy(op) and (moved := _moved_bytes(graph, op))]
+    s_per_byte = min((time_s / nbytes for time_s, nbytes in light), default=0.0)
+
+    def time_s(op: OpRecord) -> float:
+        if _is_heavy(op):
+            return op.time_s
+        read_bytes, made_bytes = _bytes(graph, op.inputs), _bytes(graph, op.outputs)
+        is_reduction = read_bytes >= _REDUCES * made_bytes or any(word in _op_name(op) for word in _REDUCTIONS)
+        return s_per_byte * (read_bytes if is_reduction else _FUSED * made_bytes)
+
+    ops = tuple(replace(op, time_s=time_s(op), state_bytes=0) for op in graph.ops)
+    return replace(graph, ops=ops, tape_s=0.0, module_tape_s=(), parts=(), variants=(), eager_s=0.0)
+
+
+def undominated(variants: Sequence[VariantRecord], values: UnitGraph) -> tuple[VariantRecord, ...]:
+    """Return PyTorch's own choice, and the variants that no other beats in every number; of equal ones the first.
+
+    Args:
+        variants: PyTorch's own choice first.
+        values: the unit.
+    """
+    left: list[VariantRecord] = []
+    for number, variant in enumerate(variants):
+        others = (*left, *variants[number + 1 :])
+        if variant.is_default or not any(_beats(other, variant, values, ties=other in left) for other in others):
+            left.append(variant)
+    return tuple(left)
+
+
+def _beats(one: VariantRecord, other: VariantRecord, graph: UnitGraph, *, ties: bool) -> bool:
+    mine, its = (
+        (v.step_s, v.own_bytes, v.own_bytes + _bytes(graph, v.held), v.forward_bytes, *_backward_bytes(v, graph))
+        for v in (one, other)
+    )
+    return all(a <= b for a, b in zip(mine, its, strict=True)) and (ties or mine != its)
+
+
+def _backward_bytes(variant: VariantRecord, graph: UnitGraph) -> tuple[int, int]:
+    """Return the most bytes in backward: if others hold what the variant holds as well, and if nobody does."""
+    alone = shared = variant.own_bytes
+    alone += _bytes(graph, variant.held)
+    most_alone, most_shared = alone, shared
+    for most_bytes, change_bytes, let_go in variant.backward:
+        most_alone, most_shared = max(most_alone, alone + most_bytes), max(most_shared, shared + most_bytes)
+        alone += change_bytes - (graph.values[let_go].nbytes if let_go >= 0 else 0)
+        shared += change_bytes
+    return most_alone, most_shared
+
+
+def _widest_apart(options: Sequence[Option]) -> list[Option]:
+    """Return a few options, those without which the largest gaps would be left between the others."""
+    chosen = [options[0], options[-1]]
+    little_s = _LITTLE * options[0].recompute_s
+    while len(chosen) < _MOST_FROM_HULL:
+        gain_s, best = max(
+            ((_gain_s(option, chosen), option) for option in options if option not in chosen),
+            key=lambda found: found[0],
+            default=(0.0, options[0]),
+        )
+        if gain_s <= little_s:
+            break
+        chosen.append(best)
+    return chosen[:1] + chosen[2:]  # The last one keeps all that can be kept, pointwise results, too.
+
+
+def _gain_s(option: Option, chosen: Iterable[Option]) -> float:
+    """Return how many seconds an option is below the line between its neighbours among some others."""
+    lean = max((o for o in chosen if o.kept_bytes <= option.kept_bytes), key=lambda o: o.kept_bytes)
+    fat = min((o for o in chosen if o.kept_bytes >= option.kept_bytes), key=lambda o: o.kept_bytes)
+    part = (option.kept_bytes - lean.kept_bytes) / max(1, fat.kept_bytes - lean.kept_bytes)
+    return lean.recompute_s + part * (fat.recompute_s - lean.recompute_s) - option.recompute_s
+
+
+def _residual_stream(graph: UnitGraph) -> frozenset[int]:
+    """Return the sums that begin with what the unit gets: of its input and what a part of it returns, and so on."""
+    sizes = {value.nbytes for value in graph.values if value.is_output}
+    stream = {index for index, value in enumerate(graph.values) if value.producer is None and value.nbytes in sizes}
+    found: set[int] = set()
+    for op in graph.ops:
+        if _op_name(op) in ("add", "add_") and not stream.isdisjoint(op.inputs):
+            found.update(value for value in op.outputs if graph.values[value].nbytes in sizes)
+            stream |= found
+    return frozenset(found)
+
+
+def _values_of(graph: UnitGraph, is_meant: Callable[[OpRecord], bool]) -> frozenset[int]:
+    return frozenset(value for op in graph.ops if is_meant(op) for value in op.outputs)
+
+
+def _is_heavy(op: OpRecord) -> bool:
+    return _is_product(op) or _is_attention(op) or _is_foreign(op)
+
+
+def _is_product(op: OpRecord) -> bool:
+    return _op_name(op) in _PRODUCTS
+
+
+def _is_attention(op: OpRecord) -> bool:
+    return "attention" in _op_name(op)
+
+
+def _is_foreign(op: OpRecord) -> bool:
+    """Whether the compiler cannot see into it: an op of another library, or a custom Function."""
+    name = _op_name(op)
+    return ":" in name or name[:1].isupper()
+
+
+def _op_name(op: OpRecord) -> str:
+    """Return an op's name without its module and count: "mm" of "mlp.up_proj.mm#1"."""
+    return op.name.removeprefix(f"{module_of(op.name)}.").partition("#")[0]
+
+
+def _moved_bytes(graph: UnitGraph, op: OpRecord) -> int:
+    return _bytes(graph, (*op.inputs, *op.outputs))
+
+
+def _bytes(graph: UnitGraph, values: Iterable[int]) -> int:
+    return sum(graph.values[value].nbytes for value in values)

@@ -1,0 +1,51 @@
+"""The options of a unit that may run on any engine: inside `torch.compile`, on the tape, or run again as a whole.
+
+Seconds are counted from those of the compiled unit that keeps what PyTorch chooses, so that options of engines can be compared.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+from recollect.planning.hull import Option, Stored, unit_hull
+from recollect.plans.action import Action, EngineChoice
+from recollect.profile.graph import UnitGraph
+
+_MOST_ON_TAPE = 12
+
+
+@cache
+def engine_options(graph: UnitGraph, *, output: Action = Action.KEEP) -> tuple[Option, ...]:
+    """Return the options of a unit on all engines, from the leanest to PyTorch's own choice.
+
+    Args:
+        graph: the unit. Without variants it stays on the tape.
+        output: of the unit; compiled code and whole modules keep it.
+    """
+    hull = unit_hull(graph, output=output)
+    if not graph.variants or output is not Action.KEEP:
+        return hull
+    output_bytes = sum(value.nbytes for value in graph.values if value.is_output and value.producer is not None)
+    default_s = graph.variants[0].step_s
+    eager_s = graph.eager_s - default_s
+    compiled = [
+        Option(
+            stored=Stored.whole_values(variant.kept),
+            recompute_ops=frozenset(),
+            kept_bytes=variant.own_bytes + output_bytes,
+            recompute_s=variant.step_s - default_s,
+            engine=EngineChoice.COMPILE,
+            variant=number,
+        )
+        for number, variant in enumerate(graph.variants)
+    ]
+    on_tape = (
+        hull if len(hull) <= _MOST_ON_TAPE else [hull[len(hull) * i // _MOST_ON_TAPE] for i in range(_MOST_ON_TAPE)]
+    )
+    eager = [replace(option, recompute_s=option.recompute_s + eager_s) for option in on_tape]
+    again_s = graph.forward_s + eager_s
+    eager.append(Option(Stored(), frozenset(), output_bytes, again_s, engine=EngineChoice.REGION))
+    # On both engines the same bytes can have other working sets: what is slower at no fewer bytes still may be the leaner step.
+    others = sorted([*compiled[1:], *eager], key=lambda option: (option.kept_bytes, -option.recompute_s))
+    return (*others, compiled[0])

@@ -1,0 +1,331 @@
+"""Measure what repeated units take inside `torch.compile`, for each set of values that they may keep.
+
+A copy of each kind of unit is compiled for PyTorch's own choice and for each entry of `compiled_menu`. Its memory is traced in
+one run alone (`unit_trace.py`), which is exact, since identical layers run identical code; then all are timed in turn.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import FunctionType
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, get_args
+
+import torch
+from torch import nn
+
+from recollect._torch_fsdp import is_fully_sharded
+from recollect.engine.compiled.compiled_engine import compile_forward
+from recollect.errors import NotYetError, RecordError
+from recollect.planning.compiled_menu import Keeps, compiled_menu, undominated
+from recollect.plans.paths import unit_words
+from recollect.plans.value_names import module_of, result_names, value_stem
+from recollect.profile.events import PEEK
+from recollect.profile.graph import UnitGraph
+from recollect.profile.profile import Profile
+from recollect.profile.variant import VariantRecord
+from recollect.progress.stage import stage
+from recollect.quantities import parse_bytes
+from recollect.ranks.group import ALONE, Place, Ranks
+from recollect.ranks.members import with_common_times
+from recollect.recording.unit_samples import UnitSample
+from recollect.recording.unit_times import time_run
+from recollect.recording.unit_trace import trace_unit
+from recollect.warning import warn_user
+
+if TYPE_CHECKING:
+    from recollect.engine.compiled.partitioner import Partition
+
+RecordedEngine: TypeAlias = Literal["tape", "compile"]
+"""What a record is for: the tape alone, or units inside `torch.compile` as well."""
+
+# Seconds of timed rounds, and their number at least and at most.
+_TIMED_S: Final = 3.0
+_FEWEST_ROUNDS: Final = 3
+_MOST_ROUNDS: Final = 15
+
+
+def check_engine(engine: str, model: nn.Module, *, fake: bool, split_backward: bool) -> bool:
+    """Return whether units are to be compiled.
+
+    Raises:
+        RecordError: the engine is neither word.
+        NotYetError: they would have to be, in a step of which their variants cannot be measured.
+    """
+    if engine not in get_args(RecordedEngine):
+        raise RecordError(f"engine: got {engine!r}, expected {' or '.join(map(repr, get_args(RecordedEngine)))}")
+    if engine == "tape":
+        return False
+    if fake:
+        raise _not_yet(
+            "fake", True, "sizes and times of compiled code that never ran", "Record on the device, fake=False"
+        )
+    if split_backward:
+        raise _not_yet(
+            "split_backward", True, "compiled code that finds the two halves of the gradients apart", "Leave it out"
+        )
+    if any(map(is_fully_sharded, model.modules())):
+        raise _not_yet(
+            "model", "sharded by FSDP2", "compiled units on gathered parameters", "Record before fully_shard"
+        )
+    return True
+
+
+def _not_yet(name: str, value: object, needs: str, advice: str) -> NotYetError:
+    advice = f'{advice}; or leave out engine="compile": plans then recompute outside the compiler.'
+    return NotYetError(settings={"engine": "compile", name: value}, needs=needs, advice=advice)
+
+
+def with_variants(
+    profile: Profile,
+    samples: Mapping[int, UnitSample],
+    device: torch.device,
+    *,
+    menu: Callable[[UnitGraph], Sequence[Keeps]] = compiled_menu,
+    ranks: Ranks = ALONE,
+    compiled: Callable[[str, float], object] = lambda path, compile_s: None,
+) -> Profile:
+    """Return a profile whose repeated units have variants, and whose step is that with these units compiled as PyTorch chooses.
+
+    Args:
+        profile: of a step outside the compiler; if several ranks recorded it, with common times.
+        samples: for each graph, a call of a unit that has it, or has the same ops on as many bytes.
+        device: where the step runs.
+        menu: what to compile of a unit, besides PyTorch's own choice.
+        ranks: that recorded it together; units get variants if they do in all of them, with common times.
+        compiled: called with a unit's path and the seconds that compiling it once took, for each variant.
+
+    Raises:
+        NotYetError: a backward of the step keeps its graph for another one.
+
+    Warns:
+        UserWarning: units of some kind cannot be compiled, or have graph breaks.
+    """
+    if any(True for _ in profile.log.operands(PEEK)):
+        raise _not_yet(
+            "retain_graph",
+            True,
+            "compiled code that runs backward twice",
+            "Make the step's backward without retain_graph",
+        )
+    paths = {call.graph: call.path for call in reversed(profile.calls) if call.repeated}
+    of_kind: dict[int, list[int]] = {}
+    for index in sorted(paths):
+        of_kind.setdefault(id(samples[index]) if index in samples else -1, []).append(index)
+    if missing := of_kind.pop(-1, ()):
+        _warn(profile, missing, "a copy of it cannot run alone")
+    graphs = list(profile.graphs)
+    menus = {kind: menu(graphs[indices[0]]) for kind, indices in of_kind.items()}
+    with stage("compiling units", total=sum(1 + len(entries) for entries in menus.values())) as done:
+        for kind, indices in of_kind.items():
+
+            def note(compile_s: float, path: str = paths[indices[0]]) -> None:
+                compiled(path, compile_s)
+                done()
+
+            try:
+                found = _measured(samples[indices[0]], graphs[indices[0]], menus[kind], device, note)
+            except _CannotCompileError as error:
+                _warn(profile, indices, str(error))
+                continue
+            for index in indices:
+                if _shape(graphs[index]) == _shape(graphs[indices[0]]):
+                    graphs[index] = replace(graphs[index], variants=found.variants, eager_s=found.eager_s)
+                else:
+                    _warn(profile, [index], "it computes other values than another call of a module like it")
+    return _compiled_step(profile, graphs, ranks)
+
+
+def _compiled_step(profile: Profile, graphs: Sequence[UnitGraph], ranks: Ranks) -> Profile:
+    """Return the profile of the step in which all units with variants run compiled, as PyTorch chooses."""
+    in_all = ranks.all_of([bool(graph.variants) for graph in graphs], Place.START)
+    graphs = tuple(
+        graph if there else replace(graph, variants=(), eager_s=0.0)
+        for graph, there in zip(graphs, in_all, strict=True)
+    )
+    compiled = [(call.num_runs, graphs[call.graph]) for call in profile.calls if graphs[call.graph].variants]
+    saved_s = math.fsum(number * (graph.eager_s - graph.variants[0].step_s) for number, graph in compiled)
+    units_s = math.fsum(number * graph.variants[0].step_s for number, graph in compiled)
+    found = replace(profile, graphs=graphs, step_s=max(units_s, profile.step_s - saved_s))
+    found = with_common_times(found, ranks)
+    return replace(
+        found, graphs=tuple(replace(graph, variants=undominated(graph.variants, graph)) for graph in found.graphs)
+    )
+
+
+def _shape(graph: UnitGraph) -> list[tuple[str, int, int | None]]:
+    return [(value.name, value.nbytes, value.producer) for value in graph.values]
+
+
+def _warn(profile: Profile, graphs: Sequence[int], reason: str) -> None:
+    paths = list(dict.fromkeys(call.path for call in profile.calls if call.graph in graphs and call.repeated))
+    more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
+    warn_user(
+        f"{unit_words(paths[0])}{more} cannot run inside torch.compile: {reason}. Plans will leave "
+        f"{'them' if more else 'it'} outside the compiler."
+    )
+
+
+class _CannotCompileError(Exception):
+    """A unit cannot be compiled; the text says why."""
+
+
+@dataclass(frozen=True)
+class _Measured:
+    variants: tuple[VariantRecord, ...]
+    eager_s: float
+
+
+@dataclass(frozen=True)
+class _Compiled:
+    """A compiled forward, and what it keeps."""
+
+    forward: Callable[..., Any]
+    record: VariantRecord
+    compile_s: float
+
+
+def _measured(
+    sample: UnitSample, graph: UnitGraph, menu: Sequence[Keeps], device: torch.device, note: Callable[[float], None]
+) -> _Measured:
+    """Compile a unit in each way, trace each, and time all.
+
+    Raises:
+        _CannotCompileError: it cannot be compiled, or cannot run alone.
+    """
+    sample = sample.whole()
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices), warnings.catch_warnings():
+        # What the compiler warns of, and that the unit computes there less than the menu names.
+        warnings.simplefilter("ignore")
+        module = _copied(sample)
+        found: list[_Compiled] = []
+        saved = set[Any]()
+        for keeps in (None, *menu):
+            one = _compiled(sample, module, graph, keeps, device, saved)
+            note(one.compile_s if one is not None else 0.0)
+            if one is not None:
+                found.append(one)
+        return _timed(sample, module, found, device)
+
+
+def _copied(sample: UnitSample) -> nn.Module:
+    try:
+        module = sample.copied_module()
+    except Exception as error:  # the user's attributes may raise anything
+        raise _CannotCompileError(f"a copy of it cannot be made ({type(error).__name__}: {error})") from error
+    module.zero_grad(set_to_none=True)
+    return module
+
+
+def _compiled(
+    sample: UnitSample,
+    module: nn.Module,
+    graph: UnitGraph,
+    keeps: Keeps | None,
+    device: torch.device,
+    saved: set[Any],
+) -> _Compiled | None:
+    """Compile a unit that keeps certain values, and trace it; None if what it saves is among `saved`, to which this adds it.
+
+    Not all that an entry names is needed in backward, so that several may come to the same.
+    """
+    cuts: list[Partition] = []
+
+    def note_cut(cut: Partition) -> None:
+        cuts.append(cut)
+        if _saved_by(cut) in saved:
+            raise _KnownError  # before code is generated, which takes nearly all the time
+
+    forward = compile_forward(_with_own_code(module.forward), keeps, on_partition=note_cut)
+    try:
+        begin = time.perf_counter()
+        if time_run(sample, module, device, forward) is None:
+            raise _CannotCompileError("there is nothing to differentiate in it")
+        compile_s = time.perf_counter() - begin
+        time_run(sample, module, device, forward)  # It makes what is made once.
+        trace = trace_unit(sample, forward, device)
+    except (torch.OutOfMemoryError, _CannotCompileError):
+        raise
+    except Exception as error:  # the compiler, and the user's module in it, may raise anything
+        if cuts and _saved_by(cuts[0]) in saved:
+            return None
+        line = next(iter(str(error).splitlines()), "")
+        raise _CannotCompileError(f"{type(error).__name__}: {line}") from error
+    module.zero_grad(set_to_none=True)
+    if len(cuts) != 1:
+        raise _CannotCompileError(f"it becomes {len(cuts)} graphs, expected one")
+    saved.add(_saved_by(cuts[0]))
+    index_of = _names_of(graph)
+    kept = {index_of[name] for name in cuts[0].kept if name in index_of}
+    record = VariantRecord(
+        kept=tuple(sorted(index for index in kept if not graph.values[index].is_output)),
+        held=trace.held,
+        own_bytes=trace.own_bytes,
+        forward_bytes=trace.forward_bytes,
+        backward=trace.backward,
+        step_s=0.0,
+        is_default=keeps is None,
+    )
+    return _Compiled(forward, record, compile_s)
+
+
+class _KnownError(Exception):
+    """A cut is one that there has been."""
+
+
+def _saved_by(cut: Partition) -> tuple[tuple[Any, ...], ...]:
+    return cut.kept, cut.unnamed, cut.inputs
+
+
+def _names_of(graph: UnitGraph) -> dict[str, int]:
+    """Return the values by name, also by those that ops have which wrote in place and do not in compiled code."""
+    found: dict[str, int] = {}
+    counts: Counter[tuple[str, str]] = Counter()
+    for op in graph.ops:
+        module = module_of(op.name)
+        key = module, op.name.removeprefix(f"{module}.").partition("#")[0].rstrip("_")
+        stem = value_stem(*key, counts[key])
+        counts[key] += 1
+        found |= dict(zip(result_names(stem, len(op.outputs)), op.outputs, strict=True))
+    return found | {value.name: index for index, value in enumerate(graph.values) if value.producer is not None}
+
+
+def _with_own_code(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that calls another one, for the compiler to keep its code with; both go together."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return forward(*args, **kwargs)
+
+    return FunctionType(run.__code__.replace(), run.__globals__, closure=run.__closure__)
+
+
+def _timed(sample: UnitSample, module: nn.Module, found: Sequence[_Compiled], device: torch.device) -> _Measured:
+    """Time a unit outside the compiler and inside it in each way, in turn."""
+    forwards = [None, *(one.forward for one in found)]
+
+    def one_round() -> Iterator[float]:
+        for forward in forwards:
+            yield math.fsum(time_run(sample, module, device, forward) or ())
+
+    rounds = [list(one_round())]  # A warm-up.
+    number = min(_MOST_ROUNDS, max(_FEWEST_ROUNDS, int(_TIMED_S / max(1e-9, math.fsum(rounds[0])))))
+    rounds = [list(one_round()) for _ in range(number)]
+    eager_s, *compiled_s = (statistics.median(times) for times in zip(*rounds, strict=True))
+    variants = (replace(one.record, step_s=step_s) for one, step_s in zip(found, compiled_s, strict=True))
+    return _Measured(tuple(variants), eager_s)
+
+
+def check_host_engine(engine: str, host_budget: int | str) -> None:
+    """Check that compiled units and host memory are not asked for together.
+
+    Raises:
+        NotYetError: they are.
+    """
+    if engine == "compile" and parse_bytes(host_budget):
+        raise _not_yet("host_budget", host_budget, "copies to host memory by compiled code", "Leave out host_budget")

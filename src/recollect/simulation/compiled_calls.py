@@ -1,0 +1,153 @@
+"""Plays the calls that run inside `torch.compile`: what was recorded of their variant, in place of their ops.
+
+What no op of the unit makes, such as gradients of parameters that live on after backward, is in the recorded events, and not in
+the variant; so these still change memory, but no longer raise the peak while the compiled code runs:
+
+    first op    the variant's forward, then its outputs and what it keeps
+    return      the recorded events of forward are left out up to here; the bytes by which they changed memory come in backward
+    first use   the variant's backward, taken back at its end; then what was kept goes
+    last use    recorded events up to here change memory only
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from typing import Any, Final
+
+from recollect.profile.events import ALLOC, OP, RELEASE, RETURN, SAVE, WORK
+from recollect.simulation.playback import COMPILED, Actions, Playback, Token
+from recollect.simulation.program import BULK, Key, ProgramOp
+
+# Forward's part of the time of both, about: each product has two in backward.
+_FORWARD_PART: Final = 1 / 3
+
+
+class CompiledSchedule:
+    """Plays calls that run inside `torch.compile`.
+
+    Args:
+        step: the step being played.
+        calls: the compiled ones.
+        play: handlers of all other calls.
+    """
+
+    def __init__(self, step: Playback, calls: Collection[int], play: Actions) -> None:
+        self._step = step
+        self._calls = frozenset(calls)
+        self._play = play
+        # Those that have begun and whose backward may still come; the one whose forward runs.
+        self._open: dict[int, _CompiledCall] = {}
+        self._running: _CompiledCall | None = None
+
+    def actions(self) -> Actions:
+        """Return the handlers with those for compiled calls replaced."""
+        own: Actions = {OP: self._op, SAVE: self._save, RETURN: self._return, RELEASE: self._release}
+        return {**self._play, **own, BULK: self._bulk, ALLOC: self._alloc, WORK: self._work}
+
+    def _op(self, call: int, run: ProgramOp) -> None:
+        if call not in self._calls:
+            self._play[OP](call, run)
+        elif self._running is None or self._running.call != call:
+            self._step.starts(call)
+            self._running = self._open[call] = _CompiledCall(self._step, call, self._play)
+
+    def _save(self, call: int, key: Key, handle: int, saver: int) -> None:
+        if saver in self._calls and saver in self._open:
+            self._step.handles[handle] = self._open[saver].saves(), saver
+        else:
+            self._play[SAVE](call, key, handle, saver)
+
+    def _return(self, call: int) -> None:
+        if call in self._calls:
+            self._running = None
+            self._step.call = -1
+        else:
+            self._play[RETURN](call)
+
+    def _release(self, handle: int) -> None:
+        saver = self._step.handles[handle][1]
+        self._play[RELEASE](handle)
+        if saver in self._open and self._open[saver].is_over():
+            del self._open[saver]
+
+    def _bulk(self, most_bytes: int, change_bytes: int, call: int = -1) -> None:
+        if self._running is not None:
+            self._running.change_bytes += change_bytes
+        elif call in self._open and self._open[call].is_in_backward:
+            self._play[BULK](max(0, change_bytes), change_bytes, call)
+        else:
+            self._play[BULK](most_bytes, change_bytes, call)
+
+    def _alloc(self, key: Key, nbytes: int) -> None:
+        # What compiled code makes in forward is in its variant; what lives on and dies in backward cancels out there.
+        if self._running is None:
+            self._play[ALLOC](key, nbytes)
+
+    def _work(self, *operands: Any) -> None:
+        if self._running is None and not any(call.is_in_backward for call in self._open.values()):
+            self._play[WORK](*operands)
+
+
+class _CompiledCall:
+    """One call, from its first op until backward has used all that it saved.
+
+    Attributes:
+        change_bytes: by which recorded events of forward would have changed memory.
+        is_in_backward: its backward has run.
+    """
+
+    def __init__(self, step: Playback, call: int, play: Actions) -> None:
+        self.call = call
+        self.change_bytes = 0
+        self.is_in_backward = False
+        self._step = step
+        self._play = play
+        self._num_saved = 0
+        self._num_released = 0
+        graph = step.profile.graph_of(step.profile.calls[call])
+        self._variant = variant = graph.variants[step.decisions[call].variant]
+        play[BULK](step.profile.block_bytes(variant.forward_bytes), 0)
+        step.spends(_FORWARD_PART * variant.step_s)
+        for index, value in enumerate(graph.values):
+            if value.producer is not None and (value.is_output or (call, index) in step.program.read_by_others):
+                play[ALLOC]((call, index), step.profile.block_bytes(value.nbytes))
+        self._own = list(self._kept())
+        self._held = {value: step.bytes_of(step.program.key(call, value)) for value in variant.held}
+
+    def _kept(self) -> Iterator[Token]:
+        """Yield tokens for what the call keeps by itself: one for each value, and one for the rest."""
+        step, variant = self._step, self._variant
+        values = step.profile.graph_of(step.profile.calls[self.call]).values
+        sizes = {value: step.profile.block_bytes(values[value].nbytes) for value in variant.kept}
+        rest_bytes = variant.own_bytes - sum(sizes.values())
+        if rest_bytes >= 0:
+            yield from (step.make((self.call, value), nbytes) for value, nbytes in sizes.items())
+        if rest_bytes:
+            yield step.token_type(step, rest_bytes if rest_bytes > 0 else variant.own_bytes, (COMPILED, self.call))
+
+    def saves(self) -> _CompiledCall:
+        """Return what autograd holds in place of something the call saves."""
+        self._num_saved += 1
+        return self
+
+    def get(self) -> None:
+        """Run backward, the first time that something saved is asked for."""
+        if self.is_in_backward:
+            return
+        self.is_in_backward = True
+        step, change_bytes = self._step, 0
+        step.spends((1 - _FORWARD_PART) * self._variant.step_s)
+        for most_bytes, change, let_go in self._variant.backward:
+            self._play[BULK](most_bytes, change, self.call)
+            change_bytes += change
+            self._held.pop(let_go, None)
+        self._play[BULK](0, -change_bytes, self.call)
+        self._held.clear()
+        self._own.clear()
+        self._play[BULK](0, self.change_bytes, self.call)
+        step.is_recomputing = ""
+
+    def is_over(self) -> bool:
+        """Count a saved value as released; return whether it was the last one."""
+        self._num_released += 1
+        return self._num_released == self._num_saved

@@ -1,0 +1,215 @@
+"""What a repeated unit takes inside torch.compile, as recorded, against what is alive there; and what cannot be recorded."""
+
+from __future__ import annotations
+
+import weakref
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import recollect
+from recollect.engine.compiled.compiled_engine import compile_forward
+from recollect.errors import NotYetError, RecordError
+from recollect.planning.compiled_menu import Keeps, compiled_menu
+from recollect.plans.action import Action
+from recollect.profile.graph import UnitGraph
+from recollect.profile.profile import Profile
+from recollect.recording.variants import with_variants
+
+ROWS, WIDTH = 16, 32
+CPU = torch.device("cpu")
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH, bias=False), nn.Linear(2 * WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(nn.functional.silu(self.up(self.norm(x))))
+
+
+class Stack(nn.Module):
+    def __init__(self, block: type[nn.Module] = Block) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(block() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return x.square().sum()
+
+
+@pytest.fixture(scope="module")
+def plain() -> Profile:
+    torch.manual_seed(0)
+    return recollect.record(Stack(), torch.randn(ROWS, WIDTH))
+
+
+@pytest.fixture(scope="module")
+def compiled() -> Profile:
+    torch.manual_seed(0)
+    return recollect.record(Stack(), torch.randn(ROWS, WIDTH), engine="compile")
+
+
+def unit_graph(profile: Profile) -> UnitGraph:
+    return next(profile.graph_of(call) for call in profile.calls if call.path == "blocks.0")
+
+
+def names(keeps: Keeps, graph: UnitGraph) -> set[str]:
+    outputs = {value.name for value in graph.values if value.is_output}
+    return {name for name, action in keeps.items() if action == Action.KEEP} - outputs
+
+
+def live_bytes(graph: UnitGraph, kept: tuple[int, ...] | None) -> int:
+    """Bytes that a compiled block holds between forward and backward, besides its input, output and parameters."""
+    block, x = Block(), torch.randn(ROWS, WIDTH, requires_grad=True)
+    keeps = (
+        None
+        if kept is None
+        else {
+            value.name: Action.KEEP if index in kept or value.is_output else Action.RECOMPUTE
+            for index, value in enumerate(graph.values)
+            if value.producer is not None
+        }
+    )
+    output = compile_forward(block.forward, keeps)(x)
+    node = output.grad_fn
+    assert node is not None
+    saved = (*node.saved_tensors, *getattr(node, "_tensors_no_vc_check", ()))  # type: ignore[attr-defined]
+    others = {tensor.untyped_storage().data_ptr() for tensor in (*block.parameters(), x, output)}
+    alive = {
+        t.untyped_storage().data_ptr(): (weakref.ref(t.untyped_storage()), t.untyped_storage().nbytes()) for t in saved
+    }
+    del saved, output
+    return sum(
+        nbytes for address, (storage, nbytes) in alive.items() if address not in others and storage() is not None
+    )
+
+
+def test_every_repeated_unit_has_pytorchs_choice_first_and_entries_of_the_menu(compiled: Profile) -> None:
+    graph = unit_graph(compiled)
+    menu = [names(keeps, graph) for keeps in compiled_menu(graph)]
+    assert len(graph.variants) >= 2
+    for variant in graph.variants[1:]:
+        kept = {graph.values[index].name for index in variant.kept}
+        # What backward does not need is not kept, though the entry says so.
+        assert any(kept <= entry for entry in menu)
+    assert all(bool(compiled.graph_of(call).variants) == call.repeated for call in compiled.calls)
+
+
+def test_own_bytes_are_those_of_the_tensors_that_are_alive(compiled: Profile) -> None:
+    graph = unit_graph(compiled)
+    default, *others = graph.variants
+    assert live_bytes(graph, None) == default.own_bytes > 0
+    assert [live_bytes(graph, variant.kept) for variant in others] == [variant.own_bytes for variant in others]
+    assert all(variant.own_bytes == sum(graph.values[i].nbytes for i in variant.kept) for variant in others)
+
+
+def test_the_input_is_held_and_let_go_in_backward(compiled: Profile) -> None:
+    graph = unit_graph(compiled)
+    (x,) = [index for index, value in enumerate(graph.values) if value.producer is None]
+    weights = sum(parameter.nbytes for parameter in Block().parameters())
+    for variant in graph.variants:
+        assert variant.held == (x,)
+        assert [value for *_, value in variant.backward].count(x) == 1
+        # What is kept and the gradient of the output go; gradients of the parameters and of the input come.
+        assert sum(change for _, change, _ in variant.backward) == weights - variant.own_bytes
+
+
+def test_the_step_is_that_of_compiled_units(compiled: Profile) -> None:
+    graph = unit_graph(compiled)
+    assert graph.eager_s > 0 and all(variant.step_s > 0 for variant in graph.variants)
+    units_s = sum(compiled.graph_of(call).variants[0].step_s for call in compiled.calls if call.repeated)
+    assert compiled.step_s >= units_s
+
+
+def test_a_profile_with_variants_survives_a_file(compiled: Profile, tmp_path: Path) -> None:
+    compiled.save(tmp_path / "profile.json")
+    assert Profile.load(tmp_path / "profile.json") == compiled
+
+
+class Breaks(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        if x.sum() > 0:
+            x = x * 2
+        return super().forward(x)
+
+
+class Locked(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stream = (line for line in "ab")  # cannot be copied
+
+
+def test_units_with_graph_breaks_get_no_variants_and_are_named() -> None:
+    message = (
+        r"unit 'blocks\.0' and 1 more cannot run inside torch\.compile: Unsupported: .* leave them outside the compiler"
+    )
+    with pytest.warns(UserWarning, match=message):
+        profile = recollect.record(Stack(Breaks), torch.randn(ROWS, WIDTH), engine="compile")
+    assert not any(graph.variants for graph in profile.graphs)
+
+
+def test_units_that_cannot_be_copied_get_no_variants_and_are_named() -> None:
+    with pytest.warns(
+        UserWarning, match=r"cannot run inside torch\.compile: a copy of it cannot be made \(TypeError: "
+    ):
+        recollect.record(Stack(Locked), torch.randn(ROWS, WIDTH), engine="compile")
+
+
+def test_units_without_a_sample_get_no_variants_and_are_named(plain: Profile) -> None:
+    with pytest.warns(UserWarning, match="'blocks.0' and 1 more cannot run .*: a copy of it cannot run alone"):
+        found = with_variants(plain, {}, CPU)
+    assert found == plain
+
+
+def test_another_engine_is_an_error() -> None:
+    with pytest.raises(RecordError, match="engine: got 'inductor', expected 'tape' or 'compile'"):
+        recollect.record(Stack(), torch.randn(ROWS, WIDTH), engine="inductor")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"fake": True}, "engine='compile', fake=True: not yet: sizes and times of compiled code that never ran"),
+        ({"split_backward": True}, "engine='compile', split_backward=True: not yet: .* the two halves"),
+    ],
+)
+def test_steps_whose_variants_cannot_be_measured_are_refused(settings: dict[str, bool], message: str) -> None:
+    with pytest.raises(NotYetError, match=message):
+        recollect.record(Stack(), torch.randn(ROWS, WIDTH), engine="compile", **settings)  # type: ignore[arg-type]
+
+
+def test_a_backward_that_keeps_its_graph_is_refused() -> None:
+    model, x = Stack(), torch.randn(ROWS, WIDTH)
+
+    def step() -> None:
+        loss = model(x)
+        loss.backward(retain_graph=True)
+        loss.backward()
+
+    with pytest.raises(NotYetError, match="retain_graph=True: not yet: compiled code that runs backward twice"):
+        recollect.record(model, step=step, engine="compile")
+
+
+def test_variants_of_a_unit_with_other_values_are_not_taken_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Chooses(Block):
+        activation = staticmethod(nn.functional.silu)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.down(self.activation(self.up(self.norm(x))))
+
+    model = Stack(Chooses)
+    model.blocks[1].activation = nn.functional.gelu
+    monkeypatch.setattr("recollect.recording.record.with_variants", partial(with_variants, menu=lambda _: ()))
+    with pytest.warns(UserWarning, match=r"unit 'blocks\.1' cannot run .*: it computes other values than"):
+        profile = recollect.record(model, torch.randn(ROWS, WIDTH), engine="compile")
+    variants = {call.path: profile.graph_of(call).variants for call in profile.calls}
+    assert (len(variants["blocks.0"]), variants["blocks.1"]) == (1, ())
