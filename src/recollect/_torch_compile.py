@@ -24,7 +24,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 __all__ = ["CustomPartitionerFn", "get_hash_for_files"]
 
-# What a function raises that could not be compiled, or not into one graph, or too often.
+# The errors of a function that could not be compiled, or not into one graph, or too often.
 ERRORS = (TorchDynamoException, FailOnRecompileLimitHit)
 
 # Plans on one class, times shapes, before a unit would run without the compiler and nobody would say so; PyTorch's own limit
@@ -73,12 +73,12 @@ def compiled_autograd_is_on() -> bool:
 
 
 def stance() -> str:
-    """Return what `torch.compiler.set_stance` has set."""
+    """Return the stance set by `torch.compiler.set_stance`."""
     return str(eval_frame._stance.stance)
 
 
 def partitioned(joint: fx.GraphModule, inputs: Any, **settings: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Cut a joint graph into forward and backward as PyTorch does by itself, obeying the tags of its nodes."""
+    """Cut a joint graph into forward and backward as PyTorch's own partitioner does, obeying the tags of its nodes."""
     halves: tuple[fx.GraphModule, fx.GraphModule] = min_cut_rematerialization_partition(joint, inputs, **settings)
     return halves
 
@@ -145,5 +145,5 @@ def is_made_by_inductor(node: fx.Node) -> bool:
 
 
 def is_effect(node: fx.Node) -> bool:
-    """Whether a node runs an op with effects besides its results, which PyTorch keeps by itself."""
+    """Whether a node runs an op with side effects, which PyTorch always keeps."""
     return str(node.target) == "with_effects"

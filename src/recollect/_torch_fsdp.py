@@ -68,8 +68,8 @@ def parameter_groups(module: nn.Module) -> list[Any]:
 def other_sharded_parameters(model: nn.Module) -> Iterator[Callable[[], None]]:
     """Within the block, let FSDP2 work with other parameters; at the end it is as it was.
 
-    Yields a function to call when the others are in place. FSDP2 keeps references of its own to what it shards, which no
-    public name exchanges.
+    Yields a function to call when the others are in place. FSDP2 keeps its own references to the parameters it shards,
+    and no public name replaces them.
 
     Raises:
         RecordError: a model that FSDP2 shards has real parameters, or has run.
@@ -119,12 +119,12 @@ class GatheredParameters:
 
     @property
     def own_parts(self) -> list[torch.Tensor]:
-        """What this rank has of them beside the whole ones."""
+        """This rank's parts of them, besides the whole ones."""
         return [parameter.sharded_param for parameter in self._parameters]
 
     @property
     def gradients_apart(self) -> list[torch.Tensor]:
-        """The sums of gradients in a dtype that is not that of the parameters, and that is reduced."""
+        """The sums of gradients in a dtype other than the parameters', which is the one reduced."""
         sums = (parameter.unsharded_accumulated_grad for parameter in self._summed_apart)
         return [found for found in sums if found is not None]
 

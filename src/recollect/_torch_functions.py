@@ -1,6 +1,6 @@
 """The private names of PyTorch that it takes to run code of its users: custom autograd Functions, and policies.
 
-A part of `_torch_private.py`, to which the same applies.
+A part of `_torch_private.py`; the same rules apply.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.utils.checkpoint import _CachingTorchDispatchMode
 
 from recollect._torch_private import owner_of_hook
 
-__all__ = ["tree_flatten", "tree_unflatten"]  # What PyTorch defines, as in `_torch_private.py`.
+__all__ = ["tree_flatten", "tree_unflatten"]  # Names that PyTorch defines, as in `_torch_private.py`.
 
 
 @contextmanager
@@ -204,6 +204,6 @@ def owner_of_hooks() -> object:
 def selective_policy(context: object) -> Callable[..., Any] | None:
     """Return the policy of the first context of PyTorch's `create_selective_checkpoint_contexts`; None for any other one.
 
-    A subclass may do more than ask its policy.
+    A subclass may do more than consult its policy.
     """
     return context.policy_fn if type(context) is _CachingTorchDispatchMode else None

@@ -172,7 +172,7 @@ def gathered_with_gradient(part: torch.Tensor, group: dist.ProcessGroup) -> torc
 
 
 def exchanged_rows(rows: torch.Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup) -> torch.Tensor:
-    """Send rows to the ranks of a group, so many to each, and return those received, in the order of the ranks.
+    """Send rows to the ranks of a group, a given number to each, and return the rows received, in rank order.
 
     Gradients go back the same way.
     """
@@ -186,7 +186,7 @@ def summed(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 def waited_for(result: torch.Tensor) -> torch.Tensor:
-    """Return what a functional collective made, once it is there."""
+    """Wait for a functional collective and return its result."""
     return torch.ops._c10d_functional.wait_tensor(result)
 
 
@@ -241,7 +241,7 @@ class GradientBuckets:
             backward has them do, so that none of this happens in a step that is recorded or measured.
 
     Attributes:
-        sizes_bytes: of each of them.
+        sizes_bytes: the sizes of each of them.
     """
 
     def __init__(self, model: nn.Module, *, may_communicate: bool) -> None:
@@ -272,7 +272,7 @@ def _bucket_sizes(module: DistributedDataParallel) -> list[int]:
     logged = module._get_ddp_logging_data()
     sizes = [int(size) for size in (logged.get("rebuilt_bucket_sizes") or logged["bucket_sizes"]).split(", ")]
     for parameter, is_sparse in zip(parameters, are_sparse, strict=True):
-        # It is reduced as it is, in a bucket of its own, which is none.
+        # It is reduced in place, without a bucket.
         if is_sparse:
             sizes.remove(parameter.nbytes)
     if module.find_unused_parameters or module.static_graph:

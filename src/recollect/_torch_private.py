@@ -35,7 +35,7 @@ NEWEST_TESTED = "2.15.0"
 # What PyTorch defines. Everything else here that has no underscore is for other files, too.
 __all__ = ["FakeTensorMode", "TorchDispatchMode", "is_traceable_wrapper_subclass", "tree_leaves", "tree_map"]
 
-# What fake tensors raise where a step asks for their content, or for a shape that depends on it.
+# The errors that fake tensors raise when a step asks for their content, or for a shape that depends on it.
 DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)
 
 
@@ -124,7 +124,7 @@ preserved_versions: Callable[[torch.Tensor], AbstractContextManager[Any]] = _uns
 # Run ops as dispatch modes see them, past autograd; `torch.no_grad` would change what some kernels return.
 below_autograd: Callable[[], AbstractContextManager[Any]] = torch._C._AutoDispatchBelowAutograd
 
-# Run recorded ops as they were recorded, below autocast, on every device type at once.
+# Run recorded ops as they were recorded, below autocast, for every device type.
 disable_autocast: Callable[[], AbstractContextManager[Any]] = torch._C._DisableAutocast
 
 # The mode that makes new tensors fake; None if there is none. No public name tells it.
@@ -138,7 +138,7 @@ def is_fake_tensor(tensor: torch.Tensor) -> bool:
 
 @functools.cache
 def desugars(kind: type) -> bool:
-    """Whether a tensor type comes back to dispatch modes as ops on its inner tensors, if a mode declines it (DTensor).
+    """Whether a tensor type declined by a dispatch mode reaches it again as ops on the inner tensors (DTensor).
 
     `FakeTensor` is handled like a plain tensor: it stands for one.
     """
@@ -149,7 +149,7 @@ def desugars(kind: type) -> bool:
 def is_opaque_subclass(tensor: torch.Tensor) -> bool:
     """Whether a tensor is of a subclass with its own `__torch_dispatch__` that does not tell what it consists of.
 
-    It may have no storage, and to ask for one then ends the process.
+    It may have no storage, and asking for it then ends the process.
     """
     return desugars(type(tensor)) and not is_traceable_wrapper_subclass(tensor)
 
@@ -162,12 +162,12 @@ def keeps_graph() -> bool:
     return bool(_get_current_graph_task_keep_graph())
 
 
-# A number for the backward that is running, of which there may be several at once; -1 for none.
+# A number for the running backward (several may run at once); -1 for none.
 current_backward: Callable[[], int] = torch._C._current_graph_task_id
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
-    """Call this when the backward that is running has ended; if it fails, let go of it."""
+    """Call this when the running backward has ended; if it fails, release it."""
     torch.autograd.Variable._execution_engine.queue_callback(untraced(callback))
 
 
@@ -186,13 +186,13 @@ def is_compiled_module(module: torch.nn.Module) -> bool:
 
 
 def has_compiled_forward(module: torch.nn.Module) -> bool:
-    """Whether a module was given a `forward` of its own that is compiled."""
+    """Whether a module instance was given a compiled `forward`."""
     own = vars(module).get("forward")
     return without_compiler(module) is module and compiled_function(own) is not None
 
 
 def compiled_function(function: Any) -> Callable[..., Any] | None:
-    """Return what `torch.compile` made this function of; None if it did not make it."""
+    """Return the function that `torch.compile` wrapped in this one; None if it is not compiled."""
     return (
         None
         if getattr(function, "_torchdynamo_disable", False)
@@ -201,7 +201,7 @@ def compiled_function(function: Any) -> Callable[..., Any] | None:
 
 
 def without_compiler(module: torch.nn.Module) -> torch.nn.Module:
-    """Return the module of which `torch.compile(module)` made this one; the module itself if it made none."""
+    """Return the module that `torch.compile(module)` wrapped in this one; the module itself if it is not compiled."""
     return module._orig_mod if type(module).__name__ == "OptimizedModule" else module  # type: ignore[return-value]
 
 
@@ -271,7 +271,7 @@ _WHY_EAGER = "modules under a recollect plan run eagerly: compile them without f
 def uncompiled(function: _Function) -> _Function:
     """Have `torch.compile` break its graph at calls of a function, instead of tracing what it calls.
 
-    What `torch._dynamo.disable` does, without importing the compiler and without its 1 us a call.
+    Like `torch._dynamo.disable`, but without importing the compiler and without its 1 us per call.
     """
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     function._torchdynamo_disable_msg = _WHY_EAGER  # type: ignore[attr-defined]

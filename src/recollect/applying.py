@@ -45,8 +45,8 @@ def apply(model: nn.Module, plan: Plan | Sequence[Plan], *, group: GroupChoice =
         plan: the plan to apply. Units that it does not name, or that recompute nothing, run as before. Several for the
             stage of a pipeline, one for each micro-batch of a step: each forward with gradients takes the next, and after the
             last one the first again. See `Applied.follow` for stages of `torch.distributed.pipelining`.
-        group: processes that all apply it, a process group or a device mesh: they compare their plans. By default nothing is
-            compared, and each may run a plan of its own.
+        group: processes that all apply it, a process group or a device mesh: they compare their plans. By default
+            nothing is compared, and each may run its own plan.
 
     Returns:
         A handle that removes the plan again; also a context manager.
@@ -59,11 +59,11 @@ def apply(model: nn.Module, plan: Plan | Sequence[Plan], *, group: GroupChoice =
         PlanError: the plan drops the output of a unit whose parameters FSDP2 frees after forward; the processes of the group
             have different plans; or micro-batches compute the loss in different numbers of chunks.
         RecordError: a process of the group does not apply a plan.
-        PlanError by the model's first call, on all ranks: they have different plans, of which some run collectives again.
+        PlanError by the model's first call, on all ranks: their plans differ, and some run collectives again.
 
     Warns:
         PlanMismatchWarning: the plan was made for a model with fewer layers; or once, if a unit runs other ops than the
-            plan names. What it does not name is kept.
+            plan names. Values that it does not name are kept.
         ProfileMismatchWarning: the plan's profile was recorded with another version of PyTorch, on another device, or where
             copies to host memory were half as fast again, or more.
         TorchVersionWarning: once in a process, with a PyTorch that is newer than those that are tested, or that differs.
@@ -134,7 +134,7 @@ def _apply_per_micro_batch(model: nn.Module, plans: Sequence[Plan]) -> Applied:
             f"cannot apply the plans: they compute the loss in {' and '.join(map(str, chunks))} chunks, expected the same "
             "loss_chunks for all micro-batches, since it is set on the model."
         )
-    # Ranks compare the plans of all micro-batches at once, in the first call.
+    # Ranks compare the plans of all micro-batches together, in the first call.
     agreement = Agreement(
         "+".join(digest_of(plan.units) for plan in plans), needs_all=any(needs_all_ranks(plan.units) for plan in plans)
     )

@@ -13,7 +13,7 @@ def check_kind(call: str, name: str, value: object, kind: type, expected: str) -
 
     Args:
         call: the function with its first arguments, such as "plan(profile, budget)".
-        name: of the argument.
+        name: the name of the argument.
         value: what was passed.
         kind: its class.
         expected: the class as users know it, such as "recollect.Profile".

@@ -134,7 +134,7 @@ def fit(
         fake: record on fake tensors; see `record`.
         units: module paths of the layers to plan, where they are not found; see `record`.
         holds_output: the loop holds the model's output until the next one replaces it; see `record`.
-        gradients: those of the last step, when the next one begins; see `record`.
+        gradients: the gradients of the last step, when the next one begins; see `record`.
         loss_chunks: parts in which LM head and loss are computed, so that only one part's logits are alive; see
             `chunked_cross_entropy`. 1: as the model does, so that gradients keep their bits. "auto": as many as the fastest
             plan needs, and 1 if that is as fast; records up to four times, and needs a batch.

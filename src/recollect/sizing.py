@@ -51,7 +51,7 @@ def largest_batch(
         hardware: what the times are for; see `record`.
         units: module paths of the layers to plan, where they are not found; see `record`.
         holds_output: the loop holds the model's output until the next one replaces it; see `record`.
-        gradients: those of the last step, when the next one begins; see `record`.
+        gradients: the gradients of the last step, when the next one begins; see `record`.
         loss_chunks: parts in which LM head and loss are computed; see `record`.
         tokens_each: tokens that one more of the size adds to the batch: the length, if the size is the number of sequences.
         multiple_of: try only multiples of this.

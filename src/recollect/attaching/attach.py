@@ -49,8 +49,8 @@ def attach(
         optimizer: whose step ends a training step; several as a list, and then each must have stepped. Wrappers are unwrapped.
         budget: bytes of the whole step, as an int or text: "22GiB", "80GB", "90% of the device" (CUDA), "60%" of what the
             first step needs without recompute.
-        on_larger: what to do at a step that no plan was made for: "replan", "warn" (once, and go on with the plan that there
-            is), or "raise".
+        on_larger: what to do at a step that no plan was made for: "replan", "warn" (once, and go on with the current
+            plan), or "raise".
         units: module paths of the layers to plan, where they are not found.
         host_budget: bytes of host memory that values may be copied to in forward and back in backward; see `fit`. A step that
             is recorded offloads nothing, nor does one that runs at its leanest.
@@ -80,9 +80,9 @@ def attach(
 
     Warns:
         BudgetWarning: a later step fits under no plan, or is larger and `on_larger` is "warn"; a step needed more than the
-            budget while it was recorded, or may have, since it did what no plan foresees; so many steps differ that no more are
-            recorded; the model is in eval mode; it recomputes by another mechanism, too; the optimizer stepped, and the model
-            was not called.
+            budget while it was recorded, or may have, since it did what no plan foresees; too many steps differ for
+            more to be recorded; the model is in eval mode; it recomputes by another mechanism, too; the optimizer
+            stepped, and the model was not called.
         TorchVersionWarning: once in a process, with a PyTorch that is newer than those that are tested, or that differs.
 
     Example:

@@ -129,7 +129,7 @@ class Attached:
 
     @property
     def numbers(self) -> dict[str, float]:
-        """What is predicted for that plan, and what was measured under it, under names for loggers; {} before the first."""
+        """That plan's predictions and measurements, by names for loggers; {} before the first."""
         return {} if self._latest is None else self._latest.numbers()
 
     @property
@@ -137,7 +137,7 @@ class Attached:
         return self._placement.active or (self.planned[-1] if self.planned else None)
 
     def report(self) -> str:
-        """Return what was recorded and planned, what counts toward the budget, and what does not, in lines."""
+        """Report, in lines, what was recorded and planned, and what counts toward the budget."""
         return report_of(self.planned, self.budget_bytes, self.num_steps, self.recorded_steps)
 
     def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -273,7 +273,7 @@ class Attached:
 
     def _can_record(self) -> bool:
         if any(other._recording is not None for other in _handles):
-            return False  # Another model in the same loop has a handle of its own.
+            return False  # Another model in the same loop has its own handle.
         if text := obstacle(self._device):
             self._planner.warn_once(text)
             return False
@@ -346,7 +346,7 @@ class Attached:
         self._hooks.append(optimizer.register_step_post_hook(self._after_optimizer))
         if has_stepped:
             self._after_optimizer(optimizer, (), {})
-        # The old one's state may be in memory beside that of the new one.
+        # The old one's state may be in memory at the same time as the new one's.
         self._planner.missed.note([], attempts=1)
 
     def end_step(self, stepped: str) -> None:

@@ -1,4 +1,4 @@
-"""What has happened in the step under way, and what of it the plan in place does not foresee.
+"""The course of the running step, and where it departs from the plan in place.
 
 Each call of the model is held against that plan: the runs of its units, and what it held before under the same plan.
 """
@@ -23,18 +23,18 @@ from recollect.measuring.device_memory import held_now
 from recollect.profile.events import BACKWARD
 from recollect.simulation.timeline import timeline
 
-# What other threads allocate meanwhile, and objects that are not tensors: within a call, and from step to step.
+# Allowance for other threads and for objects that are not tensors: within a call, and from step to step.
 _NOISE_BYTES: Final = 96 * 1024
 _GROWTH_BYTES: Final = 1 << 20
-# What is allocated in the first runs of a plan and stays: Python's own, caches of libraries.
+# Memory allocated in a plan's first runs that stays: Python's own, caches of libraries.
 _OWN_BYTES: Final = 512 * 1024
 _MOST_READINGS: Final = 3
-# Threads of others, such as gloo's, release a moment late what they sent or received: read again before more is said.
+# Other libraries' threads, such as gloo's, release buffers slightly later: read again before reporting more memory.
 _READ_AGAIN: Final = 10
 _PAUSE_S: Final = 0.002
-# Part of the time that reading the allocator may take: glibc walks over all that is free.
+# The share of time that reading the allocator may take: glibc walks all free memory.
 _PRICE: Final = 0.001
-# Whatever it takes: so many calls under a plan, to know it, and then one of so many.
+# Read whatever it costs: in the first calls under a plan, then once in this many calls.
 _ALWAYS_READ: Final = 6
 _READ_EVERY: Final = 4
 
@@ -44,12 +44,12 @@ class Departure:
     """The first thing in a step that its plan does not foresee."""
 
     text: str
-    """What the step did, as in "ran layers.3 once more than planned"."""
+    """The departure, as in "ran layers.3 once more than planned"."""
     more_bytes: int | None = None
     """That the allocator's count showed beyond what was expected; None if that is not how it was seen."""
 
     def excess(self, planned: PlannedStep, more_bytes: int | None) -> str:
-        """Return what to say of the step; "" if it needed no more than the budget.
+        """Return the message about the step; "" if it needed no more than the budget.
 
         Args:
             planned: the step whose plan it began with.
@@ -81,7 +81,7 @@ class StepUnderWay:
         self.calls: list[Call] = []
         self.departure: Departure | None = None
         self.planned: PlannedStep | None = None
-        # Of each call: what its plan foresees, None without one; what ran in it, once it has ended; its backwards.
+        # For each call: the course its plan foresees, None without one; its own course, once ended; its backwards.
         self._foreseen: list[Course | None] = []
         self._ran: list[Course] = []
         self._backwards: list[Backwards] = []
@@ -97,7 +97,7 @@ class StepUnderWay:
         self._backwards.append(backwards)
 
     def foresee(self, course: Course | None) -> None:
-        """Note what the plan of the call holds for."""
+        """Note the course that the call's plan covers."""
         self._foreseen.append(course)
 
     def is_last_foreseen(self) -> bool:
@@ -105,12 +105,12 @@ class StepUnderWay:
         return bool(self._foreseen) and self._foreseen[-1] is not None
 
     def end_call(self, units: UnitWatch) -> None:
-        """Note what units ran in the last call, up to the next one."""
+        """Note the units that ran in the last call, up to the next one."""
         if len(self._ran) < len(self._foreseen):
             self._ran.append(units.course())
 
     def courses(self) -> list[Course]:
-        """Return what happened in each call; they have ended."""
+        """Return the course of each call; they have ended."""
         return [
             replace(ran, num_backwards=max(1, backwards.number), builds_graph=backwards.build_graph)
             for ran, backwards in zip(self._ran, self._backwards, strict=True)
@@ -129,7 +129,7 @@ class StepUnderWay:
         return [(course or Course()).lacks(ran) for course, ran in zip(self._foreseen, self._ran, strict=True)]
 
     def skipped(self) -> dict[str, int]:
-        """Return the runs of units that the plan foresaw in the calls, and that did not come."""
+        """Return the unit runs that the plan foresaw in the calls but that did not happen."""
         found: Counter[str] = Counter()
         for course, ran in zip(self._foreseen, self._ran, strict=True):
             found.update({} if course is None else ran.lacks(course))
@@ -197,7 +197,7 @@ class CallWatch:
         """Say which runs of units a call may have.
 
         Args:
-            step: of which it is the last call so far.
+            step: the step whose last call so far this is.
             is_planned: the plan in place is meant for it.
             is_on: something is in place, so that its runs count.
         """
@@ -219,7 +219,7 @@ class CallWatch:
         """Read, where forward is over, how much a call holds; a departure if that is more than its plan foresees."""
         active = self._placement.active
         comes_to = self._placement.units.comes_to()
-        # What spare runs hold has room of its own.
+        # Memory for spare runs is counted separately.
         if active is not None and step.departure is None and step.is_last_foreseen() and comes_to <= 0:
             more_bytes = self._excess(active, len(step.calls), step.calls[-1], is_whole=not comes_to)
             if more_bytes:
@@ -231,7 +231,7 @@ class CallWatch:
 
         Args:
             planned: the step whose plan is in place.
-            position: of the call in its step.
+            position: the position of the call in its step.
             call: that has returned.
             is_whole: all runs of units came that the plan foresees; what such calls hold is what is expected.
         """

@@ -1,19 +1,19 @@
 """Have the processes that attached together decide alike: what is recorded, and which plan runs.
 
-To ask costs each call of the model an exchange over gloo, for which the slower process is waited for. Where nothing new has
-come up for some steps, they ask in every 16th step only. What makes that safe:
+Asking costs each call of the model an exchange over gloo, which waits for the slower process. After some steps with
+nothing new, they ask only in every 16th step. What makes that safe:
 
-* **They agree on when to ask next.** That is so many steps after one whose answer all have got, and a call that fails and is
-  tried again in one process ends no step. So in each step all ask or none does, and none waits for an answer to what others do
-  not ask.
+* **They agree on when to ask next.** The next question comes a fixed number of steps after one that all have answered,
+  and a call that fails and is tried again in one process ends no step. So in each step all ask or none does, and none
+  waits for an answer to what others do not ask.
 * **Between, each process decides for itself, of plans that all have.** They may then run different ones, which does no harm
   where no plan does anything in backward that the others have to join: run a collective again, gather parts of a value or of a
   parameter, or run a module again as a whole. If one does, they ask in every call.
-* **A process that no plan covers, between, does not record**, since the others would have to come to the end of the recording.
-  It runs that step at its leanest, which needs no other process, and says so when all ask next; until then, if the step may
-  have been over the budget, all that follow are lean, too. Then all record, and ask in each step again until some were
-  covered in all of them.
-* **None raises alone, between.** With `on_larger` "warn" or "raise" they ask in every call.
+* **A process that no plan covers in between does not record**, since the others would have to take part at the end of
+  the recording. It runs that step at its leanest, which needs no other process, and says so when all ask next; until
+  then, if the step may have been over the budget, all that follow are lean, too. Then all record, and ask in each step
+  again until some were covered in all of them.
+* **None raises alone in between.** With `on_larger` "warn" or "raise" they ask in every call.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -29,13 +29,13 @@ from recollect.ranks.group import Place, Ranks
 
 T = TypeVar("T")
 
-# So many steps that ask and find nothing new, then one that asks in so many.
+# After this many steps that ask and find nothing new, ask only once in this many steps.
 _STEADY_STEPS: Final = 8
 _ASKS_EVERY: Final = 16
 
 
 class Lockstep:
-    """What one process of several asks the others, each time at the same place of the loop; alone, it asks itself.
+    """The questions that one process asks the others, always at the same place in the loop; a lone process asks itself.
 
     Args:
         model: that they train.
@@ -43,7 +43,7 @@ class Lockstep:
         may_differ: they may decide for themselves for some steps; not where one may have to raise alone.
 
     Attributes:
-        place: of the loop, where they ask.
+        place: the place in the loop where they ask.
         asks: whether this process asks the others in the step under way.
     """
 

@@ -1,4 +1,4 @@
-"""What stands in place of the forwards of a model that `attach` watches: the watch itself, below it a plan or a recorder.
+"""The replacements for a watched model's forwards: the watch itself, and below it a plan or a recorder.
 
 In somebody else's loop, the watch sees the outermost calls, with gradients on, of modules that contain units.
 """
@@ -27,7 +27,7 @@ from recollect.recording.next_step import Returns, entry_modules
 from recollect.recording.step_recording import StepRecording
 from recollect.tensors import tensors_held
 
-# What the recording itself copies of small inputs: much beside the step of a toy, and nothing beside any other.
+# Small inputs that the recording itself copies: much for a toy's step, negligible for any other.
 _OWN_BYTES: Final = 32 << 10
 
 
@@ -63,13 +63,13 @@ class EntryForward(PlacedForward):
         return self.watcher.run(self.path, self.module, self._run_inner, args, kwargs)
 
     def _run_inner(self, *args: Any, **kwargs: Any) -> Any:
-        # Looked up now: what the watcher does before a call may put another forward below this one, or in place of it.
+        # Looked up now, since the watcher may replace this forward, or the one below it, before a call.
         forward = self.forward if self.is_placed else self.module.forward
         return forward(*args, **kwargs)
 
 
 class Watcher:
-    """What the entries of one model share.
+    """State shared by the entries of one model.
 
     Args:
         begin: told of each outermost call before it runs: the path of the module, the module, and its arguments.
@@ -80,7 +80,7 @@ class Watcher:
     Attributes:
         is_inside: a call with gradients is running.
         saw_backward: backward has reached the output of the last call; also before the first one.
-        backwards: of the last call.
+        backwards: the last call's backwards.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class Watcher:
         self._thread_end = None if returns is None else at_end_of_thread(self.abandon)
 
     def run(self, path: str, module: nn.Module, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run what stands for a call of a module; tell of it if it is an outermost one."""
+        """Run the replacement for a module's call; report the call if it is an outermost one."""
         if self.is_inside or not torch.is_grad_enabled():
             return self._noted(module, function, args, kwargs)
         self.is_inside = True
@@ -143,7 +143,7 @@ class Watcher:
 
 
 class _Here(threading.local):
-    """What lives as long as the thread that looks at it."""
+    """State that lives as long as the thread that uses it."""
 
     def __init__(self) -> None:
         self.anchor: set[None] = set()
@@ -192,7 +192,7 @@ class Placement:
         departs: see `UnitWatch`.
 
     Attributes:
-        unit_paths: of the units.
+        unit_paths: paths of the units.
         units: watches them.
         active: the step whose plan is in place.
     """
@@ -217,7 +217,7 @@ class Placement:
         self._watching = Applied(self.model, [*self.units.units, *entries], None)
 
     def suspended(self) -> AbstractContextManager[None]:
-        """Take the watch off for the duration of a with-block, in which plans are put below it."""
+        """Take the watch off during a with-block, so that plans can be put below it."""
         return self._watching.suspended()
 
     def put(self, chosen: PlannedStep | None) -> None:
@@ -227,7 +227,7 @@ class Placement:
         self.active = chosen
 
     def put_leanest(self, lean_units: Mapping[str, UnitPlan] | None) -> None:
-        """Put in place what drops all but what a plan keeps by name."""
+        """Put in place a policy that drops everything but what a plan keeps by name."""
         self._replace(lambda: apply_policy(self.model, self.unit_paths, DropAll(but=lean_units)))
         self.active = None
 
@@ -244,7 +244,7 @@ class Placement:
 
 
 def obstacle(device: torch.device) -> str:
-    """Return what keeps a step from being recorded now, in words; "" if nothing does."""
+    """Return why a step cannot be recorded now, in words; "" if it can."""
     if profiler_is_active() and device.type == "cpu":
         return "a profiler is active, beside which a step cannot be recorded: running at the leanest until it ends"
     if num_dispatch_modes():
@@ -253,7 +253,7 @@ def obstacle(device: torch.device) -> str:
 
 
 def excess_of(recording: StepRecording, planned: PlannedStep) -> str:
-    """Return what to say of a step that needed more than the budget while it was recorded; "" if it did not.
+    """Return the message about a step that exceeded the budget while it was recorded; "" if it did not.
 
     Args:
         recording: that has ended.

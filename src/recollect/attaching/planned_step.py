@@ -26,8 +26,8 @@ _NOT_COUNTED = (
     "not counted: evaluation and generation; what other threads, processes and libraries allocate without PyTorch; "
     "on the CPU also shared memory and mapped files"
 )
-# Of one sequence of calls, so many courses are remembered, those that need the most memory;
-# the others count in what is reserved.
+# At most this many courses are remembered for a sequence of calls, those that need most memory; others add to the
+# reserve.
 _MOST_COURSES: Final = 4
 # Two steps are the same in all but an argument if their peaks without recompute differ by no more than this part.
 _SAME_PEAK: Final = 0.005
@@ -59,7 +59,7 @@ class PlannedStep:
     worst_slowdown: float
     """Predicted slowdown under the plan in the process where it is largest."""
     courses: list[Course] = field(default_factory=list)
-    """What ran in each call."""
+    """The course of each call."""
     spare: list[Mapping[str, int]] = field(default_factory=list)
     """For each call, further runs of units for which memory is reserved; they run at their leanest."""
     more_bytes: int = 0
@@ -67,7 +67,7 @@ class PlannedStep:
     state_bytes: int = 0
     """That the optimizers had when it was planned."""
     unlike: str = ""
-    """What sets it apart from an earlier step whose calls look the same, in words; "" if there is none."""
+    """How it differs from an earlier step with the same calls, in words; "" if there is none."""
     measured_bytes: int = 0
     """The highest measured peak of a step under the plan; 0 if none was measured."""
     num_calls: int = 0
@@ -108,7 +108,7 @@ class PlannedStep:
         return f"{calls} (unlike {self.unlike})" if self.unlike else calls
 
     def line(self, seconds: float, again: str = "") -> str:
-        """Return the line that says what was planned, in so many seconds, and why `again`."""
+        """Return the line that says what was planned, how long planning took, and why it was done `again`."""
         slowdown, host_bytes = self.plan.predicted_slowdown or 0.0, self.plan.predicted_host_bytes
         host = f"host memory {format_bytes(host_bytes)}, " if host_bytes else ""
         return (
@@ -140,7 +140,7 @@ class PlannedStep:
         return f"measured peak {format_bytes(self.measured_bytes)}: {held}"
 
     def measured_line(self) -> str:
-        """Return the line that says what was measured, beside what was predicted."""
+        """Return the line that compares the measurement with the prediction."""
         return (
             f"recollect: {format_bytes(self.budget_bytes)} budget, predicted peak {format_bytes(self.peak_bytes)}, "
             f"{self.measured_text()}, for {self}"
@@ -153,19 +153,19 @@ class PlannedStep:
         )
 
     def foreseen(self, calls: Sequence[Call]) -> tuple[Course, Mapping[str, int]] | None:
-        """Return for which course of the last call the plan holds, and which further runs of units it has memory for.
+        """Return the course of the last call that the plan covers, and the further unit runs it has memory for.
 
         None if it does not cover the calls.
 
         Args:
-            calls: so far, of which this is a step.
+            calls: all calls so far; this step is among them.
         """
         found = [len(calls) - 1] if self.follows(calls) else covering(self.calls, calls)
         if not found:
             return None
         if len(found) == 1:
             return self.courses[found[0]], self.spare[found[0]]
-        # Of several, each unit as often as in any.
+        # Of several calls, take each unit's largest number of runs.
         most: dict[str, int] = {}
         for index in found:
             for path, number in self.spare[index].items():
@@ -213,7 +213,7 @@ def report_of(
 
 
 class PlannedSteps:
-    """What is known of the steps so far.
+    """All that is known of the steps so far.
 
     Attributes:
         steps: that have plans, in the order in which they were recorded.
@@ -246,7 +246,7 @@ class PlannedSteps:
         """Return the fastest step that covers the calls so far; None if there is none, or one is worth recording.
 
         Args:
-            calls: of this step.
+            calls: the calls of this step.
             active: the step whose plan is in place.
             may_record: whether this step can be recorded, where a much smaller one would be worth it.
         """
@@ -262,7 +262,7 @@ class PlannedSteps:
         if not is_first:
             return best
         fitting = [step for step in candidates if step.follows(calls)]
-        # Of equally large ones, that with more calls: what comes in this step is not known yet.
+        # Among equally large ones, take the one with more calls: the rest of this step is not known yet.
         best = min(fitting, key=lambda step: (step.calls[0].numel, -len(step.calls)), default=best)
         slowdown = best.plan.predicted_slowdown or 0.0
         is_worth_it = calls[0].numel < _MUCH_SMALLER * best.calls[0].numel and slowdown > _WORTH_SLOWDOWN
@@ -289,7 +289,7 @@ class PlannedSteps:
             self.note_seen({key: runs})
 
     def note_seen(self, others: Mapping[_Key, Course]) -> None:
-        """Note what was seen in the calls of each module, here or in other processes."""
+        """Note the course of each module's calls, here or in other processes."""
         for key, course in others.items():
             self.seen[key] = largest([self.seen.get(key, Course()), course])
 
@@ -301,7 +301,7 @@ class PlannedSteps:
         ]
 
     def _learn_arguments(self, planned: PlannedStep) -> None:
-        """Ignore arguments in which a step differs from another one that took the same course and needed as much."""
+        """Ignore arguments that differ between two steps with the same course and the same peak."""
         for step in self.steps:
             is_same = (
                 step.calls != planned.calls
@@ -321,7 +321,7 @@ class PlannedSteps:
 
 
 def grouped(calls: Sequence[Call], spare: Sequence[Mapping[str, int]]) -> list[Mapping[str, int]]:
-    """Add up what is spare in the calls that may wait for backward at once."""
+    """Add up the spare runs of calls that may wait for backward at the same time."""
     found: list[Mapping[str, int]] = []
     position = 0
     for group in groups_of(calls):
@@ -334,7 +334,7 @@ def grouped(calls: Sequence[Call], spare: Sequence[Mapping[str, int]]) -> list[M
 
 
 def difference(one: PlannedStep, other: PlannedStep) -> str:
-    """Return in words what sets two steps apart."""
+    """Return how two steps differ, in words."""
     for mine, its in zip(one.calls, other.calls, strict=False):
         if mine.shapes != its.shapes:
             pairs = zip(mine.shapes, its.shapes, strict=False)

@@ -1,6 +1,6 @@
 """Reserve memory for runs of units that a recorded step did not have, but other steps do: layers that are skipped by chance.
 
-Such runs drop all that can be dropped. Each then holds what it returns and what has no recipe, and one at a time computes the
+They drop all they can. Each then holds what it returns and what has no recipe, and one at a time computes the
 rest again. A unit that was never recorded is taken to be like one of its class, with parameters of the same shapes.
 
 A step that has no plan yet runs under the leanest of those for steps that are foreseen from others.
@@ -41,11 +41,11 @@ _KIND: Final = "units_of_other_steps"
 
 
 class Reserve:
-    """Knows what runs of the units of a model need at their leanest, from profiles of steps in which units like them ran.
+    """Knows what a model's unit runs need at their leanest, from profiles of steps that ran units like them.
 
     Args:
         model: with its units.
-        unit_paths: of the units.
+        unit_paths: paths of the units.
         optimizers: whose state of a unit's parameters exists once it has run.
         device: where the model runs.
     """
@@ -64,10 +64,10 @@ class Reserve:
         self._device = device
 
     def completed(self, course: Course, spare: Mapping[str, int]) -> dict[str, int]:
-        """Return spare runs for all units like those that have some: where layers are skipped by chance, any may come.
+        """Return spare runs for all units like those that have some: if layers are skipped at random, any may run.
 
         Args:
-            course: of the recorded call.
+            course: the course of the recorded call.
             spare: runs that others like it had beyond it.
         """
         kinds = {self._kinds[path] for path in spare if path in self._kinds}
@@ -84,8 +84,8 @@ class Reserve:
 
         Args:
             profile: a recorded step.
-            spare: for each group of calls of which all may wait for backward at once, the further runs of each unit.
-            more_bytes: that other steps held beyond it for reasons that nothing tells.
+            spare: the further runs of each unit, for each group of calls that may wait for backward together.
+            more_bytes: held by other steps beyond it, for unknown reasons.
         """
         persistent = {kind: nbytes for kind, nbytes in profile.persistent.items() if kind != _KIND}
         persistent["optimizer_state"] = max(persistent.get("optimizer_state", 0), self.optimizer_bytes())
@@ -93,7 +93,7 @@ class Reserve:
         return replace(profile, persistent={**persistent, _KIND: nbytes} if nbytes else persistent)
 
     def needed_bytes(self, profile: Profile, spare: Sequence[Mapping[str, int]]) -> int | None:
-        """Return what further runs of units need in a step; None if no unit like one of them has run in it."""
+        """Return the memory that further unit runs need in a step; None if no unit like one of them ran in it."""
         graphs = {call.path: profile.graph_of(call) for call in profile.calls}
         kinds = {self._kinds[path]: graph for path, graph in graphs.items() if path in self._kinds}
         paths = set[str]().union(*spare)
@@ -110,7 +110,7 @@ class Reserve:
         return present_state_bytes(self._optimizers, self._device)
 
     def held_bytes(self, profile: Profile, plan: Plan, skipped: Mapping[str, int]) -> int:
-        """Return what runs of units hold under a plan between their forward and their backward.
+        """Return the bytes that unit runs hold under a plan between their forward and backward.
 
         Args:
             profile: the step that the plan was made for.
@@ -151,14 +151,14 @@ class LeanStart:
     """Foresees steps from recorded ones, and finds their leanest plans.
 
     Args:
-        lockstep: of the processes that run one plan.
-        structure: of the model, some of whose parameters have gradients.
+        lockstep: the lockstep of the processes that run one plan.
+        structure: the structure of the model, some of whose parameters have gradients.
         device: whose gradients count.
     """
 
     def __init__(self, lockstep: Lockstep, structure: Structure, device: torch.device) -> None:
         self._lockstep, self._structure, self._device = lockstep, structure, device
-        # Steps come again, as beside a profiler, and each costs a search.
+        # Steps repeat, as under a profiler, and each costs a search.
         self._last: tuple[object, Profile, Planner, Plan] | None = None
 
     def units(
@@ -168,8 +168,8 @@ class LeanStart:
 
         Args:
             planned: the steps that were recorded.
-            call: of the model, which is about to run without a plan.
-            unit_paths: of its units; of one that did not run in the other step nothing is kept.
+            call: the call of the model, which is about to run without a plan.
+            unit_paths: paths of its units; nothing is kept of one that did not run in the other step.
         """
         if not planned:
             return None
@@ -233,7 +233,7 @@ def recorded_under(profile: Profile, policy: Policy) -> Simulation:
 
 
 class _Copy(Token):
-    """Bytes of a copy, which all that hold it share."""
+    """Bytes of a copy, shared by everything that holds it."""
 
     __slots__ = ("__weakref__",)
 

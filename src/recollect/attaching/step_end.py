@@ -1,4 +1,4 @@
-"""Know when a training step ends; notice a loop in which none ever does, and one that makes its optimizer anew meanwhile."""
+"""Detect the end of a training step, a loop in which no step ever ends, and one that recreates its optimizer."""
 
 import weakref
 from collections.abc import Callable, Sequence
@@ -11,7 +11,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from recollect.errors import RecordError
 from recollect.weak_hooks import register_weakly
 
-# Loading weights or clipping them between calls is no optimizer's step; a loop that goes on updating them is.
+# Loading or clipping weights between calls is no optimizer step; updating them again and again is.
 _MOST_FOREIGN_UPDATES: Final = 3
 # Of one optimizer while another waits, as a discriminator's steps for each of the generator's.
 _MOST_REPEATS: Final = 64
@@ -28,8 +28,8 @@ class StepEnd:
     def __init__(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self._model_class = type(model).__name__
         self._optimizers = optimizers
-        # Any parameter serves: an optimizer's step writes to all that have gradients. L-BFGS does so several times in one step,
-        # between runs of the model.
+        # Any parameter will do: an optimizer's step writes to all those with gradients. L-BFGS does so several times in
+        # one step, between runs of the model.
         is_watched = bool(optimizers) and not any(isinstance(found, torch.optim.LBFGS) for found in optimizers)
         self._watched = next((p for p in model.parameters() if p.requires_grad and is_watched), None)
         self._version = self._version_now()
@@ -89,12 +89,12 @@ class StepEnd:
 
 
 def without_backward(model: nn.Module, stepped: str, num_calls: int, *, is_first: bool) -> str:
-    """Return what to say of a recorded step that trained nothing.
+    """Return the message about a recorded step that trained nothing.
 
     Args:
         model: that was called.
         stepped: name of what ended the step.
-        num_calls: of the model.
+        num_calls: number of the model's calls.
         is_first: nothing was planned before.
 
     Raises:
@@ -112,11 +112,11 @@ def without_backward(model: nn.Module, stepped: str, num_calls: int, *, is_first
 
 
 class OptimizersSeen:
-    """Puts an optimizer in the place of one over the same parameters that has stopped stepping.
+    """Replaces an optimizer that has stopped stepping by a new one over the same parameters.
 
-    If nobody but this list holds the old one any more, it goes, with its state, before the new one makes its own. Else the new
-    one takes its place at the end of a step in which the old one did not step. An optimizer that steps inside another one, or
-    around it, is none.
+    If only this list still holds the old one, it is released with its state before the new one allocates its own.
+    Otherwise the new one takes its place at the end of a step in which the old one did not step. An optimizer that
+    steps inside another one, or around it, is none.
 
     Args:
         optimizers: whose steps end a training step; changed in place.

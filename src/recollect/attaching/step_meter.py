@@ -1,4 +1,4 @@
-"""Measures the peak of whole steps beside what was predicted of them, in words and numbers that say whether the budget held."""
+"""Measures the peak of whole steps, compares it with the prediction, and reports whether the budget held."""
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -11,7 +11,7 @@ from recollect.attaching.planned_step import PlannedStep
 from recollect.byte_format import format_bytes
 from recollect.measuring.meter import peak_on_cpu
 
-# On the CPU, where the meter slows a step down: the first step under each plan, and one of so many.
+# On the CPU, where the meter slows a step down: the first step under each plan, and then one in this many.
 _MEASURED_EVERY: Final = 100
 
 
@@ -36,7 +36,7 @@ class StepMeter:
         self._before_bytes = self._seen_bytes = 0
 
     def restart(self) -> None:
-        """Count anew on CUDA: what it took to time units is no step's peak."""
+        """Reset the count on CUDA: memory used to time units is no step's peak."""
         if self._is_cuda:
             torch.cuda.reset_peak_memory_stats(self._device)
 
@@ -71,7 +71,7 @@ class StepMeter:
             return ""
         peak_bytes = torch.cuda.max_memory_allocated(self._device) if self._is_cuda else max(self._found, default=0)
         self._found = []
-        # What CUDA counted before the step was another's.
+        # CUDA's count from before the step belongs to another step.
         if peak_bytes > max(self._before_bytes, planned.measured_bytes):
             is_new = not planned.measured_bytes or planned.measured_bytes <= planned.budget_bytes < peak_bytes
             planned.measured_bytes = peak_bytes

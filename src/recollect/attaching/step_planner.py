@@ -28,13 +28,13 @@ from recollect.recording.step_recording import StepRecording
 from recollect.recording.variants import with_variants
 from recollect.warning import warn_user
 
-# What grows from step to step is reserved somewhat ahead.
+# Memory that grows from step to step is reserved slightly ahead.
 _MARGIN: Final = 1.5
-# A step that differs from all before it is recorded; if so many do, and no fewer than every second one, none is any more.
+# A step that differs from all before it is recorded, until this many do, and at least every second one.
 _MOST_RECORDED: Final = 16
-# Where steps alternate, a few begin like the one that was missed.
+# Where steps alternate, a few begin like the uncovered one.
 _MOST_ATTEMPTS: Final = 4
-# With so many runs of units at their leanest, in a step that has memory reserved for them, a larger one is worth recording.
+# With this many unit runs at their leanest, in reserved memory, a larger step is worth recording.
 _MOST_SPARE: Final = 0.1
 
 
@@ -65,8 +65,8 @@ class Missed:
         """Note one.
 
         Args:
-            calls: of the model, so far.
-            courses: what happened in them, where that is known.
+            calls: the calls of the model, so far.
+            courses: the courses they took, where known.
             attempts: how many steps to record for it, if not the usual number.
             did_more: see the class.
             was_over: see the class.
@@ -95,7 +95,7 @@ class Missed:
 
 
 def is_little(courses: Sequence[Course], spare: Sequence[Mapping[str, int]]) -> bool:
-    """Whether in each call only a few runs of units are spare, beside those that are planned."""
+    """Whether each call has only a few spare unit runs besides the planned ones."""
     return all(sum(its.values()) <= _MOST_SPARE * course.num_runs for course, its in zip(courses, spare, strict=True))
 
 
@@ -106,8 +106,8 @@ class StepPlanner:
     Args:
         placement: of plans on the model.
         optimizers: that train it.
-        budget: of each step.
-        lockstep: of the processes that run one plan.
+        budget: the budget of each step.
+        lockstep: the lockstep of the processes that run one plan.
         log: takes a line for each plan.
         device: where the model runs.
         host_bytes: most bytes that may be in host memory.
@@ -142,9 +142,9 @@ class StepPlanner:
         """Plan a step that was recorded, and put the plan in place.
 
         Args:
-            recording: of it, which ends here.
-            step: what happened in it.
-            number: of it.
+            recording: its recording, which ends here.
+            step: the course it took.
+            number: its number.
         """
         begin = time.perf_counter()
         budget = self.budget if self.budget_bytes is None else self.budget_bytes
@@ -193,12 +193,12 @@ class StepPlanner:
         return with_host_link(profile, self.device) if self.host_bytes else profile
 
     def see_to(self, step: StepUnderWay, departure: Departure, number: int) -> None:
-        """Say what a step needed that did what its plan does not foresee, and have the next ones planned.
+        """Report the memory of a step that departed from its plan, and have the next ones planned.
 
         Args:
-            step: what happened in it.
-            departure: what its plan did not foresee.
-            number: of it.
+            step: the course it took.
+            departure: how it departed from its plan.
+            number: its number.
         """
         active = step.planned
         if active is None:
@@ -214,7 +214,7 @@ class StepPlanner:
         if said := departure.excess(active, more_bytes):
             self.warn_once(f"step {number} {said}. What follows is planned for that, too", key=f"step {number}")
         is_read = departure.more_bytes is not None
-        # What the allocator showed once may be in the next step, too, where it can be recorded.
+        # Memory that the allocator showed once may appear in the next step, too, where it can be recorded.
         if not self.lockstep.ranks.is_alone or (is_read and active.number not in self._tried):
             self._tried.add(active.number)
             self.missed.note(step.calls, courses, attempts=1, did_more=any(beyond), was_over=bool(said))
@@ -232,7 +232,7 @@ class StepPlanner:
         active = self.placement.active
         if active is None or not active.fits:
             return
-        # What the optimizers came to hold meanwhile is foreseen.
+        # Memory that the optimizers have since allocated is foreseen.
         more_bytes -= self._reserve.optimizer_bytes() - active.state_bytes
         if beyond_noise(more_bytes, active):
             self.placement.put(self._plan_again(active, more_bytes))
@@ -266,7 +266,7 @@ class StepPlanner:
         return Reserve(self.placement.model, self.placement.unit_paths, self.optimizers, self.device)
 
     def has_given_up(self, num_steps: int) -> bool:
-        """Return, and say, whether so many of the steps so far were recorded that no more are."""
+        """Return, and log, whether recording stops because too many steps were recorded so far."""
         num_recorded, last = len(self.recorded_steps), self.steps.steps[-2:]
         if num_recorded < _MOST_RECORDED or 2 * num_recorded <= num_steps:
             return False
@@ -295,7 +295,7 @@ class StepPlanner:
     ) -> PlannedStep:
         """Return a recorded step with its plan, which has room for what other steps were seen to do beyond it.
 
-        That is the leanest that there is, if none fits and it is not the first. A budget in percent is of the process that
+        This is the leanest plan if none fits and it is not the first. A budget in percent is of the process that
         needs the most, or of each one's own device.
 
         Raises:

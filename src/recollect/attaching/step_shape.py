@@ -1,7 +1,7 @@
 """Describe steps by the calls of the model and their shapes, and tell whether a plan for one step holds for another.
 
-A plan holds for what was recorded and for what is smaller. A step is a sequence of calls, some with a backward between them;
-where nothing waits for backward any more, a new group begins. A call is covered if a recorded group begins with the same
+A plan holds for what was recorded and for what is smaller. A step is a sequence of calls, some with a backward between
+them; once nothing waits for backward, a new group begins. A call is covered if a recorded group begins with the same
 calls, in shapes at least as large, with equal arguments, from gradients that were alive then if they are now.
 
 A model that is built otherwise than before (layers, parameters, hooks, another way to recompute) is noticed between steps. As
@@ -41,9 +41,9 @@ class Call:
     entry: str
     """Path of the module that was called; "" is the model itself."""
     shapes: tuple[tuple[int, ...], ...]
-    """Of the tensors that it got, in order."""
+    """Shapes of the tensors that it got, in order."""
     context: tuple[object, ...]
-    """What must be equal: data types, training mode, autocast, how the model is built."""
+    """Facts that must be equal: data types, training mode, autocast, the model's structure."""
     arguments: tuple[object, ...] = ()
     """That are no tensors, in order; of numbers and objects, their class."""
     trained: int = -1
@@ -102,7 +102,7 @@ def groups_of(calls: Sequence[Call]) -> list[list[Call]]:
 
 
 def covering(recorded: Sequence[Call], calls: Sequence[Call]) -> list[int]:
-    """Return which calls of a recorded step stand for the last one of others: its group begins as theirs does, none larger.
+    """Return the recorded calls that represent the last of these calls: the groups begin alike, and none is larger.
 
     Args:
         recorded: the calls of the recorded step.
@@ -126,7 +126,7 @@ def _is_at_least(shape: tuple[int, ...], other: tuple[int, ...]) -> bool:
     return len(shape) == len(other) and all(mine >= theirs for mine, theirs in zip(shape, other, strict=True))
 
 
-# Numbers may count steps; what they change, the units and the allocator tell. What objects hold is not looked at.
+# Numbers may count steps; the units and the allocator show what they change. What objects hold is not looked at.
 _PLAIN: Final = frozenset({bool, str, type(None)})
 _requires_grad = attrgetter("requires_grad")
 
@@ -141,14 +141,14 @@ def describe_call(
     *,
     is_open: bool,
 ) -> Call:
-    """Return what tells which plan covers a call.
+    """Return the shape of a call, which decides what plan covers it.
 
     Args:
-        path: of the module that is called.
+        path: the path of the module that is called.
         module: that is called.
         args: what it gets.
         kwargs: the same.
-        structure: of the whole model.
+        structure: the structure of the whole model.
         device_type: where it runs.
         is_open: an earlier call still waits for its backward.
     """
@@ -185,7 +185,7 @@ class Structure:
         model: without another mechanism that recomputes.
 
     Attributes:
-        parameters: of the model, when `look` last found a change.
+        parameters: the parameters of the model, when `look` last found a change.
         version: how often it did.
     """
 
@@ -227,7 +227,7 @@ class Structure:
             self._is_stale = True
 
     def _built(self) -> tuple[list[int], list[int], int]:
-        """Return what tells modules, parameters, and the sizes of these apart from others."""
+        """Return a fingerprint of the modules, the parameters, and their sizes."""
         return [*map(id, self._modules)], [*map(id, self.parameters)], self._seen_shape[0]
 
     def _shape(self) -> tuple[int, int]:

@@ -2,8 +2,8 @@
 
 Two calls of equal shapes may do different work: a layer is skipped by chance, an argument adds an iteration, a head is used in
 some steps only. A plan is made for a course, and holds if each unit runs at most as often in a call, and on at most as much, as
-when it was recorded. The first run beyond that is a departure. From there on, the rest of the step drops all that can be
-dropped but what units return, on a tape of its own, which needs no preparation; what earlier units hold is what the plan says.
+when it was recorded. The first run beyond that is a departure. From there on, the rest of the step drops everything
+except unit outputs, on a tape of its own, which needs no preparation; what earlier units hold is what the plan says.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ class Runs(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Course:
-    """What happened in a call of the model."""
+    """The course of a call of the model."""
 
     units: Mapping[str, Runs] = field(default_factory=dict)
     """The runs of each unit, by its path."""
     num_backwards: int = 1
     """How often backward reached what the call returned; once also if it never did, as after an error."""
     builds_graph: bool = False
-    """Such a backward built a graph of its own."""
+    """That backward built its own graph."""
 
     def is_at_least(self, other: Course) -> bool:
         """Whether the other one does nothing that this one does not do.
@@ -60,7 +60,7 @@ class Course:
         )
 
     def lacks(self, other: Course) -> dict[str, int]:
-        """Return how many more runs of which units the other one has; one more where they are as many, but larger.
+        """Return how many more runs of each unit the other one has; one more where it has as many, but larger ones.
 
         Example:
             >>> Course({"0": Runs(1, 64)}).lacks(Course({"0": Runs(3, 64), "1": Runs(1, 64)}))
@@ -82,7 +82,7 @@ class Course:
 
 
 def largest(courses: Iterable[Course]) -> Course:
-    """Return the course in which each unit runs as often, and on as much, as in any.
+    """Return the course in which each unit has the most runs, on the largest inputs, of any.
 
     Example:
         >>> largest([Course({"0": Runs(2, 8)}), Course({"0": Runs(1, 64), "1": Runs(1, 8)})]).units
@@ -105,9 +105,9 @@ class WatchedUnit(PlacedForward):
     """Stands around whatever a plan puts in place of a unit's forward, and counts the unit's runs.
 
     Attributes:
-        path: of the unit.
+        path: the path of the unit.
         allowed: runs in this call under the plan.
-        left: of them, those that have not begun.
+        left: allowed runs that have not begun.
         spare: further runs that the plan has reserved memory for, if they are lean.
         numel: elements of the largest first argument in this call.
         most_numel: with which the plan holds.
@@ -140,11 +140,11 @@ class WatchedUnit(PlacedForward):
 
 
 class UnitWatch:
-    """What the watched units of a model share: what is allowed in the call under way.
+    """State shared by a model's watched units: the runs allowed in the current call.
 
     Args:
         model: whose units are watched.
-        unit_paths: of the units.
+        unit_paths: paths of the units.
         departs: told of the first run in a step that no plan foresees, by the path of its unit; may raise.
 
     Attributes:
@@ -170,7 +170,7 @@ class UnitWatch:
         """Begin a call under a plan.
 
         Args:
-            course: for which the plan holds.
+            course: the course that the plan covers.
             spare: further runs of units, for which memory is reserved.
             keeps_to_plan: after a departure, run as planned what is foreseen: other processes go by the plan.
         """
@@ -189,13 +189,13 @@ class UnitWatch:
             unit.numel = unit.spare = 0
 
     def course(self) -> Course:
-        """Return what ran in the call, as far as it has come."""
+        """Return the course of the call so far."""
         return Course(
             {unit.path: Runs(unit.allowed - unit.left, unit.numel) for unit in self.units if unit.left != unit.allowed}
         )
 
     def comes_to(self) -> int:
-        """Return 0 if all runs have come that were foreseen, 1 if some spare ones have, too, and -1 if some have not."""
+        """Return 0 if all foreseen runs have happened, 1 if some spare ones have, too, and -1 if some are missing."""
         if any(unit.left < 0 for unit in self.units):
             return 1
         return -any(unit.left > 0 for unit in self.units)

@@ -1,1 +1,1 @@
-"""What PyTorch's own checkpointing offers, on the tape: functions, sequences, modules of a model, and policies per op."""
+"""PyTorch's checkpointing API on the tape: functions, sequences, modules of a model, and policies per op."""

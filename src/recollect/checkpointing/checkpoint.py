@@ -1,4 +1,4 @@
-"""`checkpoint` and `checkpoint_sequential`, called as those of `torch.utils.checkpoint`, on the tape.
+"""`checkpoint` and `checkpoint_sequential`, with the signatures of `torch.utils.checkpoint`, on the tape.
 
 `apply_activation_checkpointing`: modules chosen as `torch.distributed` has them chosen, and left unmodified.
 
@@ -35,7 +35,7 @@ _TAKES_RESPECT: Final = "respect_saved_tensors_hooks" in inspect.signature(torch
 
 # One for all functions, so nothing that one of them does may settle what is watched in another.
 _TAPE: Final = Tape(DropAll(), runs_to_settle=sys.maxsize)
-# Of `checkpoint_wrapper`: what has no effect where nothing runs a second time.
+# Arguments of `checkpoint_wrapper` that have no effect where nothing runs a second time.
 _WITHOUT_EFFECT: Final = frozenset(
     {"checkpoint_impl", "preserve_rng_state", "determinism_check", "debug", "early_stop", "use_reentrant"}
 )
@@ -130,9 +130,9 @@ def checkpoint(
         # Inside a planned unit its plan decides, and inside a policy's region the policy.
         return function(*args, **kwargs)
     if tape.mode is not None and outer is not tape.mode:
-        # In a checkpoint of PyTorch's inside one of ours: when that runs again, this is an outermost one.
+        # In PyTorch's checkpoint inside one of ours: when PyTorch's runs again, this one is outermost.
         tape = Tape(DropAll())
-    # What errors call the function.
+    # The function's name in errors.
     name = str(getattr(function, "__qualname__", type(function).__name__))
     return tape.run(name, function, args, kwargs)
 
@@ -192,7 +192,7 @@ def checkpoint_sequential(
         preserve_rng_state: see `checkpoint`.
 
     Returns:
-        What the last function returns.
+        The result of the last function.
 
     Raises:
         ConfigError: fewer than one segment, or more than there are functions.
@@ -203,7 +203,7 @@ def checkpoint_sequential(
         >>> checkpoint_sequential(layers, 2, torch.randn(3, 8)).shape
         torch.Size([3, 8])
     """
-    # Not `children`, which leaves out a module that stands there twice.
+    # Not `children`, which skips a module that occurs twice.
     parts: list[Callable[[Any], Any]] = list(cast(Iterable[Any], functions))
     if not 1 <= segments <= max(1, len(parts)):
         raise ConfigError(
@@ -300,7 +300,7 @@ def _checked(check_fn: Callable[[nn.Module], bool], *, module: nn.Module, recurs
 
 
 def _chosen(module: nn.Module, path: str, policy: Callable[..., bool]) -> tuple[list[str], int]:
-    """Return what a policy chooses inside a module, children first, and the number of their parameters' elements."""
+    """Return the modules that a policy chooses inside a module, children first, and their numbers of parameters."""
     numel = sum(parameter.numel() for parameter in module.parameters())
     if not policy(module=module, recurse=True, nonwrapped_numel=numel):
         return [], 0

@@ -1,4 +1,4 @@
-"""Asks a policy, op by op, what to save: the functions that PyTorch's selective checkpointing takes; turns one into a plan."""
+"""Asks a policy of PyTorch's selective checkpointing, op by op, what to save, and turns a policy into a plan."""
 
 import functools
 import sys
@@ -44,7 +44,7 @@ PolicyFunction = Callable[..., CheckpointPolicy | bool]
 """`policy(context, op, *args, **kwargs)`, as PyTorch's selective checkpointing calls it; a bool says whether to save."""
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
-"""What PyTorch enters around the first and the second run of a checkpointed function."""
+"""The contexts that PyTorch enters around the first and second runs of a checkpointed function."""
 
 _ACTIONS: Final = {"SAVE": Action.KEEP, "RECOMPUTE": Action.RECOMPUTE, "CPU_OFFLOAD": Action.OFFLOAD}
 
@@ -103,9 +103,9 @@ class _PolicyMode(FunctionMode):
         super().__init__(tape, unit_path)
         self._policy = tape.new_policy()
         self._asking = tape
-        # What the results of the running op are called.
+        # The names of the running op's results.
         self._names: tuple[str, ...] = ()
-        # What made a storage, so that a saved view keeps that; an identity used again is entered again.
+        # The op that made a storage, so that a saved view keeps it; an identity used again is entered again.
         self._makers: dict[int, str] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -143,14 +143,14 @@ class _PolicyMode(FunctionMode):
         self.send_away(tensor, facts, index)
 
     def _keep(self, tensor: torch.Tensor, *, is_view: bool) -> None:
-        """Keep what is in a tensor's storage."""
+        """Keep the contents of a tensor's storage."""
         storage = tensor.untyped_storage()
         maker = self._makers.get(id(storage))
         if maker is not None:
             self._asking.kept.setdefault(self.unit_path, set()).add(maker)
         record = record_of(storage)
         forget_record(storage)
-        # By the time that a view is saved, autograd may hold the recipe of what it looks at.
+        # By the time a view is saved, autograd may hold the recipe of its base.
         if is_view and record is not None and record.is_current(tensor._version) and record.base.tensor is None:
             held, version = self.tape.alias(tensor, False)
             record.base.hold(laid_out(held, record.layout), version)
@@ -181,7 +181,7 @@ class _PolicyMode(FunctionMode):
 
 @functools.cache
 def _offload_from(device: torch.device) -> Offload:
-    """Return what calls outside of any plan share to offload from a device."""
+    """Return the state that calls outside any plan share for offloading from a device."""
     return Offload(None, {}, None, device=device)
 
 
@@ -195,10 +195,10 @@ def policy_plan(
 ) -> Plan:
     """Return what a policy of PyTorch's selective checkpointing keeps and drops, as a plan, with its predicted peak.
 
-    The model runs forward once, and the policy is asked about each op of its layers. What it offloads (`MUST_CPU_OFFLOAD`,
-    `PREFER_CPU_OFFLOAD`) goes to host memory, if backward asks for it. All else that it does not save is recomputed, but for
-    what cannot be (a router's choices). Layers share one plan for all of their calls: what is saved or offloaded in one of
-    them is in all.
+    The model runs forward once, and the policy is asked about each op of its layers. Values that it offloads
+    (`MUST_CPU_OFFLOAD`, `PREFER_CPU_OFFLOAD`) go to host memory if backward needs them. Everything else is recomputed,
+    except what cannot be (a router's choices). A layer has one plan for all its calls: a value saved or offloaded in
+    one call is in all of them.
 
     Args:
         profile: the recorded step.

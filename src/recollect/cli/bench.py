@@ -106,7 +106,7 @@ def build_subject(command: Bench, device: torch.device) -> Subject:
 
 
 def _model_flops(command: Bench, subject: Subject) -> float:
-    """Return a step's model FLOPs: by formula, or for Hugging Face models three times those of forward."""
+    """Return a step's model FLOPs: by formula, or for Hugging Face models three times the forward FLOPs."""
     if command.step.hf_config is not None:
         return 3 * subject.forward_flops()
     num_sequences = command.step.num_sequences * command.num_microbatches

@@ -96,7 +96,7 @@ def cluster_step(command: MakePlan) -> ClusterStep:
 
 
 def _model(step: RecordedStep) -> TransformerConfig:
-    """Return the model: that of the flags, or the reference model of a Hugging Face config, with separate projections."""
+    """Return the model from the flags, or the reference model of a Hugging Face config, with separate projections."""
     if step.hf_config is None:
         return step.model.dimensions(seq_length=step.seq_length)
     from recollect.lab.models.hugging_face import read_config  # needs safetensors

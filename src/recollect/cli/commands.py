@@ -36,7 +36,7 @@ class NodeFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterFlags(ParallelFlags):
-    """With --fake: plan for many devices, none of which is needed.
+    """With --fake: plan for many devices without having any.
 
     Example:
         >>> ClusterFlags(tensor_model_parallel_size=4).is_given, ClusterFlags().is_given
@@ -65,7 +65,7 @@ class ClusterFlags(ParallelFlags):
 
     @property
     def is_given(self) -> bool:
-        """Whether there is more than one device, or a flag that asks for it."""
+        """Whether there is more than one device, or a flag that implies it."""
         return self != ClusterFlags(node=self.node)
 
 
@@ -108,7 +108,7 @@ class ModelStep:
         """Sequences in the micro-batch."""
         if self.batch_size is not None:
             return self.batch_size
-        # One sequence of the default model is so small that recompute can save little beside weights and optimizer.
+        # One sequence of the default model is so small that recompute can save little next to weights and optimizer.
         is_default = self.model == ModelFlags() and self.hf_config is None
         return OptimFlags().batch_size if is_default else 1
 

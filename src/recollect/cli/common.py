@@ -1,4 +1,4 @@
-"""What the commands have in common: the training step that they record or measure, from its flags, and their output.
+"""Code shared by the commands: the training step that they record or measure, built from flags, and their output.
 
 That is tables on the console, and files and pictures that are checked before the work begins.
 """
@@ -126,7 +126,7 @@ def step_recorder(
         flags: model, batch, dtype, and the device, or the hardware to model times for.
         config: the model, instead of that of the flags.
         holds_output: whether the loop holds the output; see `recollect.record`.
-        gradients: those of the last step; see `recollect.record`.
+        gradients: the gradients of the last step; see `recollect.record`.
         host_link: whether to measure copies to host memory and back.
 
     Raises:

@@ -95,7 +95,7 @@ def report(found: Sequence[Finding], columns: int = _COLUMNS) -> str:
 
 
 def _advice(label: str, text: str, columns: int) -> list[str]:
-    """Return a text like `_part`; a command at its end begins a line, and goes on over lines as a shell reads it."""
+    """Return a text like `_part`; a command at its end starts a line, and continues over lines as in a shell."""
     said, command = found.groups() if (found := _COMMAND.match(text)) else (text, "")
     indent = " " * _LABEL
     parts = textwrap.wrap(command, columns - 2, initial_indent=indent, subsequent_indent=f"{indent}  ", **_WHOLE_WORDS)
@@ -103,7 +103,7 @@ def _advice(label: str, text: str, columns: int) -> list[str]:
 
 
 def _part(label: str, text: str, columns: int, *, indent: int = _LABEL) -> list[str]:
-    """Return a text wrapped beside its label. Words longer than a line (paths) stay whole, to be copied."""
+    """Return a text wrapped next to its label. Words longer than a line (paths) stay whole, to be copied."""
     return textwrap.wrap(
         text,
         width=columns,
@@ -114,10 +114,10 @@ def _part(label: str, text: str, columns: int, *, indent: int = _LABEL) -> list[
 
 
 def nothing_found(read: Sequence[str]) -> str:
-    """Return what was read and looked for, and what to pass.
+    """Return the message about what was read, what was looked for, and what to pass.
 
     Args:
-        read: what each source was taken for.
+        read: how each source was interpreted.
     """
     number = len(RULES) + sum(rule.is_checked for rule in CLASHES)
     text = (

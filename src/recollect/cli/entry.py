@@ -121,7 +121,7 @@ def main(args: Sequence[str] | None = None) -> int:
     if words[:1] == ["--version"]:
         print(f"recollect {__version__}")
         return 0
-    errors = Console(file=sys.stderr)  # that of now, whatever is put in its place while flags are parsed
+    errors = Console(file=sys.stderr)  # the current one, whatever replaces it while flags are parsed
     if args is None and "--help" in words and hasattr(signal, "SIGPIPE"):
         # `recollect train --help | head` shall end quietly when head exits.
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
@@ -134,7 +134,7 @@ def main(args: Sequence[str] | None = None) -> int:
     except RecollectError as error:
         if "--debug" in words:
             raise
-        # A file of settings has their names, not flags.
+        # A settings file contains setting names, not flags.
         is_of_flags = words[:1] and words[0] in _COMMANDS and "--yaml" not in words
         text = in_flags(error, flags_of(_COMMANDS[words[0]]), words) if is_of_flags else str(error)
         print_line(errors, f"Error: {text}", style="red")

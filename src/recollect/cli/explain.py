@@ -28,7 +28,7 @@ from recollect.printing import print_line
 from recollect.profile.profile import Profile
 from recollect.quantities import format_seconds
 
-# Names stand at the top level, or in these sections of a Bridge configuration and of Megatron-LM's own YAML.
+# Names are at the top level, or in these sections of a Bridge configuration or of Megatron-LM's own YAML.
 _SECTIONS = ("model", "language_model", "model_parallel", "train", "training", "dataset")
 _DIMENSIONS = ("num_layers", "hidden_size", "num_attention_heads")
 # Our flags of the step by Megatron's names.

@@ -54,7 +54,7 @@ def frontier_table(frontier: Frontier) -> Table:
 
 
 def _step_flags(words: Sequence[str]) -> list[str]:
-    """Return the flags that describe the step, quoted for a shell, of the words `frontier --size 8b --png a.png`.
+    """Return the flags that describe the step, quoted for a shell, from words like `frontier --size 8b --png a.png`.
 
     Example:
         >>> _step_flags(["frontier", "--size", "8b", "--png", "a.png", "--html=b.html", "--fake"])

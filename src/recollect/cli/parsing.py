@@ -42,8 +42,8 @@ def parsed(kind: Any, name: str, args: Sequence[str], **options: Any) -> Any:
     """Return a command's flags as its dataclass.
 
     Args:
-        kind: of the command.
-        name: of the command; "" for that of them all, whose only flag is `--help`.
+        kind: the kind of the command.
+        name: the name of the command; "" for the top level, whose only flag is `--help`.
         args: its words.
         options: for `tyro.cli`.
 
@@ -64,7 +64,7 @@ def parsed(kind: Any, name: str, args: Sequence[str], **options: Any) -> Any:
 
 
 def flags_of(kind: Any) -> dict[str, str]:
-    """Return the flag of each field of a command's dataclass, of those in it, and of each alias.
+    """Return the flags of all fields of a command's dataclass and of nested ones, and of all aliases.
 
     Example:
         >>> from recollect.cli.commands import MakePlan
@@ -88,7 +88,7 @@ def in_flags(error: Exception, flags: Mapping[str, str], args: Sequence[str]) ->
     """Return an error's text with flags in place of the settings that they set.
 
     Args:
-        error: of the library.
+        error: the error of the library.
         flags: the flag of each setting.
         args: the command's words.
 
@@ -127,7 +127,7 @@ def _flag_before(value: str, args: Sequence[str]) -> str:
 
 
 def _reason(said: str, args: Sequence[str], flags: Mapping[str, str], prog: str) -> str:
-    """Return in one sentence or two what tyro printed in a box; what is not known, as it is."""
+    """Condense tyro's boxed error to a sentence or two; return unknown errors unchanged."""
     lines = [text for line in said.splitlines()[1:] if not _RULE.fullmatch(text := line.strip(_BOX))]
     takes = next((after for line, after in zip(lines, lines[1:], strict=False) if line == "Argument helptext:"), "")
     text = " ".join(lines).partition(" For full helptext")[0]
@@ -152,7 +152,7 @@ def _reason(said: str, args: Sequence[str], flags: Mapping[str, str], prog: str)
 
 
 def _as_written(names: str, args: Sequence[str]) -> str:
-    """Return that of a flag's names, parted by slashes, that was given."""
+    """Return the name that was given, out of a flag's names separated by slashes."""
     return next((name for name in names.split("/") if name in args), names.rpartition("/")[2])
 
 

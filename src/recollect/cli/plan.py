@@ -33,7 +33,7 @@ from recollect.quantities import check_budget, parse_bytes
 
 
 def run_plan(command: MakePlan, console: Console) -> None:
-    """Record a step, plan it, print the plan and write it; with `--largest` that of the largest step that fits.
+    """Record a step, plan it, print the plan and write it; with `--largest`, plan the largest step that fits.
 
     Raises:
         RecollectError: a file cannot be written, a package for a picture is missing, or recording or planning fails.

@@ -1,6 +1,6 @@
 """Measure a device and fit the cost model to it.
 
-The fit finds the parameters of `roofline.py`, first those of memory and elements, then those of matrix products. It minimises
+The fit finds the parameters of `roofline.py`, first for memory and elements, then for matrix products. It minimises
 the squared logarithm of modelled over measured time, so that a factor of two counts the same for long and short ops, under a
 robust loss, so that an op that the model does not describe cannot spoil the others. Copies to and from the host's memory are
 measured, not fitted.
@@ -51,7 +51,7 @@ _HEADS, _HEAD_WIDTH = 8, 64
 _TINY_BYTES = 1024
 
 _Range = tuple[float, float, float]
-"""Of a number: a guess, the least and the most."""
+"""A number's initial guess, lower bound and upper bound."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class Sizes:
     """Sizes of the measured tensors."""
 
     elements: tuple[int, ...]
-    """Of the tensors of elementwise and similar ops; the first so few that only the launch counts."""
+    """Sizes of tensors for elementwise and similar ops; the first are so small that only the launch counts."""
     products: tuple[tuple[int, int, int], ...]
     """(m, n, k) of matrix products, large and thin ones."""
     tokens: tuple[int, ...]
@@ -325,7 +325,7 @@ def calibration_ops(device: torch.device, dtypes: Sequence[torch.dtype], sizes: 
     Args:
         device: where they run.
         dtypes: of matrix products and attention; all else runs in fp32, since its speed depends on bytes.
-        sizes: of their tensors.
+        sizes: the sizes of their tensors.
     """
     noting = _Noting()
     for num_elements in sizes.elements:

@@ -90,9 +90,9 @@ class HostLink:
     """
 
     to_host_bytes_per_s: float
-    """What large copies out of the device reach."""
+    """Rate of large copies out of the device."""
     from_host_bytes_per_s: float
-    """What large copies into it reach."""
+    """Rate of large copies into it."""
     latency_s: float
     """Seconds that a copy takes however little it copies."""
 
@@ -146,12 +146,12 @@ class Hardware:
     """Fraction of it that elementwise ops, copies and reductions reach."""
     cache_bytes: int = 0
     cache_bytes_per_s: float = 0.0
-    """The first so many bytes that an op touches move at this rate; 0 for no cache."""
+    """Bytes per op that move at this rate, from the first; 0 for no cache."""
     elements_per_s: Mapping[str, float] = field(default_factory=dict)
     """Of ops that are limited by something other than memory, by their kind, one of `KINDS`: elements of their largest
     tensor, per second."""
     host_link: HostLink | None = None
-    """What connects it with the memory of its host; None if that is not known."""
+    """Its link to host memory; None if unknown."""
 
     def __post_init__(self) -> None:
         if self.device not in ("cpu", "cuda"):
@@ -175,10 +175,10 @@ class Hardware:
             )
 
     def rate(self, dtype: str) -> ArithmeticRate:
-        """Return the rate of a dtype; that of "fp32" if the device has none for it.
+        """Return the rate of a dtype; the "fp32" rate if the device has none for it.
 
         Raises:
-            HardwareError: 8 bits, for which nothing stands in.
+            HardwareError: an 8-bit dtype, for which there is no fallback.
         """
         by_dtype = {rate.dtype: rate for rate in self.rates}
         if dtype in EIGHT_BITS and dtype not in by_dtype:
@@ -198,7 +198,7 @@ class Hardware:
 
     @classmethod
     def from_json(cls, text: str) -> Hardware:
-        """Read what `to_json` or `recollect calibrate` wrote; numbers may be edited by hand.
+        """Read JSON written by `to_json` or `recollect calibrate`; numbers may be edited by hand.
 
         Raises:
             HardwareError: no JSON, not of this format, a later version, or a number that cannot be; says where.

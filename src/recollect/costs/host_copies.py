@@ -65,7 +65,7 @@ def measure_host_link(device: torch.device) -> HostLink:
 
 
 def reached(out: Copies, back: Copies) -> HostLink:
-    """Return what the copies of both directions, which ran at once, reach."""
+    """Return the rates of copies that ran in both directions at the same time."""
     return HostLink(
         to_host_bytes_per_s=_LARGE_BYTES / _median_s(out.large, beside=back.large),
         from_host_bytes_per_s=_LARGE_BYTES / _median_s(back.large, beside=out.large),
@@ -81,7 +81,7 @@ def _median_s(spans: Sequence[_Span], *, beside: Sequence[_Span]) -> float:
 
 
 def _cpu_copies() -> tuple[Copies, Copies]:
-    """Copy in two threads; PyTorch lets go of Python's lock while it copies."""
+    """Copy in two threads; PyTorch releases the GIL while it copies."""
     # Ones, since pages of zeros that nobody has written to are all the same one.
     (out, host_out), (back, host_back) = ((torch.ones(_LARGE_BYTES, dtype=torch.uint8), _mapped()) for _ in range(2))
     with ThreadPoolExecutor(2) as pool:
@@ -132,7 +132,7 @@ def _device_copies(device: torch.device) -> tuple[Copies, Copies]:
 def copies_in_streams(
     module: Any, out: tuple[torch.Tensor, torch.Tensor], back: tuple[torch.Tensor, torch.Tensor]
 ) -> tuple[Copies, Copies]:
-    """Copy from the first tensors to the second ones, each pair in a stream of its own; `module` is `torch`, or as that."""
+    """Copy from the first tensors to the second, each pair in its own stream; `module` is `torch` or works like it."""
     begin = module.Event(enable_timing=True)
     begin.record()
     streams = [module.Stream() for _ in range(2)]
@@ -152,7 +152,7 @@ def copies_in_streams(
 
 
 def _between(begin: Any, ends: Sequence[Any]) -> Copies:
-    """Return when the copies ran that ended at these events, but for the first, which had to wait for the host."""
+    """Return when the copies ending at these events ran, except the first, which had to wait for the host."""
     spans = list(pairwise(begin.elapsed_time(end) / 1000 for end in ends))
     return Copies(spans[: _NUM_COPIES - 1], spans[_NUM_COPIES - 1 :])
 
@@ -169,7 +169,7 @@ def with_host_link(profile: Profile, device: torch.device) -> Profile:
 
 @cache
 def host_link(device: torch.device) -> HostLink:
-    """Return what `measure_host_link` returned for a device, in this process."""
+    """Return this process's cached result of `measure_host_link` for a device."""
     return measure_host_link(device)
 
 

@@ -1,4 +1,4 @@
-"""What connects devices, and the time of a collective over it. Imports no torch.
+"""Links between devices, and the time of a collective over them. Imports no torch.
 
 links.csv has the rates, per device and direction, and the seconds of a hop. What is reached is what rings of NCCL reach: the
 speeds that NCCL's own model assumes, as PyTorch's estimator has them (`torch/_inductor/comm_analysis.py`, from
@@ -8,8 +8,8 @@ NCCL's "Simple" protocol (`graph/tuning.cc`). Nothing of this is measured here.
 Between nodes NCCL runs several rings at once, which leave a node through the network adapters of different devices: a group
 with k devices in a node has the adapters of k. All groups of a layout communicate at the same time, so none has more.
 
-The GH200 has NVLink 4 where 32 of them are connected by switches; where four share a board, a pair has a third of it. What
-connects a device with its host's memory is in `hardware_table.py`.
+The GH200 has NVLink 4 where 32 of them are connected by switches; where four share a board, a pair has a third of it.
+Links between a device and host memory are in `hardware_table.py`.
 """
 
 import difflib
@@ -24,7 +24,7 @@ from recollect.errors import ConfigError, HardwareError
 
 CollectiveKind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
 
-# Of a ring of NCCL, before its first step.
+# Time before the first step of an NCCL ring.
 _START_S = 8.4e-6
 
 
@@ -35,7 +35,7 @@ class Link:
     name: str
     """Such as "NVLink 4"."""
     bytes_per_s: float
-    """What collectives reach, per device and direction."""
+    """Bandwidth that collectives reach, per device and direction."""
     hop_s: float
     """Seconds from one device to the next, however little is sent."""
 

@@ -47,7 +47,7 @@ class Collective(NamedTuple):
 
 
 def collective_of(func: Any, args: Any, output: Any) -> Collective | None:
-    """Return what an op moves; None for one that is no collective.
+    """Return the traffic of an op; None unless it is a collective.
 
     Args:
         func: the op overload.
@@ -69,12 +69,12 @@ def _name(func: Any) -> str:
 
 @dataclass
 class Traffic:
-    """What a group of ranks moves in the recorded step."""
+    """The traffic of a group of ranks in the recorded step."""
 
     count: int = 0
     """Collectives."""
     nbytes: int = 0
-    """Of the whole tensors that they gather, reduce or exchange."""
+    """Bytes of the whole tensors that they gather, reduce or exchange."""
     time_s: float = 0.0
     """Seconds that they take."""
 
@@ -88,7 +88,7 @@ class ModelledCosts:
         hidden: groups of ranks whose collectives run beside the computation, and add nothing to the step.
 
     Attributes:
-        traffic: of the recorded step, by the ranks of each group, hidden or not.
+        traffic: the traffic of the recorded step, by the ranks of each group, hidden or not.
     """
 
     def __init__(
@@ -132,13 +132,13 @@ class ModelledCosts:
         return OpRun(key, 0)
 
     def run_function(self, args: Any, inner: Sequence[OpRun], again: Again) -> OpRun:
-        """Return the key to the costs of a custom autograd Function: those of the ops `inner` that it has run."""
+        """Return the cost key of a custom autograd Function: the keys of the ops `inner` that it has run."""
         key = key_of(again.kind, args, {})
         self._seconds[key] = math.fsum(self._seconds[run.key] for run in inner)
         return OpRun(key, 0)
 
     def gather_s(self, nbytes: int, ranks: tuple[int, ...]) -> float:
-        """Return the modelled time to gather a tensor of so many bytes, of which each rank holds a part."""
+        """Return the modelled time to gather a tensor of this many bytes from parts on each rank."""
         if self._cluster is not None:
             return self._cluster.collective_s("all_gather", nbytes, ranks)
         return seconds(Work("copy", 2.0 * nbytes, float(nbytes)), self.hardware)

@@ -1,7 +1,7 @@
 """Measure the costs of ops while a step is recorded; `modelled_costs.py` is the counterpart for fake tensors.
 
 Ops with the same name and the same argument layouts count as one op. With identical layers this gives a sample per layer,
-of which the median is taken; an op with too few samples for a median runs again at once.
+and the median counts; an op with too few samples for a median runs again at once.
 """
 
 import statistics
@@ -32,7 +32,7 @@ class Again(Protocol):
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """What tells it apart from what does other work with arguments of the same layouts."""
+        """The key that distinguishes it from other work on arguments with the same layouts."""
         ...
 
     def as_in_backward(self) -> AbstractContextManager[None]:
@@ -151,7 +151,7 @@ class MeasuredCosts:
 
 
 def _awaited(collective: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what runs a collective until its result is there; by itself it only begins."""
+    """Return a function that runs a collective until its result is there; the collective itself returns at once."""
     return lambda *args, **kwargs: tree_map(waited_for, collective(*args, **kwargs))
 
 

@@ -166,7 +166,7 @@ def _multiplied_dtype(name: str, tensors: list[torch.Tensor]) -> str:
 def flops_of(func: Any, args: Any, kwargs: Any, output: Any) -> float:
     """Return the floating-point operations of an op's matrix products; 0 for an op without any.
 
-    As PyTorch's flop counter, but for causal attention, of which half is computed, and kernels that it does not know.
+    Like PyTorch's flop counter, except for causal attention, where half is computed, and kernels that it does not know.
 
     Example:
         >>> x = torch.ones(2, 3)

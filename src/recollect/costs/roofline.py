@@ -25,7 +25,7 @@ class Work:
     """The work of one run of an op."""
 
     kind: Kind
-    """What limits the op, apart from memory."""
+    """The limit on the op besides memory."""
     traffic_bytes: float
     """Bytes that it reads and writes, each once."""
     elements: float

@@ -47,7 +47,7 @@ def diagnose(*sources: str | Path) -> list[Finding]:
             may be compressed by gzip, bzip2 or xz.
 
     Returns:
-        What was recognised, what ends a run first, and of that the most certain; empty if nothing was.
+        The findings: first those that end a run, the most certain first; empty if there are none.
 
     Raises:
         DiagnosisError: a file that is missing, binary or malformed, or a pickle with more than plain data.
@@ -80,7 +80,7 @@ def _is_text(source: str) -> bool:
 
 @dataclass
 class Case:
-    """What is known of one run."""
+    """The facts known about one run."""
 
     texts: list[TextScan] = field(default_factory=list)
     """Logs, tracebacks and scripts."""
@@ -89,13 +89,13 @@ class Case:
     snapshots: list[Snapshot] = field(default_factory=list)
     """Of device memory."""
     read: list[str] = field(default_factory=list)
-    """What each source was taken for, in words."""
+    """How each source was interpreted, in words."""
 
     def add_file(self, path: Path, name: str = "") -> None:
         """Read a file.
 
         Args:
-            path: of the file.
+            path: the path of the file.
             name: to call it by in the evidence; default: its path.
 
         Raises:
@@ -130,10 +130,10 @@ class Case:
         """Read a text, or the YAML, TOML or JSON that it turns out to be.
 
         Args:
-            lines: of the text.
+            lines: the lines of the text.
             name: to call it by in the evidence.
             whole: the text, if it is short enough to be a configuration.
-            suffix: of the file, which may say that it must be one.
+            suffix: the suffix of the file, which may say that it must be one.
 
         Raises:
             DiagnosisError: it must be YAML or TOML and is not.
@@ -188,7 +188,7 @@ class Case:
         self.read.append(f"{name}: a snapshot of device memory")
 
     def findings(self) -> list[Finding]:
-        """Return what was recognised, each mistake once: what ends a run first, and of that the most certain."""
+        """Return the findings, one per mistake: first those that end a run, the most certain first."""
         merged: dict[tuple[str, str], Finding] = {}
         for found in self._all():
             # Findings of several ranks or scopes differ in numbers; of several devices' snapshots each one counts.
@@ -226,7 +226,7 @@ class Case:
 
 
 def _merged(scopes: list[Settings]) -> Settings:
-    """Return the settings of all files as one scope; of a name that several have, the first counts."""
+    """Return the settings of all files as one scope; the first file with a name wins."""
     values = {name: value for scope in reversed(scopes) for name, value in scope.values.items()}
     return Settings(", ".join(dict.fromkeys(scope.place.partition(": ")[0] for scope in scopes)), values)
 
@@ -273,7 +273,7 @@ def _together(first: Finding, second: Finding) -> Finding:
 
 
 def _joined(findings: list[Finding], names: Sequence[str], *, adds_advice: bool = False) -> list[Finding]:
-    """Return the findings with one in place of those that one mistake gave, of which `names` has the best first.
+    """Return the findings with one per mistake: the one that comes first in `names`.
 
     With `adds_advice` any of them may speak for those after it, else the first alone.
     """

@@ -1,4 +1,4 @@
-"""What is wrong, or does not help, in settings of transformers, Accelerate, FSDP, DeepSpeed, torchtitan and the like."""
+"""Find wrong or useless settings of transformers, Accelerate, FSDP, DeepSpeed, torchtitan and the like."""
 
 import dataclasses
 import warnings
@@ -21,10 +21,10 @@ def is_checkpointing(settings: Settings) -> bool:
 
 
 def findings(settings: Settings) -> Iterator[Finding]:
-    """Yield what the settings of one scope show; what is not certain has not ended a run yet.
+    """Yield the findings in one scope's settings; uncertain ones have not ended a run yet.
 
     Args:
-        settings: of a run, from all its files together.
+        settings: the settings of a run, from all its files together.
 
     Yields:
         Clashes first.

@@ -1,4 +1,4 @@
-"""What is wrong, or does not help, in settings of Megatron: recollect's rules for settings that clash, and the doctor's own."""
+"""Find wrong or useless Megatron settings, by recollect's rules for clashing settings and by the doctor's own."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping
@@ -25,7 +25,7 @@ _BYTES_A_LOGIT = 10  # bf16, fp32, and the gradient in fp32
 
 @dataclass(frozen=True, slots=True)
 class InLog:
-    """What the logs beside the settings show: lines, or "" if they do not."""
+    """The log lines given with the settings that show it, or ""."""
 
     out_of_memory: str = ""
     nan: str = ""
@@ -43,7 +43,7 @@ def findings(settings: Settings, log: InLog) -> Iterator[Finding]:
 
     Args:
         settings: for which `is_megatron` holds.
-        log: of a run with them.
+        log: the log of a run with them.
 
     Yields:
         Clashes first.

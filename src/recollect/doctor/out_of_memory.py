@@ -93,7 +93,7 @@ def findings(
 
     Args:
         passage: its line is the message.
-        length: of a sequence, for the advice.
+        length: the length of a sequence, for the advice.
         is_checkpointing: whether the settings switch gradient checkpointing on.
         expandable: the line that sets expandable segments, which leave few gaps; "" if there is none.
 
@@ -200,7 +200,7 @@ def _others(line: str, allocated: int | None, unallocated: int | None, capacity:
     if capacity is not None:
         named = {pid: size for pid, size in named.items() if size <= capacity}
     if not _THIS.search(line) and allocated is not None:
-        # In a container this process goes by its number, too: it is the one that holds what PyTorch holds, and more.
+        # In a container this process has a number, too: it is the one that holds at least what PyTorch holds.
         held = allocated + (unallocated or 0)
         mine = [pid for pid, size in named.items() if size >= held * 0.99]
         if mine:

@@ -1,6 +1,6 @@
 """`Rule`: a problem that can be recognised, and `Finding`: one that was; `RULES`: all, as texts in the folder `rules`.
 
-`Passage`: a line of a text with what stands around it. Texts are read line by line, so that logs may have any size.
+`Passage`: a line of a text with its context. Texts are read line by line, so that logs may have any size.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ class Passage:
     place: str
     """File and line number, such as "train.log:120"."""
     line: str
-    """The line, without the rank that may stand before it."""
+    """The line, without a rank prefix."""
     before: tuple[str, ...] = ()
     """Up to 150 lines before it."""
     after: list[str] = field(default_factory=list)
@@ -64,8 +64,8 @@ def passages(lines: Iterable[str], name: str, is_wanted: Callable[[str], bool]) 
     """Yield a passage for each wanted line, holding only the lines around it.
 
     Args:
-        lines: of the text, with or without line ends.
-        name: of the text, for the places.
+        lines: the lines of the text, with or without line ends.
+        name: the name of the text, for the places.
         is_wanted: whether a line is the middle of a passage.
 
     Yields:
@@ -134,7 +134,7 @@ class Rule:
     name: str
     """As in findings."""
     sees: str
-    """What the rule goes by, in words; by default the pattern."""
+    """The evidence that the rule uses, in words; by default the pattern."""
     problem: str
     """What goes wrong. It, `cause` and `fix` may have {names} of numbers, filled in when the problem is found."""
     cause: str

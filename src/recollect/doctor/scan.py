@@ -89,8 +89,8 @@ class TextScan:
     """The findings and settings of one text.
 
     Args:
-        lines: of the text.
-        name: of the text, for the evidence.
+        lines: the lines of the text.
+        name: the name of the text, for the evidence.
 
     Attributes:
         num_lines: that were read.
@@ -114,7 +114,7 @@ class TextScan:
         return self._in_text.settings(self.name)
 
     def findings(self) -> Iterator[Finding]:
-        """Yield what the text shows by itself; what it says about memory is in `out_of_memory`."""
+        """Yield the findings in the text alone; `out_of_memory` handles what it says about memory."""
         for rule, (passage, values) in self._found.items():
             more = self._counts[rule] - 1
             evidence = [passage.quoted()]
@@ -144,7 +144,7 @@ class TextScan:
     def _is_message(self, line: str) -> bool:
         if out_of_memory.is_out_of_memory(line):
             return len(self.out_of_memory) < _ENOUGH
-        if _MISMATCH in line:  # before the rules, since its first line is all that they would see
+        if _MISMATCH in line:  # before the rules, since they would see only its first line
             return len(self._mismatches) < _ENOUGH
         return any(rule.is_in(line) for rule in _TEXT_RULES)
 

@@ -104,14 +104,14 @@ def _shown(value: object) -> str:
 
 
 def settings_in_data(data: Mapping[Any, Any], place: str) -> list[Settings]:
-    """Return the scopes of a configuration: each mapping with known names, with what stands outside it and beside it.
+    """Return the scopes of a configuration: each mapping with known names, with the settings outside it and next to it.
 
     Args:
         data: the configuration, as read from YAML or JSON.
         place: the file's name.
 
     Returns:
-        One scope or more, of which the first is the file's top level.
+        One or more scopes; the first is the file's top level.
 
     Example:
         >>> [scope.values for scope in settings_in_data({"model": {"recompute_granularity": "full"}}, "bridge.yaml")]
@@ -153,8 +153,8 @@ def renamed(values: Mapping[str, Any]) -> dict[str, Any]:
 class SettingsInText:
     """Collects settings from the lines of a text: flags, Megatron's list of arguments, and assignments in Python.
 
-    What comes together is one scope. A command that gives another value than before begins a new one, so that the runs of a
-    sweep are not mixed.
+    Settings that appear together are one scope. A command that gives another value than before begins a new one, so
+    that the runs of a sweep are not mixed.
 
     Example:
         >>> seen = SettingsInText()
@@ -168,7 +168,7 @@ class SettingsInText:
         self._scopes: list[dict[str, tuple[Any, int]]] = [{}]
         self._words: list[
             tuple[str, int]
-        ] = []  # of a command that may go on in the next line, with the lines they are in
+        ] = []  # words of a command that may continue on the next line, with their line numbers
 
     def look(self, line: str, number: int) -> None:
         """Take the settings of a line."""
@@ -183,16 +183,16 @@ class SettingsInText:
             self._end(known)
 
     def _look_at_command(self, line: str, number: int) -> None:
-        """Take the words of a line of a command; one whose last word is a backslash goes on in the next line."""
+        """Take the words of a command line; a line that ends in a backslash continues on the next."""
         if not self._words and not any(_name(found[1]) in KNOWN for found in _FLAG_IN_LINE.finditer(line)):
             return
         text = _COMMENT.sub("", line).rstrip()
         self._words += [(word.strip(_QUOTES), number) for word in _WORD.findall(text.rstrip("\\"))]
-        if text and not text.endswith("\\"):  # else it goes on; there may be a comment between two lines
+        if text and not text.endswith("\\"):  # otherwise it continues; there may be a comment between two lines
             self._end_command()
 
     def _end_command(self) -> None:
-        """Take the flags of a command that has ended, but for those with variables of the shell."""
+        """Take the flags of a finished command, except those with shell variables."""
         flags: list[tuple[str, int, list[str]]] = []
         for word, number in self._words:
             if (flag := _FLAG.match(word)) is not None:
@@ -242,7 +242,7 @@ def _flag_value(name: str, words: list[str]) -> Any:
         return _value(words[0]) if words else True
     parts: list[str] = []
     for word in words:
-        if not _PLAIN_WORD.fullmatch(word):  # what comes after the command: a pipe, or prose
+        if not _PLAIN_WORD.fullmatch(word):  # text after the command: a pipe, or prose
             break
         parts += (part for part in word.strip("[]").replace("'", "").split(",") if part)
     return tuple(parts)

@@ -25,7 +25,7 @@ _PROFILED = re.compile(r"(.+)\((\d+)\): (.+)$")
 _GAPS_MATTER = 0.15  # of what is reserved
 _SHARE_MATTERS = 0.3  # of the peak, but for these:
 _OTHER_SHARES = {"snapshot-logits": 0.2, "snapshot-without-stacks": 0.5}
-# A stack may fit several, of which the first counts.
+# A stack may match several; the first counts.
 _PLACES = tuple(RULES[f"snapshot-{name}"] for name in ("optimizer", "logits", "recompute"))
 _BACKWARD = re.compile(r"run_backward|:backward$")
 _FORWARD = re.compile(r":(?:forward|forward_with_checkpointing)$")
@@ -86,7 +86,7 @@ def read_pickle(path: Path) -> Any:
     """Read plain data.
 
     Args:
-        path: of a pickle.
+        path: the path of a pickle.
 
     Returns:
         Dictionaries, lists, tuples, numbers, texts, None.

@@ -43,7 +43,7 @@ def eager_forwards(
 
     Args:
         model: whose units are planned.
-        unit_paths: of all of them.
+        unit_paths: the paths of all of them.
         placed: their forwards; where there are none, nothing runs eagerly.
         compiled_paths: of units that a plan has compiled.
     """

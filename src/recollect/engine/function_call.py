@@ -86,9 +86,9 @@ class FunctionCall:
     Its results are the outputs, in order, and then the saved tensors, in order.
 
     Attributes:
-        layouts: of the results in forward; None for those that the recipe is not for.
+        layouts: the layouts of the results in forward; None for those that the recipe is not for.
         draws: the random numbers of the forward; None if it drew none.
-        agreement: of all ranks that have parts of its parameters to run it again; None if there is none.
+        agreement: agreement by all ranks that have parts of its parameters to run it again; None if there is none.
     """
 
     function: Any

@@ -102,7 +102,7 @@ class _HeldTensors:
     """The tensors that one call of a region may read, as they are when it begins.
 
     Args:
-        unit_path: of the region, for messages.
+        unit_path: the path of the region, for messages.
     """
 
     def __init__(self, unit_path: str) -> None:
@@ -214,7 +214,7 @@ class ModuleState:
 
     Args:
         written: what is known of the module.
-        arguments: of the call.
+        arguments: the arguments of the call.
     """
 
     def __init__(self, written: WrittenBuffers, arguments: Any) -> None:

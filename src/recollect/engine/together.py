@@ -121,7 +121,7 @@ def first_call_forwards(model: nn.Module, agreement: Agreement) -> list[PlacedFo
 
     Args:
         model: with parameters that a device mesh spreads, as tensor parallelism does.
-        agreement: of its ranks.
+        agreement: the agreement of its ranks.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return []

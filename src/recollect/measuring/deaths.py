@@ -56,7 +56,7 @@ class Deaths:
         storages: those that are alive.
 
     Attributes:
-        start_bytes: of all of them.
+        start_bytes: bytes of all of them at the start.
         bytes_at: bytes freed, by the address of the allocation that marks the moment.
     """
 

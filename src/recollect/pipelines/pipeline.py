@@ -41,7 +41,7 @@ class PipelinePlan:
         slowdowns: of each stage, what recompute adds to its own work, micro-batches on average; 0.03 is 3 %.
         in_flight: of each stage, the most micro-batches between forward and the end of backward.
         schedule: what each rank runs.
-        budget_bytes: of each device; None if the plans were given.
+        budget_bytes: the budget of each device; None if the plans were given.
     """
 
     plans: tuple[Plan | tuple[Plan, ...], ...]
@@ -275,10 +275,10 @@ class Pipeline:
         """Return the plans of the stages with their own slowdowns, and the step's times.
 
         Args:
-            plans: of the pieces.
-            peaks_bytes: of the ranks.
+            plans: the plans of the pieces.
+            peaks_bytes: the peaks of the ranks.
             send_s: see `played_s`.
-            budget_bytes: of each device.
+            budget_bytes: the budget of each device.
 
         Raises:
             ScheduleError: the ranks wait for each other for ever.

@@ -42,7 +42,7 @@ class StageParts:
 
     Args:
         number: of the stage, for errors.
-        profile: of the stage.
+        profile: the profile of the stage.
         is_last: it is the last one, and the loop says how long it holds what the stage returns.
 
     Attributes:

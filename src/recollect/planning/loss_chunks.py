@@ -118,7 +118,7 @@ def fewest_chunks(plan: Callable[[int, int | str], _Step], budget: int | str) ->
 
     Args:
         plan: plans the step with a number of chunks, for a budget.
-        budget: of each device; a percentage is of the fullest one with the whole loss.
+        budget: the budget of each device; a percentage is of the fullest one with the whole loss.
 
     Raises:
         BudgetTooSmallError: no plan fits with any number; has the lowest peak of all.

@@ -191,7 +191,7 @@ def measured_units(profile: Profile, course: Course, least_bytes: int) -> Offloa
 
     Args:
         profile: the recorded step.
-        course: of the step that keeps everything.
+        course: the course of the step that keeps everything.
         least_bytes: the smallest values to offload.
     """
     chain = ChainSolver(profile).measured()

@@ -39,7 +39,7 @@ class TripPlanner:
     """Schedules trips for values that a plan keeps.
 
     Args:
-        program: of the recorded step, with its edges.
+        program: the program of the recorded step, with its edges.
         plan: keeps and recomputes; what it offloads it is taken to keep.
         link: what copies take.
         least_bytes: the smallest values to offload.
@@ -84,7 +84,7 @@ class TripPlanner:
         Values for whose way there is no time are kept.
 
         Args:
-            names: of `self.names`.
+            names: some of `self.names`.
             haste: plan edges as if the link were so many times as fast: values leave earlier and come back later, and the
                 step waits for copies.
         """

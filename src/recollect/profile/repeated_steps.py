@@ -30,7 +30,7 @@ def fold(profile: Profile) -> Profile:
     numbered anew.
 
     Args:
-        profile: of any step; without equal micro-steps it is returned as it is.
+        profile: a profile of any step; without equal micro-steps it is returned as it is.
 
     Complexity: a few passes over the events.
 

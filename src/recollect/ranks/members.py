@@ -157,7 +157,7 @@ def common_plan(
         profile: as this process recorded it.
         own: the plan that this process made.
         plain_bytes: the peak of this process without recompute.
-        budget_bytes: of this process.
+        budget_bytes: the budget of this process.
         ranks: the processes.
         place: where they are.
     """

@@ -231,7 +231,7 @@ def with_copies(profile: Profile) -> Profile:
     the value, which this leaves out.
 
     Args:
-        profile: of any step.
+        profile: a profile of any step.
     """
     recorded = list(profile.log.events())
     added: defaultdict[int, list[Event]] = defaultdict(list)

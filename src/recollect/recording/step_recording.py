@@ -69,7 +69,7 @@ class StepRecording:
 
     Args:
         model: whose units are planned.
-        units: of the model.
+        units: the units of the model.
         costs: runs the ops and knows their costs.
         device: where the step runs.
         in_loop: whether it begins in a call of somebody's loop, who then tells `returns` of all calls. It takes as little
@@ -130,7 +130,7 @@ class StepRecording:
 
         Args:
             persistent: tensors that exist before the step and after it, by kind.
-            gradients: those of the last step, which this step may free.
+            gradients: the gradients of the last step, which this step may free.
             set_aside_bytes: what a CUDA device holds only while this is recorded: what is restored afterwards.
         """
         recorder = self.recorder

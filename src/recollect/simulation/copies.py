@@ -98,7 +98,7 @@ class Holes:
     """Finds the positions in a program between which offloaded values are away.
 
     Args:
-        program: of a profile, with edges.
+        program: the program of a profile, with edges.
 
     Complexity: one pass over the instructions; then two searches for each offloaded value.
     """

@@ -77,7 +77,7 @@ def course(program: EveryEvent, decisions: Sequence[CallActions]) -> Course:
     """Return when things happen under a plan.
 
     Args:
-        program: of the recorded step, with its edges.
+        program: the program of the recorded step, with its edges.
         decisions: one for each call; they offload all values that may be.
 
     Complexity: about two simulations.
@@ -105,8 +105,8 @@ def waits(course: Course, journeys: Mapping[Key, Journey], link: Link) -> float:
     """Return the seconds that a step waits for copies: for values to leave, and for values to come back.
 
     Args:
-        course: of the step.
-        journeys: of each offloaded value.
+        course: the course of the step.
+        journeys: the journey of each offloaded value.
         link: what copies take.
     """
     later_s = out_s = back_s = 0.0

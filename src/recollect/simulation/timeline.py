@@ -134,7 +134,7 @@ class Timeline(ShownInNotebooks):
         plan: the plan whose memory this is.
         profile: the step.
         lives: each storage, and when it is made and freed.
-        categories: those of `lives.storages`.
+        categories: the categories of `lives.storages`.
         peak: the moment of the peak.
         report: what is alive at the peak.
         has_times: False if only the units' ops are timed (a profile of an earlier version); the rest of the step is

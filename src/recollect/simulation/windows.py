@@ -253,7 +253,7 @@ class _EdgeScan:
     """Walks over a step.
 
     Attributes:
-        edges: of the step.
+        edges: the edges of the step.
         used: what backward asked for of what was saved in units, as (call, value).
     """
 

@@ -61,7 +61,7 @@ def split_flags(sizes: Sequence[int], num_ranks: int, *, num_predicted: int = 0)
 
     Args:
         sizes: layers of each stage, in order.
-        num_ranks: of the pipeline.
+        num_ranks: the number of ranks of the pipeline.
         num_predicted: layers of multi-token prediction, on the last stage.
 
     Example:

@@ -36,7 +36,7 @@ def holds(given: Any, value: Any, known: Iterable[object] = ()) -> Broken:
         given: `true`, `false`, `set` or `unset`; a comparison, such as `above 1`, `at most 1`, `below 1` (which any other type
             is) or `before 2.6`; a list, for these values, or for a list with some of these names; `{not: a list}`, for any
             value or name but these.
-        value: of the setting.
+        value: the value of the setting.
         known: stands for the list in `{not: known}`.
     """
     if isinstance(given, bool):

@@ -226,7 +226,7 @@ def one_product(recipe: str, left: Cast, right: Cast, dtype: torch.dtype) -> Ten
         recipe: how they were cast.
         left: [M, K].
         right: [P, K]; kernels read K as the last dimension of both, for which backward copies bytes.
-        dtype: of the result.
+        dtype: the dtype of the result.
     """
     swizzle = _SWIZZLES.NO_SWIZZLE
     if recipe == "mxfp8":
@@ -264,7 +264,7 @@ def grouped_product(left: Cast, right: Cast, ends_E: Tensor, dtype: torch.dtype)
         left: [S, K], or [M, S].
         right: [E, P, K], or [P, S].
         ends_E: where the rows of each expert end.
-        dtype: of the result.
+        dtype: the dtype of the result.
 
     Returns:
         [S, P], or [E, M, P].

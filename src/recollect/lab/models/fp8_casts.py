@@ -64,7 +64,7 @@ def cast(matrix: Tensor, multiplier: Tensor, dtype: torch.dtype, scale_dtype: to
         matrix: [..., R, C].
         multiplier: fp32, of each block.
         dtype: E4M3 or E5M2.
-        scale_dtype: of the scales, which are the multipliers' reciprocals.
+        scale_dtype: the dtype of the scales, which are the multipliers' reciprocals.
     """
     top = torch.finfo(dtype).max
     scaled = (_blocks(matrix, multiplier.shape) * _over_blocks(multiplier)).clamp_(-top, top).to(dtype)

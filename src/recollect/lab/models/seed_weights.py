@@ -93,7 +93,7 @@ class SeedWeights:
         """Write a part of a parameter.
 
         Args:
-            name: of the parameter in the whole model.
+            name: the name of the parameter in the whole model.
             part: a slice of it in every dimension, on the device; overwritten.
             offsets: where the part begins in each dimension of the whole.
         """

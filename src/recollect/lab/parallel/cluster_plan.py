@@ -258,7 +258,7 @@ def plan_cluster_with_chunks(step: ClusterStep, budget: int | str, *, chooses_sp
 
     Args:
         step: its own number of chunks does not matter.
-        budget: of each device; a percentage is of the fullest rank of the whole loss.
+        budget: the budget of each device; a percentage is of the fullest rank of the whole loss.
         chooses_split: see `plan_cluster`.
 
     Raises:

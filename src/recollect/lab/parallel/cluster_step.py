@@ -309,8 +309,8 @@ def torch_schedule(layout: DeviceLayout, *, num_stages: int, num_micro_batches: 
 
     Args:
         layout: with a pipeline of several ranks.
-        num_stages: those of all ranks together.
-        num_micro_batches: of a step.
+        num_stages: the number of stages of all ranks together.
+        num_micro_batches: the number of micro-batches in a step.
 
     Raises:
         ConfigError: torch takes no such number of stages or micro-batches.

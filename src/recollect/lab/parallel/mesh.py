@@ -45,7 +45,7 @@ def layout_mesh(layout: DeviceLayout, device_type: str = "cpu") -> LayoutMesh:
     """Return the meshes of a layout; all ranks have to call it.
 
     Args:
-        layout: of as many devices as there are processes.
+        layout: a layout of as many devices as there are processes.
         device_type: "cpu" or "cuda".
 
     Raises:

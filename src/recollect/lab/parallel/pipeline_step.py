@@ -22,11 +22,11 @@ class PipelineStep:
     Args:
         rank: its stages.
         mesh: the ranks of the pipeline.
-        num_stages: of all ranks.
-        num_micro_batches: of a step.
+        num_stages: the number of stages of all ranks.
+        num_micro_batches: the number of micro-batches in a step.
         batch_size: sequences of a micro-batch.
         seq_length: tokens of a sequence.
-        device: of the stages.
+        device: the device of the stages.
 
     Attributes:
         stages: those of torch, by number.

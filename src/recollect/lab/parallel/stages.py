@@ -25,7 +25,7 @@ class StageModel(GPTModel):
 
     Args:
         config: the whole model.
-        layers: those of this stage.
+        layers: the layers of this stage.
 
     Example:
         >>> from recollect.lab.models.sizes import NAMED_CONFIGS
@@ -114,7 +114,7 @@ class LossStage(StageModel):
 
     Args:
         config: see `StageModel`.
-        layers: those of this stage.
+        layers: the layers of this stage.
 
     Attributes:
         router_losses: of each forward before the last stage, those of its routers; the step takes them.
@@ -142,7 +142,7 @@ def cut_stage(model: GPTModel, layers: range) -> LossStage:
 
     Args:
         model: the whole model.
-        layers: those of the stage.
+        layers: the layers of the stage.
 
     Example:
         >>> from recollect.lab.models.sizes import NAMED_CONFIGS
@@ -171,8 +171,8 @@ class PipelineRank(GPTModel):
 
     Args:
         config: the whole model.
-        stages: those of this rank, by number; the first and the last of all are not on one rank.
-        layers: of each stage of the pipeline.
+        stages: the stages of this rank, by number; the first and the last of all are not on one rank.
+        layers: the layers of each stage of the pipeline.
 
     Attributes:
         stages: by number.
@@ -243,7 +243,7 @@ def pipeline_rank(
 
     Args:
         model: the whole model; afterwards parts of it are those of the stages.
-        layers: of each stage of the pipeline; stage s is of rank s mod `ranks`.
+        layers: the layers of each stage of the pipeline; stage s is of rank s mod `ranks`.
         rank: place of this rank in the pipeline.
         ranks: of the pipeline.
         spread: what other parallelism does to each stage, in place.

@@ -57,7 +57,7 @@ def rng_state(device: torch.device) -> dict[str, Any]:
     """Return the states of the random number generators of a run, as types that `weights_only` loading allows.
 
     Args:
-        device: of its model.
+        device: the device of its model.
     """
     name, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)  # noqa: NPY002 - the global one is meant
     return {

@@ -39,7 +39,7 @@ class Exchange:
 
         Args:
             model: see `train_step`.
-            batches: of this process.
+            batches: the batches of this process.
             accumulation: how many.
 
         Returns:

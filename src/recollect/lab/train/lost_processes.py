@@ -139,7 +139,7 @@ def peer_watch(last_words: LastWords) -> Iterator[None]:
     beside it.
 
     Args:
-        last_words: of all processes of the block.
+        last_words: the last words of all processes of the block.
     """
     key, own, is_over, is_done = last_words.key, dist.get_rank(), threading.Event(), False
     entered_keys = {rank: f"{key}/entered/{rank}" for rank in last_words.ranks}

@@ -140,7 +140,7 @@ def validation_loss(
 
     Args:
         model: as in training.
-        batches: of this process.
+        batches: the batches of this process.
         exchange: with the other processes of the run; None: there are none.
         total: batches of all processes that count; the last ones of some processes may be repeated, so that all run alike.
     """

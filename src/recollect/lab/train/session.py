@@ -123,7 +123,7 @@ def open_session(config: TrainConfig, processes: Processes = ONE_PROCESS) -> Ses
 
     Args:
         config: the run, with a folder.
-        processes: those of the run, in each of which this is called.
+        processes: the processes of the run, in each of which this is called.
 
     Raises:
         DataError: see `load_corpus`.

@@ -115,7 +115,7 @@ class Checkpoints:
     Args:
         folder: made if missing.
         keep: number of newest checkpoints to keep.
-        processes: those of the run.
+        processes: the processes of the run.
         timeout: for an exchange of the processes.
     """
 

@@ -111,7 +111,7 @@ def _draw(weights: SeedWeights, model: GPTModel, tensor_ranks: int) -> None:
     They are new objects, with the hooks of the old ones, which whoever holds them still has.
 
     Args:
-        weights: those of the whole model, and the device where they go.
+        weights: the weights of the whole model, and the device where they go.
         model: with the names of the whole model; spread or not. Changed in place.
         tensor_ranks: those of tensor parallelism, which reorders rows.
     """
@@ -140,7 +140,7 @@ def _spread(model: GPTModel, processes: Processes, weights: SeedWeights) -> nn.M
     Args:
         model: the whole model, on the meta device; changed in place.
         processes: what to spread it over.
-        weights: those of the whole model.
+        weights: the weights of the whole model.
 
     Returns:
         What runs in training: the model, or what reduces its gradients around it.
