@@ -1,4 +1,4 @@
-"""Check that an argument is of the kind that a function takes; the first mistake with a function is to swap two of them."""
+"""Check the type of an argument; the commonest mistake with a function is to swap two of them."""
 
 import os
 from typing import Final
@@ -9,7 +9,7 @@ _MOST_SHOWN: Final = 200
 
 
 def check_kind(call: str, name: str, value: object, kind: type, expected: str) -> None:
-    """Raise if an argument is of another kind.
+    """Raise if an argument has the wrong type.
 
     Args:
         call: the function with its first arguments, such as "plan(profile, budget)".

@@ -34,7 +34,7 @@
     ConfigWarning (UserWarning)               a setting without effect, or with another one than it seems
     PlanMismatchWarning (UserWarning)         a plan that does not fit the ops it meets
     ProfileMismatchWarning (UserWarning)      a plan from a profile of another version or device
-    TorchVersionWarning (UserWarning)         a PyTorch that is not tested, or in which something does not hold
+    TorchVersionWarning (UserWarning)         an untested PyTorch, or one in which a hook does not hold
 
 Errors with numbers or names keep them as attributes, from which their text is derived. All can be pickled, because
 training programs send errors between processes.
@@ -86,7 +86,7 @@ class QuantityError(RecollectError, ValueError):
     """A text or number that is not an amount of bytes or seconds.
 
     Attributes:
-        value: what was given.
+        value: the value given.
         reason: what is wrong with it, and what to write instead.
     """
 
@@ -176,7 +176,7 @@ class NotYetError(RecollectError, NotImplementedError):
     Attributes:
         settings: the settings concerned, with their values.
         needs: what recollect would need for them.
-        advice: what to do meanwhile.
+        advice: what to do until then.
     """
 
     def __init__(self, *, settings: Mapping[str, object], needs: str, advice: str) -> None:
@@ -195,7 +195,7 @@ class BudgetTooSmallError(RecollectError, ValueError):
         unit: the unit whose forward or backward has that peak; empty for the model itself.
         advice: sentences on what would help, the most promising first.
         plain_peak_bytes: the peak without recompute, which percentages are of; 0 if unknown.
-        tenants: what fills the fullest moment of that plan, with amounts, the largest first; empty if unknown.
+        tenants: the contents of that plan's peak, with amounts, the largest first; empty if unknown.
         least_budgets: the least budgets, as texts to pass instead: an amount, and a percentage if that peak is known.
     """
 

@@ -25,7 +25,7 @@ _PACKAGES: Final = {
     "docs": ("mkdocs-material", "mkdocstrings"),
 }
 EXTRA_OF_PACKAGE: Final = {package: extra for extra, packages in _PACKAGES.items() for package in packages}
-"""As in pyproject.toml, where a package is named once beside the extras that include it."""
+"""As in pyproject.toml, which names a package once, next to the extras that include it."""
 
 
 @contextmanager
@@ -34,7 +34,7 @@ def needed(package: str, by: str) -> Iterator[None]:
 
     Args:
         package: a package of `EXTRA_OF_PACKAGE`.
-        by: what needs it, such as a flag.
+        by: the feature that needs it, such as a flag.
 
     Raises:
         MissingPackageError: it cannot be imported.

@@ -23,7 +23,7 @@ class _JsonError(ValueError):
 
 
 def read_file(path: str | Path, *, expected: str, advice: str, error: type[Exception]) -> bytes:
-    """Return what a file holds.
+    """Return the content of a file.
 
     Args:
         path: the file.
@@ -197,7 +197,7 @@ class Field:
     def arguments(
         self, kind: type, *, least: Mapping[str, int | None] = MappingProxyType({}), is_whole: bool = False
     ) -> dict[str, Any]:
-        """Return what the object here has for the fields of a dataclass; what is missing or null has its default.
+        """Return the object's values for the fields of a dataclass; missing or null ones have their defaults.
 
         Args:
             kind: the dataclass. Its fields that are no text, number, bool, tuple of ints or pairs of texts, nor one of these or

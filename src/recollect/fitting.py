@@ -35,7 +35,7 @@ DEFAULT_BUDGET: Final = "90% of the device"
 
 
 def _left_out(model: nn.Module, *, has_optimizer: bool) -> list[str]:
-    """Return what a plan does not count that is made of a model as it is now, in words."""
+    """Return what a plan for the model's current state would not count, in words."""
     found = []
     if not has_optimizer and any(parameter.requires_grad for parameter in model.parameters()):
         found.append("counts no optimizer: fit got none")
@@ -49,7 +49,7 @@ class _FittedForward(PlacedForward):
 
     Args:
         model: that was fitted.
-        batch: what it was recorded with; None if that was a step of the loop's own.
+        batch: the batch it was recorded with; None if that was the loop's own step.
         has_optimizer: an optimizer was counted.
         device: where the model runs.
     """

@@ -59,7 +59,7 @@ def findings(settings: Settings, log: InLog) -> Iterator[Finding]:
             yield _clash("setting", settings, problem, "ValueError")
     clashes = list(_clashes(settings, config, setting))
     yield from clashes
-    # What else there is to say depends on what the settings will be.
+    # Further findings depend on what the settings will be.
     if not clashes:
         yield from _modules(settings, config, log)
         yield from _layers(settings, config, setting)

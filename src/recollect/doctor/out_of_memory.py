@@ -32,10 +32,10 @@ _THIS = re.compile(rf"this process has {_AMOUNT} memory in use")
 
 @dataclass(frozen=True, slots=True)
 class MemoryMessage:
-    """What PyTorch 1.x to 2.13 says when the device is out of memory, in bytes; None where it does not say."""
+    """The numbers in PyTorch's out-of-memory message (1.x to 2.13), in bytes; None where it has none."""
 
     tried_bytes: int
-    """What could not be allocated."""
+    """Bytes that could not be allocated."""
     capacity_bytes: int | None
     """Of the device."""
     free_bytes: int | None
@@ -45,7 +45,7 @@ class MemoryMessage:
     unallocated_bytes: int | None
     """Held by this process's allocator, in no tensor."""
     other_processes: dict[int, int]
-    """What other processes hold, by process id."""
+    """Bytes that other processes hold, by process id."""
 
     @classmethod
     def of(cls, line: str) -> MemoryMessage | None:
@@ -70,7 +70,7 @@ class MemoryMessage:
 
     @property
     def room_bytes(self) -> int | None:
-        """What is in no tensor of any process."""
+        """Bytes that are in no tensor of any process."""
         if self.free_bytes is None or self.unallocated_bytes is None:
             return None
         return self.free_bytes + self.unallocated_bytes
@@ -123,7 +123,7 @@ def findings(
 
 
 def _of_others(message: MemoryMessage, evidence: tuple[str, ...]) -> Finding | None:
-    """Return what other processes hold of the device, if that is much."""
+    """Return the advice about memory that other processes hold on the device, if it is much."""
     others = sum(message.other_processes.values())
     if message.capacity_bytes is None or others <= _SIZES_MATTER * message.capacity_bytes:
         return None
@@ -141,7 +141,7 @@ def _layer_without_checkpoint(traceback: tuple[str, ...]) -> str:
 
 
 def _budget(capacity: int) -> str:
-    """Return 90 % of a device, as people write it: what is left is for the CUDA context and gaps."""
+    """Return 90 % of a device, as people write it: the rest is for the CUDA context and gaps."""
     return f"{capacity * 0.9 / 2**30:.0f}GiB" if capacity >= 10 * 2**30 else f"{capacity * 0.9 / 2**20:.0f}MiB"
 
 

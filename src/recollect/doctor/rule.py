@@ -140,7 +140,7 @@ class Rule:
     cause: str
     """Why."""
     fix: tuple[str, ...]
-    """What to do, the best first."""
+    """Advice, the best first."""
     source: str
     """Where it was reported or documented."""
     certainty: Certainty = "certain"
@@ -171,10 +171,10 @@ class Rule:
         return found.groupdict()
 
     def finding(self, *evidence: str, certainty: Certainty | None = None, **values: object) -> Finding:
-        """Return what this rule says where it was met.
+        """Return this rule's finding at the place where it matched.
 
         Args:
-            *evidence: what was seen, and where.
+            *evidence: the evidence, and where it was seen.
             certainty: if other than the rule's.
             **values: for the {names} in the texts.
         """

@@ -49,7 +49,7 @@ _Tensor = tuple[tuple[int, ...], str]
 
 
 class LogNumbers:
-    """What a log says in its numbers, line by line: memory that is reserved and not used, and losses that are not numbers.
+    """Reads a log's numbers, line by line: memory reserved but unused, and losses that are not numbers.
 
     Attributes:
         expandable: the first line that sets expandable segments, after its place; "" if there is none.

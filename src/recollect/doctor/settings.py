@@ -1,6 +1,6 @@
-"""`Settings`: what a configuration says about recompute and memory, scope by scope.
+"""`Settings`: a configuration's settings for recompute and memory, scope by scope.
 
-`SettingsInText`: what a log, a script or a command line mentions of them.
+`SettingsInText`: the settings mentioned in a log, a script or a command line.
 """
 
 import ast
@@ -207,7 +207,7 @@ class SettingsInText:
         self._end(command)
 
     def _end(self, command: dict[str, tuple[Any, int]]) -> None:
-        """Add what was given together to the scope, or to a new one if it contradicts it."""
+        """Add settings given together to the scope, or to a new one if they contradict it."""
         scope = self._scopes[-1]
         is_other = any(name in scope and scope[name][0] != value for name, (value, _) in command.items())
         if is_other and len(self._scopes) < _MOST_SCOPES:
@@ -216,7 +216,7 @@ class SettingsInText:
             self._scopes[-1] = {**command, **scope}
 
     def settings(self, place: str) -> list[Settings]:
-        """Return what was collected, a scope for each run that is told apart."""
+        """Return the collected settings, one scope for each distinguishable run."""
         self._end_command()
         return [
             Settings(

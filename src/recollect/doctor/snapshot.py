@@ -1,4 +1,4 @@
-"""`Snapshot`: what `torch.cuda.memory._snapshot()` records, as a file of pickle or JSON, and what it shows. Imports no torch.
+"""`Snapshot`: a pickle or JSON file from `torch.cuda.memory._snapshot()`, and the findings in it. Imports no torch.
 
 The format is that of `torch/cuda/_memory_viz.py` in PyTorch 2.13: `segments` with their blocks, and `device_traces`, the
 events in order. Its memory profiler writes the same, without the allocator's gaps. Unpickling runs code of the file's choosing,
@@ -49,15 +49,15 @@ class Snapshot:
     place: str
     """The file's name."""
     reserved_bytes: int
-    """What PyTorch holds of the device."""
+    """Bytes that PyTorch holds on the device."""
     free_blocks_bytes: tuple[int, ...]
     """The sizes of the pieces in no tensor, largest first."""
     peak: tuple[Block, ...]
-    """What was allocated at the highest point of the recorded events; if there are none, at the end."""
+    """Blocks allocated at the highest point of the recorded events; if there are none, at the end."""
     refused_bytes: int | None = None
-    """What could not be allocated at last; None if nothing failed."""
+    """The last allocation that failed, in bytes; None if none did."""
     device_free_bytes: int | None = None
-    """What was free on the device then; None if unknown."""
+    """Bytes that were free on the device then; None if unknown."""
     is_expandable: bool | None = None
     """Whether segments can grow; None if unknown."""
 
@@ -199,7 +199,7 @@ def _frame(frame: Mapping[str, Any]) -> str:
 
 
 def _peak(live: Mapping[int, Block], trace: Sequence[Mapping[str, Any]]) -> tuple[Block, ...]:
-    """Return what was live at the highest point, walking back from the end through the events."""
+    """Return the blocks that were live at the highest point, walking back through the events from the end."""
     now = highest = sum(block.size_bytes for block in live.values())
     at = len(trace)
     for i, event in reversed(list(enumerate(trace))):

@@ -3,9 +3,9 @@
 PyTorch's default generators belong to the whole process: between reading one's state and running an op, another thread
 may draw from it, and one that is set back for a second run changes what other threads draw. So a second run draws from a
 generator of its own. So does the first, if there are other threads; the shared generator then takes over its state. An
-op that takes no generator has to use the shared one: its second run compares where that stands afterwards.
+op that takes no generator has to use the shared one: its second run compares the state of that generator afterwards.
 
-A module that runs twice as a whole draws the same numbers both times, also those of Python and NumPy.
+A module that runs twice as a whole draws the same numbers both times, including Python's and NumPy's.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from recollect.engine.values import snapshot_targets
 from recollect.errors import RandomDrawError
 from recollect.tensors import tensors_in
 
-# One draw at a time, so that planned models in several threads cannot disturb each other. The same thread may come
-# again: a custom op can run a planned unit.
+# One draw at a time, so that planned models in several threads cannot disturb each other. The same thread may re-enter:
+# a custom op can run a planned unit.
 _TURN = threading.RLock()
 
-# How often to repeat a second run that another thread disturbed. One run in a hundred is, while that thread does
-# nothing but draw.
+# How often to repeat a second run that another thread disturbed. It happens once in a hundred runs while that thread
+# does nothing but draw.
 _MOST_TRIES = 20
 
 _own = threading.local()
 
 
 class Draw:
-    """What one call of a random op needs to draw the same numbers again.
+    """State that one call of a random op needs to draw the same numbers again.
 
     Args:
         generator: the generator that the op reads. Its state is copied now.
@@ -140,7 +140,7 @@ def takes_generator(func: Any) -> bool:
 
 
 def draws_unknown(facts: OpFacts, func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether a random op reads a generator that the tape cannot set: that of a device other than CPU and CUDA."""
+    """Whether a random op reads a generator that the tape cannot set: one on a device other than CPU and CUDA."""
     return _draws(facts, args, kwargs) and _device(args, kwargs).type not in ("cpu", "cuda", "meta")
 
 
@@ -229,7 +229,7 @@ class RegionDraws:
 
     @contextmanager
     def first(self) -> Iterator[None]:
-        """Note what is drawn while the module runs, or a part of it that follows on another."""
+        """Note the draws while the module runs, or while a further part of it does."""
         # As bytes, which take no memory of the device's allocator: most regions do not need them later.
         states = {
             generator: state_content(generator.get_state())
@@ -334,7 +334,7 @@ def _default_generators() -> list[torch.Generator]:
 
 
 class HostDraws:
-    """What one call of a region draws from `random` and, where the program uses it, from `numpy.random`."""
+    """Draws of one region call from `random` and, where the program uses it, from `numpy.random`."""
 
     def __init__(self) -> None:
         self._states = host_states()

@@ -1,8 +1,8 @@
 """Runs what a plan concerns without the compiler, where its user compiled it, and says so.
 
 Dynamo would trace a compiled model up to each unit, break its graph there, and compile what is between them: other ops than
-were recorded, and with other bits. So the graph is broken around the modules that contain units, too. Units that a plan has
-compiled are no concern of this: what is between them runs eagerly, as it was recorded.
+were recorded, and with other bits. So the graph is broken around the modules that contain units, too. This does not
+concern units that a plan compiles: the code between them runs eagerly, as it was recorded.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from recollect.errors import BudgetWarning, ConfigError, ConfigWarning
 from recollect.plans.paths import paths_above, unit_words
 from recollect.warning import warn_user
 
-# Models of which it was said that they are compiled.
+# Models already reported as compiled.
 _told: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
@@ -38,7 +38,7 @@ def eager_forwards(
 ) -> list[PlacedForward]:
     """Return forwards for the modules that contain units, and for units that have none since they keep everything.
 
-    What was compiled as the `forward` of a unit is left alone: it is kept as a whole. So is what is inside units that a plan
+    A compiled `forward` of a unit is left alone: it is kept as a whole. So is what is inside units that a plan
     has compiled.
 
     Args:

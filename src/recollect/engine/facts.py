@@ -38,7 +38,7 @@ class OpFacts:
     `device_keyword`: whether the op can copy to another device.
     `changes_storage`: writes to a storage, or changes how a tensor reads it (`changes_layout_only`, `is_lazy`).
     `follows_settings`: its result depends on switches of kernels or on the default dtype.
-    `is_collective`: every rank has to run it at the same moment.
+    `is_collective`: every rank has to run it at the same time.
     `may_replay`: a collective that makes new tensors, so that it can run again where all ranks run it again; `keeps` is set
         all the same, for whoever does not know that they do.
     `moves_storage`: changes which bytes a tensor refers to (`_MOVES`).
@@ -101,7 +101,7 @@ _INDEX_LIKE = frozenset(
 # One result of these is empty unless an argument requires grad, which none does below autograd.
 _GRAD_DEPENDENT = frozenset({"_sparse_mm_reduce_impl"})
 
-# To run a collective again, every rank has to do so at the same moment.
+# To run a collective again, every rank has to do so at the same time.
 _COLLECTIVE_NAMESPACES = frozenset(
     {"c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "symm_mem", "fsdp"}
 )
@@ -223,7 +223,7 @@ def facts_of(func: Any) -> OpFacts:
 
 
 class OpMode(TorchDispatchMode):
-    """A dispatch mode that leaves `torch.compile` alone: what is compiled runs compiled, and the mode itself is not traced.
+    """A dispatch mode that leaves `torch.compile` alone: compiled code runs compiled, and the mode is not traced.
 
     Example:
         >>> import torch

@@ -21,10 +21,10 @@ from recollect.engine.values import Layout, layout_of
 from recollect.errors import RecomputeMismatchError
 
 Autocast = tuple[tuple[str, torch.dtype], ...]
-"""The device types for which autocast was on in forward, and to which type it cast."""
+"""The device types for which autocast was on in forward, and the dtypes it cast to."""
 
 Whole: TypeAlias = Callable[[torch.nn.Parameter], torch.Tensor]
-"""Makes a parameter whole of which this rank has a part."""
+"""Gathers a parameter that this rank has a part of."""
 
 
 class FunctionArguments:
@@ -59,11 +59,11 @@ class FunctionArguments:
 
     @property
     def partitioned(self) -> list[torch.nn.Parameter]:
-        """Parameters of which each rank has a part."""
+        """Parameters that each rank has a part of."""
         return [leaf for leaf in self._leaves if is_partitioned(leaf)]
 
     def filled(self, tensors: Sequence[torch.Tensor], whole: Whole = gathered_parameter) -> tuple[Any, ...]:
-        """Return the arguments with these tensors in the places of the first ones, and whole parameters in those of parts."""
+        """Return the arguments with these tensors in place of the first ones, and whole parameters for parts."""
         leaves = [whole(leaf) if is_partitioned(leaf) else leaf for leaf in self._leaves]
         for position, tensor, needs_grad in zip(self._positions, tensors, self._needs_grad, strict=False):
             # Forward may ask which of its arguments require grad, and these are not the tensors that did.
@@ -81,7 +81,7 @@ class _Context(FunctionCtx):
 
 @dataclass(slots=True, eq=False)
 class FunctionCall:
-    """The recipe of all that one call of a Function made.
+    """The recipe of everything that one call of a Function made.
 
     Its results are the outputs, in order, and then the saved tensors, in order.
 
@@ -104,7 +104,7 @@ class FunctionCall:
         return 0 if self.draws is None else self.draws.state_bytes
 
     def __call__(self, tensors: list[Any], may_overwrite_first: bool, whole: Whole = gathered_parameter) -> list[Any]:
-        """Run the forward once more; return its outputs and what it saved."""
+        """Run the forward again; return its outputs and the tensors it saved."""
         if self.agreement is not None:
             for group in filter(None, map(group_of, self.arguments.partitioned)):
                 self.agreement.check(group, self.function.__name__)
@@ -143,7 +143,7 @@ class FunctionCall:
 
 @contextmanager
 def _autocast_to(types: Autocast) -> Iterator[None]:
-    """Switch autocast on as it was, without its cache: what that holds would outlive the forward."""
+    """Switch autocast on as it was, without its cache, whose contents would outlive the forward."""
     if not types:
         yield
         return

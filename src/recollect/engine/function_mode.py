@@ -1,6 +1,6 @@
 """Makes each call of a custom autograd Function one op of the tape: its recipe runs the Function's forward again.
 
-What may run again, and how that is found out, is in `function_run.py`; how it runs again, in `function_call.py`.
+`function_run.py` decides which Functions may run again; `function_call.py` runs them.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class FunctionMode(TapeMode):
             self._drop(run)
 
     def function_actions(self, run: FunctionRun, call: FunctionCall) -> OpActions:
-        """Return what happens to the storages that a call made, in their order."""
+        """Return the actions for the storages that a call made, in their order."""
         return self._op_actions(OpFacts(name=run.name, num_returns=run.num_storages), True)
 
     def _drop(self, run: FunctionRun) -> None:
@@ -166,7 +166,7 @@ class _WatchedFunction:
 
 
 def _forget_arguments(run: FunctionRun) -> None:
-    """Forget how arguments were made that may be written to out of sight: what needs them keeps them."""
+    """Forget the recipes of arguments that may be written to unseen: Functions that need them keep them."""
     for tensor in run.arguments.tensors:
         forget_record(tensor.untyped_storage())
 

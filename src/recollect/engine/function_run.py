@@ -3,7 +3,7 @@
 NOTE [ What runs again ]
 A Function's forward can call kernels that PyTorch does not see, so it is taken as a whole: one op. It runs again only if
 
-1. all that goes into it is known: tensors, plain values, and objects that hold those. Not modules, closures, generators;
+1. all its inputs are known: tensors, plain values, and objects that hold those. Not modules, closures, generators;
 2. it writes to nothing but what it made. Writes that are seen are checked at every call; unseen ones by a checksum of its
    arguments, at the first calls with the same constants;
 3. it reads no other tensors, unless nothing has ever written to them (a table of constants);
@@ -55,7 +55,7 @@ _unseen_writers: weakref.WeakSet[type] = weakref.WeakSet()
 
 
 def may_run_again(function: Any) -> bool:
-    """Whether a Function may run again, for all that its class says."""
+    """Whether a Function may run again, as far as its class tells."""
     is_product = (function.__module__, function.__name__) == _PRODUCT
     return is_product or function.__module__.partition(".")[0] not in _FOREIGN
 
@@ -78,7 +78,7 @@ class FunctionRun:
         arguments: its arguments, until `release`.
         autocast: where autocast is on.
         others: tensors that it reads and does not get as arguments of its own: parameters, and tensors in objects.
-        partitioned: parameters of which each rank has a part.
+        partitioned: parameters that each rank has a part of.
         saved: what autograd is to save of it, in order.
     """
 

@@ -49,12 +49,12 @@ _GETTERS = tuple(get for get, _ in _SWITCHES)
 
 @dataclass(slots=True, eq=False)
 class Settings:
-    """What the ops of a unit ran under.
+    """The context that a unit's ops ran in.
 
     Attributes:
         values: of `_SWITCHES`, in order.
-        modes: the user's own dispatch modes around the unit, outermost first. What PyTorch's modes do (counting, fake tensors)
-            does not depend on whether an op runs for the first time.
+        modes: the user's own dispatch modes around the unit, outermost first. PyTorch's modes (counting, fake tensors)
+            act the same on an op's first run and on later ones.
     """
 
     values: tuple[Any, ...]
@@ -66,7 +66,7 @@ class Settings:
 
     @contextmanager
     def applied(self, now: Settings) -> Iterator[None]:
-        """Set all that differs from `now`, and set it back afterwards.
+        """Set everything that differs from `now`, and restore it afterwards.
 
         Raises:
             ConfigError: a switch is not what it was set to.
@@ -101,7 +101,7 @@ _here = threading.local()
 
 
 def current_settings(modes: tuple[Any, ...] | None = None) -> Settings:
-    """Return what holds now; the same object as the last time, if nothing has changed.
+    """Return the current context; the same object as the last time if nothing has changed.
 
     Args:
         modes: the user's dispatch modes around the running unit; by default, those that are active now.
@@ -231,14 +231,14 @@ class OpCall(_Call):
     __slots__ = ()
 
     def __call__(self, tensors: list[Any], may_overwrite_first: bool) -> Any:
-        """Run the op once more and return its results."""
+        """Run the op again and return its results."""
         args, kwargs = _fill(self.args, tensors), _fill_keywords(self.kwargs, tensors)
         output = self._run(args, kwargs)
         return (output,) if isinstance(output, torch.Tensor) else output
 
 
 class CollectiveCall(OpCall):
-    """Runs a collective, and waits for what it makes: forward waited in an op of its own."""
+    """Runs a collective and waits for its result: forward waited in a separate op."""
 
     __slots__ = ("agreement",)
 
@@ -247,7 +247,7 @@ class CollectiveCall(OpCall):
         self.agreement = agreement
 
     def __call__(self, tensors: list[Any], may_overwrite_first: bool) -> Any:
-        """Run the collective once more, as all ranks of its group do, and return its results."""
+        """Run the collective again, as all ranks of its group do, and return its results."""
         self.agreement.check(name_of_group(self.args, self.kwargs), f"run {self.func} again in backward")
         return [waited_for(result) for result in super().__call__(tensors, may_overwrite_first)]
 

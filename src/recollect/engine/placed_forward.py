@@ -43,7 +43,7 @@ class PlacedForward:
         functools.update_wrapper(self, self.forward, updated=())  # type: ignore[arg-type]
 
     def host_use(self) -> HostUse | None:
-        """What offloaded values have needed so far; None if there are none here."""
+        """The cost of offloaded values so far; None if there are none here."""
         return None
 
     def recomputes(self) -> bool:
@@ -55,7 +55,7 @@ class PlacedForward:
         return self.is_on and torch.is_grad_enabled() and not transforms_are_active()
 
     def begin(self, micro_batch: int) -> None:
-        """Learn which micro-batch comes next; nothing to do for one plan."""
+        """Learn which micro-batch is next; nothing to do for one plan."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return getattr, (self.module, "forward")
@@ -117,7 +117,7 @@ class Applied:
 
     @property
     def host_use(self) -> HostUse | None:
-        """What offloaded values have needed so far: host memory, and waiting for copies; None if the plan offloads nothing.
+        """The cost of offloaded values so far: host memory, and waiting for copies; None if the plan offloads nothing.
 
         Example:
             >>> import recollect
@@ -150,7 +150,7 @@ class Applied:
     def follow(self, stage: PipelineStage) -> None:
         """Take the number of each micro-batch from a stage of `torch.distributed.pipelining`.
 
-        Before its first step such a stage runs one more forward, to learn the shapes; counted, it would take the first plan.
+        Before its first step such a stage runs an extra forward to learn shapes, which must not take the first plan.
 
         Args:
             stage: made of the model. With one plan for all micro-batches there is nothing to follow.
@@ -201,13 +201,12 @@ class Applied:
 
 
 class PlanPerMicroBatch(PlacedForward):
-    """Switches on, for each forward of a module, what one plan placed on the modules in it.
+    """Switches on, for each forward of a module, the forwards that one plan placed on the modules in it.
 
     Nothing is moved while training runs: the forwards of all plans stay in place, one around the other, and those that are
     off pass calls through. Backward needs no turn, since each graph has the recipes of the plan that it was made under.
 
-    Args:
-        module: what runs once for each micro-batch.
+    Args: module: the module that runs once for each micro-batch.
         forwards: of each micro-batch, those of its plan, which are placed before this one.
     """
 
@@ -281,7 +280,7 @@ def user_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def compiled_by_user(module: nn.Module) -> list[Any]:
-    """Return what `torch.compile` made of a module: of itself, its call or its forward."""
+    """Return the compiled version of a module, of its call or of its forward."""
     forward = vars(module).get("forward")
     while isinstance(forward, PlacedForward):
         forward = forward.forward

@@ -35,7 +35,7 @@ class Policy(Protocol):
     """Decides what happens to values. Asked once for each name; the answer holds for all later calls."""
 
     def action(self, unit_path: str, value_name: str) -> Action:
-        """Return what happens to a value between forward and backward."""
+        """Return the action for a value between forward and backward."""
         ...
 
     def acts_in(self, unit_path: str, module_path: str) -> bool:
@@ -43,7 +43,7 @@ class Policy(Protocol):
         ...
 
     def output_action(self, unit_path: str) -> Action:
-        """Return what happens to the unit's output: if dropped, the next unit's backward computes it again."""
+        """Return the action for the unit's output: if dropped, the next unit's backward recomputes it."""
         ...
 
 
@@ -118,8 +118,8 @@ class DropAll:
     """Drops every value that can be dropped, but no unit's output; or follows a plan.
 
     Args:
-        but: the plan of a step like the one that will run. What it keeps by name of a unit is kept, and a unit that it does not
-            name keeps everything. None: there is none.
+        but: the plan of a step like the one that will run. A unit's values that it keeps by name are kept, and a unit
+            that it does not name keeps everything. None: there is none.
     """
 
     def __init__(self, but: Mapping[str, UnitPlan] | None = None) -> None:
@@ -158,7 +158,7 @@ ALL_KEPT: OpActions = ()
 
 
 class Watch(NamedTuple):
-    """What to watch while a module itself runs: its ops, and the tensors that autograd saves."""
+    """Which to watch while a module itself runs: its ops, and the tensors that autograd saves."""
 
     ops: bool
     saves: bool
@@ -244,7 +244,7 @@ class TapeState:
         names = result_names(stem, 1 if facts.writes else facts.num_returns)
         actions = tuple(self.policy.action(unit_path, name) for name in names)
         if self.must_keep(facts):
-            # What cannot be made again can still be stored elsewhere.
+            # Values that cannot be recomputed can still be stored elsewhere.
             actions = tuple(action if action is Action.OFFLOAD else Action.KEEP for action in actions)
         if len(set(actions)) > 1:
             return actions

@@ -12,7 +12,7 @@ NOTE [ What the second run sees ]
 3. Not put back, and wrong in silence where forward depends on it: globals, attributes of classes, variables of
    closures, attributes of objects that are no modules, iterators, hooks of all modules (`register_module_forward_hook`),
    local variables of another thread than backward's, and the content of larger tensors that is written to through
-   `.data` between the runs, or through NumPy. What forward does to all of these happens twice. `verify` finds it.
+   `.data` between the runs, or through NumPy. Forward's effects on all of these happen twice. `verify` finds it.
 4. Left to whoever put it there: parameters of FSDP2, of ZeRO-3, and of `DistributedDataParallel` in mixed precision.
 """
 
@@ -69,7 +69,7 @@ class _RegionForward(PlacedForward):
 
 
 class _Runs:
-    """The runs of one call of a region: what the first notes for the second."""
+    """The runs of one region call: the first one's notes for the second."""
 
     def __init__(self, written: WrittenBuffers, forward: Callable[..., Any], arguments: Any) -> None:
         self.forward = forward
@@ -79,7 +79,7 @@ class _Runs:
         self.settings = current_settings()
         self.function_modes = function_mode_stack()
         self.variables = copy_context()
-        # What the second run is called with, while it runs.
+        # The arguments of the second run, while it runs.
         self.arguments: Any = None
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
@@ -91,7 +91,7 @@ class _Runs:
         return self.variables.copy().run(self.forward, *held, **named)
 
     def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        """Return what the first and the second run happen in."""
+        """Return the contexts for the first and second runs."""
         return self._first(), self
 
     @contextmanager

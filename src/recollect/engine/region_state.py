@@ -1,7 +1,7 @@
-"""Lets a module run a second time as if it were the first: with all that it consisted of then.
+"""Lets a module's second run behave like the first, with the state that it had then.
 
-Without that a second run would update batch norm's statistics twice, and compute something else wherever forward reads
-what it has written before (moving averages, spectral norm, counters), or what is not there any more (the parameters of
+Without that a second run would update batch norm's statistics twice, and compute different results wherever forward
+reads what it wrote before (moving averages, spectral norm, counters), or what is not there any more (the parameters of
 `torch.func.functional_call`). `region_engine.py` lists what is put back.
 
 Containers are copied. Tensors are not, beforehand: an alias holds the memory that a tensor had, as autograd does with what it
@@ -30,7 +30,7 @@ from recollect.tensors import sparse_parts
 SMALL_BYTES = 64 * 1024
 """Buffers up to this size are always copied: some kernels (batch norm) write to them without raising their version."""
 
-# What a module consists of besides its attributes, as dictionaries that stay the same objects.
+# A module's state besides its attributes, as dictionaries that stay the same objects.
 HOOKS = tuple(name for name in vars(nn.Module()) if "_hooks" in name)
 _TABLES = ("_parameters", "_buffers", "_modules", *HOOKS)
 
@@ -60,7 +60,7 @@ class _Copies:
 
     def __init__(self) -> None:
         self.tensors: list[torch.Tensor] = []
-        # With the originals, whose numbers may not be given to others meanwhile.
+        # With the originals, whose ids must not be reused in the meantime.
         self._made: dict[int, tuple[Any, Any]] = {}
 
     def of(self, value: Any) -> Any:
@@ -179,7 +179,7 @@ class WrittenBuffers:
 
 
 class ModuleParts:
-    """What a module consists of at some moment: its attributes, and some tables."""
+    """A module's state at some moment: its attributes, and some tables."""
 
     def __init__(self, module: nn.Module, copies: _Copies | None = None, names: Sequence[str] = _TABLES) -> None:
         self.module = module
@@ -191,7 +191,7 @@ class ModuleParts:
         self.tables = {name: dict(table) for name in names if (table := vars(module).get(name))}
 
     def put(self, copies: _Copies | None = None) -> None:
-        """Have the module consist of this again, but for parameters that a library puts in place."""
+        """Restore this state of the module, except for parameters that a library puts in place."""
         module = self.module
         present = _attributes(module)
         for name in present.keys() - self.attributes.keys():
@@ -213,7 +213,7 @@ class ModuleState:
     """A module, and those below it, when its forward begins; and the arguments that it is called with.
 
     Args:
-        written: what is known of the module.
+        written: the writes known in the module.
         arguments: the arguments of the call.
     """
 
@@ -253,7 +253,7 @@ class ModuleState:
 
     @contextmanager
     def restored(self) -> Iterator[Any]:
-        """Have the module as it was for a second run, and as it is now again afterwards; yield the arguments.
+        """Restore the module's earlier state for a second run, and its current state afterwards; yield the arguments.
 
         Raises:
             MutatedValueError: something unseen has written to what is not copied.

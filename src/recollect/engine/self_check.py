@@ -1,8 +1,8 @@
 """Checks once in a process that PyTorch's private hooks still do what exactness rests on.
 
 A release may move a hook so that it is still there and does nothing, and then a plan would be wrong in silence. So before the
-first plan is carried out, or the first step recorded, tiny programs go through each of them, in a few milliseconds. What
-rests on one that does not hold is switched off, and a warning says so.
+first plan is carried out, or the first step recorded, tiny programs go through each of them, in a few milliseconds.
+Features that rest on a broken one are switched off, with a warning.
 
 Not here: what raises an error by itself when it fails (`opcall.py` reads each switch that it sets, `AllocatorTrace` looks
 for an allocation of its own), what only costs memory or time (values that are kept), and what takes a process group.
@@ -46,7 +46,7 @@ from recollect.warning import warn_user
 
 
 class SwitchedOff(Enum):
-    """What is switched off where a hook does not hold; the value says so in the warning."""
+    """Features that are switched off where a hook does not hold; the warning shows the value."""
 
     PLANS = "no plan is carried out: all is kept, and no step can be recorded"
     RANDOM_OPS = "results of random ops are kept, and no module is run again as a whole"
@@ -71,10 +71,10 @@ class Hook(NamedTuple):
 
 @functools.cache
 def switched_off() -> frozenset[SwitchedOff]:
-    """Return what is switched off in this process; the first time, run all checks and warn of what they find.
+    """Return the features switched off in this process; the first time, run all checks and warn of what they find.
 
     Warns:
-        TorchVersionWarning: a hook does not hold, or this PyTorch is newer than all that were tested.
+        TorchVersionWarning: a hook does not hold, or this PyTorch is newer than all tested versions.
     """
     broken = [hook for hook in hooks() if not _holds(hook)]
     version = torch.__version__.partition("+")[0]
@@ -99,7 +99,7 @@ def check_steps_can_be_recorded() -> None:
     """Raise an error if a step cannot be recorded because no plan could be carried out.
 
     Raises:
-        RecordError: a hook does not hold on which all plans rest.
+        RecordError: a hook that all plans rest on does not hold.
     """
     if SwitchedOff.PLANS in switched_off():
         raise RecordError(
@@ -113,8 +113,8 @@ def _minor(version: str) -> tuple[int, ...]:
 
 
 def _holds(hook: Hook) -> bool:
-    # In a thread of its own, where nothing of the caller's holds (modes, hooks, autocast, gradients switched off), and where
-    # what does not hold leaves nothing behind.
+    # In a separate thread, free of the caller's modes, hooks, autocast and `no_grad`, and where a failed check leaves
+    # nothing behind.
     with ThreadPoolExecutor(1) as thread:
         found = thread.submit(hook.holds)
     try:

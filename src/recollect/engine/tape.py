@@ -27,7 +27,7 @@ NOTE [ Rules of the tape ]
 10. A backward that keeps its graph computes on copies of the recipes, which stay for the next one (`replay.py`).
 11. Ops run again under the settings and the user's dispatch modes of forward (`opcall.py`).
 12. An offloaded value is a stored value whose recipe copies it back (`offload/`). It is copied out as soon as its op has run;
-    a write that the tape sees waits until it has been. When it leaves and comes back, depends on units alone.
+    a write that the tape sees waits until it has been. The times when it leaves and comes back depend on units alone.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ from recollect.tensors import tensors_held
 
 
 class _LastStep(threading.local):
-    """What units of any tape left behind on this thread.
+    """State that units of any tape left on this thread.
 
     Attributes:
         went_backward: on any thread, since the last forward of a unit; backward has threads of its own on CUDA.
@@ -149,7 +149,7 @@ class Tape(TapeState):
     def _hold_outputs(self, unit_path: str, output: Any, call: Recipes) -> None:
         """Keep a unit's output: from here on, the storages that this call made are held by whatever needs them.
 
-        What the unit passes on from another one stays as that unit's plan says.
+        Values passed on from another unit follow that unit's plan.
         """
         for tensor in strided_tensors(output):
             storage = tensor.untyped_storage()
@@ -185,7 +185,7 @@ class Tape(TapeState):
         return tensor
 
     def _kept_pass(self) -> KeptPass:
-        """Return what the backward that is running computes."""
+        """Return the copies that the running backward computes."""
         number = current_backward()
         found = self._passes.get(number)
         if found is None:

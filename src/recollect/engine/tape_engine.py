@@ -29,8 +29,8 @@ Engine: TypeAlias = Callable[[nn.Module, Mapping[str, UnitPlan], Agreement, int 
 """Returns the replacements for the modules' `forward` of units, without placing them on the model yet.
 
 It takes the whole model; all of the plan's units that name this engine, by path, in forward order; the agreement of all ranks
-to run the whole plan; and the host memory that offloaded values need, None if nobody knows. It raises `UnknownNameError` for a
-unit that there is not.
+to run the whole plan; and the host memory that offloaded values need, None if nobody knows. It raises
+`UnknownNameError` for an unknown unit.
 """
 
 
@@ -80,7 +80,7 @@ def tape_forwards(model: nn.Module, unit_paths: Iterable[str], tape: Tape) -> li
     for path, unit in units.items():
         forwards.append(_UnitForward(unit, tape, path))
         if has_compiled_forward(unit):
-            continue  # What is compiled as its forward is kept as a whole.
+            continue  # A compiled forward is kept as a whole.
         forwards += [
             _ScopeForward(module, tape, name) for name, module in _plain_submodules(unit) if id(module) not in unit_ids
         ]
@@ -110,7 +110,7 @@ class _UnitForward(PlacedForward):
         self.path = path
 
     def host_use(self) -> HostUse | None:
-        """What offloaded values have needed so far."""
+        """The cost of offloaded values so far."""
         return None if self.tape.offload is None else self.tape.offload.use()
 
     @uncompiled

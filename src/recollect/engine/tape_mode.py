@@ -83,9 +83,9 @@ class TapeMode(OpMode):
         self._hooks: tuple[Any, Any] | None = None
         self._may_step_aside = SwitchedOff.STEPPING_ASIDE not in switched_off()
         # Outer hooks see what the tape's hooks let through; a checkpoint around several units would lose count.
-        # Where values are offloaded, all that is saved tells where backward is.
+        # Where values are offloaded, every saved tensor shows where backward is.
         self._may_unhook = self._may_step_aside and not has_saved_tensors_hooks() and tape.offload is None
-        # What was seen of modules that the tape has not yet settled.
+        # Observations of modules that the tape has not yet settled.
         self.unsettled: dict[ModuleKey, Watch] = {}
         self._writes: set[ModuleKey] = set()
         self._saves_dropped: set[ModuleKey] = set()
@@ -132,7 +132,7 @@ class TapeMode(OpMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if types and any(desugars(kind) for kind in types):
-            return NotImplemented  # Rule 5: DTensor and its kin come back as ops on their inner tensors.
+            return NotImplemented  # Rule 5: DTensor and its kin reappear as ops on their inner tensors.
         if self.is_foreign():
             return func(*args, **kwargs)
         facts = facts_of(func)
@@ -219,7 +219,7 @@ class TapeMode(OpMode):
         if result.layout is not _STRIDED or is_known(result.untyped_storage()) or result.storage_offset():
             return
         if facts.is_collective:
-            waited_for(result)  # What it has made may not be there yet.
+            waited_for(result)  # Its result may not be ready yet.
         call, part = shards.call(result, agreement, self.unit_path, self._name_of_result(facts, index))
         self._store(result, Node(call, [part], recipes=self.call))
 
@@ -327,7 +327,7 @@ class TapeMode(OpMode):
         return self._known_value(tensor, storage) or self._leaf(tensor, storage, in_hook=False)
 
     def _parameter(self, tensor: torch.Tensor, *, in_hook: bool) -> TapeValue:
-        """Return the value of a parameter: the same for all that read it, until it is written to."""
+        """Return the value of a parameter: the same for all readers, until it is written to."""
         known = self._parameters.get(id(tensor))
         if known is None or known.version != tensor._version:
             storage = None if in_hook else tensor.untyped_storage()
@@ -338,7 +338,7 @@ class TapeMode(OpMode):
         held, version = self.tape.alias(tensor, in_hook)
         # Autograd saves some ops' arguments before it runs them, so a hook cannot know which op it is called for.
         op = "" if in_hook else self._op
-        # What autograd itself saved it may use after such a write, as without a plan.
+        # Autograd may use tensors that it saved itself after such a write, as without a plan.
         content = None if in_hook else glance_at(held)
         value = TapeValue(held, None, version, (self.unit_path, self.scope, op), content)
         if storage is not None:
@@ -347,7 +347,7 @@ class TapeMode(OpMode):
 
     @untraced
     def pack_marked(self, tensor: torch.Tensor) -> Any:
-        """Do the same, and from the first offloaded value on have backward tell by it when it comes to this call."""
+        """Do the same, and from the first offloaded value on, use it to detect when backward reaches this call."""
         packed = self.pack(tensor)
         if self.place is None or is_constant(tensor):
             return packed
@@ -356,7 +356,7 @@ class TapeMode(OpMode):
 
     @untraced
     def pack(self, tensor: torch.Tensor) -> Any:
-        """Return what autograd holds in place of a tensor that it saves."""
+        """Return the stand-in for a tensor that autograd saves."""
         if type(tensor) is Parameter:
             return self._parameter(tensor, in_hook=True)
         if type(tensor) is not torch.Tensor:

@@ -1,9 +1,9 @@
-"""What ranks do together under a plan: run collectives again, hold values as parts, and gather parameters.
+"""Joint work of ranks under a plan: run collectives again, hold values as parts, and gather parameters.
 
 `Agreement` has them find out that they drop different collectives before one waits for ever for the others to run one again. A
 rank tells the others in forward which plan it runs, when it first meets a collective of a group; at the end of the model's
-first forward, or at the latest before it runs one again in backward, it looks whether all of that group told the same. Both go
-through the store that the ranks met at, not through a collective: a rank that has another plan may not come.
+first forward, or at the latest before it runs one again in backward, it looks whether all of that group told the same.
+Both use the store that the ranks met at, not a collective, since a rank with another plan may not take part.
 
 Every rank looks at the end of the first forward, also one that runs no collective again: it would wait in
 backward for one that has raised. There, all have joined the collectives of that forward, and so have told; none is in one.
@@ -11,10 +11,10 @@ The tape sees the collectives of the units that it runs, which are others under 
 nothing. So the first forward runs under a mode that sees all of them.
 
 `Shards` hold a value that is the same on all ranks of a group as each rank's part of it, which is gathered when backward asks.
-It is cut by bytes, so that any size and type will do: the last ranks' parts may be padded, or nothing but padding.
+It is cut by bytes, so any size and type will do: the last ranks' parts may be padded, or nothing but padding.
 
-Parameters may be partitioned, too, as under DeepSpeed's ZeRO-3: each rank has a part, and they are whole while a module runs,
-and then no more. What runs again in backward, in between, gathers them for itself, into memory of its own: DeepSpeed may be
+Parameters may be partitioned, too, as under DeepSpeed's ZeRO-3: each rank has a part, and they are whole only while a
+module runs. Ops that run again in backward, in between, gather them into separate memory: DeepSpeed may be
 about to gather the same ones for a module, and counts on what it finds.
 """
 
@@ -39,8 +39,8 @@ from recollect.engine.values import Layout, TapeValue, bytes_of, laid_out, layou
 from recollect.errors import PlanError
 from recollect.plans.paths import unit_words
 
-# A rank that has this plan tells so before it joins the group's first collective of the step, which the others have joined
-# when they come to look; on CUDA they may be ahead of it by what the CPU does in a step.
+# A rank that has this plan tells so before it joins the group's first collective of the step, which the others have
+# joined by the time they look; on CUDA they may be ahead of it by what the CPU does in a step.
 _PATIENCE_S: Final = 60.0
 # A rank that runs none again does not need the others' plans: some may have none.
 _SHORT_PATIENCE_S: Final = 2.0
@@ -56,7 +56,7 @@ _num_met: Counter[str] = Counter()
 
 
 class Agreement:
-    """What the ranks of each group tell each other about one plan, or one recording.
+    """The messages of each group's ranks about one plan, or one recording.
 
     Args:
         digest: the same in ranks that drop the same collectives.
@@ -70,7 +70,7 @@ class Agreement:
         self._agreed: set[str] = set()
 
     def meet(self, group: str) -> None:
-        """Tell the ranks of a group, the first time, what this one drops."""
+        """On first use, tell the ranks of a group what this one drops."""
         if group not in self._met:
             _num_met[group] += 1
             notes = self._met[group] = notes_of_group(group, f"recollect/{group}/{_num_met[group]}")
@@ -117,7 +117,7 @@ class Agreement:
 
 
 def first_call_forwards(model: nn.Module, agreement: Agreement) -> list[PlacedForward]:
-    """Return the forward that has the ranks compare, if the model's ops may be those of several ranks.
+    """Return the forward that makes ranks compare, if the model's ops may span several ranks.
 
     Args:
         model: with parameters that a device mesh spreads, as tensor parallelism does.
@@ -175,7 +175,7 @@ def distribute_saved_activations(model: nn.Module, group: dist.ProcessGroup | No
 
     Args:
         model: the model, before or after it is parallelised.
-        group: of ranks that compute the same values, as those of tensor parallelism compute each layer's input; all ranks by
+        group: ranks that compute the same values, as tensor-parallel ranks compute each layer's input; all ranks by
             default.
 
     Returns:
@@ -232,7 +232,7 @@ class Shards:
         return -(-nbytes // self.size)
 
     def call(self, tensor: torch.Tensor, agreement: Agreement, unit: str, name: str) -> tuple[Gather, TapeValue]:
-        """Return what gathers a tensor, and its argument: this rank's part of it.
+        """Return the function that gathers a tensor, and its argument: this rank's part.
 
         Raises:
             PlanError: the value `name` of a unit is not the same on all ranks, or they have other plans; on all of them.
@@ -279,7 +279,7 @@ class Gather:
 def content_of(tensor: torch.Tensor) -> int | None:
     """Return a number for the content of a tensor that may be held as a part; None for one that may not.
 
-    What is one number throughout, such as zeros, tells nothing: it may be the same on all ranks in one step and not in another.
+    A constant tensor, such as zeros, proves nothing: it may be the same on all ranks in one step but not in another.
     """
     if tensor.layout is not torch.strided or tensor.storage_offset() or not tensor.numel():
         return None
@@ -294,7 +294,7 @@ def content_of(tensor: torch.Tensor) -> int | None:
 
 
 def is_partitioned(tensor: Any) -> TypeGuard[nn.Parameter]:
-    """Whether a tensor is a parameter of which this rank has a part."""
+    """Whether a tensor is a parameter that this rank has a part of."""
     return isinstance(tensor, nn.Parameter) and hasattr(tensor, "ds_tensor")
 
 
@@ -312,7 +312,7 @@ def group_of(parameter: Any) -> str:
 
 
 def gathered_parameter(parameter: Any) -> torch.Tensor:
-    """Return the whole parameter: what it holds if it is whole just now, else a copy, for which all ranks have to come."""
+    """Return the whole parameter: its own tensor if it is whole now, else a copy, which all ranks have to gather."""
     held: torch.Tensor = parameter.detach()
     if parameter.ds_status.name == "AVAILABLE":
         return held

@@ -1,4 +1,4 @@
-"""Represents tensors to the tape: what it knows about each storage, and the values that stand for tensors.
+"""Represents tensors to the tape: its knowledge of each storage, and the values that represent tensors.
 
 A dropped tensor is recognised by its storage. The storage object carries a `StorageRecord` as a Python attribute, which
 lives and dies with the bytes, so a reused address can never be mistaken for an old one. A storage without a record is
@@ -43,7 +43,7 @@ class TapeValue(Value):
     """A value whose tensor, once held, must not be changed in place before it is used.
 
     `version`: the tensor's version counter when it was taken, or `UNWATCHED`.
-    `content`: what `glance_at` showed of the tensor when an op read it; None if nothing compares it.
+    `content`: the result of `glance_at` on the tensor when an op read it; None if nothing compares it.
     `label`: (unit path, module path, op) of the first taker, for the error message.
     `stream`: the CUDA stream on which it became available; None on other devices.
     """
@@ -169,7 +169,7 @@ def _are_apart(one: Box, other: Box) -> bool:
 
 
 class StorageRecord:
-    """What the tape knows about one dropped storage: the value that covers all of it, and the views of it.
+    """The tape's knowledge of one dropped storage: the value that covers all of it, and its views.
 
     `base`: the value of the tensor that was made with this storage; `layout` is that tensor's layout.
     `views`: values of other tensors on this storage, made from `base` on first request.
@@ -273,7 +273,7 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def record_of(storage: torch.UntypedStorage) -> StorageRecord | None:
-    """Return what the tape knows about a storage."""
+    """Return the tape's knowledge of a storage."""
     record: StorageRecord | None = vars(storage).get(_RECORD)
     return record
 
@@ -354,7 +354,7 @@ def snapshot_targets(targets: Sequence[torch.Tensor], *, is_raised: bool) -> lis
     """Do `snapshot_leaves` for tensors that an op writes to; return their storages.
 
     Args:
-        targets: what the op writes to.
+        targets: the tensors that the op writes to.
         is_raised: whether their versions have been raised already on account of this op.
     """
     storages = [tensor.untyped_storage() for tensor in targets]
@@ -367,7 +367,7 @@ def snapshot_leaves(storage: torch.UntypedStorage, num_raised: int = 0) -> None:
     """Give every value that holds a tensor on this storage a private copy, because an in-place op is about to run.
 
     Args:
-        storage: what the op writes to.
+        storage: the storage that the op writes to.
         num_raised: by how much its version counter has been raised already on account of this op.
     """
     for reference in vars(storage).pop(_LEAVES, ()):

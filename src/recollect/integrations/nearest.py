@@ -1,4 +1,4 @@
-"""The settings of another tool that come nearest to a plan: the fastest of those that fit its budget."""
+"""The settings of another tool nearest to a plan: the fastest that fit its budget."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -16,12 +16,12 @@ Settings = TypeVar("Settings")
 
 @dataclass(frozen=True, slots=True)
 class Nearest(Generic[Settings]):
-    """What another tool can do within the budget of a plan, and what that loses."""
+    """The best that another tool can do within a plan's budget, and its cost."""
 
     settings: Settings
     """Those of the other tool."""
     plan: Plan
-    """What they mean, with its predicted peak and slowdown."""
+    """The plan they stand for, with its predicted peak and slowdown."""
     wanted: Plan
     """The plan that they stand for."""
     budget_bytes: int
@@ -29,7 +29,7 @@ class Nearest(Generic[Settings]):
     lost_s: float
     """Seconds that a step takes longer than under the plan."""
     unused_bytes: int
-    """Of the budget, at the peak."""
+    """Bytes of the budget unused at the peak."""
 
     def __str__(self) -> str:
         rows = (("the plan", self.wanted), (self.plan.note, self.plan))

@@ -1,6 +1,6 @@
 """Does to a model of Hugging Face what ROLL's model provider and strategies do to one that is trained.
 
-Their settings are read in `recollect.integrations.megatron.roll`, as those of its Megatron strategies are; `roll_plan` there is
+`recollect.integrations.megatron.roll` reads their settings, like those of its Megatron strategies; `roll_plan` there is
 the same as a plan for a recorded step.
 """
 

@@ -57,10 +57,10 @@ class MemoryBudget(ActivationCheckpointing):
     """Recomputes as little as keeps a training step of torchtitan within a memory budget.
 
     `apply(model)` records the step of the job on fake tensors, plans it, applies the plan, writes it to `dump_folder`, and
-    logs one line. What was planned stays through `to_empty`, `init_weights` and `fully_shard`.
+    logs one line. The plan survives `to_empty`, `init_weights` and `fully_shard`.
 
     Attributes:
-        plan: what was applied; None before.
+        plan: the applied plan; None before.
 
     Raises:
         ConfigError: by `apply`, if torchtitan is too old, or the model does not say how long its sequences are.
@@ -146,7 +146,7 @@ class MemoryBudget(ActivationCheckpointing):
         )
 
     def apply(self, model: nn.Module) -> None:
-        """Plan the job's step and apply the plan, or apply that of the file."""
+        """Plan the job's step and apply the plan, or apply the plan from the file."""
         started = time.perf_counter()
         config = self.config
         num_tokens = 0
@@ -257,7 +257,7 @@ def _fused_attention(
 
 
 def _keeping(profile: Profile, modules: tuple[str, ...]) -> Profile:
-    """Return the profile with all that some modules compute as values that no plan may drop."""
+    """Return the profile with everything that some modules compute marked as never dropped."""
     if not modules:
         return profile
     inside: defaultdict[int, set[str]] = defaultdict(set)

@@ -36,7 +36,7 @@ _SAVED: Final = frozenset(
     | {"_flash_attention_forward", "_efficient_attention_forward", "_scaled_dot_product_attention_math"}
     | {"_scaled_dot_product_fused_attention_overrideable", "flex_attention"}
     | {f"_scaled_dot_product_{k}_attention" for k in ("flash", "efficient", "cudnn")}
-    # The CPU's stands for the GPU's in a step that was recorded without one.
+    # The CPU's represents the GPU's in a step recorded without one.
     | {"_scaled_dot_product_flash_attention_for_cpu"}
     | {"_c10d_functional:reduce_scatter_tensor", "_c10d_functional:all_to_all_single"}
 )
@@ -75,7 +75,7 @@ def torchtitan_plan(profile: Profile, policy: TitanPolicy) -> Plan:
 def nearest_policy(profile: Profile, plan: Plan) -> Nearest[TitanPolicy]:
     """Return the fastest of torchtitan's policies that fit the budget of a plan, and what it loses against the plan.
 
-    Peak and time are those of recollect carrying it out; torchtitan itself runs a block again as a whole. A plan needs no
+    Peak and time assume that recollect carries it out; torchtitan itself runs a whole block again. A plan needs no
     such stand-in where `recollect.integrations.torchtitan.MemoryBudget` applies it, with `plan_file`.
 
     Args:

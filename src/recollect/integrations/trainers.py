@@ -1,4 +1,4 @@
-"""What the integrations of trainers share: their callback, and what they do to the trainer's model and library."""
+"""Code shared by the trainer integrations: their callback, and their changes to the trainer's model and library."""
 
 import sys
 import weakref
@@ -16,7 +16,7 @@ from recollect.ranks.members import Presence
 
 
 class BudgetCallback:
-    """What `MemoryBudget` is for every trainer; each says what its arguments are."""
+    """The common base of `MemoryBudget` for all trainers; each documents its arguments."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ def check_version(
 
     Args:
         package: its name.
-        version: what is there.
+        version: the installed version.
         least: the oldest that will do, as the error says it: "2.4" or "transformers 4.50".
         reason: why another will not.
     """

@@ -153,7 +153,7 @@ class MemoryBudget(trainers.BudgetCallback, TrainerCallback):
         log = (
             logging.get_logger("transformers.trainer").warning if state.is_world_process_zero else trainers.say_nothing
         )
-        # What makes replicas, and DeepSpeed, sends the parameters of the first process to all.
+        # Replicating wrappers, and DeepSpeed, broadcast the first process's parameters.
         self._presence.check(is_after_barrier=bool(args.deepspeed) or is_data_parallel(wrapped))
         if args.deepspeed:
             self.attached = AttachedEngine(wrapped, self._section(args), log)
@@ -179,7 +179,7 @@ class MemoryBudget(trainers.BudgetCallback, TrainerCallback):
         self._trainer = None
 
     def _section(self, args: Any) -> BudgetSection:
-        """Return what the callback and DeepSpeed's configuration say together; the callback's defaults say nothing."""
+        """Merge the callback's settings with DeepSpeed's configuration; the callback's defaults do not count."""
         budget = None if self.budget == DEFAULT_BUDGET else self.budget
         on_larger: OnLarger | None = None if self.on_larger == "replan" else self.on_larger
         section = BudgetSection.of(args.hf_deepspeed_config.config).with_arguments(budget, on_larger, self.units)
@@ -187,7 +187,7 @@ class MemoryBudget(trainers.BudgetCallback, TrainerCallback):
 
 
 def _wrapped(trainer: Any, args: Any, model: Any) -> Any:
-    """Return what a trainer calls: the model, DeepSpeed's engine, or the wrapper through which processes train it together."""
+    """Return the object a trainer calls: the model, DeepSpeed's engine, or the wrapper for distributed training."""
     if not args.deepspeed and args.world_size == 1:
         return model
     if trainer is None:

@@ -3,8 +3,8 @@
 The logits of N tokens over a vocabulary of V are often the largest tensors of a step: the model holds them in its own dtype,
 in fp32, as log-probabilities, and as gradients of each. Here they exist for one chunk at a time. Forward computes the
 gradients of a chunk right after its loss, while the logits are alive; so nothing is computed twice, and backward only
-multiplies. The idea is that of Liger-Kernel's fused linear cross entropy (P.-L. Hsu et al., "Liger Kernel: Efficient Triton
-Kernels for LLM Training", 2024, section 3.2, https://arxiv.org/abs/2410.10989).
+multiplies. The idea comes from Liger-Kernel's fused linear cross entropy (P.-L. Hsu et al., "Liger Kernel: Efficient
+Triton Kernels for LLM Training", 2024, section 3.2, https://arxiv.org/abs/2410.10989).
 
 With p the softmax of a token's logits, y its label, and n the number of tokens not ignored:
     loss = -log p[y] / n        d loss / d logits = (p - onehot(y)) / n
@@ -55,7 +55,7 @@ def chunked_cross_entropy(
 ) -> Tensor:
     """Compute `cross_entropy(linear(hidden, weight, bias), labels)` without ever holding all logits.
 
-    Gradients are exact: they differ from those of the two calls only by the order of sums. Under autocast the products run
+    Gradients are exact: they differ from the two calls' only in the order of sums. Under autocast the products run
     in its dtype, otherwise in the dtype of `hidden`, to which `weight` is cast. Compiled code calls this uncompiled, with a
     graph break.
 

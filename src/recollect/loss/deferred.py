@@ -1,6 +1,6 @@
 """Deferred logits: a tensor subclass that stands for `linear(hidden, weight)` between a model's LM head and its loss.
 
-The model's own code between the two runs unchanged. What it does to the logits is recorded: casts, factors and tanh
+The model's own code between the two runs unchanged. Its operations on the logits are recorded: casts, factors and tanh
 (softcapping) are later applied to each chunk; reshapes and slices of tokens are applied to the hidden states. When
 `cross_entropy` gets deferred logits, it computes the loss in chunks. Anything else would need the logits and raises: either
 the loss is exactly the model's, or there is an error.

@@ -1,4 +1,4 @@
-"""An LM head that is split over ranks along the vocabulary: what a rank needs to know of the others' logits.
+"""An LM head split over ranks along the vocabulary: the facts a rank needs about the others' logits.
 
 Each rank computes the logits of its part of the vocabulary. For a chunk of tokens the ranks gather three numbers a token: the
 largest logit, the sum of exponentials, the label's logit; a fourth with label smoothing, the sum of logits. They are put

@@ -2,7 +2,7 @@
 
 The peak on CUDA is `torch.cuda.max_memory_allocated`, which counts everything that this process has on the device: models
 outside the step, the workspaces that cuBLAS allocates through PyTorch when a thread first multiplies matrices, and the
-rounding of each block. On the CPU nothing is counted, and all of this is 0, but for `held_now`.
+rounding of each block. On the CPU nothing is counted, and all of these are 0 except `held_now`.
 """
 
 import ctypes
@@ -71,7 +71,7 @@ class OtherAllocations:
 
 
 class _MallInfo(ctypes.Structure):
-    """What glibc's `mallinfo2` returns; see its manual page."""
+    """The result of glibc's `mallinfo2`; see its manual page."""
 
     _fields_ = tuple(
         (name, ctypes.c_size_t)
@@ -82,7 +82,7 @@ class _MallInfo(ctypes.Structure):
 def held_now(device: torch.device) -> int | None:
     """Return the bytes in use, which the allocator itself tells in microseconds; None where nothing tells.
 
-    On the CPU these are all that the process has from the C library, of which PyTorch's tensors are a part: differences count.
+    On the CPU these are all bytes from the C library, including PyTorch's tensors: only differences are meaningful.
 
     Args:
         device: CUDA, or the CPU on Linux with glibc.

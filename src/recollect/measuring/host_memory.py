@@ -32,7 +32,7 @@ def host_memory_bytes() -> int:
 
 
 def check_host_budget(host_budget: int | str) -> None:
-    """Check that there is so much host memory.
+    """Check that this much host memory is available.
 
     Raises:
         ConfigError: there is not.

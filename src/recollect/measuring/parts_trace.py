@@ -76,7 +76,7 @@ class PartsTrace:
                 yield
             finally:
                 events = trace.stop()
-        # The last event at a mark's address is the mark; what was there before it is none.
+        # The last event at a mark's address is the mark; earlier ones are not.
         places = {address: place for place, (address, nbytes) in enumerate(events) if nbytes == 1}
         ends = [places[mark.data_ptr()] for mark in self._marks]
         marks = set(ends)

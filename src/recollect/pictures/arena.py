@@ -8,7 +8,7 @@ _BASE = 1 << 40
 
 
 class Arena:
-    """One stretch of addresses, as long as it has to be; who asks gets the first gap that is large enough.
+    """One stretch of addresses, as long as needed; each allocation gets the first gap that is large enough.
 
     Attributes:
         base: the first address.
@@ -28,7 +28,7 @@ class Arena:
         self._gaps: list[tuple[int, int]] = []
 
     def take(self, nbytes: int) -> int:
-        """Return the address of so many bytes."""
+        """Return the address of this many bytes."""
         for index, (address, free_bytes) in enumerate(self._gaps):
             if free_bytes >= nbytes:
                 self._gaps[index : index + 1] = [(address + nbytes, free_bytes - nbytes)] if free_bytes > nbytes else []

@@ -59,7 +59,7 @@ def memory_curve(timeline: Timeline, *, num_points: int, time_unit: TimeUnit) ->
     edges = np.linspace(0.0, end, num_points + 1)
     first = np.searchsorted(at, edges, side="left")
     total = timeline.total_bytes
-    # What is alive just before an interval is alive at its start; the last interval includes its end.
+    # Bytes alive just before an interval are alive at its start; the last interval includes its end.
     starts = np.maximum(first[:-1] - 1, 0)
     ends = np.append(first[1:-1], len(at))
     moments = [
@@ -87,7 +87,7 @@ def positions(timeline: Timeline, time_unit: TimeUnit) -> tuple[NDArray[np.float
         axis += ", roughly: only the units' ops are timed"
     is_optimizer = timeline.phases == OPTIMIZER
     if np.count_nonzero(is_optimizer) > 1:
-        # All moments of an optimizer step are at one time: spread them, and shift what comes later.
+        # All moments of an optimizer step have the same time: spread them, and shift later ones.
         gaps = is_optimizer & np.concatenate(([False], is_optimizer[:-1]))
         at += np.cumsum(gaps) * (_OPTIMIZER_FRACTION * at[-1] / max(1, np.count_nonzero(gaps)))
         axis += "; the optimizer step is not to scale"

@@ -35,7 +35,7 @@ _Row = Sequence[object]
 
 @singledispatch
 def html_of(shown: object) -> str:
-    """Return what a notebook shows of an object; for what has no view of its own, such as a report, its rows or its text."""
+    """Return an object's view in a notebook; without its own view, as for a report, its rows or its text."""
     rows = getattr(shown, "rows", None)
     return f"<pre>{escape(str(shown))}</pre>" if rows is None else _table((), rows())
 

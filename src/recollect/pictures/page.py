@@ -247,7 +247,7 @@ def all_points(frontier: Frontier) -> list[FrontierPoint]:
 
 
 def _slug_of(name: str) -> str:
-    """Return a name as it stands in the page's address.
+    """Return a name as it appears in the page's address.
 
     Example:
         >>> _slug_of("sqrt, every 6")
@@ -257,7 +257,7 @@ def _slug_of(name: str) -> str:
 
 
 def _meaning_of(name: str, point: FrontierPoint) -> str:
-    """Say what a plan's name means.
+    """Explain a plan's name.
 
     Args:
         name: as `name_points` gave it, or the point's own.

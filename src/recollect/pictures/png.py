@@ -262,7 +262,7 @@ def _groups(spans: list[Span]) -> list[Span]:
 
 
 def _legend(axes: Any, found: Timeline) -> None:
-    """List the values alive at the peak beside the axes: by category, and the largest items."""
+    """List the values alive at the peak next to the axes: by category, and the largest items."""
     from matplotlib.patches import Patch
 
     lines = axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), frameon=False, fontsize=8.5, borderaxespad=0)

@@ -44,7 +44,7 @@ def write_trace(over_time: Timeline, out: str | Path) -> Path:
     ops that it runs again, and a track for each of its values.
 
     Args:
-        over_time: what `recollect.timeline` returned.
+        over_time: the result of `recollect.timeline`.
         out: the file, such as "step.json".
 
     Returns:
@@ -101,7 +101,7 @@ class _Trace:
                 yield {"ph": "M", "pid": process, "tid": number, "name": "thread_name", "args": {"name": thread}}
 
     def step(self) -> Iterator[_Event]:
-        """Say in which phase the step is, and which unit runs."""
+        """Emit the current phase of the step, and the running unit."""
         phases = [PHASES[phase] for phase in self._found.phases.tolist()]
         paths = [self._found.paths[call] or "the model" if call >= 0 else "" for call in self._found.calls.tolist()]
         for thread, names in ((_PHASES, phases), (_UNITS, paths)):
@@ -123,7 +123,7 @@ class _Trace:
         }
 
     def counters(self) -> Iterator[_Event]:
-        """Say how many bytes are alive, where that changes: all, and those of each category."""
+        """Emit the bytes alive, wherever they change: in total, and by category."""
         every = {"all": self._found.total_bytes, **self._found.bytes_of, "in host memory": self._found.host_bytes}
         for name, alive in every.items():
             changes = np.flatnonzero(np.diff(alive, prepend=-1)) if alive.any() else ()
@@ -147,7 +147,7 @@ class _Trace:
                 continue
             name = self._names.of(storage, category)
             args = {"bytes": storage.nbytes, "size": format_bytes(storage.nbytes), "what": name}
-            # A track for each name: those of all workspaces are one.
+            # A track for each name: all workspaces share one.
             event = {
                 "name": _WORKING if storage.op is not None else name, "cat": category, "id": number,
                 "pid": self._process_of(storage.owner[0]), "tid": 0,
@@ -159,11 +159,11 @@ class _Trace:
 def write_snapshot(over_time: Timeline, out: str | Path) -> Path:
     """Write a snapshot for PyTorch's memory viewer (pytorch.org/memory_viz) and the functions of `torch.cuda._memory_viz`.
 
-    In place of a stack, each value has its unit with the number and the name of the op, and below that where it was made and
-    of which category it is. Addresses are those of an allocator that takes the first gap: they say nothing of fragmentation.
+    In place of a stack, each value has its unit with the number and the name of the op, and below that where it was
+    made and its category. Addresses assume a first-fit allocator: they say nothing about fragmentation.
 
     Args:
-        over_time: what `recollect.timeline` returned.
+        over_time: the result of `recollect.timeline`.
         out: the file, such as "step.pickle".
 
     Returns:
@@ -229,7 +229,7 @@ def _snapshot(over_time: Timeline) -> dict[str, Any]:
 
 
 def _frames(over_time: Timeline, storage: Lifetime, category: str, names: StorageNames) -> list[_Event]:
-    """Return what stands for a stack: the unit with the op and the value, and where in the step it was made."""
+    """Return the replacement for a stack: the unit with the op and the value, and where in the step it was made."""
     call, value = storage.owner
     unit, number = "outside of the units", 0
     if call >= 0:
@@ -246,7 +246,7 @@ def _frame(place: str, line: int, name: str) -> _Event:
 
 
 def _segment(arena: Arena, alive: Mapping[int, _Event]) -> _Event:
-    """Return the one segment that all addresses are in, as it is at the end."""
+    """Return the single segment that contains all addresses, in its final state."""
     blocks = list[_Event]()
     end = arena.base
     for address, nbytes in [*sorted((address, block["size"]) for address, block in alive.items()), (arena.end, 0)]:

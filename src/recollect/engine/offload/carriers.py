@@ -1,6 +1,6 @@
-"""Host memory beside a device, and what carries copies between them: threads on the CPU, streams on accelerators.
+"""Host memory for a device, and the carriers of copies between them: threads on the CPU, streams on accelerators.
 
-Whoever computes and the two engines that copy run beside each other. Who waits for whom:
+The computing stream and the two copy engines run concurrently. Who waits for whom:
 
 1. a copy out waits for the op that made the value;
 2. a value leaves the device when its copy out is over: whoever computes waits for it;
@@ -11,8 +11,7 @@ Whoever computes and the two engines that copy run beside each other. Who waits 
 7. and so does one that is freed while it is copied out;
 8. a copy back waits for its copy out.
 
-Nothing else waits, and nobody asks whether a copy is over: when a value leaves or comes back does not depend on how fast
-copies are.
+Nothing else waits, and nothing polls a copy: the times when values leave and return do not depend on copy speed.
 """
 
 from __future__ import annotations
@@ -70,7 +69,7 @@ class ThreadCarrier(Carrier):
         self._back = ThreadPoolExecutor(1, "recollect copies back")
 
     def host_memory(self, nbytes: int) -> torch.Tensor:
-        """Return a stretch of a mapped file, for which there is room."""
+        """Return a stretch of a mapped file, once there is room for it."""
         try:
             return mapped_file(nbytes)
         except OSError as error:
@@ -94,7 +93,7 @@ class ThreadCarrier(Carrier):
 
 
 def _copy(target: int, source: int, nbytes: int, after: list[Future[None]]) -> None:
-    # Who needs them is told if they fail.
+    # Whoever needs their result is told if they fail.
     wait(after)
     ctypes.memmove(target, source, nbytes)
 
@@ -116,7 +115,7 @@ class StreamCarrier(Carrier):
 
     Nothing here waits on the host, and nothing asks whether a copy is over. Memory of the device belongs to the stream that was
     the current one when it was allocated, and is used again there: so that stream, too, waits for copies (rules 2, 6 and 7).
-    Streams are those of PyTorch's accelerator, unless a subclass has others.
+    Streams belong to PyTorch's accelerator, unless a subclass has others.
 
     Limitations: it has never run on a device but PyTorch's pretend one (OpenReg). Tests run it on the CPU, with streams that
     check who has waited for whom. Which node of the host's memory (NUMA) is near the device, is not looked at.
@@ -151,7 +150,7 @@ class StreamCarrier(Carrier):
             ) from None
 
     def begin(self, target: torch.Tensor, source: torch.Tensor, after: list[Ticket], *, is_out: bool) -> Ticket:
-        """Begin to copy in a stream, after what the stream that computes now has to do, and after other copies."""
+        """Begin to copy in a stream, after the computing stream's current work and after other copies."""
         device = source.device if is_out else target.device
         home = self.current(device)
         lane = self._lanes.get((is_out, device))
@@ -208,7 +207,7 @@ CARRIERS: dict[str, Callable[[], Carrier]] = {"cpu": ThreadCarrier}
 
 
 def carrier_for(device: torch.device) -> Carrier:
-    """Return what carries copies from and to a device.
+    """Return the carrier of copies to and from a device.
 
     Raises:
         OffloadError: nothing does.
@@ -223,7 +222,7 @@ def carrier_for(device: torch.device) -> Carrier:
 
 
 class Host:
-    """Host memory beside a device.
+    """Host memory for a device.
 
     Args:
         device: where values are computed.

@@ -1,7 +1,7 @@
-"""Has offloaded values leave and come back at the edges of units, as `recollect.simulation.windows` predicts them.
+"""Moves offloaded values out and back at the edges of units, as `recollect.simulation.windows` predicts them.
 
 Units' calls are numbered from the first one after a backward. While one runs, each tensor that autograd saves is marked with
-its number, so that backward tells which call it has come to: the last one of which marks are left that it has not used.
+its number, so that backward tells which call it has come to: the last one with unused marks left.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from recollect.warning import warn_user
 _CONSTANT = "_recollect_constant"
 # Of values that the plan does not name, but others like them.
 _NEXT = Trip()
-# After so many calls that save nothing, none ever will.
+# After this many calls that save nothing, assume none will.
 _MOST_UNMARKED = 1000
 
 
 class HostUse(NamedTuple):
-    """What the offloaded values of an applied plan have needed so far.
+    """The cost of an applied plan's offloaded values so far.
 
     Attributes:
-        most_bytes: the most that has been in host memory at once.
+        most_bytes: the most bytes ever in host memory at the same time.
         stalled_s: seconds that whoever computes has waited for copies, on the CPU.
         num_missed: values that were asked for, or written to, at another moment than the plan says.
         num_stayed: values that stayed on the device, as there was no room for them in host memory.
@@ -48,10 +48,10 @@ class HostUse(NamedTuple):
 
 
 class Offload:
-    """What an applied plan has for its offloaded values.
+    """An applied plan's state for its offloaded values.
 
     Args:
-        model: what the plan is applied to; its parameters tell the device. None: nothing is known of it.
+        model: the model that the plan is applied to; its parameters give the device. None: nothing is known of it.
         units: the plan of each unit.
         most_bytes: the host memory that they need; None if nobody knows.
         device: where values are computed, if not as the parameters tell.
@@ -79,7 +79,7 @@ class Offload:
         self._flight = Flight()
 
     def use(self) -> HostUse:
-        """Return what was needed so far."""
+        """Return the cost so far."""
         host = self.host
         return HostUse(host.pool.most_taken_bytes, host.stalled_s, host.num_missed, self.num_stayed)
 
@@ -157,12 +157,12 @@ class Flight:
         self._last = -1
         self._backward = -1
         self._may_repeat = False
-        # The call that this backward has come to.
+        # The call that this backward has reached.
         self._reached = -1
 
     @property
     def is_over(self) -> bool:
-        """Whether nobody will go backward over it, as all that autograd has saved is gone."""
+        """Whether no backward will reach it, since everything that autograd saved is gone."""
         return not self._num_marks and (self._last >= 0 or self._num_calls > _MOST_UNMARKED)
 
     def begin_call(self) -> int:
@@ -184,7 +184,7 @@ class Flight:
         self._reached = -1
 
     def mark(self, packed: Any, call: int) -> Mark:
-        """Return what autograd holds in place of something that it saves while a call runs."""
+        """Return the stand-in for a tensor that autograd saves while a call runs."""
         self._num_marks += 1
         self._marks[call] += 1
         self._waiting[call] += 1
@@ -192,7 +192,7 @@ class Flight:
         return Mark(self, packed, call)
 
     def use(self, call: int, used: int) -> int:
-        """Note that backward asks for something that was saved in a call, and come to the call that it is in.
+        """Note that backward asks for something saved in a call, and advance to that call.
 
         Args:
             call: that saved it.
@@ -240,7 +240,7 @@ class Flight:
 
 
 class Mark:
-    """What autograd holds in place of something that it saves; asking for it tells where backward is."""
+    """Stands in for a tensor that autograd saves; unpacking it shows where backward is."""
 
     __slots__ = ("_call", "_flight", "_packed", "_used")
 
@@ -259,5 +259,5 @@ class Mark:
 
 
 def is_constant(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is of what no step makes, such as a parameter: who saves it tells nothing of where backward is."""
+    """Whether no step makes this tensor, as for a parameter: saving it tells nothing about where backward is."""
     return tensor.layout is torch.strided and _CONSTANT in vars(tensor.untyped_storage())

@@ -53,7 +53,7 @@ class Offloaded:
         self._nbytes = slot.nbytes
         self._slot: Slot | None = slot
         self._label = label
-        # Makes what is to be raised where something asks for it. An exception that was raised holds the step, by its traceback.
+        # Makes the error for whoever asks for it. An exception that was raised holds the step, by its traceback.
         self._problem: Callable[[], Exception] | None = None
         self._version = tensor._version
         self._device = tensor.device
@@ -71,7 +71,7 @@ class Offloaded:
         slot.copies = [self._out]
 
     def leave(self, num_raised: int = 0) -> None:
-        """Leave the device: wait for the copy out (rule 2). What goes wrong with it is raised where something asks for it.
+        """Leave the device: wait for the copy out (rule 2). Its errors are raised where something asks for it.
 
         `num_raised`: by how much the version may have been raised already on account of a write that is about to run.
         """
@@ -111,7 +111,7 @@ class Offloaded:
             self._give_back()
 
     def __call__(self, tensors: list[Any], may_overwrite_first: bool) -> tuple[torch.Tensor]:
-        """Return the tensor, for which something asks.
+        """Return the tensor when something asks for it.
 
         Raises:
             OffloadError: a copy failed.
@@ -146,7 +146,7 @@ class Offloaded:
             return laid_out(arrived, self._layout)
 
     def _look_for_changes(self, tensor: torch.Tensor, num_raised: int = 0) -> None:
-        """Note what went on out of sight while it was copied."""
+        """Note unseen writes while it was copied."""
         changes = tensor._version - self._version
         is_freed = tensor.untyped_storage().nbytes() < self._nbytes
         if changes <= num_raised and not is_freed:
@@ -168,7 +168,7 @@ class Offloaded:
             self._slot = None
 
     def __del__(self) -> None:
-        # Rules 6 and 7. What went wrong with a value that nobody needs does not matter.
+        # Rules 6 and 7. Errors of a value that nobody needs do not matter.
         for tensor, ticket in ((self._tensor, self._out), (self._arriving, self._back)):
             if tensor is not None:
                 try:

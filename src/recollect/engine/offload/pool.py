@@ -42,7 +42,7 @@ _Copied = tuple[int, int, list[Any]]
 class _Slab:
     memory: torch.Tensor
     slots: SlotList
-    # Of the slots that were given back, in order.
+    # Slots that were given back, in order.
     copies: list[_Copied]
 
 
@@ -55,7 +55,7 @@ class HostPool:
 
     Attributes:
         taken_bytes: bytes of the values that are in it now.
-        most_taken_bytes: the most that they have been.
+        most_taken_bytes: the most they have ever been.
     """
 
     def __init__(self, host_memory: Callable[[int], torch.Tensor], most_bytes: int | None) -> None:
@@ -92,7 +92,7 @@ class HostPool:
         return None
 
     def give_back(self, slot: Slot) -> None:
-        """Take a slot back, of which copies may still be under way."""
+        """Take a slot back; its copies may still be running."""
         slab = self._slabs[slot.slab]
         slab.slots.give_back(slot.begin)
         self.taken_bytes -= slot.nbytes
@@ -103,7 +103,7 @@ class HostPool:
 
 
 def _cut(copies: list[_Copied], begin: int, end: int) -> list[Any]:
-    """Take a stretch out of those that copies read or write; return the tickets of its own."""
+    """Remove a stretch from those that copies read or write; return its tickets."""
     first = bisect_left(copies, (begin,))
     if first and copies[first - 1][1] > begin:
         first -= 1

@@ -61,7 +61,7 @@ def initialize(
         **kwargs: as `deepspeed.initialize` takes them.
 
     Returns:
-        What `deepspeed.initialize` returns: engine, optimizer, data loader and schedule.
+        The result of `deepspeed.initialize`: engine, optimizer, data loader and schedule.
 
     Raises:
         MissingPackageError: deepspeed is not installed.
@@ -165,7 +165,7 @@ class AttachedEngine(Attached):
         return result
 
     def report(self) -> str:
-        """Return what `Attached.report` does, and what DeepSpeed's bucket may have of it."""
+        """Return the text of `Attached.report`, and DeepSpeed's possible share of the bucket."""
         return "\n".join(filter(None, (super().report(), self._bucket_text())))
 
     def _bucket_text(self) -> str:

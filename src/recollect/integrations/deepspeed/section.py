@@ -99,7 +99,7 @@ class BudgetSection:
         """Read the section; all defaults if there is none.
 
         Raises:
-            ConfigError: a setting that there is not, or an invalid value.
+            ConfigError: an unknown setting, or an invalid value.
 
         Example:
             >>> BudgetSection.of({"train_batch_size": 8, "recollect": {"memory_budget": "22GiB"}}).budget
@@ -121,7 +121,7 @@ class BudgetSection:
         """Return the section with arguments of `initialize` in it.
 
         Raises:
-            ConfigError: something is said in both places, and not the same.
+            ConfigError: the two places contradict each other.
         """
         given = {
             "memory_budget": memory_budget,

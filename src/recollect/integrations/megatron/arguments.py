@@ -17,7 +17,7 @@ from recollect.errors import ConfigError, NotYetError
 Arity = Literal[0, 1, "any"]
 
 NO_VALUE: Final = "(no value)"
-"""What errors show of a flag that stands alone."""
+"""The value that errors show for a flag without one."""
 
 _RECOMPUTE = (
     *("--recompute-activations", "--recompute-granularity", "--recompute-method", "--recompute-num-layers"),
@@ -89,7 +89,7 @@ def read_arguments(args: Sequence[str]) -> Arguments:
         args: flags and values, as from the shell.
 
     Returns:
-        What is left, and what was removed.
+        The remaining arguments, and the removed ones.
 
     Raises:
         NotYetError: a flag asks for a feature that recollect lacks.

@@ -1,4 +1,4 @@
-"""Compile Megatron's settings into a plan: which values of which layers a configuration drops.
+"""Compile Megatron's settings into a plan: the values that a configuration drops in each layer.
 
 The layers of one `ModuleList` form a block, as in Megatron, which a pipeline cuts into model chunks. Multi-token prediction
 layers (`mtp`) count separately: with `uniform` each of them is a region, with `block` none is recomputed, as in Megatron.
@@ -41,11 +41,11 @@ def megatron_plan(
 
     Full recompute drops everything that can be recomputed, and outputs between the layers of one `uniform` region too.
     Selective recompute drops what the named modules compute; their outputs are kept or dropped as in Megatron
-    (`MEGATRON_OUTPUT` in `settings.py`), unless `recompute_discard_outputs` says otherwise. What cannot be recomputed (a
-    router's choices) is always kept. Under any settings, what Megatron's own functions make again in backward is dropped: a
-    router's input in fp32 and, of a step recorded with `collectives="replay"`, what all-gathers return. With
-    `distribute_saved_activations` the inputs that full recompute keeps have the action "shard". What `cpu_offloading` and
-    `offload_modules` stand for has the action "offload", unless it is recomputed anyway.
+    (`MEGATRON_OUTPUT` in `settings.py`), unless `recompute_discard_outputs` says otherwise. Values that cannot be
+    recomputed (a router's choices) are always kept. Under any settings, what Megatron's own functions make again in
+    backward is dropped: a router's input in fp32 and, of a step recorded with `collectives="replay"`, what all-gathers
+    return. With `distribute_saved_activations` the inputs that full recompute keeps have the action "shard". What
+    `cpu_offloading` and `offload_modules` stand for has the action "offload", unless it is recomputed anyway.
 
     Args:
         profile: the recorded step, of the whole model.
@@ -139,8 +139,8 @@ def _with_inputs_as_parts(
 ) -> dict[str, UnitPlan]:
     """Return a plan's units with the inputs of some layers held as parts.
 
-    Like Megatron, which distributes the first argument of a region alone: what other layers read too, such as rotary positions,
-    is kept whole.
+    Like Megatron, which distributes the first argument of a region alone: arguments that other layers also read, such
+    as rotary positions, are kept whole.
 
     Args:
         profile: the recorded step.
@@ -180,7 +180,7 @@ def _is_head(path: str) -> bool:
 
 
 def _chunks(profile: Profile, setting: TrainingSetting | None) -> Chunks:
-    """Return the layers of each model chunk: those of one parent module, cut by the pipeline."""
+    """Return the layers of each model chunk: the layers of one parent module, cut by the pipeline."""
     blocks: dict[str, list[str]] = {}
     for path in dict.fromkeys(call.path for call in profile.calls if call.repeated and not _is_head(call.path)):
         blocks.setdefault(path.rpartition(".")[0], []).append(path)
@@ -268,7 +268,7 @@ def megatron_stage_plans(
         config: Megatron's settings.
 
     Returns:
-        For each stage a plan, or a plan for each micro-batch.
+        A plan for each stage, or for each micro-batch of each stage.
 
     Raises:
         ScheduleError: not one profile for each stage, or a schedule that cannot run.

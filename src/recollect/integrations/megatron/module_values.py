@@ -43,7 +43,7 @@ _NORM_BEFORE_MLP = "post_attention_layernorm"
 _LATENT_UP = frozenset({"q_b_proj", "kv_b_proj", "linear_q_up_proj", "linear_kv_up_proj"})
 # Ops that attention kernels, or what they decompose into, begin with.
 _CORE = ("scaled_dot_product", "flash_attn", "bmm", "softmax")
-# Rotation and caches end in one of these; what comes after them belongs to the core.
+# Rotation and caches end in one of these; later ops belong to the core.
 _BEFORE_CORE = frozenset({"cat", "add", "sub", "copy_", "index_put_", "index_copy_", "stack"})
 
 
@@ -140,7 +140,7 @@ class LayerOps:
         return frozenset(op for op in producers if op is not None)
 
     def outputs_of(self, inside: frozenset[int]) -> frozenset[int]:
-        """Return those of some values that other ops read, or that the layer returns."""
+        """Return the values that other ops read, or that the layer returns."""
         read = {v for op in self.ops if inside.isdisjoint(op.outputs) for v in op.inputs}
         returned = {index for index, value in enumerate(self.graph.values) if value.is_output}
         return inside & (read | returned)
@@ -153,7 +153,7 @@ def values_of_module(layer: LayerOps, name: str) -> frozenset[int]:
 
 
 def modules_in(profile: Profile, layers: Collection[str], names: Iterable[str]) -> list[str]:
-    """Return those of some names for which a layer has a module."""
+    """Return the names for which a layer has a module."""
     graphs = {call.graph for call in profile.calls if call.path in layers}
     found = [LayerOps(profile.graphs[graph]) for graph in graphs]
     return [name for name in names if any(values_of_module(layer, name) for layer in found)]
@@ -210,7 +210,7 @@ def _attn_norm(layer: LayerOps) -> frozenset[int]:
 
 
 def _in_attention(layer: LayerOps, is_part: Callable[[int, int, int], bool]) -> frozenset[int]:
-    """Return what the modules in attention compute, by the place of the op, and of the core's first and last one."""
+    """Return the values of attention's modules, by op position, and the positions of the core's first and last op."""
     core = layer.ops_of(_core_attn(layer))
     depth = len(layer.attention)
     return layer.values(

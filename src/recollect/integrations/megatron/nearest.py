@@ -1,4 +1,4 @@
-"""Write a plan, or those of a pipeline, as the Megatron settings that come nearest: in a pipeline the same for all stages."""
+"""Write a plan, or a pipeline's plans, as the nearest Megatron settings: in a pipeline the same for all stages."""
 
 import warnings
 from collections.abc import Iterator, Sequence
@@ -25,8 +25,8 @@ def nearest_settings(profile: Profile, plan: Plan, setting: TrainingSetting | No
     """Return the fastest of Megatron's settings that fit the budget of a plan, and what they lose against it.
 
     All of them are tried: no recompute, full recompute by both methods with every number of layers, and every set of the
-    modules that the model has. Peak and time are those of recollect carrying them out, less what Megatron gathers beside its
-    products. Megatron itself runs a recomputed region again as a whole, so it needs at least as much.
+    modules that the model has. Peak and time assume that recollect carries them out, minus the gathers that Megatron
+    overlaps with products. Megatron itself runs a recomputed region again as a whole, so it needs at least as much.
 
     Args:
         profile: the recorded step that the plan was made from.
@@ -108,7 +108,7 @@ def nearest_uniform_settings(
 
 
 def hidden_s(profile: Profile, plan: Plan) -> float:
-    """Return the seconds of gathers under one of Megatron's plans that Megatron runs beside products of backward.
+    """Return the seconds of gathers, under one of Megatron's plans, that Megatron overlaps with backward's products.
 
     It begins to gather what a weight's gradient needs before the product for the gradient of the input, which takes as long
     as the one in forward. Where that one runs again, it waits for its input in Megatron, too.
@@ -124,7 +124,7 @@ def hidden_s(profile: Profile, plan: Plan) -> float:
 
 
 def _gathers(graph: UnitGraph) -> Iterator[tuple[float, str, list[str]]]:
-    """Yield for each gather its seconds, at most those of what reads its result, its name, and the names of what they make."""
+    """Yield each gather's seconds (at most those of its reader), its name, and the names of the reader's results."""
     layer = LayerOps(graph)
     for number, op in enumerate(graph.ops):
         if not collective_kind(op.name) or layer.gathered.isdisjoint(op.outputs):
@@ -179,7 +179,7 @@ def _choices(profile: Profile, setting: TrainingSetting | None = None) -> list[t
     """Return Megatron's settings for a recorded step, each with the plan that it means; see `nearest_settings`."""
     found = []
     with warnings.catch_warnings():
-        # What is chosen is compiled again by whoever reads it, and warns then.
+        # The chosen settings are compiled again by their reader, which then warns.
         warnings.simplefilter("ignore", ConfigWarning)
         for config in _configs(profile):
             with suppress(ConfigError, NotYetError):

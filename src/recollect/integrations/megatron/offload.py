@@ -49,7 +49,7 @@ class _Group:
 
 
 def with_offload(profile: Profile, plan: Plan, config: RecomputeConfig, layers: Sequence[str]) -> Plan:
-    """Return a plan that offloads what a configuration says, of what it keeps.
+    """Return a plan that offloads, of the kept values, those that a configuration names.
 
     Args:
         profile: the recorded step.
@@ -70,7 +70,7 @@ def with_offload(profile: Profile, plan: Plan, config: RecomputeConfig, layers: 
     going: dict[tuple[str, str], int] = {}
     for key in sorted(candidates):
         if (name := _name(profile, key)) not in stays:
-            # It may leave, and has to be back, one unit after the last one that saves it.
+            # It may leave, and must be back, one unit after the last one that saves it.
             later = max(saver for saver, _ in savers[key]) - key[0] + 1
             going[name] = max(later, going.get(name, 0))
     if not going:
@@ -83,7 +83,7 @@ def with_offload(profile: Profile, plan: Plan, config: RecomputeConfig, layers: 
 
 
 def _savers(profile: Profile) -> dict[_Key, set[_Key]]:
-    """Return by what each value is saved: by which ops of which calls, or outside of units.
+    """Return the savers of each value: ops of calls, or code outside units.
 
     Autograd saves the arguments of an op before the op runs, and its results after it has.
     """
@@ -114,7 +114,7 @@ def _savers(profile: Profile) -> dict[_Key, set[_Key]]:
 def _savers_between(
     profile: Profile, call: int, key: _Key, times: int, before: int | None, following: int | None
 ) -> list[int]:
-    """Return which of two ops of a call, one after the other, save a value that is saved between them so many times."""
+    """Return which of two consecutive ops of a call save a value that they save this many times in total."""
     ops = profile.graph_of(profile.calls[call]).ops
     value = (
         key[1] if key[0] == call else next((v for v, *origin in profile.calls[call].origins if (*origin,) == key), -1)
@@ -136,7 +136,7 @@ def _may_go(profile: Profile, plan: Plan, config: RecomputeConfig, key: _Key) ->
         return False
     if unit is not None:
         action = unit.actions.get(value.name, Action.KEEP)
-        # What a unit returns is kept whatever its own action is, unless that is to hold a part, or the plan drops outputs.
+        # A unit's output is kept whatever its own action, unless that is to hold a part, or the plan drops outputs.
         is_kept = (
             unit.output is Action.KEEP and action is not Action.SHARD if value.is_output else action is Action.KEEP
         )
@@ -148,7 +148,7 @@ def _may_go(profile: Profile, plan: Plan, config: RecomputeConfig, key: _Key) ->
 
 
 def _groups(profile: Profile, config: RecomputeConfig, layers: Sequence[str]) -> list[_Group]:
-    """Return what is to offload, in forward order."""
+    """Return the values to offload, in forward order."""
     names = [name for name in OFFLOAD_MODULES if name in config.offloaded]
     ops_of: dict[tuple[int, str], frozenset[int]] = {}
     found = []
@@ -175,16 +175,16 @@ def _first_groups(groups: Sequence[_Group], savers: Mapping[_Key, Collection[_Ke
 
 
 def _name(profile: Profile, key: _Key) -> tuple[str, str]:
-    """Return what a value is called in a plan."""
+    """Return a value's name in a plan."""
     call = profile.calls[key[0]]
     return call.path, profile.graph_of(call).values[key[1]].name
 
 
 def _with_trips(profile: Profile, plan: Plan, going: Mapping[tuple[str, str], int]) -> Plan:
-    """Return a plan that offloads some values, which leave and come back so many units later.
+    """Return a plan that offloads some values, each for a given number of units.
 
-    Where outputs are dropped, the last layer of a region asks for what the first one is recomputed from. All units are named,
-    as those that a plan does not name do not count on a trip.
+    Where outputs are dropped, the last layer of a region needs the input that the first is recomputed from. All units
+    are named, as those that a plan does not name do not count on a trip.
     """
     firsts = {path: profile.graph_of(profile.calls[calls[0]]) for path, calls in profile.calls_by_path.items()}
     units = {path: plan.units.get(path) or keep_all_unit(graph) for path, graph in firsts.items()}

@@ -57,7 +57,7 @@ def chunk_sizes(setting: TrainingSetting, num_layers: int) -> list[int]:
 
 
 def split_flags(sizes: Sequence[int], num_ranks: int, *, num_predicted: int = 0) -> str:
-    """Return the flags with which Megatron puts as many layers on each stage; stage s is on rank s mod `num_ranks`.
+    """Return the flags that make Megatron put this many layers on each stage; stage s is on rank s mod `num_ranks`.
 
     Args:
         sizes: layers of each stage, in order.

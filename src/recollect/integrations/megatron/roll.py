@@ -1,4 +1,4 @@
-"""Read ROLL's recompute settings: those of its Megatron strategies, and its two switches for Hugging Face models.
+"""Read ROLL's recompute settings: for its Megatron strategies, and its two switches for Hugging Face models.
 
 Read in ROLL main at 8eb27cc2 (`mcore_adapter/.../training_args.py`, `model_config.py`, `roll/configs/model_args.py`,
 `roll/models/model_providers.py`).
@@ -112,7 +112,7 @@ class RollCheckpointing:
                 )
 
     def use_reentrant(self, model_config: object) -> bool:
-        """Return what ROLL hands to PyTorch: what was set, else whether the model has experts.
+        """Return the flag that ROLL passes to PyTorch: the one set, else whether the model has experts.
 
         Args:
             model_config: a configuration of Hugging Face, or its dictionary.
@@ -129,7 +129,7 @@ class RollCheckpointing:
 
 
 def is_moe_config(model_config: object) -> bool:
-    """Return whether ROLL takes a model for one with experts: whether one of certain fields is there and not None, 0 or False.
+    """Return whether ROLL treats a model as having experts: whether one of certain fields is set, not None, 0 or False.
 
     A dense model whose configuration has `router_aux_loss_coef` passes for one, as it does in ROLL.
 

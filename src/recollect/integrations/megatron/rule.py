@@ -53,7 +53,7 @@ def holds(given: Any, value: Any, known: Iterable[object] = ()) -> Broken:
 
 
 def _those(names: list[object], value: object) -> Broken:
-    """Return whether a value is one of these; of a list, those that are there, in one phrase."""
+    """Return whether a value is one of these; for a list, the ones it contains, in one phrase."""
     if not isinstance(value, list | tuple):
         return value in names
     there = [str(name) for name in names if name in value]
@@ -77,33 +77,33 @@ class Clash:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """One rule. What breaks it is said by `breaks`, `cases` or `check`; or by none of them, if nothing does here."""
+    """One rule. `breaks`, `cases` or `check` says what breaks it; none of them if nothing here does."""
 
     name: str = ""
     """As in errors and in the table; empty for a missing feature."""
     when: str = ""
-    """The settings that break it, in words, where `breaks` does not say so."""
+    """The settings that break it, in words, where `breaks` does not say."""
     megatron: str = "ValueError"
     """Megatron's answer, in words."""
     ours: Answer = "error"
-    """recollect's answer; what is free breaks Megatron's rule, as `recollect doctor` says, and none of ours."""
+    """recollect's answer; "free" breaks Megatron's rule, as `recollect doctor` says, but none of ours."""
     why: str = ""
     """The reason for it, where an error gives another or none."""
     breaks: Mapping[str, Any] = field(default_factory=dict)
     """The conditions that all hold of a configuration, and of the rest of the training's settings, that break it, by names of
     fields or properties: "modules" are the recomputed ones, with defaults."""
     cases: tuple[Rule, ...] = ()
-    """What breaks it in one of several ways, each a rule with settings, reason and advice; the first counts."""
+    """Several ways to break it, each a rule with settings, reason and advice; the first match counts."""
     check: Callable[..., Broken] | None = None
     """Tells whether the configuration breaks it, with the rest of the training's settings if it `needs_training`."""
     needs_training: bool = False
     """Whether it compares the configuration with the rest of the training's settings."""
     settings: tuple[str, ...] = ()
-    """What an error shows, in this order."""
+    """The settings that an error shows, in this order."""
     reason: str = ""
-    """What an error gives as its reason; for a missing feature, what recollect would need."""
+    """The reason that an error gives; for a missing feature, what recollect would need."""
     advice: str = ""
-    """What an error says to do. It may name what breaks the rule as `{}`, and the right names as `{known}`."""
+    """The advice that an error gives. It may name what breaks the rule as `{}`, and the right names as `{known}`."""
     known: tuple[str, ...] = ()
     """The right names, if the wrong one that breaks the rule may be a misspelling."""
 

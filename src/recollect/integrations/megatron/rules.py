@@ -1,6 +1,6 @@
 """All rules, from rules.yaml, and the checks that apply them: of a `RecomputeConfig` alone, and of one within a training.
 
-What breaks those of them that compare more than single values stands here, by the names of the rules.
+The checks that compare more than single values are here, by the names of the rules.
 """
 
 import math
@@ -18,7 +18,7 @@ from recollect.integrations.megatron.rule import Broken, Clash, Rule, found, ver
 from recollect.integrations.megatron.settings import MODULES, OFFLOAD_MODULES, RecomputeSettings, TrainingSetting
 from recollect.warning import warn_user
 
-# By the annotations of the settings.
+# From the settings' annotations.
 _TYPES: Final[Mapping[str, tuple[str, tuple[type, ...]]]] = {
     "bool": ("True or False", (bool,)),
     "int": ("a whole number", (int,)),
@@ -160,7 +160,7 @@ _WITHIN: Final[Mapping[str, Callable[[RecomputeSettings, TrainingSetting], Broke
         setting.enable_mhc_connections and "mhc" not in config.modules and config.recompute_granularity != "full"
     ),
 }
-"""By the configuration with the rest of the training's settings."""
+"""Checked against the rest of the training's settings."""
 
 _NAMES: Final = {"recompute_modules": MODULES, "offload_modules": OFFLOAD_MODULES}
 
@@ -188,9 +188,9 @@ _TEXT: Final = (resources.files(__package__) / "rules.yaml").read_text(encoding=
 # In C if PyYAML has that, which takes 3 ms; else 26.
 _TABLE: Final = yaml.load(_TEXT, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
 RULES: tuple[Rule, ...] = tuple(_rule(name, entry) for name, entry in _TABLE["rules"].items())
-"""In the order in which they are checked: rules about single values first."""
+"""In checking order: rules about single values first."""
 NOT_YET: tuple[Rule, ...] = tuple(_rule("", entry) for entry in _TABLE["not yet"])
-"""What asks for a feature that recollect lacks."""
+"""Settings that need a feature recollect lacks."""
 
 
 def check(config: RecomputeSettings, setting: TrainingSetting | None = None) -> None:

@@ -32,7 +32,7 @@ MEGATRON_OUTPUT: Final = {
     **dict.fromkeys(("layernorm", "moe_act", "mla_up_proj"), Action.RECOMPUTE),
     **dict.fromkeys(("gdn_norm_out", "gdp_in_proj", "gdp_qkv", "mhc"), Action.RECOMPUTE),
 }
-"""What Megatron does with what a module returns: "keep" under `CheckpointFunction`, "recompute" under
+"""Megatron's action for a module's output: "keep" under `CheckpointFunction`, "recompute" under
 `CheckpointWithoutOutput`, which it calls output-discarding."""
 MODULES: Final = tuple(MEGATRON_OUTPUT)
 
@@ -47,7 +47,7 @@ OFFLOAD_MODULES: Final = (
     "fused_group_mlp",
     "gdp_qkv",
 )
-"""In the order in which a layer runs them."""
+"""In the order that a layer runs them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,7 +303,7 @@ class TrainingSetting:
 
     @property
     def captured(self) -> tuple[str, ...]:
-        """What CUDA graphs capture of each layer, by the names of `cuda_graph_modules`."""
+        """The parts of each layer that CUDA graphs capture, by the names of `cuda_graph_modules`."""
         if self.cuda_graph_impl == "none":
             return ()
         is_whole = self.cuda_graph_impl == "full_iteration" or not self.cuda_graph_modules

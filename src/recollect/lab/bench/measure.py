@@ -128,7 +128,7 @@ class Subject:
         )
 
     def clean_up(self) -> None:
-        """Free what a step that ran out of memory left behind."""
+        """Free memory left behind by a step that ran out of memory."""
         self.optimizer.zero_grad(set_to_none=True)
         gc.collect()
         empty_cache(self.device)

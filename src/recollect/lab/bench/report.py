@@ -64,7 +64,7 @@ def result_table(results: BenchResults, width: int | None = None) -> Table:
 
     Args:
         results: the rows.
-        width: the width of the terminal; columns for which there is no room are left out, and named below the table.
+        width: the width of the terminal; columns that do not fit are left out, and named below the table.
     """
     heads, rows = _heads_and_rows(results)
     shown = list(range(len(heads)))

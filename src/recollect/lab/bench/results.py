@@ -54,7 +54,7 @@ class Row:
     slowdown: float | None = None
     slowdown_p20: float | None = None
     slowdown_p80: float | None = None
-    """Likewise, of the ratio to the adjacent reference steps, minus one."""
+    """The same for the ratio to the adjacent reference steps, minus one."""
     model_flops: float = 0.0
     hardware_flops: float | None = None
     """FLOPs of a step."""

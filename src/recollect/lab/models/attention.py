@@ -46,7 +46,7 @@ class RotaryEmbedding(nn.Module):
         config: the model.
 
     Attributes:
-        sequence: what this rank has of each sequence.
+        sequence: this rank's part of each sequence.
     """
 
     def __init__(self, config: TransformerConfig) -> None:
@@ -59,7 +59,7 @@ class RotaryEmbedding(nn.Module):
     def forward(self, x_BTD: Tensor, num_positions: int | None = None) -> Rotary:
         """Return the rotation of this rank's positions, in the dtype and on the device of `x_BTD`.
 
-        `num_positions`: of the whole sequence; None for those of `x_BTD`, which may be a part of it.
+        `num_positions`: length of the whole sequence; None: that of `x_BTD`, which may be a part of it.
         """
         # Computed each time: `model.bfloat16()` would cast a buffer, and bf16 cannot tell large angles apart.
         channel = torch.arange(0, self.channels, 2, device=x_BTD.device, dtype=torch.float32)
@@ -214,7 +214,7 @@ class FusedCoreAttention(nn.Module):
     def forward(self, q_BTHC: Tensor, k_BSKC: Tensor, v_BSKE: Tensor, *, are_last: bool = False) -> Tensor:
         """Mix the values of positions 0..t for each position t, into [B, T, H * E].
 
-        `are_last`: whether the queries are those of the last positions.
+        `are_last`: whether the queries belong to the last positions.
         """
         channels, width = q_BTHC.shape[-1], v_BSKE.shape[-1]
         is_padded = width < channels and not q_BTHC.is_cuda
@@ -245,7 +245,7 @@ class UnfusedCoreAttention(nn.Module):
     def forward(self, q_BTHC: Tensor, k_BSKC: Tensor, v_BSKE: Tensor, *, are_last: bool = False) -> Tensor:
         """Mix the values of positions 0..t for each position t, into [B, T, H * E].
 
-        `are_last`: whether the queries are those of the last positions.
+        `are_last`: whether the queries belong to the last positions.
         """
         num_positions, groups = q_BTHC.shape[1], k_BSKC.shape[2]
         # The G heads of a group form one matrix, so that no key or value is copied for them.
@@ -266,7 +266,7 @@ class UnfusedCoreAttention(nn.Module):
 
 
 def _last_positions(q_BTHC: Tensor, k_BSKC: Tensor) -> Tensor:
-    """Return what tells a kernel that the queries are those of the last positions."""
+    """Return the mask that aligns the queries with the last positions."""
     num_queries, num_keys = q_BTHC.shape[1], k_BSKC.shape[1]
     if kernels_of(q_BTHC) == "cuda":
         return bias_of_last_positions(num_queries, num_keys)
@@ -275,7 +275,7 @@ def _last_positions(q_BTHC: Tensor, k_BSKC: Tensor) -> Tensor:
 
 
 def bias_of_last_positions(num_queries: int, num_keys: int) -> Tensor:
-    """Return what tells kernels that know of it, and then need no mask, that the queries are those of the last positions."""
+    """Return the arguments that align the queries with the last positions, for kernels that need no mask for it."""
     # Of what an op of a dispatch mode returns, such as a recording's, PyTorch makes no tensor of another class.
     with disable_torch_dispatch():
         # `causal_lower_right` would set memory aside for a mask, 32 GiB for 16,384 of 262,144 positions.

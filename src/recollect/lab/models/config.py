@@ -1,6 +1,6 @@
 """Describe a transformer in one frozen dataclass with Megatron's field names, and check it. Imports no torch.
 
-Names, meanings and defaults are those of `TransformerConfig`, `MLATransformerConfig` and `GPTModel` in Megatron Core, so a
+Names, meanings and defaults follow `TransformerConfig`, `MLATransformerConfig` and `GPTModel` in Megatron Core, so a
 Megatron configuration can be used unchanged. Two things differ: `core_attention` is new, and activations are given by name, not
 as functions.
 """
@@ -34,7 +34,7 @@ class TransformerConfig:
     """
 
     num_layers: int
-    """Transformer layers of the decoder, without those of multi-token prediction."""
+    """Transformer layers of the decoder, not counting multi-token prediction."""
     hidden_size: int
     """Width of the residual stream."""
     num_attention_heads: int
@@ -144,7 +144,7 @@ class TransformerConfig:
     fp8_emulated: bool | None = None
     """Multiply in fp32 what was cast; None: on a CPU; True: on every device; False: on none, not even for fake tensors."""
     first_last_layers_bf16: bool = False
-    """Leave the first and the last layers as they are without `fp8`."""
+    """Leave the first and the last layers without `fp8`."""
     num_layers_at_start_in_bf16: int = 1
     """How many of the first, with `first_last_layers_bf16`."""
     num_layers_at_end_in_bf16: int = 1
@@ -242,7 +242,7 @@ class TransformerConfig:
     def num_active_parameters(self) -> int:
         """Parameters used to predict one token.
 
-        Of the routed experts, `moe_router_topk` count; multi-token prediction does not. Embeddings count in full, as in
+        `moe_router_topk` of the routed experts count; multi-token prediction does not. Embeddings count in full, as in
         published figures.
         """
         return self._decoder(self.moe_router_topk)

@@ -1,9 +1,9 @@
-"""What fields of a model's configuration, a `TransformerConfig`, may be, alone and together. Imports no torch."""
+"""Checks of a model's configuration, a `TransformerConfig`: each field alone, and fields together. Imports no torch."""
 
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 FP8_MULTIPLES = {"delayed": 16, "tensorwise": 16, "blockwise": 128, "mxfp8": 32}
-"""What the dimensions of a product have to divide by: kernels read 16 bytes at once, and the others' blocks are this long."""
+"""Divisors of a product's dimensions: kernels read 16 bytes at once, and the others' blocks are this long."""
 
 FP8_FIELDS = (
     *("fp8", "fp8_recipe", "fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo", "fp8_emulated"),
@@ -112,7 +112,7 @@ def _check_groups(config: Any, experts: int) -> None:
 
 
 def check_fp8(config: Any) -> None:
-    """Check the fields about products in 8 bits, and what its recipe has to divide."""
+    """Check the fields about 8-bit products, and the sizes that the recipe has to divide."""
     if config.fp8 is None:
         for name in FP8_FIELDS[1:]:
             if getattr(config, name) != getattr(type(config), name):

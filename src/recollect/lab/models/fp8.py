@@ -13,7 +13,7 @@ of different directions, and drops the first cast: one byte an element is saved 
 as much is from memory, and was not checked against its code. Where one byte is what a plan wants, the cast is a value like any
 other: it may be kept, or run again from the 16 bits before it.
 
-Definitions are those of Transformer Engine's recipes DelayedScaling, Float8CurrentScaling, Float8BlockScaling and
+Definitions follow Transformer Engine's recipes DelayedScaling, Float8CurrentScaling, Float8BlockScaling and
 MXFP8BlockScaling. Experts are tensors of their own, as in its GroupedLinear: each has its scales.
 
 Shape legend: N tokens   I, O input and output channels   E experts   S rows of all experts
@@ -43,8 +43,8 @@ _BLOCKS = {"blockwise": 128, "mxfp8": 32}
 _TYPES, _SWIZZLES = F.ScalingType, F.SwizzleType
 # The compute capabilities with kernels, first and last.
 _CAPABILITIES = {"delayed": (8.9, 99.0), "tensorwise": (8.9, 99.0), "blockwise": (9.0, 9.9), "mxfp8": (10.0, 99.0)}
-# By number, since a Function that gets a module cannot run again: a module may be another one by then. These only say how to
-# multiply; what changes of them is read in backward. Copies of a module have numbers of their own.
+# By number, since a Function that gets a module cannot run again: a module may be another one by then. These only say
+# how to multiply; backward reads their changing parts. Copies of a module have numbers of their own.
 _numbers: weakref.WeakKeyDictionary[Fp8Product, int] = weakref.WeakKeyDictionary()
 _products: weakref.WeakValueDictionary[int, Fp8Product] = weakref.WeakValueDictionary()
 _next_number = itertools.count().__next__
@@ -149,7 +149,7 @@ class Fp8Product(nn.Module):
         is_emulated = kernels_of(left.values) == "cpu" if self.emulated is None else self.emulated
         is_grouped = ends_E is not None and self.is_grouped
         if not is_emulated:
-            # Of a device that fake tensors stand for, the cost model knows the kernels.
+            # The cost model knows the kernels of the device that fake tensors represent.
             is_here = left.values.is_cuda and not is_fake_tensor(left.values)
             check_kernel(self.recipe, left.values.device if is_here else None, is_grouped=is_grouped)
         if is_grouped and is_emulated:
@@ -273,7 +273,7 @@ def grouped_product(left: Cast, right: Cast, ends_E: Tensor, dtype: torch.dtype)
     for side, length in ((left, left.values.shape[-2]), (right, right.values.shape[-2])):
         scale = side.scale
         if right.values.dim() == 2:
-            # Of each expert's last row; of one without rows, the product is zero whatever its scale.
+            # The scale of each expert's last row; without rows, the product is zero whatever its scale.
             scale = scale[0, (ends_E - 1).clamp(min=0)].unsqueeze(1).expand(-1, length).reshape(-1)
         else:
             scale = scale.squeeze(-1).expand(*scale.shape[:-2], length)

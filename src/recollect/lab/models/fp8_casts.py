@@ -1,7 +1,7 @@
 """Casts to 8 bits, block by block, and the scales that undo them.
 
-Of a matrix [R, C] each block of r x c elements has a scale of its own, in a matrix [R / r, C / c]; a whole matrix is one block,
-too. The shapes of both say what a block is. Further dimensions, in front, are matrices of their own.
+Each block of r x c elements of a matrix [R, C] has its own scale, in a matrix [R / r, C / c]; a whole matrix is one
+block, too. The shapes of both say what a block is. Further dimensions, in front, are matrices of their own.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Cast(NamedTuple):
     values: Tensor
     """[..., R, C], one byte each."""
     scale: Tensor
-    """What they have to be multiplied by, for each block; fp32, or E8M0 (a power of two in one byte)."""
+    """The factor of each block; fp32, or E8M0 (a power of two in one byte)."""
 
     @property
     def mT(self) -> Cast:  # noqa: N802, as of tensors
@@ -43,7 +43,7 @@ class Cast(NamedTuple):
         return Cast(self.values.narrow(dim, start, end - start), parts)
 
     def whole(self) -> Tensor:
-        """Return the matrix in fp32: what multiplies in fp32 where a device would in 8 bits."""
+        """Return the matrix in fp32, to multiply in fp32 where a device would in 8 bits."""
         blocks = _blocks(self.values, self.scale.shape).float().mul_(_over_blocks(self.scale.float()))
         return blocks.flatten(-4, -3).flatten(-2)
 
@@ -58,7 +58,7 @@ def _over_blocks(scale: Tensor) -> Tensor:
 
 
 def cast(matrix: Tensor, multiplier: Tensor, dtype: torch.dtype, scale_dtype: torch.dtype = torch.float32) -> Cast:
-    """Multiply each block in fp32, round to nearest even, and saturate: what is too large becomes the largest number.
+    """Multiply each block in fp32, round to nearest even, and saturate: values too large become the largest number.
 
     Args:
         matrix: [..., R, C].
@@ -88,7 +88,7 @@ def multiplier_of(amax: Tensor, dtype: torch.dtype, *, margin: int = 0) -> Tenso
 
 
 def power_of_two_of(amax: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return `largest / amax` rounded down to a power of two, by which rounding to 8 bits is all that a cast changes.
+    """Return `largest / amax` rounded down to a power of two, so that a cast changes values only by rounding to 8 bits.
 
     At least 2 to the -126, at most 2 to the 127, which is what zeros get.
 
@@ -149,7 +149,7 @@ class DelayedScaling(nn.Module):
         self.multiplier: Tensor
 
     def _apply(self, fn: Any, recurse: bool = True) -> DelayedScaling:
-        """Go where the model goes, but not into its dtype."""
+        """Follow the model to a device, but not to its dtype."""
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self.amax_history, self.multiplier = self.amax_history.float(), self.multiplier.float()
         return self

@@ -48,7 +48,7 @@ class LanguageModelEmbedding(nn.Module):
         config: the model.
 
     Attributes:
-        sequence: what this rank has of each sequence.
+        sequence: this rank's part of each sequence.
     """
 
     def __init__(self, config: TransformerConfig) -> None:
@@ -87,7 +87,7 @@ class TransformerLayer(nn.Module):
 
     Args:
         config: the model.
-        layer: number of the layer, from 0; the layers of multi-token prediction follow those of the decoder.
+        layer: number of the layer, from 0; multi-token prediction's layers follow the decoder's.
     """
 
     def __init__(self, config: TransformerConfig, layer: int) -> None:
@@ -180,7 +180,7 @@ class MultiTokenPrediction(nn.Module):
             rotary: the rotation of each position.
 
         Returns:
-            For each depth the input of the LM head, [B, T, D], and its router's statistics.
+            For each depth, the input of the LM head, [B, T, D], and its router's statistics.
         """
         outputs, statistics = [], []
         for layer, embedded in zip(self.layers, embedded_BTD, strict=True):
@@ -221,7 +221,7 @@ class GPTModel(nn.Module):
     Attributes:
         loss_chunks: number of chunks in which LM head and loss are computed if there are labels; with more than one, the output
             has no logits. A plan sets it.
-        sequence: what this rank has of each sequence; tokens and labels are whole all the same.
+        sequence: this rank's part of each sequence; tokens and labels are whole all the same.
         sequence_ranks: among how many ranks the residual stream is split along the sequence.
         cross_entropy: from logits and labels [B, T] to the loss, a scalar; another one where logits are split over ranks.
         vocabulary_group: these ranks, if they are.
@@ -266,7 +266,7 @@ class GPTModel(nn.Module):
 
         Every forward in training mode since the last call counts its tokens, so gradients may be accumulated.
 
-        Limitations: counts the tokens of this process, or those of the ranks that `recollect.lab.parallel` has told it of.
+        Limitations: counts the tokens of this process, or of the ranks that `recollect.lab.parallel` has registered.
         """
         for router in self.routers:
             router.update_expert_bias()

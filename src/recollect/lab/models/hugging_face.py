@@ -40,7 +40,7 @@ def read_config(folder: str | Path) -> tuple[str, TransformerConfig]:
 
     Raises:
         CheckpointError: the file is missing or not JSON.
-        UnsupportedModelError: an unknown architecture, or a field asks for something that our models do not support.
+        UnsupportedModelError: an unknown architecture, or a field for something that our models do not support.
     """
     path = Path(folder) if Path(folder).suffix == ".json" else Path(folder) / "config.json"
     try:
@@ -65,7 +65,7 @@ def load_hugging_face(folder: str | Path, *, compute_dtype: torch.dtype | None =
         compute_dtype: as for `GPTModel`.
 
     Returns:
-        The model; its logits equal those of Hugging Face's model up to rounding.
+        The model; its logits equal Hugging Face's up to rounding.
 
     Raises:
         CheckpointError: a file or tensor is missing, damaged, of the wrong shape, or belongs to no part of the model.

@@ -18,7 +18,7 @@ from recollect.lab.models.config import TransformerConfig
 from recollect.lab.models.gpt import GPTModel
 
 Weights: TypeAlias = Mapping[str, str | tuple[str, ...]]
-# A layer, of the decoder or of multi-token prediction, which has parts of its own around it.
+# A layer of the decoder or of multi-token prediction, which has further parts around it.
 _IN_LAYER = re.compile(r"(decoder|mtp)\.layers\.(\d+)\.(?:transformer_layer\.)?(.*)")
 
 # How a model is trained, not what it computes: `config.json` has no such fields.
@@ -87,7 +87,7 @@ class WeightRule:
         )
 
     def write(self, ours: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Yield their tensors with their names, as views of ours."""
+        """Yield the tensors under their names, as views of our tensors."""
         layout = self.layouts[0]
         if layout.is_transposed:
             ours = ours.mT
@@ -125,16 +125,16 @@ class Architecture:
     class_name: str
     """Their class of the whole model."""
     default: TransformerConfig
-    """The model whose `config.json` leaves all of these fields out; what they do not say is as there."""
+    """The model whose `config.json` omits all of these fields; it gives their defaults."""
     weights: Callable[[TransformerConfig], Weights]
-    """The modules, or tensors, in which they have what our modules have, by our names; those in a layer without its path.
+    """Their modules, or tensors, for each of our modules, by our names; within a layer, without its path.
     Several together are ours; with "{}" for the number of an expert, there are such for each."""
     same: Mapping[str, str]
     """Their field by ours, where both mean the same."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
     """Fields of theirs, and the only value that our models support."""
     repeated: Mapping[str, str] = field(default_factory=dict)
-    """Fields of theirs that must equal one of ours, given by its name."""
+    """Their fields that must equal the field of ours with the given name."""
     activation: str | None = None
     """Their field for the activation."""
     words: Mapping[str, str] = field(default_factory=dict)
@@ -146,7 +146,7 @@ class Architecture:
     ignored: str = ""
     """A pattern for tensors that a checkpoint may hold and that no part of a model needs."""
     prefixes: tuple[str, ...] = ("model.",)
-    """Of all names but that of the LM head; any is read, the first is written."""
+    """Prefixes of all names except the LM head's; any is read, the first is written."""
     layers: str = "layers"
     """Where the layers are, behind the prefix."""
     is_transposed: bool = False
@@ -157,7 +157,7 @@ class Architecture:
     """Second copies of tensors in each layer of multi-token prediction, by ours."""
 
     def rules(self, config: TransformerConfig) -> Iterator[WeightRule]:
-        """Yield a rule for each tensor of a model, in the order of the layers, then those of copies."""
+        """Yield a rule for each tensor of a model, in layer order, then the rules for copies."""
         with torch.device("meta"):
             state = GPTModel(config).state_dict()
         weights = self.weights(config)
@@ -193,7 +193,7 @@ class Architecture:
             fields: the content of its `config.json`.
 
         Raises:
-            UnsupportedModelError: a field asks for something that our models do not support.
+            UnsupportedModelError: a field for something that our models do not support.
         """
         require(fields, self.fixed)
         default = self.default.given()

@@ -77,7 +77,7 @@ _FIELDS = {
     "init_method_std": "initializer_range",
     "share_embeddings_and_output_weights": "tie_word_embeddings",
 }
-# Those that Llama and Mixtral share beside.
+# Further fields that Llama and Mixtral share.
 _LLAMA_FIELDS = {**_FIELDS, "num_query_groups": "num_key_value_heads", "kv_channels": "head_dim"}
 
 # The modules of all three, by ours.

@@ -68,7 +68,7 @@ class SeparateLinears(nn.ModuleList):
 
 
 def build_projection(config: TransformerConfig, sizes: Sequence[int], *, bias: bool) -> Linear | SeparateLinears:
-    """Return what projects the residual stream to parts of such sizes: one product of all of them, or one for each."""
+    """Return a projection of the residual stream to parts of these sizes: one product for all, or one for each."""
     made = partial(Linear, config.hidden_size, bias=bias, init_std=config.init_method_std, config=config)
     return SeparateLinears(map(made, sizes)) if config.separate_projections and len(sizes) > 1 else made(sum(sizes))
 
@@ -108,6 +108,6 @@ class LayerNorm(nn.LayerNorm):
 
 
 def build_norm(config: TransformerConfig, channels: int) -> LayerNorm | RMSNorm:
-    """Return a new norm of the model's kind over so many channels, with scale 1 and shift 0."""
+    """Return a new norm of the model's kind over this many channels, with scale 1 and shift 0."""
     kind = LayerNorm if config.normalization == "LayerNorm" else RMSNorm
     return kind(channels, config.layernorm_epsilon)

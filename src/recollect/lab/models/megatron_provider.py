@@ -45,7 +45,7 @@ _REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "vocab_size")
 class GPTModelProvider:
     """A model, its recompute settings and its training setting, with the field names of Megatron-Bridge.
 
-    Fields are those of `TransformerConfig`, `RecomputeConfig` and `TrainingSetting`, and `seq_length`,
+    Its fields are those of `TransformerConfig`, `RecomputeConfig` and `TrainingSetting`, and `seq_length`,
     `make_vocab_size_divisible_by` and `bf16`. Set them in any order; `finalize`, which `provide` and `plan` call, checks that
     they fit together. Unknown fields raise, where Megatron-Bridge would silently ignore a misspelt one. Subclasses set defaults
     as class attributes.

@@ -136,7 +136,7 @@ class GroupedLinear(nn.Module):
         Args:
             x_SI: rows sorted by group.
             ends_E: group e has the rows from `ends_E[e - 1]` to `ends_E[e]` (int32).
-            group_S: that of each row; only products in 8 bits need it.
+            group_S: the group of each row; only 8-bit products need it.
         """
         if self.fp8 is not None:
             return self.fp8(x_SI, self.own(self.weight), group_S, ends_E)
@@ -214,7 +214,7 @@ def aligned_rows(expert_S: Tensor, ends_E: Tensor, multiple: int) -> tuple[Tenso
         multiple: of what.
 
     Returns:
-        The place of each row; the row of each place, S if it has none; the expert of each place; where those of each end.
+        The place of each row; the row of each place, S if none; the expert of each place; each expert's last place.
 
     Example:
         >>> aligned_rows(torch.tensor([0, 1, 1]), torch.tensor([1, 3]), 2)

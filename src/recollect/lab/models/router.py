@@ -58,7 +58,7 @@ class TopKRouter(nn.Module):
         expert_bias: [E], fp32 even if the model is cast; added to the scores to choose experts, but not to their weights. None
             without `moe_router_enable_expert_bias`.
         tokens_per_expert: [E], int64; tokens counted since the last `update_expert_bias`. None without a bias.
-        sequence: what this rank has of each sequence.
+        sequence: this rank's part of each sequence.
         weight_of_all: from the weight to what this rank multiplies by, where others route other tokens of a batch.
         counts_of_all: from what this rank counted to what all ranks did, where they have batches of their own.
 

@@ -1,7 +1,7 @@
 """The weights that a seed gives a model, drawn block by block, so that whoever holds a part of a model draws only that.
 
-Constructors draw one weight after the other from one generator: to have the last, a process has to draw all. Here each block
-of rows has a generator of its own, so that any part is the same bits wherever, and in whatever order, it is drawn.
+Constructors draw one weight after the other from one generator: to have the last, a process has to draw all. Here each
+block of rows has its own generator, so that any part has the same bits wherever, and in whatever order, it is drawn.
 """
 
 import hashlib
@@ -17,7 +17,7 @@ from recollect.lab.models.gpt import GPTModel
 from recollect.lab.models.linear import LayerNorm, RMSNorm
 
 BLOCK_ELEMENTS = 1 << 20
-"""Weights drawn at a time, in whole rows: few enough to draw little for nothing, and enough to keep a GPU busy."""
+"""Weights drawn at a time, in whole rows: few enough to waste little, and enough to keep a GPU busy."""
 # PyTorch's generator of a CPU takes 32 bits: hashes of names would collide in a large model, numbers of blocks do not.
 _SEEDS = 1 << 32
 
@@ -82,7 +82,7 @@ class SeedWeights:
                     law = _Law(parameter.shape, *_mean_and_std(module, name), first)
                     known[id(parameter)] = law
                     first += math.prod(law.shape[:-2]) * law.blocks if law.std else 0
-                # A tied matrix is what it is where it comes first.
+                # A tied matrix has the weights of its first occurrence.
                 self._laws[f"{path}.{name}"] = known[id(parameter)]
         sizes = [law.rows * law.shape[-1] for law in known.values() if law.std]
         # One for all, since blocks that are freed would leave holes between the weights.
@@ -124,7 +124,7 @@ class SeedWeights:
 
 
 def _mean_and_std(module: nn.Module, name: str) -> tuple[float, float]:
-    """Return what a new parameter of a module is drawn from, as its class does."""
+    """Return the distribution of a module's new parameter, as its class initialises it."""
     if name == "weight":
         return (1.0, 0.0) if isinstance(module, LayerNorm | RMSNorm) else (0.0, float(module.init_std))  # type: ignore[arg-type]
     return 0.0, 0.0

@@ -1,4 +1,4 @@
-"""What a rank has of a sequence: all of it, unless `recollect.lab.parallel.context` splits it over ranks.
+"""A rank's part of a sequence: all of it, unless `recollect.lab.parallel.context` splits it over ranks.
 
 Shape legend: B batch   T positions of the whole sequence   E experts
 """
@@ -29,9 +29,9 @@ class WholeSequence:
         return mean
 
     def shared(self, loss: Tensor) -> Tensor:
-        """Return the mean of the ranks' losses; backward is that of this rank's."""
+        """Return the mean of the ranks' losses; backward starts from this rank's loss."""
         return loss
 
     def counts(self, counts_BE: Tensor) -> Tensor:
-        """Return the sum of what each rank counted."""
+        """Return the sum of the ranks' counts."""
         return counts_BE

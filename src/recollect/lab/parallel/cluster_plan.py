@@ -24,7 +24,7 @@ from recollect.plans.plan import Plan
 
 @dataclass(frozen=True)
 class RankUse:
-    """What a rank of the pipeline needs in a step."""
+    """Memory that a rank of the pipeline needs in a step."""
 
     stages: tuple[int, ...]
     """That it runs."""
@@ -37,7 +37,7 @@ class RankUse:
     recompute_s: float
     """What its plans add."""
     communication_s: Mapping[str, float]
-    """Collectives by axis; those of "data" parallelism run beside the computation."""
+    """Collectives by axis; those for "data" parallelism overlap with computation."""
     waiting_s: float
     """The pipeline's bubble: for other stages, and for what they send."""
 
@@ -53,7 +53,7 @@ class ClusterPlan:
     planned: PipelinePlan
     """The plans, with the time of the step."""
     ranks: tuple[RankUse, ...]
-    """What each rank of the pipeline needs; ranks of tensor and data parallelism beside it need the same."""
+    """The needs of each pipeline rank; its peers in tensor and data parallelism need the same."""
     split: PipelineSplit | None = None
     """How the layers of its stages were chosen, if they were."""
 
@@ -65,13 +65,13 @@ class ClusterPlan:
 
     @property
     def step_s(self) -> float:
-        """Seconds of the step: the pipeline's, and what data parallelism takes longer than all that it runs beside."""
+        """Seconds of the step: the pipeline's, plus the part of data parallelism that does not overlap."""
         beside = (use.communication_s["data"] - use.compute_s - use.recompute_s for use in self.ranks)
         return self.planned.step_s + max(0.0, *beside)
 
     @property
     def slowdown(self) -> float:
-        """What recompute adds to the pipeline; 0.03 is 3 %."""
+        """Overhead of recompute in the pipeline; 0.03 is 3 %."""
         return self.planned.slowdown
 
     @property
@@ -101,7 +101,7 @@ class ClusterPlan:
         return "\n".join(lines)
 
     def assumptions(self) -> list[str]:
-        """Return what the numbers rest on, a sentence each."""
+        """Return the assumptions behind the numbers, a sentence each."""
         step, cluster = self.step, self.step.cluster
         wide = "gradients, master weights and moments of AdamW in fp32" if step.dtype == "bf16" else "AdamW in fp32"
         shared = {
@@ -211,7 +211,7 @@ def _use(step: ClusterStep, stages: RecordedStages, planned: PipelinePlan, rank:
 
 
 def choose_split(step: ClusterStep, budget: int | str) -> PipelineSplit:
-    """Return the layers of each stage with which a step within the budget is the shortest that was found.
+    """Return the layers per stage that give the shortest step found within the budget.
 
     Single layers are recorded, the first with the embedding and the last with norm, LM head and loss.
 

@@ -1,6 +1,6 @@
 """A training step on a cluster that is not there: the schedule of its pipeline, and a record of each distinct stage.
 
-The schedule is that of torch or Megatron. A stage is recorded as one of its ranks runs it.
+The schedule is torch's or Megatron's. A stage is recorded as one of its ranks runs it.
 """
 
 import warnings
@@ -33,7 +33,7 @@ from recollect.recording.restored_state import gathered_stage
 from recollect.warning import warn_user
 
 Axis = Literal["tensor", "context", "expert", "data"]
-"""Along which ranks communicate. Where two are the same ranks, what both do counts as the first one's."""
+"""Along which ranks communicate. Where two axes have the same ranks, communication of both counts for the first."""
 
 # Megatron's mixed precision: bf16 weights; gradients, master weights and AdamW's two moments in fp32.
 _WIDE_BYTES = 4
@@ -55,7 +55,7 @@ class ClusterStep:
     seq_length: int = 4096
     """Tokens of a sequence."""
     num_micro_batches: int = 1
-    """Of a step, on each rank of data parallelism."""
+    """Micro-batches in a step, on each rank of data parallelism."""
     dtype: Literal["fp32", "bf16"] = "bf16"
     """Of weights and activations; with bf16, gradients, master weights and moments are fp32."""
     sharding: Sharding = "none"
@@ -66,7 +66,7 @@ class ClusterStep:
     holds_parts: bool = False
     """Plans may have the ranks of tensor parallelism hold parts of what is the same on all of them."""
     loss_chunks: int = 1
-    """Parts in which the last stage computes LM head and loss."""
+    """Number of parts in which the last stage computes LM head and loss."""
 
     @property
     def narrow(self) -> torch.dtype:
@@ -108,9 +108,9 @@ class RecordedStages:
     split_profiles: tuple[Profile, ...]
     """The same with a backward in two halves, where the schedule splits it; else none."""
     traffic: tuple[Mapping[str, Traffic], ...]
-    """Of each, what it communicates for a micro-batch, by axis."""
+    """The communication of each for a micro-batch, by axis."""
     reduction_s: tuple[float, ...]
-    """Of each, seconds in which its gradients are reduced once a step, and its weights gathered."""
+    """Seconds to reduce the gradients of each once a step, and to gather its weights."""
 
 
 def record_stages(step: ClusterStep, pieces: Sequence[range] | None = None) -> RecordedStages:
@@ -174,7 +174,7 @@ def record_stages(step: ClusterStep, pieces: Sequence[range] | None = None) -> R
 def _record_stage(
     step: ClusterStep, number: int, layers: range, *, split_backward: bool = False
 ) -> tuple[Profile, Mapping[str, Traffic], int]:
-    """Return the profile of a stage, what it communicates, and how many of its parameters are those of experts."""
+    """Return the profile of a stage, its communication, and its number of expert parameters."""
     with fake_process_group(step.first_rank(number), step.layout.num_devices), warnings.catch_warnings():
         # FSDP2 warns of logits and of experts' results that are views, which nothing writes to here.
         warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module", category=UserWarning)
@@ -238,7 +238,7 @@ def _built(step: ClusterStep, layers: range, mesh: LayoutMesh) -> LossStage:
 
 
 def _persistent(step: ClusterStep, profile: Profile, experts: int) -> dict[str, int]:
-    """Return what lives through the whole step, with the dtypes and the sharding of the step."""
+    """Return the bytes that live through the whole step, with the step's dtypes and sharding."""
     found: dict[str, int] = dict(profile.persistent)
     if step.sharding != "all":
         count = profile.persistent["parameters"] // step.narrow.itemsize
@@ -295,7 +295,7 @@ def schedule_of_step(step: ClusterStep) -> PipelineSchedule:
 
 
 def send_s(step: ClusterStep) -> float:
-    """Return the seconds in which a micro-batch gets from one stage to the next."""
+    """Return the seconds to send a micro-batch from one stage to the next."""
     if step.layout.pipeline_model_parallel_size == 1:
         return 0.0
     parts = step.layout.tensor_model_parallel_size if step.layout.sequence_parallel else 1
@@ -305,7 +305,7 @@ def send_s(step: ClusterStep) -> float:
 
 
 def torch_schedule(layout: DeviceLayout, *, num_stages: int, num_micro_batches: int) -> PipelineSchedule:
-    """Return what torch runs under the schedule of a layout, which has one; as its own classes write it, and without outputs.
+    """Return torch's own actions for the layout's schedule, which must have one, without outputs.
 
     Args:
         layout: with a pipeline of several ranks.
@@ -325,7 +325,7 @@ def torch_schedule(layout: DeviceLayout, *, num_stages: int, num_micro_batches: 
     assert name is not None
     made = get_schedule_class(name)
     with fake_process_group(0, ranks):
-        # What the stages compute is of no interest to the order.
+        # The order does not depend on what the stages compute.
         stages = [
             PipelineStage(nn.Identity(), stage, num_stages, torch.device("cpu"))
             for stage in range(num_stages)

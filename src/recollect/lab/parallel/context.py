@@ -52,7 +52,7 @@ def context_parallel(model: GPTModel, mesh: DeviceMesh) -> GPTModel:
 
 
 def route_parts(model: GPTModel, mesh: DeviceMesh) -> None:
-    """Let routers count the tokens of whole sequences, of which each rank routes a part.
+    """Let routers count the tokens of whole sequences, though each rank routes only a part.
 
     Args:
         model: with any routers.
@@ -92,7 +92,7 @@ class SequencePart(WholeSequence):
         return torch.where(num_own > 0, mean, torch.zeros_like(mean)) * (self.ranks * num_own / counted_BT.sum())
 
     def shared(self, loss: Tensor) -> Tensor:
-        """Return the mean of the ranks' losses, the same bits on every rank; backward is that of this rank's."""
+        """Return the mean of the ranks' losses, the same bits on every rank; backward starts from this rank's loss."""
         return _Mean.apply(loss, self.group)  # type: ignore[no-untyped-call]
 
     def counts(self, counts_BE: Tensor) -> Tensor:
@@ -114,7 +114,7 @@ class GatheredAttention(nn.Module):
     """Core attention of this rank's queries over the keys and values of all ranks.
 
     Args:
-        attend: core attention whose queries may be those of the last positions only.
+        attend: core attention whose queries may cover only the last positions.
         group: the ranks that share a sequence.
     """
 

@@ -33,15 +33,15 @@ def expert_parallel(model: GPTModel, mesh: DeviceMesh, *, balanced: bool = False
         balanced: assume that each rank sends as many rows to each other; for fake tensors, whose routes nobody knows.
 
     Returns:
-        The model. Experts are DTensors, shared along their first dimension. Their gradients are sums over the ranks; those of
-        the rest are of this rank's batch. `data_parallel` makes means of both.
+        The model. Experts are DTensors, shared along their first dimension. Their gradients are sums over the ranks;
+        other gradients cover this rank's batch. `data_parallel` makes means of both.
 
     Raises:
         ConfigError: no experts, or no multiple of the ranks; `mesh` is that of tensor parallelism, or part of another; in
             forward, `balanced` with real tensors.
 
-    Limitations: an auxiliary loss over the batch is one over each rank's. Ranks wait for the one with the most rows. Beside
-    tensor parallelism all rows are exchanged once for each of its ranks.
+    Limitations: an auxiliary loss over the batch is one over each rank's. Ranks wait for the one with the most rows.
+    With tensor parallelism, all rows are exchanged once for each of its ranks.
     """
     DeviceLayout(expert_model_parallel_size=mesh.size(), data_parallel_size=mesh.size()).check_model(model.config)
     for module in [*model.modules()]:
@@ -83,7 +83,7 @@ class ExchangedExperts(Experts):
         self.train(experts.training)
 
     def forward(self, x_SD: Tensor, probabilities_S: Tensor, expert_S: Tensor, ends_E: Tensor) -> Tensor:
-        """Return what `Experts.forward` returns, wherever the expert of a row is."""
+        """Return the result of `Experts.forward`, wherever the expert of a row is."""
         counts_E = ends_E.diff(prepend=ends_E.new_zeros(1))
         equal = [len(ends_E) // self.ranks] * self.ranks
         counts_RX = exchanged_rows(counts_E, equal, equal, self.group).unflatten(0, (self.ranks, -1))
@@ -94,7 +94,7 @@ class ExchangedExperts(Experts):
         return exchanged_rows(out_PD, sent, received, self.group)
 
     def _own(self, x_PD: Tensor, probabilities_P: Tensor, counts_RX: Tensor, num_rows: int) -> Tensor:
-        """Run this rank's experts; rows come by rank, and of each rank by expert."""
+        """Run this rank's experts; rows are ordered by rank, then by expert."""
         ranks, experts = counts_RX.shape
         number_RX = torch.arange(experts, device=x_PD.device).expand(ranks, -1)
         expert_P = number_RX.flatten().repeat_interleave(counts_RX.flatten(), output_size=num_rows)
@@ -110,7 +110,7 @@ class ExchangedExperts(Experts):
         return out_PD[order_P.argsort()][:num_rows]
 
     def _splits(self, x_SD: Tensor, sent_RX: Tensor, received_RX: Tensor) -> tuple[list[int], list[int]]:
-        """Return how many rows go to each rank, and how many come."""
+        """Return how many rows are sent to each rank, and how many are received."""
         if not self.balanced:
             both_2R = torch.stack((sent_RX.sum(dim=1), received_RX.sum(dim=1)))
             sent, received = both_2R.tolist()

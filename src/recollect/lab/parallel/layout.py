@@ -1,4 +1,4 @@
-"""How a model is spread over devices: the sizes of a layout, what they must divide, and the flags that give them.
+"""The layout of a model over devices: its sizes, what they must divide, and the flags that set them.
 
 The flags are Megatron's, for `recollect plan` and `recollect train`. Imports no torch.
 """
@@ -14,7 +14,7 @@ from recollect.lab.models.config import TransformerConfig
 from recollect.lab.parallel.pipeline_layout import PipelineLayout, check_divides, clash
 
 Sharding = Literal["none", "optimizer", "all"]
-"""What the ranks of data parallelism share: nothing (DDP), the optimizer's state (ZeRO-1), or all (FSDP2, ZeRO-3)."""
+"""The state that data-parallel ranks share: nothing (DDP), the optimizer's state (ZeRO-1), or all (FSDP2, ZeRO-3)."""
 
 # From the outermost to the innermost.
 _AXES = (
@@ -48,7 +48,7 @@ class DeviceLayout(PipelineLayout):
     context_parallel_size: int = 1
     """Ranks that share each sequence."""
     expert_model_parallel_size: int = 1
-    """Ranks that share the experts of a layer; they are among those of context and data."""
+    """Ranks that share the experts of a layer; they are among the context and data ranks."""
     expert_tensor_parallel_size: int | None = None
     """Ranks that share each expert: as many as share each matrix, also if None; or 1, so that the ranks of tensor are among
     those that share the experts of a layer."""
@@ -165,7 +165,7 @@ class DeviceLayout(PipelineLayout):
             )
 
     def _check_experts(self) -> None:
-        """Check that the ranks that share experts are some of those of context and data parallelism, in a row."""
+        """Check that the ranks that share experts are consecutive ranks of context and data parallelism."""
         experts, context = self.expert_model_parallel_size, self.context_parallel_size
         beside, times = "", "."
         if self.has_whole_experts:
@@ -228,7 +228,7 @@ class ParallelFlags:
     pipeline_model_parallel_size: int = 1
     """Ranks that share the layers."""
     num_layers_per_virtual_pipeline_stage: int | None = None
-    """Layers of one of several stages that each rank of the pipeline runs in turn."""
+    """Layers per stage where each rank of the pipeline runs several stages in turn."""
     context_parallel_size: int = 1
     """Ranks that share each sequence, in all layers."""
     expert_model_parallel_size: int = 1
@@ -249,7 +249,7 @@ class ParallelFlags:
 
     @property
     def sharding(self) -> Sharding:
-        """What the ranks of data parallelism share."""
+        """The state that the ranks of data parallelism share."""
         if self.use_torch_fsdp2:
             return "all"
         return "optimizer" if self.use_distributed_optimizer else "none"
@@ -267,7 +267,7 @@ class ParallelFlags:
         return DeviceLayout(**{**sizes, "data_parallel_size": data_parallel_size})
 
     def layout_of_one(self) -> DeviceLayout:
-        """Return the layout of a single replica of what is no expert: experts are shared by ranks that are there anyway.
+        """Return the layout of one replica of everything but experts, which are shared by ranks that exist anyway.
 
         Raises:
             ConfigError: as `layout`.

@@ -55,7 +55,7 @@ def layout_mesh(layout: DeviceLayout, device_type: str = "cpu") -> LayoutMesh:
     data, context, expert = layout.data_parallel_size, layout.context_parallel_size, layout.expert_model_parallel_size
     if layout.has_whole_experts:
         expert //= layout.tensor_model_parallel_size
-    # Experts are shared by ranks in a row of those of data and context: cut the row where either ends.
+    # Experts are shared by consecutive data and context ranks: cut the row where either ends.
     begin, end = ("outer",), ("inner",)
     if expert >= context:
         sizes = (data * context // expert, expert // context, context)
@@ -81,7 +81,7 @@ def share_model(model: GPTModel, layout: DeviceLayout, mesh: LayoutMesh, *, bala
 
     Args:
         model: the whole model, or a stage of a pipeline; changed in place.
-        layout: that of the mesh.
+        layout: the mesh's layout.
         mesh: what to share it among.
         balanced: see `expert_parallel`.
     """
@@ -119,7 +119,7 @@ def data_parallel(
         expert_mesh: for a model from `expert_parallel`, those ranks of `mesh` that have the same experts: with the mesh of
             the experts another view of `mesh`.
         reshard_after_forward: whether parameters are freed after forward, and gathered again in backward.
-        precision: dtypes of parameters and reductions; None: those of the parameters.
+        precision: dtypes of parameters and reductions; None: the parameters' own.
 
     Returns:
         The model. Gradients are means over the ranks.
@@ -130,7 +130,7 @@ def data_parallel(
     alone: set[nn.Parameter] = set()
     for experts in [module for module in model.modules() if isinstance(module, ExchangedExperts)]:
         if sharded_over.size() == 1:
-            # FSDP2 would copy them for nothing.
+            # FSDP2 would copy them needlessly.
             alone |= {*experts.parameters()}
             continue
         sharded = shard(experts, mesh=sharded_over)

@@ -13,7 +13,7 @@ ScheduleName = Literal[
 """Schedules of `torch.distributed.pipelining`, as torchtitan's `pipeline_parallel_schedule` names them."""
 _ONE_STAGE: Final = ("1F1B", "GPipe")
 _SEVERAL_STAGES: Final = ("Interleaved1F1B", "LoopedBFS")
-# The second half of a rank's two stages goes back: the first rank has the first stage and the last.
+# Second stages are in reverse order: the first rank has the first stage and the last.
 _V_SHAPED: Final = ("ZBVZeroBubble", "DualPipeV")
 _ZERO_BUBBLE: Final = ("InterleavedZeroBubble", *_V_SHAPED)
 
@@ -35,11 +35,11 @@ class PipelineLayout:
     decoder_first_pipeline_num_layers: int | None = None
     """Layers of the first rank; None: as many as the others."""
     decoder_last_pipeline_num_layers: int | None = None
-    """Layers of the last rank, likewise."""
+    """Layers of the last rank of the pipeline."""
     pipeline_split: tuple[int, ...] | None = None
     """Layers of each stage, in order; None: as the four above say."""
     pipeline_parallel_schedule: ScheduleName | None = None
-    """In which order ranks run their stages; None: 1F1B, interleaved where a rank has several."""
+    """The order in which ranks run their stages; None: 1F1B, interleaved where a rank has several."""
 
     def check_pipeline(self) -> None:
         """Check what is known without a model.
@@ -62,12 +62,12 @@ class PipelineLayout:
 
     @property
     def is_v_shaped(self) -> bool:
-        """Whether a rank has two stages, of which the second ones go back from the last rank to the first."""
+        """Whether a rank has two stages, with the second ones ordered from the last rank back to the first."""
         return self.pipeline_parallel_schedule in _V_SHAPED
 
     @property
     def splits_backward(self) -> bool:
-        """Whether stages find the gradients of their input first, and those of their parameters later."""
+        """Whether stages compute the gradients of their input first, and of their parameters later."""
         return self.pipeline_parallel_schedule in _ZERO_BUBBLE
 
     def rank_of_stage(self, stage: int) -> int:

@@ -29,7 +29,7 @@ class PipelineStep:
         device: the device of the stages.
 
     Attributes:
-        stages: those of torch, by number.
+        stages: torch's stages, by number.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class PipelineStep:
             for number, stage in rank.stages.items()
         }
         own: list[Any] = list(self.stages.values())
-        # Gradients are divided by the number of micro-batches at the end, those of the routers' losses, too.
+        # Gradients, including those of router losses, are divided by the number of micro-batches at the end.
         make: Any = ScheduleInterleaved1F1B
         if num_stages == mesh.size():
             make, (own,) = Schedule1F1B, own
@@ -78,12 +78,12 @@ class PipelineStep:
             batches: tokens and labels, each int64 [B, T], as many as micro-batches.
 
         Returns:
-            The loss of each micro-batch in the last stage, and those of routers in the stages before; all together make the
-            loss of the pipeline.
+            The loss of each micro-batch in the last stage, and router losses in earlier stages; together they make the
+            pipeline's loss.
         """
         stages = self._rank.stages.values()
         for stage in stages:
-            stage.router_losses.clear()  # those of a step that was recorded
+            stage.router_losses.clear()  # losses of a recorded step
         losses = self._run(self._torch.step, batches)
         return [*losses, *(loss for stage in stages for loss in stage.router_losses)]
 
@@ -121,7 +121,7 @@ class PipelineStep:
 
 
 def received(stage: StageModel, shape: Sequence[int]) -> Tensor:
-    """Return what a stage receives of a micro-batch, on the meta device.
+    """Return the tensors that a stage receives for a micro-batch, on the meta device.
 
     Args:
         stage: any of a pipeline.

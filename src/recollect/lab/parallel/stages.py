@@ -1,4 +1,4 @@
-"""Cut a reference model into the stages of a pipeline, each a module of its own, and gather those of one rank.
+"""Cut a reference model into pipeline stages, each a separate module, and gather the stages of one rank.
 
 A rank's parameters have their names in the whole model.
 """
@@ -85,7 +85,7 @@ class StageModel(GPTModel):
         return self._losses(x_BTD, statistics, tokens, labels, rotary)
 
     def _with_losses(self, x_BTD: Tensor, statistics: list[RouterStatistics | None]) -> Tensor:
-        """Return the residual stream; its backward begins that of the routers' losses."""
+        """Return the residual stream; its backward also starts the backward of the routers' losses."""
         losses = [one.aux_loss for one in statistics if one is not None and one.aux_loss is not None]
         if not losses:
             return x_BTD
@@ -155,7 +155,7 @@ def cut_stage(model: GPTModel, layers: range) -> LossStage:
         stage = LossStage(model.config, layers)
     stage.compute_dtype = model.compute_dtype
     stage.decoder.layers = nn.ModuleList(model.decoder.layers[layer] for layer in layers)
-    # For the tokens in between, the last stage has a copy of the embedding: that of its own process.
+    # For the tokens in between, the last stage has its own process's copy of the embedding.
     for name in {"embedding", "output_layer", "mtp"} & dict(stage.named_children()).keys():
         setattr(stage, name, getattr(model, name))
     if stage.is_last:
@@ -208,7 +208,7 @@ class PipelineRank(GPTModel):
 
     @property
     def shared(self) -> tuple[nn.Parameter, ...]:
-        """Of the first rank and the last, the parameters of which both have a copy, in the same order."""
+        """The parameters that both the first rank and the last have a copy of, in the same order."""
         config = self.config
         is_shared = config.mtp_num_layers is not None or config.share_embeddings_and_output_weights
         if not (is_shared and (self.has_first or self.has_last)):
@@ -219,7 +219,7 @@ class PipelineRank(GPTModel):
 
     @property
     def loss_chunks(self) -> int:
-        """Chunks in which the last stage computes its loss; 1 if it is not here."""
+        """Number of chunks of the last stage's loss; 1 if that stage is not here."""
         return next((stage.loss_chunks for stage in self.stages.values() if stage.is_last), 1)
 
     @loss_chunks.setter
@@ -255,7 +255,7 @@ def pipeline_rank(
 
 
 def _embedding_of(head: nn.Module) -> nn.Module:
-    """Return what gives the matrix of the LM head the name that it has as an embedding."""
+    """Return a hook that gives the LM head's matrix the name that it has as an embedding."""
     words, embedding = nn.Module(), nn.Module()
     words.register_parameter("weight", head.get_parameter("weight"))
     embedding.word_embeddings = words

@@ -149,7 +149,7 @@ def _split_latents(
     }
     if isinstance(between, Shard):
         for name, norm in (("linear_q_down_proj", "q_layernorm"), ("linear_kv_down_proj", "kv_layernorm")):
-            # Without latents of the queries there are stand-ins without parameters.
+            # Without query latents there are stand-ins without parameters.
             if isinstance(down := attention.get_submodule(name), Linear):
                 setattr(attention, name, SequenceLinear(down, mesh))
                 styles[f"self_attention.{norm}"] = SequenceParallel()
@@ -196,7 +196,7 @@ def _fused(model: GPTModel) -> Iterator[tuple[nn.Module, Sequence[int]]]:
         if isinstance(module, SelfAttention) and isinstance(module.linear_qkv, Linear):
             yield module.linear_qkv, (query, group, group)
         elif isinstance(module, MLP) and isinstance(module.linear_fc1, Linear) and config.gated_linear_unit:
-            width = module.linear_fc1.weight.shape[0] // 2  # of a shared expert, its own
+            width = module.linear_fc1.weight.shape[0] // 2  # a shared expert's own projection
             yield module.linear_fc1, (width, width)
 
 

@@ -1,12 +1,12 @@
-"""What a rank of tensor parallelism runs in the place of a model's modules: its part of a sequence, of experts, or of the loss.
+"""Modules that a tensor-parallel rank runs in place of the model's: its part of a sequence, of experts, or of the loss.
 
 Each rank has some channels of every expert, or whole ones for its part of a sequence.
 With some channels of every expert, and of the shared one, all ranks route all tokens alike. What they send through their parts
 of the experts are parts of a sum; so are the gradients of the tokens and of their weights.
 Where ranks share the experts, too, each sends all of these rows to the ranks with the same channels.
 
-The rows of a fused projection are those of queries, keys and values, or of gate and up. Cut into equal parts as they are, the
-first rank would get nothing but queries. Reordered, part r has the r-th part of each.
+A fused projection has rows for queries, keys and values, or for gate and up. Cut into equal parts in that order, they
+would give the first rank only queries. Reordered, part r has the r-th part of each.
 
 Shape legend: B batch   T positions   L positions of this rank   D hidden_size
     N tokens   V vocabulary of this rank   R ranks
@@ -104,7 +104,7 @@ class SplitProduct(nn.Module):
     """A product in 8 bits of matrices that ranks share; each casts its part, with scales of its own.
 
     Args:
-        product: that of one rank.
+        product: one rank's product.
     """
 
     def __init__(self, product: nn.Module) -> None:
@@ -112,7 +112,7 @@ class SplitProduct(nn.Module):
         self.product = product
 
     def forward(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Map [N, I] to [N, O]: DTensors, of which the weights are split along either dimension."""
+        """Map [N, I] to [N, O]: DTensors; weights are split along either dimension."""
         assert isinstance(x, DTensor) and isinstance(weight, DTensor)
         is_of_rows = weight.placements[0].is_shard(0)
         own = x.to_local(grad_placements=[Partial()]) if is_of_rows else x.to_local()
@@ -122,10 +122,10 @@ class SplitProduct(nn.Module):
 
 
 class SplitMoELayer(MoELayer):
-    """A mixture of experts, of each of which this rank has some channels.
+    """A mixture of experts with this rank's channels of each expert.
 
     Args:
-        whole: all of it; changed in place. The shared expert is that of `whole`, to be split like any MLP.
+        whole: all of it; changed in place. The shared expert is `whole`'s, to be split like any MLP.
         mesh: the ranks.
         between: how the residual stream is spread: whole on all ranks, or cut along the sequence.
     """
@@ -206,9 +206,9 @@ def vocabulary_parallel_loss(logits_BTV: Tensor, labels_BT: Tensor, *, group: Pr
     """Return the mean cross entropy over the labels that are not ignored, from this rank's logits: an fp32 scalar.
 
     Each rank knows, for its part of the vocabulary, the largest logit of a token, the sum of exponentials, and the label's
-    logit if the label is there. One all-gather of these three numbers a token gives every rank all that the loss needs; they
-    are put together in the order of the ranks, so that all ranks have the same bits. The gradient of a rank's logits is its own
-    part of softmax minus one-hot, without communication.
+    logit if the label is there. One all-gather of these three numbers a token gives every rank everything that the loss
+    needs; they are put together in the order of the ranks, so that all ranks have the same bits. The gradient of a
+    rank's logits is its own part of softmax minus one-hot, without communication.
 
     Args:
         logits_BTV: [..., V] of this rank.

@@ -20,7 +20,7 @@ from recollect.lab.train.files import remove, write_text
 
 FORMAT = 1
 CHANGEABLE = ("optim.steps", "step.memory_budget", "step.recompute")
-"""Settings that a resumed run may change: what it recomputes changes no bit, and more steps are more steps."""
+"""Settings that a resumed run may change: recompute changes no bit, and it may train for more steps."""
 # That of one process was a file, which is refused.
 _NAME = re.compile(r"step_\d{8}(\.pt)?")
 _MANIFEST = "manifest.json"
@@ -29,7 +29,7 @@ _CHUNK_BYTES = 1 << 22
 
 @dataclass(frozen=True)
 class Manifest:
-    """What is in a checkpoint, beside tensors and random number states."""
+    """The contents of a checkpoint besides tensors and random number states."""
 
     step: int
     """Optimizer steps completed."""
@@ -44,7 +44,7 @@ class Manifest:
 
 
 def environment() -> dict[str, Any]:
-    """Return what determines the bits besides the settings; a resumed run warns about differences."""
+    """Return what determines a run's bits besides its settings; a resumed run warns about differences."""
     return {
         "torch version": str(torch.__version__),
         "numpy version": np.__version__,
@@ -109,7 +109,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest | str:
-    """Return the manifest of a checkpoint, or what is wrong with it in words."""
+    """Return the manifest of a checkpoint, or what is wrong with it."""
     try:
         stored = json.loads((folder / _MANIFEST).read_text())
         content, crc = stored["content"], stored["crc"]

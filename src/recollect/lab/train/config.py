@@ -110,7 +110,7 @@ class StepFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessFlags(ParallelFlags):
-    """How to use the processes that torchrun started; what the sizes leave of them is data parallelism."""
+    """How to use the processes that torchrun started; the ranks left by these sizes are data parallel."""
 
     distributed_timeout_minutes: int = 10
     """How long processes wait for each other before they give up."""
@@ -188,7 +188,7 @@ class RunFlags:
 
     @property
     def writes_tensorboard(self) -> bool:
-        """Whether any of the three flags asks for TensorBoard events."""
+        """Whether any of the three flags enables TensorBoard events."""
         return self.tensorboard or self.tensorboard_dir is not None or self.log_memory_to_tensorboard
 
 
@@ -221,7 +221,7 @@ class TrainConfig:
         return self.run.eval_iters * self.optim.num_micro_batches
 
     def training_setting(self, dimensions: TransformerConfig) -> TrainingSetting:
-        """Return what Megatron's rules for recompute consider of this run.
+        """Return the facts about this run that Megatron's recompute rules consider.
 
         Args:
             dimensions: the model.
@@ -267,8 +267,8 @@ def demo_config() -> TrainConfig:
         model=ModelFlags(size="demo"),
         data=DataFlags(seq_length=256),
         optim=OptimFlags(steps=150, batch_size=8, warmup_steps=20, learning_rate=2e-3),
-        # Without recompute the step needs 404 MiB, of which weights, gradients and optimizer state take 92 MiB. The device
-        # is fixed so that these numbers are the same everywhere.
+        # Without recompute the step needs 404 MiB; weights, gradients and optimizer state take 92 MiB of that. The
+        # device is fixed so that these numbers are the same everywhere.
         step=StepFlags(memory_budget="200MiB", device="cpu"),
         run=RunFlags(validate_every=25, validation_batches=4, measure_plain=True),
     )

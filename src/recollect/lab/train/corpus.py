@@ -30,7 +30,7 @@ class Corpus:
     vocab_size: int
     """All ids are below this."""
     fingerprint: str
-    """Hash of both, of indexed datasets that of indices, proportions and samples of the token ids; equal fingerprints mean
+    """Hash of both; for indexed datasets, of indices, proportions and samples of the token ids; equal fingerprints mean
     equal data."""
 
 
@@ -195,7 +195,7 @@ def parse_split(text: str) -> tuple[float, float, float]:
 
 
 def _sides(flags: DataFlags) -> list[_Side]:
-    """Return what training and validation read: sources, and their share of each in its order, from and to."""
+    """Return what training and validation read: sources, and the range of each source's order."""
     if not flags.data_path:
         whole = ((flags.train_data_path, "--train-data-path"), (flags.valid_data_path, "--valid-data-path"))
         return [(parse_blend(words, flag), 0.0, 1.0) for words, flag in whole]

@@ -1,9 +1,9 @@
-"""What the processes of a run exchange in a step: gradients, their norm, and losses. One process exchanges nothing.
+"""The exchanges of a run's processes in a step: gradients, their norm, and losses. One process exchanges nothing.
 
-Those of a pipeline also exchange what goes between stages, and a shared embedding.
+Processes of a pipeline also exchange activations between stages, and a shared embedding.
 
-Ranks of context parallelism have parts of a batch. Their gradients are those of their parts, times the ranks, and their loss is
-that of all: a mean over the ranks of data and context parallelism is right for either.
+Ranks of context parallelism have parts of a batch. Their gradients belong to their parts, times the number of ranks,
+and their loss is the loss of all: a mean over the ranks of data and context parallelism is right for either.
 """
 
 import math
@@ -31,7 +31,7 @@ class Exchange:
     """A step of one process."""
 
     def micro_batch(self, *, is_last: bool) -> AbstractContextManager[object]:
-        """Return what a micro-batch runs in."""
+        """Return the context that a micro-batch runs in."""
         return nullcontext()
 
     def accumulate(self, model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]], accumulation: int) -> Tensor:
@@ -62,14 +62,14 @@ class Exchange:
         """Make gradients the mean over the ranks with tokens of their own, where backward has not done it."""
 
     def clip(self, parameters: Iterable[nn.Parameter], max_norm: float) -> float:
-        """Scale gradients down to a norm, that of all parameters everywhere; return their norm before."""
+        """Scale gradients down so that their norm over all processes has this limit; return the norm before."""
         return nn.utils.clip_grad_norm_(parameters, max_norm).item()
 
     def mean(self, losses: Sequence[Tensor], total: int | None = None) -> float:
         """Return the mean of the losses of all ranks of data parallelism.
 
         Args:
-            losses: of this rank, in the order of its batches; what is there beyond its share of `total` does not count.
+            losses: of this rank, in the order of its batches; losses beyond its share of `total` do not count.
             total: number of losses that count, on all ranks; None: all.
         """
         return torch.stack(list(losses)).mean().item()
@@ -133,7 +133,7 @@ class RanksExchange(Exchange):
         return norm
 
     def _norm(self, parameters: Sequence[nn.Parameter]) -> float:
-        """Return the norm of the gradients, those of all ranks."""
+        """Return the norm of the gradients of all ranks."""
         # Norms add up over parameters of the same mesh only.
         gradients: dict[object, list[Tensor]] = {}
         for parameter in parameters:
@@ -215,7 +215,7 @@ def _own_rows(parameter: nn.Parameter) -> Tensor:
     gradient = parameter.grad
     assert gradient is not None
     if isinstance(parameter, DTensor):
-        # An embedding's gradient has all rows, until something asks for those of this rank.
+        # An embedding's gradient has all rows, until something requests this rank's rows.
         assert isinstance(gradient, DTensor)
         gradient = gradient.redistribute(placements=parameter.placements)
         parameter.grad = gradient

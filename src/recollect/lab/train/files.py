@@ -1,4 +1,4 @@
-"""Files of a run folder, in which one process at a time trains.
+"""Files of a run folder, where one process at a time trains.
 
 They are written complete or not at all, even if the process is killed, and read back with clear errors.
 """
@@ -18,7 +18,7 @@ from filelock import FileLock, Timeout  # a dependency of PyTorch
 from recollect.errors import CheckpointError
 
 _LOCK = "train.lock"
-# Beside the lock: some systems let nobody read a locked file.
+# Next to the lock: some systems let nobody read a locked file.
 _HOLDER = "train.pid"
 _SUFFIX = ".partial"
 
@@ -58,7 +58,7 @@ def read_object(path: Path, *, keys: Collection[str], advice: str) -> dict[str, 
 
     Args:
         path: the file.
-        keys: that it has.
+        keys: the keys it must have.
         advice: what to do about a damaged one, as a sentence.
 
     Raises:

@@ -1,8 +1,8 @@
 """Say which process of a run failed or ended, in all the others.
 
 When a process ends, the next exchange with it fails in the others with a message of gloo or NCCL that names an address. So each
-process that fails leaves a note about why, in the store at which all met, and reads the notes of the others: who failed
-by itself is the cause, and who leaves no note has ended without a word.
+process that fails leaves a note about why, in the store at which all met, and reads the notes of the others: whoever
+failed independently is the cause, and who leaves no note has ended without a word.
 """
 
 import itertools
@@ -23,7 +23,7 @@ from recollect.errors import RecollectError, RecordError
 from recollect.ranks.group import Ranks
 
 _EVERY_S = 1.0
-# What waits for an exchange over gloo raises within a moment, and says more.
+# A process that waits for an exchange over gloo soon raises by itself, with more detail.
 _PATIENCE_S = 5.0
 # All have met just before; only a machine that is very busy, or an end in between, makes one of them late.
 _LATEST_S = 20.0
@@ -31,7 +31,7 @@ _EXIT_ERROR = 2  # as the command line's
 _PROC = Path("/proc")
 # The others notice within a moment, unless they are in the middle of a long computation.
 _ANSWER_S = 5.0
-# Of an exchange that fails, in the words of gloo, NCCL and `recollect.ranks`.
+# Messages of a failed exchange from gloo, NCCL and `recollect.ranks`.
 _LOST = ("gloo", "NCCL", "onnection closed", "onnection reset", "got no answer from the others")
 _runs = itertools.count()
 
@@ -40,8 +40,7 @@ _runs = itertools.count()
 def named_errors(ranks: Ranks) -> Iterator[None]:
     """Let an error in the block name the process that it began in; see `peer_watch` for one that hears of no error.
 
-    Args:
-        ranks: the processes of the run, in each of which this is called.
+    Args: ranks: the processes of the run; each of them calls this.
 
     Raises:
         RecordError: another process failed, or has ended.
@@ -135,8 +134,8 @@ def peer_watch(last_words: LastWords) -> Iterator[None]:
     """In a with-block, end this process soon after another one of the block has failed or ended, unless it leaves the block.
 
     Over gloo a wait for a process that has failed or ended fails within a moment. On CUDA it does not: the device waits in a
-    kernel of NCCL, and Python waits for the device, where it hears neither of the others nor of signals. So a thread listens
-    beside it.
+    kernel of NCCL, and Python waits for the device, where it hears neither of the others nor of signals. So a thread
+    listens in the background.
 
     Args:
         last_words: the last words of all processes of the block.
@@ -160,7 +159,7 @@ def peer_watch(last_words: LastWords) -> Iterator[None]:
         with suppress(dist.DistError):
             if is_done:
                 meeting_place().set(f"{key}/done/{own}", "")
-            # It ends with the first one, unless torchrun has it: not before the last one has come to it.
+            # It ends with the first one, unless torchrun hosts it: not before the last one has arrived.
             if own == 0:
                 meeting_place().wait(list(entered_keys.values()), timedelta(seconds=_LATEST_S))
 

@@ -116,7 +116,7 @@ class OptimFlags:
         return 1 if self.accumulation is None else self.accumulation
 
     def on_ranks(self, data_parallel_size: int) -> "OptimFlags":
-        """Return the flags with the number of micro-batches that is the default on so many ranks of data parallelism.
+        """Return the flags with the default number of micro-batches for this many data-parallel ranks.
 
         Example:
             >>> OptimFlags().on_ranks(4).accumulation, OptimFlags(accumulation=8).on_ranks(4).accumulation

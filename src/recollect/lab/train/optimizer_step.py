@@ -1,4 +1,4 @@
-"""A step of a run: its device, its optimizer and learning rate, what it computes, and the memory that it takes.
+"""A step of a run: its device, its optimizer and learning rate, its computation, and its memory.
 
 The optimizer is AdamW with weight decay for matrices only.
 """
@@ -106,7 +106,7 @@ def train_step(
         model: `model(tokens, labels)` returns an object with a scalar `.loss`.
         optimizer: over the parameters of `model`; gradients are None afterwards.
         batches: `accumulation` pairs of tokens and labels, each int64 [B, T].
-        accumulation: divides each loss, so that gradients are those of the mean.
+        accumulation: divides each loss, so that gradients belong to the mean.
         clip_norm: largest norm of the gradient; 0 turns clipping off.
         exchange: with the other processes of the run; None: there are none.
 

@@ -36,11 +36,11 @@ class PipelinePlans:
     """The plans of a run's stages."""
 
     stages: tuple[tuple[Plan, ...], ...]
-    """Of each stage, a plan for all of its micro-batches, or one for each."""
+    """For each stage, a plan for all of its micro-batches, or one for each."""
     budget_bytes: int | None
-    """Of each device; None with Megatron's settings."""
+    """The budget of each device; None with Megatron's settings."""
     predicted_peak_bytes: int
-    """Of the rank that needs most."""
+    """The peak of the rank that needs most."""
     predicted_slowdown: float
     """Of the step."""
     plain_peak_bytes: int
@@ -148,8 +148,8 @@ def plan_stages(session: Session) -> PipelinePlans:
         return recollect.predict_pipeline(profiles, schedule, megatron_stage_plans(profiles, schedule, flags.recompute))
 
     def planned(loss_chunks: int, budget: int | str | None) -> PipelinePlan:
-        # All stages, or later the last one alone, in their processes. Those with the same stages, which are in a row, record
-        # together; the first of them stands for all.
+        # All stages, or later the last one alone, in their processes. Consecutive ranks with the same stages record
+        # together; the first represents them all.
         own = ranks.together(
             lambda: record_own_stages(session, exchange.rank, loss_chunks=loss_chunks, only_last=bool(found)),
             Place.START,
@@ -198,7 +198,7 @@ def record_own_stages(
             batch["labels"] = labels
             if stage.mtp is not None:
                 batch["tokens"] = tokens
-        # Over this process's part of the weights, which it has beside the whole ones.
+        # Over this process's part of the weights, which it has in addition to the whole ones.
         optimizer = build_optimizer(stage, session.config.optim)
         with recollect.gathered_stage(stage):
             found[number] = recollect.record(

@@ -44,7 +44,7 @@ def prepare(session: Session, console: Console) -> tuple[Plan | PipelinePlans | 
         console: where the plan is printed.
 
     Returns:
-        The plan, or those of a pipeline's stages (None without a budget or Megatron's settings), and the baseline.
+        The plan, or the plans of a pipeline's stages (None without a budget or Megatron's settings), and the baseline.
 
     Raises:
         ConfigError, NotYetError: Megatron's settings clash with the model, or are not supported yet.
@@ -146,7 +146,7 @@ def _recorded(session: Session, loss_chunks: int) -> Profile:
     # This loop holds only the loss. From the second micro-batch on, gradients exist during forward, too.
     how |= {"holds_output": False, "gradients": "accumulated" if len(batches) > 1 else "freed"}
     if trained.wrapped is not trained.model:
-        # Only in a step that runs as it is do gradients become parts of the buckets of DDP, which are always there.
+        # Only in an unmodified step do gradients become parts of DDP's buckets, which always exist.
         how = {"step": step}
     # All processes run one plan, so that collectives may run again.
     collectives: Collectives = "keep" if group is None else "replay"

@@ -30,7 +30,7 @@ class Processes:
     sharding: Sharding = "none"
     """What data parallelism shares."""
     ranks: Ranks = ALONE
-    """Lets them ask each other."""
+    """Lets them exchange messages."""
     mesh: LayoutMesh | None = None
     """Which of them share what; None for one process."""
 
@@ -182,7 +182,7 @@ def joined_processes(config: TrainConfig) -> Iterator[Processes]:
 
 @contextmanager
 def _process_group(config: TrainConfig) -> Iterator[None]:
-    """Within the block, have a process group: the one that there is, or one of its own."""
+    """Within the block, have a process group: the existing one, or a new one."""
     if dist.is_initialized():
         yield
         return

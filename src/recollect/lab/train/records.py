@@ -251,7 +251,7 @@ def describe(record: StepRecord, budget_bytes: int | None, *, columns: int | Non
     Args:
         record: the step.
         budget_bytes: shown after the peak if not None.
-        columns: room for the text, if there is little; what matters least is left out.
+        columns: room for the text, if there is little; the least important parts are left out.
 
     Example:
         >>> record = StepRecord(step=1, loss=2.5, learning_rate=1e-3, grad_norm=1.0, step_s=0.5, tokens_per_s=2048.0)

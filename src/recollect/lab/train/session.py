@@ -26,7 +26,7 @@ from recollect.lab.train.windows import Windows, batch_at
 from recollect.ranks.group import Place
 from recollect.warning import warn_user
 
-# What a start makes anew for other settings.
+# Files that a start remakes for other settings.
 _PLAN_FILES = ("plan.json", "pipeline_plans.json", "baseline.json")
 # Between the seeds of two steps, more than there are ranks.
 _SEEDS_APART = 1_000_003
@@ -51,11 +51,11 @@ class Session:
     checkpoints: Checkpoints
     """Those of the run."""
     rng: dict[str, Any] | None = None
-    """Random number states to start from; None: those of the seed and the step."""
+    """Random number states to start from; None: derived from the seed and the step."""
     step: int = 0
     """Optimizer steps completed."""
     changes: tuple[str, ...] = ()
-    """Settings that are others than when the run was interrupted, in words."""
+    """Settings that differ from those of the interrupted run, in words."""
 
     @property
     def model(self) -> GPTModel:
@@ -199,7 +199,7 @@ def _find_start(config: TrainConfig) -> tuple[Path, Path | None]:
 
 
 def _config_text(session: Session) -> str:
-    """Return what config.json has: the settings of a run, and its layout."""
+    """Return the content of config.json: a run's settings and its layout."""
     settings = {**dataclasses.asdict(session.config), "layout": session.processes.spread}
     return json.dumps(settings, indent=2, default=str) + "\n"
 
@@ -208,7 +208,7 @@ def _resume(session: Session, path: Path, problem: str | None) -> None:
     """Put a run into the state of a checkpoint.
 
     Args:
-        session: the run; with random number states, if the checkpoint has those of its layout.
+        session: the run; with random number states, if the checkpoint has them for its layout.
         path: the checkpoint.
         problem: see `find_damage`.
 
@@ -236,7 +236,7 @@ def _resume(session: Session, path: Path, problem: str | None) -> None:
 
 
 def _take_changes(session: Session, stored: dict[str, Any], current: dict[str, Any]) -> None:
-    """Note what the resumed run changes, and have the plan made anew if it changes what to recompute."""
+    """Note the resumed run's changes, and remake the plan if they affect recompute."""
     path = session.folder / "config.json"
     before = read_object(path, keys=["step"], advice="Begin again with another --run-dir.")
     text = _config_text(session)

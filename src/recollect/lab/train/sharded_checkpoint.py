@@ -1,8 +1,8 @@
 """Write and read the tensors of checkpoints; several processes go on training while they write.
 
 By `torch.distributed.checkpoint`, each process writes its part of the tensors and its random number states. The folder has
-another name until all have written, and the last file in it is the manifest. Names, order and shapes are those of the whole
-model, so that any layout reads it.
+another name until all have written, and the last file in it is the manifest. Names, order and shapes match the whole
+model, so that any layout can read it.
 
 Each process says where its parts of tensors are in the whole ones. DTensors know that, but for fused projections under tensor
 parallelism, whose rows are reordered by rank: their parts are cut where neighbours in the whole matrix end.
@@ -50,7 +50,7 @@ Fused: TypeAlias = tuple[Sequence[int], int]
 class StoredState:
     """The tensors of a model and its optimizer that are in this process, by name.
 
-    Tensors are those of the run itself: what writes to them changes it.
+    Tensors are the run's own: writing to them changes it.
 
     Args:
         model: spread or not.
@@ -58,7 +58,7 @@ class StoredState:
         tensor_ranks: those of tensor parallelism.
 
     Attributes:
-        tensors: parameters, buffers, and the optimizer's state. Its settings follow from those of the run.
+        tensors: parameters, buffers, and the optimizer's state. Its settings follow from the run's.
         fused: of parameters and of state whose rows are reordered, the rows of each part in the whole model, and their
             dimension.
     """
@@ -108,7 +108,7 @@ def parts_of(tensor: Tensor, fused: Fused | None = None, ranks: int = 1) -> list
 
 
 class Checkpoints:
-    """Writes the checkpoints of a run into a folder, at most one at a time; several processes train on meanwhile.
+    """Writes the checkpoints of a run into a folder, at most one at a time; several processes go on training meanwhile.
 
     All of them make one, and call its methods together.
 
@@ -121,7 +121,7 @@ class Checkpoints:
 
     def __init__(self, folder: Path, *, keep: int, processes: Processes, timeout: timedelta) -> None:
         self._folder, self._keep, self._processes = folder, keep, processes
-        # A group of its own: its exchanges run beside those of the steps, in no order.
+        # A separate group: its exchanges run concurrently with the steps', in no fixed order.
         self._group = None
         if not processes.ranks.is_alone:
             self._group = dist.new_group(backend="gloo", timeout=timeout, group_desc="checkpoints")
@@ -129,7 +129,7 @@ class Checkpoints:
         self._path = folder
 
     def start(self, stored: StoredState, manifest: Manifest, random: dict[str, Any]) -> None:
-        """Write the state, once the checkpoint before is there; several processes copy it, and begin to write.
+        """Write the state once the previous checkpoint is complete; several processes copy it, and begin to write.
 
         Args:
             stored: the state; the next step may change it as soon as this returns.
@@ -155,7 +155,7 @@ class Checkpoints:
         self._pending = began
 
     def finish(self) -> None:
-        """Wait until the checkpoint that is being written is there.
+        """Wait until the checkpoint being written is complete.
 
         Raises:
             CheckpointError: it could not be written; names the process and the reason, in all of them. Older ones are kept.
@@ -197,7 +197,7 @@ class _Writer(FileSystemWriter):
         random = _random_name(self._rank)
         write_atomically(self._unpublished / random, lambda file: torch.save(self._random, file))
         names = {random, *(result.storage_data.relative_path for result in results)}
-        # For `finish`, beside where each tensor is.
+        # For `finish`, besides the place of each tensor.
         sums = {name: checksum_of(self._unpublished / name) for name in sorted(names)}
         done: torch.futures.Future[list[WriteResult]] = torch.futures.Future()
         done.set_result([*results, WriteResult(MetadataIndex("checksums"), 0, sums)])
@@ -237,7 +237,7 @@ def read_tensors(path: Path, stored: StoredState) -> None:
 
 
 def read_random_states(path: Path, manifest: Manifest, layout: dict[str, Any], rank: int) -> dict[str, Any] | None:
-    """Return the random number states of a process; None if the checkpoint is of another layout."""
+    """Return the random number states of a process; None if the checkpoint has another layout."""
     if manifest.layout != layout:
         return None
     return torch.load(path / _random_name(rank), map_location="cpu", weights_only=True)

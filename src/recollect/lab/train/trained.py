@@ -33,11 +33,11 @@ class Trained:
     model: GPTModel
     """The model, with this process's part of the weights."""
     wrapped: nn.Module
-    """What runs in training: the model, or what reduces its gradients around it."""
+    """The module to train: the model, or the wrapper that reduces its gradients."""
     optimizer: torch.optim.Optimizer
     """Over the parameters that are here."""
     exchange: Exchange
-    """What the processes exchange in a step."""
+    """The exchanges of the processes in a step."""
 
     def step(self, batches: Sequence[tuple[Tensor, Tensor]], *, clip_norm: float) -> tuple[float, float]:
         """Run one optimizer step over the micro-batches of this process; see `train_step`."""
@@ -52,16 +52,16 @@ class Trained:
 
 
 def build_trained(dimensions: TransformerConfig, config: TrainConfig, processes: Processes) -> Trained:
-    """Build the model with the weights of the seed, which are those of one process, and spread it.
+    """Build the model with the seed's weights, the same as in one process, and spread it.
 
-    A process never has more of the weights than its own part, and a few megabytes beside it.
+    A process never holds more of the weights than its own part and a few megabytes.
 
     Args:
         dimensions: the whole model.
         config: the run.
         processes: what to spread it over.
     """
-    # What runs before the first step, such as one that is recorded, draws the same random numbers in all processes.
+    # Code before the first step, such as a recorded step, draws the same random numbers in all processes.
     torch.manual_seed(config.step.seed)
     with torch.device("meta"):
         # Weights stay fp32 even with bf16 activations and matrix products, because AdamW's updates are smaller than the spacing
@@ -106,9 +106,9 @@ def _pipeline(model: GPTModel, weights: SeedWeights, config: TrainConfig, proces
 
 @torch.no_grad()
 def _draw(weights: SeedWeights, model: GPTModel, tensor_ranks: int) -> None:
-    """Put weights in the place of parameters on the meta device, and in that of buffers what they are at first.
+    """Replace parameters on the meta device by weights, and buffers by their initial values.
 
-    They are new objects, with the hooks of the old ones, which whoever holds them still has.
+    They are new objects with the hooks of the old ones; references to the old ones remain valid.
 
     Args:
         weights: the weights of the whole model, and the device where they go.
@@ -143,7 +143,7 @@ def _spread(model: GPTModel, processes: Processes, weights: SeedWeights) -> nn.M
         weights: the weights of the whole model.
 
     Returns:
-        What runs in training: the model, or what reduces its gradients around it.
+        The module to train: the model, or the wrapper that reduces its gradients.
     """
     mesh, layout = processes.mesh, processes.layout
     if mesh is None:
