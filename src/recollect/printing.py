@@ -6,7 +6,7 @@ import textwrap
 from rich.console import Console
 
 _LEAST_COLUMNS = 80
-# What people copy stays on one line, and a number with its unit.
+# Text that people copy stays on one line, and a number stays with its unit.
 _WHOLE = re.compile(r"pip install \S+|\d (?:[KMGT]i?)?B\b|\d %")
 _LABEL = re.compile(r" *(?:\S+ {2,})?")
 _HARD_SPACE = "\xa0"

@@ -33,7 +33,7 @@ _BAR_WIDTH: Final = 15
 
 @contextmanager
 def stage(text: str, total: int | None = None) -> Iterator[Callable[[], None]]:
-    """Say what the block does.
+    """Describe what the block does.
 
     Args:
         text: what it does, such as "planning".
@@ -79,7 +79,7 @@ class _Stage:
         return f"{self.done}{separator}{self.total}"
 
     def left(self) -> str:
-        """Return how long the rest takes if it goes on like this; "" if nothing is known yet."""
+        """Return how long the rest takes at this pace; "" if nothing is known yet."""
         if not self.done or self.total is None or self.done >= self.total:
             return ""
         rest_s = (time.monotonic() - self.begin_s) / self.done * (self.total - self.done)
@@ -100,7 +100,7 @@ class _Line:
         self._stages: list[_Stage] = []
         self._live: Live | None = None
         self._is_closed = False
-        # Held while the line appears or goes; drawing has a lock of its own.
+        # Held while the line appears or disappears; drawing has its own lock.
         self._lock = threading.Lock()
         self._wait(_DELAY_S if is_terminal else _EVERY_S)
 
@@ -140,7 +140,7 @@ class _Line:
         with self._lock:
             if self._is_closed:
                 return
-            # The work goes on when what shows it has gone.
+            # The work continues after its display is gone.
             with suppress(OSError, ValueError):
                 if self._is_terminal:
                     self._live = self._started()
@@ -157,7 +157,7 @@ class _Line:
             get_renderable=self._drawn,
             refresh_per_second=_DRAWN_PER_S,
             transient=True,
-            # What is printed meanwhile goes above the line, if it goes to the terminal at all.
+            # Output printed in the meantime appears above the line, if it reaches the terminal at all.
             redirect_stdout=sys.stdout is not None and sys.stdout.isatty(),
             redirect_stderr=sys.stderr is self._stream,
         )

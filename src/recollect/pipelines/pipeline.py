@@ -1,4 +1,4 @@
-"""A pipeline to plan: its schedule, its recorded stages, and what its ranks and its step come to under plans."""
+"""A pipeline to plan: its schedule, its recorded stages, and the cost of its ranks and its step under plans."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
@@ -40,7 +40,7 @@ class PipelinePlan:
         plain_step_s: the same without recompute.
         slowdowns: of each stage, what recompute adds to its own work, micro-batches on average; 0.03 is 3 %.
         in_flight: of each stage, the most micro-batches between forward and the end of backward.
-        schedule: what each rank runs.
+        schedule: the actions of each rank.
         budget_bytes: the budget of each device; None if the plans were given.
     """
 
@@ -60,12 +60,12 @@ class PipelinePlan:
 
     @property
     def slowdown(self) -> float:
-        """What recompute adds to the step; 0.03 is 3 %."""
+        """Overhead of recompute in the step; 0.03 is 3 %."""
         return self.step_s / self.plain_step_s - 1 if self.plain_step_s > 0 else 0.0
 
     @property
     def loss_chunks(self) -> int:
-        """Chunks in which the last stage computes the loss, the same for all micro-batches."""
+        """Number of chunks of the last stage's loss, the same for all micro-batches."""
         last = self.plans[-1]
         return (last if isinstance(last, Plan) else last[0]).loss_chunks
 
@@ -101,7 +101,7 @@ class RecordedPieces:
             RecordedStage(
                 number,
                 whole=self._parts(number, profile, is_last=number == last),
-                # The first piece is of the first stage, which splits no backward.
+                # The first piece belongs to the first stage, which splits no backward.
                 halves=self._parts(number, split_profiles[number], is_last=number == last)
                 if split_profiles and number
                 else None,
@@ -151,10 +151,10 @@ class RecordedPieces:
 
 
 class Pipeline:
-    """A schedule with the recorded pieces that it runs. What several ranks or pieces share is worked out once.
+    """A schedule with the recorded pieces that it runs. Results shared by several ranks or pieces are computed once.
 
     Args:
-        schedule: what each rank runs.
+        schedule: the actions of each rank.
         recorded: all pieces, in order.
         sizes: how many pieces each stage has, whose units are then named as in an `nn.Sequential` of its pieces; by default
             each stage is one piece, with names of its own.
@@ -182,7 +182,7 @@ class Pipeline:
 
     @cached_property
     def ranks(self) -> list[Rank]:
-        """What each rank runs, with as few micro-batches as say the same."""
+        """The actions of each rank, with the fewest micro-batches that are representative."""
         return [self.rank(number, is_whole=False) for number in range(len(self.schedule.ranks))]
 
     def pieces_of_rank(self, number: int) -> list[int]:
@@ -190,7 +190,7 @@ class Pipeline:
         return [piece for stage in self.schedule.stages_of(number) for piece in self.pieces_of[stage]]
 
     def plans_of_pieces(self, plans: Sequence[Plan]) -> tuple[Plan, ...]:
-        """Return the plan of each piece, from those of the ranks."""
+        """Return the plan of each piece, from the ranks' plans."""
         found = {
             piece: stage_plan(plan, number, self.recorded.pieces[piece].whole.profile)
             for rank, plan in enumerate(plans)
@@ -340,7 +340,7 @@ class Pipeline:
         return sum(self.recorded.added_s(parts, plan)) / (parts.profile.step_s or 1.0)
 
     def _used(self, piece: int) -> StageParts:
-        """Return what a piece runs most: with a whole backward, if its stage ever does."""
+        """Return a piece's most frequent action: with a whole backward, if its stage ever runs one."""
         recorded, stage = self.recorded.pieces[piece], self.stage_of[piece]
         splits = stage > 0 and BACKWARD not in self.schedule.backwards_of(stage)
         return recorded.halves if splits and recorded.halves is not None else recorded.whole

@@ -29,8 +29,8 @@ def plan_pipeline(
     """Choose a plan for each stage, so that no rank exceeds the budget at any moment of the schedule.
 
     A stage holds as many micro-batches as its rank's actions have in flight: under 1F1B the first rank holds as many as there
-    are ranks, the last one a single one, so plans get faster along the pipeline. Ranks do not share memory, and a step takes
-    no longer if any rank is faster, so that each rank is planned by itself.
+    are ranks, the last one a single one, so plans get faster along the pipeline. Ranks do not share memory, and a step
+    never takes longer if a rank is faster, so each rank is planned separately.
 
     Args:
         profiles: one for each stage, in order, of one micro-batch:
@@ -43,8 +43,8 @@ def plan_pipeline(
             `split_backward=True`.
         send_s: seconds to send a micro-batch to the next stage.
         return_outputs: as passed to torch's `schedule.step`: whether it returns the outputs of the last stage, which it then
-            holds for all micro-batches, and once more when it puts them together. What the loop keeps of them then, as
-            `out = schedule.step(...)` does, comes on top.
+            holds for all micro-batches, and once more when it puts them together. Outputs that the loop keeps then, as
+            `out = schedule.step(...)` does, are extra.
 
     Returns:
         The plans, the peak of each rank, and the time of the step.

@@ -1,4 +1,4 @@
-"""What one rank of a pipeline runs: its stages, or parts of them, and its actions, or as few as need as much memory.
+"""The work of one pipeline rank: its stages, or parts of them, and its actions, or the fewest that need as much memory.
 
 Also the buffers through which stages exchange what they make, where torch makes them when they are needed (since 2.15).
 """
@@ -21,7 +21,7 @@ class RankStage:
     recorded: RecordedStage
     """On one micro-batch."""
     output_bytes: int
-    """What a micro-batch makes: what the next stage receives, or the output of the last one."""
+    """Result of a micro-batch: the next stage's input, or the output of the last stage."""
     is_first: bool
     is_last: bool
     """Whether it is the first or the last of the pipeline."""
@@ -47,7 +47,7 @@ class RankStage:
 
 @dataclass(frozen=True)
 class Rank:
-    """What one rank runs; equal for ranks that do alike."""
+    """The work of one rank; equal for ranks that work alike."""
 
     stages: tuple[RankStage, ...]
     """In order."""
@@ -72,10 +72,10 @@ class Rank:
 
 
 def first_actions(actions: Sequence[PipelineAction]) -> tuple[PipelineAction, ...]:
-    """Return a rank's actions for the first micro-batches only: so many that as many are in flight as with all of them.
+    """Return a rank's actions for the first micro-batches only, enough to have as many in flight as with all of them.
 
-    One more is there, whose backward finds what the one before it sent. Later ones find no more, and every plan saves and
-    costs the same share of them.
+    One more is included, whose backward finds the gradient sent by the one before it. Later ones hold no more, and
+    every plan saves and costs the same share of them.
     """
     fullest = _fullest(actions)
     num_micro_batches = len({action.micro_batch for action in actions})
@@ -90,8 +90,8 @@ def first_actions(actions: Sequence[PipelineAction]) -> tuple[PipelineAction, ..
 def left_out(actions: Sequence[PipelineAction], some: Sequence[PipelineAction]) -> tuple[tuple[int, ...], ...]:
     """Return, for each of some of a rank's actions, how many more micro-batches of each stage have run by then, at most.
 
-    Compared are moments at which as many are in flight in all places, the last ones with all actions and with some of them: by
-    then most was sent. An action counts what any later one does.
+    This compares the last moments with equally many in flight everywhere, with all actions and with some: by then most
+    was sent. An action counts what any later one does.
     """
     of_all = dict(_moments(actions))
     most = dict.fromkeys(sorted({action.stage for action in actions}), 0)
@@ -112,7 +112,7 @@ _Moment = tuple[tuple[_Place, int], ...]
 
 
 def _moments(actions: Sequence[PipelineAction]) -> Iterator[tuple[_Moment, Counter[int]]]:
-    """Yield the moment of each action at which most is in flight, and how many forwards each stage has run by then."""
+    """Yield each action's moment with most in flight, and the number of forwards each stage has run by then."""
     alive: Counter[_Place] = Counter()
     forwards: Counter[int] = Counter()
     for action in actions:
@@ -136,15 +136,15 @@ def _is_at_least(other: dict[_Place, int], one: dict[_Place, int]) -> bool:
 
 
 class Buffers:
-    """What stages exchange where it is there as needed; each buffer until the last of its holders lets go of it.
+    """Buffers that stages exchange when allocated as needed; each lives until its last holder releases it.
 
     A holder is a micro-batch in a stage, from forward to the end of its backward; the loss, of the last stage's input, to
     whose graph that belongs until the step ends; or the loop, of an output that it has sent and that has not arrived yet:
     GPipe's until all forwards are done, that of 1F1B until it sends the next, or goes backward.
 
     Args:
-        log: of the rank, to write to.
-        allocate: writes that a storage of so many bytes is made; returns its number.
+        log: the rank's log, to write to.
+        allocate: logs a new storage of this many bytes; returns its number.
         rank: whose buffers they are.
     """
 
@@ -163,7 +163,7 @@ class Buffers:
         self._num_holders: dict[int, int] = {}
 
     def receive(self, action: PipelineAction) -> None:
-        """Make the buffer that an action needs, unless there is none, or it is there already."""
+        """Make the buffer that an action needs, if any, unless it already exists."""
         stage = self._rank.stages[action.stage]
         is_forward = action.kind == FORWARD
         key = action.stage, action.micro_batch
@@ -176,7 +176,7 @@ class Buffers:
         self.make([holder], stage.recorded.whole.input_bytes if is_forward else stage.output_bytes)
 
     def _first_part(self, number: int) -> int:
-        """Return the part of a stage that comes first, and is the last to go backward."""
+        """Return the part of a stage that runs first in forward and last in backward."""
         while self._rank.stages[number].previous_is_inside:
             number -= 1
         return number
@@ -195,14 +195,14 @@ class Buffers:
             self._held.setdefault(holder, []).append(storage)
 
     def let_go(self, holder: object) -> None:
-        """Free what nobody else holds."""
+        """Free buffers without other holders."""
         for storage in self._held.pop(holder, ()):
             self._num_holders[storage] -= 1
             if not self._num_holders[storage]:
                 self._log.append((events.FREE, storage))
 
     def after_forward(self, key: tuple[int, int], stage: RankStage) -> None:
-        """Make the output, and let go of the one before if the loop has waited for it."""
+        """Make the output, and release the previous one if the loop has waited for it."""
         number, micro_batch = key
         arriving, own = ("sent", number), (self._first_part(number), micro_batch)
         if stage.next_is_here:

@@ -1,7 +1,7 @@
 """How fast a rank's plan can be at best: the bound of `planning/bound.py` with one decision for all micro-batches of a stage.
 
-A micro-batch does what every other one of its stage does, since they run under one plan. What it has in memory depends only
-on where it is: inside one of its actions, or waiting for the next. So at each moment of a rank
+A micro-batch does what every other one of its stage does, since they run under one plan. Its memory depends only on
+where it is: inside one of its actions, or waiting for the next. So at each moment of a rank
 
     kept = own(where the running micro-batch is) + sum over stages s of n_s waiting(s) + h_s between(s)
 
@@ -41,7 +41,7 @@ def rank_bound(rank: Rank, step: RankStep) -> LowerBound:
     """Return the bound on the recompute of any plan of a rank.
 
     Args:
-        rank: what it runs.
+        rank: the work of the rank.
         step: `rank_step(rank)`.
     """
     moments = _Moments(rank, step)

@@ -27,21 +27,21 @@ class RankStep:
     profile: Profile
     """Of all its micro-batches; units are named `<number in the rank's stages>.<path>`."""
     forwards: tuple[tuple[int, int, Profile], ...]
-    """For each forward in order, (number of the stage, micro-batch, its recorded profile): whose calls come next."""
+    """For each forward in order, (stage number, micro-batch, its recorded profile): the owner of the next calls."""
     starts: tuple[int, ...]
     """For each action of the rank, where in the log the events of its part begin."""
 
 
 def rank_step(rank: Rank) -> RankStep:
-    """Return the step of one rank, in which micro-batches are in flight as its schedule has them.
+    """Return the step of one rank, with micro-batches in flight as in its schedule.
 
-    What lives throughout the step is that of all stages of the rank: parameters, gradients, optimizer state, and the buffers
-    that torch receives into, one for each micro-batch: of the inputs, and of the outputs' gradients. A stage's output is held
-    from its forward to the end of its backward, both halves of it; the gradient that it sends, to the end of its next
-    backward, since the loop that sends it holds it until then. What a stage hands to one on the same rank takes the place of
-    a buffer. What the last stage returns is held to the end of its backward, or of the step if that returns it. Where torch
-    receives as needed, a buffer is there from just before the action that it is for until the end of the
-    backward, both halves of it.
+    The rank's stages together make up the memory that lives throughout the step: parameters, gradients, optimizer
+    state, and the buffers that torch receives into, one for each micro-batch: of the inputs, and of the outputs'
+    gradients. A stage's output is held from its forward to the end of its backward, both halves of it; the gradient
+    that it sends, to the end of its next backward, since the loop that sends it holds it until then. A tensor passed to
+    a stage on the same rank takes the place of a buffer. The last stage's output is held until the end of its backward,
+    or of the step if the step returns it. Where torch receives as needed, a buffer is there from just before the
+    action that it is for until the end of the backward, both halves of it.
 
     Raises:
         ProfileFormatError: a stage that was recorded with other ops for a whole backward than for one in halves.
@@ -118,10 +118,10 @@ class _InFlight:
 
 
 def _half(kind: str, part: Sequence[Event]) -> tuple[Sequence[Event], Sequence[Event]]:
-    """Return the events of a backward, and those of them that come when all parts of the stage are done.
+    """Return the events of a backward, and those among them that come when all parts of the stage are done.
 
-    Half a backward is one of all parts. The first half lets go together of what it computed again; the second asks for the
-    values of all parts before it releases them, at most.
+    Half a backward is one of all parts. The first half releases all its recomputed values together; the second needs at
+    most the values of all parts before releasing them.
     """
     if kind == INPUT:
         end = next((place for place, event in enumerate(part) if event[0] == events.LET_GO), len(part))
@@ -148,15 +148,15 @@ class _Writer:
         for stage in rank.stages:
             self._add_graphs(stage.recorded)
         self._num_storages = self._num_handles = 0
-        # Of each stage: events that free the gradient that it sent last.
+        # For each stage: events that free the gradient that it sent last.
         self._sent: dict[int, list[Event]] = {}
         self._open: dict[tuple[int, int], _InFlight] = {}
         self._buffers = Buffers(self.log, self.allocate, rank) if rank.as_needed else None
-        # Of each part of a stage and micro-batch: events that free the gradient that it handed to the part before.
+        # For each part of a stage and micro-batch: events that free the gradient passed to the previous part.
         self._handed: dict[tuple[int, int], list[Event]] = {}
-        # Of each part of a stage and micro-batch: how half of its backward ends, and of the parts after it.
+        # For each part of a stage and micro-batch: how half of its backward ends, including later parts.
         self._ends: dict[tuple[int, int], list[Event]] = {}
-        # Of each stage: what is held of the micro-batches that are not among the actions.
+        # For each stage: storages held by micro-batches that are not among the actions.
         self._left_out = [self._held_before(number, stage) for number, stage in enumerate(rank.stages)]
 
     def _held_before(self, number: int, stage: RankStage) -> list[int]:
@@ -168,7 +168,7 @@ class _Writer:
         kinds = [action.kind for action in self._rank.actions if action.stage == number]
         if self._rank.loop.holds_sent:
             held_bytes += output_bytes + input_bytes
-            # One gradient more than moments tell, so that it is not too little where the fullest comes between two of them.
+            # One gradient more than the moments show, which is enough if the peak lies between two of them.
             self._at_end.append((events.FREE, self.allocate(min(1, self._rank.left_out[0][number]) * input_bytes)))
         elif kinds[:2] == [FORWARD] * 2:
             # The loop of 1F1B holds the last output that it sent before it begins to alternate.
@@ -176,7 +176,7 @@ class _Writer:
         return [self.allocate(held_bytes) for _ in range(self._rank.left_out[0][number])]
 
     def let_go(self, left_out: Sequence[int]) -> None:
-        """Let go of what is held of micro-batches that are not among the actions, but for so many of each stage."""
+        """Release storages of micro-batches that are not among the actions, except this many per stage."""
         for held, count in zip(self._left_out, left_out, strict=True):
             self.log += [(events.FREE, storage) for storage in held[count:]]
             del held[count:]
@@ -209,7 +209,7 @@ class _Writer:
             return
         found = self._open[key]
         if stage.next_is_inside and action.kind != INPUT and found.output is not None:
-            # The next part has let go of its input.
+            # The next part has released its input.
             self.log.append((events.FREE, found.output))
             found = self._open[key] = replace(found, output=None)
         now: Sequence[Event] = found.parts.parts[action.kind]

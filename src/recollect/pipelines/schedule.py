@@ -17,21 +17,21 @@ BACKWARD: Final = "B"
 # The two halves of a backward: gradients of the stage's input, then of its parameters.
 INPUT: Final = "I"
 WEIGHT: Final = "W"
-# What torch.distributed.pipelining writes between them: communication, and FSDP's gathers and reductions.
+# Actions that torch.distributed.pipelining adds: communication, and FSDP's gathers and reductions.
 _NOT_COMPUTED: Final = re.compile(r"\d+(UNSHARD|RESHARD|(WAIT_)?(REDUCE_GRAD|SEND_F|SEND_B)|RECV_F|RECV_B)\d*")
 _RECEIVED: Final = re.compile(r"(\d+)RECV_([FB])(\d+)")
 _COMPUTED: Final = re.compile(r"(\d+)([FBIW])(\d+)")
 
 
 class Loop(Enum):
-    """What runs a rank's actions, and how long it holds what it sent."""
+    """The runtime of a rank's actions, and how long it holds the tensors it sent."""
 
     ONE_F_ONE_B = "1F1B"
     """A gradient until it sends the next one."""
     GPIPE = "GPipe"
     """All gradients until the step ends."""
     ACTIONS = "actions"
-    """The same, for any list of actions, such as those of several stages."""
+    """The same, for any list of actions, such as several stages' actions."""
 
     @property
     def holds_sent(self) -> bool:
@@ -58,8 +58,8 @@ class PipelineSchedule:
     Attributes:
         ranks: the actions of each rank.
         loop: which of torch's loops runs them, or one that holds as much.
-        as_needed: whether a rank receives into buffers that it makes when it needs them, and lets go of an output that has
-            arrived, as torch does since 2.15; before, it has buffers for all micro-batches from the beginning.
+        as_needed: whether a rank receives into buffers that it makes when it needs them, and releases an output that
+            has arrived, as torch does since 2.15; before, it has buffers for all micro-batches from the beginning.
         receives: of each rank: what is received earlier than right before its action, as (the action, the one before which its
             buffer is made); only where that is as needed.
         return_outputs: whether a step returns what the last stage makes of all micro-batches, as torch's does by default; it
@@ -244,7 +244,7 @@ def schedule_of(schedule: Any) -> PipelineSchedule:
 def _parts(row: Iterable[Any]) -> Iterable[str]:
     for entry in row:
         text = "" if entry is None else str(entry).strip()
-        # Two actions at once: they share the device, in this order.
+        # Two overlapped actions: they share the device, in this order.
         inner = re.fullmatch(r"\((.*)\)OVERLAP_F_B", text)
         yield from filter(None, inner[1].split(";") if inner else [text])
 
@@ -312,7 +312,7 @@ def played_s(schedule: PipelineSchedule, lasts: Callable[[PipelineAction], float
     or the first half of one, for the stage behind.
 
     Args:
-        schedule: what each rank runs.
+        schedule: the actions of each rank.
         lasts: the seconds of each action.
         send_s: seconds to send a micro-batch from one stage to the next; a stage on the same rank gets it at once.
 
@@ -320,7 +320,7 @@ def played_s(schedule: PipelineSchedule, lasts: Callable[[PipelineAction], float
         ScheduleError: the ranks wait for each other for ever.
     """
     rank_of = {stage: rank for rank in range(len(schedule.ranks)) for stage in schedule.stages_of(rank)}
-    # When the output of a stage, or the gradient of its input, is there: (is it the gradient, stage, micro-batch).
+    # When the output of a stage, or the gradient of its input, is ready: (is it the gradient, stage, micro-batch).
     made: dict[tuple[bool, int, int], float] = {}
     clocks = [0.0] * len(schedule.ranks)
     position = [0] * len(schedule.ranks)

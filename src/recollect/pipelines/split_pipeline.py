@@ -27,7 +27,7 @@ class PipelineSplit:
 
     Attributes:
         layers: of each stage, in order.
-        pipeline: what is predicted; a stage's units are named as in an `nn.Sequential` of its layers: `<number>.<path>`.
+        pipeline: the prediction; a stage's units are named as in an `nn.Sequential` of its layers: `<number>.<path>`.
         even_step_s: seconds of the step with as many layers in each stage, or one more in the first ones; None if that exceeds
             the budget.
     """
@@ -225,7 +225,7 @@ class _Search:
 
 
 def _neighbours(sizes: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """Return the splits in which one stage has a layer less and another one more."""
+    """Return the splits that move one layer from one stage to another."""
     found = []
     for giver, taker in permutations(range(len(sizes)), 2):
         if sizes[giver] > 1:

@@ -24,7 +24,7 @@ class RecordedStage:
     """A stage, or a part of one, as it was recorded on one micro-batch; equal to others with the same record."""
 
     number: int = field(compare=False)
-    """Of the stage, for errors."""
+    """The stage's number, for errors."""
     whole: StageParts
     """With a whole backward."""
     halves: StageParts | None
@@ -127,7 +127,7 @@ class StageParts:
 
 
 def _end_of_first_half(backward: Sequence[Event]) -> int:
-    """Return how many events belong to the half that keeps its graph, and to what it lets go of; 0 if there is none."""
+    """Return how many events belong to the half that keeps its graph, and to its releases; 0 if there is none."""
     last = max((place for place, event in enumerate(backward) if event[0] == events.LET_GO), default=-1)
     if last < 0:
         return 0

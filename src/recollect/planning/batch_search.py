@@ -22,7 +22,7 @@ from recollect.progress import stage
 from recollect.quantities import parse_budget
 
 MAX_SIZE = 2**20
-# Where the peak does not grow yet, as that of the optimizer's step, a line says nothing of what comes.
+# Where the peak does not grow yet, as in the optimizer's step, a line predicts nothing.
 _MOST_GROWTH = 4
 # The speed hardly changes at its maximum: neighbors this close to it, as a fraction, are as fast.
 _SAME_SPEED = 0.005
@@ -86,7 +86,7 @@ class LargestBatch:
         planned: the largest size that fits with a plan of recollect's.
         fastest: the size with most tokens per second, with the plan for the budget, of those recorded.
         limit: the largest size that was allowed. An answer of this size means "at least".
-        device_name: what the times are for.
+        device_name: the device the times are for.
     """
 
     along: str
@@ -226,7 +226,7 @@ class _Search:
         return tried.full_peak_bytes * min(known, default=1.0)
 
     def _refine_fastest(self) -> None:
-        """Try sizes beside the fastest one until its neighbors are as fast, or next to it."""
+        """Try sizes around the fastest one until no size lies between it and its neighbours, or they are as fast."""
         for _ in range(_MOST_REFINEMENTS):
             best = self._fastest()
             fitting = sorted(number for number, tried in self.tried.items() if tried.plan is not None)

@@ -25,9 +25,9 @@ ops run again for r seconds, and which is w seconds longer besides, as it waits 
 
     away_e <= min(host memory, out rate x (t_e + later), back rate x (end - t_e + later))       `away_limits`
 
-where t_e and the end are those of the step without a plan. What happens before backward begins is later by w at most, as
-nothing has run again yet; what follows, by r + w. All limits are linear in r, which is that of the choice, and in w, which is
-one more unknown: so is L(lambda), which is least at w = 0, or at the most that any plan waits.
+where t_e and the end refer to the step without a plan. What happens before backward begins is later by w at most, as
+nothing has run again yet; what follows, by r + w. All limits are linear in the choice's r, and in w, a further unknown:
+so is L(lambda), which is least at w = 0 or at the longest wait of any plan.
 
 References:
     J. E. Kelley, "The cutting-plane method for solving convex programs", Journal of the SIAM 8(4), 1960.
@@ -52,9 +52,9 @@ from recollect.simulation.copy_clock import Link, event_times
 
 # Part of a number that its last digits may be wrong by, where many are added up.
 _ROUNDING = 1e-12
-# Part of the bound by which a plan may be below it before that is an error.
+# How far, as a part of the bound, a plan may be below it before that is an error.
 _SAFETY = 1e-6
-# Cutting planes stop when they cannot raise the bound by this part of it, or of the step's recompute, any more.
+# Cutting planes stop when they can no longer raise the bound by this part of it, or of the step's recompute.
 _GAP = 1e-6
 _LEAST_GAP = 1e-10
 # Cuts are as precise as this part of what can still be gained.
@@ -63,7 +63,7 @@ _MOST_CUTS = 200
 # Most that all prices together may be, in units of "all that can run again for all bytes that can be kept". Low prices
 # are tried first: they lead to useful choices sooner. The last ones show that not even recomputing everything fits.
 _MOST_PRICES = (3.0, 1e3, 1e6)
-# No plan waits for so many times its step.
+# No plan waits for this many times its step.
 _MOST_STEPS = 1e3
 
 
@@ -155,7 +155,7 @@ class LowerBound:
         # Units of the linear program, so that its tolerances are parts of these.
         self._seconds = self._step.most_s or 1.0
         self._bytes = float(keep_all.kept_bytes.max(initial=0)) or 1.0
-        # Of each limit, in these units.
+        # The value of each limit, in these units.
         self._moments = away.moments
         self._away = away.nbytes / self._bytes
         self._per_recompute = away.per_recompute * (self._seconds / self._bytes)
@@ -199,7 +199,7 @@ class LowerBound:
         is_held_down = False
         for _ in range(_MOST_CUTS):
             ceiling, limit_prices, is_held_down = self._best_prices(room, most_price)
-            # What another second of recompute, and of waiting, costs, less what may be away for it.
+            # The cost of another second of recompute, and of waiting, minus the bytes that it lets be away.
             recompute_price = 1.0 - math.fsum(limit_prices * self._per_recompute)
             wait_price = 1.0 - math.fsum(limit_prices * self._per_wait)
             if recompute_price <= 0:

@@ -38,7 +38,7 @@ _MOST_ROUNDS = 8
 
 _Kind = tuple[int, tuple[Action, ...], bool, int]
 WorkingSets = dict[tuple[_Kind, int], dict[int, int]]
-"""For each kind of unit and each of its windows: bytes of each option minus those of the reference option."""
+"""For each kind of unit and each of its windows: bytes of each option minus the bytes of the reference option."""
 
 
 class Chain:
@@ -155,7 +155,7 @@ class Chain:
         return kinds
 
     def _working_of(self, row: int, number: int) -> dict[int, int]:
-        """Return the working set of each option minus that of the reference, in one window of the unit."""
+        """Return the working set of each option minus the reference's, in one window of the unit."""
         return self._working.setdefault((self._kinds[row], number), {})
 
     def _earlier(self, choice: Choice) -> list[int]:
@@ -261,7 +261,7 @@ class Chain:
         return None if chosen is None else self._choice_of(chosen)
 
     def _limits(self) -> Limits:
-        """Return the windows that belong to units, with all that is alive in them."""
+        """Return the windows that belong to units, with everything alive in them."""
         assert self._others is not None
         used = [window for window, (position, _) in enumerate(self._places) if position >= 0]
         positions = np.array([self._places[window][0] for window in used], dtype=np.int64)

@@ -1,6 +1,6 @@
 """Find the fastest candidate within a budget by searching which layer outputs to drop, with one chain per choice.
 
-For each number of dropped outputs, try a few choices of which (`planning/output_choices.py`). Chains share
+For each number of dropped outputs, try a few choices of outputs (`planning/output_choices.py`). Chains share
 measurements, so one simulation and one run of the chain's program (`planning/chain.py`) estimate a choice; only the
 best get candidates. The number doubles from 1, then is refined around the best.
 
@@ -56,7 +56,7 @@ _MOST_FULL_RUNS = 3
 # Ops of the units that all variations go through: a second or two.
 _OPS_OF_ALL_VARIATIONS = 600_000
 _FEWEST_VARIATIONS = 128
-# Vary each hull option by at least so many values, before varying more of them.
+# Vary each hull option by at least this many values, before varying more of them.
 _FEWEST_VALUES = 32
 
 Dropped = frozenset[str] | None
@@ -116,11 +116,11 @@ class ChainSolver:
 
     @cached_property
     def _near_least(self) -> ChainSolver:
-        """A solver whose options include those of the leanest candidate."""
+        """A solver whose options include the leanest candidate's."""
         return ChainSolver(self.profile, like=self, lean=self.leanest)
 
     def measured(self) -> Chain:
-        """Return what was measured of the options of units that keep their outputs."""
+        """Return the measured options of units that keep their outputs."""
         return self._chain(frozenset())
 
     def best(self, budget_bytes: int, enough_s: float) -> Candidate | None:
@@ -258,7 +258,7 @@ def unit_options(graph: UnitGraph, *, output: Action = Action.KEEP, most_options
 
 
 def _spread(options: Sequence[Option], most: int) -> Sequence[Option]:
-    """Return at most so many of the options, evenly spread."""
+    """Return at most this many of the options, evenly spread."""
     return options if len(options) <= most else [options[len(options) * i // most] for i in range(most)]
 
 
@@ -298,7 +298,7 @@ def _undominated(graph: UnitGraph, options: Iterable[Option]) -> list[Option]:
         for option in options
     ]
     measured.sort(key=lambda m: m[:3])
-    # Of those so far, in order of seconds: each one with fewer working bytes than all that are faster.
+    # Options so far, in order of seconds: each with fewer working bytes than all faster ones.
     seconds: list[float] = []
     working: list[int] = []
     kept: list[Option] = []
@@ -315,7 +315,7 @@ def _undominated(graph: UnitGraph, options: Iterable[Option]) -> list[Option]:
 
 
 def _thinned(options: list[Option], hull: frozenset[Stored], most_options: int) -> tuple[Option, ...]:
-    """Return at most `most_options` options, evenly spread; those of the hull always stay."""
+    """Return at most `most_options` options, evenly spread; hull options always stay."""
     others = [option for option in options if option.stored not in hull]
     room = max(0, most_options - (len(options) - len(others)))
     chosen = {option.stored for option in _spread(others, room)} | hull

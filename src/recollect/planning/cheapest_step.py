@@ -14,11 +14,11 @@ which nothing can run again, such as all of forward, form a class k:
 
 The price of v in k is bytes(v) times the sum of lambda_e over the times of k at which v has been made and a plan can be
 without it. Values that are written one over the other share their bytes, and only the last that backward needs has a price: to
-be without these bytes it has to run again, and with it all below. Where ranks may hold parts of v, it is that of a part; in the
-first class, before backward asks for anything, with the time to gather v, or that of the whole, whichever is less. Every term
-is a capacity between two nodes (source side = 1), so the least cost is a minimum cut.
+be without these bytes it has to run again, and with it all below. Where ranks may hold parts of v, it is the price of a
+part; in the first class, before backward asks for anything, with the time to gather v, or the price of the whole,
+whichever is less. Every term is a capacity between two nodes (source side = 1), so the least cost is a minimum cut.
 
-What a plan has in memory at each moment, and which of its ops run again after it, is such a choice, so no plan costs less. All
+A plan's memory at each moment, and its ops that run again after it, form such a choice, so no plan costs less. All
 else is left out, in favour of the bound: other working memory of recomputing, saved generator states, values that are
 written to later (taken to be keepable), and that calls of one module share a decision. Layers are not taken apart: an
 op that runs again needs its arguments, whichever unit computed them.
@@ -80,7 +80,7 @@ class CheapestStep:
 
     Args:
         profile: the recorded step.
-        times: of this profile, those that can have a price.
+        times: this profile's moments that can have a price.
 
     Complexity: a maximum flow among a node for each op and value of the step at each priced moment. 80 layers: 15 ms for one
         priced moment, 60 ms for twelve.
@@ -160,12 +160,12 @@ class CheapestStep:
         is_part = np.zeros(num_values, dtype=bool)
         for number, members in enumerate(np.split(priced, first[1:]) if num_classes else ()):
             price = prices[members] @ times.can_cost[members]
-            # What each value costs in memory.
+            # The memory cost of each value.
             cost_s = price * self._part_bytes
             if stages[number] == 0:
                 cost_s = np.minimum(price * self._nbytes, cost_s + self._gather_s)
                 is_part = price * (self._nbytes - self._part_bytes) > self._gather_s
-            # No value is computed twice: what backward has asked for stays from then on, if it is needed.
+            # No value is computed twice: once requested by backward, it stays as long as needed.
             maker = np.where(times.first_use <= stages[number], -1, self._maker)
             nodes = (number * num_ops, num_classes * num_ops + number * num_values)
             fixed_s += self._add_values(edges, nodes, cost_s, times.needed[members[-1]], maker)
@@ -206,7 +206,7 @@ class CheapestStep:
         return float(cost_s[asked[is_fixed]].sum())
 
     def _choice(self, runs_until: NDArray[np.int64], is_part: NDArray[np.bool_]) -> StepChoice:
-        """Return what it takes that ops run again after the stages before these, and that these values begin as parts."""
+        """Return the cost of rerunning ops after the stages before these, with these values starting as parts."""
         times = self._times
         needed_until = np.zeros(len(self._nbytes), dtype=np.int64)
         np.maximum.at(needed_until, self._read, runs_until[self._readers])
@@ -222,7 +222,7 @@ class CheapestStep:
         return StepChoice(runs_until, recompute_s, kept_bytes)
 
     def _first_needs(self) -> NDArray[np.int64]:
-        """Return for each op the stage in which backward first needs it, if all of its unit runs again."""
+        """Return, for each op, the stage that first needs it if all of its unit runs again."""
         found = np.full(len(self._op_s), _NEVER)
         can_run = self._maker >= 0
         np.minimum.at(found, self._maker[can_run], self._times.first_use[can_run])
@@ -230,7 +230,7 @@ class CheapestStep:
         call_of_op = np.repeat(np.arange(len(first_op) - 1), np.diff(first_op))
         makers = self._maker[self._read]
         is_inside = (makers >= 0) & (call_of_op[self._readers] == call_of_op[makers])
-        # The readers of a value come after its op.
+        # The readers of a value follow its op.
         for reader, maker in zip(self._readers[is_inside][::-1], makers[is_inside][::-1], strict=True):
             found[maker] = min(found[maker], found[reader])
         for writer, maker in zip(self._writers, self._maker[self._written], strict=True):
@@ -314,7 +314,7 @@ class _Edges:
 
 
 def _flow(capacities: csr_array, most: float, source: int, sink: int) -> tuple[float, csr_array, NDArray[np.bool_]]:
-    """Return a flow of at most so much, what it leaves of the capacities, and the source's side of the cut for it."""
+    """Return a flow up to this limit, the capacities left, and the source's side of its cut."""
     scale = _MOST / most
     integers = np.floor(np.minimum(capacities.data * scale, _MOST + 1)).astype(np.int32)
     indices, indptr = capacities.indices.astype(np.int32), capacities.indptr.astype(np.int32)

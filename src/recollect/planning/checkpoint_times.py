@@ -1,4 +1,4 @@
-"""What every plan has in memory at chosen moments of a step, and what it must still be able to produce then.
+"""The bytes that every plan has in memory at chosen moments of a step, and the values it must still be able to produce.
 
 At a moment, these bytes are alive under *every* plan, because the recorded events say so:
 
@@ -6,8 +6,8 @@ At a moment, these bytes are alive under *every* plan, because the recorded even
 - values of units that the model's own code still holds;
 - saved values that backward has asked for and not yet released.
 
-And there are values that backward will still ask for: at the moment each of them is in memory, or ops run later that
-compute it from what is in memory.
+Each value that backward will still need is in memory at that moment, or ops that run later compute it from values in
+memory.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class CheckpointTimes:
         stages: how often backward has asked for a value by then. Nothing runs again between moments of the same stage.
         fixed_bytes: what every plan has alive then.
         needed: (moment, value): backward still asks for the value.
-        can_cost: (moment, value): the value has been made, and a plan can be without it. Its bytes are not fixed ones. Of
-            values that are written one over the other it is the last that backward still asks for, or else the last.
+        can_cost: (moment, value): the value has been made, and a plan can be without it. Its bytes are not fixed ones.
+            Among values written over one another it is the last one that backward still needs, or else the last.
         first_value: column of each call's first value, and the number of columns.
         first_op: likewise for ops.
         first_use: for each value, the stage that begins when backward first asks for it; one more than all if it never does.
@@ -56,7 +56,7 @@ class CheckpointTimes:
 
 
 def checkpoint_times(profile: Profile, events: Iterable[int] | None = None) -> CheckpointTimes:
-    """Return what a plan's memory must hold at some moments of a step.
+    """Return the constraints on a plan's memory at some moments of a step.
 
     Args:
         profile: the recorded step.
@@ -95,7 +95,7 @@ def checkpoint_times(profile: Profile, events: Iterable[int] | None = None) -> C
 
 
 def fixed_bytes(profile: Profile) -> NDArray[np.int64]:
-    """Return what every plan has alive after each event of a step, as `checkpoint_times` counts it."""
+    """Return the bytes that every plan has alive after each event of a step, as `checkpoint_times` counts them."""
     return np.array(_Scan(profile).fixed_bytes, dtype=np.int64)
 
 
@@ -110,7 +110,7 @@ def _at(chosen: NDArray[np.int64], changes: Iterable[tuple[int, int, int]], num_
 def _one_per_storage(
     can_cost: NDArray[np.bool_], needed: NDArray[np.bool_], first_in_storage: NDArray[np.int64]
 ) -> NDArray[np.bool_]:
-    """Return what can cost, with one value at most for the bytes of a storage."""
+    """Return the values that can cost memory, at most one per storage."""
     found: NDArray[np.bool_] = can_cost.copy()
     for first in np.unique(first_in_storage[first_in_storage != np.arange(len(first_in_storage))]):
         latest_first = np.flatnonzero(first_in_storage == first)[::-1]
@@ -152,7 +152,7 @@ class _Scan:
         self._nbytes = [nbytes for call in profile.calls for nbytes in sizes[call.graph]]
         self._origins = [{value: self.first_value[c] + v for value, c, v in call.origins} for call in profile.calls]
         self._outside = [dict(call.outside) for call in profile.calls]
-        # Of storages outside of the units: their bytes, and who holds them (the model's code, and what autograd saved).
+        # Storages outside the units: their bytes, and their holders (the model's code, and autograd).
         self._storages: dict[int, int] = {}
         self._holders: dict[int, int] = {}
         self._borrowed: dict[int, int] = {}
@@ -231,12 +231,12 @@ class _Scan:
     def _op(self, call: int, op_index: int) -> None:
         op = self._profile.graph_of(self._profile.calls[call]).ops[op_index]
         for index in op.inputs:
-            # What the simulator does not hold at this point is always there: parameters, what the batch brought.
+            # Storages that the simulator does not hold at this point always exist: parameters and the batch.
             value = self._value(call, index)
             if value in self._undead:
                 self.reads.add((self.first_op[call] + op_index, value))
         if op.mutates:
-            # The storage goes on under the name of the new value.
+            # The storage continues under the new value's name.
             old, new = (self.first_value[call] + index for index in (op.inputs[0], op.outputs[0]))
             if self._dies(call, op.inputs[0]):
                 self.first_in_storage[new] = self.first_in_storage[old]
@@ -265,7 +265,7 @@ class _Scan:
             self._borrowed[handle] = storage
             self._holders[storage] += 1
         value = self._value(call, index)
-        # What the simulator does not hold costs no bytes.
+        # Values that the simulator does not hold cost no bytes.
         if value in self._undead:
             self._handles[handle] = value
             if self._uses_left[handle]:

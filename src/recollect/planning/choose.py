@@ -45,7 +45,7 @@ _SMALL_GAP = 0.01
 _SMALL_GAP_OF_STEP = 0.001
 
 HOST_ADVICE = 'Or let part of what backward needs go to host memory (host_budget="64GiB", or as much as there is).'
-"""For whoever plans without it."""
+"""For callers that plan without it."""
 
 # A chunked loss pays only if the logits are at least this fraction of the bytes that grow with the batch.
 _LARGE_PART = 0.1
@@ -211,7 +211,7 @@ class Planner:
 
     def _bound_s(self, budget_bytes: int) -> float:
         """Return a lower bound on the recompute seconds of any plan."""
-        # There is no bound on compiled code: what it recomputes takes no time of its own.
+        # There is no bound on compiled code: its recompute has no separate time.
         if not self.profile.calls or self._is_compiled:
             return 0.0
         return self._bound.added_s(budget_bytes)
@@ -240,7 +240,7 @@ def advice(
         profile: the recorded step.
         budget_bytes: the budget that no plan fits.
         least_peak_bytes: the lowest peak of any plan found.
-        peak_call: what runs at that peak, a unit or something else, as in `Simulation`.
+        peak_call: the call that runs at that peak, a unit or something else, as in `Simulation`.
         is_smallest: there is no smaller batch to advise.
 
     Example:
@@ -274,7 +274,7 @@ recompute changes: shard it (FSDP), use an optimizer with less state, or bf16 pa
             'in chunks (recollect.fit(..., loss_chunks="auto")).'
         )
     if not is_smallest:
-        # What is not there throughout scales with the batch.
+        # Memory that does not live throughout scales with the batch.
         found += _smaller(profile.batch, (budget_bytes - fixed_bytes) / (least_peak_bytes - fixed_bytes))
     return (*found, HOST_ADVICE)
 
@@ -296,7 +296,7 @@ def _smaller(batch: str, fraction: float) -> list[str]:
 
 
 def lasting_bytes(profile: Profile) -> int:
-    """Return the bytes of the gradients: what forward and backward allocate and leave for the optimizer, at most."""
+    """Return an upper bound on the bytes of gradients: those that forward and backward leave for the optimizer."""
     alive: dict[int, int] = {}
     most_bytes = 0
     has_optimizer = False

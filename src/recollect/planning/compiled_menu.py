@@ -27,12 +27,12 @@ _PRODUCTS: Final = frozenset(
 )
 # Results of these are as large as what they read along a dimension.
 _REDUCTIONS: Final = ("softmax", "norm", "cum", "sort", "topk", "scan")
-# Of an op that reads so many times as many bytes as it writes.
+# For an op that reads this many times as many bytes as it writes.
 _REDUCES: Final = 4
 # Seconds of a fused pointwise op, of what reading its results would take.
 _FUSED: Final = 0.02
 _MOST_FROM_HULL: Final = 6
-# Of the seconds that dropping all would add; options that save less than this are not worth a compilation.
+# A part of the seconds that dropping everything would add; options that save less are not worth compiling.
 _LITTLE: Final = 0.01
 
 
@@ -44,7 +44,7 @@ def compiled_menu(graph: UnitGraph) -> tuple[Keeps, ...]:
 
     Returns:
         At most ten, all different: nothing; attention; that and what the residual stream adds up; all products and attention;
-        and what minimum cuts choose under the costs of compiled code. What a unit returns is kept in any case.
+        and what minimum cuts choose under the costs of compiled code. A unit's output is always kept.
 
     Example:
         >>> from recollect.profile.graph import ValueRecord
@@ -70,7 +70,7 @@ def compiled_menu(graph: UnitGraph) -> tuple[Keeps, ...]:
 
 
 def keeps_of(graph: UnitGraph, kept: Collection[int]) -> dict[str, Action]:
-    """Return what a compiled unit does with each of its values, by name, if it keeps some and drops what it can of the others.
+    """Return a compiled unit's action for each of its values, by name, if it keeps some and drops what others it can.
 
     Args:
         graph: the unit.
@@ -147,7 +147,7 @@ def _widest_apart(options: Sequence[Option]) -> list[Option]:
         if gain_s <= little_s:
             break
         chosen.append(best)
-    return chosen[:1] + chosen[2:]  # The last one keeps all that can be kept, pointwise results, too.
+    return chosen[:1] + chosen[2:]  # The last one keeps everything it can, including pointwise results.
 
 
 def _gain_s(option: Option, chosen: Iterable[Option]) -> float:

@@ -98,7 +98,7 @@ def layer_usage(profile: Profile, plan: Plan) -> tuple[LayerUsage, ...]:
 
 
 def usage_in(profile: Profile, decisions: Sequence[CallActions], lives: Lifetimes) -> tuple[LayerUsage, ...]:
-    """Return what each unit keeps and recomputes in a playback under these decisions."""
+    """Return, for each unit, the values kept and recomputed in a playback under these decisions."""
     on_tape = calls_on_tape(decisions)
     kept = _kept(lives)
     reruns: dict[int, list[OpRecord]] = {}
@@ -189,7 +189,7 @@ class LayerGroup:
 
     @property
     def recomputed(self) -> dict[str, int]:
-        """How often each op of one layer runs again, in order of its first run."""
+        """Reruns of each op of one layer, in order of its first run."""
         return dict(Counter(self.layer.recomputed))
 
 
@@ -250,7 +250,7 @@ class Explanation:
 
 
 def explain_plan(profile: Profile, plan: Plan) -> Explanation:
-    """Return what a plan keeps and recomputes, and what the planner would for the same peak and host memory.
+    """Explain a plan's choices, compared with the planner's for the same peak and host memory.
 
     Args:
         profile: the recorded step.

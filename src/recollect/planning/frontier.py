@@ -213,7 +213,7 @@ def _classics(profile: Profile) -> list[Plan]:
 
 
 class Prices(NamedTuple):
-    """What each would save, as a part of the step.
+    """The saving from each, as a part of the step.
 
     Attributes:
         device_gib: one more GiB on the device.
@@ -233,7 +233,7 @@ class Prices(NamedTuple):
 
 
 def prices(profile: Profile, plan: Plan, *, link_share: float = LINK_SHARE) -> Prices:
-    """Return what more of each would save, from plans that have it.
+    """Return the saving from more of each, based on plans that have it.
 
     Args:
         profile: that the plan was made from.

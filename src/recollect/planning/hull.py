@@ -54,7 +54,7 @@ class Stored(NamedTuple):
 
     Attributes:
         whole: values that are kept in memory.
-        parts: values of which this rank keeps its part only.
+        parts: values that this rank keeps only its part of.
 
     Example:
         >>> stored = Stored.whole_values([1, 2]).toggled_part(3)
@@ -92,7 +92,7 @@ class Stored(NamedTuple):
         return Stored(self.whole.difference(values), self.parts.difference(values))
 
     def has_more_than(self, other: Stored) -> bool:
-        """Return whether all that another one stores is stored here in the same way, and more."""
+        """Return whether this one stores everything that another stores, in the same way, and more."""
         return self != other and self.whole >= other.whole and self.parts >= other.parts
 
     @property
@@ -103,7 +103,7 @@ class Stored(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One way to keep and recompute the values of one unit: what becomes of it.
+    """One way to keep and recompute the values of one unit, with its costs.
 
     Attributes:
         stored: the values that are stored, by index; every saved value is among them or can be computed from them.
@@ -111,7 +111,7 @@ class Option:
         kept_bytes: bytes of what is stored, including the unit's output if kept, and of generator states to rerun random ops.
         recompute_s: seconds of `recompute_ops` and to gather parts, plus the overhead of the tape in forward for their modules.
         output: action of the unit's output.
-        engine: what carries it out.
+        engine: the engine that runs it.
         variant: of a compiled unit, the index in `UnitGraph.variants`; -1 on other engines.
     """
 
@@ -125,7 +125,7 @@ class Option:
 
     @property
     def key(self) -> tuple[Stored, Action, EngineChoice, int]:
-        """What tells options of one unit apart."""
+        """The key that distinguishes the options of one unit."""
         return self.stored, self.output, self.engine, self.variant
 
 
@@ -314,7 +314,7 @@ class _Network:
         self._nbytes = np.asarray(nbytes, dtype=float)[position]
         self._seconds = np.asarray(seconds, dtype=float)[position]
         self._is_infinite = self._nbytes < 0
-        # What each edge costs instead if the value is kept as a part; as much where there is none.
+        # The cost of each edge if the value is kept as a part; the same where there is none.
         part_of = {part.value: part for part in graph.parts}
         parts = [part_of.get(start) if nbytes > 0 else None for start, _, nbytes, _ in edges]
         in_order = [parts[at] for at in position] if graph.parts else []

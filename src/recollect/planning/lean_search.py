@@ -9,9 +9,9 @@ Keeping more of a unit's values needs less workspace in its own backward, but mo
 
     what is there + sum over units of (the bytes it keeps if it is alive + the effect of what it keeps)
 
-Effects are measured: simulate the step with all units of a kind changed alike; what the kept bytes do not explain is the
-effect. It is mostly workspace in the units' own windows, but nothing says that it must be. First measure what differs from
-the present step by one value. Then take what the model thinks best if the simulator agrees.
+Effects are measured: simulate the step with all units of a kind changed alike; the change that kept bytes do not
+explain is the effect. It is mostly workspace in the units' own windows, but nothing says that it must be. First measure
+what differs from the present step by one value. Then take what the model thinks best if the simulator agrees.
 
 Several windows are near the peak at once, and lowering one may raise another. So the descent lowers a soft maximum of
 all windows, the logarithm of a sum of exponentials.
@@ -38,7 +38,7 @@ from recollect.planning.output_choices import (
 from recollect.plans.action import Action
 from recollect.simulation.peak_sums import PeakSums
 
-# Softness of the maximum, as parts of what the step needs beside what is always there.
+# Softness of the maximum, as parts of the step's memory minus what is always alive.
 _SOFTNESS = (0.05, 0.003)
 # Units matter whose windows have this part of the weight of all windows.
 _LEAST_WEIGHT = 0.003
@@ -80,7 +80,7 @@ def leanest(peak_sums: PeakSums) -> Candidate:
 
 
 def _best_start(units: LeanUnits, num_alive: Mapping[str, int]) -> list[Option]:
-    """Return the step that drops everything in the layers, and those of their outputs that make its peak lowest."""
+    """Return the step that drops everything in the layers, and the outputs whose dropping makes its peak lowest."""
     starts: dict[int, list[Option]] = {}
     peaks: dict[int, float] = {}
     most = most_folded(units.profile)
@@ -125,7 +125,7 @@ class _Descent:
         self._team_of = {row: team for team in self._teams for row in team}
         self._first_output = {row: options[row].output for row in self._team_of}
         self._shares = {row: self._share(row) for row in self._team_of}
-        # For each team and each single unit: the effects of options on all windows, less that of the first option.
+        # For each team and each single unit: the effects of options on all windows, minus the first option's.
         self._effects: dict[_Team, dict[Option, _Peaks]] = {team: {} for team in self._movers()}
         for row in self._team_of:
             self._effects[row,][options[row]] = np.zeros(len(self.peaks))
@@ -172,7 +172,7 @@ class _Descent:
         return [tuple(rows) for rows in kinds.values()]
 
     def _movers(self) -> list[_Team]:
-        """Return what moves together: teams, and each unit alone."""
+        """Return the groups that move together: teams, and each unit alone."""
         return list(dict.fromkeys([*self._teams, *((row,) for row in self._team_of)]))
 
     def _share(self, row: int) -> _Peaks:

@@ -147,7 +147,7 @@ def worth_keeping(graph: UnitGraph) -> list[int]:
 
 
 def checkpoints(graph: UnitGraph, inputs: Collection[int]) -> list[int]:
-    """Return the values, no larger than the unit's output, from which alone it can be computed; the smallest first.
+    """Return the values, no larger than the unit's output, that suffice to compute it; the smallest first.
 
     Args:
         graph: the unit.

@@ -37,7 +37,7 @@ class PlannedStep(Protocol):
 
     @property
     def slowdown(self) -> float:
-        """What recompute adds; 0.03 is 3 %."""
+        """Overhead of recompute; 0.03 is 3 %."""
 
     @property
     def budget_bytes(self) -> int | None:

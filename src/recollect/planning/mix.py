@@ -5,10 +5,10 @@ unit r(w) has to satisfy
 
     floor(w) + sum over all units j of n(w, j) s(j, o_j) + m(w, o_r(w)) <= budget
 
-where n(w, j) counts the calls of j that are alive then. So many sums at once are no chain, which counts one. But they are few:
-of the windows of a unit, those with most in flight say it all. With a share of each option in place of a choice this is a
-linear program, whose best point mixes options in no more units than there are windows that are full. These units then take
-one option, and others faster ones as long as there is room.
+where n(w, j) counts the calls of j that are alive then. These are many sums at once; a chain has only one. But they are
+few: of the windows of a unit, those with most in flight say it all. With a share of each option in place of a choice
+this is a linear program, whose best point mixes options in no more units than there are windows that are full. These
+units then take one option, and others faster ones as long as there is room.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import linprog
 
-# Part of a byte count by which sums in floating point may be off.
+# Relative error of byte sums in floating point.
 _ROUNDING = 1e-12
 # A choice this close to the program's best point, as a part of its seconds, is good enough.
 _SMALL_GAP = 0.003
@@ -153,7 +153,7 @@ class _Mix:
         prices, shares = point.prices, point.shares
         costs_s = self._seconds + prices @ self._loads
         slower_s = costs_s - np.minimum.reduceat(costs_s, self._first)[self._unit_of]
-        # What an option is slower by at the best point's prices, the choice is.
+        # At the best point's prices, the choice is slower by as much as its options.
         gap_s = math.inf if best is None else self._seconds_of(best) - float(self._seconds @ shares)
         some = np.flatnonzero((slower_s <= gap_s) | (shares > 0))
         chosen = np.full(len(self._first), -1)
@@ -166,7 +166,7 @@ class _Mix:
             room = self._budget - self._loads[:, chosen[chosen >= 0]].sum(axis=1)
             found = self._point(free, room) if len(free) else None
             if found is None:
-                # What is left cannot make up for the last choice, or nothing is left.
+                # The rest cannot make up for the last choice, or nothing is left.
                 rest = self._starts(shares)[1]
                 chosen = np.where(chosen < 0, rest, chosen)
             else:

@@ -13,8 +13,8 @@ subject to
     backward of l:  sum of s x over j < l - away(w) + b(l) <= budget
     o(l) <= what the options of l store and can offload,   sum of o <= host memory
 
-What goes out in a window has left by its end, and what comes back in it takes up room from its beginning, as at edges. The loss
-comes after the last unit's forward, but its memory counts as that of the unit, and its time as that of the unit's backward.
+What goes out in a window has left by its end, and what comes back in it takes up room from its beginning, as at edges.
+The loss follows the last unit's forward, but its memory counts as the unit's, and its time as the unit's backward.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class OffloadUnit:
     """A unit with its options, from the leanest.
 
     Attributes:
-        forward, backward: what each option needs in the unit's windows of one phase.
+        forward, backward: bytes that each option needs in the unit's windows of one phase.
         leaving_bytes: for each option, the part of what it stores that can be offloaded.
         forward_s, backward_s: of its windows, without recompute.
     """
@@ -65,7 +65,7 @@ def offload_mix(
 
     Args:
         units: in forward order.
-        link: what copies take.
+        link: the cost of copies.
         budget_bytes: limit on each window.
         host_bytes: limit on what is offloaded.
 
@@ -168,7 +168,7 @@ class OffloadUnits:
     Attributes:
         table: their options.
         rows: the row of each.
-        units: what the linear program knows of each.
+        units: the linear program's view of each.
     """
 
     table: OptionTable

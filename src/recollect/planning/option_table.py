@@ -110,11 +110,11 @@ class OptionTable:
         )
 
     def decisions(self, choice: Choice) -> list[CallActions]:
-        """Return what each call of the profile drops."""
+        """Return the values that each call of the profile drops."""
         return self.decisions_of(self.options(choice))
 
     def decisions_of(self, options: Sequence[Option]) -> list[CallActions]:
-        """Return what each call drops under an option for each row, which need not be one of the row's."""
+        """Return the values that each call drops under one option per row, which need not be the row's own."""
         result = [CallActions()] * len(self.profile.calls)
         for index, option in enumerate(options):
             calls, is_named = self.rows[index].calls, self._is_named(index, options)
@@ -205,7 +205,7 @@ def _alike(graphs: Mapping[int, UnitGraph], largest: UnitGraph) -> UnitGraph:
 
 
 def with_options(options_of: OptionsOf, table: OptionTable, known: Sequence[Option]) -> OptionsOf:
-    """Return what gives the options of a unit, and those that store what it stores under known ones.
+    """Return the source of a unit's options, and of options that store the same under known ones.
 
     Args:
         options_of: gives the other options.
@@ -301,7 +301,7 @@ class Candidate:
         return self.table.options(self.choice)
 
     def decisions(self) -> list[CallActions]:
-        """Return what each call of the profile drops."""
+        """Return the values that each call of the profile drops."""
         return self.table.decisions(self.choice)
 
 

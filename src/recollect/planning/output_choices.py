@@ -34,7 +34,7 @@ def chains(profile: Profile) -> list[list[int]]:
 
 
 def _following(profile: Profile) -> dict[str, str]:
-    """Return for each layer the one that alone reads its output, and runs right after it every time."""
+    """Return, for each layer, the one that runs right after it every time and is the only reader of its output."""
     calls_of = profile.calls_by_path
     readers: dict[int, set[int]] = {}
     for index, call in enumerate(profile.calls):

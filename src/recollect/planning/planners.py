@@ -1,10 +1,10 @@
 """Make the plan for a budget, with host memory or without.
 
 With host memory, choose what to keep, what to run again and what to offload, together. Any plan that recomputes for a larger
-budget becomes one for this budget, if enough of what it keeps is away whenever memory is full. What a byte is worth is the same
-for all layers, since what the link carries for one it cannot carry for another; so the larger budget is the one number to
-search for: the more of it, the less runs again, and the more has to go over the link, until the step waits for copies. Values
-go out in the order in which they are made: the first are away longest.
+budget becomes one for this budget, if enough of what it keeps is away whenever memory is full. A byte is worth the same
+in all layers, since the link cannot carry bytes for two layers at once; so the larger budget is the one number to
+search for: the more of it, the less runs again, and the more has to go over the link, until the step waits for copies.
+Values are copied out in the order they are made: the first are away longest.
 
 Planned for a part of the link's rate, a plan holds its time on a link that is slower than measured, for a little more
 recompute.
@@ -91,12 +91,12 @@ def plan(profile: Profile, budget: int | str, host_budget: int | str = 0, *, lin
 
 
 def planner_for(profile: Profile, host_budget: int | str = 0, *, link_share: float = LINK_SHARE) -> Planner:
-    """Return what plans one profile for any number of budgets.
+    """Return a planner of one profile for any number of budgets.
 
     Args:
         profile: the recorded step.
         host_budget: as for `plan`.
-        link_share: likewise.
+        link_share: as for `plan`.
 
     Raises:
         ArgumentError, PlanError, ProfileFormatError, QuantityError: as `plan`.
@@ -212,7 +212,7 @@ class OffloadPlanner(Planner):
         return f"With more host memory it can be met: host_budget={needed!r}, at a slowdown of {percent:.1f} %."
 
     def offloading(self, base: Plan, budget_bytes: int) -> Plan | None:
-        """Return what a plan is with as few of its kept values offloaded as it takes to be within a budget; None if it cannot.
+        """Return the plan with as few kept values offloaded as the budget requires; None if it cannot fit.
 
         Args:
             base: keeps and recomputes.
@@ -265,7 +265,7 @@ class OffloadPlanner(Planner):
         return None
 
     def _fitting_names(self, planner: TripPlanner) -> list[Name]:
-        """Return the first values for which there is room in host memory."""
+        """Return the first values that fit in host memory."""
         room = self._host_bytes
         names = []
         for name in planner.names:
@@ -277,7 +277,7 @@ class OffloadPlanner(Planner):
 
     @cached_property
     def _units(self) -> OffloadUnits | None:
-        """What the linear program knows of the units; None if units run several times."""
+        """The linear program's view of the units; None if units run several times."""
         return measured_units(self.profile, self._trip_planner(Plan({})).course, self._least_bytes)
 
     def _mixed(self, budget_bytes: int) -> _Found | None:

@@ -138,7 +138,7 @@ class PricedChain(Chain):
         super().__init__(costs, most_probes=most_probes)
 
     def _earlier(self, choice: Choice) -> list[int]:
-        # What other passes keep is left to the corrections.
+        # The corrections handle values that other passes keep.
         unheld = [0, *accumulate(self._unheld[row][choice[row]] for row in self.order)]
         return [
             unheld[max(0, position)] if is_forward else kept

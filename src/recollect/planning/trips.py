@@ -1,7 +1,7 @@
 """Schedule the trips of offloaded values: each leaves as soon as it has been copied, and comes back as late as it can.
 
-Copies out go in the order in which values are made, so values of early layers go first: those that are away longest. Copies
-back end just when something asks for the value, or when the next one has to begin.
+Copies out go in the order in which values are made, so values of early layers go first: those that are away longest.
+Copies back end just when the value is needed, or when the next one has to begin.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ Name = tuple[str, str]
 """A value that may be offloaded: path of its unit, and its name there."""
 
 HASTES = (1.0, 1.5, 2.5, 5.0, 20.0, 1e6)
-"""If values can only be away in time when the step waits for them, plan as if the link were so many times as fast."""
+"""If values can only be away in time when the step waits for them, plan as if the link were this many times as fast."""
 
-# All values are out for the clock from here to there: whatever backward asks for is asked for in time.
+# For the clock all values are out from here to there: backward requests each value in time.
 _WHOLE_WAY = Trip(1, 10**6)
 
 
@@ -40,8 +40,8 @@ class TripPlanner:
 
     Args:
         program: the program of the recorded step, with its edges.
-        plan: keeps and recomputes; what it offloads it is taken to keep.
-        link: what copies take.
+        plan: keeps and recomputes; values that it offloads are treated as kept.
+        link: the cost of copies.
         least_bytes: the smallest values to offload.
 
     Attributes:
@@ -85,8 +85,8 @@ class TripPlanner:
 
         Args:
             names: some of `self.names`.
-            haste: plan edges as if the link were so many times as fast: values leave earlier and come back later, and the
-                step waits for copies.
+            haste: plan edges as if the link were this many times as fast: values leave earlier and come back later, and
+                the step waits for copies.
         """
         out, back, latency_s = self._link
         link = Link(out * haste, back * haste, latency_s / haste)
@@ -107,7 +107,7 @@ class TripPlanner:
         return with_trips(self._profile, self._plan, trips), waits(self.course, journeys, self._link)
 
     def _journeys(self, names: Iterable[Name], link: Link) -> dict[Key, Journey]:
-        """Return the edges of each value that has time to go out and come back."""
+        """Return the edges of each value that has time to be copied out and back."""
         all_keys = [key for name in names for key in self._keys[name]]
         time = self.course
         leaves: dict[Key, int] = {}
@@ -189,7 +189,7 @@ LINK_SHARE = 0.75
 
 
 def link_of(profile: Profile, share: float = LINK_SHARE) -> Link | None:
-    """Return what copies take over so much of the profile's link; None if that is not known."""
+    """Return the cost of copies over this share of the profile's link; None if unknown."""
     rates = profile.to_host_bytes_per_s, profile.from_host_bytes_per_s
     return Link(share * rates[0], share * rates[1], profile.host_latency_s) if all(rates) else None
 
@@ -197,12 +197,12 @@ def link_of(profile: Profile, share: float = LINK_SHARE) -> Link | None:
 def scheduled(profile: Profile, plan: Plan, link: Link | None = None) -> Plan:
     """Return a plan whose offloaded values have trips for which, at these rates, it waits as little as possible.
 
-    What backward does not ask for in units is kept. Where no rates are known, the trips stay.
+    Values that backward does not need in units are kept. Where no rates are known, the trips stay.
 
     Args:
         profile: the recorded step.
         plan: offloads values, at any edges.
-        link: what copies take; default: over the usual share of the profile's link.
+        link: the cost of copies; default: over the usual share of the profile's link.
     """
     link = link or link_of(profile)
     if link is None:

@@ -1,10 +1,10 @@
-"""Defines the actions, what can happen to a value between forward and backward, and the engines, which carry plans out."""
+"""Defines the actions on a value between forward and backward, and the engines, which carry out plans."""
 
 from enum import Enum
 
 
 class Action(str, Enum):
-    """What happens to one value. A plan maps values to actions and keeps what it does not name.
+    """The action for one value. A plan maps values to actions and keeps what it does not name.
 
     Each action equals its word, which plans use in JSON and people may pass in its place.
 
@@ -30,7 +30,7 @@ class Action(str, Enum):
 
 
 OUTPUT_ACTIONS = (Action.KEEP, Action.RECOMPUTE)
-"""What can happen to what a unit returns; it is kept as a part, or offloaded, if its value's own action says so."""
+"""The possible actions for a unit's output; it is kept as a part, or offloaded, if its value's own action says so."""
 
 
 class EngineChoice(str, Enum):

@@ -85,7 +85,7 @@ def expand_paths(pattern: str) -> list[str]:
 
 
 def compress_classes(classes: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
-    """Return modules' classes by path as pairs of few patterns: what is alike in one layer and the next is one.
+    """Return modules' classes by path as few (pattern, class) pairs: modules alike in consecutive layers share one.
 
     Example:
         >>> compress_classes({"layers.0.1": "ReLU", "layers.0.3": "ReLU", "layers.1.1": "ReLU", "layers.1.3": "ReLU"})

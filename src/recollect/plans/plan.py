@@ -1,4 +1,4 @@
-"""Defines `Plan`: what happens to each value of each unit between its forward and its backward.
+"""Defines `Plan`: the action for each value of each unit between its forward and its backward.
 
 A `Plan` is immutable, the same for every run, and written as JSON that people can read and edit. A kept value stays in
 memory while something needs it; a recomputed value is dropped and computed again when backward asks for it. Values that
@@ -27,7 +27,7 @@ from recollect.plans.unit_plan import UnitPlan
 
 _COLUMNS = 80
 _FORMAT = "recollect.plan"
-# Times are too noisy to plan by if a slowdown may be so many times as large, and by more than this part of the step.
+# Times are too noisy to plan by if a slowdown may be this many times as large, and by more than this part of the step.
 _NOISY_FACTOR = 2.0
 _NOISY_SLOWDOWN = 0.05
 # 2: a plan that offloads. One that does not is written as version 1, which every reader knows.
@@ -129,17 +129,17 @@ class Plan(ShownInNotebooks):
         return self.to_text()
 
     def to_text(self, columns: int = _COLUMNS) -> str:
-        """Return what `print(plan)` shows, in lines of at most so many columns."""
+        """Return what `print(plan)` shows, in lines of at most this many columns."""
         rows = unit_rows(self.units, expand_classes(self.class_names), self.loss_text)
         return "\n".join([*layout(rows, columns), *self.prediction_lines(columns)])
 
     @property
     def loss_text(self) -> str:
-        """What happens to the loss, in words; empty if nothing."""
+        """How the loss is changed, in words; empty if it is not."""
         return _chunks(self.loss_chunks) if self.loss_chunks > 1 else ""
 
     def prediction_lines(self, columns: int = _COLUMNS) -> list[str]:
-        """Return budget, predictions and note, in lines of at most so many columns."""
+        """Return budget, predictions and note, in lines of at most this many columns."""
         sizes, times = [], []
         if self.predicted_peak_bytes is not None:
             sizes.append(f"predicted peak {_bytes(self.predicted_peak_bytes)}")

@@ -1,4 +1,4 @@
-"""Prints plans for people: what each group of units keeps, in 80 columns or as many as there are.
+"""Prints plans for people: what each group of units keeps, in 80 columns or the terminal's width.
 
 A unit can have hundreds of values, so names are shortened without losing meaning: a module stands for its values if all
 are treated alike, a module path is cut to the part that identifies the module within the unit, and several ops of one
@@ -22,7 +22,7 @@ _MOST_LINES = 4
 _MOST_OPS = 6
 _MOST_PATHS = 8
 _EMPTY = frozenset({"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"})
-# What stays on the line of the word before it.
+# Words that stay on the line of the previous word.
 _TIED = re.compile(r" (?=[(%]|[KMGT]?i?B\b)")
 _HARD_SPACE = "\xa0"
 _Mark = TypeVar("_Mark", bound=Hashable)
@@ -35,7 +35,7 @@ def unit_rows(units: Mapping[str, UnitPlan], classes: Mapping[str, str], loss: s
     Args:
         units: unit plans by path.
         classes: classes of modules that are known by a number only, by path.
-        loss: what happens to the loss, in words; empty: nothing.
+        loss: how the loss is changed, in words; empty: not at all.
     """
     paths_of: dict[tuple[str, ...], list[str]] = {}
     for path, unit in units.items():
@@ -86,7 +86,7 @@ def label_paths(paths: Sequence[str], classes: Mapping[str, str] = MappingProxyT
 
 
 def _short_paths(paths: Sequence[str], most: int) -> list[str]:
-    """Abbreviate paths to one label for each set of siblings, with so many of them at most."""
+    """Abbreviate paths to one label for each set of siblings, with at most this many labels."""
     members: dict[str, list[str]] = {}
     for path in compress_paths(paths):
         stem, _, last = path.rpartition(".")

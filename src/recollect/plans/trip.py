@@ -1,4 +1,4 @@
-"""Defines when an offloaded value leaves the device and when it comes back, and has copies do so.
+"""Defines when an offloaded value leaves the device and comes back, and starts the copies then.
 
 The engine and the simulator share the `Timetable`, so the engine does exactly what the simulator predicts.
 """
@@ -14,14 +14,14 @@ class Trip(NamedTuple):
     """When an offloaded value leaves the device and comes back, in runs of units counted from the one that computes it.
 
     The copy out begins as soon as the value is there. Both moments are planned, so that memory does not depend on how fast
-    copies are: whoever comes to one too early waits.
+    copies are: code that reaches one too early waits.
 
     Attributes:
-        leaves: the device has its bytes until so many more units have begun: 1 until the next one does, or can, as this one has
-            returned.
-        returns: the copy back begins when backward comes to the unit that ran so many later: 0 with its own.
-        leaves_in_backward: `leaves` counts as `returns` does: until backward comes to the unit that ran so many later. It then
-            has to be more than `returns`, as backward takes units in reverse.
+        leaves: the device has its bytes until this many more units have begun: 1 until the next one does, or can, as
+            this one has returned.
+        returns: the copy back begins when backward reaches the unit that ran this many later: 0 is its own.
+        leaves_in_backward: `leaves` counts as `returns` does: until backward reaches the unit that ran this many later.
+            It then has to be more than `returns`, as backward takes units in reverse.
 
     Example:
         >>> Trip(leaves=2, returns=1)
@@ -62,9 +62,9 @@ class Copy(Protocol):
 
 
 class Timetable:
-    """Has copies leave and come back as runs of units begin, and as backward comes to them.
+    """Moves copies out and back as runs of units begin, and as backward reaches them.
 
-    Runs are numbered as they begin. It holds no copies: those that nobody needs any more neither leave nor come back.
+    Runs are numbered as they begin. It holds no copies: those no longer needed neither leave nor come back.
     """
 
     def __init__(self) -> None:
@@ -104,7 +104,7 @@ class Timetable:
                 found.leave()
 
     def begin_again(self) -> None:
-        """Have all come back once more, in another backward."""
+        """Bring all values back again, in another backward."""
         self._returning.clear()
         for number, reference in self._returns:
             self._returning[number].append(reference)

@@ -1,4 +1,4 @@
-"""Defines `UnitPlan`: what happens to each value of one unit, by name; and what processes have to agree on of such plans."""
+"""Defines `UnitPlan`: the action for each value of one unit, by name; and the parts that processes have to agree on."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -19,7 +19,7 @@ class UnitPlan:
     """What one unit keeps.
 
     Attributes:
-        actions: what happens to each value, by name, in forward order. May be given as actions or their words.
+        actions: the action for each value, by name, in forward order. May be given as actions or their words.
         output: `Action.RECOMPUTE` if the unit's output is dropped too, and recomputed from an earlier unit's input; else
             `Action.KEEP`: as a part, if the action of its value is `Action.SHARD`.
         engine: `EngineChoice.TAPE` follows `actions`; `EngineChoice.REGION` re-runs the whole module, for modules that the tape
@@ -105,7 +105,7 @@ def _chosen(what: str, word: str, allowed: Sequence[_Word]) -> _Word:
 
 
 def digest_of(units: Mapping[str, UnitPlan], loss_chunks: int = 1) -> str:
-    """Return a text that is equal for equal plans of units, in every process: what they do, without predictions.
+    """Return a text that is equal for equal unit plans, in every process: their actions, without predictions.
 
     Example:
         >>> digest_of({"layers.0": UnitPlan({"up.mm": "recompute"})}) == digest_of(
@@ -120,7 +120,7 @@ def digest_of(units: Mapping[str, UnitPlan], loss_chunks: int = 1) -> str:
 
 
 def _words(unit: UnitPlan) -> dict[str, str]:
-    """Return what happens to each value, in words; of an offloaded one, also when."""
+    """Return the action for each value, in words; for an offloaded one, also when."""
     words = {name: str(action) for name, action in unit.actions.items()}
     return words | {name: f"{words[name]} {tuple(trip)}" for name, trip in unit.trips.items()}
 

@@ -27,7 +27,7 @@ def result_names(stem: str, num_results: int | None) -> tuple[str, ...]:
 
 
 def collective_kind(name: str) -> str:
-    """Return which collective an op, or the value that it computes, is of; empty if none.
+    """Return the collective that an op, or the value it computes, belongs to; empty if none.
 
     Example:
         >>> collective_kind("attention.o._c10d_functional:all_reduce#1"), collective_kind("attention.o.mm")

@@ -1,1 +1,1 @@
-"""The record of a training step, as frozen data that needs no torch: what it computes and how it uses memory."""
+"""The record of a training step's computation and memory, as frozen data that needs no torch."""

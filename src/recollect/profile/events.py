@@ -1,7 +1,7 @@
 """The log of a recorded step: its memory events, as small tuples of ints, how to walk over them, and what a log may say.
 
 A value of a unit call is `(call, value)`; any other storage (embeddings, logits, gradients, optimizer temporaries) has a
-number of its own. A storage "dies" when nothing but the tape refers to it any more.
+number of its own. A storage "dies" when only the tape still refers to it.
 
 | event | means |
 |---|---|
@@ -167,7 +167,7 @@ class _Checker:
         }
 
     def problem_of(self, event: Event) -> str:
-        """Return what is wrong with the next event; "" if nothing is."""
+        """Return the problem with the next event; "" if there is none."""
         code, *operands = event
         if code not in self._rules:
             return f"got event {code}, expected one of {', '.join(map(str, self._rules))}"

@@ -1,4 +1,4 @@
-"""What the units of a training step compute, as frozen data: values, ops, graphs and calls.
+"""The computation of a training step's units, as frozen data: values, ops, graphs and calls.
 
 | word | here |
 |---|---|
@@ -71,7 +71,7 @@ class OpRecord:
 
 @dataclass(frozen=True, slots=True)
 class PartRecord:
-    """A value that is the same on all ranks of a group, of which each may hold a part.
+    """A value that is the same on all ranks of a group, so that each may hold a part.
 
     Attributes:
         value: its index.

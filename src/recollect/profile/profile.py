@@ -65,7 +65,7 @@ class Profile(ShownInNotebooks):
         torch_version, model_class, batch: what was recorded, in words.
         loss_chunks: parts in which LM head and loss were computed; see `Plan.loss_chunks`.
         device_memory_bytes: size of the device's memory; 0 if unknown.
-        shard_ranks: ranks on each of which a plan may hold a part of a value, in place of all of it; 1 if it may not.
+        shard_ranks: number of ranks that may each hold a part of a value, in place of all of it; 1 if none may.
         gather_latency_s, gather_s_per_byte: what it takes to gather such a value: seconds, and seconds more for each byte.
         to_host_bytes_per_s, from_host_bytes_per_s: what copies from the device to its host's memory reach, and copies back; 0
             if that is not known, so that nothing can be offloaded.
@@ -261,7 +261,7 @@ class Profile(ShownInNotebooks):
 
 
 def block_bytes(nbytes: int, device: str) -> int:
-    """Return what so many bytes take on a device: on CUDA the next multiple of 512.
+    """Return the bytes that an allocation takes on a device: on CUDA the next multiple of 512.
 
     Args:
         nbytes: as asked for.

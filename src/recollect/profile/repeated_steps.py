@@ -2,7 +2,7 @@
 
 In gradient accumulation, forward and backward run again and again on batches of one shape. The first micro-step makes the
 gradients; each later one finds them, and does what the one before it did. Of such a run the last one is stored, and stands
-for all of them (`UnitCall.num_runs`). What the others leave behind, such as a list of losses, is there when it begins.
+for all of them (`UnitCall.num_runs`). The others' leftovers, such as a list of losses, exist when it begins.
 
 A micro-step is left out only if nothing of it waits for backward when the next one begins, and no other one reads what its
 units computed. If the model's own code holds a unit's output into the next micro-step (`output` in a loop), what is alive
@@ -26,7 +26,7 @@ _LONGEST_PERIOD = 8
 def fold(profile: Profile) -> Profile:
     """Return a profile of the same step in which runs of equal micro-steps are stored once.
 
-    The peak, recompute time and slowdown of every plan stay as they are; `step_s` is that of the whole step. Calls are
+    The peak, recompute time and slowdown of every plan stay as they are; `step_s` covers the whole step. Calls are
     numbered anew.
 
     Args:
@@ -75,7 +75,7 @@ class _Run:
 
 
 def _runs(found: Sequence[Stretch]) -> list[_Run]:
-    """Return what to leave out, in order."""
+    """Return the stretches to leave out, in order."""
     runs: list[_Run] = []
     first = 0
     while first < len(found):
@@ -142,7 +142,7 @@ class _Folding:
             for number in range(run.end, run.end + run.period)
             for call in found[number].calls
         }
-        # Storages that stand for values of calls that are gone.
+        # Storages that represent values of removed calls.
         self._storage_of: dict[Item, int] = {}
 
     def folded(self) -> Profile:
@@ -153,7 +153,7 @@ class _Folding:
                 continue
             events = self._events[stretch.start : stretch.end]
             if number in self._run_before:
-                # What begins a phase comes first.
+                # Starts of phases sort first.
                 num_first = int(events[0][0] == PHASE)
                 log += events[:num_first]
                 log += self._left_behind(self._run_before[number])
@@ -167,7 +167,7 @@ class _Folding:
         )
 
     def _left_behind(self, run: _Run) -> list[Event]:
-        """Return events with the effect of all that is left out."""
+        """Return events with the effect of everything left out."""
         before, after = self._found[run.first].held, self._found[run.end].held
         events: list[Event] = []
         for item in before.keys() - after.keys():

@@ -33,9 +33,9 @@ class Stretch:
     calls: range
     """The unit calls that run in it."""
     form: tuple[object, ...] = ()
-    """What it does; equal for stretches that differ in names only."""
+    """Its events; equal for stretches that differ in names only."""
     held: Mapping[Item, Held] = field(default_factory=dict)
-    """What the model's own code holds when it begins."""
+    """Storages held by the model's own code when it begins."""
     start_bytes: int = 0
     """The bytes of this on the device."""
     reads_calls: set[int] = field(default_factory=set)
@@ -101,7 +101,7 @@ class StepReader:
         steps, (last_steps, last_calls) = self._steps, self._last
         self._last = steps, calls
         if calls and calls == last_calls and len(steps) > len(last_steps) and steps[: len(last_steps)] == last_steps:
-            # What follows the last micro-step, such as the end of its variables, is none of it.
+            # Events after the last micro-step, such as the end of its variables, do not belong to it.
             self._last = last_steps, calls
             tail = self._tail(stretch.start + len(last_steps))
             tail.form = tuple(steps[len(last_steps) :])

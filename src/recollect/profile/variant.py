@@ -1,4 +1,4 @@
-"""What a unit takes inside `torch.compile` when it keeps a given set of values."""
+"""The cost of a unit inside `torch.compile` when it keeps a given set of values."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class VariantRecord:
         kept: indices of the unit's values that are in memory between forward and backward, what an op of the unit computes.
         held: indices of the inputs and outputs that it keeps as well. Others may hold them too, so they count once.
         own_bytes: everything else that is alive between forward and backward: what is kept, random states, unnamed values.
-        forward_bytes: the most that forward needs above its inputs, with what it returns and keeps.
-        backward: for each stretch of backward, the most bytes above its start, the change at its end, and the index of the
-            value in `held` that is let go there, -1 for none. Values in `held` are not in the changes.
+        forward_bytes: the most bytes that forward needs above its inputs, with what it returns and keeps.
+        backward: for each stretch of backward, the most bytes above its start, the change at its end, and the index of
+            the value in `held` released there, -1 for none. Values in `held` are not in the changes.
         step_s: seconds of forward and backward.
         is_default: it keeps what PyTorch chooses without a plan.
         is_estimated: nothing ran; bytes and seconds are from a model of the compiled code.

@@ -1,6 +1,6 @@
 """Let the processes that train one model together ask each other, and fail together.
 
-Each exchange says at which place of its loop a process is. Where processes are at different places, one waits for an answer
+Each exchange tells where in its loop a process is. Where processes are at different places, one waits for an answer
 that the other will never give, so all of them raise an error that says where each is.
 """
 
@@ -21,7 +21,7 @@ from recollect.progress import stage
 
 T = TypeVar("T")
 
-# Of one exchange: so many words, of so many bits each.
+# The words in one exchange, and the bits in each.
 _WORDS: Final = 4
 _BITS: Final = 62
 # Building a model, or loading data, may take one process a little longer than another.
@@ -57,15 +57,15 @@ class Ranks:
         return list(flags)
 
     def gather(self, value: Any, place: Place) -> list[Any]:
-        """Return what each process gave, which may be anything that pickles."""
+        """Return the objects given by each process, which may be anything picklable."""
         return [value]
 
     def together(self, action: Callable[[], T], place: Place, *, undo: Callable[[T], object] | None = None) -> T:
-        """Run something of which no process may go on if another cannot; `undo` it where it succeeded then.
+        """Run a function that must succeed in all processes; if it fails in one, `undo` it where it succeeded.
 
         Raises:
-            Exception: what it raised, if it did so in all of them.
-            RecollectError: what the first process raised in which it failed, in all of them.
+            Exception: the function's error, if it failed in all of them.
+            RecollectError: the error of the first process that failed, in all of them.
         """
         return action()
 
@@ -74,9 +74,9 @@ ALONE = Ranks()
 
 
 class Group(Ranks):
-    """Several processes, which all ask the same at the same place.
+    """Several processes that all make the same exchanges in the same places.
 
-    They talk by gloo, on the CPU: numbers that a GPU had to bring would wait for all that it has to do.
+    They communicate by gloo, on the CPU: numbers on a GPU would wait for all its queued work.
 
     Args:
         ranks: their numbers among all processes.
@@ -167,7 +167,7 @@ def group_of(ranks: Sequence[int], call: str) -> Ranks:
         call: that is under way, for errors.
 
     Raises:
-        RecordError: some of them do not ask for it.
+        RecordError: some of them do not take part.
     """
     # PyTorch's fake group has no other processes.
     if len(ranks) == 1 or dist.get_backend() == "fake":
@@ -186,7 +186,7 @@ def group_of(ranks: Sequence[int], call: str) -> Ranks:
 
 
 class _Meeting:
-    """Where some processes wait for each other, as often as they like."""
+    """A place where some processes wait for each other, as often as they like."""
 
     def __init__(self, ranks: tuple[int, ...]) -> None:
         self._ranks = ranks
@@ -196,7 +196,7 @@ class _Meeting:
         self._group: Any = None
 
     def wait(self, seconds: float) -> list[int]:
-        """Return the processes that have not come."""
+        """Return the processes that have not arrived."""
         if self._world is not dist.group.WORLD:
             # PyTorch's groups were made anew, and what was connected is gone.
             self._world, self._group, self._number = dist.group.WORLD, None, 0
@@ -208,7 +208,7 @@ class _Meeting:
             store.wait(list(keys.values()), timedelta(seconds=seconds))
         except RuntimeError:
             missing = [rank for rank, key in keys.items() if not store.check([key])]
-            # As if this process had not come: the next time it waits for the same.
+            # As if this process had not arrived: the next time it waits for the same.
             store.delete_key(keys[dist.get_rank()])
             self._number -= 1
             return missing
@@ -217,7 +217,7 @@ class _Meeting:
     def group(self) -> dist.ProcessGroup:
         """Return the processes, connected by gloo."""
         if self._group is None:
-            # A group of their own, so that nothing of this comes between what the loop itself exchanges.
+            # A separate group, so that this does not interfere with the loop's own exchanges.
             self._group = dist.new_group(
                 list(self._ranks), backend="gloo", use_local_synchronization=True, group_desc="recollect"
             )

@@ -123,7 +123,7 @@ def check_alike(ranks: Ranks, model: nn.Module, settings: Mapping[str, object]) 
 
 @dataclass(frozen=True)
 class _Described:
-    """What a process is about to do."""
+    """The action that a process is about to take."""
 
     model: str
     parameters: list[str]
@@ -150,8 +150,8 @@ def common_plan(
 ) -> tuple[Plan, float]:
     """Return the plan that all processes run, with the predictions for this one; and the slowdown in the slowest.
 
-    Of the plans that keep all of them within their budgets, the one under which the slowest is fastest; if none does, the one
-    that exceeds one least.
+    Of the plans that keep all of them within their budgets, take the one whose slowest process is fastest; if none
+    does, the one with the smallest excess.
 
     Args:
         profile: as this process recorded it.

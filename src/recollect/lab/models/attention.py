@@ -3,7 +3,7 @@
 The core, softmax(QK^T / sqrt(C)) V with later positions masked, is one kernel, or goes op by op. Both are modules without
 parameters, so that their ops have a module path. Megatron recomputes them as `core_attn`: softmax, dropout mask and dropped
 probabilities take 5 bytes per head and pair of positions in bf16 (Korthikanti et al. 2022, arXiv 2205.05198, section 4.1),
-unless the kernel never stores them. There may be fewer queries than keys, as those of the last positions.
+unless the kernel never stores them. There may be fewer queries than keys, for the last positions.
 
 Shape legend: B batch   T, S positions, of queries and of keys   D hidden_size   H query heads   K key and value heads
     G = H / K   X = G * T   N = B * K   C channels of a query and key head   E channels of a value head

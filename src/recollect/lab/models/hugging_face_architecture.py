@@ -1,4 +1,4 @@
-"""What differs between Hugging Face's architectures, in one record each: how `config.json` and weights are read and written.
+"""Describe each Hugging Face architecture by one record: how to read and write `config.json` and weights.
 
 Tensors are renamed, split, stacked or transposed, never changed. Each rule makes one of our tensors and reads only what it
 needs, so a checkpoint may be larger than memory.

@@ -25,7 +25,7 @@ class WholeSequence:
         return x_T
 
     def loss(self, mean: Tensor, labels_BT: Tensor) -> Tensor:
-        """Return this rank's loss from the mean over its own labels; the mean of the ranks' losses is that of the whole."""
+        """Return this rank's loss from the mean over its own labels; the ranks' mean is the whole loss."""
         return mean
 
     def shared(self, loss: Tensor) -> Tensor:

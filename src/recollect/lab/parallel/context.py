@@ -32,7 +32,7 @@ def context_parallel(model: GPTModel, mesh: DeviceMesh) -> GPTModel:
         mesh: one-dimensional.
 
     Returns:
-        The model. Its output has the logits of this rank's positions, and the whole loss. Gradients are those of this rank's
+        The model. Its output has the logits of this rank's positions, and the whole loss. Gradients are for this rank's
         positions, times the ranks: their mean over the mesh is the gradient. `data_parallel` over the mesh takes it.
 
     Raises:

@@ -189,7 +189,7 @@ def _split_ends(model: GPTModel, mesh: DeviceMesh, between: Shard | Replicate) -
 
 
 def _fused(model: GPTModel) -> Iterator[tuple[nn.Module, Sequence[int]]]:
-    """Yield the fused projections with the rows of each part in the whole model; those of experts are `SplitMoELayer`'s."""
+    """Yield the fused projections with the rows of each part in the whole model; `SplitMoELayer` has the experts'."""
     config = model.config
     query, group = (heads * config.kv_channels for heads in (config.num_attention_heads, config.num_query_groups))
     for module in model.modules():

@@ -218,7 +218,7 @@ def record_own_stages(
 
 
 def _received(session: Session, stage: LossStage, shape: Sequence[int]) -> Tensor:
-    """Return what a stage may receive: the same on the ranks that share its matrices, unless these split sequences.
+    """Return a stage's possible inputs: the same on the ranks that share its matrices, unless they split sequences.
 
     The recording compares values of these ranks, to tell which of them they may hold as parts.
     """

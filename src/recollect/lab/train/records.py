@@ -1,4 +1,4 @@
-"""Records of a run, one per step, the baseline without recompute, and the outcome; and where those of steps go.
+"""Records of a run, one per step, the baseline without recompute, and the outcome; and where steps are logged.
 
 That is a file with one JSON object per step, TensorBoard events, and on a terminal a live line, elsewhere plain lines.
 """

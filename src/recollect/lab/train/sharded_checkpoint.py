@@ -4,8 +4,8 @@ By `torch.distributed.checkpoint`, each process writes its part of the tensors a
 another name until all have written, and the last file in it is the manifest. Names, order and shapes match the whole
 model, so that any layout can read it.
 
-Each process says where its parts of tensors are in the whole ones. DTensors know that, but for fused projections under tensor
-parallelism, whose rows are reordered by rank: their parts are cut where neighbours in the whole matrix end.
+Each process says where its parts of tensors are in the whole ones. DTensors know that, except fused projections under
+tensor parallelism, with rows reordered by rank: their parts are cut where neighbours in the whole matrix end.
 """
 
 import dataclasses

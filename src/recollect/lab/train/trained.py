@@ -1,6 +1,6 @@
 """Build what a run trains: the model, spread over the processes of the run, and its optimizer.
 
-The model is built and spread on the meta device, where it takes no memory. What a process then has is drawn into place.
+The model is built and spread on the meta device, where it takes no memory. A process's own part is drawn into place.
 """
 
 from collections.abc import Sequence
