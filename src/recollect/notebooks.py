@@ -1,4 +1,4 @@
-"""What shows itself in a notebook. Below everything else: `recollect.pictures.notebook` draws, imported when it is asked."""
+"""Rich display in notebooks. Below everything else: `recollect.pictures.notebook` draws, imported when it is asked."""
 
 from __future__ import annotations
 

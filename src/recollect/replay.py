@@ -1,4 +1,4 @@
-"""Lazy values: what holds a dropped tensor's recipe, and the loop that recomputes it.
+"""Lazy values, which hold a dropped tensor's recipe, and the loop that recomputes them.
 
 A training step is a graph of op calls (`Node`) and their results (`Value`). An *available* value holds its tensor and no
 node; a *dropped* value holds the node that computes it, and no tensor. Asking for a dropped value runs its node, after the
@@ -57,7 +57,7 @@ class Value:
         return value
 
     def is_saved(self) -> None:
-        """Take note that backward will ask for this value once more."""
+        """Note that backward will ask for this value once more."""
         if self.node is not None and self.node.recipes is not None:
             self.node.recipes.saved.append(weakref.ref(self))
 
@@ -112,7 +112,7 @@ class Node:
         return sys.getrefcount(self.inputs[0])
 
 
-# The count if only the node refers to the value. It differs between versions of Python.
+# The count if only the node refers to the value. This differs between versions of Python.
 _OWN_REFERENCES = Node(lambda tensors, may_overwrite_first: (), [Value()])._count_references_to_first()
 
 
@@ -176,7 +176,7 @@ class KeptPass:
                     held.append(saved)
             pending += copies.reached()
         if value not in self._copies:
-            # It has been asked for as often as it was saved, and more.
+            # It has been requested more often than it was saved.
             self._copies[value] = copies.of(value), 1
             copies.reached()
 
@@ -191,7 +191,7 @@ class _Copies:
         self._pending: list[Node] = []
 
     def of(self, value: Value) -> Value:
-        """Return the copy of a value; an available one stands for itself."""
+        """Return the copy of a value; an available one is its own copy."""
         if value.node is None or value.tensor is not None:
             return value
         copy = self._values.get(value)

@@ -48,7 +48,7 @@ def largest_batch(
         budget: bytes of the whole step, as an int or text: "16GiB", "80GB", "90% of the device".
         optimizer: one, or several; see `record`.
         loss_fn: from the model's output to a scalar; see `record`.
-        hardware: what the times are for; see `record`.
+        hardware: the hardware to model times for; see `record`.
         units: module paths of the layers to plan, where they are not found; see `record`.
         holds_output: the loop holds the model's output until the next one replaces it; see `record`.
         gradients: the gradients of the last step, when the next one begins; see `record`.

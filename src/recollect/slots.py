@@ -8,7 +8,7 @@ import math
 from bisect import bisect_left
 
 SLOT_ALIGNMENT = 64
-"""Slots begin at multiples of so many bytes."""
+"""Slots begin at multiples of this many bytes."""
 
 
 class SlotList:
@@ -18,7 +18,7 @@ class SlotList:
         most_bytes: length of the stretch; None for as much as it takes.
 
     Attributes:
-        end_bytes: where the slots that there have been end: what the stretch needs to be at least.
+        end_bytes: the end of all slots so far: the least size of the stretch.
 
     Example:
         >>> slots = SlotList(256)

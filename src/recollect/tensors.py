@@ -26,7 +26,7 @@ def tensors_in(tree: Any) -> list[torch.Tensor]:
 def tensors_held(tree: Any) -> list[torch.Tensor]:
     """Return the tensors in nested containers, and in the attributes of what is in them: objects, but no modules.
 
-    Those that are less deep come first.
+    Less deeply nested ones come first.
 
     Example:
         >>> import torch, types

@@ -14,7 +14,7 @@ def warn_user(message: str, category: type[Warning] = UserWarning) -> None:
 
     Args:
         message: the text.
-        category: the kind of warning, by which filters find it.
+        category: the kind of warning, which filters match.
     """
     level, frame = 1, inspect.currentframe()
     while frame and frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in _NOT_USERS:

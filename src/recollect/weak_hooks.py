@@ -10,7 +10,7 @@ from recollect._torch_private import uncompiled
 
 
 def register_weakly(register: Callable[[Any], RemovableHandle], method: Callable[..., Any]) -> RemovableHandle:
-    """Register a bound method; the hook goes when its object goes, and `torch.compile` does not trace it.
+    """Register a bound method as a hook that is removed when its object dies and that `torch.compile` does not trace.
 
     Args:
         register: takes a hook, and returns its handle.

@@ -47,7 +47,7 @@ _handles: weakref.WeakSet[Attached] = weakref.WeakSet()
 
 
 class Attached:
-    """What `attach` returns.
+    """The handle that `attach` returns.
 
     Attributes:
         num_steps: steps so far.

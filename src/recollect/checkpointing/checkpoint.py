@@ -180,7 +180,7 @@ def checkpoint_sequential(
     *,
     preserve_rng_state: bool = True,
 ) -> Any:
-    """Run functions one after the other, in equal segments, each of which but the last is a `checkpoint`.
+    """Run functions in sequence, in equal segments, each a `checkpoint` except the last.
 
     Takes what `torch.utils.checkpoint.checkpoint_sequential` takes.
 

@@ -193,7 +193,7 @@ def policy_plan(
     *,
     context_fn: Callable[[], Contexts] | None = None,
 ) -> Plan:
-    """Return what a policy of PyTorch's selective checkpointing keeps and drops, as a plan, with its predicted peak.
+    """Return a policy of PyTorch's selective checkpointing as a plan, with its predicted peak.
 
     The model runs forward once, and the policy is asked about each op of its layers. Values that it offloads
     (`MUST_CPU_OFFLOAD`, `PREFER_CPU_OFFLOAD`) go to host memory if backward needs them. Everything else is recomputed,

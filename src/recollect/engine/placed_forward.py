@@ -206,7 +206,8 @@ class PlanPerMicroBatch(PlacedForward):
     Nothing is moved while training runs: the forwards of all plans stay in place, one around the other, and those that are
     off pass calls through. Backward needs no turn, since each graph has the recipes of the plan that it was made under.
 
-    Args: module: the module that runs once for each micro-batch.
+    Args:
+        module: the module that runs once for each micro-batch.
         forwards: of each micro-batch, those of its plan, which are placed before this one.
     """
 

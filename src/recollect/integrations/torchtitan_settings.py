@@ -44,7 +44,7 @@ _GATE: Final = "moe.router.gate"
 
 
 def torchtitan_plan(profile: Profile, policy: TitanPolicy) -> Plan:
-    """Return what one of torchtitan's policies does to the recorded step, as a plan with its predicted peak and slowdown.
+    """Return one of torchtitan's policies for the recorded step, as a plan with its predicted peak and slowdown.
 
     Args:
         profile: the recorded step.

@@ -199,7 +199,7 @@ class Pipeline:
         return tuple(found[piece] for piece in sorted(found))
 
     def rank(self, number: int, *, is_whole: bool) -> Rank:
-        """Return what one rank runs; with all of its micro-batches, or as few as say the same if they are alike."""
+        """Return one rank's actions, with all micro-batches, or the fewest that are representative if alike."""
         own = self.pieces_of_rank(number)
         actions = [_as_run(action) for action in self.schedule.ranks[number]]
         run = [action for action in actions if action is not None]

@@ -160,7 +160,7 @@ class _Writer:
         self._left_out = [self._held_before(number, stage) for number, stage in enumerate(rank.stages)]
 
     def _held_before(self, number: int, stage: RankStage) -> list[int]:
-        """Make what was sent or returned before the rank's actions, and is still held, for each micro-batch that was."""
+        """Make each earlier micro-batch's tensors that were sent or returned and are still held."""
         output_bytes = 0 if self._buffers or not stage.sends_output else stage.output_bytes
         input_bytes = stage.recorded.whole.input_bytes if stage.receives_input else 0
         held_bytes = input_bytes if self._buffers and self._buffers.stay_with_loss(number) else 0

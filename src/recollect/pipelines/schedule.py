@@ -53,7 +53,7 @@ class PipelineAction:
 
 @dataclass(frozen=True)
 class PipelineSchedule:
-    """What each rank computes, in order.
+    """The actions of each rank, in order.
 
     Attributes:
         ranks: the actions of each rank.

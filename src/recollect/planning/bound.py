@@ -121,7 +121,7 @@ class LowerBound:
 
     Args:
         profile: the recorded step.
-        steps: its cheapest choices, for who knows more of the step; by default each call of a unit decides by itself.
+        steps: its cheapest choices, if the caller knows more; by default each call of a unit decides by itself.
         fixed_bytes: what every plan has alive at the moments of `steps`.
         away: what plans that offload can have in host memory then; by default, none offloads.
 
@@ -221,7 +221,7 @@ class LowerBound:
     def _best_prices(self, room: NDArray[np.float64], most_price: float) -> tuple[float, NDArray[np.float64], bool]:
         """Return the highest point under all planes that are known, its prices, and whether these would rise further.
 
-        What is solved is its dual: the fastest mix of known choices that fits, bytes above that at a price.
+        Its dual is solved: the fastest mix of known choices that fits, with a price for excess bytes.
         """
         alive, recompute = np.array(self._alive).T[self._moments], np.array(self._recompute)
         num_limits, num_choices = alive.shape

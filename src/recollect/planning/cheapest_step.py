@@ -193,7 +193,7 @@ class CheapestStep:
         needed: NDArray[np.bool_],
         maker: NDArray[np.int64],
     ) -> float:
-        """Add what values cost in one class, of which the first op and value have these nodes; return what is due anyway."""
+        """Add the cost of values in one class, given its first op's and value's nodes; return the fixed cost."""
         first_op, first_value = nodes
         asked = np.flatnonzero(needed & (cost_s > 0))
         is_fixed = maker[asked] < 0
@@ -239,7 +239,7 @@ class CheapestStep:
 
 
 class _Charges:
-    """What the tape takes in forward: for each unit call of which an op runs again, and for each such module of it."""
+    """The tape's overhead in forward, for each unit call with an op that runs again and each such module in it."""
 
     def __init__(self, profile: Profile, first_op: tuple[int, ...]) -> None:
         # (op, its charge), and (a module's charge, its unit's).

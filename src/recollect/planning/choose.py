@@ -79,7 +79,7 @@ class Planner:
 
     Args:
         profile: the recorded step.
-        make_bound: makes a bound on its plans, for who knows more of the step; called when a budget asks for it.
+        make_bound: makes a bound on its plans, for callers that know more; called when a budget asks for it.
 
     Raises:
         ProfileFormatError: as `recollect.plan`.

@@ -34,7 +34,7 @@ from recollect.simulation.timeline import explain_peak
 
 @dataclass(frozen=True, slots=True)
 class LayerUsage:
-    """What one run of a unit keeps and recomputes.
+    """The values that one run of a unit keeps and recomputes.
 
     Attributes:
         path: module path of the unit.
@@ -71,7 +71,7 @@ class LayerUsage:
 
 
 def layer_usage(profile: Profile, plan: Plan) -> tuple[LayerUsage, ...]:
-    """Return what each unit of a step keeps and recomputes under a plan.
+    """Return, for each unit of a step, the values kept and recomputed under a plan.
 
     Args:
         profile: the recorded step.

@@ -1,4 +1,4 @@
-"""The units of a step as the search for the least peak sees them: what they can keep, and the peaks that come of it.
+"""The units of a step as the search for the least peak sees them: their choices, and the resulting peaks.
 
 Times play no part here, so that the least peak does not depend on them.
 """

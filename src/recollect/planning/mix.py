@@ -129,7 +129,7 @@ class _Mix:
         return None if fitting is None else self._exchanged(self._filled(fitting, prices), prices)
 
     def _point(self, some: NDArray[np.int64], room: NDArray[np.float64]) -> _Point | None:
-        """Return the best point of the program over some options, with so many bytes left in each window; None if none fits."""
+        """Return the program's best point over some options, given the bytes left per window; None if none fits."""
         units, unit_of = np.unique(self._unit_of[some], return_inverse=True)
         scale_s = float(self._seconds.max(initial=0.0)) or 1.0
         equal = np.zeros((len(units), len(some)))

@@ -13,7 +13,7 @@ subject to
     backward of l:  sum of s x over j < l - away(w) + b(l) <= budget
     o(l) <= what the options of l store and can offload,   sum of o <= host memory
 
-What goes out in a window has left by its end, and what comes back in it takes up room from its beginning, as at edges.
+Values leaving in a window are gone by its end; values returning take room from its start, as at edges.
 The loss follows the last unit's forward, but its memory counts as the unit's, and its time as the unit's backward.
 """
 

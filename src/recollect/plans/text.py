@@ -70,7 +70,7 @@ def classes_within(unit: str, classes: Mapping[str, str]) -> dict[str, str]:
 
 
 def label_paths(paths: Sequence[str], classes: Mapping[str, str] = MappingProxyType({})) -> str:
-    """Abbreviate paths; those that differ only in their last component share the rest, and those of one class its name.
+    """Abbreviate paths; if only the last component differs they share the rest, and paths of one class share its name.
 
     Example:
         >>> label_paths(["layers.0", "layers.1", "layers.2", "layers.4"])

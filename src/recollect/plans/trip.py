@@ -87,7 +87,7 @@ class Timetable:
             _have_leave(self._leaving.pop(number))
 
     def backward(self, run: int) -> None:
-        """Note that backward comes to a run: whatever should have left before does now, and what is due comes back."""
+        """Note that backward reaches a run: overdue values leave now, and values that are due come back."""
         if self._leaving:
             self.forward(max(self._leaving))
         for number in sorted(number for number in self._leaving_in_backward if number >= run):

@@ -1,8 +1,8 @@
 """Stores runs of equal micro-steps once, so that a step of 64 of them plans as fast as one of two.
 
 In gradient accumulation, forward and backward run again and again on batches of one shape. The first micro-step makes the
-gradients; each later one finds them, and does what the one before it did. Of such a run the last one is stored, and stands
-for all of them (`UnitCall.num_runs`). The others' leftovers, such as a list of losses, exist when it begins.
+gradients; each later one finds them, and does what the one before it did. The last of such a run is stored and
+represents them all (`UnitCall.num_runs`). The others' leftovers, such as a list of losses, exist when it begins.
 
 A micro-step is left out only if nothing of it waits for backward when the next one begins, and no other one reads what its
 units computed. If the model's own code holds a unit's output into the next micro-step (`output` in a loop), what is alive

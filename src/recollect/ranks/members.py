@@ -42,7 +42,7 @@ def ranks_of(model: nn.Module, group: GroupChoice, call: str) -> Ranks:
 
     Raises:
         ArgumentError: the group is none, or this process is not in it.
-        RecordError: the model is spread over two groups of which none contains the other; or another process does not call.
+        RecordError: the model is spread over two groups, neither in the other; or another process does not call.
     """
     if isinstance(group, str) and group == "alone":
         return ALONE
@@ -280,7 +280,7 @@ _num_told: Counter[str] = Counter()
 
 
 class Presence:
-    """What the processes of a training tell each other of one thing that all of them need, before they wait for those without.
+    """Messages between training processes about something that all need, before they wait for those without it.
 
     Args:
         what: they need, for errors: "MemoryBudget".

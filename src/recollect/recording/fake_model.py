@@ -1,6 +1,6 @@
 """Run a model on fake tensors: shapes without memory, ops without arithmetic.
 
-They are on the CPU where there is no GPU, and may stand for tensors on one: see `_CudaKernels`.
+They are on the CPU where there is no GPU, and may represent tensors on one: see `_CudaKernels`.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class _CudaKernels(TorchFunctionMode):
     """Calls the kernels that PyTorch chooses on CUDA, where it would choose several others by the CPU's rules.
 
     Dropout is one, with a mask of a byte an element; so is attention with dropout, or of queries of the last positions.
-    `_scaled_dot_product_flash_attention` stands for those of cuDNN and for the "efficient" one as well, which save as much.
+    `_scaled_dot_product_flash_attention` also represents cuDNN's kernel and the "efficient" one, which save as much.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -121,8 +121,8 @@ def kernels_of(tensor: torch.Tensor) -> str:
 def fake_run(model: nn.Module, batch: Any, device: torch.device, *, kernels: str = "") -> Iterator[Any]:
     """Within the block, run a model on fake tensors in place of its parameters and buffers, and leave no traces.
 
-    Everything computed from them is fake too, and so would be what the model keeps of it. The model's own tensors, which may
-    be on the meta device, come back at the end. Tied parameters stay tied.
+    Everything computed from them is fake too, and so would be what the model keeps of it. The model's own tensors,
+    which may be on the meta device, are restored at the end. Tied parameters stay tied.
 
     `kernels`: type of the device that they stand for; default: that of `device`.
 

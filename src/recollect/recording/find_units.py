@@ -16,7 +16,7 @@ _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 NOT_CALLED = (nn.ModuleList, nn.ModuleDict)
 # A child with less of its parent's parameters is not what the parent is about.
 _LEAST_SHARE = 0.1
-# A child with so much of them is all that it is about.
+# A child with this share of them is the main part.
 _WHOLE_SHARE = 0.75
 
 
@@ -117,7 +117,7 @@ def _cover(module: nn.Module, path: str, layers: set[str]) -> list[Unit]:
 
 
 def _find_layers(model: nn.Module) -> set[str]:
-    """Return the paths of a model's layers, of which none contains another; "" for the model itself.
+    """Return the paths of a model's layers, none inside another; "" for the model itself.
 
     The first of these that finds any:
 
@@ -225,7 +225,7 @@ def _heavy_children(parent: nn.Module, path: str, weight_of: Callable[[nn.Module
 
 
 def _weigher(model: nn.Module) -> Callable[[nn.Module], int]:
-    """Return what counts parameters of modules, without those of embeddings, and of output layers as large."""
+    """Return a counter of a module's parameters, excluding embeddings and equally large output layers."""
     left_out = {module.weight.shape for module in model.modules() if isinstance(module, nn.Embedding)}
     return lambda module: sum(p.numel() for p in module.parameters() if p.shape not in left_out)
 

@@ -112,7 +112,7 @@ def loss_in(output: Any, name: str, loss_fn: LossFunction | None) -> torch.Tenso
 def check_step(
     model: nn.Module, batch: Any, step: Callable[[], object] | None, call: str = "record(model, batch)"
 ) -> None:
-    """Check that there is a step to run, and a model to run it.
+    """Check that a step, and a model to run it, are given.
 
     `call` names the function for errors.
 
@@ -157,7 +157,7 @@ def find_loss(output: Any, name: str) -> Any:
 
 
 def _scalars_in(output: Any) -> list[int]:
-    """Return the places in a tuple or list at which there is a single number, as nanoGPT's `(logits, loss)` has."""
+    """Return the positions of scalars in a tuple or list, as in nanoGPT's `(logits, loss)`."""
     if not isinstance(output, (tuple, list)):
         return []
     return [place for place, item in enumerate(output) if isinstance(item, torch.Tensor) and item.ndim == 0]
@@ -175,7 +175,7 @@ def describe_batch(batch: Any) -> str:
 
 
 def device_of(model: nn.Module, batch: Any) -> torch.device:
-    """Return the device of the step: that of the first parameter, or of the batch if the model is on meta."""
+    """Return the device of the step: the first parameter's, or the batch's if the model is on meta."""
     candidates = [*model.parameters(), *tensors_in(batch)]
     return next((t.device for t in candidates if t.device.type != "meta"), torch.device("cpu"))
 

@@ -39,7 +39,7 @@ _Caller: TypeAlias = tuple[nn.Module, bool]
 
 @dataclass(frozen=True)
 class Leftovers:
-    """What is alive when the recording ends: bytes of values by (call, value), and of other storages by number.
+    """Storages alive when the recording ends: bytes of values by (call, value), and of others by number.
 
     `made_at`: the positions of the events that made them.
     """
@@ -55,7 +55,7 @@ class Leftovers:
 
 
 def leftovers(recorded: Iterable[Event], calls: Sequence[RecordedCall]) -> Leftovers:
-    """Return what the events leave alive, with what autograd still holds of graphs that no backward used up.
+    """Return the storages the events leave alive, including those in graphs that no backward used up.
 
     Complexity: one pass over the events.
     """
@@ -95,8 +95,8 @@ def leftovers(recorded: Iterable[Event], calls: Sequence[RecordedCall]) -> Lefto
 def _largest_source(call: RecordedCall, value: int) -> int | None:
     """Return the largest value that a saved value is computed from; None if the saved value is always kept.
 
-    A plan that drops the saved value holds what it is computed from in its place: which of them depends on the plan, and a
-    budget has to hold under any.
+    A plan that drops the saved value holds its inputs instead: which ones depends on the plan, and the budget must hold
+    under any.
     """
     if call.values[value].must_keep:
         return None
@@ -149,8 +149,8 @@ class Phases:
 def foreseen(profile: Profile, *, gradients_bytes: Sequence[int] = (), growth: float = 1.0) -> Profile:
     """Return the profile of a step like a recorded one, but larger, or with gradients alive when it begins.
 
-    What backward makes and nobody frees are gradients. One that is alive when the step begins lives until the backward in which
-    its successor is made.
+    Tensors that backward makes and nobody frees are gradients. One alive when the step begins lives until the backward
+    that makes its successor.
 
     Args:
         profile: the recorded step.
@@ -176,12 +176,12 @@ def foreseen(profile: Profile, *, gradients_bytes: Sequence[int] = (), growth: f
 
 
 def _unused_number(recorded: Sequence[Event]) -> int:
-    """Return a number from which on no storage has any."""
+    """Return the first number above all storages' numbers."""
     return 1 + max((event[1] for event in recorded if event[0] in (events.ALLOC, events.FREE)), default=-1)
 
 
 def _gradients_made(recorded: Sequence[Event]) -> Mapping[int, tuple[int, int]]:
-    """Return what backward makes and nobody frees, by number: its bytes, and the position where that backward begins."""
+    """Return storages that backward makes and nobody frees, by number: bytes, and where that backward begins."""
     made: dict[int, tuple[int, int]] = {}
     begin, phase = 0, events.FORWARD
     for position, (code, *operands) in enumerate(recorded):
@@ -195,7 +195,7 @@ def _gradients_made(recorded: Sequence[Event]) -> Mapping[int, tuple[int, int]]:
 
 
 def _grown(recorded: Sequence[Event], growth: float, gradients: Mapping[int, tuple[int, int]]) -> list[Event]:
-    """Return the events with larger storages, but for gradients, those of the last step among them, and the optimizer's."""
+    """Return the events with larger storages, except gradients (including the last step's) and the optimizer's."""
     gradient_sizes = {nbytes for nbytes, _ in gradients.values()}
     grown: list[Event] = []
     is_before, phase = True, events.FORWARD
@@ -222,13 +222,13 @@ def _grown_graph(graph: UnitGraph, growth: float) -> UnitGraph:
 
 
 def with_copies(profile: Profile) -> Profile:
-    """Return a profile in which the tape shares nothing with the model that lives into backward: to keep it costs its bytes.
+    """Return a profile where the tape shares nothing with the model that lives into backward: keeping it costs bytes.
 
     A plan that keeps a value which the model itself holds on to, such as a cache of keys, shares it with the model, at no cost.
-    The recording tape has a copy, so that it sees when the model lets go.
+    The recording tape has a copy, so that it sees when the model releases it.
 
-    It is for choosing a plan. Where the plan drops such a value, what backward computes again stays as long as the model holds
-    the value, which this leaves out.
+    It is for choosing a plan. Where the plan drops such a value, its recomputed copy stays as long as the model holds
+    the value; this is ignored.
 
     Args:
         profile: a profile of any step.
@@ -287,7 +287,7 @@ class Returns:
     def __init__(self, recorder: StepRecorder) -> None:
         self._recorder = recorder
         self._outermost: nn.Module | None = None
-        # Where in the log each one returned, and from which of its calls an output is.
+        # The log position where each one returned, and the call an output comes from.
         self._positions: dict[_Caller, list[int]] = {}
         self._outputs: dict[Any, tuple[_Caller, int]] = {}
 
@@ -301,7 +301,7 @@ class Returns:
             yield
 
     def run(self, module: nn.Module, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run what stands for a call of a module, and note it.
+        """Run the replacement for a module's call, and note the call.
 
         A recording that begins in a call is told of it in this way: PyTorch looks for hooks before.
         """
@@ -317,10 +317,10 @@ class Returns:
         """Return where in the log an output of the last step is replaced, for each that the step leaves alive.
 
         Of the calls whose outputs are held, the first one's are replaced when the module returns for the first time, and so
-        on: in accumulation, those of the last call by those of the first.
+        on: in accumulation, the last call's by the first call's.
 
         Args:
-            alive: what the step leaves alive.
+            alive: the storages that the step leaves alive.
         """
         held = {key: where for key, where in self._outputs.items() if key in alive}
         numbers = {caller: sorted({n for other, n in held.values() if other == caller}) for caller in self._positions}
@@ -355,7 +355,7 @@ class Returns:
 
 
 def entry_modules(model: nn.Module, unit_paths: Collection[str]) -> dict[str, nn.Module]:
-    """Return what a training loop may call: the model and every module between it and a unit, by path.
+    """Return the modules a training loop may call: the model and every module between it and a unit, by path.
 
     Nobody calls a list of modules, and nobody a model without a forward, which holds other models: those are called.
     """

@@ -6,7 +6,7 @@ not touched, and neither is what it refers to; its state is known before its fir
 If the step is one of PyTorch's, the probe's parameters are tiny and on the same device. Each parameter shape is represented by
 a unique number of elements, so that a tensor that the probe makes reveals whose size it has. Other optimizers may treat small
 parameters in another way (8-bit optimizers leave them in full precision), so their probes get fake parameters of the real
-sizes; where fake tensors do not work, tiny ones. Steps that are compiled run as they are written.
+sizes; where fake tensors do not work, tiny ones. Compiled steps run uncompiled.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ from recollect.warning import warn_user
 
 _TRACKER = "_recollect_optimizer_tracker"
 
-# What L-BFGS has, in vectors as long as all parameters together. Of the state: the last direction and gradient.
+# The memory of L-BFGS, in vectors as long as all parameters together. Of the state: the last direction and gradient.
 _LAST = 2
 # While it runs the model: the gradient before; in a line search also the parameters where it began, and the gradients
 # there and at both ends of the bracket.
 _HELD, _HELD_IN_SEARCH = 1, 5
-# Between runs: the gradient, its change, that of the parameters, and what the two loops over the history make.
+# Between runs: the gradient, its change, the parameters' change, and the results of the two loops over the history.
 _MADE = 5
 
 
@@ -76,7 +76,7 @@ class OptimizerStep:
 
 
 def reductions_of(model: torch.nn.Module) -> OptimizerStep:
-    """Return what FSDP2 needs to reduce whole gradients at the end of a step, one group of parameters after the other."""
+    """Return the bytes FSDP2 needs to reduce whole gradients at the end of a step, one parameter group at a time."""
     found: list[tuple[int, ...]] = []
     for number, nbytes in enumerate(GatheredParameters(model).reductions_bytes):
         found += [(events.ALLOC, number, nbytes), (events.FREE, number)]
@@ -111,7 +111,7 @@ def record_optimizer_step(optimizers: Optimizers, device: torch.device) -> Optim
 
 
 def still_to_come(optimizers: Optimizers, device: torch.device) -> OptimizerStep:
-    """Return what a step of the optimizers will hold and make beyond the one that ran: with the history of L-BFGS full.
+    """Return the memory of an optimizer step beyond the one that ran: with the history of L-BFGS full.
 
     Args:
         optimizers: that have stepped while the step was recorded; others than L-BFGS have their state then.
@@ -144,7 +144,7 @@ def _recorded(optimizer: torch.optim.Optimizer, device: torch.device) -> Optimiz
 
 
 def _lbfgs_step(optimizer: torch.optim.LBFGS, device: torch.device) -> OptimizerStep:
-    """Return what it holds while the model runs, with its history full, and the events of an update.
+    """Return the bytes it holds while the model runs, with its history full, and the events of an update.
 
     Its step runs the model itself, so a step of it cannot be tried out.
     """
@@ -195,7 +195,7 @@ def _tried_out(
     closure = inspect.signature(type(probe).step).parameters.get("closure")
     closures: list[Any] = [lambda: 1.0] if closure is not None and closure.default is closure.empty else []
     is_sparse = isinstance(probe, torch.optim.SparseAdam)
-    if hasattr(probe, "train"):  # Schedule-free optimizers have a mode, in which they must be to step.
+    if hasattr(probe, "train"):  # Schedule-free optimizers must be in their training mode to step.
         probe.train()
     with mode or nullcontext():
         _give_gradients(probe, is_sparse=is_sparse)
@@ -282,7 +282,7 @@ def make_probe(
 
 
 def local_part(parameter: torch.Tensor) -> torch.Tensor:
-    """Return what this process has of a parameter that is sharded over several."""
+    """Return this process's part of a parameter sharded over several."""
     to_local = getattr(parameter, "to_local", None)
     return parameter if to_local is None else to_local()
 
@@ -299,7 +299,7 @@ def _constructed(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]])
 
 
 def _is_plain(value: Any, depth: int = 2) -> bool:
-    """Return whether a value is made of nothing but numbers and texts."""
+    """Return whether a value consists of numbers and strings only."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return True
     if depth == 0 or callable(value) or isinstance(value, (torch.Tensor, torch.optim.Optimizer)):
@@ -313,20 +313,20 @@ def _is_plain(value: Any, depth: int = 2) -> bool:
 def _copied(
     optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], stand_ins: Mapping[int, torch.Tensor]
 ) -> torch.optim.Optimizer:
-    """Copy all that an optimizer refers to, but for its state and with stand-ins for its parameters."""
+    """Copy everything an optimizer refers to, except its state, with stand-ins for its parameters."""
     memo: dict[int, Any] = dict(stand_ins)
     for inner in (optimizer, *(v for v in vars(optimizer).values() if isinstance(v, torch.optim.Optimizer))):
         memo[id(inner.state)] = defaultdict(dict)
     probe: torch.optim.Optimizer = object.__new__(type(optimizer))
     memo[id(optimizer)] = probe
     for name, value in vars(optimizer).items():
-        # Schedulers and gradient scalers put functions in the place of methods, which would reach the optimizer itself.
+        # Schedulers and gradient scalers replace methods by functions, which would reach the optimizer itself.
         shadows_method = callable(value) and callable(getattr(type(optimizer), name, None))
         if shadows_method:
             continue
         is_hooks = isinstance(value, OrderedDict) and name.endswith("_hooks")
         vars(probe)[name] = OrderedDict() if is_hooks else copy.deepcopy(value, memo)
-    if "param_groups" in vars(probe):  # Otherwise they are those of an optimizer in it.
+    if "param_groups" in vars(probe):  # Otherwise they belong to an optimizer inside it.
         probe.param_groups = groups
     return probe
 
@@ -343,7 +343,7 @@ def _give_overrides(probe: Any, manager: Any, stand_ins: Mapping[int, torch.Tens
 
 
 class _AnyNumber(FakeTensorMode):
-    """Fake tensors of which an optimizer may ask a number: it is always 1."""
+    """Fake tensors that give an optimizer a number when asked: always 1."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
@@ -395,5 +395,5 @@ class _TinyShapes:
         return self._shapes[shape]
 
     def real_bytes(self, tensor: torch.Tensor) -> int:
-        """Return the bytes of the tensor that a tensor of the probe stands for."""
+        """Return the bytes of the tensor that a probe tensor represents."""
         return self.sizes.get(tensor.numel(), tensor.numel()) * tensor.element_size()

@@ -72,7 +72,7 @@ def _wrapped_by(optimizer: Any) -> Any:
 
 
 def check_optimizers(model: nn.Module, optimizers: Any) -> None:
-    """Raise if the optimizers are of another model.
+    """Raise if the optimizers belong to another model.
 
     Full-precision copies of the parameters, and the flat parts of them that ZeRO steps over, are no mistake: an optimizer
     over parameters of other dtypes, or in a wrapper, is not checked, and none of a model that FSDP2 shards, which has whole
@@ -102,14 +102,14 @@ def check_optimizers(model: nn.Module, optimizers: Any) -> None:
 
 
 def state_tensors(optimizers: Any) -> list[torch.Tensor]:
-    """Return the distinct tensors of the state that the optimizers have now, and that of optimizers in them."""
+    """Return the distinct state tensors that the optimizers, and optimizers inside them, have now."""
     found = optimizers_in(optimizers)
     found += [inner for outer in found for inner in vars(outer).values() if isinstance(inner, torch.optim.Optimizer)]
     return tensors_in_state([list(optimizer.state.values()) for optimizer in found])
 
 
 def copied_weights(parameters: Iterable[torch.Tensor], optimizers: Any) -> list[torch.Tensor]:
-    """Return what the optimizers step over in place of a model's parameters, such as copies in full precision.
+    """Return the tensors the optimizers step over in place of a model's parameters, such as full-precision copies.
 
     Example:
         >>> import torch

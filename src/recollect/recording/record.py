@@ -1,4 +1,4 @@
-"""Record one training step of a model: what it computes and saves, how long it takes, how much memory it needs."""
+"""Record one training step of a model: its computation and saved tensors, its time, and its memory."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def record(
     host_link: bool = False,
     group: GroupChoice = None,
 ) -> Profile:
-    """Run one training step and record all that a planner needs to know.
+    """Run one training step and record everything a planner needs to know.
 
     The step runs once, and drops every value that can be dropped, so it needs little more memory than full recompute of
     every layer. Give a batch, and the step is that of the commonest loop, `out = model(**batch); out.loss.backward()`, and
@@ -85,7 +85,7 @@ def record(
         loss_fn: from the model's output to a scalar; by default `output.loss`, or the output itself if it is a scalar.
         fake: record on fake tensors, without memory or arithmetic; the model may be on the meta device. Times then
             come from a cost model, and control flow cannot depend on values.
-        hardware: with `fake`, what the times are for: a name such as "H100" or "RTX 4090" (listed in
+        hardware: with `fake`, the hardware to model times for: a name such as "H100" or "RTX 4090" (listed in
             `recollect.costs.hardware_table`), or the path of a file that `recollect calibrate` wrote. Default: this
             machine's GPU if known, else an H100. `profile.device_name` says which. If given, or with the model on the meta
             device, the kernels are those of its type of device, too.
@@ -98,9 +98,9 @@ def record(
             a zero-bubble pipeline do. The first stage, whose batch needs no gradient, runs a whole backward.
         loss_chunks: parts in which LM head and loss are computed, in this step and under plans made from it; see
             `chunked_cross_entropy`. 1: as the model does.
-        collectives: what plans may do with the results of collectives inside units. "keep": they stay, so that each rank may
-            have a plan of its own. "replay": they may be dropped, and the collective runs again in backward; then all ranks
-            have to record, to apply the same plan, and to run the same ops in the same order.
+        collectives: how plans may treat the results of collectives inside units. "keep": they stay, so that each rank
+            may have a plan of its own. "replay": they may be dropped, and the collective runs again in backward; then
+            all ranks have to record, to apply the same plan, and to run the same ops in the same order.
         engine: "compile" measures what the repeated layers take inside `torch.compile` as well, for each of several sets of
             values to keep, so that plans can have it keep these (`EngineChoice.COMPILE`). The profile's step is then that with
             them compiled. It compiles each kind of layer up to eleven times, seconds to a minute each.
@@ -175,8 +175,8 @@ def record_with(
 ) -> Profile:
     """Record a step with costs of your own: a cost model's on real tensors, or `ModelledCosts` on fake ones.
 
-    They run the ops and know what each costs. The other arguments are those of `record`; and `within`, the block in which the
-    step runs on these tensors, such as `gathered_stage(model)`.
+    They run the ops and know what each costs. The other arguments are those of `record`; and `within`, the context in
+    which the step runs on these tensors, such as `gathered_stage(model)`.
     """
     check_step(model, batch, None)
     loop = _Loop(model, batch, **of_loop)
@@ -216,7 +216,7 @@ class _Loop:
     def recorded(self, recording: StepRecording, optimizer_step: OptimizerStep) -> Profile:
         tensors = step_tensors(self.model, self.batch, self.optimizer)
         others_bytes = other_bytes(self.device, [tensor for group in tensors.values() for tensor in group])
-        # Before the parameters are fake: then all that the optimizer steps over would seem to be copies of them.
+        # Before the parameters are fake: afterwards everything the optimizer steps over would look like copies of them.
         master_weights = tensors["master_weights"]
         with ExitStack() as stack:
             if recording.is_on_fake_tensors:

@@ -36,8 +36,8 @@ from recollect.recording.unit_samples import UnitSamples
 class _Need:
     """Lives as long as backward needs a saved value, and logs when it no longer does.
 
-    Autograd holds it until it lets go of what it saved; so does what backward was given, until that dies: a compiled backward
-    works on for a while with what autograd has released.
+    Autograd holds it until it releases saved tensors; so does the tensor given to backward, until that dies: a compiled
+    backward goes on using tensors that autograd has released.
     """
 
     __slots__ = ("index", "recorder")
@@ -132,7 +132,7 @@ class RecordingTape(Tape):
 
     @untraced
     def unpack(self, packed: Any) -> torch.Tensor:
-        """Log that backward asks for a value; leave its recompute out of the record."""
+        """Log that backward needs a value; leave its recompute out of the record."""
         if not isinstance(packed, _Handle):
             return super().unpack(packed)
         if packed.need is not None:
@@ -145,7 +145,7 @@ class RecordingTape(Tape):
         return tensor if packed.need is None else self._needed(tensor, packed.need)
 
     def _needed(self, tensor: torch.Tensor, need: _Need) -> torch.Tensor:
-        """Return what backward gets; the need dies with it where it may live longer than autograd's hold on it."""
+        """Return the tensor for backward; the need dies with it where it may outlive autograd's hold on it."""
         storage = storage_of(tensor)
         if not isinstance(tracker_of(storage), Persistent) or storage is None:
             return tensor
@@ -180,7 +180,7 @@ class _RecordingMode(FunctionMode):
         super().__init__(tape, unit_path)
         self.recorder = tape.recorder
         self._kept = tape.kept
-        # While an op is noted of which the policy keeps all results: nobody will run it again.
+        # Set while noting an op whose results the policy all keeps: nobody will run it again.
         self._is_kept_op = False
         # Where the record of the Function that is running begins.
         self._function_mark = Mark(0, 0, 0)
@@ -206,7 +206,7 @@ class _RecordingMode(FunctionMode):
         return output
 
     def _note_contents(self, index: int, output: Any, ranks: RanksWithParts) -> None:
-        """Note what is in results of which a plan may have each rank hold a part, to compare it with that of other ranks."""
+        """Note the content of results that plans may hold as parts, to compare it with other ranks' results."""
         call = self.recorder.calls[index]
         if call.ops[-1].mutates:
             return
@@ -268,13 +268,13 @@ class _RecordingMode(FunctionMode):
         return self.tape.policy.action(self.unit_path, value_name) is Action.KEEP
 
     def run_module(self, module_path: str, forward: Any, args: Any, kwargs: Any) -> Any:
-        """Note what the module's parameters hold, after the hooks that put it there."""
+        """Note the tensors that the module's parameters hold, after the hooks that set them."""
         module = getattr(forward, "__self__", None)
         if isinstance(module, nn.Module):
             self.recorder.note_parameters(module.parameters())
         output = super().run_module(module_path, forward, args, kwargs)
         if isinstance(module, nn.Module) and is_fully_sharded(module) and freed_after_forward(module):
-            # The rest of the unit's backward asks for it before the module's own backward has the parameters back.
+            # The rest of the unit's backward needs it before the module's own backward has the parameters back.
             for tensor in strided_tensors(output):
                 self._keep(tensor, stays=False)
                 forget_record(tensor.untyped_storage())
@@ -303,7 +303,7 @@ class _RecordingMode(FunctionMode):
         cost = recorder.costs.run_function(run.args, recorder.other_runs[self._function_mark.runs :], again)
         if not again.are_equal:
             recorder.differing.add(cost.key)
-        # What it reads by other ways than its arguments would have to be kept for it, which no plan knows.
+        # Tensors that it does not read through arguments would have to be kept for it, which no plan knows.
         may_drop = cost.key not in recorder.differing and not any(
             isinstance(tracker_of(storage_of(tensor)), (TrackedValue, TrackedOther)) for tensor in run.others
         )

@@ -47,9 +47,9 @@ class RanksWithParts:
     """The ranks that may hold parts of a model's values.
 
     Tensors of a step on fake tensors have no content to compare, but what they are made of tells which are the same on all
-    ranks: an op makes the same of the same, and so do collectives of all the ranks together. Integers are left out, with all
-    that is made of them: ranks count from places of their own in what they share, such as a vocabulary, by numbers that ops
-    are given. What a plan then holds as parts is compared when it is applied.
+    ranks: an op makes the same of the same, and so do collectives of all the ranks together. Integers are left out,
+    with everything computed from them: ranks offset them differently in what they share, such as a vocabulary, by
+    numbers given to ops. Values that a plan holds as parts are compared when it is applied.
 
     Args:
         shards: how values are cut into parts.
@@ -95,7 +95,7 @@ class RanksWithParts:
         return 0 if _is_alike(tensor) else None
 
     def told(self, calls: Sequence[RecordedCall]) -> tuple[list[tuple[PartRecord, ...]], dict[str, Any]]:
-        """Return what can be held as parts in each call, and the fields of the profile about it.
+        """Return the values that can be held as parts in each call, and the profile's fields about them.
 
         All ranks of the group have to ask together: they compare their values, and time gathers.
         """
@@ -109,7 +109,7 @@ class RanksWithParts:
                 value = call.values[index]
                 if (number, index) not in same or value.mutated_later or not value.nbytes:
                     continue
-                # What a collective made can be held as a part, though it may not run again.
+                # A collective's result can be held as a part, though the collective may not run again.
                 if value.must_keep and not collective_kind(value.name):
                     continue
                 nbytes = self._shards.part_bytes(value.nbytes)

@@ -26,10 +26,10 @@ from recollect.errors import RecordError
 
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Restore the model and the random generators after the block, in which steps may run.
+    """Restore the model and the random generators after the block; steps may run in it.
 
     Gradients are set aside; hooks of parameters do not run, and hooks that the step adds to modules are removed. Attributes of
-    modules that the step binds anew (counters, lazily made tables) are bound to what they were; what it changes inside them
+    modules that the step binds anew (counters, lazily made tables) are restored; changes inside them
     (a list that grows) stays changed.
 
     Raises:
@@ -162,7 +162,7 @@ def _without_reducer(module: Any) -> Iterator[None]:
 def _without_hooks(parameter: nn.Parameter) -> Iterator[None]:
     """Set aside what is to run once a parameter has its gradient.
 
-    For a parameter of FSDP2, which puts its own ones in place of any stand-in, and runs these hooks itself.
+    For a parameter of FSDP2, which replaces any stand-in by its own, and runs these hooks itself.
     """
     hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
     before = dict(hooks)
@@ -190,8 +190,8 @@ def gathered_stage(stage: nn.Module) -> Iterator[None]:
     micro-batches in flight counts with whole parameters of its own.
 
     Args:
-        stage: of which nothing is gathered, or all. All ranks that share it have to call this together. A module to which
-            `fully_shard` was not applied itself is left alone, as torch's schedules leave it.
+        stage: with nothing gathered, or everything. All ranks that share it have to call this together. A module to
+            which `fully_shard` was not applied itself is left alone, as torch's schedules leave it.
 
     Returns:
         A context manager.
@@ -223,7 +223,7 @@ def gathered_stage(stage: nn.Module) -> Iterator[None]:
 
 
 def free_gathered(model: nn.Module) -> None:
-    """Free what FSDP2 has gathered of a model, as only a backward does otherwise; parameters are this rank's parts again."""
+    """Free a model's parameters gathered by FSDP2, as a backward would; they are this rank's parts again."""
     for module in fully_sharded_modules(model):
         module.reshard()
 

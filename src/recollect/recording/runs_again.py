@@ -19,8 +19,8 @@ from recollect.tensors import tensors_in
 class RunsAgain:
     """Runs a recipe, on the arguments of the call that it is the recipe of.
 
-    `are_equal`: whether all its results so far had the same bits as those of the call. A forward that depends on something
-    out of sight (a counter, another library's random numbers) makes something else.
+    `are_equal`: whether all its results so far had the same bits as in the call. A forward that depends on hidden
+    state (a counter, another library's random numbers) gives other results.
     """
 
     def __init__(self, run: FunctionRun, call: FunctionCall) -> None:
@@ -30,7 +30,7 @@ class RunsAgain:
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """What tells calls apart that do other work: the Function, what requires grad, and what they make."""
+        """The key that distinguishes calls with different work: the Function, what requires grad, and the results."""
         needs_grad = tuple(tensor.requires_grad for tensor in tensors_in(self._run.args))
         return (self._run.function, needs_grad, tuple(self._call.layouts))
 

@@ -40,7 +40,7 @@ Costs: TypeAlias = MeasuredCosts | ModelledCosts
 
 
 class Mark(NamedTuple):
-    """A place in the record: how many events, runs of ops outside units, and storages come before it."""
+    """A place in the record: the number of events, ops run outside units, and storages before it."""
 
     events: int
     runs: int
@@ -168,9 +168,9 @@ class StepRecorder:
     def _note_sum(self, node: int, func: Any, args: Any, output: Any) -> bool:
         """Add a sum of gradients if autograd's engine made it; return whether it did.
 
-        The engine adds gradients in place, except under a dispatch mode such as this recorder's. It is the engine that
-        adds, not a backward formula, if the first addend comes from another formula than the one that is running, which
-        has not used it. The engine would have added in place if the addend dies now, since then nobody else held it; but
+        The engine adds gradients in place, except under a dispatch mode such as this recorder's. The engine adds, not a
+        backward formula, if the first addend comes from a formula other than the running one, which has not used it.
+        The engine would have added in place if the addend dies now, since then nobody else held it; but
         never to a view, which holds its base.
         """
         if func is not torch.ops.aten.add.Tensor or node < 0:
@@ -195,9 +195,9 @@ class StepRecorder:
         self.num_storages += 1
 
     def note_reads(self, arguments: Any) -> None:
-        """Count what forward reads and no op made: it was there before the step, and will be there in every step.
+        """Count tensors that forward reads and no op made: they existed before the step, and will in every step.
 
-        Not what ops read inside a unit or in backward: that may come from a kernel which no mode sees.
+        Not reads inside a unit or in backward: those tensors may come from a kernel that no mode sees.
         """
         for tensor in strided_tensors(arguments):
             storage = tensor.untyped_storage()
@@ -214,7 +214,7 @@ class StepRecorder:
                 self._track(storage, -1)
 
     def note_parameters(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Take what parameters hold for theirs, though the step made it: FSDP2 has gathered it."""
+        """Treat the tensors that parameters hold as theirs, though the step made them: FSDP2 has gathered it."""
         for parameter in strided_tensors(list(parameters)):
             storage = parameter.untyped_storage()
             tracker = tracker_of(storage)
@@ -329,14 +329,14 @@ class StepRecorder:
         first = len(call.values)
         for name, storage in zip(result_names(self.pending_stem, len(results)), results, strict=True):
             call.values.append(RecordedValue(name, storage.nbytes(), producer=len(call.ops), must_keep=must_keep))
-            # The tracker that it replaces logs a death, which goes with all else that its ops have logged.
+            # The tracker that it replaces logs a death, which is removed with the rest of its ops' log.
             self.trackers.attach(storage, TrackedValue(self.log, self.current, len(call.values) - 1))
         outputs = tuple(range(first, len(call.values)))
         call.ops.append(RecordedOp(self.pending_stem, read, outputs, run, state_bytes=state_bytes))
         self._replace_events(mark, (events.OP, self.current, len(call.ops) - 1))
 
     def _replace_events(self, mark: Mark, op: tuple[int, ...]) -> None:
-        """Put one op in place of what its inner ops have logged; what they made and is still alive comes after it."""
+        """Replace the log of its inner ops by one op; their results that are still alive follow it."""
         since = self.events[mark.events :]
         dead = {event[1] for event in since if event[0] == events.FREE}
         others = [
@@ -386,6 +386,6 @@ class StepRecorder:
                 self._track(storage, node)
 
     def close(self) -> None:
-        """Stop logging, and let go of the storages."""
+        """Stop logging, and release the storages."""
         self.is_over = True
         self.trackers.detach()

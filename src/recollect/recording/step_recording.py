@@ -65,7 +65,7 @@ _UNSEEN_BYTES: Final = 1024
 
 @dataclass(eq=False)
 class StepRecording:
-    """Records a step: its ops, what they save, and what memory does, while as little as possible is kept.
+    """Records a step: its ops, the tensors they save, and its memory, while keeping as little as possible.
 
     Args:
         model: whose units are planned.
@@ -77,7 +77,7 @@ class StepRecording:
         replays_collectives: whether plans may run collectives again; this recording then does.
         keeps_samples: whether `samples_of_graph` is wanted.
         lean_units: the leanest plan that is known for the step, which then runs under it, and within the budget if that can be;
-            else it drops all that can be dropped but what units return.
+            else it drops everything except unit outputs.
 
     Attributes:
         returns: when the models of the step return.
@@ -131,7 +131,7 @@ class StepRecording:
         Args:
             persistent: tensors that exist before the step and after it, by kind.
             gradients: the gradients of the last step, which this step may free.
-            set_aside_bytes: what a CUDA device holds only while this is recorded: what is restored afterwards.
+            set_aside_bytes: bytes that a CUDA device holds only during this recording, to restore afterwards.
         """
         recorder = self.recorder
         known: list[torch.Tensor] = []
@@ -191,7 +191,7 @@ class StepRecording:
         self.recorder.close()
 
     def stop(self, optimizers: Optimizers = None) -> None:
-        """Stop recording; what the step made of the state of these optimizers counts as there from the start."""
+        """Stop recording; state that the step made in these optimizers counts as present from the start."""
         recorder = self.recorder
         self._stack.close()
         self._gradients = self._numbers(p.grad for p in self.model.parameters() if p.grad is not None)
@@ -243,7 +243,7 @@ class StepRecording:
         loss_chunks: int = 1,
         budget: int | str | None = None,
     ) -> Profile:
-        """Return the profile of the step as it is from the second time on.
+        """Return the profile of the step as it runs from the second time on.
 
         Args:
             optimizer_step: added to the step, unless an optimizer ran in it; None if one did that began before the recording.
@@ -299,7 +299,7 @@ class StepRecording:
             most_bytes = max(2 * max(produced, default=0), backward_bytes[sample.call])
             return limit_bytes - alive_bytes - sum(produced) - most_bytes
 
-        # Of each call's backward; and the most that one of its ops needs, results and workspace.
+        # For each call's backward; and the most that one of its ops needs, results and workspace.
         backward_s, backward_bytes = [0.0] * len(profile.calls), [0] * len(profile.calls)
         for run, call in zip(recorder.other_runs, recorder.backward_of, strict=True):
             if call >= 0:
@@ -352,7 +352,7 @@ class StepRecording:
     def _with_last_step(self, gradients: Gradients) -> list[events.Event]:
         """Return the events with what the last step left behind, until it is replaced.
 
-        A gradient is freed before backward. What a model returned lives until it is replaced (`Returns`). Anything else (a
+        A gradient is freed before backward. A model's output lives until it is replaced (`Returns`). Anything else (a
         loss, a gradient of the input) lives at most until the phase ends in which its successor is made.
         """
         recorder, left, phases = self.recorder, self._leftovers, Phases(self.recorder.events)

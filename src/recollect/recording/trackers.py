@@ -30,7 +30,7 @@ Log: TypeAlias = Callable[..., None]
 """Adds an event to the record: `StepRecorder.log`."""
 
 Tracker: TypeAlias = "TrackedValue | TrackedOther | Filled | Persistent"
-"""What is attached to a storage."""
+"""The object attached to a storage."""
 
 
 def storage_of(tensor: Any) -> torch.UntypedStorage | None:
@@ -69,7 +69,7 @@ class Trackers:
         self._storages: list[weakref.ref[torch.UntypedStorage]] = []
 
     def attach(self, storage: torch.UntypedStorage, tracker: Tracker) -> None:
-        """Attach a tracker to a storage, with which it dies."""
+        """Attach a tracker to a storage; it dies with the storage."""
         setattr(storage, _TRACKER, tracker)
         self._storages.append(weakref.ref(storage))
 
@@ -106,7 +106,7 @@ class _Tracked:
 
     def copy_of(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
         """Return the tensor on a copy of the storage; callers share the copy while it lives."""
-        # A copy is of what is stored; how it is read is no part of the layout.
+        # A copy has the stored bits; how they are read is not part of the layout.
         if tensor.is_conj():
             return self.copy_of(tensor.conj(), storage).conj()
         if tensor.is_neg():
@@ -166,7 +166,7 @@ class TrackedOther(_Tracked):
 class Filled:
     """Tracks a storage that its owner fills and empties, as FSDP2 does with the parameters that it gathers.
 
-    It is no value: what it holds is there while its owner wants it, whatever a plan says.
+    It is not a value: its storage exists while its owner wants it, whatever a plan says.
 
     `storage`: its number while it holds something; -1 while it is empty.
     """
@@ -181,7 +181,7 @@ class Filled:
         self.log(events.ALLOC, number, nbytes)
 
     def empty(self) -> None:
-        """Log that it holds nothing any more."""
+        """Log that it no longer holds anything."""
         if self.storage >= 0:
             self.log(events.FREE, self.storage)
         self.storage = -1
@@ -217,10 +217,10 @@ def filled_storages(note: Callable[[torch.UntypedStorage], object]) -> Iterator[
 
 
 class UnrelatedMemory:
-    """What is in memory throughout a step that has nothing to do with it: other models, copies of weights, data.
+    """Memory throughout a step that has nothing to do with it: other models, copies of weights, data.
 
-    Make it before the step; ask for its bytes when the step has run. On CUDA the allocator knows: what is allocated when the
-    step ends and belongs neither to the step nor to what was there for it. That includes the workspaces of libraries. On the
+    Make it before the step; ask for its bytes when the step has run. On CUDA the allocator knows: blocks allocated when
+    the step ends that belong neither to the step nor to its inputs. That includes the workspaces of libraries. On the
     CPU nothing counts; there it is the tensors that Python can reach before the step and after it, and that no op of the step
     read.
 
@@ -249,7 +249,7 @@ class UnrelatedMemory:
             ]
 
     def nbytes(self, step_bytes: int) -> int:
-        """Return the bytes; call this before the recorder lets go of the storages that it saw.
+        """Return the bytes; call this before the recorder releases the storages that it saw.
 
         Args:
             step_bytes: bytes of what the step made and is still alive.

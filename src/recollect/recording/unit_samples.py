@@ -1,6 +1,6 @@
 """Copy units and their inputs while a step is recorded, so that they can be run again on their own.
 
-What runs again is a copy: neither the model's parameters nor its hooks, counters or caches are touched.
+A copy runs again: neither the model's parameters nor its hooks, counters or caches are touched.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from recollect._torch_private import (
 )
 from recollect.engine.region_state import HOOKS
 
-# Of tensors of so many bytes an excerpt has one element of so many along its longest dimension.
+# From this many bytes on, an excerpt of a tensor has one element in this many along its longest dimension.
 _LARGE_BYTES: Final = 1 << 13
 _EXCERPT: Final = 16
 _PLAIN: Final = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 
 
 class Excerpt:
-    """A part of a tensor of floats that stands for all of it: the beginning of its longest dimension, which is repeated.
+    """A part of a float tensor that represents all of it: the start of its longest dimension, repeated.
 
     How long ops take hardly depends on the numbers, and what does (the experts that tokens are routed to) sees real ones.
     """
@@ -49,7 +49,7 @@ class Excerpt:
         return type(leaf) is torch.Tensor and leaf.is_floating_point() and leaf.nbytes >= _LARGE_BYTES
 
     def repeated(self) -> torch.Tensor:
-        """Return a tensor as large as the one that it is of."""
+        """Return a tensor as large as the original."""
         whole = torch.empty_strided(self._shape, self._stride, dtype=self.part.dtype, device=self.part.device)
         for piece in whole.split(self.part.size(self._dim), self._dim):
             piece.copy_(self.part.narrow(self._dim, 0, piece.size(self._dim)))
@@ -91,7 +91,7 @@ class UnitSample:
         return sum(part.nbytes for part in parts if isinstance(part, torch.Tensor))
 
     def whole(self) -> UnitSample:
-        """Return the sample with whole tensors in the place of excerpts."""
+        """Return the sample with whole tensors in place of excerpts."""
         args, kwargs = tree_map(
             lambda leaf: leaf.repeated() if isinstance(leaf, Excerpt) else leaf, (self.args, self.kwargs)
         )
@@ -112,7 +112,7 @@ class UnitSample:
         return copy.deepcopy(self.module, without_hooks)
 
     def inputs(self, leaves: list[torch.Tensor]) -> tuple[Any, Any]:
-        """Return the arguments once more, on leaves of their own; add the leaves that require grad to a list."""
+        """Return the arguments again, on new leaves; add the leaves that require grad to a list."""
         requires_grad = iter(self.requires_grad)
 
         def private(item: Any) -> Any:

@@ -3,7 +3,7 @@
 A step that keeps everything may not fit into memory, so it cannot simply be timed; nor may the user's step run more often
 than the user runs it. Copies of units can, each alone: forward on the inputs that the unit got, followed by backward.
 
-    step without recompute = sum of the ops' times, with the units' own times in place of those of their ops
+    step without recompute = sum of the ops' times, with the units' own times in place of their ops'
 
 The difference in forward is the tape's overhead; the difference in backward is recompute and the Python around it.
 
@@ -50,7 +50,7 @@ _IDLE: Final = 1.0
 _FEWEST_IF_SHORT: Final = 3
 _MOST_IF_SHORT: Final = 7
 _MOST_IF_LONG: Final = 2
-# From so many rounds on, one on each side does not count.
+# From this many rounds on, the fastest and the slowest do not count.
 _FEW_ROUNDS: Final = 5
 # Noise may make recompute look free, or worse, in some round.
 _LEAST_FACTOR: Final = 0.01
@@ -150,7 +150,7 @@ def measure_unit_times(
     Args:
         samples: used up.
         device: where they run.
-        room_bytes: what is left for a sample once all its unit's values are there; below 0 it does not run.
+        room_bytes: bytes left for a sample once all its unit's values exist; below 0 it does not run.
         rounds: how often each runs.
 
     Returns:
@@ -242,7 +242,7 @@ def _spread(pairs: Sequence[tuple[float, float]], plain: Sequence[tuple[float, f
 
 
 def leanest_of(profile: Profile, graphs: Container[int]) -> Simulation:
-    """Simulate the step in which calls of some graphs drop all they can but their outputs, and the others nothing."""
+    """Simulate the step where calls of some graphs drop all they can except their outputs, and the others nothing."""
     return simulate(
         profile,
         [drop_all(profile.graph_of(call)) if call.graph in graphs else CallActions() for call in profile.calls],
@@ -250,7 +250,7 @@ def leanest_of(profile: Profile, graphs: Container[int]) -> Simulation:
 
 
 def in_one_backward(profile: Profile) -> Profile:
-    """Return the profile of the same step with a backward that uses its graph up, in which no op runs again twice.
+    """Return the profile of the same step with a backward that frees its graph, so that no op runs again twice.
 
     A unit is timed so; in the step, halves of a backward may each run an op again.
     """
@@ -309,7 +309,7 @@ def time_run(
     """Return the seconds of a unit's forward and backward; None if there is nothing to differentiate.
 
     Args:
-        sample: what it gets.
+        sample: its inputs.
         module: a copy of it.
         device: where it runs.
         forward: to run in place of the module's own.

@@ -20,7 +20,7 @@ from recollect.slots import SlotList
 
 
 class HostRoom:
-    """What offloaded values take up in host memory while a step is played.
+    """Host memory of offloaded values while a step is played.
 
     Attributes:
         slots: room for each.
@@ -35,7 +35,7 @@ class HostRoom:
         """Note that a copy out begins."""
 
     def host_changed(self, nbytes: int) -> None:
-        """Note that so many bytes more are in host memory, or on their way there."""
+        """Note that this many more bytes are in host memory, or on their way there."""
 
     def asked(self, key: Key, *, is_back: bool) -> None:
         """Note that something asks for a value."""
@@ -43,13 +43,13 @@ class HostRoom:
 
 
 class SimulatedCopy:
-    """An offloaded value; calling it stands for what copies it back when a recipe is run.
+    """An offloaded value; calling it represents the copy back when a recipe runs.
 
     Args:
         host: where it goes.
         key: the value.
         nbytes: its size.
-        token: stands for its bytes on the device.
+        token: represents its bytes on the device.
         make: allocates them again.
     """
 

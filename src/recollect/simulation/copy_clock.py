@@ -1,9 +1,9 @@
 """Says when things happen in a step under a plan, and how long copies to host memory and back make it wait.
 
 Ops take the times of the profile, one after the other. A copy out begins when its value has been made, one back at its edge;
-each direction carries one copy at a time, in the order in which they begin. Whoever comes to an edge at which a value leaves,
-or asks for one, before its copy is over waits, and all that follows is so much later. Copies and ops are taken not to slow each
-other down: to plan for less than the link's rate makes up for that.
+each direction carries one copy at a time, in the order in which they begin. Code that reaches an edge where a value
+leaves, or needs a value, before its copy is over waits, and everything after is delayed as much. Copies and ops are
+taken not to slow each other down: to plan for less than the link's rate makes up for that.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from recollect.simulation.windows import Edge, EdgeTable, edges_for
 
 
 class Link(NamedTuple):
-    """What copies between a device and host memory take.
+    """The cost of copies between a device and host memory.
 
     Attributes:
         to_host_bytes_per_s, from_host_bytes_per_s: rates in each direction.
@@ -66,7 +66,7 @@ class Course:
 
 
 class Journey(NamedTuple):
-    """An offloaded value's way: the numbers of the edges at which it leaves and comes back, and its bytes."""
+    """An offloaded value's path: the edges where it leaves and comes back, and its bytes."""
 
     leaves: int
     returns: int
@@ -107,19 +107,19 @@ def waits(course: Course, journeys: Mapping[Key, Journey], link: Link) -> float:
     Args:
         course: the course of the step.
         journeys: the journey of each offloaded value.
-        link: what copies take.
+        link: the cost of copies.
     """
     later_s = out_s = back_s = 0.0
     out_free_s = back_free_s = 0.0
     out_ends: dict[Key, float] = {}
     back_ends: dict[Key, float] = {}
-    # What leaves at an edge does so before what comes back there.
+    # At an edge, values leave before others come back.
     happenings: list[tuple[float, int, float, Key]] = []
     for key, journey in journeys.items():
         asked_s = course.asked[key][1]
         happenings.append((course.made_s[key], _MADE, 0.0, key))
         happenings.append((course.edge_s[journey.leaves], _LEAVES, 0.0, key))
-        # Those that are asked for first come back first.
+        # Values needed first come back first.
         happenings.append((course.edge_s[journey.returns], _RETURNS, asked_s, key))
         happenings.append((asked_s, _ASKED, 0.0, key))
     for time_s, kind, _, key in sorted(happenings):
@@ -146,7 +146,7 @@ def waits_of(profile: Profile, decisions: Sequence[CallActions], link: Link) -> 
     Args:
         profile: the recorded step.
         decisions: one for each of `profile.calls`.
-        link: what copies take.
+        link: the cost of copies.
     """
     time = course(EveryEvent(profile, edges=edges_for(profile, decisions)), decisions)
     table = EdgeTable(time.edges)
@@ -160,7 +160,7 @@ def waits_of(profile: Profile, decisions: Sequence[CallActions], link: Link) -> 
 
 
 def journey(profile: Profile, course: Course, table: EdgeTable, key: Key, trip: Trip) -> Journey | None:
-    """Return the way of a value on a trip; None if it does not leave, or is asked for before it is to come back."""
+    """Return the path of a value on a trip; None if it does not leave, or is needed before it is to come back."""
     leaves, returns = table.leaves(key[0], trip), table.returns(key[0], trip)
     if leaves is None or returns is None or key not in course.asked or not leaves < returns <= course.asked[key][0]:
         return None

@@ -1,4 +1,4 @@
-"""What a plan says about each call of a unit, by index, as the simulator plays it; and the two extreme plans of a unit."""
+"""A plan's decisions for each call of a unit, by index, as the simulator plays it; and a unit's two extreme plans."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ class ValueActions(NamedTuple):
         return cls(recomputed=frozenset(values))
 
     def action(self, value: int) -> Action:
-        """Return what happens to a value."""
+        """Return the action for a value."""
         if value in self.sharded:
             return Action.SHARD
         return Action.RECOMPUTE if value in self.recomputed else Action.KEEP
 
     @property
     def dropped(self) -> frozenset[int]:
-        """The values that are not in memory as a whole, whichever way they come back."""
+        """The values not fully in memory, however they come back."""
         return self.recomputed | self.sharded if self.sharded else self.recomputed
 
 
@@ -68,12 +68,12 @@ KEEP_ALL = ValueActions()
 
 @dataclass(frozen=True, slots=True)
 class CallActions:
-    """What happens to one call's values and output.
+    """The actions for one call's values and output.
 
     Attributes:
         values: actions by index in the call's graph.
         output: action for what the call returns.
-        trips: of the offloaded values, by index, in order. What they are to `values`, is kept: stored, and for no shorter.
+        trips: of the offloaded values, by index, in order. In `values` they are kept: stored for as long.
         is_planned: whether the plan names the unit, even if only to keep everything.
         engine: which engine carries the plan out. Engines other than the tape play the call by their own schedule
             (`recollect.simulation.simulate`) and have no actions for single values.
@@ -184,7 +184,7 @@ def _variant_of(graph: UnitGraph, unit: UnitPlan) -> int:
         if value.producer is not None and not value.is_output and unit.actions.get(value.name) == Action.KEEP
     }
     sets = [set(variant.kept) for variant in graph.variants]
-    # What PyTorch chooses comes last: it may save steps on the way to a value besides.
+    # PyTorch's own choice comes last: it may also save intermediate steps of a value.
     if sets and not unit.actions:
         return 0
     for number in reversed(range(len(sets))):
@@ -203,10 +203,10 @@ def _variant_of(graph: UnitGraph, unit: UnitPlan) -> int:
 
 
 def _played_action(graph: UnitGraph, value: ValueRecord, action: Action) -> Action:
-    """Return what the tape does with a value for which a plan says something: what it cannot do otherwise, it keeps."""
+    """Return the tape's action for a value that a plan names: the value is kept if the tape cannot obey."""
     is_result = value.producer is not None and graph.ops[value.producer].mutates
     if action is Action.SHARD:
-        # What a collective made can be held as a part, though it does not run again.
+        # A collective's result can be held as a part, though the collective does not run again.
         is_there = not value.must_keep or collective_kind(value.name)
         return Action.SHARD if is_there and not (is_result or value.mutated_later) else Action.KEEP
     if action is Action.OFFLOAD:

@@ -18,7 +18,7 @@ from recollect.simulation.simulate import Simulation, run
 from recollect.simulation.windows import edges_for
 
 LOSS = 3
-"""What runs in forward after the last unit: one more phase besides those of `recollect.profile.events`."""
+"""Forward after the last unit: one more phase, besides those in `recollect.profile.events`."""
 
 # Times are sums of rounded nanoseconds; a larger gap than this means that times were not recorded.
 _MISSING_PART = 0.01
@@ -48,7 +48,7 @@ class Lifetimes:
     """A simulated step as moments: one each time something is made or freed, or a phase begins.
 
     Attributes:
-        simulation: what `simulate` returns.
+        simulation: the result of `simulate`.
         storages: all storages, in the order in which they are made.
         time_s: time of each moment. The optimizer's ops are not timed: all its moments are at the end of backward.
         phases: FORWARD, LOSS, BACKWARD or OPTIMIZER, for each moment.
@@ -163,7 +163,7 @@ class ClockedPlayback(Playback):
         self.asked_s: dict[Key, tuple[int, float]] = {}
 
     def actions(self) -> dict[int, Callable[..., None]]:
-        """Return what each instruction does."""
+        """Return a description of each instruction."""
         return {**super().actions(), WORK: self._work_outside}
 
     def work(self, op: OpRecord) -> None:

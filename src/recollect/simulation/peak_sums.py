@@ -32,12 +32,12 @@ from recollect.simulation.windows import most_alive
 _NEVER = 2**62
 
 _Played = tuple[CallActions, bool]
-"""What a call does, and whether it is on the tape."""
+"""The decision for a call, and whether it is on the tape."""
 
 
 @dataclass(frozen=True, slots=True)
 class Peaks:
-    """What a search needs to know about a plan: the attributes of `Simulation` with these names."""
+    """The facts a search needs about a plan: the attributes of `Simulation` with these names."""
 
     peak_bytes: int
     recompute_s: float
@@ -93,7 +93,7 @@ class PeakSums:
         program: the program of the profile and its windows.
 
     Attributes:
-        profile, windows: those of the program.
+        profile, windows: from the program.
 
     Complexity: a call under a choice new to it and its identical calls costs its share of a whole simulation; a plan
         of known played costs about a thirtieth of one.
@@ -128,7 +128,7 @@ class PeakSums:
     def peaks(self, decisions: Sequence[CallActions]) -> Peaks:
         """Return the same peaks as `simulate`, without where the peak is."""
         on_tape = calls_on_tape(decisions)
-        # An offloaded value is kept, but for the time when it is away.
+        # An offloaded value is kept, except while it is away.
         stored = [replace(decision, trips=()) if decision.trips else decision for decision in decisions]
         offloads = any(decision.trips for decision in decisions)
         away, away_bytes = self.holes.changes(decisions) if offloads else (self._nothing[:0], self._nothing[:0])
@@ -154,7 +154,7 @@ class PeakSums:
         )
 
     def _subtract_ends(self, placed: Sequence[_Placed], change_bytes: NDArray[np.int64]) -> None:
-        """Free what several parts hold where the last of them releases it."""
+        """Free storages held by several parts where the last of them releases them."""
         last: dict[Key, tuple[int, int]] = {}
         first_piece = len(self._starts)
         for part in placed:
@@ -197,9 +197,9 @@ class _Layout:
     """Where a group is in the program.
 
     Attributes:
-        shape: equal for groups that play alike.
+        shape: equal for groups with the same playback.
         keys: the values that both this group and others may hold, by their numbers in a `_Trace`.
-        changes: (run, number, whether it comes) for other groups' values that come or go before a run.
+        changes: (run, number, whether it arrives) for other groups' values that arrive or leave before a run.
         run_positions: the position of each run's first instruction.
     """
 
@@ -234,7 +234,7 @@ class _Layout:
     def _changes(
         self, division: Division, outer: Collection[Key], number_of: Mapping[Key, int]
     ) -> list[tuple[int, int, bool]]:
-        """Return (run, number, True) where another group's value comes before a run, and False where it goes."""
+        """Return (run, number, True) where another group's value arrives before a run, and False where it leaves."""
         found = []
         for key in outer:
             if key in division.present:

@@ -33,7 +33,7 @@ COMPILED = -3
 
 
 class Saved(Protocol):
-    """What autograd holds in place of a tensor."""
+    """The object autograd holds in place of a tensor."""
 
     def get(self) -> Any:
         """Return the bytes that backward asks for, computing them first if needed."""
@@ -163,7 +163,7 @@ class Playback(HostRoom):
         """Let time pass that is not of one op; for those who keep a clock."""
 
     def runs_again(self, call: int, op: OpRecord) -> None:
-        """Count an op that runs a second time, in each of the runs that the call stands for."""
+        """Count an op that runs a second time, in each of the runs that the call represents."""
         num_runs = self.profile.calls[call].num_runs
         self.num_rerun += num_runs
         self.rerun_s.append(num_runs * op.time_s)
@@ -244,7 +244,7 @@ class Playback(HostRoom):
         return [dropped[key] if key in dropped else self._held(key) for key in keys]
 
     def bytes_of(self, key: Key) -> object:
-        """Return what the tape holds of a value that is there."""
+        """Return what the tape holds of an available value."""
         return self.tensors.get(key, _NOTHING)
 
     def _held(self, key: Key) -> Value:
@@ -278,7 +278,7 @@ class Playback(HostRoom):
 
     def _peek(self, handle: int) -> None:
         value, self.call = self.handles[handle]
-        # What a region runs again it holds until its graph is gone.
+        # A region holds its rerun values until its graph is gone.
         found = self.kept_pass.get(value) if isinstance(value, Value) and value.tensor is None else value.get()
         if self.program.gives_back:
             self.peeked[handle] = found
@@ -344,7 +344,7 @@ class _Rerun:
 
 
 def _gather_of_part(step: Playback, run: ProgramOp, value: int) -> tuple[_Rerun, list[Value]]:
-    """Return what gathers a value that an op has just computed, and its arguments: the bytes of this rank's part.
+    """Return the gather of a value that an op has just computed, and its arguments: the bytes of this rank's part.
 
     `recollect.engine.together` really holds and gathers it.
     """

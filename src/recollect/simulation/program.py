@@ -1,8 +1,8 @@
-"""Compiles the events of a step into a program for many playbacks: what no plan changes is worked out once.
+"""Compiles the events of a step into a program for many playbacks: parts that no plan changes are worked out once.
 
-A plan only changes when the values of units come and go. Between those moments, whole runs of events, such as the
-gradients that a backward formula makes and releases, reduce to two numbers: how far memory rises meanwhile, and by how
-much it has changed in the end (`BULK`).
+A plan changes only when the values of units are made and freed. Between those moments, whole runs of events, such as
+the gradients that a backward formula makes and releases, reduce to two numbers: how far memory rises meanwhile, and by
+how much it has changed in the end (`BULK`).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ of this call; -1 in the optimizer's step."""
 WINDOW: Final = -2
 """`(WINDOW,)`: the next window begins."""
 EDGE: Final = -3
-"""`(EDGE, phase, call)`: an edge, at which offloaded values leave or come back."""
+"""`(EDGE, phase, call)`: an edge, where offloaded values leave or come back."""
 
 _OF_FORWARD = frozenset({ALLOC, BULK, DIES, FREE, OP, SAVE, WORK})
 
@@ -162,7 +162,7 @@ class Program:
         return self._counted[key]
 
     def tape_s(self, call: int, dropped: frozenset[int]) -> float:
-        """Return the seconds that the tape adds to a call's forward, in all the runs that the call stands for."""
+        """Return the seconds that the tape adds to a call's forward, in all the runs that the call represents."""
         record = self.profile.calls[call]
         return record.num_runs * float(self._watched_s(record.graph, dropped))
 

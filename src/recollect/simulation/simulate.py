@@ -11,9 +11,9 @@ has used it. The run stops at the last saved value. Once backward needs nothing 
 are released too.
 
 Limitations: autograd also saves parameters, which a profile does not record. If the last thing saved of a region is a parameter
-alone (a frozen matrix), the real run goes on for a few ops more than this one. What a custom autograd Function makes as
-the first op of a unit counts as an input. States that the engine holds for code that no dispatch mode sees, and copies of large
-buffers that forward writes to, are not known to a profile.
+alone (a frozen matrix), the real run goes on for a few ops more than this one. Results of a custom autograd Function
+that is a unit's first op count as inputs. States that the engine holds for code that no dispatch mode sees, and copies
+of large buffers that forward writes to, are not known to a profile.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def simulate(
     on_tape = calls_on_tape(decisions)
     edges = edges_for(profile, decisions)
     if program is None or (edges and not program.edges):
-        # What compiled code takes replaces what was recorded in the windows of its calls.
+        # Compiled code's memory replaces the recorded memory in the windows of its calls.
         needs_windows = any(decision.engine is EngineChoice.COMPILE for decision in decisions)
         program = Program(profile, windows or (all_windows(profile) if needs_windows else ()), edges)
     return run(Playback(program, dict(enumerate(decisions)), on_tape))
@@ -251,18 +251,18 @@ class _Region:
         self._ran_again = False
 
     def hold(self, keys: Iterable[Key]) -> None:
-        """Hold those of these values that others made: they are the region's inputs."""
+        """Hold the values that others made: they are the region's inputs."""
         for key in keys:
             if key[0] != self._call and key not in self._makes:
                 self._inputs.setdefault(key, self._step.tensors.get(key))
 
     def saves(self, handle: int) -> _SavedByRegion:
-        """Return what autograd holds in place of something the region saves."""
+        """Return the stand-in for a tensor that the region saves."""
         saved = self._saved[handle] = _SavedByRegion(self)
         return saved
 
     def run_again(self) -> None:
-        """Run forward once more and store what it saved; do nothing the second time."""
+        """Run forward again and store the tensors it saved; do nothing the second time."""
         if self._ran_again:
             return
         self._ran_again = True

@@ -49,7 +49,7 @@ CATEGORIES = {
     # `Profile.calibration_bytes`.
     "calibration": "measured peak of the recorded step minus its simulated one",
 }
-"""What the bytes of each category are, ordered from what stays longest to what comes and goes."""
+"""What the bytes of each category are, from the longest-lived to the shortest."""
 
 PHASES = {FORWARD: "forward", LOSS: "loss", BACKWARD: "backward", OPTIMIZER: "optimizer step"}
 
@@ -60,7 +60,7 @@ _PERSISTENT = {
     "other_allocations": "other allocations",
 }
 _OTHER_PERSISTENT = "buffers and batch"
-# Who is named: so many at most, who have at least this part.
+# At most this many are named, each with at least this part.
 _MOST_TENANTS = 5
 _LEAST_PART = 0.04
 
@@ -77,7 +77,7 @@ class AliveItem:
 
 @dataclass(frozen=True, repr=False)
 class PeakReport(ShownInNotebooks):
-    """What is alive at the peak of a step.
+    """The storages alive at the peak of a step.
 
     Attributes:
         peak_bytes: predicted peak; the items add up to it.
@@ -176,7 +176,7 @@ def timeline(profile: Profile, plan: Plan) -> Timeline:
         plan: any plan for that step.
 
     Returns:
-        Every moment at which something is made or freed, with the bytes alive and the unit running then.
+        Every moment when something is made or freed, with the bytes alive and the running unit.
 
     Raises:
         ArgumentError: an argument is of another kind.
@@ -296,7 +296,7 @@ class _Categories:
         return "kept values" if died > self._next(self._backwards, storage.born) else "passing values"
 
     def _next(self, begins: NDArray[np.int64], moment: int) -> int:
-        """Return the first of these moments that comes after one; the end of the step if none does."""
+        """Return the first of these moments after a given one; the end of the step if there is none."""
         position = int(np.searchsorted(begins, moment, side="right"))
         return int(begins[position]) if position < len(begins) else len(self._phases)
 
@@ -322,7 +322,7 @@ def _begins(is_phase: NDArray[np.bool_]) -> NDArray[np.int64]:
 
 
 def before_the_step(profile: Profile) -> list[AliveItem]:
-    """Return what is alive all the time, and last, up to the optimizer's step, calibration."""
+    """Return the items alive all the time, and last, until the optimizer's step, the calibration."""
     items = [
         AliveItem(_PERSISTENT.get(kind, _OTHER_PERSISTENT), kind_text(kind), nbytes)
         for kind, nbytes in profile.persistent.items()

@@ -1,9 +1,9 @@
 """Splits a step into windows, each in the forward or the backward of one unit call, and finds which calls are alive in each.
 
-And finds the edges of units: the moments at which offloaded values leave the device and come back.
+It also finds the edges of units: the moments when offloaded values leave the device and come back.
 
-An edge in forward is where another unit's call begins or can begin: where the last one returns. One in backward is where
-backward comes to a call: to the last one that saved something which it may still use. `recollect.engine.offload.flight` finds
+An edge in forward is where another unit's call begins or can begin: where the last one returns. An edge in backward is
+where backward reaches a call: the last one that saved something still needed. `recollect.engine.offload.flight` finds
 them in the real step.
 Calls are counted from the first one after a backward; copies belong to that stretch of forward and the backward after it.
 """
@@ -31,7 +31,7 @@ class Window:
     """The events from `start` (a position in the log) to the next window: the work of one unit call in one phase.
 
     In backward, that call is the last one with saved values that this backward has yet to use; meanwhile it may also use
-    what earlier calls saved. What runs outside the units, such as the loss, belongs to the call before it; `call` is -1
+    what earlier calls saved. Ops outside the units, such as the loss, belong to the call before them; `call` is -1
     before the first call.
     """
 
@@ -204,7 +204,7 @@ def edges(profile: Profile) -> list[Edge]:
 
 
 class EdgeTable:
-    """Finds the edges at which values leave and come back.
+    """Finds the edges where values leave and come back.
 
     Args:
         edges: of a step, in order.
@@ -221,7 +221,7 @@ class EdgeTable:
             self._stretch_of.setdefault(edge.call, len(self._stretches) - 1)
 
     def leaves(self, call: int, trip: Trip) -> int | None:
-        """Return the number of the edge at which a value of a call leaves; None if there is none."""
+        """Return the number of the edge where a call's value leaves; None if there is none."""
         if trip.leaves_in_backward:
             return self._reaches(call, call + trip.leaves)
         if call not in self._stretch_of:
@@ -233,11 +233,11 @@ class EdgeTable:
         return backward[0][1] if backward else None
 
     def returns(self, call: int, trip: Trip) -> int | None:
-        """Return the number of the edge at which it comes back; None if there is none."""
+        """Return the number of the edge where it comes back; None if there is none."""
         return self._reaches(call, call + trip.returns)
 
     def _reaches(self, call: int, other: int) -> int | None:
-        """Return the edge at which the backward after a call comes to another one, or to an earlier one."""
+        """Return the edge where the backward after a call reaches another one, or an earlier one."""
         if call not in self._stretch_of:
             return None
         _, backward = self._stretches[self._stretch_of[call]]
@@ -245,7 +245,7 @@ class EdgeTable:
 
 
 def returning_values(profile: Profile) -> frozenset[tuple[int, int]]:
-    """Return what backward asks for in units, as (call, value): what it pays to offload."""
+    """Return the values that backward needs in units, as (call, value): those worth offloading."""
     return frozenset(_EdgeScan(profile).used)
 
 
@@ -254,7 +254,7 @@ class _EdgeScan:
 
     Attributes:
         edges: the edges of the step.
-        used: what backward asked for of what was saved in units, as (call, value).
+        used: values saved in units that backward asked for, as (call, value).
     """
 
     def __init__(self, profile: Profile) -> None:
@@ -301,7 +301,7 @@ class _EdgeScan:
             self._add(self._position + 1, call + 1)
 
     def _save(self, call: int, value: int, handle: int, saver: int) -> None:
-        # What is saved between units goes by the call that made it.
+        # A value saved between units counts for the call that made it.
         if saver not in self._returned and self._phase == FORWARD:
             self._begin(saver)
             self._handles[handle] = call, value, saver

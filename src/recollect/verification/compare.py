@@ -31,17 +31,17 @@ Difference = tuple[str, float]
 
 @dataclass(frozen=True, kw_only=True)
 class Computed:
-    """What a run computed and left behind, by name."""
+    """The results and side effects of a run, by name."""
 
     gradients: Mapping[str, torch.Tensor]
-    """The loss (or outputs), and each gradient that there is."""
+    """The loss (or outputs), and each gradient."""
     state: Mapping[str, torch.Tensor]
     """Copies of buffers and of random generators, after the run."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Findings:
-    """What a comparison of runs found."""
+    """The result of comparing runs."""
 
     num_compared: int = 0
     """Number of gradients, losses and outputs compared."""
@@ -83,7 +83,7 @@ def compare_runs(
     """Compare two runs.
 
     Args:
-        expected: one of them.
+        expected: one run.
         got: the other.
         again: runs once more what was expected; it is called only if something differs.
         in_any: tells whether something is so in any process of several that compare, and have to run it together.

@@ -1,4 +1,4 @@
-"""What `verify` found, in one process or in several."""
+"""The findings of `verify`, in one process or in several."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class Report(ShownInNotebooks):
         return "\n".join(f"{label:<16} {text}" for label, text in self.rows())
 
     def rows(self) -> list[tuple[str, str]]:
-        """Return what was found, in words, each with its label."""
+        """Return the findings in words, each with its label."""
         equal = (
             f"equal bit for bit ({self.num_compared} compared{', unit by unit' if self.compared == 'units' else ''})"
         )
@@ -158,7 +158,7 @@ def report_of_ranks(reports: Sequence[Report], ranks: Sequence[int]) -> Report:
     """Return one report for processes that verified together: of each number the worst, and differences with their rank.
 
     Args:
-        reports: what each found.
+        reports: the report of each process.
         ranks: their numbers, in the same order.
     """
     by_rank = dict(zip(ranks, reports, strict=True))

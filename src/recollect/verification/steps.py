@@ -25,7 +25,7 @@ from recollect.verification.compare import Computed, state_after
 
 @dataclass(eq=False)
 class _RepeatedStep:
-    """A step that runs as often as it takes, from the same state."""
+    """A step that can run any number of times from the same state."""
 
     model: nn.Module
     """Whose parameters are trained."""

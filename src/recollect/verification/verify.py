@@ -128,7 +128,7 @@ def verify(
 
 
 def _work(plan: Plan, compare: str, *, is_timed: bool) -> tuple[str, int | None]:
-    """Return in words what `verify` is about to do, and how many steps it runs at most; None if it compares units."""
+    """Describe what `verify` is about to do and return its largest number of steps; None if it compares units."""
     if compare == "units":
         return "verifying the plan unit by unit", None
     # Two for each peak, and one to compare on either side.
@@ -216,7 +216,7 @@ class _Check:
             return self.step.run()
 
     def _in_any(self, flag: bool) -> bool:
-        """Return whether something is so in some process, as all have to know before they run a step once more."""
+        """Return whether something holds in any process, which all have to know before they run a step again."""
         return not self.ranks.all_of([not flag], Place.START)[0]
 
     def by_unit(self, plan: Plan) -> Report:
@@ -276,7 +276,7 @@ class _Check:
         return measured
 
     def _slowdowns(self, plan: Plan, first: float) -> tuple[float, ...]:
-        """Return the slowdown in each round, of which the first ran already."""
+        """Return the slowdown in each round; the first has already run."""
         found = [first]
         with stage("timing steps"):
             while len(found) < _FEWEST_ROUNDS or (len(found) < _MOST_ROUNDS and self._in_any(not _have_settled(found))):

@@ -152,7 +152,7 @@ def is_moe_config(model_config: object) -> bool:
 
 
 def roll_plan(profile: Profile, checkpointing: RollCheckpointing) -> Plan:
-    """Return what ROLL's switches keep and drop, as a plan.
+    """Return ROLL's switches as a plan.
 
     Args:
         profile: the recorded step.

@@ -224,7 +224,7 @@ def refuse_not_yet(config: RecomputeSettings, setting: TrainingSetting | None) -
 
 @dataclass(frozen=True, kw_only=True)
 class RecomputeConfig(RecomputeSettings):
-    """What Megatron would recompute and offload. `megatron_plan` turns it into a plan.
+    """Megatron's settings for recompute and offload. `megatron_plan` turns it into a plan.
 
     Attributes:
         recompute_granularity: None keeps all; "full" recomputes whole layers; "selective" the named modules.

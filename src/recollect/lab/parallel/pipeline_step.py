@@ -68,7 +68,7 @@ class PipelineStep:
 
     @property
     def schedule(self) -> PipelineSchedule:
-        """What each rank computes, in order."""
+        """The actions of each rank, in order."""
         return replace(schedule_of(self._torch), return_outputs=False)
 
     def gradients(self, batches: Sequence[MicroBatch]) -> list[Tensor]:

@@ -40,7 +40,8 @@ _runs = itertools.count()
 def named_errors(ranks: Ranks) -> Iterator[None]:
     """Let an error in the block name the process that it began in; see `peer_watch` for one that hears of no error.
 
-    Args: ranks: the processes of the run; each of them calls this.
+    Args:
+        ranks: the processes of the run; each of them calls this.
 
     Raises:
         RecordError: another process failed, or has ended.
