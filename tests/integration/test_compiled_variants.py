@@ -1,4 +1,4 @@
-"""What a record says of compiled units, against the same measured by another meter in a process of its own."""
+"""What a record says of compiled units and their steps, against the same measured by another meter in a process of its own."""
 
 from __future__ import annotations
 
@@ -39,6 +39,7 @@ from recollect.engine.compiled.compiled_engine import compile_forward
 from recollect.measuring.meter import measure_peak
 from recollect.planning.compiled_menu import keeps_of
 from recollect.profile.profile import Profile
+from recollect.simulation.simulate import predicted_plan
 
 profile = Profile.load(path)
 call = next(call for call in profile.calls if call.repeated)
@@ -48,6 +49,21 @@ model(tokens, labels=tokens)
 handle.remove()
 (args, kwargs), = got
 leaf = args[0].detach().requires_grad_()
+
+def step():
+    global out  # It holds what the model returned until it returns the next time.
+    out = model(tokens, labels=tokens)
+    model.zero_grad()
+    out.backward()
+
+def of_step(plan):
+    applied = recollect.apply(model, plan)
+    step()
+    step()
+    peak = measure_peak(step, device="cpu").peak_bytes
+    applied.remove()
+    return predicted_plan(profile, plan).predicted_peak_bytes, peak
+
 for variant in graph.variants:
     forward = compile_forward(layer.forward, None if variant.is_default else keeps_of(graph, variant.kept))
 
@@ -61,7 +77,9 @@ for variant in graph.variants:
         return made.peak_growth_bytes, made.end_bytes - made.start_bytes - made.result.nbytes, took.peak_growth_bytes
 
     run()
-    print(json.dumps(run()), flush=True)
+    unit = recollect.UnitPlan(keeps_of(graph, variant.kept), engine="compile")
+    plan = recollect.Plan({call.path: unit for call in profile.calls if call.repeated})
+    print(json.dumps([*run(), *of_step(plan)]), flush=True)
 """
 
 
@@ -80,7 +98,9 @@ def test_bytes_of_each_variant_are_those_of_another_process(dtype: str, tmp_path
     measured = [json.loads(line) for line in python(MEASURES, dtype, str(path)).splitlines()]
     graph = next(graph for graph in json.loads(path.read_text())["graphs"] if "variants" in graph)
     assert len(measured) == len(graph["variants"]) >= 4
-    for (forward_bytes, kept_bytes, backward_bytes), variant in zip(measured, graph["variants"], strict=True):
+    for row, variant in zip(measured, graph["variants"], strict=True):
+        forward_bytes, kept_bytes, backward_bytes, predicted_bytes, peak_bytes = row
+        assert 0 <= predicted_bytes - peak_bytes <= UNSEEN_BYTES
         assert abs(forward_bytes - variant["forward_bytes"]) <= UNSEEN_BYTES
         assert abs(kept_bytes - variant["own_bytes"]) <= UNSEEN_BYTES
         total = most = 0
