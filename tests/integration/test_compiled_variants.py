@@ -54,7 +54,7 @@ def step():
     global out  # It holds what the model returned until it returns the next time.
     out = model(tokens, labels=tokens)
     model.zero_grad()
-    out.backward()
+    out.loss.backward()
 
 def of_step(plan):
     applied = recollect.apply(model, plan)
