@@ -64,9 +64,8 @@ def of_step(plan):
     applied.remove()
     return predicted_plan(profile, plan).predicted_peak_bytes, peak
 
+# Makes the gradient of an output, which nobody else holds.
 class End(torch.autograd.Function):
-    """Makes the gradient of an output where nobody else holds it."""
-
     @staticmethod
     def forward(ctx, output):
         ctx.like = torch.empty_like(output, device="meta")
