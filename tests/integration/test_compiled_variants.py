@@ -44,11 +44,6 @@ from recollect.simulation.simulate import predicted_plan
 profile = Profile.load(path)
 call = next(call for call in profile.calls if call.repeated)
 graph, layer, got = profile.graph_of(call), model.get_submodule(call.path), []
-handle = layer.register_forward_pre_hook(lambda module, args, kwargs: got.append((args, kwargs)), with_kwargs=True)
-model(tokens, labels=tokens)
-handle.remove()
-(args, kwargs), = got
-leaf = args[0].detach().requires_grad_()
 
 def step():
     global out  # It holds what the model returned until it returns the next time.
@@ -56,13 +51,22 @@ def step():
     model.zero_grad()
     out.loss.backward()
 
-def of_step(plan):
+def of_step(variant):
+    unit = recollect.UnitPlan(keeps_of(graph, variant.kept), engine="compile")
+    plan = recollect.Plan({call.path: unit for call in profile.calls if call.repeated})
     applied = recollect.apply(model, plan)
     step()
     step()
     peak = measure_peak(step, device="cpu").peak_bytes
     applied.remove()
     return predicted_plan(profile, plan).predicted_peak_bytes, peak
+
+of_steps = list(map(of_step, graph.variants))  # while nothing else is there
+handle = layer.register_forward_pre_hook(lambda module, args, kwargs: got.append((args, kwargs)), with_kwargs=True)
+model(tokens, labels=tokens)
+handle.remove()
+(args, kwargs), = got
+leaf = args[0].detach().requires_grad_()
 
 # Makes the gradient of an output, which nobody else holds.
 class End(torch.autograd.Function):
@@ -75,7 +79,7 @@ class End(torch.autograd.Function):
     def backward(ctx, _):
         return torch.ones_like(ctx.like, device="cpu")
 
-for variant in graph.variants:
+for variant, step_bytes in zip(graph.variants, of_steps, strict=True):
     forward = compile_forward(layer.forward, None if variant.is_default else keeps_of(graph, variant.kept))
 
     def run():
@@ -88,9 +92,7 @@ for variant in graph.variants:
         return made.peak_growth_bytes, made.end_bytes - made.start_bytes - output_bytes, took
 
     run()
-    unit = recollect.UnitPlan(keeps_of(graph, variant.kept), engine="compile")
-    plan = recollect.Plan({call.path: unit for call in profile.calls if call.repeated})
-    print(json.dumps([*run(), *of_step(plan)]), flush=True)
+    print(json.dumps([*run(), *step_bytes]), flush=True)
 """
 
 
