@@ -29,6 +29,7 @@ TOPICS: dict[str, tuple[str, ...]] = {
         "recollect.plan",
         "recollect.apply",
         "recollect.applied_to",
+        "recollect.compile_options",
         "recollect.verify",
         "recollect.classic_plan",
         "recollect.largest_batch",

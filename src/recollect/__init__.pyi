@@ -10,6 +10,7 @@ from recollect.checkpointing.checkpoint import checkpoint_sequential as checkpoi
 from recollect.checkpointing.op_policy import policy_plan as policy_plan
 from recollect.doctor.diagnose import diagnose as diagnose
 from recollect.doctor.rule import Finding as Finding
+from recollect.engine.compiled.options import compile_options as compile_options
 from recollect.engine.placed_forward import Applied as Applied
 from recollect.engine.together import distribute_saved_activations as distribute_saved_activations
 from recollect.fitting import fit as fit

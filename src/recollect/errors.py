@@ -135,8 +135,8 @@ class UnknownNameError(PlanError):
         elif self.suggestions:
             advice = f"Did you mean {' or '.join(repr(other) for other in self.suggestions)}?"
         elif names:
-            shown = ", ".join(repr(other) for other in names[:3])
-            advice = f"It has {len(names)}: {shown}{', ...' if len(names) > len(names[:3]) else ''}."
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            advice = f"It has {len(names)}: {', '.join(map(repr, names[:3]))}{more}."
         else:
             advice = f"It has no {kind}s at all."
         super().__init__(f"{where} has no {kind} {name!r}. {advice}")

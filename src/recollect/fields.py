@@ -49,6 +49,20 @@ def read_file(path: str | Path, *, expected: str, advice: str, error: type[Excep
     return data
 
 
+def write_file(path: str | Path, data: bytes, *, error: type[Exception]) -> None:
+    """Write a file.
+
+    Raises:
+        error: it cannot be written; the message says why.
+    """
+    try:
+        Path(path).write_bytes(data)
+    except OSError as problem:
+        folder = Path(path).absolute().parent
+        found = problem.strerror if folder.is_dir() else f"no folder {folder}"
+        raise error(f"{path}: cannot be written ({found}), expected a file in a writable folder.") from None
+
+
 def read_document(text: str, *, format: str, version: int, error: type[Exception]) -> Field:
     """Parse a versioned JSON document.
 

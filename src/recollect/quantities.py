@@ -102,7 +102,7 @@ def parse_budget(value: str | int, *, reference_bytes: int | None, device_bytes:
         raise QuantityError(
             value,
             "the device's memory is known of CUDA devices, and of the hardware of a fake profile, only. Give bytes, such as "
-            "budget='16GiB'",
+            "budget='16GiB', or a part of the peak without recompute, such as '60%'",
         )
     return _checked(value, math.floor(number * _whole_bytes(device_bytes) / 100))
 

@@ -31,7 +31,7 @@ TORCH_FREE_FILES = sorted(
         "planning/**/*.py",
         "plans/**/*.py",
         "profile/**/*.py",
-        "progress/**/*.py",
+        "progress.py",
         "quantities.py",
         "replay.py",
         "simulation/**/*.py",

@@ -201,7 +201,7 @@ def test_a_pair_and_a_single_call_of_one_shape_both_run_under_the_plan_of_the_pa
     assert len(pair.calls) == 2
     assert attached.plan is pair.plan
     lines = [line.partition(": predicted peak ")[0] for line in attached.report().splitlines()]
-    named = {f"{step.calls[0]}, as in step {(0, 2, 3)[step.number]}" for step in attached.planned if step is not pair}
+    named = {f"{step}, as in step {(0, 2, 3)[step.number]}" for step in attached.planned if step is not pair}
     assert {*named, f"2 calls of {pair.calls[0]}, as in step {(0, 2, 3)[pair.number]}"} <= set(lines)
 
 

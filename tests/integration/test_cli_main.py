@@ -288,6 +288,15 @@ def test_error_is_one_line_and_exit_2(tmp_path: Path, capsys: pytest.CaptureFixt
     )
 
 
+def test_a_missing_dataset_is_named_with_its_flag(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    args = ["train", "--data-path", str(tmp_path / "none"), "--size", "tiny", "--run-dir", str(tmp_path / "run")]
+    assert main(args) == 2
+    assert capsys.readouterr().err == (
+        f"Error: indexed dataset {tmp_path / 'none'}: no file {tmp_path / 'none.idx'}, expected a pair of .bin and .idx as "
+        "Megatron's tools/preprocess_data.py or `recollect tokenize` writes it. Check --data-path.\n"
+    )
+
+
 def test_debug_shows_the_traceback(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no such file or folder"):
         main(["train", "--data", str(tmp_path / "none"), "--run-dir", str(tmp_path / "run"), "--debug"])

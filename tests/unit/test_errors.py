@@ -178,7 +178,7 @@ def test_unknown_name_suggests_similar_names() -> None:
     ("known", "advice"),
     [
         (["a", "b"], "It has 2: 'a', 'b'."),
-        (["a", "b", "c", "d"], "It has 4: 'a', 'b', 'c', ...."),
+        (["a", "b", "c", "d"], "It has 4: 'a', 'b', 'c' and 1 more."),
         ([], "It has no units at all."),
     ],
 )

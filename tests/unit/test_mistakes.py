@@ -197,6 +197,11 @@ def test_a_plan_cannot_be_saved_where_no_file_can_be(tmp_path: Path) -> None:
         PLAN.save(missing)
     with pytest.raises(PlanError, match=re.escape(f"{tmp_path}: cannot be written (Is a directory), expected a file")):
         PLAN.save(tmp_path)
+    for name in ("p.json", "p.json.gz"):
+        with pytest.raises(
+            ProfileFormatError, match=re.escape(f"{name}: cannot be written (no folder {missing.parent})")
+        ):
+            PROFILE.save(missing.parent / name)
 
 
 @pytest.mark.parametrize(
@@ -216,7 +221,8 @@ def test_typos_in_a_budget_are_found_before_a_step_runs(budget: Any, message: st
 
 
 def test_part_of_a_device_without_a_size_is_found_before_a_step_runs() -> None:
-    with pytest.raises(QuantityError, match="the device's memory is known of CUDA devices, .*Give bytes, such as"):
+    advice = "Give bytes, such as budget='16GiB', or a part of the peak without recompute, such as '60%'"
+    with pytest.raises(QuantityError, match=f"the device's memory is known of CUDA devices, .*{advice}"):
         recollect.fit(MODEL, TOKENS)
     with pytest.raises(QuantityError, match="the device's memory is known of CUDA devices, .*Give bytes, such as"):
         recollect.attach(MODEL, ADAMW)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from recollect.attaching.step_shape import Call, covering, groups_of
+from recollect.attaching.step_shape import Call, covering, groups_of, shape_text
 from recollect.attaching.unit_watch import Course, Runs, largest
 from recollect.byte_format import format_bytes
 from recollect.errors import BudgetTooSmallError
@@ -66,6 +66,8 @@ class PlannedStep:
     """Reserved for what other steps held for reasons that nothing tells."""
     state_bytes: int = 0
     """That the optimizers had when it was planned."""
+    unlike: str = ""
+    """What sets it apart from an earlier step whose calls look the same, in words; "" if there is none."""
     measured_bytes: int = 0
     """The highest measured peak of a step under the plan; 0 if none was measured."""
     num_calls: int = 0
@@ -99,14 +101,20 @@ class PlannedStep:
         """Whether the plan keeps the step within the budget."""
         return self.peak_bytes <= self.budget_bytes
 
-    def line(self, seconds: float) -> str:
-        """Return the line that says what was planned, in so many seconds."""
+    def __str__(self) -> str:
+        """Describe its calls: "2 calls of 8 x 256 and 4 x 128"."""
+        counts = Counter(map(str, self.calls))
+        calls = " and ".join(f"{number} calls of {call}" if number > 1 else call for call, number in counts.items())
+        return f"{calls} (unlike {self.unlike})" if self.unlike else calls
+
+    def line(self, seconds: float, again: str = "") -> str:
+        """Return the line that says what was planned, in so many seconds, and why `again`."""
         slowdown, host_bytes = self.plan.predicted_slowdown or 0.0, self.plan.predicted_host_bytes
         host = f"host memory {format_bytes(host_bytes)}, " if host_bytes else ""
         return (
             f"recollect: {format_bytes(self.budget_bytes)} budget, predicted peak {format_bytes(self.peak_bytes)}, {host}"
             f"{slowdown:+.1%}{self.plan.range_text} (full recompute: {self.full_slowdown:+.0%}), "
-            f"planned for {self.calls[0]} in {seconds:.1f} s"
+            f"planned {'again ' if again else ''}for {self}{again} in {seconds:.1f} s"
         )
 
     def numbers(self) -> dict[str, float]:
@@ -135,7 +143,7 @@ class PlannedStep:
         """Return the line that says what was measured, beside what was predicted."""
         return (
             f"recollect: {format_bytes(self.budget_bytes)} budget, predicted peak {format_bytes(self.peak_bytes)}, "
-            f"{self.measured_text()}, for {self.calls[0]}"
+            f"{self.measured_text()}, for {self}"
         )
 
     def follows(self, calls: Sequence[Call]) -> bool:
@@ -192,11 +200,8 @@ def report_of(
         return Lines("recollect: no step was recorded yet; the first one ends with the optimizer's step")
     lines = [f"{format_bytes(budget_bytes)} budget, {num_steps} steps, {len(recorded_steps)} of them recorded"]
     for step in planned:
-        counts = Counter(map(str, step.calls))
-        calls = " and ".join(f"{number} calls of {call}" if number > 1 else call for call, number in counts.items())
-        # Steps of the same calls may differ in what is alive, or in what runs in the units: the number tells them apart.
         lines.append(
-            f"{calls}, as in step {recorded_steps[step.number]}: predicted peak {format_bytes(step.peak_bytes)} "
+            f"{step}, as in step {recorded_steps[step.number]}: predicted peak {format_bytes(step.peak_bytes)} "
             f"({format_bytes(step.plain_peak_bytes)} without recompute), {step.plan.predicted_slowdown or 0.0:+.1%}"
             f"{step.plan.range_text}; {step.measured_text()}"
         )
@@ -328,17 +333,26 @@ def grouped(calls: Sequence[Call], spare: Sequence[Mapping[str, int]]) -> list[M
     return found
 
 
-def difference(steps: Sequence[PlannedStep]) -> str:
-    """Return in words what sets the last step apart from the one before it."""
-    if len(steps) < 2:
-        return "its course"
-    one, other = steps[-2:]
+def difference(one: PlannedStep, other: PlannedStep) -> str:
+    """Return in words what sets two steps apart."""
     for mine, its in zip(one.calls, other.calls, strict=False):
         if mine.shapes != its.shapes:
-            return f"shapes {mine} and {its}"
+            pairs = zip(mine.shapes, its.shapes, strict=False)
+            other_shapes = (f"shapes {shape_text(a)} and {shape_text(b)}" for a, b in pairs if a != b)
+            return next(other_shapes, "the number of tensors")
         if mine.context != its.context:
             return "how the model is built, or its mode"
         if mine.arguments != its.arguments:
             changed = [pair for pair in zip(mine.arguments, its.arguments, strict=False) if pair[0] != pair[1]]
             return "arguments " + ", ".join(f"{a!r} and {b!r}" for a, b in changed[:3])
-    return "the units that run" if len(one.calls) == len(other.calls) else "the number of calls"
+        if (mine.trained, mine.traced) != (its.trained, its.traced):
+            return "what requires a gradient"
+        if mine.has_gradients != its.has_gradients:
+            return "gradients that are there before it"
+    if len(one.calls) != len(other.calls):
+        return "the number of calls"
+    ran = [[course.units.keys() for course in step.courses] for step in (one, other)]
+    more_bytes = other.profile.persistent_bytes - one.profile.persistent_bytes
+    if ran[0] == ran[1] and more_bytes:
+        return f"{format_bytes(abs(more_bytes))} {'more' if more_bytes > 0 else 'less'} that live through it"
+    return "what runs in it"

@@ -20,7 +20,7 @@ from recollect.errors import BudgetWarning
 from recollect.planning.classic import classic_plan
 from recollect.planning.planners import planner_for
 from recollect.profile.profile import Profile
-from recollect.progress.stage import stage
+from recollect.progress import stage
 from recollect.quantities import parse_budget
 from recollect.ranks.group import Place
 from recollect.ranks.members import common_plan, with_common_times
@@ -162,6 +162,8 @@ class StepPlanner:
         if planned.fits and (excess := excess_of(recording, planned)):
             self.warn_once(excess, key=f"recording {calls[0]}")
         self.missed.end_attempt(is_met=self.lockstep.all_end(self.missed.is_met_by(planned)))
+        if alike := [step for step in self.steps.steps if str(step).partition(" (")[0] == str(planned)]:
+            planned.unlike = f"step {self.recorded_steps[alike[-1].number]}: {difference(alike[-1], planned)}"
         self.steps.add(planned)
         self.lockstep.note_plan(planned)
         self._renew()
@@ -243,7 +245,9 @@ class StepPlanner:
         if step.held_before:
             again.held_before, again.state_bytes = step.held_before, step.state_bytes
         self.steps.steps = [again if known is step else known for known in self.steps.steps]
-        self.log(again.line(time.perf_counter() - begin))
+        again.unlike = step.unlike
+        why = f"room for {format_bytes(reserved_bytes)} more" if reserved_bytes else "the optimizer's state"
+        self.log(again.line(time.perf_counter() - begin, f", with {why},"))
         return again
 
     def _renew(self) -> None:
@@ -263,12 +267,13 @@ class StepPlanner:
 
     def has_given_up(self, num_steps: int) -> bool:
         """Return, and say, whether so many of the steps so far were recorded that no more are."""
-        num_recorded = len(self.recorded_steps)
+        num_recorded, last = len(self.recorded_steps), self.steps.steps[-2:]
         if num_recorded < _MOST_RECORDED or 2 * num_recorded <= num_steps:
             return False
         self.warn_once(
             f"{num_recorded} of {num_steps} steps were recorded, since each differs from those before it "
-            f"({difference(self.steps.steps)}): steps that no plan covers run at their leanest from now on",
+            f"({difference(*last) if len(last) == 2 else 'what runs in it'}): steps that no plan covers run at their leanest "
+            "from now on",
             key="no end",
         )
         return True

@@ -62,8 +62,7 @@ class Call:
 
     def __str__(self) -> str:
         """Describe the largest tensor: "4 x 2048"."""
-        largest = max(self.shapes, key=math.prod, default=())
-        return " x ".join(map(str, largest)) or "a scalar"
+        return shape_text(max(self.shapes, key=math.prod, default=()))
 
     def is_alike(self, other: Call) -> bool:
         """Whether the other differs in its shapes only, in what requires grad, and in what was in memory before."""
@@ -79,6 +78,11 @@ class Call:
             and not other.traced & ~self.traced
             and (self.has_gradients or not other.has_gradients)
         )
+
+
+def shape_text(shape: tuple[int, ...]) -> str:
+    """Return a shape as lines show it: "4 x 2048"."""
+    return " x ".join(map(str, shape)) or "a scalar"
 
 
 def groups_of(calls: Sequence[Call]) -> list[list[Call]]:

@@ -69,7 +69,7 @@ def report(found: Sequence[Finding], columns: int = _COLUMNS) -> str:
     """Return findings as text.
 
     Args:
-        found: the most certain first.
+        found: in order.
         columns: the longest line, unless a word is longer.
 
     Returns:
@@ -85,7 +85,11 @@ def report(found: Sequence[Finding], columns: int = _COLUMNS) -> str:
             lines += _part("   seen" if i == 0 else "", text, columns)
         for i, text in enumerate(finding.fix):
             lines += _advice("   do" if i == 0 else "", text, columns)
-        lines += _part("", f"[{finding.certainty}; rule {finding.rule}; {finding.source}]", columns)
+        lines += _part(
+            "",
+            f"[{finding.certainty}{', ends the run' if finding.fatal else ''}; rule {finding.rule}; {finding.source}]",
+            columns,
+        )
         parts.append("\n".join(lines))
     return "\n\n".join(parts)
 

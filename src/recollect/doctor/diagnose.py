@@ -8,7 +8,7 @@ import lzma
 import re
 import sys
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ else:
     import tomli as tomllib
 
 from recollect.doctor import library_settings, megatron_settings, out_of_memory
-from recollect.doctor.rule import CERTAINTIES, Finding
+from recollect.doctor.rule import CERTAINTIES, ONE_SPEAKS, TOGETHER, Finding
 from recollect.doctor.scan import TextScan
 from recollect.doctor.settings import KNOWN, Settings, settings_in_data
 from recollect.doctor.snapshot import Snapshot, is_snapshot, read_json, read_pickle, snapshot_findings, snapshot_of
@@ -47,7 +47,7 @@ def diagnose(*sources: str | Path) -> list[Finding]:
             may be compressed by gzip, bzip2 or xz.
 
     Returns:
-        What was recognised, the most certain first; empty if nothing was.
+        What was recognised, what ends a run first, and of that the most certain; empty if nothing was.
 
     Raises:
         DiagnosisError: a file that is missing, binary or malformed, or a pickle with more than plain data.
@@ -191,13 +191,18 @@ class Case:
         self.read.append(f"{name}: a snapshot of device memory")
 
     def findings(self) -> list[Finding]:
-        """Return what was recognised, the most certain first, each rule once."""
+        """Return what was recognised, each mistake once: what ends a run first, and of that the most certain."""
         merged: dict[tuple[str, str], Finding] = {}
         for found in self._all():
             # Findings of several ranks or scopes differ in numbers; of several devices' snapshots each one counts.
             key = (found.rule, found.problem if found.rule.startswith("snapshot-") else "")
             merged[key] = _together(merged[key], found) if key in merged else found
-        return sorted(merged.values(), key=lambda found: CERTAINTIES.index(found.certainty))
+        findings = list(merged.values())
+        for names in TOGETHER:
+            findings = _joined(findings, names, adds_advice=True)
+        for names in ONE_SPEAKS:
+            findings = _joined(findings, names)
+        return sorted(findings, key=lambda its: (not its.fatal, CERTAINTIES.index(its.certainty)))
 
     def _all(self) -> Iterator[Finding]:
         scopes = [*self.scopes, *(scope for text in self.texts for scope in text.settings())]
@@ -268,4 +273,22 @@ def _has_settings(data: Mapping[Any, Any]) -> bool:
 def _together(first: Finding, second: Finding) -> Finding:
     evidence = tuple(dict.fromkeys((*first.evidence, *second.evidence)))[:_MOST_EVIDENCE]
     best = min(first, second, key=lambda found: CERTAINTIES.index(found.certainty))
-    return dataclasses.replace(best, evidence=evidence)
+    return dataclasses.replace(best, evidence=evidence, fatal=first.fatal or second.fatal)
+
+
+def _joined(findings: list[Finding], names: Sequence[str], *, adds_advice: bool = False) -> list[Finding]:
+    """Return the findings with one in place of those that one mistake gave, of which `names` has the best first.
+
+    With `adds_advice` any of them may speak for those after it, else the first alone.
+    """
+    same = sorted((its for its in findings if its.rule in names), key=lambda its: names.index(its.rule))
+    if len(same) < 2 or (same[0].rule != names[0] and not adds_advice):
+        return findings
+    speaker, *others = same
+    together = dataclasses.replace(
+        speaker,
+        evidence=tuple(dict.fromkeys(line for its in same for line in its.evidence))[:_MOST_EVIDENCE],
+        fix=tuple(advice for its in same for advice in its.fix) if adds_advice else speaker.fix,
+        fatal=any(its.fatal for its in same),
+    )
+    return [together if its is speaker else its for its in findings if its not in others]

@@ -1,5 +1,6 @@
 """What is wrong, or does not help, in settings of transformers, Accelerate, FSDP, DeepSpeed, torchtitan and the like."""
 
+import dataclasses
 import warnings
 from collections.abc import Iterator, Mapping
 
@@ -20,7 +21,7 @@ def is_checkpointing(settings: Settings) -> bool:
 
 
 def findings(settings: Settings) -> Iterator[Finding]:
-    """Yield what the settings of one scope show.
+    """Yield what the settings of one scope show; what is not certain has not ended a run yet.
 
     Args:
         settings: of a run, from all its files together.
@@ -28,6 +29,11 @@ def findings(settings: Settings) -> Iterator[Finding]:
     Yields:
         Clashes first.
     """
+    for found in _findings(settings):
+        yield dataclasses.replace(found, fatal=found.fatal and found.certainty == "certain")
+
+
+def _findings(settings: Settings) -> Iterator[Finding]:
     yield from _deepspeed(settings)
     if is_checkpointing(settings):
         yield from _fsdp(settings)

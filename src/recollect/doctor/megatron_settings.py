@@ -59,7 +59,8 @@ def findings(settings: Settings, log: InLog) -> Iterator[Finding]:
             yield _clash("setting", settings, problem, "ValueError")
     clashes = list(_clashes(settings, config, setting))
     yield from clashes
-    if not any(clash.certainty == "certain" for clash in clashes):
+    # What else there is to say depends on what the settings will be.
+    if not clashes:
         yield from _modules(settings, config, log)
         yield from _layers(settings, config, setting)
         yield from _fp8(settings, config, log)
@@ -104,6 +105,7 @@ def _clash(name: str, settings: Settings, clash: Clash | ConfigError, megatron: 
         evidence=("; ".join((shown, *missing)) if shown[-1:] != " " else "; ".join((settings.place, *missing)),),
         fix=(clash.advice,),
         source=f"docs/megatron.md, rule {name}",
+        fatal=is_error,
     )
 
 

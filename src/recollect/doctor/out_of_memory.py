@@ -78,6 +78,11 @@ class MemoryMessage:
             return None
         return self.free_bytes + self.unallocated_bytes
 
+    @property
+    def would_fit_alone(self) -> bool:
+        """Whether there would be enough without other processes."""
+        return self.tried_bytes <= (self.room_bytes or 0) + sum(self.other_processes.values())
+
 
 def is_out_of_memory(line: str) -> bool:
     """Return whether a line is the message of the CUDA allocator (or HIP's, or XPU's)."""
@@ -96,7 +101,7 @@ def findings(
         expandable: the line that sets expandable segments, which leave few gaps; "" if there is none.
 
     Yields:
-        The place first where it says more than the numbers.
+        One finding, of where it was or of why, whichever says more; and what other processes hold.
     """
     message = MemoryMessage.of(passage.line)
     if message is None:
@@ -104,24 +109,38 @@ def findings(
     budget = "80%" if message.capacity_bytes is None else _budget(message.capacity_bytes)
     values: dict[str, Any] = {"tried": format_bytes(message.tried_bytes), "budget": budget, "length": length}
     place, frame = _place(passage.traceback)
-    if place is not None:
-        yield place.finding(passage.quoted(), frame, **values)
-    if (reason := _reason(message, (passage.quoted(), *([expandable] if expandable else [])), values)) is not None:
+    evidence = (passage.quoted(), *([frame] if frame else []))
+    reason = _reason(message, (*evidence, *([expandable] if expandable else [])), values, is_sure=not expandable)
+    if (others := _of_others(message, evidence)) is not None:
+        yield others
+        if message.would_fit_alone and (reason is None or reason.rule != "memory-fragmented"):
+            return
+    if reason is not None and reason.rule != "memory-full" and reason.certainty != "possible":
         yield reason
-    if message.capacity_bytes is not None:
-        others = sum(message.other_processes.values())
-        if others > _SIZES_MATTER * message.capacity_bytes:
-            names = ", ".join(f"process {pid} ({format_bytes(n)})" for pid, n in message.other_processes.items())
-            capacity = format_bytes(message.capacity_bytes)
-            yield RULES["memory-of-others"].finding(
-                passage.quoted(), others=format_bytes(others), capacity=capacity, names=names
-            )
-    if place is None and is_checkpointing and not any(_CHECKPOINT.search(line) for line in passage.traceback):
-        layers = [line for line in passage.traceback if _LAYER.search(line)]
-        if layers:
-            yield RULES["checkpointing-without-effect"].finding(
-                passage.quoted(), f"in {layers[-1].strip().removeprefix('File ')}"
-            )
+    elif place is not None:
+        yield place.finding(*evidence, **values)
+    elif is_checkpointing and (layer := _layer_without_checkpoint(passage.traceback)):
+        yield RULES["checkpointing-without-effect"].finding(passage.quoted(), f"in {layer}")
+    elif reason is not None:
+        yield reason
+
+
+def _of_others(message: MemoryMessage, evidence: tuple[str, ...]) -> Finding | None:
+    """Return what other processes hold of the device, if that is much."""
+    others = sum(message.other_processes.values())
+    if message.capacity_bytes is None or others <= _SIZES_MATTER * message.capacity_bytes:
+        return None
+    names = ", ".join(f"process {pid} ({format_bytes(n)})" for pid, n in message.other_processes.items())
+    capacity = format_bytes(message.capacity_bytes)
+    return RULES["memory-of-others"].finding(*evidence, others=format_bytes(others), capacity=capacity, names=names)
+
+
+def _layer_without_checkpoint(traceback: tuple[str, ...]) -> str:
+    """Return the innermost frame of a layer if none is of a checkpoint; "" if there is none."""
+    layers = [line for line in traceback if _LAYER.search(line)]
+    if not layers or any(_CHECKPOINT.search(line) for line in traceback):
+        return ""
+    return layers[-1].strip().removeprefix("File ")
 
 
 def _budget(capacity: int) -> str:
@@ -129,7 +148,9 @@ def _budget(capacity: int) -> str:
     return f"{capacity * 0.9 / 2**30:.0f}GiB" if capacity >= 10 * 2**30 else f"{capacity * 0.9 / 2**20:.0f}MiB"
 
 
-def _reason(message: MemoryMessage, evidence: tuple[str, ...], values: dict[str, Any]) -> Finding | None:
+def _reason(
+    message: MemoryMessage, evidence: tuple[str, ...], values: dict[str, Any], *, is_sure: bool
+) -> Finding | None:
     room = message.room_bytes
     if message.free_bytes is None or room is None or message.unallocated_bytes is None:
         return None
@@ -142,9 +163,9 @@ def _reason(message: MemoryMessage, evidence: tuple[str, ...], values: dict[str,
         "short": format_bytes(max(message.tried_bytes - room, 0)),
     }
     if message.free_bytes >= message.tried_bytes:
-        return RULES["memory-limited"].finding(evidence[0], **numbers)
+        return RULES["memory-limited"].finding(*evidence, **numbers)
     if room >= message.tried_bytes:
-        certainty: Certainty = "possible" if len(evidence) > 1 else "likely"
+        certainty: Certainty = "likely" if is_sure else "possible"
         return RULES["memory-fragmented"].finding(*evidence, certainty=certainty, **numbers)
     return RULES["memory-full"].finding(evidence[0], **numbers)
 

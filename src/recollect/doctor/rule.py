@@ -106,6 +106,7 @@ class Finding:
         evidence: the lines, settings or numbers that show it, each after the place where it was seen.
         fix: what to do, the best first.
         source: where the problem was reported or documented.
+        fatal: whether the run ended by it, or will.
 
     Example:
         >>> finding = Finding(
@@ -122,6 +123,7 @@ class Finding:
     evidence: tuple[str, ...]
     fix: tuple[str, ...]
     source: str
+    fatal: bool = False
 
     def to_data(self) -> dict[str, Any]:
         """Return the finding as plain data, for JSON."""
@@ -144,6 +146,7 @@ class Rule:
             other things.
         near: regular expression that must be found in the lines around that one, too; "" is none.
         frame: regular expression of the frame of a traceback or stack in which it happens; "" if the rule goes by other things.
+        fatal: whether a run ends by it.
     """
 
     name: str
@@ -156,6 +159,7 @@ class Rule:
     pattern: str = ""
     near: str = ""
     frame: str = ""
+    fatal: bool = False
 
     def is_in(self, line: str) -> bool:
         """Return whether the pattern is found in a line."""
@@ -188,6 +192,7 @@ class Rule:
             evidence=evidence,
             fix=tuple(text.format(**values) for text in self.fix),
             source=self.source,
+            fatal=self.fatal,
         )
 
 
@@ -196,12 +201,15 @@ def _compiled(pattern: str) -> re.Pattern[str]:
     return re.compile(pattern, re.MULTILINE)
 
 
-def _read(name: str) -> tuple[Rule, ...]:
+def _file(name: str) -> Any:
     text = (resources.files("recollect.doctor") / "rules" / f"{name}.yaml").read_text(encoding="utf-8")
     # In C if PyYAML has that, which takes 3 ms for all rules; else 50.
-    entries = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    return yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+
+
+def _read(name: str) -> tuple[Rule, ...]:
     return tuple(
-        Rule(**{"sees": f'"{entry.get("pattern")}"', **entry, "fix": tuple(entry["fix"])}) for entry in entries
+        Rule(**{"sees": f'"{entry.get("pattern")}"', **entry, "fix": tuple(entry["fix"])}) for entry in _file(name)
     )
 
 
@@ -216,3 +224,6 @@ TOPICS: dict[str, tuple[Rule, ...]] = {
 """The rules by the headings of their tables in docs/doctor.md."""
 
 RULES: dict[str, Rule] = {rule.name: rule for rules in TOPICS.values() for rule in rules}
+
+ONE_SPEAKS, TOGETHER = (tuple(map(tuple, _file("one_mistake")[key])) for key in ("one_speaks", "together"))
+"""Names of findings that one mistake gives: the first speaks for the others, alone, or with their advice."""

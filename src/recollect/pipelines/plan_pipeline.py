@@ -13,7 +13,7 @@ from recollect.pipelines.schedule import PipelineSchedule, schedule_of
 from recollect.planning.choose import Planner
 from recollect.plans.plan import Plan
 from recollect.profile.profile import Profile
-from recollect.progress.stage import stage as progress_stage
+from recollect.progress import stage as progress_stage
 from recollect.quantities import parse_budget
 
 

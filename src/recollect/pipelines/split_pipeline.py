@@ -14,7 +14,7 @@ from recollect.pipelines.rank_bound import rank_planner
 from recollect.pipelines.schedule import PipelineSchedule, schedule_of
 from recollect.plans.plan import Plan
 from recollect.profile.profile import Profile
-from recollect.progress.stage import stage as progress_stage
+from recollect.progress import stage as progress_stage
 from recollect.quantities import parse_budget
 
 # All of eight stages.

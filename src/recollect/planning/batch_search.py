@@ -18,7 +18,7 @@ from recollect.planning.choose import Planner, advice
 from recollect.planning.classic import classic_plan
 from recollect.plans.plan import Plan
 from recollect.profile.profile import Profile
-from recollect.progress.stage import stage
+from recollect.progress import stage
 from recollect.quantities import parse_budget
 
 MAX_SIZE = 2**20

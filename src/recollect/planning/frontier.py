@@ -23,7 +23,7 @@ from recollect.planning.planners import OffloadPlanner, planner_for
 from recollect.planning.trips import LINK_SHARE
 from recollect.plans.plan import Plan
 from recollect.profile.profile import Profile
-from recollect.progress.stage import stage
+from recollect.progress import stage
 
 # Where to plan between the lowest peak (0) and the plain one (1): closer together where the curve bends most.
 _FRACTIONS = (0.0, 0.01, 0.02, 0.04, 0.07, *(step / 16 for step in range(2, 16)), 0.98, 1.0)

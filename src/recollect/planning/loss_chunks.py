@@ -16,7 +16,7 @@ from recollect.planning.classic import classic_plan
 from recollect.planning.planners import plan as plan_for
 from recollect.plans.plan import Plan
 from recollect.profile.profile import Profile
-from recollect.progress.stage import stage
+from recollect.progress import stage
 from recollect.quantities import parse_budget
 
 LossChunks = int | Literal["auto"]

@@ -26,7 +26,7 @@ from recollect.planning.trips import HASTES, LINK_SHARE, Name, TripPlanner, link
 from recollect.plans.plan import Plan
 from recollect.plans.unit_plan import digest_of
 from recollect.profile.profile import Profile
-from recollect.progress.stage import stage
+from recollect.progress import stage
 from recollect.quantities import parse_budget, parse_bytes
 from recollect.simulation.decisions import decide
 from recollect.simulation.lifetimes import EveryEvent

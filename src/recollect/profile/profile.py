@@ -17,7 +17,7 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 from recollect.errors import ProfileFormatError
-from recollect.fields import Field, read_document, read_file
+from recollect.fields import Field, read_document, read_file, write_file
 from recollect.notebooks import ShownInNotebooks
 from recollect.plans.paths import expand_classes
 from recollect.profile.events import StepLog, check_log
@@ -226,10 +226,15 @@ class Profile(ShownInNotebooks):
         return profile
 
     def save(self, path: str | Path) -> None:
-        """Write the profile as JSON, compressed if the name ends in ".gz"."""
+        """Write the profile as JSON, compressed if the name ends in ".gz".
+
+        Raises:
+            ProfileFormatError: no file can be written there; the message says why.
+        """
         data = self.to_json().encode()
         # The fixed time stamp makes equal profiles equal files.
-        Path(path).write_bytes(gzip.compress(data, mtime=0) if str(path).endswith(".gz") else data)
+        packed = gzip.compress(data, mtime=0) if str(path).endswith(".gz") else data
+        write_file(path, packed, error=ProfileFormatError)
 
     @classmethod
     def load(cls, path: str | Path) -> Profile:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from recollect._torch_parallel import meeting_place
 from recollect.errors import RecollectError, RecordError
-from recollect.progress.stage import stage
+from recollect.progress import stage
 
 T = TypeVar("T")
 

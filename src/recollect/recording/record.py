@@ -24,7 +24,7 @@ from recollect.loss.intercept import loss_in_chunks
 from recollect.measuring.device_memory import other_bytes
 from recollect.plans.paths import unit_words
 from recollect.profile.profile import Profile
-from recollect.progress.stage import stage
+from recollect.progress import stage
 from recollect.ranks.group import ALONE, Place
 from recollect.ranks.members import GroupChoice, check_alike, ranks_of, with_common_times
 from recollect.recording.fake_model import fake_run

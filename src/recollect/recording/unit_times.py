@@ -32,7 +32,7 @@ from recollect.engine.tape import Tape
 from recollect.measuring.timing import timed_work
 from recollect.profile import events
 from recollect.profile.profile import Profile
-from recollect.progress.stage import stage
+from recollect.progress import stage
 from recollect.recording.unit_samples import UnitSample
 from recollect.simulation.decisions import CallActions, drop_all
 from recollect.simulation.simulate import Simulation, simulate

@@ -29,7 +29,7 @@ from recollect.profile.events import PEEK
 from recollect.profile.graph import UnitGraph
 from recollect.profile.profile import Profile
 from recollect.profile.variant import VariantRecord
-from recollect.progress.stage import stage
+from recollect.progress import stage
 from recollect.quantities import parse_bytes
 from recollect.ranks.group import ALONE, Place, Ranks
 from recollect.ranks.members import with_common_times

@@ -21,7 +21,7 @@ from recollect.engine.content import has_same_bits
 from recollect.plans.action import Action, EngineChoice
 from recollect.plans.plan import Plan
 from recollect.plans.unit_plan import UnitPlan
-from recollect.progress.stage import stage
+from recollect.progress import stage
 from recollect.recording.model_step import device_of
 from recollect.recording.restored_state import restored_buffers
 from recollect.tensors import inner_tensors, tensors_in

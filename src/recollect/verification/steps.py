@@ -34,12 +34,18 @@ class _RepeatedStep:
 
     def __post_init__(self) -> None:
         self._random_state = torch.random.get_rng_state()
+        self._has_begun = False
+        # Called when another one begins.
+        self.done: Callable[[], object] = lambda: None
 
     def clear(self) -> None:
         """Free the gradients."""
         free_gradients(self.model.parameters())
 
     def _seed(self) -> None:
+        if self._has_begun:
+            self.done()
+        self._has_begun = True
         torch.random.set_rng_state(self._random_state)
         if self.device.type == "cuda":
             with torch.cuda.device(self.device):

@@ -24,7 +24,7 @@ from recollect.planning.classic import classic_plan
 from recollect.plans.action import EngineChoice
 from recollect.plans.plan import Plan
 from recollect.plans.unit_plan import UnitPlan
-from recollect.progress.stage import stage
+from recollect.progress import stage
 from recollect.ranks.group import Place, Ranks
 from recollect.ranks.members import GroupChoice, check_same_plans, ranks_of
 from recollect.recording.model_step import LossFunction, call_model, check_step, device_of, resident_tensors
@@ -115,7 +115,8 @@ def verify(
     else:
         verified = OwnStep(model, device, step, optimizer)
     check = _Check(verified, batch, optimizer, others, ranks, is_timed=time)
-    with stage("verifying the plan"), verified.undisturbed(), without_plans(model):
+    text, most = _work(plan, compare, is_timed=time)
+    with stage(text, total=most) as verified.done, verified.undisturbed(), without_plans(model):
         if ranks.is_alone:
             return _checked(check, plan, compare, may_fall_back=step is None)
 
@@ -124,6 +125,16 @@ def verify(
             compare = "step" if step is not None or _all_fit(ranks, model, batch, optimizer, options) else "units"
         report = ranks.together(lambda: _checked(check, plan, compare, may_fall_back=False), Place.START)
         return report_of_ranks(ranks.gather(report, Place.START), ranks.ranks)
+
+
+def _work(plan: Plan, compare: str, *, is_timed: bool) -> tuple[str, int | None]:
+    """Return in words what `verify` is about to do, and how many steps it runs at most; None if it compares units."""
+    if compare == "units":
+        return "verifying the plan unit by unit", None
+    # Two for each peak, and one to compare on either side.
+    fewest = 6 + (plan.loss_chunks > 1) + 2 * (_FEWEST_ROUNDS - 1) * is_timed
+    most = fewest + 2 * (_MOST_ROUNDS - _FEWEST_ROUNDS) * is_timed
+    return f"verifying the plan in {fewest if fewest == most else f'{fewest} to {most}'} steps", most
 
 
 def _checked(check: _Check, plan: Plan, compare: Literal["auto", "step", "units"], *, may_fall_back: bool) -> Report:
@@ -267,14 +278,13 @@ class _Check:
     def _slowdowns(self, plan: Plan, first: float) -> tuple[float, ...]:
         """Return the slowdown in each round, of which the first ran already."""
         found = [first]
-        with stage("timing steps") as done:
+        with stage("timing steps"):
             while len(found) < _FEWEST_ROUNDS or (len(found) < _MOST_ROUNDS and self._in_any(not _have_settled(found))):
                 _, plain_s = timed(lambda: self._reference(plan), self.device)
                 with apply(self.model, plan):
                     _, plan_s = timed(self.step.run, self.device)
                 # The ratio of neighbours, so that a machine that slows down favours neither.
                 found.append(plan_s / plain_s - 1)
-                done()
         return tuple(found)
 
 

@@ -34,7 +34,7 @@ def test_a_report_of_80_columns(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert out.startswith("1. Recompute of whole layers clashes with CUDA graphs of single layers.\n   cause  A graph")
     assert "\n   seen   " in out
     assert "\n   do     Recompute modules instead: --recompute-granularity selective" in out
-    assert "[certain; rule megatron-full-and-graphs;" in out
+    assert "[certain, ends the run; rule megatron-full-and-graphs;" in out
     assert [line for line in out.splitlines() if len(line) > 80 and str(tmp_path) not in line] == []
 
 

@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 
 import recollect
-from recollect.doctor.rule import TOPICS, passages
+from recollect.doctor.rule import ONE_SPEAKS, TOGETHER, TOPICS, passages
 from recollect.errors import DiagnosisError
+from recollect.integrations.megatron.rules import RULES as CLASHES
 
 TESTS = Path(__file__).parent
 ROOT = Path(__file__).parents[3]
@@ -87,6 +88,79 @@ def test_a_compressed_log_is_read_as_it_is(module: Any, tmp_path: Path) -> None:
 def test_a_folder_is_unreadable(tmp_path: Path) -> None:
     with pytest.raises(DiagnosisError, match=r"cannot be read \(Is a directory\)"):
         recollect.diagnose(tmp_path)
+
+
+TEXTS = TESTS / "texts"
+SELECTIVE, DISTRIBUTE = "megatron-selective-has-no-method", "megatron-distribute-without-tensor-parallel"
+WATCHDOG = (TEXTS / "watchdog-timeout.txt").read_text(encoding="utf-8")
+FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers"
+RAN_OUT = (TEXTS / "memory-full.txt").read_text(encoding="utf-8").splitlines()[-1]
+LOGITS = (TEXTS / "memory-in-logits.txt").read_text(encoding="utf-8")
+NO_INPUT = "UserWarning: None of the inputs have requires_grad=True. Gradients will be None"
+NO_GRAD = "RuntimeError: element 0 of tensors does not require grad and does not have a grad_fn"
+REENTRANT = "UserWarning: torch.utils.checkpoint: the use_reentrant parameter should be passed explicitly."
+TWICE = "RuntimeError: Expected to mark a variable ready only once."
+VOCABULARY = "--recompute-activations --seq-length 8192 --micro-batch-size 4 --vocab-size 128000"
+
+
+@pytest.mark.parametrize(
+    ("text", "rule"),
+    [
+        (f"{NO_INPUT}\n{NO_GRAD}\n", "no-input-requires-grad"),
+        (f"{REENTRANT}\n{TWICE}\n", "ready-twice"),
+        (f"{REENTRANT}\n{NO_INPUT}\n{NO_GRAD}\n", "no-input-requires-grad"),
+        # One rank ran out of memory, and the others waited.
+        (f"{WATCHDOG}\n{RAN_OUT}\n", "memory-full"),
+        (f"{LOGITS}\n{WATCHDOG}\n", "memory-in-logits"),
+        (f"x.py {FULL} 1 --num-layers 4 --cuda-graph-impl local\n{GRAPHS}\n", "megatron-full-and-graphs"),
+        ("x.py --recompute-granularity full\n", "megatron-full-needs-method"),
+        ("x.py --recompute-granularity selective --recompute-method block --recompute-num-layers 1\n", SELECTIVE),
+        ("x.py --recompute-granularity selective --distribute-saved-activations\n", "megatron-distribute-needs-full"),
+        (f"x.py {FULL} 1 --distribute-saved-activations --sequence-parallel\n", DISTRIBUTE),
+        (f"x.py {FULL} 1 --recompute-modules mlp\n", "megatron-modules-with-full"),
+    ],
+)
+def test_one_mistake_is_one_finding(text: str, rule: str) -> None:
+    (finding,) = recollect.diagnose(text)
+    assert finding.rule == rule
+    assert len(finding.evidence) >= 1 + ("\n" in text.strip())
+
+
+def test_settings_that_are_mended_together_have_all_of_the_advice() -> None:
+    (finding,) = recollect.diagnose("x.py --recompute-granularity full\n")
+    assert [advice.partition(",")[0].rstrip(".") for advice in finding.fix] == [
+        "Set recompute_method to 'uniform' or 'block'",
+        "Set recompute_num_layers",
+    ]
+
+
+def test_a_large_vocabulary_is_one_mistake() -> None:
+    assert "logits-large" in [finding.rule for finding in recollect.diagnose(f"x.py {VOCABULARY}\n")]
+    found = recollect.diagnose(f"x.py {VOCABULARY}\n{LOGITS}\n")
+    assert found[0].rule == "memory-in-logits" and "logits-large" not in [finding.rule for finding in found]
+    assert any("vocab_size: 128000" in line for line in found[0].evidence)
+
+
+def test_names_of_one_mistake_are_of_rules() -> None:
+    known = {rule.name for rules in TOPICS.values() for rule in rules} | {f"megatron-{rule.name}" for rule in CLASHES}
+    assert {name for names in (*ONE_SPEAKS, *TOGETHER) for name in names} <= known
+
+
+def test_what_ends_a_run_comes_first() -> None:
+    certain, fatal = REENTRANT, RAN_OUT
+    found = recollect.diagnose(f"{certain}\n{fatal}\n")
+    assert [(finding.rule, finding.fatal) for finding in found] == [
+        ("memory-full", True),
+        ("reentrant-by-default", False),
+    ]
+    assert found[0].to_data()["fatal"] is True
+
+
+def test_settings_that_may_end_a_run_have_not_ended_it(tmp_path: Path) -> None:
+    path = tmp_path / "args.json"
+    path.write_text('{"gradient_checkpointing": true, "num_local_experts": 8}')
+    (finding,) = recollect.diagnose(path)
+    assert (finding.rule, finding.certainty, finding.fatal) == ("metadata-routing", "possible", False)
 
 
 def test_the_most_certain_comes_first() -> None:

@@ -77,8 +77,8 @@ def test_problems_name_them(name: str, problem: str) -> None:
 
 
 def test_the_budget_is_of_the_device() -> None:
-    found = recollect.diagnose(TEXTS / "memory-in-recompute.txt")
-    assert 'recollect.attach(model, optimizer, budget="71GiB")' in found[0].fix[0]
+    (found,) = recollect.diagnose(TEXTS / "memory-in-recompute.txt")
+    assert 'recollect.attach(model, optimizer, budget="71GiB")' in found.fix[1]
 
 
 def test_the_place_is_the_innermost_frame_that_says_one() -> None:
@@ -95,9 +95,18 @@ def test_the_place_is_the_innermost_frame_that_says_one() -> None:
     text = "\n".join(("Traceback (most recent call last):", *frames, message_line))
     assert [finding.rule for finding in recollect.diagnose(text)] == ["memory-full"]
     direct = "\n".join(("Traceback (most recent call last):", *frames[:1], message_line))
-    place, full = recollect.diagnose(direct)
-    assert (full.rule, place.rule) == ("memory-full", "memory-at-optimizer-start")
+    (place,) = recollect.diagnose(direct)
+    assert place.rule == "memory-at-optimizer-start"
     assert place.evidence[1] == 'in "/site-packages/torch/optim/adam.py", line 143, in step'
+
+
+def test_where_it_was_without_other_processes() -> None:
+    text = (TEXTS / "memory-while-loading.txt").read_text(encoding="utf-8")
+    (others,) = recollect.diagnose(text)
+    assert others.rule == "memory-of-others"
+    assert "line 1050, in <lambda>" in others.evidence[1] or "in _apply" in others.evidence[1]
+    (place,) = recollect.diagnose(text.replace("Process 2797307 has 14.85 GiB memory in use.", ""))
+    assert place.rule == "memory-while-loading"
 
 
 def test_the_frame_is_shown_with_its_code() -> None:

@@ -1,4 +1,4 @@
-"""The line of progress on a real terminal: it appears after two seconds, and nowhere else."""
+"""The line of progress: on a real terminal it appears after two seconds, elsewhere another one follows every ten."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ from dataclasses import dataclass
 
 import pytest
 
-from recollect.progress.stage import stage
+from recollect.progress import stage
 
 CONTROL = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]|[━╺╸]")
 
 # For programs whose line may come sooner, so that nobody waits for it.
 SOON = """
-import sys, recollect.progress.stage
-sys.modules["recollect.progress.stage"]._DELAY_S = 0.2
+import sys, recollect.progress
+recollect.progress._DELAY_S = 0.2
+recollect.progress._EVERY_S = 0.3
 """
 STAGES = """
 import sys, time
-from recollect.progress.stage import stage
+from recollect.progress import stage
 print("begin", time.time(), flush=True)
 with stage("outer"):
     time.sleep({outer_s})
@@ -53,7 +54,7 @@ recollect.fit(model, batch, "90%")
 """
 FRONTIER = """
 import time, torch, recollect
-from recollect.progress.stage import stage
+from recollect.progress import stage
 
 model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU()) for _ in range(4)))
 profile = recollect.record(model, torch.randn(64, 64), loss_fn=torch.sum, fake=True)
@@ -73,7 +74,7 @@ search_batches(record, "1GiB")
 """
 VERIFY = """
 import time, torch, recollect
-from recollect.progress.stage import stage
+from recollect.progress import stage
 
 model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU()) for _ in range(4)))
 batch = torch.randn(64, 64)
@@ -162,7 +163,7 @@ def test_the_line_appears_after_two_seconds_and_goes() -> None:
     assert shown.first_s("recollect: outer") >= 2.0
     assert re.search(r"recollect: outer +2 s", shown.text)
     assert re.search(r"recollect: parts +0/3 +\d s", shown.text)
-    assert re.search(r"recollect: parts +2/3 +\d s", shown.text)
+    assert re.search(r"recollect: parts +2/3 +about \d s left", shown.text)
     assert re.search(r"\rprinted\r\n", shown.text), "above the line"
     assert shown.text.endswith("\r"), "the line is empty again"
     assert (shown.status, len(shown.stdout.splitlines())) == (0, 1)
@@ -178,11 +179,42 @@ def test_the_line_can_be_switched_off(switch: dict[str, str]) -> None:
     assert run(SOON + STAGES.format(outer_s=0.5), **switch).text == "printed\r\n"
 
 
-def test_nothing_goes_to_a_pipe() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", SOON + STAGES.format(outer_s=0.5)], capture_output=True, text=True, check=True
-    )
-    assert done.stderr == "printed\n"
+def to_a_pipe(program: str, **environment: str) -> str:
+    known = {name: value for name, value in os.environ.items() if name not in ("RECOLLECT_PROGRESS", "RANK")}
+    command = [sys.executable, "-c", SOON + program]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env={**known, **environment})
+    return done.stderr
+
+
+def test_lines_follow_each_other_where_there_is_no_terminal() -> None:
+    begin, *rest = to_a_pipe(STAGES.format(outer_s=1.0) + "    time.sleep(1.0)\n").splitlines()
+    assert begin == "recollect: outer, 0 s so far"
+    after = rest[rest.index("printed") + 1 :]
+    assert after and all(re.fullmatch(r"recollect: outer, \d s so far", line) for line in after)
+
+
+def test_lines_say_how_much_is_done_and_how_long_the_rest_takes() -> None:
+    program = """
+import time
+from recollect.progress import stage
+with stage("outer", total=4) as done, stage("inner"):
+    for _ in range(3):
+        time.sleep(0.4)
+        done()
+    time.sleep(0.4)
+"""
+    lines = to_a_pipe(program).splitlines()
+    assert lines[0] == "recollect: inner, 0 of 4 done, 0 s so far"
+    assert re.fullmatch(r"recollect: inner, [123] of 4 done, 1 s so far, about \d s left", lines[2]), lines
+
+
+def test_short_work_writes_nothing_to_a_pipe() -> None:
+    assert to_a_pipe(STAGES.format(outer_s=0.05)) == "printed\n"
+
+
+@pytest.mark.parametrize("switch", [{"RECOLLECT_PROGRESS": "0"}, {"RANK": "1"}], ids=str)
+def test_lines_can_be_switched_off(switch: dict[str, str]) -> None:
+    assert to_a_pipe(STAGES.format(outer_s=0.7), **switch) == "printed\n"
 
 
 def test_the_work_goes_on_when_the_terminal_is_gone() -> None:
@@ -217,7 +249,13 @@ def test_the_search_for_the_largest_batch_says_so_and_can_be_interrupted() -> No
 
 
 def test_verify_says_what_it_measures_and_compares(shown: dict[str, str]) -> None:
-    for text in ("measuring the peak", "verifying the plan", "timing steps", r"comparing units +4/4"):
+    for text in (
+        r"measuring the peak +1/14",
+        "verifying the plan in 8 to 14 steps",
+        r"timing steps +\d+/14",
+        "verifying the plan unit by unit",
+        r"comparing units +4/4",
+    ):
         assert re.search(f"recollect: {text}", shown["verify"]), text
 
 
@@ -227,11 +265,11 @@ def test_attach_says_when_it_plans_and_not_while_the_loop_runs(shown: dict[str, 
     assert "recording" not in shown["attach"]
 
 
-def test_without_a_terminal_stages_do_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_standard_error_stages_do_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RECOLLECT_PROGRESS", raising=False)
     closed = io.StringIO()
     closed.close()
-    for stream in (None, closed, io.StringIO()):
+    for stream in (None, closed):
         monkeypatch.setattr(sys, "stderr", stream)
         before = threading.active_count()
         with stage("outer"), stage("inner", total=2) as done:

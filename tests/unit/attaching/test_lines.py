@@ -1,0 +1,72 @@
+"""What the lines of `attach` say of a step: its calls, and what sets it apart from one whose calls look the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import recollect
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, weight: torch.Tensor | None = None, *, scale: bool = False) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        loss: torch.Tensor = x.square().mean() * (2 if scale else 1)
+        return loss if weight is None else loss * weight.mean()
+
+
+def lines_of(steps: list[list[dict[str, Any]]], *, keeps_gradients: bool = False) -> tuple[list[str], str]:
+    """Return what was logged of steps, each a list of calls, and the report."""
+    model = Residual()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    lines: list[str] = []
+    with recollect.attach(model, optimizer, "1GiB", log=lines.append) as attached:
+        for calls in steps:
+            if not keeps_gradients:
+                optimizer.zero_grad()
+            for call in calls:
+                model(**call).backward()
+            optimizer.step()
+        report = attached.report()
+    return [line.partition(", planned for ")[2].partition(" in ")[0] for line in lines], report
+
+
+X = torch.randn(4, 32, 16)
+
+
+def test_all_calls_are_named() -> None:
+    lines, report = lines_of([[{"x": X}, {"x": X}, {"x": X[:1]}]])
+    assert lines == ["2 calls of 4 x 32 x 16 and 1 x 32 x 16"]
+    assert "\n2 calls of 4 x 32 x 16 and 1 x 32 x 16, as in step 0: predicted peak " in report
+
+
+@pytest.mark.parametrize(
+    ("second", "unlike"),
+    [
+        ([{"x": X, "scale": True}], "arguments False and True"),
+        ([{"x": X, "weight": torch.ones(3)}], "the number of tensors"),
+        ([{"x": X.clone().requires_grad_()}], "what requires a gradient"),
+    ],
+    ids=str,
+)
+def test_steps_that_look_the_same_are_told_apart(second: list[dict[str, Any]], unlike: str) -> None:
+    first: list[dict[str, Any]] = [{"x": X, "scale": False}] if "scale" in second[0] else [{"x": X}]
+    lines, report = lines_of([first, second, second])
+    # The second may need no plan of its own; where it has one, its line is another.
+    assert len(set(lines)) == len(lines)
+    assert lines[1:] == [] or lines[1].startswith(f"4 x 32 x 16 (unlike step 0: {unlike}")
+    assert len(set(report.splitlines())) == len(report.splitlines())
+
+
+def test_gradients_before_a_step_are_named() -> None:
+    lines, report = lines_of([[{"x": X}]] * 3, keeps_gradients=True)
+    assert lines == ["4 x 32 x 16", "4 x 32 x 16 (unlike step 0: gradients that are there before it)"]
+    assert "4 x 32 x 16 (unlike step 0: gradients that are there before it), as in step 1: " in report
