@@ -50,6 +50,8 @@ TOPICS: dict[str, tuple[str, ...]] = {
         "recollect.PeakReport",
         "recollect.timeline",
         "recollect.Timeline",
+        "recollect.write_trace",
+        "recollect.write_snapshot",
         "recollect.layer_usage",
         "recollect.LayerUsage",
         "recollect.measure_peak",

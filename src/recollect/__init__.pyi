@@ -19,6 +19,8 @@ from recollect.integrations.megatron.rules import RecomputeConfig as RecomputeCo
 from recollect.loss.chunked import chunked_cross_entropy as chunked_cross_entropy
 from recollect.measuring.meter import PeakMeasurement as PeakMeasurement
 from recollect.measuring.meter import measure_peak as measure_peak
+from recollect.pictures.viewers import write_snapshot as write_snapshot
+from recollect.pictures.viewers import write_trace as write_trace
 from recollect.pipelines.pipeline import PipelinePlan as PipelinePlan
 from recollect.pipelines.plan_pipeline import plan_pipeline as plan_pipeline
 from recollect.pipelines.plan_pipeline import predict_pipeline as predict_pipeline

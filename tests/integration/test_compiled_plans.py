@@ -206,9 +206,10 @@ def test_two_plans_on_a_llama(is_by_inductor: bool) -> None:
         assert len(values) == len(keep)
     assert not any("forward" in vars(module) for module in model.modules())
     values_of_layer = values_by_name(layers[1], *calls[1][0])
-    before = {one.untyped_storage().data_ptr() for one in gc.get_objects() if type(one) in (Tensor, nn.Parameter)}
     calls.clear()
     del loss, args, output, there, held, states, values
+    gc.collect()
+    before = {one.untyped_storage().data_ptr() for one in gc.get_objects() if type(one) in (Tensor, nn.Parameter)}
     with recollect.apply(model, planned("tape")):
         loss = model(**batch).loss
         alive = alive_names({name: value for name, value in values_of_layer.items() if name in names}, before)

@@ -4,6 +4,8 @@ The colours are Paul Tol's "bright" scheme, distinguishable by people with colou
 (https://sronpersonalpages.nl/~pault/), and greys for memory that is alive through the whole step.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -88,8 +90,19 @@ def save_png(figure: Any, out: Path | BytesIO) -> None:
     figure.savefig(drawn, dpi=_DOTS_PER_INCH, format="png")
     # A palette takes a third of the bytes without a visible difference: pictures have few colours, blended with white.
     picture = Image.open(drawn).convert("RGB").quantize(256, dither=Image.Dither.NONE)
-    try:
+    with writing(out):
         picture.save(out, format="png", optimize=True, dpi=(_DOTS_PER_INCH, _DOTS_PER_INCH))
+
+
+@contextmanager
+def writing(out: object) -> Iterator[None]:
+    """Name the file that cannot be written in the block.
+
+    Raises:
+        RecollectError: it cannot be.
+    """
+    try:
+        yield
     except OSError as problem:
         raise RecollectError(
             f"{out}: cannot be written ({problem.strerror}), expected a file in a writable folder."
