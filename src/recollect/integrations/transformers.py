@@ -161,7 +161,7 @@ class MemoryBudget(trainers.BudgetCallback, TrainerCallback):
             self.attached = AttachedEngine(wrapped, self._section(args), log)
             self.attached.remove_too(trainers.CacheOff(model))
         else:
-            self.attached = self._attach(wrapped, optimizer, model, log, _engine(args))
+            self.attached = self._attach(wrapped, optimizer, model, log, engine_of(args))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Log the numbers of a new plan, or of a higher measured peak, as the trainer logs its loss."""
@@ -188,7 +188,7 @@ class MemoryBudget(trainers.BudgetCallback, TrainerCallback):
         return dataclasses.replace(section, measure=section.measure or self.measure)
 
 
-def _engine(args: Any) -> RecordedEngine:
+def engine_of(args: Any) -> RecordedEngine:
     """Return the engine for a trainer's layers: compiled ones stay so, where compiled units can be planned."""
     has_graphs = args.torch_compile_mode in ("reduce-overhead", "max-autotune")
     is_planned = args.torch_compile and args.torch_compile_backend == "inductor" and not has_graphs
