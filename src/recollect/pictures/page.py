@@ -23,6 +23,7 @@ import numpy as np
 from recollect.byte_format import format_bytes, least_amount
 from recollect.errors import RecollectError
 from recollect.extras import needed
+from recollect.fields import writing
 from recollect.pictures.curves import memory_curve
 from recollect.pictures.style import CATEGORY_COLORS
 from recollect.pictures.words import bound_corners, byte_unit, classics_of, describe_profile, percent, time_unit_of
@@ -133,12 +134,8 @@ def _write(profile: Profile, out: str | Path, title: str, data: dict[str, Any]) 
     }
     # In one pass, so that inserted text is not searched for placeholders.
     page = re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], _resource("page.html"))
-    try:
+    with writing(out, RecollectError):
         Path(out).write_text(page, encoding="utf-8")
-    except OSError as problem:
-        raise RecollectError(
-            f"{out}: cannot be written ({problem.strerror}), expected a file in a writable folder."
-        ) from None
 
 
 def _script_json(data: dict[str, Any]) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 
 from recollect.errors import RecollectError
 from recollect.extras import needed
+from recollect.fields import writing
 
 INK = "#333333"
 PALE = "#777777"
@@ -88,9 +89,5 @@ def save_png(figure: Any, out: Path | BytesIO) -> None:
     figure.savefig(drawn, dpi=_DOTS_PER_INCH, format="png")
     # A palette takes a third of the bytes without a visible difference: pictures have few colours, blended with white.
     picture = Image.open(drawn).convert("RGB").quantize(256, dither=Image.Dither.NONE)
-    try:
+    with writing(out, RecollectError):
         picture.save(out, format="png", optimize=True, dpi=(_DOTS_PER_INCH, _DOTS_PER_INCH))
-    except OSError as problem:
-        raise RecollectError(
-            f"{out}: cannot be written ({problem.strerror}), expected a file in a writable folder."
-        ) from None
