@@ -10,6 +10,7 @@ from recollect.checkpointing.checkpoint import checkpoint_sequential as checkpoi
 from recollect.checkpointing.op_policy import policy_plan as policy_plan
 from recollect.doctor.diagnose import diagnose as diagnose
 from recollect.doctor.rule import Finding as Finding
+from recollect.engine.compiled.options import compile_options as compile_options
 from recollect.engine.placed_forward import Applied as Applied
 from recollect.engine.together import distribute_saved_activations as distribute_saved_activations
 from recollect.fitting import fit as fit
@@ -18,6 +19,8 @@ from recollect.integrations.megatron.rules import RecomputeConfig as RecomputeCo
 from recollect.loss.chunked import chunked_cross_entropy as chunked_cross_entropy
 from recollect.measuring.meter import PeakMeasurement as PeakMeasurement
 from recollect.measuring.meter import measure_peak as measure_peak
+from recollect.pictures.viewers import write_snapshot as write_snapshot
+from recollect.pictures.viewers import write_trace as write_trace
 from recollect.pipelines.pipeline import PipelinePlan as PipelinePlan
 from recollect.pipelines.plan_pipeline import plan_pipeline as plan_pipeline
 from recollect.pipelines.plan_pipeline import predict_pipeline as predict_pipeline

@@ -7,19 +7,25 @@ they are imported by others.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from functorch.compile import min_cut_rematerialization_partition  # type: ignore[import-untyped]
 from torch import fx
-from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit, Unsupported
+from torch._dynamo import compiled_autograd, eval_frame
+from torch._dynamo import config as dynamo_config
+from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch._functorch import config as functorch_config
 from torch._functorch.compile_utils import fx_graph_cse
-from torch._inductor.custom_graph_pass import CustomPartitionerFn
+from torch._inductor import config as inductor_config
+from torch._inductor.custom_graph_pass import CustomPartitionerFn, get_hash_for_files
 from torch.utils.checkpoint import CheckpointPolicy
 
-__all__ = ["BackendCompilerFailed", "CustomPartitionerFn", "FailOnRecompileLimitHit", "Unsupported"]
+__all__ = ["CustomPartitionerFn", "get_hash_for_files"]
+
+# What a function raises that could not be compiled, or not into one graph, or too often.
+ERRORS = (TorchDynamoException, FailOnRecompileLimitHit)
 
 # Plans on one class, times shapes, before a unit would run without the compiler and nobody would say so; PyTorch's own limit
 # on all of them together.
@@ -42,10 +48,33 @@ def compiled_whole(function: Callable[..., Any], options: dict[str, Any]) -> Cal
         return compiled
 
     def with_limit(*args: Any, **kwargs: Any) -> Any:
-        with torch._dynamo.config.patch(recompile_limit=_MOST_COMPILATIONS):
+        with dynamo_config.patch(recompile_limit=_MOST_COMPILATIONS):
             return compiled(*args, **kwargs)
 
     return with_limit
+
+
+def settings_in_the_way() -> Iterator[tuple[str, object, str]]:
+    """Return global settings under which compiled code would not keep what a plan says: name, value, and why."""
+    if dynamo_config.disable:
+        yield "torch._dynamo.config.disable", True, "nothing is compiled"
+    if dynamo_config.compiled_autograd:
+        yield "torch._dynamo.config.compiled_autograd", True, "backward is compiled anew"
+    if inductor_config.triton.cudagraphs:
+        yield "torch._inductor.config.triton.cudagraphs", True, "CUDA graphs hold what is kept in a pool of their own"
+    if functorch_config.activation_memory_budget != 1:
+        budget = functorch_config.activation_memory_budget
+        yield "torch._functorch.config.activation_memory_budget", budget, "it decides as well what is kept"
+
+
+def compiled_autograd_is_on() -> bool:
+    """Whether backward would be compiled; settings take microseconds to read, and this is asked in each call."""
+    return bool(compiled_autograd.compiled_autograd_enabled)
+
+
+def stance() -> str:
+    """Return what `torch.compiler.set_stance` has set."""
+    return str(eval_frame._stance.stance)
 
 
 def partitioned(joint: fx.GraphModule, inputs: Any, **settings: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
@@ -55,7 +84,7 @@ def partitioned(joint: fx.GraphModule, inputs: Any, **settings: Any) -> tuple[fx
 
 
 def merge_equal_nodes(joint: fx.GraphModule) -> None:
-    """Remove nodes that nothing reads, and those that compute what another one does, as the partitioner does first."""
+    """Drop nodes that nothing reads, and those that compute what another one does, as the partitioner does first."""
     joint.graph.eliminate_dead_code()
     if functorch_config.cse:
         joint.graph = fx_graph_cse(joint.graph)
@@ -101,7 +130,7 @@ def autograd_number(node: fx.Node) -> int | None:
 
 
 def module_stack(node: fx.Node) -> list[tuple[str, str]]:
-    """Return (number of the call, name of the module as the compiler writes it) of the modules around a node, in order."""
+    """Return (number of the call, the compiler's name of the module) of the modules around a node, outermost first."""
     return [(key, str(entry[0])) for key, entry in (node.meta.get(_MODULES) or {}).items()]
 
 

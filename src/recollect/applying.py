@@ -14,17 +14,13 @@ from torch import nn
 
 from recollect._torch_fsdp import freed_after_forward
 from recollect._torch_parallel import is_checkpoint_wrapper
+from recollect._torch_private import without_compiler
 from recollect.arguments import check_kind
 from recollect.costs.host_copies import warn_if_link_is_slower
 from recollect.engine.check_plan import check_depth, warn_if_recorded_elsewhere
-from recollect.engine.placed_forward import (
-    Applied,
-    EagerForward,
-    PlacedForward,
-    PlanPerMicroBatch,
-    eager_forwards,
-    unit_module,
-)
+from recollect.engine.compiled.compiled_engine import named_as_inside
+from recollect.engine.eager_forward import EagerForward, eager_forwards
+from recollect.engine.placed_forward import Applied, PlacedForward, PlanPerMicroBatch, unit_module
 from recollect.engine.policy import Policy
 from recollect.engine.self_check import switched_off
 from recollect.engine.tape import Tape
@@ -72,6 +68,7 @@ def apply(model: nn.Module, plan: Plan | Sequence[Plan], *, group: GroupChoice =
             copies to host memory were half as fast again, or more.
         TorchVersionWarning: once in a process, with a PyTorch that is newer than those that are tested, or that differs.
         ConfigWarning by the first call: `torch.compile` has no effect, since a plan has the model run eagerly.
+        PlanMismatchWarning by the first call: compiled code does not compute what the plan names.
 
     Example:
         >>> import recollect
@@ -123,7 +120,8 @@ def apply_own(model: nn.Module, plan: Plan, *around: PlacedForward, compares: bo
     agreement = Agreement(digest_of(plan.units), needs_all=needs_all_ranks(plan.units))
     forwards = _unit_forwards(model, plan, agreement)
     _check_not_applied(model, forwards)
-    others = [*eager_forwards(model, plan.units, forwards), *loss_forwards(model, plan.loss_chunks)]
+    eager = eager_forwards(model, plan.units, forwards, _compiled_paths([plan]))
+    others = [*eager, *loss_forwards(model, plan.loss_chunks)]
     others += first_call_forwards(model, agreement) if compares else []
     return Applied(model, [*forwards, *others, *around], plan)
 
@@ -144,7 +142,8 @@ def _apply_per_micro_batch(model: nn.Module, plans: Sequence[Plan]) -> Applied:
     forwards = [forward for own in known.values() for forward in own]
     _check_not_applied(model, forwards)
     turn = PlanPerMicroBatch(model, [known[id(plan)] for plan in plans])
-    eager = eager_forwards(model, {path for plan in plans for path in plan.units}, forwards)
+    paths = {path for plan in plans for path in plan.units}
+    eager = eager_forwards(model, paths, forwards, _compiled_paths(plans))
     others = [*eager, *loss_forwards(model, chunks[0]), turn, *first_call_forwards(model, agreement)]
     return Applied(model, [*forwards, *others], None)
 
@@ -153,7 +152,10 @@ def _unit_forwards(model: nn.Module, plan: Plan, agreement: Agreement) -> list[P
     """Return the forwards that make a model's units do what a plan says, still to be placed."""
     modules = {path: unit_module(model, path) for path in plan.units}
     for path, unit in plan.units.items():
-        _check_value_names(modules[path], path, unit.actions)
+        if unit.engine is EngineChoice.COMPILE:
+            _check_value_names(without_compiler(modules[path]), path, named_as_inside(unit.actions))
+        else:
+            _check_value_names(modules[path], path, unit.actions)
     _check_outputs_stay(model, plan, modules)
     return [
         forward
@@ -205,6 +207,12 @@ def _by_engine(units: Mapping[str, UnitPlan]) -> dict[EngineChoice, dict[str, Un
     for path, unit in units.items():
         found.setdefault(unit.engine, {})[path] = unit
     return found
+
+
+def _compiled_paths(plans: Iterable[Plan]) -> set[str]:
+    """Return the units that all plans have compiled."""
+    compiled = [{path for path, unit in plan.units.items() if unit.engine is EngineChoice.COMPILE} for plan in plans]
+    return set.intersection(*compiled)
 
 
 def _check_value_names(unit: nn.Module, path: str, actions: Mapping[str, str]) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import MappingProxyType, NoneType
 from typing import Any, NoReturn, get_args, get_type_hints
 
-from recollect.errors import MissingFileError
+from recollect.errors import MissingFileError, RecollectError
 
 
 class _JsonError(ValueError):
@@ -51,7 +51,7 @@ def read_file(path: str | Path, *, expected: str, advice: str, error: type[Excep
 
 
 @contextmanager
-def writing(path: object, error: type[Exception], flag: str = "") -> Iterator[None]:
+def writing(path: object, error: type[Exception] = RecollectError, flag: str = "") -> Iterator[None]:
     """Say why a file cannot be written, where the block writes it.
 
     Args:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import pickle
 import sys
 from pathlib import Path
 
 import pytest
 
 import recollect
+from recollect.byte_format import format_bytes
 from recollect.cli import main
 from recollect.cli.commands import ModelStep
 from recollect.lab.train.config import TrainConfig
@@ -115,6 +117,12 @@ def test_hugging_face_config_is_planned(tmp_path: Path) -> None:
         ),
         (["frontier", *STEP, "--html", "{folder}/none/p.html"], "--html {folder}/none/p.html: cannot be written"),
         (["frontier", *STEP, "--html", "{folder}"], "{folder}: cannot be written (Is a directory)"),
+        (["timeline", *STEP, "--trace", "{folder}/none/s.json"], "--trace {folder}/none/s.json: cannot be written"),
+        (["timeline", *STEP, "--plan", "{folder}/none.json"], "{folder}/none.json: no such file, expected a plan"),
+        (
+            ["timeline", *STEP, "--plan", "p.json", "--memory-budget", "60%"],
+            "--memory-budget: got 60% with the plan p.json, expected one of them.",
+        ),
         (["frontier", *STEP, "--png", "{folder}"], "{folder}: cannot be written (Is a directory)"),
     ],
 )
@@ -155,6 +163,25 @@ def test_a_picture_comes_without_a_plan_file(tmp_path: Path, monkeypatch: pytest
     monkeypatch.chdir(tmp_path)
     assert main(["plan", *STEP, "--fake", "--memory-budget", "70%", "--png", "memory.png"]) == 0
     assert [path.name for path in tmp_path.iterdir()] == ["memory.png"]
+
+
+def test_timeline_is_printed_and_written_for_other_viewers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan, trace, snapshot = (tmp_path / name for name in ("plan.json", "step.json", "step.pickle"))
+    assert main(["plan", *STEP, "--fake", "--memory-budget", "80%", "--out", str(plan)]) == 0
+    peak = f"{format_bytes(recollect.Plan.load(plan).predicted_peak_bytes or 0)} alive at the peak"
+    capsys.readouterr()
+    files = ["--trace", str(trace), "--snapshot", str(snapshot)]
+    assert main(["timeline", *STEP, "--fake", "--plan", str(plan), *files]) == 0
+    output = capsys.readouterr().out
+    assert f"Trace written to {trace}: open it on ui.perfetto.dev." in output
+    assert f"Snapshot written to {snapshot}: open it on pytorch.org/memory_viz." in output
+    assert peak in output and "recomputed values" in trace.read_text()
+    assert pickle.loads(snapshot.read_bytes())["device_traces"][0]
+    # The same plan by its budget; and none.
+    assert main(["timeline", *STEP, "--fake", "--memory-budget", "80%"]) == 0
+    assert peak in capsys.readouterr().out
+    assert main(["timeline", *STEP, "--fake"]) == 0
+    assert peak not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("package", "flag"), [("matplotlib", "--png"), ("plotly", "--html")])

@@ -55,7 +55,7 @@ for variant in graph.variants:
         layer.zero_grad(set_to_none=True)
         leaf.grad = None
         x = leaf.clone()
-        made = measure_peak(lambda: forward(x, *args[1:], **kwargs), device="cpu")
+        made = measure_peak(lambda: forward(x, *args[1:], **kwargs)[0], device="cpu")
         gradient = torch.ones_like(made.result)
         took = measure_peak(lambda: made.result.backward(gradient), device="cpu")
         return made.peak_growth_bytes, made.end_bytes - made.start_bytes - made.result.nbytes, took.peak_growth_bytes

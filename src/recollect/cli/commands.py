@@ -202,6 +202,30 @@ class DrawFrontier:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ShowTimeline:
+    """Record a training step, show what is alive at its peak, and write its memory over time for other viewers."""
+
+    step: OmitArgPrefixes[RecordedStep] = field(default_factory=RecordedStep)
+    """The training step."""
+    memory_budget: str | None = None
+    """Bound on the peak of the whole step, such as 16GiB, 900MB or 60% of the peak without recompute; default: no recompute."""
+    plan: Path | None = None
+    """A plan for that step that recollect plan wrote, instead of --memory-budget."""
+    trace: Path | None = None
+    """Write a trace for Perfetto (ui.perfetto.dev) to this file, such as step.json."""
+    snapshot: Path | None = None
+    """Write a snapshot for PyTorch's memory viewer (pytorch.org/memory_viz) to this file, such as step.pickle."""
+    debug: bool = False
+    """Show the traceback of an error."""
+
+    def __post_init__(self) -> None:
+        if self.plan is not None and self.memory_budget is not None:
+            raise ValueError(
+                f"memory_budget: got {self.memory_budget} with the plan {self.plan}, expected one of them."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
 class Calibrate:
     """Measure this device in about a minute and write a file for --hardware, to model times on it."""
 

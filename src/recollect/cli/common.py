@@ -65,7 +65,7 @@ def write_file(path: Path, text: str, console: Console, *, flag: str = "", note:
     Raises:
         RecollectError: the file cannot be written; names the flag and the file.
     """
-    with writing(path, RecollectError, flag):
+    with writing(path, flag=flag):
         write_text(path, text)
     print_line(console, f"Written to {path}{note}.")
 

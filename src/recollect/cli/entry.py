@@ -14,7 +14,18 @@ import tyro
 from rich.console import Console
 
 from recollect import __version__
-from recollect.cli.commands import Bench, Calibrate, Doctor, DrawFrontier, Env, Explain, MakePlan, Tokenize, Train
+from recollect.cli.commands import (
+    Bench,
+    Calibrate,
+    Doctor,
+    DrawFrontier,
+    Env,
+    Explain,
+    MakePlan,
+    ShowTimeline,
+    Tokenize,
+    Train,
+)
 from recollect.cli.parsing import flags_of, in_flags, parsed
 from recollect.errors import RecollectError
 from recollect.integrations.megatron.arguments import describes_model, read_arguments
@@ -67,11 +78,12 @@ the six flags that matter most:
 
 All flags, in groups:
 """
-Command = Train | MakePlan | DrawFrontier | Calibrate | Tokenize | Bench | Explain | Doctor | Env
+Command = Train | MakePlan | DrawFrontier | ShowTimeline | Calibrate | Tokenize | Bench | Explain | Doctor | Env
 _COMMANDS: dict[str, Any] = {
     "train": Train,
     "plan": MakePlan,
     "frontier": DrawFrontier,
+    "timeline": ShowTimeline,
     "calibrate": Calibrate,
     "tokenize": Tokenize,
     "bench": Bench,

@@ -47,23 +47,20 @@ _NEW_GRADIENTS = f"The loop has gradients from backward to the optimizer's step,
 
 @dataclass(frozen=True, kw_only=True)
 class MegatronFile:
-    """The content of a configuration file, by topic; names without a value (null) are left out.
-
-    Attributes:
-        path: the file.
-        recompute: fields of `RecomputeConfig`.
-        model: fields of `TransformerConfig`.
-        setting: fields of `TrainingSetting` that are not the model's.
-        step: flags of the recorded step.
-        ignored: unknown names.
-    """
+    """The content of a configuration file, by topic; names without a value (null) are left out."""
 
     path: Path
+    """The file."""
     recompute: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of `RecomputeConfig`."""
     model: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of `TransformerConfig`."""
     setting: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of `TrainingSetting` that are not the model's."""
     step: Mapping[str, Any] = field(default_factory=dict)
+    """Flags of the recorded step."""
     ignored: tuple[str, ...] = ()
+    """Unknown names."""
 
     def step_flags(self, flags: RecordedStep) -> RecordedStep:
         """Return the flags of the step, with the file's values for flags left at their defaults."""

@@ -80,19 +80,16 @@ def _is_text(source: str) -> bool:
 
 @dataclass
 class Case:
-    """What is known of one run.
-
-    Attributes:
-        texts: logs, tracebacks and scripts.
-        scopes: settings from configuration files.
-        snapshots: of device memory.
-        read: what each source was taken for, in words.
-    """
+    """What is known of one run."""
 
     texts: list[TextScan] = field(default_factory=list)
+    """Logs, tracebacks and scripts."""
     scopes: list[Settings] = field(default_factory=list)
+    """Settings from configuration files."""
     snapshots: list[Snapshot] = field(default_factory=list)
+    """Of device memory."""
     read: list[str] = field(default_factory=list)
+    """What each source was taken for, in words."""
 
     def add_file(self, path: Path, name: str = "") -> None:
         """Read a file.
@@ -238,8 +235,7 @@ def _configuration(text: str, name: str, suffix: str) -> Mapping[Any, Any] | Non
     """Return the mapping that a text is, in YAML, TOML or JSON; None if it is a log or a script."""
     if suffix == ".toml" or _LOOKS_LIKE_TOML.search(text):
         try:
-            found: Mapping[str, Any] = tomllib.loads(text)
-            return found
+            return tomllib.loads(text)
         except tomllib.TOMLDecodeError as problem:
             if suffix == ".toml":
                 raise DiagnosisError(

@@ -32,23 +32,20 @@ _THIS = re.compile(rf"this process has {_AMOUNT} memory in use")
 
 @dataclass(frozen=True, slots=True)
 class MemoryMessage:
-    """What PyTorch 1.x to 2.13 says when the device is out of memory, in bytes; None where it does not say.
-
-    Attributes:
-        tried_bytes: what could not be allocated.
-        capacity_bytes: of the device.
-        free_bytes: on the device, belonging to no process.
-        allocated_bytes: in tensors of this process.
-        unallocated_bytes: held by this process's allocator, in no tensor.
-        other_processes: what other processes hold, by process id.
-    """
+    """What PyTorch 1.x to 2.13 says when the device is out of memory, in bytes; None where it does not say."""
 
     tried_bytes: int
+    """What could not be allocated."""
     capacity_bytes: int | None
+    """Of the device."""
     free_bytes: int | None
+    """On the device, belonging to no process."""
     allocated_bytes: int | None
+    """In tensors of this process."""
     unallocated_bytes: int | None
+    """Held by this process's allocator, in no tensor."""
     other_processes: dict[int, int]
+    """What other processes hold, by process id."""
 
     @classmethod
     def of(cls, line: str) -> MemoryMessage | None:

@@ -31,19 +31,16 @@ CERTAINTIES: tuple[Certainty, ...] = ("certain", "likely", "possible")
 
 @dataclass(frozen=True, slots=True)
 class Passage:
-    """A line, and the lines around it of the same rank.
-
-    Attributes:
-        place: file and line number, such as "train.log:120".
-        line: the line, without the rank that may stand before it.
-        before: up to 150 lines before it.
-        after: up to 16 lines after it.
-    """
+    """A line, and the lines around it of the same rank."""
 
     place: str
+    """File and line number, such as "train.log:120"."""
     line: str
+    """The line, without the rank that may stand before it."""
     before: tuple[str, ...] = ()
+    """Up to 150 lines before it."""
     after: list[str] = field(default_factory=list)
+    """Up to 16 lines after it."""
 
     @property
     def text(self) -> str:
@@ -132,34 +129,31 @@ class Finding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """A problem that can be recognised: one row of the table in docs/doctor.md.
-
-    Attributes:
-        name: as in findings.
-        sees: what the rule goes by, in words; by default the pattern.
-        problem: what goes wrong. It, `cause` and `fix` may have {names} of numbers, filled in when the problem is found.
-        cause: why.
-        fix: what to do, the best first.
-        source: where it was reported or documented.
-        certainty: how much what it sees says.
-        pattern: regular expression of a line of a text that shows it, whose groups fill the {names}; "" if the rule goes by
-            other things.
-        near: regular expression that must be found in the lines around that one, too; "" is none.
-        frame: regular expression of the frame of a traceback or stack in which it happens; "" if the rule goes by other things.
-        fatal: whether a run ends by it.
-    """
+    """A problem that can be recognised: one row of the table in docs/doctor.md."""
 
     name: str
+    """As in findings."""
     sees: str
+    """What the rule goes by, in words; by default the pattern."""
     problem: str
+    """What goes wrong. It, `cause` and `fix` may have {names} of numbers, filled in when the problem is found."""
     cause: str
+    """Why."""
     fix: tuple[str, ...]
+    """What to do, the best first."""
     source: str
+    """Where it was reported or documented."""
     certainty: Certainty = "certain"
+    """How much what it sees says."""
     pattern: str = ""
+    """Regular expression of a line of a text that shows it, whose groups fill the {names}; "" if the rule goes by other
+    things."""
     near: str = ""
+    """Regular expression that must be found in the lines around that one, too; "" is none."""
     frame: str = ""
+    """Regular expression of the frame of a traceback or stack in which it happens; "" if the rule goes by other things."""
     fatal: bool = False
+    """Whether a run ends by it."""
 
     def is_in(self, line: str) -> bool:
         """Return whether the pattern is found in a line."""

@@ -66,17 +66,14 @@ _NAMES_WITH_WORDS = frozenset(
 
 @dataclass(frozen=True)
 class Settings:
-    """Values by name, in one scope.
-
-    Attributes:
-        place: where they stand, such as "config.yaml" or "roll.yaml: actor_train.strategy_config".
-        values: by Megatron's, transformers', Accelerate's or DeepSpeed's names, with underscores.
-        lines: the line of each name that has one.
-    """
+    """Values by name, in one scope."""
 
     place: str
+    """Where they stand, such as "config.yaml" or "roll.yaml: actor_train.strategy_config"."""
     values: Mapping[str, Any]
+    """By Megatron's, transformers', Accelerate's or DeepSpeed's names, with underscores."""
     lines: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    """The line of each name that has one."""
 
     def get(self, *names: str) -> Any:
         """Return the value of the first of these names that has one, else None."""

@@ -34,38 +34,32 @@ _OWN = re.compile(r"^none:|(?:^|/)torch/|\?\?:|\.cpp:|\.h:")
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A live piece of memory.
-
-    Attributes:
-        size_bytes: as requested.
-        stack: where it was allocated, innermost first, as "file:line:function"; () if not recorded.
-    """
+    """A live piece of memory."""
 
     size_bytes: int
+    """As requested."""
     stack: tuple[str, ...]
+    """Where it was allocated, innermost first, as "file:line:function"; () if not recorded."""
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A snapshot of one device.
-
-    Attributes:
-        place: the file's name.
-        reserved_bytes: what PyTorch holds of the device.
-        free_blocks_bytes: the sizes of the pieces in no tensor, largest first.
-        peak: what was allocated at the highest point of the recorded events; if there are none, at the end.
-        refused_bytes: what could not be allocated at last; None if nothing failed.
-        device_free_bytes: what was free on the device then; None if unknown.
-        is_expandable: whether segments can grow; None if unknown.
-    """
+    """A snapshot of one device."""
 
     place: str
+    """The file's name."""
     reserved_bytes: int
+    """What PyTorch holds of the device."""
     free_blocks_bytes: tuple[int, ...]
+    """The sizes of the pieces in no tensor, largest first."""
     peak: tuple[Block, ...]
+    """What was allocated at the highest point of the recorded events; if there are none, at the end."""
     refused_bytes: int | None = None
+    """What could not be allocated at last; None if nothing failed."""
     device_free_bytes: int | None = None
+    """What was free on the device then; None if unknown."""
     is_expandable: bool | None = None
+    """Whether segments can grow; None if unknown."""
 
     @property
     def peak_bytes(self) -> int:

@@ -1,16 +1,11 @@
 """Replaces the `forward` of module instances while a plan is applied, and restores it afterwards.
 
 The micro-batches of a pipeline's stage may have plans of their own: one after the other, in the order of forwards.
-
-What a plan concerns runs eagerly where `torch.compile` compiled it, and a warning says so. Dynamo would trace a compiled model
-up to each unit, break its graph there, and compile what is between them: other ops than were recorded, and with other bits. So
-the graph is broken around the modules that contain units, too.
 """
 
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -20,25 +15,17 @@ from torch import nn
 
 from recollect._torch_private import (
     compiled_function,
-    compiler_around,
-    has_compiled_forward,
-    is_compiled_module,
     transforms_are_active,
     uncompiled,
     without_compiler,
 )
 from recollect.arguments import check_kind
 from recollect.engine.offload.flight import HostUse
-from recollect.errors import BudgetWarning, ConfigError, ConfigWarning, UnknownNameError
-from recollect.plans.paths import paths_above, unit_words
+from recollect.errors import ConfigError, UnknownNameError
 from recollect.plans.plan import Plan
-from recollect.warning import warn_user
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining import PipelineStage
-
-# Models of which it was said that they are compiled.
-_told: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 class PlacedForward:
@@ -286,86 +273,21 @@ def unit_module(model: nn.Module, path: str) -> nn.Module:
     return modules[path]
 
 
+def user_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a module's forward as it is without plans, and without the compiler."""
+    while isinstance(forward, PlacedForward):
+        forward = forward.forward
+    return compiled_function(forward) or forward
+
+
+def compiled_by_user(module: nn.Module) -> list[Any]:
+    """Return what `torch.compile` made of a module: of itself, its call or its forward."""
+    forward = vars(module).get("forward")
+    while isinstance(forward, PlacedForward):
+        forward = forward.forward
+    found = [module if without_compiler(module) is not module else None, getattr(module, "_compiled_call_impl", None)]
+    return [one for one in (*found, forward if compiled_function(forward) else None) if one is not None]
+
+
 def _without_wrappers(path: str) -> list[str]:
     return [part for part in path.split(".") if part != "_orig_mod"]
-
-
-def eager_forwards(model: nn.Module, unit_paths: Iterable[str], placed: Iterable[PlacedForward]) -> list[PlacedForward]:
-    """Return forwards for the modules that contain units, and for units that have none since they keep everything.
-
-    What was compiled as the `forward` of a unit is left alone: it is kept as a whole.
-
-    Args:
-        model: whose units are planned.
-        unit_paths: of all of them.
-        placed: their forwards; where there are none, nothing runs eagerly.
-    """
-    known = {id(forward.module) for forward in placed}
-    units = set(unit_paths) if known else set()
-    above = {path for unit in units for path in ("", *paths_above(unit))} - units
-    modules = [model.get_submodule(path) for path in sorted(above)]
-    modules += [unit for unit in map(model.get_submodule, sorted(units)) if not has_compiled_forward(unit)]
-    return [EagerForward(module) for module in modules if id(module) not in known and _may_place(module)]
-
-
-def _may_place(module: nn.Module) -> bool:
-    """Whether a module has a forward, unlike a list of modules, and none of another plan."""
-    own = vars(module).get("forward")
-    return not isinstance(own, PlacedForward) and (own is not None or type(module).forward is not nn.Module.forward)
-
-
-class EagerForward(PlacedForward):
-    """Runs a module without the compiler."""
-
-    @uncompiled
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's forward, or what was compiled as its forward."""
-        if not self.recomputes():
-            return self.forward(*args, **kwargs)
-        look_for_compiler(self)
-        return (compiled_function(self.forward) or self.forward)(*args, **kwargs)
-
-
-def look_for_compiler(forward: PlacedForward) -> None:
-    """Warn, once for a model, where a plan and `torch.compile` get in each other's way; called in a module's first call.
-
-    Raises:
-        ConfigError: that code may have no graph breaks.
-    """
-    forward.has_looked = True
-    is_one_graph = compiler_around()
-    if is_one_graph:
-        raise ConfigError(
-            settings={"fullgraph": True},
-            reason=f"torch.compile was asked for one graph of {_compiled_of(forward)}, which a plan has run eagerly",
-            advice="Compile it without fullgraph=True, or remove the plan.",
-        )
-    model = forward.applied.model
-    has_own = compiled_function(forward.forward) is not None
-    if model in _told or not (has_own or is_one_graph is not None):
-        return
-    _told.add(model)
-    if has_own and not isinstance(forward, EagerForward) and without_compiler(forward.module) is forward.module:
-        warn_user(
-            f"recollect: the forward of {_compiled_of(forward)} is compiled, and stays so under a plan: all that it saves is "
-            "kept, and what else it allocates is not seen. To have more recomputed, compile modules inside it instead.",
-            BudgetWarning,
-        )
-        return
-    warn_user(
-        f"recollect: torch.compile has no effect on {_compiled_of(forward)}, which a plan has run eagerly: with the "
-        "gradients of the model without torch.compile, and the predicted slowdown is against that one. Leave torch.compile "
-        "out; or compile modules inside the units, before the plan is made, and these stay compiled; or leave the plan out, "
-        "and set torch._functorch.config.activation_memory_budget.",
-        ConfigWarning,
-    )
-
-
-def _compiled_of(forward: PlacedForward) -> str:
-    """Return words for what is compiled: the outermost module, or the code that calls the model."""
-    modules = dict(forward.applied.model.named_modules(remove_duplicate=False))
-    path = next(path for path, module in modules.items() if module is forward.module)
-    for outer in dict.fromkeys(("", *paths_above(path), path)):
-        if is_compiled_module(modules[outer]) or (outer == path and compiled_function(forward.forward)):
-            return unit_words(outer, "module")
-    return f"what calls {unit_words(path, 'module')}"

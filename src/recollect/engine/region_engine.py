@@ -29,8 +29,9 @@ from torch.utils.checkpoint import checkpoint
 
 from recollect._torch_private import function_mode_stack, uncompiled
 from recollect.engine.draws import HostDraws, RegionDraws
+from recollect.engine.eager_forward import look_for_compiler
 from recollect.engine.opcall import current_settings
-from recollect.engine.placed_forward import PlacedForward, look_for_compiler, unit_module
+from recollect.engine.placed_forward import PlacedForward, unit_module
 from recollect.engine.region_state import ModuleState, WrittenBuffers
 from recollect.engine.self_check import SwitchedOff, switched_off
 from recollect.engine.together import Agreement

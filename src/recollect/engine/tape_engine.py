@@ -12,8 +12,10 @@ import torch
 from torch import nn
 
 from recollect._torch_private import has_compiled_forward, is_compiled_module, uncompiled
+from recollect.engine.compiled.compiled_engine import compiled_forwards
+from recollect.engine.eager_forward import look_for_compiler
 from recollect.engine.offload.flight import HostUse, Offload
-from recollect.engine.placed_forward import PlacedForward, look_for_compiler, unit_module
+from recollect.engine.placed_forward import PlacedForward, unit_module
 from recollect.engine.policy import PlanPolicy
 from recollect.engine.region_engine import region_forwards
 from recollect.engine.tape import Tape
@@ -141,5 +143,6 @@ class _ScopeForward(PlacedForward):
 ENGINES: Final[Mapping[EngineChoice, Engine]] = {
     EngineChoice.TAPE: planned_forwards,
     EngineChoice.REGION: region_forwards,
+    EngineChoice.COMPILE: compiled_forwards,
 }
 """The one place to register a new engine."""

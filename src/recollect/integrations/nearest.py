@@ -16,23 +16,20 @@ Settings = TypeVar("Settings")
 
 @dataclass(frozen=True, slots=True)
 class Nearest(Generic[Settings]):
-    """What another tool can do within the budget of a plan, and what that loses.
-
-    Attributes:
-        settings: those of the other tool.
-        plan: what they mean, with its predicted peak and slowdown.
-        wanted: the plan that they stand for.
-        budget_bytes: that of the plan, or its peak if it has none.
-        lost_s: seconds that a step takes longer than under the plan.
-        unused_bytes: of the budget, at the peak.
-    """
+    """What another tool can do within the budget of a plan, and what that loses."""
 
     settings: Settings
+    """Those of the other tool."""
     plan: Plan
+    """What they mean, with its predicted peak and slowdown."""
     wanted: Plan
+    """The plan that they stand for."""
     budget_bytes: int
+    """That of the plan, or its peak if it has none."""
     lost_s: float
+    """Seconds that a step takes longer than under the plan."""
     unused_bytes: int
+    """Of the budget, at the peak."""
 
     def __str__(self) -> str:
         rows = (("the plan", self.wanted), (self.plan.note, self.plan))

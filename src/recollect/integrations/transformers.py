@@ -27,16 +27,9 @@ from recollect.attaching.attached import Attached, OnLarger
 from recollect.errors import ConfigError, NotYetError
 from recollect.extras import needed
 from recollect.fitting import DEFAULT_BUDGET
+from recollect.integrations import trainers
 from recollect.integrations.deepspeed.engine import AttachedEngine, check_before
 from recollect.integrations.deepspeed.section import BudgetSection
-from recollect.integrations.trainers import (
-    BudgetCallback,
-    CacheOff,
-    RemovingTrain,
-    calling_trainer,
-    check_version,
-    say_nothing,
-)
 
 with needed("transformers", by="recollect.integrations.transformers"):
     import transformers
@@ -96,11 +89,11 @@ def enable_memory_budget(
     """
     _check_version()
     attached = attach(model, optimizer, budget, on_larger=on_larger, units=units, measure=measure, log=log)
-    attached.remove_too(CacheOff(model))
+    attached.remove_too(trainers.CacheOff(model))
     return attached
 
 
-class MemoryBudget(BudgetCallback, TrainerCallback):
+class MemoryBudget(trainers.BudgetCallback, TrainerCallback):
     """Keeps every training step of a `Trainer` within a memory budget; see `enable_memory_budget`.
 
     The first step is recorded and planned when training begins; the line about the plan goes to the trainer's log. Its numbers,
@@ -137,10 +130,10 @@ class MemoryBudget(BudgetCallback, TrainerCallback):
         if args.deepspeed:
             # The trainer replaces "auto" in it by its arguments.
             check_before(model, args.hf_deepspeed_config.config, self._section(args))
-        trainer = calling_trainer()
+        trainer = trainers.calling_trainer()
         if trainer is not None:
             _check_layout(trainer.accelerator)
-            vars(trainer)["train"] = RemovingTrain(trainer, self._remove)
+            vars(trainer)["train"] = trainers.RemovingTrain(trainer, self._remove)
         self._presence.tell()
 
     def on_train_begin(
@@ -152,17 +145,19 @@ class MemoryBudget(BudgetCallback, TrainerCallback):
         # A training that an error ended does not say so; `auto_find_batch_size` begins anew after one.
         self._remove()
         self._logged = []
-        trainer = calling_trainer()
+        trainer = trainers.calling_trainer()
         # Looked for here: who looks into the frames of a training loop has them hold its batch.
         self._trainer = None if trainer is None else weakref.ref(trainer)
         wrapped = _wrapped(trainer, args, model)
         # The level of what a trainer says without being asked for more.
-        log = logging.get_logger("transformers.trainer").warning if state.is_world_process_zero else say_nothing
+        log = (
+            logging.get_logger("transformers.trainer").warning if state.is_world_process_zero else trainers.say_nothing
+        )
         # What makes replicas, and DeepSpeed, sends the parameters of the first process to all.
         self._presence.check(is_after_barrier=bool(args.deepspeed) or is_data_parallel(wrapped))
         if args.deepspeed:
             self.attached = AttachedEngine(wrapped, self._section(args), log)
-            self.attached.remove_too(CacheOff(model))
+            self.attached.remove_too(trainers.CacheOff(model))
         else:
             self.attached = self._attach(wrapped, optimizer, model, log)
 
@@ -207,7 +202,7 @@ def _wrapped(trainer: Any, args: Any, model: Any) -> Any:
 
 
 def _check_version() -> None:
-    check_version("transformers", transformers.__version__, "transformers 4.50")
+    trainers.check_version("transformers", transformers.__version__, "transformers 4.50")
 
 
 def _check_arguments(args: Any) -> None:

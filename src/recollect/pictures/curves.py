@@ -54,7 +54,7 @@ def memory_curve(timeline: Timeline, *, num_points: int, time_unit: TimeUnit) ->
         num_points: number of intervals.
         time_unit: unit of the axis.
     """
-    at, axis = _positions(timeline, time_unit)
+    at, axis = positions(timeline, time_unit)
     end = float(at[-1])
     edges = np.linspace(0.0, end, num_points + 1)
     first = np.searchsorted(at, edges, side="left")
@@ -76,7 +76,7 @@ def memory_curve(timeline: Timeline, *, num_points: int, time_unit: TimeUnit) ->
     )
 
 
-def _positions(timeline: Timeline, time_unit: TimeUnit) -> tuple[NDArray[np.float64], str]:
+def positions(timeline: Timeline, time_unit: TimeUnit) -> tuple[NDArray[np.float64], str]:
     """Return the position of each moment on the axis, and the axis' label."""
     unit_s, unit = time_unit
     at = timeline.time_s / unit_s

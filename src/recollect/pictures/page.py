@@ -21,7 +21,6 @@ from typing import Any
 import numpy as np
 
 from recollect.byte_format import format_bytes, least_amount
-from recollect.errors import RecollectError
 from recollect.extras import needed
 from recollect.fields import writing
 from recollect.pictures.curves import memory_curve
@@ -134,7 +133,7 @@ def _write(profile: Profile, out: str | Path, title: str, data: dict[str, Any]) 
     }
     # In one pass, so that inserted text is not searched for placeholders.
     page = re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], _resource("page.html"))
-    with writing(out, RecollectError):
+    with writing(out):
         Path(out).write_text(page, encoding="utf-8")
 
 

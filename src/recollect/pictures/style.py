@@ -8,7 +8,6 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-from recollect.errors import RecollectError
 from recollect.extras import needed
 from recollect.fields import writing
 
@@ -89,5 +88,5 @@ def save_png(figure: Any, out: Path | BytesIO) -> None:
     figure.savefig(drawn, dpi=_DOTS_PER_INCH, format="png")
     # A palette takes a third of the bytes without a visible difference: pictures have few colours, blended with white.
     picture = Image.open(drawn).convert("RGB").quantize(256, dither=Image.Dither.NONE)
-    with writing(out, RecollectError):
+    with writing(out):
         picture.save(out, format="png", optimize=True, dpi=(_DOTS_PER_INCH, _DOTS_PER_INCH))

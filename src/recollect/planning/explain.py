@@ -102,7 +102,7 @@ def usage_in(profile: Profile, decisions: Sequence[CallActions], lives: Lifetime
     on_tape = calls_on_tape(decisions)
     kept = _kept(lives)
     reruns: dict[int, list[OpRecord]] = {}
-    for index, op in lives.reruns:
+    for index, op, _ in lives.reruns:
         reruns.setdefault(index, []).append(op)
     accounts = []
     for index, call in enumerate(profile.calls):

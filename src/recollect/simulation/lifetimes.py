@@ -57,7 +57,7 @@ class Lifetimes:
             evenly over them.
         backwards: the moments at which backward begins.
         began: for each call that has an op, the moment at which the first one runs.
-        reruns: each op that runs again, with its call.
+        reruns: each op that runs again, with its call and the moment at which it begins.
         host_changes: each moment at which an offloaded value takes up host memory, or gives it back, and by how many bytes.
     """
 
@@ -69,7 +69,7 @@ class Lifetimes:
     has_times: bool
     backwards: tuple[int, ...]
     began: Mapping[int, int]
-    reruns: tuple[tuple[int, OpRecord], ...]
+    reruns: tuple[tuple[int, OpRecord, int], ...]
     host_changes: tuple[tuple[int, int], ...] = ()
 
 
@@ -211,7 +211,7 @@ class _TimedPlayback(ClockedPlayback):
         self.losses: list[tuple[int, int]] = []
         self.backwards: list[int] = []
         self.began: dict[int, int] = {}
-        self.reruns: list[tuple[int, OpRecord]] = []
+        self.reruns: list[tuple[int, OpRecord, int]] = []
         self.host_changes: list[tuple[int, int]] = []
         self.moment()
 
@@ -245,7 +245,7 @@ class _TimedPlayback(ClockedPlayback):
 
     def runs_again(self, call: int, op: OpRecord) -> None:
         super().runs_again(call, op)
-        self.reruns.append((call, op))
+        self.reruns.append((call, op, self.moment()))
 
     def starts(self, call: int) -> None:
         self.began.setdefault(call, len(self.times_s))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -134,6 +134,7 @@ class Timeline(ShownInNotebooks):
         plan: the plan whose memory this is.
         profile: the step.
         lives: each storage, and when it is made and freed.
+        categories: those of `lives.storages`.
         peak: the moment of the peak.
         report: what is alive at the peak.
         has_times: False if only the units' ops are timed (a profile of an earlier version); the rest of the step is
@@ -149,6 +150,7 @@ class Timeline(ShownInNotebooks):
     plan: Plan
     profile: Profile
     lives: Lifetimes
+    categories: tuple[str, ...]
     peak: int
     report: PeakReport
     has_times: bool
@@ -196,13 +198,13 @@ def timeline(profile: Profile, plan: Plan) -> Timeline:
     check_kind("timeline(profile, plan)", "profile", profile, Profile, "recollect.Profile")
     check_kind("timeline(profile, plan)", "plan", plan, Plan, "recollect.Plan")
     lives = lifetimes(profile, decide(profile, plan))
-    categories = _Categories(lives)
+    categories = tuple(map(_Categories(lives).of, lives.storages))
     num_moments = len(lives.time_s)
     bytes_of = {category: np.zeros(num_moments + 1, dtype=np.int64) for category in CATEGORIES}
     for kind, nbytes in profile.persistent.items():
         bytes_of[_PERSISTENT.get(kind, _OTHER_PERSISTENT)][0] += nbytes
-    for storage in lives.storages:
-        changes = bytes_of[categories.of(storage)]
+    for storage, category in zip(lives.storages, categories, strict=True):
+        changes = bytes_of[category]
         changes[storage.born] += storage.nbytes
         if storage.died >= 0:
             changes[storage.died] -= storage.nbytes
@@ -224,6 +226,7 @@ def timeline(profile: Profile, plan: Plan) -> Timeline:
         plan=plan,
         profile=profile,
         lives=lives,
+        categories=categories,
         peak=peak,
         report=PeakReport(int(total[peak]), where, _alive_at(profile, lives, categories, peak)),
         has_times=lives.has_times,
@@ -318,20 +321,26 @@ def _begins(is_phase: NDArray[np.bool_]) -> NDArray[np.int64]:
     return np.flatnonzero(is_phase & ~np.concatenate(([False], is_phase[:-1])))
 
 
-def _alive_at(profile: Profile, lives: Lifetimes, categories: _Categories, moment: int) -> tuple[AliveItem, ...]:
-    """Return what is alive at a moment, with equal values of identical layers as one item."""
+def before_the_step(profile: Profile) -> list[AliveItem]:
+    """Return what is alive all the time, and last, up to the optimizer's step, calibration."""
     items = [
         AliveItem(_PERSISTENT.get(kind, _OTHER_PERSISTENT), kind_text(kind), nbytes)
         for kind, nbytes in profile.persistent.items()
     ]
-    if lives.phases[moment] != OPTIMIZER:
-        items.append(AliveItem("calibration", "measured beyond the simulation", profile.calibration_bytes))
+    return [*items, AliveItem("calibration", "measured beyond the simulation", profile.calibration_bytes)]
+
+
+def _alive_at(profile: Profile, lives: Lifetimes, categories: Sequence[str], moment: int) -> tuple[AliveItem, ...]:
+    """Return what is alive at a moment, with equal values of identical layers as one item."""
+    items = before_the_step(profile)
+    if lives.phases[moment] == OPTIMIZER:
+        items.pop()
     paths_of: dict[tuple[str, str, str, str], dict[str, None]] = {}
     bytes_of: dict[tuple[str, str, str, str], int] = {}
     names = StorageNames(profile, lives)
-    for storage in lives.storages:
+    for storage, category in zip(lives.storages, categories, strict=True):
         if storage.born <= moment and not 0 <= storage.died <= moment:
-            category, path = categories.of(storage), ""
+            path = ""
             if storage.owner[0] >= 0:
                 path = profile.calls[storage.owner[0]].path
             key = (category, re.sub(r"\d+", "*", path), names.classes.get(path, ""), names.of(storage, category))

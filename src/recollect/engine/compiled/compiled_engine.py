@@ -1,14 +1,68 @@
-"""Implements the compile engine: runs units inside `torch.compile`, which keeps what the plan keeps."""
+"""Implements the compile engine: runs units inside `torch.compile`, which keeps what the plan keeps.
+
+Each unit is compiled by itself, into one graph: equal layers with equal plans share what was compiled, and autograd lets go of
+one unit's values after the other. What its user compiled, the unit or the model around it, is traced no further than to the
+unit, and then runs by this engine.
+
+NOTE [ What a compiled unit does not do ]
+A second backward over its graph, or one in two halves: compiled code takes the memory of saved values for its own. Parameters
+that FSDP2 gathers and frees around forward: backward would read what was freed. CUDA graphs: saved values live in their pool,
+and the peak is the pool's. Compiled autograd: it compiles backward anew, without the plan. Each is refused, by name.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import nn
+
+from recollect._torch_fsdp import fully_sharded_parameters, is_fully_sharded
+from recollect._torch_private import keeps_graph, tree_leaves, uncompiled, untraced, without_compiler
+from recollect.engine.placed_forward import PlacedForward, compiled_by_user, unit_module, user_forward
+from recollect.errors import BudgetWarning, ConfigError, NotYetError, UnsupportedModelError
 from recollect.plans.action import Action
+from recollect.plans.paths import unit_words
+from recollect.plans.unit_plan import UnitPlan
+from recollect.warning import warn_user
 
 if TYPE_CHECKING:
     from recollect.engine.compiled.partitioner import Partition
+    from recollect.engine.together import Agreement
+
+Shapes = tuple[torch.Size, ...]
+
+
+def compiled_forwards(
+    model: nn.Module, units: Mapping[str, UnitPlan], agreement: Agreement, host_bytes: int | None
+) -> list[PlacedForward]:
+    """Return forwards that run units inside `torch.compile`; nothing is compiled before they are called.
+
+    Raises:
+        UnknownNameError: the model has no such unit.
+        NotYetError: FSDP2 shards a unit's parameters.
+        ConfigError: a unit was compiled by its user with another backend than Inductor, or with CUDA graphs.
+    """
+    sharded = fully_sharded_parameters(model)
+    forwards: list[PlacedForward] = []
+    for path, unit in units.items():
+        module = without_compiler(unit_module(model, path))
+        is_gathered = any(id(parameter) in sharded for parameter in module.parameters())
+        if is_gathered or any(map(is_fully_sharded, module.modules())):
+            raise NotYetError(
+                settings={"engine": "compile"},
+                needs=f"FSDP2 shards {unit_words(path)}, and compiled backward would have to gather its parameters again",
+                advice="Use the engine 'tape' for it.",
+            )
+        _check_how_it_was_compiled(unit_module(model, path), path)
+        forwards.append(CompiledForward(path, module, named_as_inside(unit.actions)))
+    return forwards
+
+
+def named_as_inside(actions: Mapping[str, Action]) -> dict[str, Action]:
+    """Return the actions of a unit by names without what `torch.compile(module)` has put around the module."""
+    return {name.removeprefix("_orig_mod."): action for name, action in actions.items()}
 
 
 def compile_forward(
@@ -34,3 +88,129 @@ def compile_forward(
     if actions is None and on_partition is None:
         return compiled_whole(forward, {})
     return compiled_whole(forward, {"custom_partitioner_fn": PlanPartitioner(actions, on_partition=on_partition)})
+
+
+class CompiledForward(PlacedForward):
+    """Runs a unit inside `torch.compile`."""
+
+    def __init__(self, path: str, module: nn.Module, actions: Mapping[str, Action]) -> None:
+        super().__init__(module)
+        self.path = path
+        self.actions = actions
+        self._compiled: Callable[..., Any] | None = None
+        self._compiler: Any = None
+        # Of the arguments in the first call; None once it was said that there are others.
+        self._shapes: Shapes | None = ()
+
+    def take_off(self) -> None:
+        """Restore what the module had before."""
+        super().take_off()
+        self._compiled = None
+
+    @uncompiled
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the unit; compile it first, if no equal one was compiled with this plan.
+
+        Raises:
+            ConfigError: something is set under which it could not keep what the plan says.
+            UnsupportedModelError: the compiler cannot make one graph of it.
+        """
+        if not self.recomputes():
+            return self.forward(*args, **kwargs)
+        compiled = self._compiled or self._begin(args, kwargs)
+        self._look_around()
+        if self._shapes is not None:
+            self._look_at_shapes(args, kwargs)
+        try:
+            output = compiled(*args, **kwargs)
+        except self._compiler.ERRORS as error:
+            raise _not_compiled(self.path, error) from error
+        for node in {tensor.grad_fn for tensor in tree_leaves(output) if isinstance(tensor, torch.Tensor)}:
+            if node is not None:
+                node.register_prehook(self._before_backward)
+        return output
+
+    def _begin(self, args: Any, kwargs: Any) -> Callable[..., Any]:
+        """Look at what is set and how the unit was compiled, and return the function that compiles it when called."""
+        from recollect import _torch_compile
+
+        self._compiler = _torch_compile
+        for setting, value, reason in _torch_compile.settings_in_the_way():
+            raise ConfigError(
+                settings={setting: value},
+                reason=f"{reason}, and {unit_words(self.path)} is compiled as a plan says",
+                advice="Leave it at its default, or use the engine 'tape'.",
+            )
+        _check_how_it_was_compiled(self.module, self.path)
+        self._shapes = _shapes_of(args, kwargs)
+        self._compiled = compile_forward(user_forward(self.forward), self.actions)
+        return self._compiled
+
+    def _look_around(self) -> None:
+        """Check what may be switched on and off at any time."""
+        if self._compiler.compiled_autograd_is_on():
+            raise ConfigError(
+                settings={"torch._dynamo.compiled_autograd": True},
+                reason=f"it compiles backward anew, and what {unit_words(self.path)} keeps would not be what the plan says",
+                advice="Switch it off, or use the engine 'tape'.",
+            )
+        stance = self._compiler.stance()
+        if stance != "default":
+            raise ConfigError(
+                settings={"torch.compiler.set_stance": stance},
+                reason=f"{unit_words(self.path)} is compiled as a plan says, and would run without its plan",
+                advice="Remove the plan meanwhile, or use the engine 'tape'.",
+            )
+
+    def _look_at_shapes(self, args: Any, kwargs: Any) -> None:
+        found = _shapes_of(args, kwargs)
+        if found == self._shapes:
+            return
+        self._shapes = None
+        plan = self.applied.plan
+        if plan is not None and plan.predicted_peak_bytes is not None:
+            warn_user(
+                f"recollect: {unit_words(self.path)} gets tensors of other shapes than in its first call, and is compiled "
+                "again for them. The predicted peak holds for the shapes of the recorded step only.",
+                BudgetWarning,
+            )
+
+    @untraced
+    def _before_backward(self, gradients: Any) -> None:
+        if keeps_graph():
+            raise ConfigError(
+                settings={"retain_graph": True},
+                reason=f"{unit_words(self.path)} is compiled as a plan says, and its backward uses up what it saved: it runs "
+                "once over a graph, and not in two halves, as zero-bubble pipelines have it",
+                advice="Run backward once, choose another schedule, or use the engine 'tape' for this unit.",
+            )
+
+
+def _shapes_of(args: Any, kwargs: Any) -> Shapes:
+    return tuple(leaf.shape for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
+
+
+def _check_how_it_was_compiled(module: nn.Module, path: str) -> None:
+    """Raise an error if its user compiled a unit in a way that this engine does not."""
+    for by_user in compiled_by_user(module):
+        settings = by_user.get_compiler_config()
+        if settings is None:
+            raise ConfigError(
+                settings={"engine": "compile"},
+                reason=f"{unit_words(path)} was compiled with another backend than Inductor, which takes no plan",
+                advice="Compile it with Inductor, leave it uncompiled, or use the engine 'tape'.",
+            )
+        if settings.get("triton.cudagraphs"):
+            raise ConfigError(
+                settings={"engine": "compile"},
+                reason=f"{unit_words(path)} was compiled in a mode with CUDA graphs, whose pool would hold what it keeps",
+                advice='Compile it without mode="reduce-overhead" or "max-autotune", or use the engine \'tape\'.',
+            )
+
+
+def _not_compiled(path: str, error: BaseException) -> UnsupportedModelError:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return UnsupportedModelError(
+        f"cannot run {unit_words(path)} inside torch.compile, in one graph, as the plan says: {lines[0]}. Use the engine "
+        f"'tape' for it, which needs no graph; or change what the compiler cannot trace: {type(error).__name__} has all of it."
+    )

@@ -1,4 +1,4 @@
-"""Names the nodes of a joint graph, which `torch.compile` traces of a unit's forward and backward, as the tape names values.
+"""Names nodes of a joint graph, which `torch.compile` traces of a unit's forward and backward, as the tape names values.
 
 An op may have become several nodes: the last of them is its result. Names are counted before equal nodes are merged.
 """
@@ -78,11 +78,14 @@ def unit_of(node: fx.Node, units: Iterable[str]) -> tuple[str, str, str] | None:
 def value_names(
     joint: fx.GraphModule, known: Sequence[str] = (), units: Iterable[str] = ("",)
 ) -> dict[fx.Node, tuple[str, ...]]:
-    """Return the names of what each node computes, several if nobody can tell which of an op's results it is.
+    """Return the names of what each node computes, of which the last one counts.
+
+    There are several if nobody can tell which of an op's results a node is, or if some are overwritten before anything reads
+    them.
 
     Args:
         joint: the joint graph, before equal nodes were merged.
-        known: names of the unit's values in forward order, which tell an op from one that writes in place: here none do.
+        known: names of the unit's values in forward order: they tell an op from one that writes in place, as none does here.
         units: paths of the units, as seen from what was compiled. What is in no unit has no name.
 
     Returns:
@@ -98,8 +101,9 @@ def value_names(
             # Outside the compiler, on a CPU: noise is drawn in place, scaled in place, and multiplied.
             drawn = stems.next(group, "empty_like"), stems.next(group, "bernoulli")
             mask, output = stems.next(group, "div"), stems.next(group, "mul")
-            names |= dict.fromkeys(filter(is_made_by_inductor, group.nodes), drawn)
             names |= _names_in(group, (output, mask))
+            noise = next(filter(is_made_by_inductor, group.nodes), group.nodes[0])
+            names[noise] = (*drawn, *names.get(noise, ()))
         else:
             names |= _names_in(
                 group, result_names(stems.next(group, facts.name), 1 if facts.writes else facts.num_returns)

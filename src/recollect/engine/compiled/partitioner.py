@@ -25,9 +25,11 @@ from typing import Any
 import torch
 from torch import fx
 
+from recollect import _torch_compile
 from recollect._torch_compile import (
     CustomPartitionerFn,
     clear_policy,
+    get_hash_for_files,
     has_policy,
     is_effect,
     is_made_by_inductor,
@@ -37,14 +39,17 @@ from recollect._torch_compile import (
     set_policy,
     traced_op,
 )
+from recollect.engine import facts as facts_of_ops
+from recollect.engine.compiled import joint_names
 from recollect.engine.compiled.joint_names import base_of, is_tensor, is_view, unit_of, value_names
 from recollect.engine.facts import facts_of
 from recollect.errors import PlanMismatchWarning
 from recollect.plans.action import Action
 from recollect.warning import warn_user
 
-# Of what partitions are made by: another one is not looked up under the same name on disk.
-_VERSION = 1
+# Code in a cache was cut by these rules, or is not found.
+_RULES = get_hash_for_files((_torch_compile.__file__, facts_of_ops.__file__, joint_names.__file__, __file__))
+
 # What was warned of, by the content of a partitioner: the objects are copied.
 _told: set[str] = set()
 
@@ -97,66 +102,39 @@ class PlanPartitioner(CustomPartitionerFn):
     def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> tuple[Any, Any]:
         """Cut a joint graph; as PyTorch does where this one cannot."""
         num_outputs: int = kwargs["num_fwd_outputs"]
+        failure, names = None, {}
         try:
             names = self._tagged(gm, num_outputs)
             halves = partitioned(gm, joint_inputs, **kwargs)
         except Exception as error:  # noqa: BLE001, whatever it is, the step can run
-            self._warn_of_failure(error)
-            names = {}
+            failure = error
             for node in gm.graph.nodes:
                 clear_policy(node)
             halves = partitioned(gm, joint_inputs, **kwargs)
+        found = {name for of_node in names.values() for name in of_node}
+        missing = [name for name, _ in self._words or () if name not in found]
+        if failure is not None:
+            self._warn_of_failure(failure)
+        elif missing:
+            self._warn_of_missing(missing)
         if self._on_partition is not None:
-            self._on_partition(self._partition(gm, halves[0], names, num_outputs))
+            self._on_partition(_partition(gm, halves[0], names, missing, num_outputs))
         return halves
 
-    def _tagged(self, joint: fx.GraphModule, num_outputs: int) -> dict[fx.Node, tuple[str, ...]]:
-        """Tag a joint graph; return the names of its nodes."""
+    def _tagged(self, joint: fx.GraphModule, num_outputs: int) -> dict[str, tuple[str, ...]]:
+        """Tag a joint graph; return the names of what its nodes compute, by the nodes' names."""
         words = dict(self._words or ())
-        named = value_names(joint, list(words), self._units)
-        by_node_name = {node.name: found for node, found in named.items()}
-        found = {name for names in named.values() for name in names}
+        names = {node.name: found for node, found in value_names(joint, list(words), self._units).items()}
         if self._words is not None and any(map(has_policy, joint.graph.nodes)):
             raise ValueError("torch.utils.checkpoint is inside it, and would decide as well: remove it")
         merge_equal_nodes(joint)
-        names = {node: by_node_name[node.name] for node in joint.graph.nodes if node.name in by_node_name}
         if self._words is not None:
-            _Tags(joint, names, words, self._units, num_outputs).attach()
-            self._warn_of_missing([name for name in words if name not in found])
+            named = {node: names[node.name] for node in joint.graph.nodes if node.name in names}
+            _Tags(joint, named, words, self._units, num_outputs).put()
         return names
 
-    def _partition(
-        self, joint: fx.GraphModule, forward: fx.GraphModule, names: Mapping[fx.Node, tuple[str, ...]], num_outputs: int
-    ) -> Partition:
-        # The cut was made of copies.
-        nodes = {node.name: node for node in joint.graph.nodes}
-        names = {nodes[node.name]: found for node, found in names.items() if node.name in nodes}
-        returned = [node for node in _results(forward) if node is not None]
-        outputs = {base_of(nodes[node.name]) for node in returned[:num_outputs] if node.name in nodes}
-        places = {node: place for place, node in enumerate(joint.graph.find_nodes(op="placeholder"))}
-        kept: dict[str, bool] = {}
-        unnamed: dict[str, None] = {}
-        inputs: dict[int, None] = {}
-        for node in returned[num_outputs:]:
-            base = base_of(nodes[node.name]) if node.name in nodes else node
-            if base in places:
-                inputs[places[base]] = None
-            elif base in names:
-                kept |= dict.fromkeys(names[base], base in outputs)
-            else:
-                unnamed[base.name] = None
-        known = {name for found in names.values() for name in found}
-        order = [name for found in names.values() for name in found if name in kept]
-        return Partition(
-            kept=tuple(dict.fromkeys(order)),
-            missing=tuple(name for name, _ in self._words or () if name not in known),
-            unnamed=tuple(unnamed),
-            inputs=tuple(sorted(inputs)),
-            outputs=tuple(name for name in dict.fromkeys(order) if kept[name]),
-        )
-
     def _warn_of_missing(self, names: Sequence[str]) -> None:
-        if names and self._is_first("missing"):
+        if self._is_first("missing"):
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             warn_user(
                 f"the plan does not fit the compiled code: it names {names[0]!r}{more}, which is not computed there. The step "
@@ -180,7 +158,7 @@ class PlanPartitioner(CustomPartitionerFn):
         return is_first
 
     def _digest(self) -> str:
-        return hashlib.sha256(repr((_VERSION, self._words, self._units)).encode()).hexdigest()
+        return hashlib.sha256(repr((self._words, self._units, _RULES)).encode()).hexdigest()
 
     def uuid(self) -> str | None:
         """Return a text that is equal for equal plans, by which caches on disk tell them apart; None for no cache."""
@@ -209,6 +187,30 @@ def _unpickled(words: tuple[tuple[str, str], ...] | None, units: tuple[str, ...]
     return PlanPartitioner(None if words is None else dict(words), units=units)
 
 
+def _partition(
+    joint: fx.GraphModule,
+    forward: fx.GraphModule,
+    names: Mapping[str, tuple[str, ...]],
+    missing: Sequence[str],
+    num_outputs: int,
+) -> Partition:
+    """Report a cut, given the joint graph, its forward half, and the names of what nodes compute, by the nodes' names."""
+    # The halves are made of copies of nodes.
+    nodes = {node.name: node for node in joint.graph.nodes}
+    returned = [node for node in _results(forward) if node is not None]
+    outputs = {base_of(nodes[node.name]).name for node in returned[:num_outputs] if node.name in nodes}
+    places = {node.name: place for place, node in enumerate(joint.graph.find_nodes(op="placeholder"))}
+    saved = {base_of(nodes.get(node.name, node)).name for node in returned[num_outputs:]}
+    kept = {found[-1]: node in outputs for node, found in names.items() if node in saved}
+    return Partition(
+        kept=tuple(kept),
+        missing=tuple(missing),
+        unnamed=tuple(sorted(saved - names.keys() - places.keys())),
+        inputs=tuple(place for node, place in places.items() if node in saved),
+        outputs=tuple(name for name, is_output in kept.items() if is_output),
+    )
+
+
 def _results(graph: fx.GraphModule) -> list[fx.Node | None]:
     """Return what a graph returns."""
     (output,) = graph.graph.find_nodes(op="output")
@@ -234,7 +236,7 @@ class _Tags:
         self.outputs = [node for node in _results(joint)[:num_outputs] if node is not None]
         self.needed = _needed_by(joint, self.outputs)
 
-    def attach(self) -> None:
+    def put(self) -> None:
         """Tag what forward needs."""
         held = self._held()
         decisions = {node: node in held or self._is_kept(node) for node in self.needed if self._may_tag(node)}
@@ -245,8 +247,7 @@ class _Tags:
                 is_kept = decisions[node] or any(user in held or self._is_kept(user) for user in together[1:])
                 decisions |= dict.fromkeys(together, is_kept)
         for node in self._between(decisions):
-            # Another result of an op that forward needs shares its decision.
-            decisions[node] = node.target is operator.getitem and decisions[node.all_input_nodes[0]]
+            decisions[node] = False
         for node, keep in decisions.items():
             set_policy(node, keep=keep)
 
@@ -292,7 +293,7 @@ class _Tags:
         names = self.names.get(node)
         if names is None:
             return False  # A step on an op's way to its result.
-        return any(self.words.get(name, Action.KEEP.value) != Action.RECOMPUTE.value for name in names)
+        return self.words.get(names[-1]) != Action.RECOMPUTE.value
 
 
 def _must_keep(op: Any, value: Any) -> bool:

@@ -75,19 +75,16 @@ def read_config(given: Mapping[str, Any]) -> Mapping[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class BudgetSection:
-    """The section "recollect" of a configuration.
-
-    Attributes:
-        memory_budget: as of `initialize`; None is the default.
-        on_larger: what to do at a step that no plan was made for.
-        units: module paths of the layers to plan; None where they are found.
-        measure: whether to measure peaks on the CPU, too; see `recollect.attach`.
-    """
+    """The section "recollect" of a configuration."""
 
     memory_budget: int | str | None = None
+    """As of `initialize`; None is the default."""
     on_larger: OnLarger = "replan"
+    """What to do at a step that no plan was made for."""
     units: list[str] | None = None
+    """Module paths of the layers to plan; None where they are found."""
     measure: bool = False
+    """Whether to measure peaks on the CPU, too; see `recollect.attach`."""
 
     def __post_init__(self) -> None:
         if self.on_larger not in ("replan", "warn", "raise"):

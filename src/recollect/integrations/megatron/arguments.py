@@ -42,23 +42,20 @@ _EITHER_OR = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForeignFlag:
-    """A flag that is removed from the command line before recollect reads its own.
-
-    Attributes:
-        name: with dashes.
-        arity: number of values that follow it.
-        allowed: values without effect here, if it `needs` something for others.
-        why: why it has no effect.
-        needs: what recollect would need for other values; empty: every value is allowed.
-        advice: what to do meanwhile.
-    """
+    """A flag that is removed from the command line before recollect reads its own."""
 
     name: str
+    """With dashes."""
     arity: Arity = 0
+    """Number of values that follow it."""
     allowed: tuple[str, ...] = ()
+    """Values without effect here, if it `needs` something for others."""
     why: str = ""
+    """Why it has no effect."""
     needs: str = ""
+    """What recollect would need for other values; empty: every value is allowed."""
     advice: str = "Leave it out."
+    """What to do meanwhile."""
 
 
 def _read() -> Iterator[ForeignFlag]:
@@ -77,15 +74,12 @@ FOREIGN_FLAGS: dict[str, ForeignFlag] = {flag.name: flag for flag in _read()}
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """A command line without foreign flags.
-
-    Attributes:
-        rest: recollect's own flags.
-        without_effect: removed flags that change nothing, with the reason.
-    """
+    """A command line without foreign flags."""
 
     rest: list[str]
+    """recollect's own flags."""
     without_effect: dict[str, str]
+    """Removed flags that change nothing, with the reason."""
 
 
 def read_arguments(args: Sequence[str]) -> Arguments:

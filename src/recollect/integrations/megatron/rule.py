@@ -77,38 +77,35 @@ class Clash:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """One rule. What breaks it is said by `breaks`, `cases` or `check`; or by none of them, if nothing does here.
-
-    Attributes:
-        name: as in errors and in the table; empty for a missing feature.
-        when: the settings that break it, in words, where `breaks` does not say so.
-        megatron: Megatron's answer, in words.
-        ours: recollect's answer; what is free breaks Megatron's rule, as `recollect doctor` says, and none of ours.
-        why: the reason for it, where an error gives another or none.
-        breaks: the conditions that all hold of a configuration, and of the rest of the training's settings, that break it, by
-            names of fields or properties: "modules" are the recomputed ones, with defaults.
-        cases: what breaks it in one of several ways, each a rule with settings, reason and advice; the first counts.
-        check: tells whether the configuration breaks it, with the rest of the training's settings if it `needs_training`.
-        needs_training: whether it compares the configuration with the rest of the training's settings.
-        settings: what an error shows, in this order.
-        reason: what an error gives as its reason; for a missing feature, what recollect would need.
-        advice: what an error says to do. It may name what breaks the rule as `{}`, and the right names as `{known}`.
-        known: the right names, if the wrong one that breaks the rule may be a misspelling.
-    """
+    """One rule. What breaks it is said by `breaks`, `cases` or `check`; or by none of them, if nothing does here."""
 
     name: str = ""
+    """As in errors and in the table; empty for a missing feature."""
     when: str = ""
+    """The settings that break it, in words, where `breaks` does not say so."""
     megatron: str = "ValueError"
+    """Megatron's answer, in words."""
     ours: Answer = "error"
+    """recollect's answer; what is free breaks Megatron's rule, as `recollect doctor` says, and none of ours."""
     why: str = ""
+    """The reason for it, where an error gives another or none."""
     breaks: Mapping[str, Any] = field(default_factory=dict)
+    """The conditions that all hold of a configuration, and of the rest of the training's settings, that break it, by names of
+    fields or properties: "modules" are the recomputed ones, with defaults."""
     cases: tuple[Rule, ...] = ()
+    """What breaks it in one of several ways, each a rule with settings, reason and advice; the first counts."""
     check: Callable[..., Broken] | None = None
+    """Tells whether the configuration breaks it, with the rest of the training's settings if it `needs_training`."""
     needs_training: bool = False
+    """Whether it compares the configuration with the rest of the training's settings."""
     settings: tuple[str, ...] = ()
+    """What an error shows, in this order."""
     reason: str = ""
+    """What an error gives as its reason; for a missing feature, what recollect would need."""
     advice: str = ""
+    """What an error says to do. It may name what breaks the rule as `{}`, and the right names as `{known}`."""
     known: tuple[str, ...] = ()
+    """The right names, if the wrong one that breaks the rule may be a misspelling."""
 
     @property
     def is_checked(self) -> bool:

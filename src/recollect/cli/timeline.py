@@ -1,0 +1,41 @@
+"""`recollect timeline`: show what fills the peak of a step, and write its memory over time for other viewers."""
+
+from __future__ import annotations
+
+from rich.console import Console
+
+import recollect
+from recollect.cli.commands import ShowTimeline
+from recollect.cli.common import check_folder, describe_step, step_recorder
+from recollect.pictures.viewers import write_snapshot, write_trace
+from recollect.plans.plan import Plan
+from recollect.printing import print_line
+from recollect.simulation.simulate import predicted_plan
+
+_WRITERS = {
+    "trace": (write_trace, "Trace written to {}: open it on ui.perfetto.dev."),
+    "snapshot": (write_snapshot, "Snapshot written to {}: open it on pytorch.org/memory_viz."),
+}
+
+
+def run_timeline(command: ShowTimeline, console: Console) -> None:
+    """Record a step, plan it or read its plan, print what is alive at the peak, and write what is asked for.
+
+    Raises:
+        RecollectError: a file cannot be read or written, or recording or planning fails.
+    """
+    files = {name: path for name in _WRITERS if (path := getattr(command, name)) is not None}
+    for name, path in files.items():
+        check_folder(path, f"--{name}")
+    given = None if command.plan is None else Plan.load(command.plan)
+    profile = step_recorder(command.step)(1 if given is None else given.loss_chunks)
+    plan = predicted_plan(profile, given or Plan({}))
+    if command.memory_budget is not None:
+        plan = recollect.plan(profile, command.memory_budget)
+    over_time = recollect.timeline(profile, plan)
+    print_line(console, describe_step(profile))
+    print_line(console, str(over_time.report))
+    for name, path in files.items():
+        write, said = _WRITERS[name]
+        write(over_time, path)
+        print_line(console, said.format(path))

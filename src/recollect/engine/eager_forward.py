@@ -1,0 +1,130 @@
+"""Runs what a plan concerns without the compiler, where its user compiled it, and says so.
+
+Dynamo would trace a compiled model up to each unit, break its graph there, and compile what is between them: other ops than
+were recorded, and with other bits. So the graph is broken around the modules that contain units, too. Units that a plan has
+compiled are no concern of this: what is between them runs eagerly, as it was recorded.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection, Iterable
+from typing import Any
+
+from torch import nn
+
+from recollect._torch_private import (
+    compiled_function,
+    compiler_around,
+    has_compiled_forward,
+    is_compiled_module,
+    uncompiled,
+    without_compiler,
+)
+from recollect.engine.placed_forward import PlacedForward, unit_module
+from recollect.errors import BudgetWarning, ConfigError, ConfigWarning
+from recollect.plans.paths import paths_above, unit_words
+from recollect.warning import warn_user
+
+# Models of which it was said that they are compiled.
+_told: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+def eager_forwards(
+    model: nn.Module,
+    unit_paths: Iterable[str],
+    placed: Iterable[PlacedForward],
+    compiled_paths: Collection[str] = (),
+) -> list[PlacedForward]:
+    """Return forwards for the modules that contain units, and for units that have none since they keep everything.
+
+    What was compiled as the `forward` of a unit is left alone: it is kept as a whole. So is what is inside units that a plan
+    has compiled.
+
+    Args:
+        model: whose units are planned.
+        unit_paths: of all of them.
+        placed: their forwards; where there are none, nothing runs eagerly.
+        compiled_paths: of units that a plan has compiled.
+    """
+    known = {id(forward.module) for forward in placed}
+    known |= {id(part) for path in compiled_paths for part in unit_module(model, path).modules()}
+    units = set(unit_paths) if known else set()
+    above = {path for unit in units for path in ("", *paths_above(unit))} - units
+    modules = [model.get_submodule(path) for path in sorted(above)]
+    modules += [unit for unit in map(model.get_submodule, sorted(units)) if not has_compiled_forward(unit)]
+    is_expected = units <= set(compiled_paths)
+    return [EagerForward(module, is_expected) for module in modules if id(module) not in known and _may_place(module)]
+
+
+def _may_place(module: nn.Module) -> bool:
+    """Whether a module has a forward, unlike a list of modules, and none of another plan."""
+    own = vars(module).get("forward")
+    return not isinstance(own, PlacedForward) and (own is not None or type(module).forward is not nn.Module.forward)
+
+
+class EagerForward(PlacedForward):
+    """Runs a module without the compiler.
+
+    Args:
+        module: the module.
+        is_expected: all units are compiled as a plan says, and only what is between them is not.
+    """
+
+    def __init__(self, module: nn.Module, is_expected: bool) -> None:
+        super().__init__(module)
+        self.is_expected = is_expected
+
+    @uncompiled
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's forward, or what was compiled as its forward."""
+        if not self.recomputes():
+            return self.forward(*args, **kwargs)
+        look_for_compiler(self)
+        return (compiled_function(self.forward) or self.forward)(*args, **kwargs)
+
+
+def look_for_compiler(forward: PlacedForward) -> None:
+    """Warn, once for a model, where a plan and `torch.compile` get in each other's way; called in a module's first call.
+
+    Raises:
+        ConfigError: that code may have no graph breaks.
+    """
+    forward.has_looked = True
+    is_one_graph = compiler_around()
+    if is_one_graph:
+        raise ConfigError(
+            settings={"fullgraph": True},
+            reason=f"torch.compile was asked for one graph of {_compiled_of(forward)}, which a plan has run eagerly",
+            advice="Compile it without fullgraph=True, or remove the plan.",
+        )
+    model = forward.applied.model
+    has_own = compiled_function(forward.forward) is not None
+    is_expected = isinstance(forward, EagerForward) and forward.is_expected
+    if model in _told or is_expected or not (has_own or is_one_graph is not None):
+        return
+    _told.add(model)
+    if has_own and not isinstance(forward, EagerForward) and without_compiler(forward.module) is forward.module:
+        warn_user(
+            f"recollect: the forward of {_compiled_of(forward)} is compiled, and stays so under a plan: all that it saves is "
+            "kept, and what else it allocates is not seen. To have more recomputed, compile modules inside it instead.",
+            BudgetWarning,
+        )
+        return
+    warn_user(
+        f"recollect: torch.compile has no effect on {_compiled_of(forward)}, which a plan has run eagerly: with the "
+        "gradients of the model without torch.compile, and the predicted slowdown is against that one. Leave torch.compile "
+        "out; or compile modules inside the units, before the plan is made, and these stay compiled; or leave the plan out, "
+        "and set torch._functorch.config.activation_memory_budget.",
+        ConfigWarning,
+    )
+
+
+def _compiled_of(forward: PlacedForward) -> str:
+    """Return words for what is compiled: the outermost module, or the code that calls the model."""
+    modules = dict(forward.applied.model.named_modules(remove_duplicate=False))
+    path = next(path for path, module in modules.items() if module is forward.module)
+    for outer in dict.fromkeys(("", *paths_above(path), path)):
+        if is_compiled_module(modules[outer]) or (outer == path and compiled_function(forward.forward)):
+            return unit_words(outer, "module")
+    return f"what calls {unit_words(path, 'module')}"

@@ -1,0 +1,473 @@
+"""Plans whose units run inside `torch.compile`: what is kept, gradients, sharing, and what is refused.
+
+Gradients are compared with those of units compiled alike without a plan.
+"""
+
+from __future__ import annotations
+
+import gc
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.utils._pytree import tree_leaves
+
+import recollect
+from compiled_units import names_of, saved_tensors, values_by_name, without_code
+from recollect._torch_parallel import fake_process_group, split_backward
+from recollect.engine.compiled.compiled_engine import compile_forward
+from recollect.engine.compiled.partitioner import PlanPartitioner
+from recollect.errors import (
+    ArgumentError,
+    BudgetWarning,
+    ConfigError,
+    NotYetError,
+    PlanError,
+    UnsupportedModelError,
+)
+from recollect.lab.models.architectures import llama_config
+from recollect.plans.plan import Plan
+from recollect.plans.unit_plan import UnitPlan
+from small_llama import batch_of, graph_at, llama
+
+pytestmark = [
+    pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor compiles C++"),
+    pytest.mark.usefixtures("fresh_compiler"),
+    # Dynamo looks at `.grad` of whatever it meets.
+    pytest.mark.filterwarnings(
+        r"ignore:The \.grad attribute of a Tensor that is not a leaf",
+        "ignore::DeprecationWarning",
+        "ignore::FutureWarning",
+    ),
+]
+
+Gradients = list[Tensor]
+NUM_BLOCKS = 3
+ROWS = torch.linspace(-1, 1, 24 * 8).reshape(24, 8)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Compile what several tests need once."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("inductor")))
+        yield
+
+
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+class Block(nn.Module):
+    """[n, 8] -> [n, 8]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 16)
+        self.down = nn.Linear(16, 8)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return rows + self.down(self.up(rows).tanh().exp())
+
+
+class Model(nn.Module):
+    """[n, 8] -> a loss."""
+
+    def __init__(self, kind: Callable[[], nn.Module] = Block) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(kind() for _ in range(NUM_BLOCKS))
+
+    def forward(self, rows: Tensor) -> Tensor:
+        for block in self.blocks:
+            rows = block(rows)
+        return rows.square().mean()
+
+
+KEPT = {"up.addmm": "keep", "tanh": "recompute", "exp": "recompute", "down.addmm": "recompute", "add": "keep"}
+PLAN = Plan({f"blocks.{index}": UnitPlan(KEPT, engine="compile") for index in range(NUM_BLOCKS)})
+
+
+def built(kind: Callable[[], nn.Module] = Block) -> Any:
+    torch.manual_seed(0)
+    return Model(kind)
+
+
+def stepped(model: Any, *batch: Any, **keywords: Any) -> Gradients:
+    model.zero_grad()
+    torch.manual_seed(3)
+    output = model(*(batch or () if keywords else batch or (ROWS,)), **keywords)
+    (output if isinstance(output, Tensor) else output.loss).backward()
+    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+
+def same(found: Gradients, expected: Gradients) -> bool:
+    return len(found) == len(expected) > 0 and all(map(torch.equal, found, expected))
+
+
+def compiled_plain(model: nn.Module, paths: Sequence[str], step: Callable[[], Gradients]) -> Gradients:
+    """Gradients with these units compiled, without a plan."""
+    units = [model.get_submodule(path) for path in paths]
+    for unit in units:
+        unit.forward = compile_forward(unit.forward, None)
+    gradients = step()
+    for unit in units:
+        del unit.forward
+    return gradients
+
+
+def graphs() -> int:
+    return int(counters["stats"]["unique_graphs"])
+
+
+@pytest.fixture(name="plain")
+def plain_gradients() -> Gradients:
+    model = built()
+    gradients = compiled_plain(model, list(PLAN.units), lambda: stepped(model))
+    torch._dynamo.reset()
+    counters.clear()
+    return gradients
+
+
+def alive_names(values: Mapping[str, Tensor], there: set[int]) -> set[str]:
+    """Names of what is alive, by its content, besides memory that was there before."""
+    gc.collect()
+    found = set()
+    for tensor in [
+        one for one in gc.get_objects() if type(one) is Tensor and one.untyped_storage().data_ptr() not in there
+    ]:
+        try:
+            found |= names_of([tensor], values)
+        except (LookupError, RuntimeError):
+            continue  # An index, a gradient, or a number.
+    return found
+
+
+@pytest.mark.parametrize("is_by_inductor", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_two_plans_on_a_llama(is_by_inductor: bool) -> None:
+    """The saved tensors of each layer are those of its plan, and the same plan on the tape keeps the same."""
+    config = llama_config(num_layers=2, hidden_size=32, num_attention_heads=2, vocab_size=32)
+    model, batch = llama(config), batch_of(config, 2, 8)
+    paths = ["decoder.layers.0", "decoder.layers.1"]
+    layers = [model.get_submodule(path) for path in paths]
+    graph = graph_at(recollect.record(model, batch), paths[1])
+    names = [value.name for value in graph.values if value.producer is not None]
+    sdpa = "self_attention.core_attention._scaled_dot_product_flash_attention_for_cpu"
+    kept: list[set[str]] = [set(), {"self_attention.add", f"{sdpa}.0", f"{sdpa}.1", "add", "mlp.linear_fc1.mm"}]
+    actions = [{name: "keep" if name in keep else "recompute" for name in names} for keep in kept]
+
+    def planned(engine: str) -> Plan:
+        units = {path: UnitPlan(one, engine=engine) for path, one in zip(paths, actions, strict=True)}
+        return Plan.from_json(Plan(units).to_json())
+
+    def step() -> Gradients:
+        return stepped(model, **batch)
+
+    calls: list[tuple[Any, Any]] = []
+    hooks = [layer.register_forward_hook(lambda _, args, output: calls.append((args, output))) for layer in layers]
+    if is_by_inductor:
+        expected = compiled_plain(model, paths, step)
+        assert graphs() == 1
+        with recollect.apply(model, planned("compile")):
+            assert same(step(), expected)
+            assert graphs() == 3
+            calls.clear()
+            loss = model(**batch).loss
+    else:
+        for layer in layers:
+            layer.forward = without_code(layer.forward, None)
+        expected = step()
+        for layer, one in zip(layers, actions, strict=True):
+            layer.forward = without_code(type(layer).forward.__get__(layer), PlanPartitioner(one))
+        assert same(step(), expected)
+        calls.clear()
+        loss = model(**batch).loss
+        for layer in layers:
+            del layer.forward
+    for hook in hooks:
+        hook.remove()
+    for layer, keep, (args, output) in zip(layers, kept, calls, strict=True):
+        there = [leaf for leaf in tree_leaves((args, output)) if isinstance(leaf, Tensor)]
+        held = saved_tensors(output, [*there, *layer.parameters()])
+        # Attention runs again under the state of random numbers that it had, though it draws none.
+        states = [tensor for tensor in held if tensor.dtype == torch.uint8]
+        assert len(states) == (f"{sdpa}.0" not in keep)
+        values = [tensor for tensor in held if tensor.dtype != torch.uint8]
+        assert names_of(values, values_by_name(layer, *args)) == keep
+        assert len(values) == len(keep)
+    assert not any("forward" in vars(module) for module in model.modules())
+    values_of_layer = values_by_name(layers[1], *calls[1][0])
+    calls.clear()
+    del loss, args, output, there, held, states, values
+    gc.collect()
+    before = {one.untyped_storage().data_ptr() for one in gc.get_objects() if type(one) in (Tensor, nn.Parameter)}
+    with recollect.apply(model, planned("tape")):
+        loss = model(**batch).loss
+        alive = alive_names({name: value for name, value in values_of_layer.items() if name in names}, before)
+    assert alive - {names[-1]} == kept[1]
+    del loss
+
+
+def whole(model: Model) -> Any:
+    return torch.compile(model)
+
+
+def in_place(model: Model) -> Any:
+    model.compile()
+    return model
+
+
+def each_block(model: Model) -> Any:
+    for number in range(NUM_BLOCKS):
+        model.blocks[number] = torch.compile(model.blocks[number])  # type: ignore[assignment]
+    return model
+
+
+def each_block_in_place(model: Model) -> Any:
+    for block in model.blocks:
+        block.compile()
+    return model
+
+
+def each_block_forward(model: Model) -> Any:
+    for block in model.blocks:
+        block.forward = torch.compile(block.forward)
+    return model
+
+
+Compile = Callable[[Model], Any]
+BY_USER: list[Compile] = [whole, in_place, each_block, each_block_in_place, each_block_forward]
+
+
+@pytest.mark.parametrize("compile_first", [True, False])
+@pytest.mark.parametrize("compile_model", BY_USER)
+def test_what_the_user_compiled_runs_by_the_plan(compile_model: Compile, compile_first: bool, plain: Gradients) -> None:
+    model = built()
+    ran: Any = compile_model(model) if compile_first else model
+    before = {path: vars(module).get("forward") for path, module in model.named_modules()}
+    applied = recollect.apply(model, PLAN)
+    if not compile_first:
+        ran = compile_model(model)
+    for _ in range(2):
+        assert same(stepped(ran), plain)
+    ours = [key for key in counters["aot_autograd"] if key == "ok"]
+    assert ours or graphs() >= 1
+    applied.remove()
+    if compile_first:
+        assert {path: vars(module).get("forward") for path, module in model.named_modules()} == before
+
+
+def test_equal_layers_share_what_was_compiled(plain: Gradients) -> None:
+    model = built()
+    with recollect.apply(model, PLAN):
+        assert same(stepped(model), plain)
+    assert graphs() == 2  # The first block's input takes no gradient.
+
+
+def test_without_gradients_units_run_as_they_are() -> None:
+    model = built()
+    with torch.no_grad():
+        expected = model(ROWS)
+        with recollect.apply(model, PLAN):
+            assert torch.equal(model(ROWS), expected)
+    assert graphs() == 0
+
+
+def test_plans_of_micro_batches(plain: Gradients) -> None:
+    model = built()
+    other = Plan({path: UnitPlan({**KEPT, "up.addmm": "recompute"}, engine="compile") for path in PLAN.units})
+    with recollect.apply(model, [PLAN, other]):
+        for _ in range(4):
+            assert same(stepped(model), plain)
+    assert graphs() == 4
+
+
+class Broken(Block):
+    def forward(self, rows: Tensor) -> Tensor:
+        hidden: Tensor = super().forward(rows)
+        torch._dynamo.graph_break()
+        return hidden.sin()
+
+
+def refused(model: nn.Module, error: type[Exception], said: str) -> None:
+    with recollect.apply(model, PLAN), pytest.raises(error, match=said):
+        model(ROWS)
+
+
+def test_a_graph_break_is_an_error_that_names_the_unit() -> None:
+    said = r"^cannot run unit 'blocks\.0' inside torch\.compile, in one graph, as the plan says: .*Use the engine 'tape' for it"
+    refused(built(Broken), UnsupportedModelError, said)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (
+            {"backend": "aot_eager"},
+            r"unit 'blocks\.0' was compiled with another backend than Inductor, which takes no plan",
+        ),
+        ({"mode": "reduce-overhead"}, r"unit 'blocks\.0' was compiled in a mode with CUDA graphs"),
+    ],
+)
+def test_other_compilations_are_refused(options: dict[str, Any], said: str) -> None:
+    model = built()
+    model.blocks[0].compile(**options)
+    with pytest.raises(ConfigError, match=said):
+        recollect.apply(model, PLAN)
+    model = built()
+    applied = recollect.apply(model, PLAN)
+    model.blocks[0].forward = torch.compile(model.blocks[0].forward, **options)
+    assert applied.plan is PLAN
+    model = built()
+    model.blocks[0].forward = torch.compile(model.blocks[0].forward, **options)
+    with pytest.raises(ConfigError, match=said):
+        recollect.apply(model, PLAN)
+
+
+@pytest.mark.parametrize(
+    ("config", "setting", "value", "reason"),
+    [
+        (torch._dynamo.config, "compiled_autograd", True, "backward is compiled anew"),
+        (torch._dynamo.config, "disable", True, "nothing is compiled"),
+        (torch._functorch.config, "activation_memory_budget", 0.5, "it decides as well what is kept"),
+    ],
+)
+def test_settings_in_the_way_are_refused(config: Any, setting: str, value: object, reason: str) -> None:
+    model = built()
+    with config.patch({setting: value}):
+        refused(
+            model,
+            ConfigError,
+            rf"^got torch\._\w+\.config\.{setting}={value}: {reason}, and unit 'blocks\.0' is compiled",
+        )
+
+
+def test_cuda_graphs_everywhere_are_refused() -> None:
+    from torch._inductor import config
+
+    with config.patch({"triton.cudagraphs": True}):
+        refused(built(), ConfigError, "CUDA graphs hold what is kept in a pool of their own")
+
+
+def test_what_is_switched_on_later_is_refused(plain: Gradients) -> None:
+    model = built()
+    with recollect.apply(model, PLAN):
+        assert same(stepped(model), plain)
+        with torch.compiler.set_stance("force_eager"), pytest.raises(ConfigError, match="would run without its plan"):
+            model(ROWS)
+        loss = model(ROWS)
+        with (
+            torch._dynamo.compiled_autograd._enable(torch.compile),
+            pytest.raises(ConfigError, match="compiles backward anew"),
+        ):
+            model(ROWS)
+        loss.backward()
+
+
+def test_backward_runs_once(plain: Gradients) -> None:
+    model = built()
+    said = (
+        r"^got retain_graph=True: unit 'blocks\.2' is compiled as a plan says, and its backward uses up what it saved"
+    )
+    with recollect.apply(model, PLAN):
+        with pytest.raises(ConfigError, match=said):
+            model(ROWS).backward(retain_graph=True)
+        rows = ROWS.clone().requires_grad_()
+        loss = model(rows)
+        with pytest.raises(RuntimeError, match="Failed to run stage backward input") as raised:
+            split_backward(loss, [rows], model)
+        assert "not in two halves, as zero-bubble pipelines have it" in str(raised.value.__cause__)
+        assert same(stepped(model), plain)
+
+
+def test_other_shapes_are_warned_of_once() -> None:
+    model = built()
+    plan = Plan(PLAN.units, predicted_peak_bytes=1000)
+    with recollect.apply(model, plan):
+        stepped(model)
+        # An error, so that nothing is compiled for them.
+        with pytest.raises(
+            BudgetWarning, match=r"^recollect: unit 'blocks\.0' gets tensors of other shapes than in its"
+        ):
+            model(ROWS[:20])
+
+
+def test_sharded_units_are_refused() -> None:
+    with fake_process_group(0, 2):
+        model = built()
+        fully_shard(model.blocks[0], mesh=init_device_mesh("cpu", (2,)))
+        with pytest.raises(NotYetError, match=r"not yet: FSDP2 shards unit 'blocks\.0', and compiled backward would"):
+            recollect.apply(model, PLAN)
+
+
+# One graph of the whole model
+
+
+class Sandwich(nn.Module):
+    """Blocks between modules that are in no unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(8, 8)
+        self.blocks = nn.ModuleList(Block() for _ in range(NUM_BLOCKS))
+
+    def forward(self, rows: Tensor) -> Tensor:
+        rows = self.embed(rows).sin()
+        for block in self.blocks:
+            rows = block(rows)
+        return rows.cos()
+
+
+def test_one_graph_keeps_what_the_plan_keeps() -> None:
+    torch.manual_seed(0)
+    model = Sandwich()
+    rows = ROWS.clone().requires_grad_()
+    plans = [
+        {**KEPT, "up.addmm": "keep" if index == 1 else "recompute", "add": "recompute"} for index in range(NUM_BLOCKS)
+    ]
+    plan = Plan({f"blocks.{index}": UnitPlan(actions) for index, actions in enumerate(plans)})
+    expected = stepped_with(without_code(model.forward, None)(rows), model)
+    options = recollect.compile_options(plan)
+    output = without_code(model.forward, options["custom_partitioner_fn"])(rows)
+    held = saved_tensors(output, [rows, output, *model.parameters()])
+    values = {name: value for name, value in values_by_name(model, rows).items() if not name.startswith("embed")}
+    # What blocks return is kept, whatever the plan says; and what is between them, as PyTorch chooses.
+    names = names_of(held, {**values, "embed": model.embed(rows).detach(), "sin": model.embed(rows).sin().detach()})
+    assert names - {"embed", "sin"} == {"blocks.0.add", "blocks.1.add", "blocks.2.add", "blocks.1.up.addmm"}
+    assert same(stepped_with(output, model), expected)
+
+
+def stepped_with(output: Tensor, model: nn.Module) -> Gradients:
+    model.zero_grad()
+    output.square().sum().backward()
+    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+
+@pytest.mark.parametrize(
+    "unit",
+    [
+        UnitPlan({}, engine="region"),
+        UnitPlan({"add": "recompute"}, output="recompute"),
+        UnitPlan({"add": "shard"}),
+        UnitPlan({"add": "offload"}),
+    ],
+    ids=["region", "output", "shard", "offload"],
+)
+def test_one_graph_takes_what_it_can_carry_out(unit: UnitPlan) -> None:
+    with pytest.raises(
+        PlanError, match=r"^cannot compile by the plan: unit 'blocks\.0' is run again as a whole, drops its"
+    ):
+        recollect.compile_options(Plan({"blocks.0": unit}))
+    with pytest.raises(PlanError, match="computes the loss in 4 chunks, expected 1"):
+        recollect.compile_options(Plan({}, loss_chunks=4))
+    with pytest.raises(ArgumentError, match="recollect.compile_options"):
+        recollect.compile_options(None)  # type: ignore[arg-type]

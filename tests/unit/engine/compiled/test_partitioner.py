@@ -1,0 +1,335 @@
+"""The cut of a joint graph: what is really saved, and that gradients are those of compiled code without a plan."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from compiled_units import names_of, saved_tensors, values_by_name, without_code
+from recollect.engine.compiled import partitioner as cuts
+from recollect.engine.compiled.partitioner import Partition, PlanPartitioner
+from recollect.errors import PlanMismatchWarning
+
+pytestmark = [
+    pytest.mark.usefixtures("fresh_compiler"),
+    # Dynamo looks at `.grad` of whatever it meets.
+    pytest.mark.filterwarnings(
+        r"ignore:The \.grad attribute of a Tensor that is not a leaf",
+        "ignore::DeprecationWarning",
+        "ignore::FutureWarning",
+    ),
+]
+
+Words = Mapping[str, str]
+
+
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    cuts._told.clear()
+    yield
+    torch._dynamo.reset()
+
+
+class Block(nn.Module):
+    """[n, 16] -> [n, 16]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(16)
+        self.up = nn.Linear(16, 48)
+        self.act = nn.SiLU()
+        self.down = nn.Linear(48, 16)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        hidden = self.act(self.up(self.norm(rows))).sin().exp_()
+        added: Tensor = rows + self.down(hidden)
+        return added.tanh()
+
+
+NAMES = (
+    *("norm.native_layer_norm.0", "norm.native_layer_norm.1", "norm.native_layer_norm.2", "up.addmm", "act.silu"),
+    *("sin", "exp_", "down.addmm", "add", "tanh"),
+)
+
+
+def built(kind: Callable[[], nn.Module] = Block) -> nn.Module:
+    torch.manual_seed(0)
+    return kind()
+
+
+def rows(seed: int = 1) -> Tensor:
+    return torch.randn(12, 16, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+
+
+def run(unit: nn.Module, words: Words | None, **settings: Any) -> tuple[list[Tensor], list[Tensor]]:
+    """Gradients, and what was saved besides parameters and inputs."""
+    unit.zero_grad()
+    inputs = rows()
+    partitioner = None if words is None and not settings else PlanPartitioner(words, **settings)
+    torch.manual_seed(7)
+    output = without_code(unit.forward, partitioner)(inputs)
+    saved = saved_tensors(output, [inputs, *unit.parameters(), output])
+    saved = [tensor.clone() for tensor in saved]
+    output.square().sum().backward()
+    gradients = [inputs.grad, *(parameter.grad for parameter in unit.parameters())]
+    return [gradient for gradient in gradients if gradient is not None], saved
+
+
+def plan(*kept: str, names: tuple[str, ...] = NAMES) -> Words:
+    return {name: "keep" if name in kept else "recompute" for name in names}
+
+
+def same(one: list[Tensor], other: list[Tensor]) -> bool:
+    return len(one) == len(other) > 0 and all(map(torch.equal, one, other))
+
+
+@pytest.mark.parametrize(
+    ("kept", "saved"),
+    [
+        ((), set()),
+        (("up.addmm",), {"up.addmm"}),
+        (
+            ("act.silu", "add"),
+            {"act.silu"},
+        ),  # The output's gradient is computed from the output, and nothing asks for the sum.
+        (
+            ("norm.native_layer_norm.1", "norm.native_layer_norm.2"),
+            {"norm.native_layer_norm.1", "norm.native_layer_norm.2"},
+        ),
+        (
+            NAMES,
+            {"norm.native_layer_norm.0", "norm.native_layer_norm.1", "norm.native_layer_norm.2", "up.addmm", "act.silu"}
+            | {"exp_"},
+        ),
+    ],
+    ids=["nothing", "a matmul", "an activation", "statistics", "everything"],
+)
+def test_saved_is_what_the_plan_keeps(kept: tuple[str, ...], saved: set[str]) -> None:
+    unit = built()
+    expected, _ = run(unit, None)
+    gradients, held = run(unit, plan(*kept))
+    assert same(gradients, expected)
+    assert names_of(held, values_by_name(unit, rows())) == saved
+    assert len(held) == len(saved)
+
+
+def test_report_says_what_is_saved() -> None:
+    unit = built()
+    reports: list[Partition] = []
+    with pytest.warns(PlanMismatchWarning, match="act"):
+        run(unit, {**plan("up.addmm", "tanh"), "act.gelu": "recompute"}, on_partition=reports.append)
+    (report,) = reports
+    assert report.kept == ("up.addmm", "tanh")
+    assert report.outputs == ("tanh",)
+    assert report.unnamed == ()
+    assert report.missing == ("act.gelu",)
+    assert 0 < len(report.inputs) <= 1 + len(list(unit.parameters()))
+
+
+def test_without_actions_the_choice_is_pytorchs() -> None:
+    unit = built()
+    expected, held = run(unit, None)
+    gradients, own = run(unit, None, on_partition=lambda report: None)
+    assert same(gradients, expected)
+    assert [tensor.shape for tensor in own] == [tensor.shape for tensor in held]
+
+
+class Twice(nn.Module):
+    """Rule 1: computes the same twice, of which the plan keeps the second."""
+
+    def forward(self, rows: Tensor) -> Tensor:
+        first = rows.sin()
+        return (first * rows.cos()).exp() + rows.sin().tan()
+
+
+def test_equal_nodes_have_the_tag_of_the_first() -> None:
+    unit = built(Twice)
+    names = ("sin", "cos", "mul", "exp", "sin#1", "tan", "add")
+    expected, _ = run(unit, None)
+    for kept in (("sin",), ("cos", "exp")):
+        gradients, held = run(unit, plan(*kept, names=names))
+        assert same(gradients, expected)
+        assert len(held) == len(kept)
+
+
+class Counts(nn.Module):
+    """Rule 2: writes to a buffer at the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+        self.register_buffer("seen", torch.zeros(16))
+
+    def forward(self, rows: Tensor) -> Tensor:
+        hidden: Tensor = self.linear(rows).exp()
+        with torch.no_grad():
+            self.get_buffer("seen").add_(hidden.sum(0))
+        return hidden.sin()
+
+
+def test_writes_happen_once() -> None:
+    unit = built(Counts)
+    expected, _ = run(unit, None)
+    first = unit.get_buffer("seen").clone()
+    gradients, held = run(unit, plan(names=("linear.addmm", "exp", "sin")))
+    assert same(gradients, expected)
+    assert torch.equal(unit.get_buffer("seen"), 2 * first)
+    assert held == []
+
+
+class Choice(nn.Module):
+    """Rules 3 and 6: several results of one op, of which backward needs one, and a choice."""
+
+    def forward(self, rows: Tensor) -> Tensor:
+        best, _ = rows.exp().topk(4)
+        spread, mean = torch.var_mean(rows.tan(), dim=-1, keepdim=True)
+        return best * spread.sin() + mean
+
+
+@pytest.mark.parametrize("kept", [("var_mean.0",), ("var_mean.1",), ()])
+def test_results_of_an_op_share_a_decision(kept: tuple[str, ...]) -> None:
+    unit = built(Choice)
+    names = ("exp", "topk.0", "topk.1", "tan", "var_mean.0", "var_mean.1", "sin", "mul", "add")
+    expected, _ = run(unit, None)
+    gradients, held = run(unit, plan(*kept, names=names))
+    assert same(gradients, expected)
+    # Positions are kept whatever the plan says, and so are the values that were chosen with them, which backward needs.
+    assert sum(tensor.dtype == torch.int64 for tensor in held) == 1
+    # Backward asks for the variance alone, which the mean brings along.
+    assert len(held) == 2 + bool(kept)
+
+
+class Dropped(nn.Module):
+    """Rule 4: random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(16, 32)
+        self.drop = nn.Dropout(0.5)
+        self.down = nn.Linear(32, 16)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        hidden: Tensor = self.down(self.drop(self.up(rows).sin()))
+        return hidden
+
+
+def test_random_numbers_are_drawn_again_from_their_seeds() -> None:
+    """Only generated code draws the same again; test_compiled_engine.py compares its gradients."""
+    unit = built(Dropped)
+    names = ("up.addmm", "sin", "drop.empty_like", "drop.bernoulli_", "drop.div_", "drop.mul", "down.addmm")
+    reports: list[Partition] = []
+    _, held = run(unit, plan(names=names), on_partition=reports.append)
+    assert [(tensor.dtype, tensor.numel()) for tensor in held] == [(torch.int64, 1)]
+    assert reports[0].missing == () and len(reports[0].unnamed) == 1
+    _, held = run(unit, plan("drop.div_", names=names))
+    assert [tensor.dtype for tensor in held] == [torch.bool]
+
+
+@pytest.mark.parametrize("kept", [("sin",), ()])
+def test_what_draws_by_itself_draws_again(kept: tuple[str, ...]) -> None:
+    """Rule 5: without Inductor's own random numbers, under the state of random numbers that forward had."""
+    unit = built(Dropped)
+    names = ("up.addmm", "sin", "drop.empty_like", "drop.bernoulli_", "drop.div_", "drop.mul", "down.addmm")
+    with torch._inductor.config.patch(fallback_random=True):
+        expected, _ = run(unit, None)
+        gradients, _ = run(unit, plan(*kept, names=names))
+    assert same(gradients, expected)
+
+
+class Viewed(nn.Module):
+    """Rule 6: views of a value, and one that is returned."""
+
+    def forward(self, rows: Tensor) -> Tensor:
+        first, second = rows.exp().chunk(2, -1)
+        return (first.sin() * second.cos()).t()
+
+
+def test_views_are_made_again() -> None:
+    unit = built(Viewed)
+    expected, _ = run(unit, None)
+    gradients, held = run(unit, plan("exp", names=("exp", "sin", "cos", "mul")))
+    assert same(gradients, expected)
+    assert names_of(held, values_by_name(unit, rows())) == {"exp"}
+
+
+class Checkpointed(Block):
+    def forward(self, rows: Tensor) -> Tensor:
+        output: Tensor = checkpoint(super().forward, rows, use_reentrant=False)
+        return output
+
+
+class Unwilling(PlanPartitioner):
+    def _tagged(self, joint: Any, num_outputs: int) -> Any:
+        raise RuntimeError("no")
+
+
+def test_failure_is_pytorchs_choice_and_one_warning() -> None:
+    unit = built()
+    expected, _ = run(unit, None)
+    partitioner = Unwilling(plan("up.addmm"))
+    said = r"^cannot carry out the plan inside torch\.compile: RuntimeError: no\. What is kept is PyTorch's own choice, on "
+    with pytest.warns(PlanMismatchWarning, match=said) as warned:
+        for _ in range(2):
+            torch._dynamo.reset()
+            inputs = rows()
+            without_code(unit.forward, partitioner)(inputs).square().sum().backward()
+    assert inputs.grad is not None and torch.equal(inputs.grad, expected[0])
+    assert len(warned) == 1
+
+
+def test_missing_names_are_one_warning() -> None:
+    unit = built()
+    said = r"^the plan does not fit the compiled code: it names 'act\.gelu' and 1 more, which is not computed there\. The step"
+    with pytest.warns(PlanMismatchWarning, match=said) as warned:
+        for _ in range(2):
+            torch._dynamo.reset()
+            run(unit, {**plan(), "act.gelu": "keep", "up.mm": "recompute"})
+    assert len(warned) == 1
+
+
+def test_new_shapes_are_cut_by_the_same_plan() -> None:
+    unit = built()
+    reports: list[Partition] = []
+    function = without_code(unit.forward, PlanPartitioner(plan("up.addmm", "tanh"), on_partition=reports.append))
+    for size in (12, 20, 28):
+        inputs = torch.randn(size, 16, requires_grad=True)
+        output = function(inputs)
+        held = saved_tensors(output, [inputs, output, *unit.parameters()])
+        assert names_of(held, values_by_name(unit, inputs)) == {"up.addmm"}
+    assert len(reports) == 2  # The second is for all sizes.
+    assert reports[0].kept == reports[1].kept
+
+
+def test_equal_by_content() -> None:
+    one, other = PlanPartitioner(plan("up.addmm")), PlanPartitioner(plan("up.addmm"))
+    assert one == other and hash(one) == hash(other) and one.uuid() == other.uuid()
+    assert pickle.loads(pickle.dumps(one)) == one and copy.deepcopy(one) == one
+    assert pickle.dumps(one) == pickle.dumps(other)
+    changed = PlanPartitioner(plan("act.silu"))
+    assert one != changed and one.uuid() != changed.uuid() and pickle.dumps(one) != pickle.dumps(changed)
+    assert one != PlanPartitioner(plan("up.addmm"), units=("blocks.0",))
+
+
+def test_a_callback_goes_past_all_caches() -> None:
+    reports: list[Partition] = []
+    partitioner = PlanPartitioner(plan(), on_partition=reports.append)
+    assert partitioner.uuid() is None
+    assert copy.deepcopy(partitioner) is partitioner
+    with pytest.raises(pickle.PicklingError):
+        pickle.dumps(partitioner)
+
+
+def test_checkpoint_inside_is_refused() -> None:
+    unit = built(Checkpointed)
+    expected, _ = run(unit, None)
+    with pytest.warns(PlanMismatchWarning, match=r"torch\.utils\.checkpoint is inside it, and would decide as well"):
+        gradients, _ = run(unit, plan("up.addmm"))
+    assert same(gradients, expected)
