@@ -142,9 +142,7 @@ def test_the_trace_shows_values_and_recompute_by_unit(over_time: Timeline, event
 
 @pytest.mark.parametrize("write", [recollect.write_trace, recollect.write_snapshot])
 def test_what_cannot_be_written(over_time: Timeline, write: Any, tmp_path: Path) -> None:
-    with pytest.raises(
-        RecollectError, match=r"none.step\.json: cannot be written \(No such file or directory\), expected"
-    ):
+    with pytest.raises(RecollectError, match=r"none.step\.json: cannot be written \(no folder .*none\), expected"):
         write(over_time, tmp_path / "none" / "step.json")
     with pytest.raises(ArgumentError, match=r"over_time.*Profile"):
         write(over_time.profile, tmp_path / "step.json")
