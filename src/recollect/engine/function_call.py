@@ -3,8 +3,6 @@
 All of the forward runs, not its ops one by one: kernels that PyTorch does not see may write to what ops made.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass

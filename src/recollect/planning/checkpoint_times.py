@@ -10,8 +10,6 @@ And there are values that backward will still ask for: at the moment each of the
 compute it from what is in memory.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable

@@ -4,8 +4,6 @@ What each layer keeps and recomputes, in bytes, ops and seconds, by name, is rea
 (`simulation/lifetimes.py`), so the layers add up to the plan's predictions.
 """
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_left
 from collections import Counter, defaultdict

@@ -3,8 +3,6 @@
 Say what more memory, or a faster link, would be worth.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterable

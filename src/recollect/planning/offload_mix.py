@@ -17,8 +17,6 @@ What goes out in a window has left by its end, and what comes back in it takes u
 comes after the last unit's forward, but its memory counts as that of the unit, and its time as that of the unit's backward.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass

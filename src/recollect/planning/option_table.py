@@ -3,8 +3,6 @@
 A choice with its exact cost is a candidate. Solvers find candidates; the best becomes the plan.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache

@@ -10,8 +10,6 @@
 Limitations: a unit's graph is one recorded forward. Control flow that depends on data is recorded as it went.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """What a unit takes inside `torch.compile` when it keeps a given set of values."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -13,8 +13,6 @@ many rounds tell it from noise; in a unit of a tenth of a second it is less than
 not help.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Callable, Collection, Container, Mapping, Sequence

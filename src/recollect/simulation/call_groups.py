@@ -9,8 +9,6 @@ Such calls are played together (`Division.groups`). Groups then share only value
 are freed when the last call releases them.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -6,8 +6,6 @@ or asks for one, before its copy is over waits, and all that follows is so much 
 other down: to plan for less than the link's rate makes up for that.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple

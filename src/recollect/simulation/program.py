@@ -5,8 +5,6 @@ gradients that a backward formula makes and releases, reduce to two numbers: how
 much it has changed in the end (`BULK`).
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence

@@ -8,8 +8,6 @@ them in the real step.
 Calls are counted from the first one after a backward; copies belong to that stretch of forward and the backward after it.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Deals out slots in host memory."""
 
-from __future__ import annotations
-
 from bisect import bisect_left, insort
 from collections.abc import Callable
 from dataclasses import dataclass
