@@ -49,19 +49,16 @@ Key = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class ProgramOp:
-    """One op of a call. Values are named by the call that computed them: (call, value).
-
-    Attributes:
-        op: the op to run.
-        inputs: the values that it reads.
-        results: the values that it computes, each with its bytes.
-        sizes: the bytes of each result.
-    """
+    """One op of a call. Values are named by the call that computed them: (call, value)."""
 
     op: OpRecord
+    """The op to run."""
     inputs: tuple[Key, ...]
+    """The values that it reads."""
     results: tuple[tuple[Key, int], ...]
+    """The values that it computes, each with its bytes."""
     sizes: tuple[int, ...]
+    """The bytes of each result."""
 
 
 class Program:

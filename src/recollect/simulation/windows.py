@@ -180,17 +180,14 @@ def most_alive(profile: Profile, windows: Sequence[Window]) -> dict[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """A moment of a step.
-
-    Attributes:
-        start: the position in the log of the event that comes next.
-        phase: FORWARD or BACKWARD.
-        call: the call that begins, or would be the next to, or that backward comes to.
-    """
+    """A moment of a step."""
 
     start: int
+    """The position in the log of the event that comes next."""
     phase: int
+    """FORWARD or BACKWARD."""
     call: int
+    """The call that begins, or would be the next to, or that backward comes to."""
 
 
 def edges(profile: Profile) -> list[Edge]:
