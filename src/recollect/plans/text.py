@@ -18,7 +18,7 @@ from recollect.plans.paths import compress_paths
 from recollect.plans.unit_plan import UnitPlan
 
 _WIDEST_LABEL = 32
-_MOST_LINES = 4
+_MOST_LINES = 5
 _MOST_OPS = 6
 _MOST_PATHS = 8
 _EMPTY = frozenset({"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"})

@@ -213,8 +213,8 @@ def test_a_name_longer_than_a_line_ends_it_between_its_parts_and_hidden_names_ar
     gather = "self_attention.query._c10d_functional:all_gather_into_tensor"
     assert wrap(f"short {gather}", 40) == ["short self_attention.query.", "_c10d_functional:", "all_gather_into_tensor"]
     plan = Plan({"layers.0": UnitPlan({f"m{i}.mm": "keep" if i % 3 else "recompute" for i in range(300)})})
-    lines = [line.removeprefix("            recompute").split() for line in str(plan).splitlines()[1:5]]
-    assert len([name for line in lines[:3] for name in line]) + int(lines[3][1]) == 100 and lines[3][2] == "more"
+    lines = [line.removeprefix("            recompute").split() for line in str(plan).splitlines()[1:6]]
+    assert len([name for line in lines[:4] for name in line]) + int(lines[4][1]) == 100 and lines[4][2] == "more"
 
 
 @pytest.mark.parametrize("columns", [80, 120])
