@@ -5,8 +5,6 @@ were recorded, and with other bits. So the graph is broken around the modules th
 compiled are no concern of this: what is between them runs eagerly, as it was recorded.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Collection, Iterable
 from typing import Any
