@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, fields
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType, NoneType
 from typing import Any, NoReturn, get_args, get_type_hints
 
-from recollect.errors import MissingFileError
+from recollect.errors import MissingFileError, RecollectError
 
 
 class _JsonError(ValueError):
@@ -49,18 +50,25 @@ def read_file(path: str | Path, *, expected: str, advice: str, error: type[Excep
     return data
 
 
-def write_file(path: str | Path, data: bytes, *, error: type[Exception]) -> None:
-    """Write a file.
+@contextmanager
+def writing(path: object, error: type[Exception] = RecollectError, flag: str = "") -> Iterator[None]:
+    """Say why a file cannot be written, where the block writes it.
+
+    Args:
+        path: of the file.
+        error: class of the exception to raise.
+        flag: of the command line that the path was given by.
 
     Raises:
-        error: it cannot be written; the message says why.
+        error: it cannot be written.
     """
     try:
-        Path(path).write_bytes(data)
+        yield
     except OSError as problem:
-        folder = Path(path).absolute().parent
+        folder = Path(str(path)).absolute().parent
         found = problem.strerror if folder.is_dir() else f"no folder {folder}"
-        raise error(f"{path}: cannot be written ({found}), expected a file in a writable folder.") from None
+        text = f"{flag} {path}: cannot be written ({found}), expected a file in a writable folder."
+        raise error(text.lstrip()) from None
 
 
 def read_document(text: str, *, format: str, version: int, error: type[Exception]) -> Field:

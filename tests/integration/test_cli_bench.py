@@ -229,12 +229,12 @@ def test_a_hugging_face_model_is_counted(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--setting", "sometimes"], "setting 'sometimes': cannot be read, expected 'none'"),
+        (["--setting", "sometimes"], "--setting: got 'sometimes': cannot be read, expected 'none'"),
         (["--settings", "{folder}/none.yaml"], "none.yaml: cannot be read (No such file or directory)"),
         (["--golden", "{folder}/none.json"], "golden results {folder}/none.json: cannot be read"),
         (["--out", "{folder}/none/t.md"], "{folder}/none/t.md: cannot be written (no folder"),
         (["--memory-limit", "lots"], "'lots': "),
-        (["--setting", "none", "--setting", "none"], "setting 'none': given twice"),
+        (["--setting", "none", "--setting", "none"], "--setting: got 'none': given twice"),
     ],
 )
 def test_errors_are_one_line_and_come_first(

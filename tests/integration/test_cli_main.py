@@ -173,6 +173,10 @@ def test_flags_that_do_not_parse(args: list[str], message: str, capsys: pytest.C
     [
         (["--memory-budget", "foo"], "--memory-budget: got 'foo': does not begin with a number"),
         (["--memory-budget=16,000 MB"], "--memory-budget: got '16,000 MB': has a comma; write '16000MB' for thousands"),
+        (
+            ["--memory-budget", "1KiB", "--fake", "--size", "tiny"],
+            "--memory-budget: 1.0 KiB (1024 bytes) is below the least ",
+        ),
         (["--memory-budget", "60%", "--fake", "--hardware", "foo"], "--hardware: got 'foo', expected one of H100,"),
         (
             ["--memory-budget", "60%", "--fake", "--tensor-model-parallel-size", "3"],

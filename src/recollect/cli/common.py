@@ -16,6 +16,7 @@ import recollect
 from recollect.cli.commands import ModelStep, RecordedStep
 from recollect.errors import RecollectError
 from recollect.extras import needed
+from recollect.fields import writing
 from recollect.lab.models.config import TransformerConfig
 from recollect.lab.models.gpt import GPTModel
 from recollect.lab.train.files import write_text
@@ -64,12 +65,8 @@ def write_file(path: Path, text: str, console: Console, *, flag: str = "", note:
     Raises:
         RecollectError: the file cannot be written; names the flag and the file.
     """
-    try:
+    with writing(path, flag=flag):
         write_text(path, text)
-    except OSError as problem:
-        raise RecollectError(
-            f"{flag} {path}: cannot be written ({problem.strerror}), expected a file in a writable folder.".lstrip()
-        ) from None
     print_line(console, f"Written to {path}{note}.")
 
 

@@ -23,7 +23,7 @@ from tyro.constructors import (
     UnsupportedTypeAnnotationError,
 )
 
-from recollect.errors import RecollectError, settings_text
+from recollect.errors import BudgetTooSmallError, RecollectError, settings_text
 from recollect.integrations.megatron.arguments import NO_VALUE
 from recollect.lab.train.model_flags import FIELD_OF_FLAG
 
@@ -32,7 +32,7 @@ _NONE: Final = "None"
 # Of lines around text, and of lines without: tyro draws them in ASCII where others cannot be printed.
 _BOX: Final = "╭╮╰╯─│|+ "
 _RULE: Final = re.compile(r"-*")
-_QUOTED_AT_START: Final = re.compile(r"(?:\w+: got )?'([^']*)'(?=[:,] )")
+_QUOTED_AT_START: Final = re.compile(r"(?:\w+: got |\w+ )?'([^']*)'(?=[:,] )")
 _FIELD_AT_START: Final = re.compile(r"^(?:\w+\.)?(\w+)(?=: )")
 # Not a part of a path or a call, nor an argument of one.
 _FIELD: Final = re.compile(r"(?<![\w./'-])([a-z]\w*_\w+)(?![\w=(/]|\.\w)")
@@ -106,6 +106,8 @@ def in_flags(error: Exception, flags: Mapping[str, str], args: Sequence[str]) ->
         text = text.replace(f"got {settings_text(settings)}", shown, 1)
     if (quoted := _QUOTED_AT_START.match(text)) and (flag := _flag_before(quoted[1], args)):
         text = f"{flag}: got {text[quoted.start(1) - 1 :]}"
+    if isinstance(error, BudgetTooSmallError) and "memory_budget" in flags:
+        text = f"{flags['memory_budget']}: {text}"
     text = _FIELD_AT_START.sub(lambda field: flags.get(field[1], field[0]), text)
     return _FIELD.sub(lambda field: flags.get(field[1], field[0]), text)
 

@@ -3,8 +3,6 @@
 `function_run.py` decides which Functions may run again; `function_call.py` runs them.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

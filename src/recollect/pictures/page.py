@@ -22,8 +22,9 @@ import numpy as np
 
 from recollect.byte_format import format_bytes, least_amount
 from recollect.extras import needed
+from recollect.fields import writing
 from recollect.pictures.curves import memory_curve
-from recollect.pictures.style import CATEGORY_COLORS, writing
+from recollect.pictures.style import CATEGORY_COLORS
 from recollect.pictures.words import bound_corners, byte_unit, classics_of, describe_profile, percent, time_unit_of
 from recollect.planning.classic import classic_plan
 from recollect.planning.frontier import Frontier, FrontierPoint

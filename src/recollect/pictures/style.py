@@ -4,14 +4,12 @@ The colours are Paul Tol's "bright" scheme, distinguishable by people with colou
 (https://sronpersonalpages.nl/~pault/), and greys for memory that is alive through the whole step.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-from recollect.errors import RecollectError
 from recollect.extras import needed
+from recollect.fields import writing
 
 INK = "#333333"
 PALE = "#777777"
@@ -92,18 +90,3 @@ def save_png(figure: Any, out: Path | BytesIO) -> None:
     picture = Image.open(drawn).convert("RGB").quantize(256, dither=Image.Dither.NONE)
     with writing(out):
         picture.save(out, format="png", optimize=True, dpi=(_DOTS_PER_INCH, _DOTS_PER_INCH))
-
-
-@contextmanager
-def writing(out: object) -> Iterator[None]:
-    """Name the file that cannot be written in the block.
-
-    Raises:
-        RecollectError: it cannot be.
-    """
-    try:
-        yield
-    except OSError as problem:
-        raise RecollectError(
-            f"{out}: cannot be written ({problem.strerror}), expected a file in a writable folder."
-        ) from None

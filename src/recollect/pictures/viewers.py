@@ -17,9 +17,9 @@ import numpy as np
 
 from recollect.arguments import check_kind
 from recollect.byte_format import format_bytes
+from recollect.fields import writing
 from recollect.pictures.arena import Arena
 from recollect.pictures.curves import positions
-from recollect.pictures.style import writing
 from recollect.pictures.words import describe_profile
 from recollect.plans.text import label_paths
 from recollect.simulation.lifetimes import Lifetime

@@ -17,7 +17,7 @@ from typing import Any
 
 from recollect.byte_format import format_bytes
 from recollect.errors import PlanError, PlanFormatError
-from recollect.fields import Field, read_document, read_file, write_file
+from recollect.fields import Field, read_document, read_file, writing
 from recollect.notebooks import ShownInNotebooks
 from recollect.plans.action import OUTPUT_ACTIONS, Action, EngineChoice
 from recollect.plans.paths import compress_paths, expand_classes, expand_paths, is_plain
@@ -241,7 +241,8 @@ class Plan(ShownInNotebooks):
         Raises:
             PlanError: no file can be written there; the message says why.
         """
-        write_file(path, self.to_json().encode(), error=PlanError)
+        with writing(path, PlanError):
+            Path(path).write_text(self.to_json(), encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:

@@ -17,7 +17,7 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 from recollect.errors import ProfileFormatError
-from recollect.fields import Field, read_document, read_file, write_file
+from recollect.fields import Field, read_document, read_file, writing
 from recollect.notebooks import ShownInNotebooks
 from recollect.plans.paths import expand_classes
 from recollect.profile.events import StepLog, check_log
@@ -234,7 +234,8 @@ class Profile(ShownInNotebooks):
         data = self.to_json().encode()
         # The fixed time stamp makes equal profiles equal files.
         packed = gzip.compress(data, mtime=0) if str(path).endswith(".gz") else data
-        write_file(path, packed, error=ProfileFormatError)
+        with writing(path, ProfileFormatError):
+            Path(path).write_bytes(packed)
 
     @classmethod
     def load(cls, path: str | Path) -> Profile:

@@ -1,7 +1,5 @@
 """Record one training step of a model: its computation and saved tensors, its time, and its memory."""
 
-from __future__ import annotations
-
 import os
 import traceback
 from collections.abc import Callable, Iterable

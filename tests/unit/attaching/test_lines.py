@@ -70,3 +70,15 @@ def test_gradients_before_a_step_are_named() -> None:
     lines, report = lines_of([[{"x": X}]] * 3, keeps_gradients=True)
     assert lines == ["4 x 32 x 16", "4 x 32 x 16 (unlike step 0: gradients that are there before it)"]
     assert "4 x 32 x 16 (unlike step 0: gradients that are there before it), as in step 1: " in report
+
+
+def test_a_step_that_was_planned_again_says_why() -> None:
+    model = Residual()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with recollect.attach(model, optimizer, "1GiB", log=lambda _: None) as attached:
+        model(X).backward()
+        optimizer.step()
+        (planned,) = attached.planned
+    assert planned.line(1.0, ", with room for 1.0 MiB more,").endswith(
+        ", planned again for 4 x 32 x 16, with room for 1.0 MiB more, in 1.0 s"
+    )
