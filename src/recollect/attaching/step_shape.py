@@ -126,7 +126,7 @@ def _is_at_least(shape: tuple[int, ...], other: tuple[int, ...]) -> bool:
     return len(shape) == len(other) and all(mine >= theirs for mine, theirs in zip(shape, other, strict=True))
 
 
-# Numbers may count steps; the units and the allocator show what they change. What objects hold is not looked at.
+# Numbers may count steps; the units and the allocator show what they change. The contents of objects are not inspected.
 _PLAIN: Final = frozenset({bool, str, type(None)})
 _requires_grad = attrgetter("requires_grad")
 

@@ -49,13 +49,13 @@ _GETTERS = tuple(get for get, _ in _SWITCHES)
 
 @dataclass(slots=True, eq=False)
 class Settings:
-    """What the ops of a unit ran under."""
+    """The context that a unit's ops ran in."""
 
     values: tuple[Any, ...]
     """Of `_SWITCHES`, in order."""
     modes: tuple[Any, ...]
-    """The user's own dispatch modes around the unit, outermost first. What PyTorch's modes do (counting, fake tensors) does not
-    depend on whether an op runs for the first time."""
+    """The user's own dispatch modes around the unit, outermost first. PyTorch's modes (counting, fake tensors) act the
+    same on an op's first run and on later ones."""
 
     def has(self, values: tuple[Any, ...], modes: tuple[Any, ...]) -> bool:
         """Whether these are the same settings."""

@@ -118,7 +118,7 @@ class DeferredLogits(Tensor):
 
 
 def refusal(call: LossCall | None, what: str) -> ChunkedLossError:
-    """Return the error for what needs the logits themselves."""
+    """Return the error for an op that needs the logits themselves."""
     name, chunks = ("the model", "chunks") if call is None else (call.model_name, f"{call.num_chunks} chunks")
     return ChunkedLossError(
         f"cannot compute the loss of {name} in {chunks}: its code {what}, expected a cast, a product with or a quotient by a "

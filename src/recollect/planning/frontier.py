@@ -211,7 +211,7 @@ def _classics(profile: Profile) -> list[Plan]:
 
 
 class Prices(NamedTuple):
-    """What each would save, as a part of the step."""
+    """The saving from each, as a part of the step."""
 
     device_gib: float
     """One more GiB on the device."""

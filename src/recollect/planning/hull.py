@@ -101,7 +101,7 @@ class Stored(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One way to keep and recompute the values of one unit: what becomes of it."""
+    """One way to keep and recompute the values of one unit, with its costs."""
 
     stored: Stored
     """The values that are stored, by index; every saved value is among them or can be computed from them."""

@@ -63,7 +63,7 @@ class OpRecord:
 
 @dataclass(frozen=True, slots=True)
 class PartRecord:
-    """A value that is the same on all ranks of a group, of which each may hold a part."""
+    """A value that is the same on all ranks of a group, so that each may hold a part."""
 
     value: int
     """Its index."""

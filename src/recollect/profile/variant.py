@@ -24,8 +24,8 @@ class VariantRecord:
     forward_bytes: int
     """The most that forward needs above its inputs, with what it returns and keeps."""
     backward: tuple[tuple[int, int, int], ...]
-    """For each stretch of backward, the most bytes above its start, the change at its end, and the index of the value in `held`
-    that is let go there, -1 for none. Values in `held` are not in the changes."""
+    """For each stretch of backward, the most bytes above its start, the change at its end, and the index of the value
+    in `held` released there, -1 for none. Values in `held` are not in the changes."""
     step_s: float
     """Seconds of forward and backward."""
     is_default: bool = False

@@ -189,7 +189,7 @@ class Filled:
 
 
 Tracker: TypeAlias = TrackedValue | TrackedOther | Filled | Persistent
-"""What is attached to a storage."""
+"""The object attached to a storage."""
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from recollect.simulation.windows import Edge, EdgeTable, edges_for
 
 
 class Link(NamedTuple):
-    """What copies between a device and host memory take."""
+    """The cost of copies between a device and host memory."""
 
     to_host_bytes_per_s: float
     from_host_bytes_per_s: float

@@ -66,7 +66,7 @@ KEEP_ALL = ValueActions()
 
 @dataclass(frozen=True, slots=True)
 class CallActions:
-    """What happens to one call's values and output."""
+    """The actions for one call's values and output."""
 
     values: ValueActions = KEEP_ALL
     """Actions by index in the call's graph."""
@@ -78,7 +78,7 @@ class CallActions:
     """Which engine carries the plan out. Engines other than the tape play the call by their own schedule
     (`recollect.simulation.simulate`) and have no actions for single values."""
     trips: tuple[tuple[int, Trip], ...] = ()
-    """Of the offloaded values, by index, in order. What they are to `values`, is kept: stored, and for no shorter."""
+    """Of the offloaded values, by index, in order. In `values` they are kept: stored for as long."""
     variant: int = -1
     """Of a compiled call, the index in `UnitGraph.variants`; -1 for other engines."""
 

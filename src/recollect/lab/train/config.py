@@ -151,7 +151,7 @@ class RunFlags:
     run_dir: Annotated[Path | None, arg(aliases=("--save",))] = None
     """Folder for checkpoints, plan and metrics; none: a new folder under runs/, named by date and time."""
     resume: bool = False
-    """Resume from the newest checkpoint in the run folder; budget, recompute flags and steps may be others than before."""
+    """Resume from the newest checkpoint in the run folder; budget, recompute flags and steps may change."""
     load: Path | None = None
     """Resume from this run folder, which must be --run-dir; if it holds no run yet, start one."""
     checkpoint_every: Annotated[int, arg(aliases=("--save-interval",))] = 100

@@ -84,7 +84,7 @@ class PipelinePlans:
         """Within the block, the stages of this process run under their plans.
 
         Raises:
-            PlanError: these are plans of other stages, as of a file that was changed; in all processes.
+            PlanError: the plans belong to other stages, for example after a file was changed; in all processes.
         """
         with contextlib.ExitStack() as stack:
             session.processes.ranks.together(lambda: self._apply(session, stack), Place.START)
