@@ -174,7 +174,12 @@ MUTATIONS = (
         "unit-outputs-dropped",
         "one graph of a whole model computes again what units return",
         "engine",
-        (("node in held or self._is_kept(node) for node in self.needed", "self._is_kept(node) for node in self.needed"),),
+        (
+            (
+                "node in held or self._is_kept(node) for node in self.needed",
+                "self._is_kept(node) for node in self.needed",
+            ),
+        ),
     ),
     Mutation(
         "results-tagged-apart",
@@ -186,7 +191,7 @@ MUTATIONS = (
         "compiled-backward-twice",
         "the backward of a compiled unit may run a second time over what it has used up",
         "engine",
-        (("            if node is not None:\n                node.register_prehook(self._before_backward)", "            pass"),),
+        (("                node.register_prehook(self._before_backward)", "                pass"),),
     ),
     Mutation(
         "wrapped-unit-named",
