@@ -165,12 +165,6 @@ MUTATIONS = (
         (("        if is_seeds(node):\n            return True\n", ""),),
     ),
     Mutation(
-        "merged-late",
-        "of equal nodes of a compiled unit, the one that stays has a tag of its own",
-        "engine",
-        (("        merge_equal_nodes(joint)\n", ""),),
-    ),
-    Mutation(
         "unit-outputs-dropped",
         "one graph of a whole model computes again what units return",
         "engine",
