@@ -152,6 +152,18 @@ MUTATIONS = (
         ),
     ),
     Mutation(
+        "classes-not-written",
+        "a plan loses the classes of a Sequential's modules on the way through a file",
+        "plans",
+        (('{"class_names": dict(class_names)} if', "{} if"),),
+    ),
+    Mutation(
+        "empty-memory-shown",
+        "a printed plan names memory that another op fills",
+        "plans",
+        (("for name, place in places.items() if not is_empty(name)}", "for name, place in places.items()}"),),
+    ),
+    Mutation(
         "digest-without-outputs",
         "plans that differ in what becomes of outputs only pass for the same",
         "plans",

@@ -8,6 +8,18 @@ __all__ = ["MUTATIONS"]
 
 MUTATIONS = (
     Mutation(
+        "snapshot-too-new-for-the-viewer",
+        "a snapshot is pickled by a protocol that PyTorch's viewer does not read",
+        "pictures",
+        (("_PROTOCOL = 4", "_PROTOCOL = 5"),),
+    ),
+    Mutation(
+        "names-break-a-notebook",
+        "names stand in a notebook's table as the HTML that they may be",
+        "pictures",
+        (("else escape(str(cell)) for cell in cells", "else str(cell) for cell in cells"),),
+    ),
+    Mutation(
         "shapes-compared",
         "verify compares the shapes of gradients instead of their bits",
         "verification",

@@ -1,7 +1,5 @@
 """Notices a plan that was made for something else: for more or fewer layers, or on another PyTorch or device."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 
 import torch

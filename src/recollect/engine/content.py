@@ -6,8 +6,6 @@ all of it, on any device. `glance_at` takes a microsecond, so it looks only at w
 the CPU (biases, scales, buffers), and memory that is not PyTorch's own (NumPy's, a data loader's).
 """
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Sequence
 

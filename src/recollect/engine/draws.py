@@ -8,8 +8,6 @@ op that takes no generator has to use the shared one: its second run compares wh
 A module that runs twice as a whole draws the same numbers both times, also those of Python and NumPy.
 """
 
-from __future__ import annotations
-
 import _thread
 import ctypes
 import functools

@@ -5,8 +5,6 @@ were recorded, and with other bits. So the graph is broken around the modules th
 compiled are no concern of this: what is between them runs eagerly, as it was recorded.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Collection, Iterable
 from typing import Any
@@ -113,7 +111,8 @@ def look_for_compiler(forward: PlacedForward) -> None:
         return
     warn_user(
         f"recollect: torch.compile has no effect on {_compiled_of(forward)}, which a plan has run eagerly: with the "
-        "gradients of the model without torch.compile, and the predicted slowdown is against that one. Leave torch.compile "
+        "gradients of the model without torch.compile, and the predicted slowdown is against that one. Have layers stay "
+        "compiled, and keep what the plan keeps: recollect.fit(..., engine='compile'), or attach. Or leave torch.compile "
         "out; or compile modules inside the units, before the plan is made, and these stay compiled; or leave the plan out, "
         "and set torch._functorch.config.activation_memory_budget.",
         ConfigWarning,

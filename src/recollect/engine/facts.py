@@ -4,8 +4,6 @@ Facts come from the op's schema and tags where those tell the truth; the tables 
 dispatch mode of the library has in common that may be active while the user's model trains.
 """
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass
 from typing import Any, Literal

@@ -3,8 +3,6 @@
 All of the forward runs, not its ops one by one: kernels that PyTorch does not see may write to what ops made.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -84,19 +82,17 @@ class FunctionCall:
     """The recipe of all that one call of a Function made.
 
     Its results are the outputs, in order, and then the saved tensors, in order.
-
-    Attributes:
-        layouts: of the results in forward; None for those that the recipe is not for.
-        draws: the random numbers of the forward; None if it drew none.
-        agreement: of all ranks that have parts of its parameters to run it again; None if there is none.
     """
 
     function: Any
     arguments: FunctionArguments
     layouts: Sequence[Layout | None]
+    """Of the results in forward; None for those that the recipe is not for."""
     draws: RegionDraws | None
+    """The random numbers of the forward; None if it drew none."""
     autocast: Autocast
     agreement: Agreement | None = None
+    """Of all ranks that have parts of its parameters to run it again; None if there is none."""
 
     @property
     def state_bytes(self) -> int:

@@ -3,8 +3,6 @@
 What may run again, and how that is found out, is in `function_run.py`; how it runs again, in `function_call.py`.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

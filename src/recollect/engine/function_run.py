@@ -14,8 +14,6 @@ A Function's forward can call kernels that PyTorch does not see, so it is taken 
 Otherwise what it makes is kept.
 """
 
-from __future__ import annotations
-
 import types
 import weakref
 from enum import Enum

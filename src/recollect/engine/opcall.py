@@ -49,16 +49,13 @@ _GETTERS = tuple(get for get, _ in _SWITCHES)
 
 @dataclass(slots=True, eq=False)
 class Settings:
-    """What the ops of a unit ran under.
-
-    Attributes:
-        values: of `_SWITCHES`, in order.
-        modes: the user's own dispatch modes around the unit, outermost first. What PyTorch's modes do (counting, fake tensors)
-            does not depend on whether an op runs for the first time.
-    """
+    """What the ops of a unit ran under."""
 
     values: tuple[Any, ...]
+    """Of `_SWITCHES`, in order."""
     modes: tuple[Any, ...]
+    """The user's own dispatch modes around the unit, outermost first. What PyTorch's modes do (counting, fake tensors) does not
+    depend on whether an op runs for the first time."""
 
     def has(self, values: tuple[Any, ...], modes: tuple[Any, ...]) -> bool:
         """Whether these are the same settings."""

@@ -6,8 +6,6 @@ One carries out a plan; the leanest one needs to know nothing of the model, or f
 (`tape.py`) starts the calls of units; each call (`tape_mode.py`) reads it while it runs.
 """
 
-from __future__ import annotations
-
 import threading
 import weakref
 from collections import Counter

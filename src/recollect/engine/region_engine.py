@@ -16,8 +16,6 @@ NOTE [ What the second run sees ]
 4. Left to whoever put it there: parameters of FSDP2, of ZeRO-3, and of `DistributedDataParallel` in mixed precision.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import copy_context

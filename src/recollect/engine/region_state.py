@@ -9,8 +9,6 @@ saves; an op that is about to write to it has it copied first; and a write that 
 (`content.py`).
 """
 
-from __future__ import annotations
-
 import copy
 import random
 from collections import deque

@@ -56,17 +56,14 @@ class SwitchedOff(Enum):
 
 
 class Hook(NamedTuple):
-    """Something of PyTorch's that is not public, or whose exact behaviour is not.
-
-    Attributes:
-        name: what it does.
-        holds: whether it still does; it may as well raise an error.
-        without: what is switched off without it.
-    """
+    """Something of PyTorch's that is not public, or whose exact behaviour is not."""
 
     name: str
+    """What it does."""
     holds: Callable[[], bool]
+    """Whether it still does; it may as well raise an error."""
     without: SwitchedOff
+    """What is switched off without it."""
 
 
 @functools.cache

@@ -5,8 +5,6 @@ first to ask for a value computes it on its own stream, and the next may ask on 
 made from what forward had on another stream, where memory is reused as soon as nothing holds it.
 """
 
-from __future__ import annotations
-
 import torch
 
 from recollect._torch_private import current_raw_stream, disable_torch_dispatch, is_fake_tensor

@@ -1,7 +1,5 @@
 """Takes wrapper tensor subclasses (DTensor and its kin) apart for the tape, and puts them together again."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

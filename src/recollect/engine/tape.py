@@ -30,8 +30,6 @@ NOTE [ Rules of the tape ]
     a write that the tape sees waits until it has been. When it leaves and comes back, depends on units alone.
 """
 
-from __future__ import annotations
-
 import threading
 import weakref
 from collections.abc import Iterator

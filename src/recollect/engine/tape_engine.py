@@ -3,8 +3,6 @@
 `ENGINES` lists all engines: each carries out the plans of the units that name it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final, TypeAlias
 

@@ -3,8 +3,6 @@
 It follows the rules in `engine/tape.py`.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable
 from typing import Any

@@ -5,8 +5,6 @@ lives and dies with the bytes, so a reused address can never be mistaken for an 
 unknown to the tape, and anything unknown is kept.
 """
 
-from __future__ import annotations
-
 import math
 import weakref
 from collections.abc import Sequence

@@ -13,6 +13,7 @@ from recollect.attaching.attached import Attached, OnLarger
 from recollect.errors import ConfigError
 from recollect.fitting import DEFAULT_BUDGET
 from recollect.ranks.members import Presence
+from recollect.recording.variants import RecordedEngine
 
 
 class BudgetCallback:
@@ -46,11 +47,24 @@ class BudgetCallback:
         self._logged.append(numbers)
         return numbers
 
-    def _attach(self, wrapped: nn.Module, optimizer: Any, model: nn.Module, log: Callable[[str], object]) -> Attached:
+    def _attach(
+        self,
+        wrapped: nn.Module,
+        optimizer: Any,
+        model: nn.Module,
+        log: Callable[[str], object],
+        engine: RecordedEngine = "tape",
+    ) -> Attached:
         """Attach to what a trainer calls, and switch the model's cache off."""
-        units = in_wrapper(self.units, wrapped, model)
         attached = attach(
-            wrapped, optimizer, self.budget, on_larger=self.on_larger, units=units, measure=self.measure, log=log
+            wrapped,
+            optimizer,
+            self.budget,
+            on_larger=self.on_larger,
+            units=in_wrapper(self.units, wrapped, model),
+            engine=engine,
+            measure=self.measure,
+            log=log,
         )
         attached.remove_too(CacheOff(model))
         return attached

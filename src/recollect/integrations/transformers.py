@@ -4,7 +4,8 @@
 |---|---|
 | `gradient_checkpointing`, in later versions `activation_checkpointing` | refused: the plan decides what is recomputed |
 | `activation_offloading` (TRL) | refused, for the same reason |
-| `torch_compile` | has no effect while training under the plan, which a warning says |
+| `torch_compile` (Inductor, one process) | layers run compiled, and keep what the plan keeps; see `attach(engine="compile")` |
+| `torch_compile` otherwise | has no effect while training under the plan, which a warning says |
 | `deepspeed` | ZeRO 0 to 3, one process or several; see `recollect.integrations.deepspeed` |
 | several processes: DDP, FSDP2 (`fsdp_version: 2`) | one plan for all; see `recollect.attach` |
 | FSDP1, FSDP2 with `cpu_offload`, tensor or context parallelism, several GPUs in one process | not yet |
@@ -30,6 +31,7 @@ from recollect.fitting import DEFAULT_BUDGET
 from recollect.integrations import trainers
 from recollect.integrations.deepspeed.engine import AttachedEngine, check_before
 from recollect.integrations.deepspeed.section import BudgetSection
+from recollect.recording.variants import RecordedEngine
 
 with needed("transformers", by="recollect.integrations.transformers"):
     import transformers
@@ -159,7 +161,7 @@ class MemoryBudget(trainers.BudgetCallback, TrainerCallback):
             self.attached = AttachedEngine(wrapped, self._section(args), log)
             self.attached.remove_too(trainers.CacheOff(model))
         else:
-            self.attached = self._attach(wrapped, optimizer, model, log)
+            self.attached = self._attach(wrapped, optimizer, model, log, engine_of(args))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Log the numbers of a new plan, or of a higher measured peak, as the trainer logs its loss."""
@@ -184,6 +186,13 @@ class MemoryBudget(trainers.BudgetCallback, TrainerCallback):
         on_larger: OnLarger | None = None if self.on_larger == "replan" else self.on_larger
         section = BudgetSection.of(args.hf_deepspeed_config.config).with_arguments(budget, on_larger, self.units)
         return dataclasses.replace(section, measure=section.measure or self.measure)
+
+
+def engine_of(args: Any) -> RecordedEngine:
+    """Return the engine for a trainer's layers: compiled ones stay so, where compiled units can be planned."""
+    has_graphs = args.torch_compile_mode in ("reduce-overhead", "max-autotune")
+    is_planned = args.torch_compile and args.torch_compile_backend == "inductor" and not has_graphs
+    return "compile" if is_planned and args.world_size == 1 else "tape"
 
 
 def _wrapped(trainer: Any, args: Any, model: Any) -> Any:

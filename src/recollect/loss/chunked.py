@@ -17,8 +17,6 @@ NOTE [ Rounding ]
    with each chunk.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal

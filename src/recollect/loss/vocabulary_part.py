@@ -5,8 +5,6 @@ largest logit, the sum of exponentials, the label's logit; a fourth with label s
 together in the order of the ranks, so that all have the same bits.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """Trace what a device's allocator does in each part of a piece of work, every allocation and free by its address."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager

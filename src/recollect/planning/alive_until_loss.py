@@ -4,8 +4,6 @@ The model's own code holds these values, so keeping them costs memory in backwar
 sizes: the bytes it keeps, and the bytes it keeps besides these values.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from itertools import combinations
 

@@ -6,8 +6,6 @@ left (or doubles, while every size fits), in case the peaks bend. An answer is a
 not, recorded too.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -33,8 +33,6 @@ References:
     J. E. Kelley, "The cutting-plane method for solving convex programs", Journal of the SIAM 8(4), 1960.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Protocol
@@ -69,20 +67,17 @@ _MOST_STEPS = 1e3
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AwayLimits:
-    """Limits on the bytes in host memory, which are not on the device, at moments of a step.
-
-    Attributes:
-        moments: the moment of each limit.
-        nbytes: the limit for a plan that adds nothing to the step.
-        per_recompute, per_wait: bytes more for each second in which ops run again, and for each that is added besides.
-        most_wait_s: more seconds than any plan adds besides.
-    """
+    """Limits on the bytes in host memory, which are not on the device, at moments of a step."""
 
     moments: NDArray[np.int64]
+    """The moment of each limit."""
     nbytes: NDArray[np.float64]
+    """The limit for a plan that adds nothing to the step."""
     per_recompute: NDArray[np.float64]
     per_wait: NDArray[np.float64]
+    """Bytes more for each second in which ops run again, and for each that is added besides."""
     most_wait_s: float
+    """More seconds than any plan adds besides."""
 
 
 def away_limits(profile: Profile, found: CheckpointTimes, link: Link, host_bytes: int) -> AwayLimits:

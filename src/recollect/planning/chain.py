@@ -18,8 +18,6 @@ Limitation: the model assumes that the peak of a window depends only on its own 
 that fails (dropped outputs), corrections make up for it, and the best simulated plan counts, whatever the model says.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate

@@ -49,30 +49,24 @@ _NEVER: Final = np.iinfo(np.int64).max
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepChoice:
-    """Which ops of a step run again, and when.
-
-    Attributes:
-        runs_until: for each op (columns as in `CheckpointTimes`), it runs again after the stages before this one; 0: never.
-        recompute_s: seconds of the ops that run again, and of the tape in forward.
-        kept_bytes: for each moment, what is in memory beside what every plan has.
-    """
+    """Which ops of a step run again, and when."""
 
     runs_until: NDArray[np.int64]
+    """For each op (columns as in `CheckpointTimes`), it runs again after the stages before this one; 0: never."""
     recompute_s: float
+    """Seconds of the ops that run again, and of the tape in forward."""
     kept_bytes: NDArray[np.int64]
+    """For each moment, what is in memory beside what every plan has."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepCut:
-    """The cheapest choice at some prices.
-
-    Attributes:
-        cost_s: recompute plus price times kept bytes, summed over the times. No plan has less: a proven bound.
-        choice: a choice that costs as much.
-    """
+    """The cheapest choice at some prices."""
 
     cost_s: float
+    """Recompute plus price times kept bytes, summed over the times. No plan has less: a proven bound."""
     choice: StepChoice
+    """A choice that costs as much."""
 
 
 class CheapestStep:

@@ -10,8 +10,6 @@ And there are values that backward will still ask for: at the moment each of the
 compute it from what is in memory.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -27,32 +25,29 @@ from recollect.simulation.windows import windows
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CheckpointTimes:
-    """CheckpointTimes of a step in order, and the values of all calls as columns: call c's start at `first_value[c]`.
-
-    Attributes:
-        events: position in the log of each moment; what is said of it holds after that event.
-        stages: how often backward has asked for a value by then. Nothing runs again between moments of the same stage.
-        fixed_bytes: what every plan has alive then.
-        needed: (moment, value): backward still asks for the value.
-        can_cost: (moment, value): the value has been made, and a plan can be without it. Its bytes are not fixed ones. Of
-            values that are written one over the other it is the last that backward still asks for, or else the last.
-        first_value: column of each call's first value, and the number of columns.
-        first_op: likewise for ops.
-        first_use: for each value, the stage that begins when backward first asks for it; one more than all if it never does.
-        reads: (op, value): the op read the value, computed by an op of any call and alive in the recorded step.
-        writes: (op, value): the op wrote over the value.
-    """
+    """Moments of a step in order, and the values of all calls as columns: call c's start at `first_value[c]`."""
 
     events: NDArray[np.int64]
+    """Position in the log of each moment; what is said of it holds after that event."""
     stages: NDArray[np.int64]
+    """How often backward has asked for a value by then. Nothing runs again between moments of the same stage."""
     fixed_bytes: NDArray[np.int64]
+    """What every plan has alive then."""
     needed: NDArray[np.bool_]
+    """(moment, value): backward still asks for the value."""
     can_cost: NDArray[np.bool_]
+    """(moment, value): the value has been made, and a plan can be without it. Its bytes are not fixed ones. Of values that are
+    written one over the other it is the last that backward still asks for, or else the last."""
     first_value: tuple[int, ...]
+    """Column of each call's first value, and the number of columns."""
     first_op: tuple[int, ...]
+    """Likewise for ops."""
     first_use: NDArray[np.int64]
+    """For each value, the stage that begins when backward first asks for it; one more than all if it never does."""
     reads: NDArray[np.int64]
+    """(op, value): the op read the value, computed by an op of any call and alive in the recorded step."""
     writes: NDArray[np.int64]
+    """(op, value): the op wrote over the value."""
 
 
 def checkpoint_times(profile: Profile, events: Iterable[int] | None = None) -> CheckpointTimes:

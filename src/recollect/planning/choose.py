@@ -8,8 +8,6 @@
    the memory at that peak.
 """
 
-from __future__ import annotations
-
 import gc
 import math
 import re

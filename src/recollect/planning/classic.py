@@ -15,8 +15,6 @@ References:
     square root. https://arxiv.org/abs/1604.06174
 """
 
-from __future__ import annotations
-
 import difflib
 import math
 from typing import Literal

@@ -4,8 +4,6 @@ What each layer keeps and recomputes, in bytes, ops and seconds, by name, is rea
 (`simulation/lifetimes.py`), so the layers add up to the plan's predictions.
 """
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_left
 from collections import Counter, defaultdict
@@ -167,17 +165,14 @@ def _names(graph: UnitGraph) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class LayerGroup:
-    """Layers that keep and recompute the same values.
-
-    Attributes:
-        paths: their module paths, shortened: ("decoder.layers.0-7",).
-        num_layers: number of layers; a unit that runs twice counts twice.
-        layer: what one of them keeps and recomputes.
-    """
+    """Layers that keep and recompute the same values."""
 
     paths: tuple[str, ...]
+    """Their module paths, shortened: ("decoder.layers.0-7",)."""
     num_layers: int
+    """Number of layers; a unit that runs twice counts twice."""
     layer: LayerUsage
+    """What one of them keeps and recomputes."""
 
     @property
     def kept(self) -> dict[str, int]:
@@ -195,47 +190,41 @@ class LayerGroup:
 
 @dataclass(frozen=True, slots=True)
 class Explained:
-    """One plan, layer by layer.
-
-    Attributes:
-        plan: the plan.
-        simulation: its peak, what is alive when backward begins, and its recompute.
-        groups: groups of layers, in forward order of the first layer.
-        outside_bytes: the part of `simulation.kept_bytes` made outside of all units, such as the loss and its logits.
-        wait_s: of the whole step, for copies, where the profile knows the link to the host.
-        slowdown: the seconds of recompute and `wait_s`, divided by those of forward and backward without recompute.
-        tenants: what fills the peak, with amounts, the largest first.
-    """
+    """One plan, layer by layer."""
 
     plan: Plan
+    """The plan."""
     simulation: Simulation
+    """Its peak, what is alive when backward begins, and its recompute."""
     groups: tuple[LayerGroup, ...]
+    """Groups of layers, in forward order of the first layer."""
     outside_bytes: int
+    """The part of `simulation.kept_bytes` made outside of all units, such as the loss and its logits."""
     wait_s: float
+    """Of the whole step, for copies, where the profile knows the link to the host."""
     slowdown: float
+    """The seconds of recompute and `wait_s`, divided by those of forward and backward without recompute."""
     tenants: tuple[str, ...]
+    """What fills the peak, with amounts, the largest first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """A plan, the planner's plan for the same peak, and the bound on all plans.
-
-    Attributes:
-        plain: the step that keeps everything.
-        given: the plan to explain.
-        budget: the planner's plan for the peak of `given`, and its host memory; None if it finds none, and `problem` says why.
-        bound_slowdown: lower bound on the slowdown of any plan within these; None if unknown.
-        step_s: seconds of forward and backward without recompute.
-        persistent: bytes that live through the whole step, by kind.
-    """
+    """A plan, the planner's plan for the same peak, and the bound on all plans."""
 
     plain: Explained
+    """The step that keeps everything."""
     given: Explained
+    """The plan to explain."""
     budget: Explained | None
+    """The planner's plan for the peak of `given`, and its host memory; None if it finds none, and `problem` says why."""
     problem: str
     bound_slowdown: float | None
+    """Lower bound on the slowdown of any plan within these; None if unknown."""
     step_s: float
+    """Seconds of forward and backward without recompute."""
     persistent: Mapping[str, int]
+    """Bytes that live through the whole step, by kind."""
 
     def to_data(self) -> dict[str, Any]:
         """Return everything as plain data for JSON: bytes, seconds, counts."""

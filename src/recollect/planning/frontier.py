@@ -3,8 +3,6 @@
 Say what more memory, or a faster link, would be worth.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterable
@@ -213,17 +211,14 @@ def _classics(profile: Profile) -> list[Plan]:
 
 
 class Prices(NamedTuple):
-    """What each would save, as a part of the step.
-
-    Attributes:
-        device_gib: one more GiB on the device.
-        host_gib: one more GiB of host memory.
-        link_gb_per_s: one more GB/s in each direction.
-    """
+    """What each would save, as a part of the step."""
 
     device_gib: float
+    """One more GiB on the device."""
     host_gib: float
+    """One more GiB of host memory."""
     link_gb_per_s: float
+    """One more GB/s in each direction."""
 
     def __str__(self) -> str:
         device, host, link = (f"{100 * price:.2f} %" for price in self)

@@ -52,10 +52,6 @@ _FEWEST_CUTS = 24
 class Stored(NamedTuple):
     """The stored values of a unit, as one set of values for each way to store one; values in no set are not stored.
 
-    Attributes:
-        whole: values that are kept in memory.
-        parts: values of which this rank keeps its part only.
-
     Example:
         >>> stored = Stored.whole_values([1, 2]).toggled_part(3)
         >>> sorted(stored.values), stored.toggled(2) == Stored(frozenset([1]), frozenset([3]))
@@ -63,7 +59,9 @@ class Stored(NamedTuple):
     """
 
     whole: frozenset[int] = frozenset()
+    """Values that are kept in memory."""
     parts: frozenset[int] = frozenset()
+    """Values of which this rank keeps its part only."""
 
     @classmethod
     def whole_values(cls, values: Iterable[int]) -> Stored:
@@ -103,25 +101,22 @@ class Stored(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One way to keep and recompute the values of one unit: what becomes of it.
-
-    Attributes:
-        stored: the values that are stored, by index; every saved value is among them or can be computed from them.
-        recompute_ops: indices of the ops that run again in backward.
-        kept_bytes: bytes of what is stored, including the unit's output if kept, and of generator states to rerun random ops.
-        recompute_s: seconds of `recompute_ops` and to gather parts, plus the overhead of the tape in forward for their modules.
-        output: action of the unit's output.
-        engine: what carries it out.
-        variant: of a compiled unit, the index in `UnitGraph.variants`; -1 on other engines.
-    """
+    """One way to keep and recompute the values of one unit: what becomes of it."""
 
     stored: Stored
+    """The values that are stored, by index; every saved value is among them or can be computed from them."""
     recompute_ops: frozenset[int]
+    """Indices of the ops that run again in backward."""
     kept_bytes: int
+    """Bytes of what is stored, including the unit's output if kept, and of generator states to rerun random ops."""
     recompute_s: float
+    """Seconds of `recompute_ops` and to gather parts, plus the overhead of the tape in forward for their modules."""
     output: Action = Action.KEEP
+    """Action of the unit's output."""
     engine: EngineChoice = EngineChoice.TAPE
+    """What carries it out."""
     variant: int = -1
+    """Of a compiled unit, the index in `UnitGraph.variants`; -1 on other engines."""
 
     @property
     def key(self) -> tuple[Stored, Action, EngineChoice, int]:

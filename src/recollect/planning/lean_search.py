@@ -17,8 +17,6 @@ Several windows are near the peak at once, and lowering one may raise another. S
 all windows, the logarithm of a sum of exponentials.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 

@@ -3,8 +3,6 @@
 Times play no part here, so that the least peak does not depend on them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from functools import cache, cached_property
 

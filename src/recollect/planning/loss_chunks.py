@@ -5,8 +5,6 @@ the logits are at the peak. Recording takes about as long as a few steps, so the
 the search stops once more chunks neither fit better nor run faster: at most four recordings.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, Protocol, TypeVar

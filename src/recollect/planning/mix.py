@@ -40,17 +40,14 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Windows that have to fit.
-
-    Attributes:
-        unit: of each window, the number of the unit that it belongs to.
-        counts: (window, unit): how many calls are alive.
-        own_bytes: of each window, what it holds besides, by option of its unit.
-    """
+    """Windows that have to fit."""
 
     unit: NDArray[np.int64]
+    """Of each window, the number of the unit that it belongs to."""
     counts: NDArray[np.float64]
+    """(window, unit): how many calls are alive."""
     own_bytes: Sequence[NDArray[np.int64]]
+    """Of each window, what it holds besides, by option of its unit."""
 
     def fullest(self) -> Limits:
         """Return the windows of each unit that none other of it has as much or more of everything than."""

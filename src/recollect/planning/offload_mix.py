@@ -17,8 +17,6 @@ What goes out in a window has left by its end, and what comes back in it takes u
 comes after the last unit's forward, but its memory counts as that of the unit, and its time as that of the unit's backward.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -43,19 +41,16 @@ _COPY_PRICE = 1e-3
 
 @dataclass(frozen=True, slots=True)
 class OffloadUnit:
-    """A unit with its options, from the leanest.
-
-    Attributes:
-        forward, backward: what each option needs in the unit's windows of one phase.
-        leaving_bytes: for each option, the part of what it stores that can be offloaded.
-        forward_s, backward_s: of its windows, without recompute.
-    """
+    """A unit with its options, from the leanest."""
 
     forward: Stage
     backward: Stage
+    """What each option needs in the unit's windows of one phase."""
     leaving_bytes: NDArray[np.int64]
+    """For each option, the part of what it stores that can be offloaded."""
     forward_s: float
     backward_s: float
+    """Of its windows, without recompute."""
 
 
 def offload_mix(
@@ -163,17 +158,14 @@ class _Program:
 
 @dataclass(frozen=True, slots=True)
 class OffloadUnits:
-    """The units of a step, in forward order.
-
-    Attributes:
-        table: their options.
-        rows: the row of each.
-        units: what the linear program knows of each.
-    """
+    """The units of a step, in forward order."""
 
     table: OptionTable
+    """Their options."""
     rows: tuple[int, ...]
+    """The row of each."""
     units: tuple[OffloadUnit, ...]
+    """What the linear program knows of each."""
 
     def plan(self, link: Link, budget_bytes: int, host_bytes: int) -> Plan | None:
         """Return a plan with the option of each unit that has the largest share, and no trips; None if nothing fits."""

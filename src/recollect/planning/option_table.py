@@ -3,8 +3,6 @@
 A choice with its exact cost is a candidate. Solvers find candidates; the best becomes the plan.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -32,21 +30,18 @@ class OptionsOf(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class UnitRow:
-    """The options of one unit, which all calls of its path share.
-
-    Attributes:
-        path: module path of the unit.
-        calls: indices in `Profile.calls`; several if the model runs the module several times.
-        graph: index in `Profile.graphs` of the call that saves most.
-        options: from the leanest to the fattest.
-        num_runs: seconds of all calls, in those of one run of that graph.
-    """
+    """The options of one unit, which all calls of its path share."""
 
     path: str
+    """Module path of the unit."""
     calls: tuple[int, ...]
+    """Indices in `Profile.calls`; several if the model runs the module several times."""
     graph: int
+    """Index in `Profile.graphs` of the call that saves most."""
     options: tuple[Option, ...]
+    """From the leanest to the fattest."""
     num_runs: float = 1.0
+    """Seconds of all calls, in those of one run of that graph."""
 
     @property
     def outputs(self) -> tuple[Action, ...]:
@@ -273,17 +268,14 @@ def working_bytes(profile: Profile, options_of: OptionsOf) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One option for each row of a table, and the cost of the step with them.
-
-    Attributes:
-        table: all options.
-        choice: the chosen option of each row.
-        cost: exact peaks and recompute time.
-    """
+    """One option for each row of a table, and the cost of the step with them."""
 
     table: OptionTable
+    """All options."""
     choice: Choice
+    """The chosen option of each row."""
     cost: Peaks
+    """Exact peaks and recompute time."""
 
     @property
     def peak_bytes(self) -> int:

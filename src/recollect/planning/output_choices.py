@@ -6,8 +6,6 @@ segment. Early segments can therefore be long, while little is kept, and the las
 stride the last segment is as long as the first, and the peak is higher than necessary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 

@@ -10,8 +10,6 @@ Planned for a part of the link's rate, a plan holds its time on a link that is s
 recompute.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -4,8 +4,6 @@ Copies out go in the order in which values are made, so values of early layers g
 back end just when something asks for the value, or when the next one has to begin.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence

@@ -21,8 +21,6 @@ number of its own. A storage "dies" when nothing but the tape refers to it any m
 | `(PHASE, phase)` | forward, backward or the optimizer step begins |
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain

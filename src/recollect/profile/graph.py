@@ -10,8 +10,6 @@
 Limitations: a unit's graph is one recorded forward. Control flow that depends on data is recorded as it went.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -22,81 +20,62 @@ from recollect.profile.variant import VariantRecord
 
 @dataclass(frozen=True, slots=True)
 class ValueRecord:
-    """One tensor of a unit's forward.
-
-    Attributes:
-        name: stable within the unit, such as "mlp.up_proj.mm".
-        nbytes: size of its storage in bytes.
-        producer: index of the op that computes it; None for an input of the unit or another leaf, which costs nothing.
-        must_keep: running its op again would not reproduce it (random numbers, routing indices, collectives).
-        saved: autograd saved it in the step without recompute.
-        is_output: the unit returns it.
-        mutated_later: an op writes to its storage later, so holding the storage does not preserve the value.
-        saved_elements: of what autograd saved of it, which may be less than all: numbers in the largest tensor; 0 if unknown.
-        stays: the tape does not see who fills it, so that it cannot be stored anywhere else either.
-    """
+    """One tensor of a unit's forward."""
 
     name: str
+    """Stable within the unit, such as "mlp.up_proj.mm"."""
     nbytes: int
+    """Size of its storage in bytes."""
     producer: int | None
+    """Index of the op that computes it; None for an input of the unit or another leaf, which costs nothing."""
     must_keep: bool = False
+    """Running its op again would not reproduce it (random numbers, routing indices, collectives)."""
     saved: bool = False
+    """Autograd saved it in the step without recompute."""
     is_output: bool = False
+    """The unit returns it."""
     mutated_later: bool = False
+    """An op writes to its storage later, so holding the storage does not preserve the value."""
     saved_elements: int = 0
+    """Of what autograd saved of it, which may be less than all: numbers in the largest tensor; 0 if unknown."""
     stays: bool = False
+    """The tape does not see who fills it, so that it cannot be stored anywhere else either."""
 
 
 @dataclass(frozen=True, slots=True)
 class OpRecord:
-    """One op of a unit's forward.
-
-    Attributes:
-        name: stem of the names of its results.
-        inputs, outputs: indices of the values that it reads and computes.
-        time_s: seconds that one more run takes, the tape's Python overhead included.
-        mutates: it writes its only output into the storage of its first input.
-        working_bytes: peak growth while it runs, its results included; 0 if only the results count.
-        state_bytes: for a random op, bytes of the generator state that must be held to run it again.
-    """
+    """One op of a unit's forward."""
 
     name: str
+    """Stem of the names of its results."""
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
+    """Indices of the values that it reads and computes."""
     time_s: float
+    """Seconds that one more run takes, the tape's Python overhead included."""
     mutates: bool = False
+    """It writes its only output into the storage of its first input."""
     state_bytes: int = 0
+    """For a random op, bytes of the generator state that must be held to run it again."""
     working_bytes: int = 0
+    """Peak growth while it runs, its results included; 0 if only the results count."""
 
 
 @dataclass(frozen=True, slots=True)
 class PartRecord:
-    """A value that is the same on all ranks of a group, of which each may hold a part.
-
-    Attributes:
-        value: its index.
-        nbytes: of this rank's part.
-        gather_s: seconds until the whole value is there again.
-    """
+    """A value that is the same on all ranks of a group, of which each may hold a part."""
 
     value: int
+    """Its index."""
     nbytes: int
+    """Of this rank's part."""
     gather_s: float
+    """Seconds until the whole value is there again."""
 
 
 @dataclass(frozen=True, slots=True)
 class UnitGraph:
     """The values and ops of one unit, ops in the order in which forward ran them.
-
-    Attributes:
-        tape_s: overhead of the tape in forward, whatever is dropped; a unit has to be on the tape to drop anything.
-        module_tape_s: (module path, seconds): extra overhead in forward if any value that the module computes is dropped,
-            since the tape then has to see all of the module's ops.
-        buffer_bytes: bytes of the module's buffers that are copied in forward if the module is to be re-run as a whole.
-        parts: of the values that were the same on all ranks, those that can be held as parts.
-        variants: what the unit takes inside `torch.compile`, one for each set of values to keep, PyTorch's own choice first;
-            empty if it is not to be compiled.
-        eager_s: seconds of forward and backward outside the compiler, beside those of the variants; 0 without variants.
 
     Raises:
         ValueError: an index out of range, a producer that does not list its value, an op that reads a value computed
@@ -114,11 +93,19 @@ class UnitGraph:
     values: tuple[ValueRecord, ...]
     ops: tuple[OpRecord, ...]
     tape_s: float = 0.0
+    """Overhead of the tape in forward, whatever is dropped; a unit has to be on the tape to drop anything."""
     module_tape_s: tuple[tuple[str, float], ...] = ()
+    """(module path, seconds): extra overhead in forward if any value that the module computes is dropped, since the tape then
+    has to see all of the module's ops."""
     buffer_bytes: int = 0
+    """Bytes of the module's buffers that are copied in forward if the module is to be re-run as a whole."""
     parts: tuple[PartRecord, ...] = ()
+    """Of the values that were the same on all ranks, those that can be held as parts."""
     variants: tuple[VariantRecord, ...] = ()
+    """What the unit takes inside `torch.compile`, one for each set of values to keep, PyTorch's own choice first; empty if it
+    is not to be compiled."""
     eager_s: float = 0.0
+    """Seconds of forward and backward outside the compiler, beside those of the variants; 0 without variants."""
 
     def __post_init__(self) -> None:
         times = ("tape_s", self.tape_s), ("eager_s", self.eager_s)
@@ -211,27 +198,25 @@ class UnitGraph:
 class UnitCall:
     """One run of a unit in the step.
 
-    Attributes:
-        path: module path of the unit; calls with one path (a shared module) share a decision.
-        graph: index in `Profile.graphs`.
-        repeated: the unit is one of the model's repeated layers (not embedding, norm, head or loss).
-        chained: the next call in `Profile.calls` reads the unit's output, so that the output may be dropped and recomputed
-            from an earlier unit's input.
-        origins: for each value that another call computed: (value, index of that call, index of the value there).
-        outside: for each value computed between units: (value, number of its storage in the log).
-        num_runs: the number of equal runs of the real step that this one stands for; see `recollect.profile.repeated_steps`.
-
     Raises:
         ValueError: fewer than one run.
     """
 
     path: str
+    """Module path of the unit; calls with one path (a shared module) share a decision."""
     graph: int
+    """Index in `Profile.graphs`."""
     repeated: bool = False
+    """The unit is one of the model's repeated layers (not embedding, norm, head or loss)."""
     chained: bool = False
+    """The next call in `Profile.calls` reads the unit's output, so that the output may be dropped and recomputed from an
+    earlier unit's input."""
     origins: tuple[tuple[int, int, int], ...] = ()
+    """For each value that another call computed: (value, index of that call, index of the value there)."""
     outside: tuple[tuple[int, int], ...] = ()
+    """For each value computed between units: (value, number of its storage in the log)."""
     num_runs: int = 1
+    """The number of equal runs of the real step that this one stands for; see `recollect.profile.repeated_steps`."""
 
     def __post_init__(self) -> None:
         if self.num_runs < 1:

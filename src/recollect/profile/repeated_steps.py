@@ -9,8 +9,6 @@ units computed. If the model's own code holds a unit's output into the next micr
 with the output is up to the plan: then the last two are stored.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 

@@ -1,7 +1,5 @@
 """Splits a step where nothing waits for backward, and describes what each stretch does, so that equal ones compare equal."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial

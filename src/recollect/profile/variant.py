@@ -1,7 +1,5 @@
 """What a unit takes inside `torch.compile` when it keeps a given set of values."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 
@@ -13,29 +11,27 @@ class VariantRecord:
     Measured, or estimated, between a source and a sink: the unit's inputs are there before, and the gradient of what it
     returns comes from outside.
 
-    Attributes:
-        kept: indices of the unit's values that are in memory between forward and backward, what an op of the unit computes.
-        held: indices of the inputs and outputs that it keeps as well. Others may hold them too, so they count once.
-        own_bytes: everything else that is alive between forward and backward: what is kept, random states, unnamed values.
-        forward_bytes: the most that forward needs above its inputs, with what it returns and keeps.
-        backward: for each stretch of backward, the most bytes above its start, the change at its end, and the index of the
-            value in `held` that is let go there, -1 for none. Values in `held` are not in the changes.
-        step_s: seconds of forward and backward.
-        is_default: it keeps what PyTorch chooses without a plan.
-        is_estimated: nothing ran; bytes and seconds are from a model of the compiled code.
-
     Raises:
         ValueError: a negative number of bytes, or seconds that are negative or not finite.
     """
 
     kept: tuple[int, ...]
+    """Indices of the unit's values that are in memory between forward and backward, what an op of the unit computes."""
     held: tuple[int, ...]
+    """Indices of the inputs and outputs that it keeps as well. Others may hold them too, so they count once."""
     own_bytes: int
+    """Everything else that is alive between forward and backward: what is kept, random states, unnamed values."""
     forward_bytes: int
+    """The most that forward needs above its inputs, with what it returns and keeps."""
     backward: tuple[tuple[int, int, int], ...]
+    """For each stretch of backward, the most bytes above its start, the change at its end, and the index of the value in `held`
+    that is let go there, -1 for none. Values in `held` are not in the changes."""
     step_s: float
+    """Seconds of forward and backward."""
     is_default: bool = False
+    """It keeps what PyTorch chooses without a plan."""
     is_estimated: bool = False
+    """Nothing ran; bytes and seconds are from a model of the compiled code."""
 
     def __post_init__(self) -> None:
         if self.own_bytes < 0 or self.forward_bytes < 0:

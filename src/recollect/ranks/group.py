@@ -4,8 +4,6 @@ Each exchange says at which place of its loop a process is. Where processes are 
 that the other will never give, so all of them raise an error that says where each is.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Sequence
 from datetime import timedelta

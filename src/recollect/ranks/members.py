@@ -6,8 +6,6 @@ A process without a memory budget never asks the others for a plan: it goes on t
 So each process that has one leaves a note at the store where all of them met, before it does anything that needs the others.
 """
 
-from __future__ import annotations
-
 import hashlib
 import statistics
 from collections import Counter

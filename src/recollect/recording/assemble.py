@@ -1,7 +1,5 @@
 """Turn what the recorder saw of a step into a `Profile`."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -3,8 +3,6 @@
 They are on the CPU where there is no GPU, and may stand for tensors on one: see `_CudaKernels`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any

@@ -1,7 +1,5 @@
 """Find the units of a model: the modules that the planner treats as one."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass

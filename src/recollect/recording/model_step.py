@@ -1,7 +1,5 @@
 """Run the step that most loops have: pass the batch to the model, find the loss in its output, go backward."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

@@ -8,8 +8,6 @@ The profile of a step that differs from it (gradients are alive, or it is larger
 while it is recorded itself; its own profile then takes the place of this one.
 """
 
-from __future__ import annotations
-
 import itertools
 from bisect import bisect_right
 from collections import defaultdict

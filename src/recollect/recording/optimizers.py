@@ -1,7 +1,5 @@
 """Find the optimizers in what a user passes: one, several, or inside a wrapper; and the state that they hold now."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 

@@ -1,7 +1,5 @@
 """Record one training step of a model: what it computes and saves, how long it takes, how much memory it needs."""
 
-from __future__ import annotations
-
 import os
 import traceback
 from collections.abc import Callable, Iterable

@@ -1,7 +1,5 @@
 """The recording tape: it drops what a lean policy drops, and reports to a `StepRecorder`."""
 
-from __future__ import annotations
-
 import sys
 import weakref
 from functools import partial

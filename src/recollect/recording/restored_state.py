@@ -6,8 +6,6 @@ Whatever hangs on the real ones (optimizers that step in backward, gradient buck
 And let FSDP2 hold the parameters of a pipeline's stage whole, as it does from the stage's first forward to its last backward.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, cast

@@ -1,7 +1,5 @@
 """Tries whether the recipe of a custom autograd Function's call makes what the call itself made, and what it costs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -5,8 +5,6 @@ and drops them; then, around the whole step, `StepMode`, which measures ops. An 
 (`trackers.py`), so deaths are logged exactly when they happen.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeAlias

@@ -1,7 +1,5 @@
 """One recording: from `start` to `stop`, everything that runs on this thread is recorded, whoever calls it."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -29,9 +29,6 @@ _TRACKER = "_recollect_tracker"
 Log: TypeAlias = Callable[..., None]
 """Adds an event to the record: `StepRecorder.log`."""
 
-Tracker: TypeAlias = "TrackedValue | TrackedOther | Filled | Persistent"
-"""What is attached to a storage."""
-
 
 def storage_of(tensor: Any) -> torch.UntypedStorage | None:
     """Return the storage of a tensor; None for other objects, and for tensors without one of their own."""
@@ -189,6 +186,10 @@ class Filled:
     @untraced
     def __del__(self) -> None:
         self.empty()
+
+
+Tracker: TypeAlias = TrackedValue | TrackedOther | Filled | Persistent
+"""What is attached to a storage."""
 
 
 @contextmanager

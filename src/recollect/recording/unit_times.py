@@ -13,8 +13,6 @@ many rounds tell it from noise; in a unit of a tenth of a second it is less than
 not help.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
@@ -94,17 +92,14 @@ class UnitTimes:
 
 @dataclass(frozen=True, slots=True)
 class Rounds:
-    """How often a unit runs.
-
-    Attributes:
-        number: of rounds that count, plainly and on the leanest tape; 0 if its ops' times say all.
-        warms_up: a round before them does not count.
-        has_idle: it runs on an idle tape, too.
-    """
+    """How often a unit runs."""
 
     number: int
+    """Of rounds that count, plainly and on the leanest tape; 0 if its ops' times say all."""
     warms_up: bool
+    """A round before them does not count."""
     has_idle: bool
+    """It runs on an idle tape, too."""
 
 
 # A fixed number where several processes train together, since all must run equally many: units may wait for each other in

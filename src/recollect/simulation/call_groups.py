@@ -9,8 +9,6 @@ Such calls are played together (`Division.groups`). Groups then share only value
 are freed when the last call releases them.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -30,17 +28,14 @@ Group = tuple[int, ...]
 
 @dataclass(slots=True)
 class Part:
-    """The instructions and values of one call.
-
-    Attributes:
-        positions: where its instructions are in the program.
-        reads: values of other calls that it reads, in order of first read.
-        made: its own values that other calls read.
-    """
+    """The instructions and values of one call."""
 
     positions: list[int] = field(default_factory=list)
+    """Where its instructions are in the program."""
     reads: dict[Key, None] = field(default_factory=dict)
+    """Values of other calls that it reads, in order of first read."""
     made: set[Key] = field(default_factory=set)
+    """Its own values that other calls read."""
 
 
 class Division:

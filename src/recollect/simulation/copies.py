@@ -3,8 +3,6 @@
 And finds when the values are away: they are kept values whose bytes are gone for a while, and nothing else changes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -6,8 +6,6 @@ or asks for one, before its copy is over waits, and all that follows is so much 
 other down: to plan for less than the link's rate makes up for that.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -25,16 +23,13 @@ from recollect.simulation.windows import Edge, EdgeTable, edges_for
 
 
 class Link(NamedTuple):
-    """What copies between a device and host memory take.
-
-    Attributes:
-        to_host_bytes_per_s, from_host_bytes_per_s: rates in each direction.
-        latency_s: seconds of the smallest copy.
-    """
+    """What copies between a device and host memory take."""
 
     to_host_bytes_per_s: float
     from_host_bytes_per_s: float
+    """Rates in each direction."""
     latency_s: float = 0.0
+    """Seconds of the smallest copy."""
 
     def out_s(self, nbytes: int) -> float:
         """Return the seconds of a copy out."""
@@ -47,22 +42,19 @@ class Link(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Course:
-    """When things happen in a step, if nothing waits.
-
-    Attributes:
-        edges: of units, in order.
-        edge_s: time of each.
-        made_s: when each value that may be offloaded has been made, in order.
-        asked: for each value that may be offloaded: the number of the last edge before something first asks for it in
-            backward, and the time.
-        end_s: when the step ends.
-    """
+    """When things happen in a step, if nothing waits."""
 
     edges: Sequence[Edge]
+    """Of units, in order."""
     edge_s: Sequence[float]
+    """Time of each."""
     made_s: Mapping[Key, float]
+    """When each value that may be offloaded has been made, in order."""
     asked: Mapping[Key, tuple[int, float]]
+    """For each value that may be offloaded: the number of the last edge before something first asks for it in backward, and the
+    time."""
     end_s: float
+    """When the step ends."""
 
 
 class Journey(NamedTuple):

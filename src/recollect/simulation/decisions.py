@@ -25,10 +25,6 @@ class ValueActions(NamedTuple):
 
     Sets, because the simulator looks values up at each op and compares them for each plan.
 
-    Attributes:
-        recomputed: the values with `Action.RECOMPUTE`.
-        sharded: the values with `Action.SHARD`.
-
     Example:
         >>> actions = ValueActions.of({2: Action.RECOMPUTE, 4: Action.KEEP})
         >>> str(actions.action(2)), str(actions.action(3))
@@ -38,7 +34,9 @@ class ValueActions(NamedTuple):
     """
 
     recomputed: frozenset[int] = frozenset()
+    """The values with `Action.RECOMPUTE`."""
     sharded: frozenset[int] = frozenset()
+    """The values with `Action.SHARD`."""
 
     @classmethod
     def of(cls, actions: Mapping[int, Action]) -> ValueActions:
@@ -68,24 +66,21 @@ KEEP_ALL = ValueActions()
 
 @dataclass(frozen=True, slots=True)
 class CallActions:
-    """What happens to one call's values and output.
-
-    Attributes:
-        values: actions by index in the call's graph.
-        output: action for what the call returns.
-        trips: of the offloaded values, by index, in order. What they are to `values`, is kept: stored, and for no shorter.
-        is_planned: whether the plan names the unit, even if only to keep everything.
-        engine: which engine carries the plan out. Engines other than the tape play the call by their own schedule
-            (`recollect.simulation.simulate`) and have no actions for single values.
-        variant: of a compiled call, the index in `UnitGraph.variants`; -1 for other engines.
-    """
+    """What happens to one call's values and output."""
 
     values: ValueActions = KEEP_ALL
+    """Actions by index in the call's graph."""
     output: Action = Action.KEEP
+    """Action for what the call returns."""
     is_planned: bool = True
+    """Whether the plan names the unit, even if only to keep everything."""
     engine: EngineChoice = EngineChoice.TAPE
+    """Which engine carries the plan out. Engines other than the tape play the call by their own schedule
+    (`recollect.simulation.simulate`) and have no actions for single values."""
     trips: tuple[tuple[int, Trip], ...] = ()
+    """Of the offloaded values, by index, in order. What they are to `values`, is kept: stored, and for no shorter."""
     variant: int = -1
+    """Of a compiled call, the index in `UnitGraph.variants`; -1 for other engines."""
 
     @property
     def watched(self) -> frozenset[int]:

@@ -45,32 +45,28 @@ class Lifetime:
 
 @dataclass(frozen=True, eq=False)
 class Lifetimes:
-    """A simulated step as moments: one each time something is made or freed, or a phase begins.
-
-    Attributes:
-        simulation: what `simulate` returns.
-        storages: all storages, in the order in which they are made.
-        time_s: time of each moment. The optimizer's ops are not timed: all its moments are at the end of backward.
-        phases: FORWARD, LOSS, BACKWARD or OPTIMIZER, for each moment.
-        calls: index of the unit call that runs, or whose values backward asks for; -1 if none.
-        has_times: False if the profile has no times for ops outside the units; the rest of `step_s` is then spread
-            evenly over them.
-        backwards: the moments at which backward begins.
-        began: for each call that has an op, the moment at which the first one runs.
-        reruns: each op that runs again, with its call and the moment at which it begins.
-        host_changes: each moment at which an offloaded value takes up host memory, or gives it back, and by how many bytes.
-    """
+    """A simulated step as moments: one each time something is made or freed, or a phase begins."""
 
     simulation: Simulation
+    """What `simulate` returns."""
     storages: tuple[Lifetime, ...]
+    """All storages, in the order in which they are made."""
     time_s: NDArray[np.float64]
+    """Time of each moment. The optimizer's ops are not timed: all its moments are at the end of backward."""
     phases: NDArray[np.int8]
+    """FORWARD, LOSS, BACKWARD or OPTIMIZER, for each moment."""
     calls: NDArray[np.int32]
+    """Index of the unit call that runs, or whose values backward asks for; -1 if none."""
     has_times: bool
+    """False if the profile has no times for ops outside the units; the rest of `step_s` is then spread evenly over them."""
     backwards: tuple[int, ...]
+    """The moments at which backward begins."""
     began: Mapping[int, int]
+    """For each call that has an op, the moment at which the first one runs."""
     reruns: tuple[tuple[int, OpRecord, int], ...]
+    """Each op that runs again, with its call and the moment at which it begins."""
     host_changes: tuple[tuple[int, int], ...] = ()
+    """Each moment at which an offloaded value takes up host memory, or gives it back, and by how many bytes."""
 
 
 def lifetimes(profile: Profile, decisions: Sequence[CallActions]) -> Lifetimes:

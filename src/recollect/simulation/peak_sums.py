@@ -60,21 +60,18 @@ def checked(simulation: Simulation, peaks: Peaks) -> Simulation:
 
 @dataclass(frozen=True, slots=True)
 class _Trace:
-    """A group, played by itself.
-
-    Attributes:
-        runs: for each piece, the number of its run of instructions.
-        most_bytes, change_bytes: how far memory rises in each piece, and by how much it changes.
-        ends: for each shared value by its number, the piece that releases its bytes; -1 if none does. Releases while
-            the model's own code still holds the value do not matter.
-        rerun_s: seconds of each op that ran again.
-    """
+    """A group, played by itself."""
 
     runs: NDArray[np.int64]
+    """For each piece, the number of its run of instructions."""
     most_bytes: NDArray[np.int64]
     change_bytes: NDArray[np.int64]
+    """How far memory rises in each piece, and by how much it changes."""
     ends: tuple[tuple[int, int], ...]
+    """For each shared value by its number, the piece that releases its bytes; -1 if none does. Releases while the model's own
+    code still holds the value do not matter."""
     rerun_s: tuple[float, ...]
+    """Seconds of each op that ran again."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,6 @@ gradients that a backward formula makes and releases, reduce to two numbers: how
 much it has changed in the end (`BULK`).
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -51,19 +49,16 @@ Key = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class ProgramOp:
-    """One op of a call. Values are named by the call that computed them: (call, value).
-
-    Attributes:
-        op: the op to run.
-        inputs: the values that it reads.
-        results: the values that it computes, each with its bytes.
-        sizes: the bytes of each result.
-    """
+    """One op of a call. Values are named by the call that computed them: (call, value)."""
 
     op: OpRecord
+    """The op to run."""
     inputs: tuple[Key, ...]
+    """The values that it reads."""
     results: tuple[tuple[Key, int], ...]
+    """The values that it computes, each with its bytes."""
     sizes: tuple[int, ...]
+    """The bytes of each result."""
 
 
 class Program:

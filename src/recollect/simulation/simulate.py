@@ -37,32 +37,29 @@ from recollect.simulation.windows import windows as all_windows
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
-    """The predicted step.
-
-    Attributes:
-        peak_bytes: most bytes alive at any moment, including persistent bytes and calibration.
-        forward_peak_bytes, backward_peak_bytes: the same for each phase, without calibration.
-        recompute_s: seconds that recomputation adds: ops that run again, plus the tape's overhead in forward.
-        recomputed_ops: number of ops that run again.
-        peak_call: path of the unit at the peak, or what else runs then ("the loss", "the optimizer step").
-        peak_note: where the peak is, in words.
-        kept_bytes: bytes alive when backward begins, without persistent bytes; if it begins several times, the most of them.
-        window_peaks: the peak of each requested window, counted like `peak_bytes`.
-        host_bytes: host memory that offloaded values need.
-        num_missed: offloaded values that backward asks for before they are to leave, or to come back.
-    """
+    """The predicted step."""
 
     peak_bytes: int
+    """Most bytes alive at any moment, including persistent bytes and calibration."""
     forward_peak_bytes: int
     backward_peak_bytes: int
+    """The same for each phase, without calibration."""
     recompute_s: float
+    """Seconds that recomputation adds: ops that run again, plus the tape's overhead in forward."""
     recomputed_ops: int
+    """Number of ops that run again."""
     peak_call: str
+    """Path of the unit at the peak, or what else runs then ("the loss", "the optimizer step")."""
     peak_note: str
+    """Where the peak is, in words."""
     kept_bytes: int
+    """Bytes alive when backward begins, without persistent bytes; if it begins several times, the most of them."""
     window_peaks: tuple[int, ...] = ()
+    """The peak of each requested window, counted like `peak_bytes`."""
     host_bytes: int = 0
+    """Host memory that offloaded values need."""
     num_missed: int = 0
+    """Offloaded values that backward asks for before they are to leave, or to come back."""
 
 
 def simulate(

@@ -1,7 +1,5 @@
 """Names storages for people to read: by the value that they hold, or what runs when they are made."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from recollect.plans.paths import expand_classes

@@ -6,8 +6,6 @@ playback that predicts the peak (`simulation/simulate.py`).
 `CATEGORIES` says what each of them is.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence

@@ -8,8 +8,6 @@ them in the real step.
 Calls are counted from the first one after a backward; copies belong to that stretch of forward and the backward after it.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -182,17 +180,14 @@ def most_alive(profile: Profile, windows: Sequence[Window]) -> dict[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """A moment of a step.
-
-    Attributes:
-        start: the position in the log of the event that comes next.
-        phase: FORWARD or BACKWARD.
-        call: the call that begins, or would be the next to, or that backward comes to.
-    """
+    """A moment of a step."""
 
     start: int
+    """The position in the log of the event that comes next."""
     phase: int
+    """FORWARD or BACKWARD."""
     call: int
+    """The call that begins, or would be the next to, or that backward comes to."""
 
 
 def edges(profile: Profile) -> list[Edge]:

@@ -143,7 +143,7 @@ class CompiledForward(PlacedForward):
             )
         _check_how_it_was_compiled(self.module, self.path)
         self._shapes = _shapes_of(args, kwargs)
-        self._compiled = compile_forward(user_forward(self.forward), self.actions)
+        self._compiled = compile_forward(user_forward(self.forward), self.actions or None)
         return self._compiled
 
     def _look_around(self) -> None:

@@ -19,7 +19,7 @@ def compile_options(plan: Plan) -> dict[str, Any]:
     Predicted peaks are for that.
 
     Args:
-        plan: for the model. Its units may name the engine "tape" or "compile".
+        plan: for the model. Its units may name the engine "tape" or "compile"; one without actions is left to PyTorch.
 
     Returns:
         For `torch.compile(model, options=...)`. Nothing is compiled yet.
@@ -58,4 +58,8 @@ def compile_options(plan: Plan) -> dict[str, Any]:
     # Here: it imports the compiler.
     from recollect.engine.compiled.partitioner import PlanPartitioner
 
-    return {"custom_partitioner_fn": PlanPartitioner(actions, units=tuple(plan.units))}
+    return {
+        "custom_partitioner_fn": PlanPartitioner(
+            actions, units=tuple(path for path, unit in plan.units.items() if unit.actions)
+        )
+    }

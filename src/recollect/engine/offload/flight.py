@@ -132,10 +132,6 @@ class Offload:
         self.num_stayed += 1
 
 
-Place: TypeAlias = "tuple[Flight, int]"
-"""Where a unit's call is: its flight, and its number there."""
-
-
 class Flight:
     """A stretch of forward, with the backwards over it.
 
@@ -237,6 +233,10 @@ class Flight:
         self._last = max(self._marks, default=-1)
         self._reached = -1
         self.timetable.begin_again()
+
+
+Place: TypeAlias = tuple[Flight, int]
+"""Where a unit's call is: its flight, and its number there."""
 
 
 class Mark:

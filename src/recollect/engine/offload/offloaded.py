@@ -9,8 +9,6 @@
 For the tape this is the recipe of a value: calling it returns the tensor. The rules are numbered as in `carriers.py`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

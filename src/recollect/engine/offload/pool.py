@@ -1,7 +1,5 @@
 """Deals out slots in host memory."""
 
-from __future__ import annotations
-
 from bisect import bisect_left, insort
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,21 +15,18 @@ _FIRST_SLAB_BYTES = 16 * 2**20
 
 @dataclass(slots=True, eq=False)
 class Slot:
-    """Room for one value.
-
-    Attributes:
-        memory: its bytes.
-        nbytes: how many there are.
-        copies: tickets of the last copies from them and to them, which those that follow wait for.
-        slab: its slab's number.
-        begin: where it begins there.
-    """
+    """Room for one value."""
 
     memory: torch.Tensor
+    """Its bytes."""
     nbytes: int
+    """How many there are."""
     copies: list[Any]
+    """Tickets of the last copies from them and to them, which those that follow wait for."""
     slab: int
+    """Its slab's number."""
     begin: int
+    """Where it begins there."""
 
 
 _Copied = tuple[int, int, list[Any]]
