@@ -205,6 +205,8 @@ class Comparison:
         self.say = say
         self._keep = keep
         self._backend = flags.backend
+        # Held to the end: a plan that is suspended when it is collected goes back onto the model.
+        self._ours: list[Ours] = []
         self.step = Step(flags.step, model)
         self.race = Race(self.step, lambda text: say(f"  {text}"))
         self._expected = self.step.gradients()
@@ -219,6 +221,7 @@ class Comparison:
             self.say(f"planning: {make.name}")
             try:
                 ours = make(self.step, self._measured, self._backend)
+                self._ours.append(ours)
                 for entry in self.entries:
                     self._answer(entry, ours)
             except Exception as error:  # a combination that does not work is a result

@@ -18,13 +18,16 @@ from recollect.plans.paths import compress_paths
 from recollect.plans.unit_plan import UnitPlan
 
 _WIDEST_LABEL = 32
-_MOST_LINES = 4
+_MOST_LINES = 5
 _MOST_OPS = 6
 _MOST_PATHS = 8
 _EMPTY = frozenset({"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"})
 # What stays on the line of the word before it.
 _TIED = re.compile(r" (?=[(%]|[KMGT]?i?B\b)")
 _HARD_SPACE = "\xa0"
+# Where a name that is longer than a line may end one; the mark is taken out again.
+_JOINT = re.compile(r"(?<=[,.:])")
+_MAY_BREAK = "\x1f "
 _Mark = TypeVar("_Mark", bound=Hashable)
 _Names = tuple[str, ...]
 
@@ -121,7 +124,8 @@ def _wrapped(start: str, item: str, columns: int) -> list[str]:
     hang = " " * (len(start) + len(verb))
     lines = wrap(names, columns, start=start + verb, hang=hang)
     if len(lines) > _MOST_LINES:
-        num_hidden = len(_TIED.sub(_HARD_SPACE, " ".join(lines[_MOST_LINES - 1 :])).split(" "))
+        hidden = _TIED.sub(_HARD_SPACE, " ".join(lines[_MOST_LINES - 1 :])).split(" ")
+        num_hidden = sum(map(bool, hidden))
         lines = [*lines[: _MOST_LINES - 1], f"{hang}and {num_hidden} more"]
     return lines
 
@@ -131,14 +135,15 @@ def wrap(text: str, columns: int, *, start: str = "", hang: str = "") -> list[st
 
     Example:
         >>> wrap("0 (Conv2d) attention.{clone,mul,softmax} 12 MiB", 20, hang="  ")
-        ['0 (Conv2d)', '  attention.{clone,', '  mul, softmax}', '  12 MiB']
+        ['0 (Conv2d)', '  attention.', '  {clone,mul,', '  softmax} 12 MiB']
     """
     room = columns - max(len(start), len(hang))
-    words = (word if len(word) <= room else word.replace(",", ", ") for word in _TIED.sub(_HARD_SPACE, text).split(" "))
+    tied = _TIED.sub(_HARD_SPACE, text).split(" ")
+    words = (word if len(word) <= room else _JOINT.sub(_MAY_BREAK, word) for word in tied)
     lines = textwrap.wrap(
         " ".join(words), columns, initial_indent=start, subsequent_indent=hang, break_on_hyphens=False
     )
-    return [line.replace(_HARD_SPACE, " ") for line in lines]
+    return [line.replace(_MAY_BREAK, "").replace(_MAY_BREAK[0], "").replace(_HARD_SPACE, " ") for line in lines]
 
 
 def _unit_items(unit: UnitPlan, classes: Mapping[str, str]) -> list[str]:

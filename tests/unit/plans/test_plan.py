@@ -14,7 +14,7 @@ import pytest
 from recollect.errors import PlanError, PlanFormatError
 from recollect.plans.paths import compress_classes, compress_paths, expand_classes, expand_paths
 from recollect.plans.plan import Plan
-from recollect.plans.text import summarise_names
+from recollect.plans.text import summarise_names, wrap
 from recollect.plans.unit_plan import UnitPlan
 
 KEPT = ("q_proj", "k_proj", "v_proj", "scaled", "o_proj", "gate_proj", "rsqrt")
@@ -207,6 +207,14 @@ def test_memory_that_an_op_fills_is_not_shown() -> None:
     assert summarise_names(names) == {"keep": ["attn.mul"], "recompute": ["attn.bernoulli_"]}
     # Where nothing else is treated so, it is.
     assert summarise_names({"mul": 1, "empty": 2}) == {1: ["mul"], 2: ["empty"]}
+
+
+def test_a_name_longer_than_a_line_ends_it_between_its_parts_and_hidden_names_are_counted() -> None:
+    gather = "self_attention.query._c10d_functional:all_gather_into_tensor"
+    assert wrap(f"short {gather}", 40) == ["short self_attention.query.", "_c10d_functional:", "all_gather_into_tensor"]
+    plan = Plan({"layers.0": UnitPlan({f"m{i}.mm": "keep" if i % 3 else "recompute" for i in range(300)})})
+    lines = [line.removeprefix("            recompute").split() for line in str(plan).splitlines()[1:6]]
+    assert len([name for line in lines[:4] for name in line]) + int(lines[4][1]) == 100 and lines[4][2] == "more"
 
 
 @pytest.mark.parametrize("columns", [80, 120])
