@@ -159,6 +159,41 @@ MUTATIONS = (
         (("if not bool((everywhere == found).all()):", "if False:"),),
     ),
     Mutation(
+        "seeds-drawn-again",
+        "compiled code draws other random numbers when it computes a value again",
+        "engine",
+        (("        if is_seeds(node):\n            return True\n", ""),),
+    ),
+    Mutation(
+        "unit-outputs-dropped",
+        "one graph of a whole model computes again what units return",
+        "engine",
+        (
+            (
+                "node in held or self._is_kept(node) for node in self.needed",
+                "self._is_kept(node) for node in self.needed",
+            ),
+        ),
+    ),
+    Mutation(
+        "results-tagged-apart",
+        "a kept and a dropped result of one op leave no cut of a compiled unit",
+        "engine",
+        (("                decisions |= dict.fromkeys(together, is_kept)\n", "                pass\n"),),
+    ),
+    Mutation(
+        "compiled-backward-twice",
+        "the backward of a compiled unit may run a second time over what it has used up",
+        "engine",
+        (("                node.register_prehook(self._before_backward)", "                pass"),),
+    ),
+    Mutation(
+        "wrapped-unit-named",
+        "a plan does not find the values of a unit inside what torch.compile wrapped around it",
+        "engine",
+        (('name.removeprefix("_orig_mod.")', "name"),),
+    ),
+    Mutation(
         "region-draws-anew",
         "a region that runs again draws from wherever the generator is",
         "engine",

@@ -19,6 +19,7 @@ from recollect._torch_compile import (
     autograd_number,
     is_made_by_inductor,
     is_of_backward,
+    is_seeds,
     module_stack,
     traced_op,
 )
@@ -156,7 +157,9 @@ def _groups(joint: fx.GraphModule, units: list[str]) -> list[_Group]:
     latest: dict[tuple[Any, ...], _Group] = {}
     for node in joint.graph.nodes:
         op = traced_op(node)
-        place = None if node.op != "call_function" or op is None or is_of_backward(node) else unit_of(node, units)
+        if node.op != "call_function" or op is None or is_of_backward(node) or is_seeds(node):
+            continue
+        place = unit_of(node, units)
         if place is None:
             continue
         number = autograd_number(node)
