@@ -25,7 +25,7 @@ def columns_of(console: Console) -> int:
 
 
 def _wrapped(line: str, width: int) -> list[str]:
-    """Return a line as lines of at most a width, as far as its words are shorter, beside its label if it begins with one."""
+    """Wrap a line to a width, where its words allow it, aligned after its label if it begins with one."""
     if len(line) <= width:
         return [line]
     label = _LABEL.match(line)

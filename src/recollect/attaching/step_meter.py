@@ -60,7 +60,7 @@ class StepMeter:
         """End the measurement of a step, and note what it found.
 
         Args:
-            steps: all that are planned.
+            steps: all planned steps.
 
         Returns:
             In words how much more was held than was planned for; "" if it was not, or no more so than before.

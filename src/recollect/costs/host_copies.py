@@ -189,6 +189,6 @@ def warn_if_link_is_slower(model: nn.Module, plan: Plan) -> None:
         warn_user(
             f"copies reach {out} GB/s to host memory and {back} GB/s back here, and the plan was made for {planned_out} and "
             f"{planned_back} GB/s: gradients and peak are as planned, but steps may wait for copies. Make a new plan from a "
-            "profile recorded here with host_link=True, or with a smaller link_share if what else copies now always does.",
+            "profile recorded here with host_link=True, or with a smaller link_share if other copies always run.",
             ProfileMismatchWarning,
         )

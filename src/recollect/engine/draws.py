@@ -211,7 +211,7 @@ class RegionDraws:
     from the default generators: if it does, they are set back for the second run.
 
     Args:
-        unseen_on_cpu: whether code out of sight may draw on the CPU; to tell takes a few KiB for a moment.
+        unseen_on_cpu: whether unseen code may draw on the CPU; checking briefly takes a few KiB.
     """
 
     def __init__(self, *, unseen_on_cpu: bool = True) -> None:

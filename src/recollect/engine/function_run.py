@@ -48,7 +48,7 @@ _PRODUCT = ("deepspeed.runtime.zero.linear", "LinearFunctionForZeroStage3")
 # Functions whose arguments have been compared before and after, by the constants they were called with.
 _checked: weakref.WeakKeyDictionary[type, set[Any]] = weakref.WeakKeyDictionary()
 _MOST_CHECKS = 8
-# Functions that were seen to change an argument out of sight.
+# Functions found to change an argument unseen.
 _unseen_writers: weakref.WeakSet[type] = weakref.WeakSet()
 
 
@@ -71,7 +71,7 @@ class FunctionRun:
 
     Attributes:
         kept_because: why it cannot run again; empty if it can.
-        wrote_unseen: whether it may have written to its arguments out of sight.
+        wrote_unseen: whether it may have written to its arguments unseen.
         draws: the random numbers that it draws.
         arguments: its arguments, until `release`.
         autocast: where autocast is on.
@@ -283,7 +283,7 @@ class FunctionRun:
         self.num_storages = len(storages)
 
     def recipe(self, agreement: Agreement | None) -> FunctionCall:
-        """Return the call that makes it all again.
+        """Return the call that recomputes everything.
 
         `agreement`: of all ranks to do so.
         """

@@ -214,8 +214,8 @@ def _inside(mode: TapeMode, unit_path: str) -> Iterator[TapeMode]:
 def _check_no_functions(unit_path: str, args: Any, kwargs: Any, output: Any) -> None:
     """Raise an error if a unit called a custom autograd Function between these arguments and its output.
 
-    For where PyTorch does not show their calls. Their ops were seen like any others, but not that they may write to an argument
-    out of sight, which the tape may have dropped.
+    For where PyTorch does not show their calls. Their ops were seen like any others, but not possible unseen writes to
+    an argument, which the tape may have dropped.
 
     Raises:
         UnsupportedModelError: it did.

@@ -262,7 +262,7 @@ def _read(row: Iterable[Any]) -> Iterable[PipelineAction]:
 
 
 def _receives(row: Iterable[Any]) -> Iterable[tuple[PipelineAction, PipelineAction]]:
-    """Read from a rank's actions and communication what it receives earlier than right before the action that needs it."""
+    """Return what a rank receives before the last moment, from its actions and communication."""
     early: dict[tuple[int, bool, int], PipelineAction | None] = {}
     for part in _parts(row):
         received, computed = _RECEIVED.fullmatch(part), _COMPUTED.fullmatch(part)

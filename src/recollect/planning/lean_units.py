@@ -74,7 +74,7 @@ class LeanUnits:
         return working_bytes(self.profile, everything_dropped)
 
     def option(self, row: int, stored: Stored, output: Action) -> Option:
-        """Return the option of a unit that stores these values, as far as that is of use."""
+        """Return the option of a unit that stores these values, as far as useful."""
         graph = self.rows[row].graph
         key = graph, stored, output
         if key not in self._options:

@@ -118,7 +118,7 @@ class _Found:
 
     @property
     def added_s(self) -> float:
-        """Seconds that the step is longer."""
+        """Seconds added to the step."""
         return self.cost.recompute_s + self.wait_s
 
 

@@ -20,7 +20,7 @@ LossFunction = Callable[[Any], torch.Tensor]
 
 
 def prepare_gradients(model: nn.Module, gradients: Gradients) -> None:
-    """Make the gradients that are there before the first step: zeros if the loop adds to them, else none."""
+    """Make the gradients that exist before the first step: zeros if the loop adds to them, else none."""
     for parameter in model.parameters():
         is_there = gradients == "accumulated" and parameter.requires_grad
         parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype) if is_there else None
@@ -181,7 +181,7 @@ def device_of(model: nn.Module, batch: Any) -> torch.device:
 def step_tensors(
     model: nn.Module, batch: Any, optimizers: Optimizers = None, *, parameters: Sequence[torch.Tensor] | None = None
 ) -> dict[str, list[torch.Tensor]]:
-    """Return the tensors that are there before a step and after it, by kind; optimizer state as far as there is some.
+    """Return the tensors that exist before and after a step, by kind; including any optimizer state.
 
     `parameters`: the model's, where it has others in their place just now, as in a forward under FSDP2.
     """
@@ -200,5 +200,5 @@ def step_tensors(
 
 
 def resident_tensors(model: nn.Module, batch: Any, optimizers: Optimizers = None) -> list[torch.Tensor]:
-    """Return the tensors that are there before a step and after it."""
+    """Return the tensors that exist before and after a step."""
     return [tensor for group in step_tensors(model, batch, optimizers).values() for tensor in group]

@@ -138,7 +138,7 @@ class RecordingTape(Tape):
         with self.recorder.unseen():
             tensor = super().unpack(packed.packed)
         if tracker_of(storage_of(tensor)) is None:
-            # A copy, or computed again out of sight: no input of the step.
+            # A copy, or recomputed unseen: no input of the step.
             self.recorder.trackers.mark_persistent([tensor])
         return tensor if packed.need is None else self._needed(tensor, packed.need)
 

@@ -15,7 +15,7 @@ from recollect.tensors import tensors_in
 
 
 class RunsAgain:
-    """Runs a recipe, on the arguments of the call that it is the recipe of.
+    """Runs a recipe, on the arguments of its call.
 
     `are_equal`: whether all its results so far had the same bits as in the call. A forward that depends on hidden
     state (a counter, another library's random numbers) gives other results.

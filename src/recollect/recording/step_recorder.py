@@ -205,7 +205,7 @@ class StepRecorder:
                     self.read_bytes += storage.nbytes()
 
     def note_present(self, tensor: torch.Tensor) -> None:
-        """Log a storage that is there when the step begins, and may die in it."""
+        """Log a storage that exists when the step begins, and may die in it."""
         for part in strided_tensors(tensor):
             storage = part.untyped_storage()
             if tracker_of(storage) is None:

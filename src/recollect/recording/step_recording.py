@@ -79,8 +79,8 @@ class StepRecording:
 
     Attributes:
         returns: when the models of the step return.
-        left_bytes: what the step and the recording had made and was alive when the recording stopped, and what is left of the
-            last step's gradients.
+        left_bytes: bytes made by the step and the recording that were alive when the recording stopped, and what is
+            left of the last step's gradients.
         samples_of_graph: for each graph of the profile, a call of a unit that has it or is like it, as far as it can run alone.
     """
 
@@ -143,7 +143,7 @@ class StepRecording:
         recorder.note_gathered(self.model.parameters())
         in_buckets, buckets_bytes = self._note_buckets()
         last_gradients = [gradient for gradient in self._present(gradients) if id(gradient) not in in_buckets]
-        # Gradients that are there are logged, as if the step made them.
+        # Existing gradients are logged as if the step made them.
         self._unrelated = UnrelatedMemory(
             self.device,
             known if self.device.type == "cuda" else [*known, *last_gradients],
@@ -225,7 +225,7 @@ class StepRecording:
 
     @property
     def peak_bytes(self) -> int:
-        """The peak of the recorded step itself, with all that this process had in memory, as its costs measured it."""
+        """The peak of the recorded step itself, with everything this process had in memory, as measured."""
         return 0 if isinstance(self.costs, ModelledCosts) else self.costs.step_bytes
 
     @property

@@ -180,7 +180,7 @@ class _Registered(mmap.mmap):
 
     def __new__(cls, nbytes: int) -> _Registered:
         made = super().__new__(cls, -1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        # A child would share its pages, and the first write would give this process others than the device knows.
+        # A forked child would share its pages, and the first write would give this process pages unknown to the device.
         made.madvise(mmap.MADV_DONTFORK)
         made._address = torch.frombuffer(made, dtype=torch.uint8).data_ptr()
         error = int(torch.cuda.cudart().cudaHostRegister(made._address, nbytes, _PORTABLE))

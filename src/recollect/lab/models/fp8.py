@@ -137,7 +137,7 @@ class Fp8Product(nn.Module):
         if self.recipe == "delayed":
             multiplier = self.scalings[role](amax, is_recorded=is_recorded)
         else:
-            with torch.no_grad():  # so small that a plan keeps it, and does not search for the largest magnitude again
+            with torch.no_grad():  # so small that a plan keeps it rather than searching for the largest magnitude again
                 multiplier = multiplier_of(amax, dtype)
         if expert_N is not None:
             multiplier = multiplier[expert_N]

@@ -248,7 +248,7 @@ def _random_name(rank: int) -> str:
 
 
 class _WholeRows:
-    """Of a planner: looks up what this process has, with reordered rows at their places in the whole matrix."""
+    """Planner method: look up this process's tensors, with reordered rows at their places in the whole matrix."""
 
     state_dict: dict[str, Any]
 
