@@ -94,8 +94,8 @@ def test_copies_that_are_slower_than_planned() -> None:
         assert re.fullmatch(
             r"copies reach [\d.]+ GB/s to host memory and [\d.]+ GB/s back here, and the plan was made for "
             rf"{re.escape(out)} and {re.escape(back)} GB/s: gradients and peak are as planned, but steps may wait for copies\. "
-            r"Make a new plan from a profile recorded here with host_link=True, or with a smaller link_share if what else "
-            r"copies now always does\.",
+            r"Make a new plan from a profile recorded here with host_link=True, or with a smaller link_share if other "
+            r"copies always run\.",
             message,
         )
 
