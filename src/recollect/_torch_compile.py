@@ -112,7 +112,7 @@ def is_of_backward(node: fx.Node) -> bool:
 
 
 def traced_op(node: fx.Node) -> Any:
-    """Return the op that a node was traced from, which may be one of several that it became; None if nobody knows."""
+    """Return the op that a node was traced from, which may be one of several that it became; None if unknown."""
     op = node.meta.get(_OP)
     if op is None and isinstance(node.target, torch._ops.OperatorBase) and not is_made_by_inductor(node):
         op = node.target

@@ -76,7 +76,7 @@ class CudaAllocatorTrace:
     There is no public form of it. A history that the user has switched on begins anew.
 
     Args:
-        device: whose allocations count.
+        device: the device whose allocations count.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -48,7 +48,7 @@ class _FittedForward(PlacedForward):
     """Stands around a model's forward, and looks at what it is called with; recomputes nothing.
 
     Args:
-        model: that was fitted.
+        model: the model that was fitted.
         batch: the batch it was recorded with; None if that was the loop's own step.
         has_optimizer: an optimizer was counted.
         device: where the model runs.

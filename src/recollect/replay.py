@@ -69,7 +69,7 @@ class Value:
 
 
 class Node:
-    """One op call, with all that is needed to run it again.
+    """One op call, with everything needed to run it again.
 
     `mutates`: the call writes into its first argument and returns it; it gets a private copy of it unless nobody else needs
     the old content.
@@ -88,7 +88,7 @@ class Node:
         self.recipes = recipes
 
     def add_output(self, value: Value | None) -> None:
-        """Add the value of the next result; None for a result that nobody needs."""
+        """Add the value of the next result; None for an unused result."""
         self.outputs.append(None if value is None else weakref.ref(value))
 
     def run(self) -> None:

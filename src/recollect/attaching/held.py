@@ -232,7 +232,7 @@ class CallWatch:
         Args:
             planned: the step whose plan is in place.
             position: the position of the call in its step.
-            call: that has returned.
+            call: the call that has returned.
             is_whole: all runs of units came that the plan foresees; what such calls hold is what is expected.
         """
         now = None if self._begin is None else held_now(self._device)

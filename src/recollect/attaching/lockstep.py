@@ -38,7 +38,7 @@ class Lockstep:
     """The questions that one process asks the others, always at the same place in the loop; a lone process asks itself.
 
     Args:
-        model: that they train.
+        model: the model that they train.
         ranks: the processes.
         may_differ: they may decide for themselves for some steps; not where one may have to raise alone.
 

@@ -187,7 +187,7 @@ class Placement:
     """Puts forwards in place, and takes them off.
 
     Args:
-        model: that is watched.
+        model: the model that is watched.
         watcher: told of the model's calls.
         departs: see `UnitWatch`.
 
@@ -256,7 +256,7 @@ def excess_of(recording: StepRecording, planned: PlannedStep) -> str:
     """Return the message about a step that exceeded the budget while it was recorded; "" if it did not.
 
     Args:
-        recording: that has ended.
+        recording: the recording that has ended.
         planned: the step.
     """
     peak_bytes = recording.peak_bytes

@@ -216,7 +216,7 @@ class PlannedSteps:
     """All that is known of the steps so far.
 
     Attributes:
-        steps: that have plans, in the order in which they were recorded.
+        steps: the steps that have plans, in the order in which they were recorded.
         seen: what was seen in the calls of each module, each unit as often as in any, whatever its shapes.
     """
 

@@ -46,7 +46,7 @@ class Reserve:
     Args:
         model: with its units.
         unit_paths: paths of the units.
-        optimizers: whose state of a unit's parameters exists once it has run.
+        optimizers: the optimizers whose state of a unit's parameters exists once it has run.
         device: where the model runs.
     """
 
@@ -153,7 +153,7 @@ class LeanStart:
     Args:
         lockstep: the lockstep of the processes that run one plan.
         structure: the structure of the model, some of whose parameters have gradients.
-        device: whose gradients count.
+        device: the device whose gradients count.
     """
 
     def __init__(self, lockstep: Lockstep, structure: Structure, device: torch.device) -> None:

@@ -92,7 +92,7 @@ def without_backward(model: nn.Module, stepped: str, num_calls: int, *, is_first
     """Return the message about a recorded step that trained nothing.
 
     Args:
-        model: that was called.
+        model: the model that was called.
         stepped: name of what ended the step.
         num_calls: number of the model's calls.
         is_first: nothing was planned before.
@@ -119,7 +119,7 @@ class OptimizersSeen:
     steps inside another one, or around it, is none.
 
     Args:
-        optimizers: whose steps end a training step; changed in place.
+        optimizers: the optimizers whose steps end a training step; changed in place.
         took_over: told of the new one, and whether it has stepped already.
     """
 

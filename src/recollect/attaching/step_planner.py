@@ -116,7 +116,7 @@ class StepPlanner:
     Attributes:
         budget_bytes: None until the first plan is made.
         recorded_steps: numbers of the steps that were recorded, from 0.
-        steps: that were planned.
+        steps: the steps that were planned.
         missed: what no plan covered.
     """
 

@@ -145,7 +145,7 @@ def describe_call(
 
     Args:
         path: the path of the module that is called.
-        module: that is called.
+        module: the module that is called.
         args: what it gets.
         kwargs: the same.
         structure: the structure of the whole model.

@@ -143,7 +143,7 @@ class UnitWatch:
     """State shared by a model's watched units: the runs allowed in the current call.
 
     Args:
-        model: whose units are watched.
+        model: the model whose units are watched.
         unit_paths: paths of the units.
         departs: told of the first run in a step that no plan foresees, by the path of its unit; may raise.
 

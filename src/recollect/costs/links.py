@@ -82,7 +82,7 @@ class Cluster:
         Args:
             kind: what it does.
             nbytes: of the whole tensor: what is gathered or reduced; of an exchange, what each rank sends.
-            ranks: that take part.
+            ranks: the ranks that take part.
         """
         count = len(ranks)
         if count < 2:

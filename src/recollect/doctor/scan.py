@@ -93,7 +93,7 @@ class TextScan:
         name: the name of the text, for the evidence.
 
     Attributes:
-        num_lines: that were read.
+        num_lines: number of lines that were read.
     """
 
     def __init__(self, lines: Iterable[str], name: str) -> None:

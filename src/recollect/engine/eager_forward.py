@@ -40,7 +40,7 @@ def eager_forwards(
     has compiled.
 
     Args:
-        model: whose units are planned.
+        model: the model whose units are planned.
         unit_paths: the paths of all of them.
         placed: their forwards; where there are none, nothing runs eagerly.
         compiled_paths: of units that a plan has compiled.

@@ -27,7 +27,7 @@ Engine: TypeAlias = Callable[[nn.Module, Mapping[str, UnitPlan], Agreement, int 
 """Returns the replacements for the modules' `forward` of units, without placing them on the model yet.
 
 It takes the whole model; all of the plan's units that name this engine, by path, in forward order; the agreement of all ranks
-to run the whole plan; and the host memory that offloaded values need, None if nobody knows. It raises
+to run the whole plan; and the host memory that offloaded values need, None if unknown. It raises
 `UnknownNameError` for an unknown unit.
 """
 

@@ -100,7 +100,7 @@ class CacheOff:
     """Has a model make no cache, until it is removed.
 
     Args:
-        model: whose configurations have `use_cache`.
+        model: the model whose configurations have `use_cache`.
 
     Example:
         >>> from types import SimpleNamespace

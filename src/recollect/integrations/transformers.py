@@ -61,7 +61,7 @@ def enable_memory_budget(
 
     Args:
         model: the model, also in PEFT's.
-        optimizer: whose step ends a training step; several as a list.
+        optimizer: the optimizer whose step ends a training step; several as a list.
         budget: bytes of the whole step, as an int or text; see `recollect.attach`.
         on_larger: what to do at a step that no plan was made for: "replan", "warn" or "raise".
         units: module paths of the layers to plan, where they are not found.

@@ -145,7 +145,7 @@ class Buffers:
     Args:
         log: the rank's log, to write to.
         allocate: logs a new storage of this many bytes; returns its number.
-        rank: whose buffers they are.
+        rank: the rank whose buffers they are.
     """
 
     def __init__(self, log: list[Event], allocate: Callable[[int], int], rank: Rank) -> None:

@@ -107,7 +107,7 @@ def frontier(profile: Profile, host_budget: int | str = 0) -> Frontier:
         be saved. The budget of each plan is its own peak.
 
     Raises:
-        ArgumentError: the profile is none.
+        ArgumentError: the profile is not a `Profile`.
         ProfileFormatError: the profile has units, but no memory events to predict a peak from.
 
     Complexity: one plan per point (`Planner`), and two linear programs; a few seconds for 32 recorded layers.
@@ -231,7 +231,7 @@ def prices(profile: Profile, plan: Plan, *, link_share: float = LINK_SHARE) -> P
     """Return the saving from more of each, based on plans that have it.
 
     Args:
-        profile: that the plan was made from.
+        profile: the profile that the plan was made from.
         plan: within a budget of the device and one of host memory.
         link_share: see `recollect.plan`.
 

@@ -66,7 +66,7 @@ def plan(profile: Profile, budget: int | str, host_budget: int | str = 0, *, lin
 
     Raises:
         BudgetTooSmallError: no plan fits; carries the lowest peak found, the unit at that peak, and advice.
-        ArgumentError: the profile is none.
+        ArgumentError: the profile is not a `Profile`.
         PlanError: host memory is asked for, and the profile does not know how fast the link to it is.
         ProfileFormatError: the profile has units, but no memory events to predict a peak from.
         QuantityError: a budget is not a number of bytes.

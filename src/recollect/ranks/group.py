@@ -162,7 +162,7 @@ def group_of(ranks: Sequence[int], call: str) -> Ranks:
 
     Args:
         ranks: their numbers among all processes; this one is among them.
-        call: that is under way, for errors.
+        call: the call that is under way, for errors.
 
     Raises:
         RecordError: some of them do not take part.

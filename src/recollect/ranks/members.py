@@ -36,7 +36,7 @@ def ranks_of(model: nn.Module, group: GroupChoice, call: str) -> Ranks:
     Args:
         model: wrapped by DistributedDataParallel, or with parameters that FSDP2 or a device mesh spreads, if there are several.
         group: see `GroupChoice`.
-        call: that is under way, for errors.
+        call: the call that is under way, for errors.
 
     Raises:
         ArgumentError: the group is none, or this process is not in it.

@@ -20,9 +20,9 @@ def assemble(
 
     Args:
         recorder: after the step.
-        costs: that the ops ran with.
+        costs: the costs that the ops ran with.
         layers: paths of the units that are repeated layers.
-        ranks: that may hold parts of values; they all assemble together.
+        ranks: the ranks that may hold parts of values; they all assemble together.
         **facts: the other fields of the profile.
 
     Warns:

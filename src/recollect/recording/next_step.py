@@ -312,7 +312,7 @@ class Returns:
         return output
 
     def replaced_at(self, alive: Container[Any]) -> dict[Any, int]:
-        """Return where in the log an output of the last step is replaced, for each that the step leaves alive.
+        """Return, for each output that the step leaves alive, where the log replaces the last step's.
 
         Of the calls whose outputs are held, the first one's are replaced when the module returns for the first time, and so
         on: in accumulation, the last call's by the first call's.

@@ -66,7 +66,7 @@ class StepRecording:
     """Records a step: its ops, the tensors they save, and its memory, while keeping as little as possible.
 
     Args:
-        model: whose units are planned.
+        model: the model whose units are planned.
         units: the units of the model.
         costs: runs the ops and knows their costs.
         device: where the step runs.

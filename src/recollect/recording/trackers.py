@@ -226,7 +226,7 @@ class UnrelatedMemory:
     read.
 
     Args:
-        device: whose memory counts.
+        device: the device whose memory counts.
         known: tensors of that device which the record counts itself.
         looks_on_cpu: whether to look at all on the CPU.
         set_aside_bytes: what a CUDA device holds besides, but only until then.

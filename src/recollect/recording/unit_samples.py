@@ -132,7 +132,7 @@ class UnitSamples:
     """Takes one sample of each kind of unit: the same class, parameters and arguments, by their shapes.
 
     Args:
-        model: whose units run.
+        model: the model whose units run.
         device: where they run.
         in_excerpts: whether to hold excerpts of large inputs, where there is little room.
         is_fake: the step runs on fake tensors, which cannot be timed: takes none.

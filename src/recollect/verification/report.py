@@ -36,7 +36,7 @@ class Report(ShownInNotebooks):
         predicted_peak_bytes, predicted_slowdown: the plan's predictions.
         measured_slowdown: median of the ratio of times with the plan and without recompute (both with the plan's loss chunks,
             as in the prediction), minus one; runs alternate. None if it was not asked for.
-        slowdowns: that of each round, which tell how sure the median is.
+        slowdowns: the slowdown of each round; they tell how sure the median is.
         loss_chunks: parts of the plan's loss; with more than one, sums have another order than the model's.
         unchunked_difference: the gradient (or "the loss") furthest from that of the unchunked model, and its distance: the norm
             of the difference over the norm; None with one chunk, or if the plain step did not run.

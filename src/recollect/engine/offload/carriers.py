@@ -226,7 +226,7 @@ class Host:
 
     Args:
         device: where values are computed.
-        most_bytes: the host memory that they need; None if nobody knows.
+        most_bytes: the host memory that they need; None if unknown.
 
     Attributes:
         carrier: copies them.

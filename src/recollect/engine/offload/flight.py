@@ -53,7 +53,7 @@ class Offload:
     Args:
         model: the model that the plan is applied to; its parameters give the device. None: nothing is known of it.
         units: the plan of each unit.
-        most_bytes: the host memory that they need; None if nobody knows.
+        most_bytes: the host memory that they need; None if unknown.
         device: where values are computed, if not as the parameters tell.
 
     Attributes:
@@ -191,7 +191,7 @@ class Flight:
         """Note that backward asks for something saved in a call, and advance to that call.
 
         Args:
-            call: that saved it.
+            call: the call that saved it.
             used: number of the backward that has last asked for it.
 
         Returns:

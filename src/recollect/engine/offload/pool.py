@@ -46,7 +46,7 @@ class HostPool:
 
     Args:
         host_memory: returns a stretch of it.
-        most_bytes: the bytes that the plan needs, which are taken at once; None if nobody knows: then it grows.
+        most_bytes: the bytes that the plan needs, which are taken at once; None if unknown: then it grows.
 
     Attributes:
         taken_bytes: bytes of the values that are in it now.

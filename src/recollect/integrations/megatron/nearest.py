@@ -65,7 +65,7 @@ def nearest_uniform_settings(
     """Return the fastest of Megatron's settings with which each rank keeps the budget of some plans.
 
     Args:
-        profiles: the profiles of all stages, that the plans were made from; those that are alike are the same object.
+        profiles: the profiles that the plans were made from, of all stages; equal ones are the same object.
         planned: the plans.
         split_profiles: see `plan_pipeline`.
         send_s: see `plan_pipeline`.

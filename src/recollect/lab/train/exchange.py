@@ -80,7 +80,7 @@ class RanksExchange(Exchange):
 
     Args:
         processes: all of them.
-        mesh: which of them share what.
+        mesh: the groups that share model parts.
         trained: what runs in training: the model, or what wraps it.
     """
 
@@ -159,7 +159,7 @@ class PipelineExchange(RanksExchange):
 
     Args:
         processes: all of them.
-        mesh: which of them share what.
+        mesh: the groups that share model parts.
         rank: the stages of this one; an attribute, too.
         step: runs them; likewise.
     """

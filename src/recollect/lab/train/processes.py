@@ -209,7 +209,7 @@ def _use_own_device(config: TrainConfig) -> None:
     if not _is_on_cuda(config):
         return
     number, there = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
-    # All of a machine say so: the others would wait for those that have none.
+    # All processes of a machine fail: otherwise the rest would wait for those without a device.
     needed = int(os.environ.get("LOCAL_WORLD_SIZE", number + 1))
     if needed > there:
         raise HardwareError(
