@@ -44,7 +44,7 @@ class StepMeter:
         """Begin to measure a step, before its first call.
 
         Args:
-            planned: the planned whose plan is in place.
+            planned: the step whose plan is in place.
             number: of the step.
         """
         self._planned = planned
