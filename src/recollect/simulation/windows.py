@@ -148,7 +148,7 @@ def num_alive(profile: Profile, windows: Sequence[Window], units: Sequence[Seque
 def calls_besides(
     profile: Profile, windows: Sequence[Window], units: Sequence[Sequence[int]], places: Sequence[int]
 ) -> NDArray[np.float64] | None:
-    """Return `num_alive`, less one for each unit before the window's own.
+    """Return `num_alive`, minus one for each unit before the window's own.
 
     Args:
         profile: the recorded step.

@@ -59,8 +59,8 @@ class TopKRouter(nn.Module):
             without `moe_router_enable_expert_bias`.
         tokens_per_expert: [E], int64; tokens counted since the last `update_expert_bias`. None without a bias.
         sequence: this rank's part of each sequence.
-        weight_of_all: from the weight to what this rank multiplies by, where others route other tokens of a batch.
-        counts_of_all: from what this rank counted to what all ranks did, where they have batches of their own.
+        weight_of_all: maps the weight to the one this rank multiplies by, where others route other tokens of a batch.
+        counts_of_all: maps this rank's counts to those of all ranks, where they have batches of their own.
 
     References:
         Fedus et al. 2021, "Switch Transformers", arXiv 2101.03961, equations 4 to 6: the auxiliary loss, here divided by J, so

@@ -135,7 +135,7 @@ def peer_watch(last_words: LastWords) -> Iterator[None]:
     """In a with-block, end this process soon after another one of the block has failed or ended, unless it leaves the block.
 
     Over gloo a wait for a process that has failed or ended fails within a moment. On CUDA it does not: the device waits in a
-    kernel of NCCL, and Python waits for the device, where it hears neither of the others nor of signals. So a thread
+    kernel of NCCL, and Python waits for the device, deaf to the others and to signals. So a thread
     listens in the background.
 
     Args:
