@@ -32,7 +32,7 @@ class TriedSize:
     """The step of one size, as recorded.
 
     Attributes:
-        size: what `make_batch` was asked for.
+        size: the argument of `make_batch`.
         num_tokens: tokens in the batch.
         step_s: predicted seconds of forward and backward without recompute.
         plain_peak_bytes: predicted peak without recompute.
@@ -76,12 +76,12 @@ class LargestBatch:
     """What `largest_batch` found.
 
     Attributes:
-        along: what a size is, in a word, such as "micro-batch".
+        along: a word for the size, such as "micro-batch".
         budget_bytes: the bound on the peak of the whole step.
         tried: all sizes that were recorded, smallest first.
         without_recompute: the largest size that fits if everything is kept; None if none does.
         full_recompute: the largest size that fits with full recompute of every layer; None if none does.
-        planned: the largest size that fits with a plan of recollect's.
+        planned: the largest size that fits with a plan by recollect.
         fastest: the size with most tokens per second, with the plan for the budget, of those recorded.
         limit: the largest size that was allowed. An answer of this size means "at least".
         device_name: the device the times are for.
@@ -217,7 +217,7 @@ class _Search:
         return int(first + (self.budget_bytes - first_bytes) * (second - first) / (second_bytes - first_bytes))
 
     def _about_least_bytes(self, tried: TriedSize) -> float:
-        """Return about the lowest peak: known where no plan fits, and elsewhere as far below full recompute as there."""
+        """Estimate the lowest peak: known where no plan fits, and elsewhere as far below full recompute as there."""
         if tried.least_peak_bytes is not None:
             return tried.least_peak_bytes
         known = [t.least_peak_bytes / t.full_peak_bytes for t in self.tried.values() if t.least_peak_bytes is not None]

@@ -1,8 +1,8 @@
-"""How fast a plan within a budget can be at best: a lower bound on what any plan adds, from prices and minimum cuts.
+"""A lower bound on the time that any plan within a budget adds to a step, from prices and minimum cuts.
 
 At every moment e of the step (`planning/checkpoint_times.py`) a plan within the budget B has
 
-    fixed_e + kept_e <= B       fixed_e: what every plan has alive; kept_e: what this one has in memory beside it
+    fixed_e + kept_e <= B       fixed_e: bytes alive under every plan; kept_e: the other bytes that this plan holds
 
 so at any prices lambda_e >= 0 its recompute is at least
 
@@ -12,16 +12,16 @@ so at any prices lambda_e >= 0 its recompute is at least
 Every lambda gives a bound. The highest is found by cutting planes: each cut comes with a choice, and L is nowhere above what
 that choice costs, which is linear in lambda. The highest point under all known planes is a small linear program; at its prices
 the next cut is made. L has finitely many planes, so this ends, and soon: after 5 to 40 cuts for the first budget, 1 to 10
-for each one after it, as the planes are the same for every budget. How exactly the program was solved only decides which
-prices are tried, not whether what is returned is a bound.
+for each one after it, as the planes are the same for every budget. The precision of the solver only decides which
+prices are tried, not whether the result is a bound.
 
 "Any plan" means: keep or recompute, value by value, or hold as parts what the profile knows to be the same on all ranks; unit
-outputs dropped or not, each op running again at most once, and what it computed or gathered staying as long as backward has
-still to ask for it, as on the tape; for the ops and the order of the recorded step. It does not hold for what changes the step
+outputs dropped or not, each op running again at most once, and its results staying as long as backward still has
+to ask for them, as on the tape; for the ops and the order of the recorded step. It does not hold for changes to the step
 itself: another micro-batch, a chunked loss, ops that are replaced by others; nor for offload, unless it knows the link.
 
-With host memory, kept_e is less by what is away. That has had time to go out, and still has time to come back: for a step whose
-ops run again for r seconds, and which is w seconds longer besides, as it waits for copies,
+With host memory, kept_e is less by the bytes that are away, which had time to leave and still have time to come back. In a step
+that runs ops again for r seconds and waits w seconds for copies,
 
     away_e <= min(host memory, out rate x (t_e + later), back rate x (end - t_e + later))       `away_limits`
 
@@ -48,7 +48,7 @@ from recollect.plans.plan import Plan
 from recollect.profile.profile import Profile
 from recollect.simulation.copy_clock import Link, event_times
 
-# Part of a number that its last digits may be wrong by, where many are added up.
+# Relative rounding error of long sums.
 _ROUNDING = 1e-12
 # How far, as a part of the bound, a plan may be below it before that is an error.
 _SAFETY = 1e-6
@@ -58,7 +58,7 @@ _LEAST_GAP = 1e-10
 # Cuts are as precise as this part of what can still be gained.
 _PRECISION = 0.01
 _MOST_CUTS = 200
-# Most that all prices together may be, in units of "all that can run again for all bytes that can be kept". Low prices
+# The largest sum of all prices, in units of "all that can run again for all bytes that can be kept". Low prices
 # are tried first: they lead to useful choices sooner. The last ones show that not even recomputing everything fits.
 _MOST_PRICES = (3.0, 1e3, 1e6)
 # No plan waits for this many times its step.
@@ -75,13 +75,13 @@ class AwayLimits:
     """The limit for a plan that adds nothing to the step."""
     per_recompute: NDArray[np.float64]
     per_wait: NDArray[np.float64]
-    """Bytes more for each second in which ops run again, and for each that is added besides."""
+    """Additional bytes for each second of recompute, and for each other second that is added."""
     most_wait_s: float
-    """More seconds than any plan adds besides."""
+    """More seconds than any plan adds in other ways."""
 
 
 def away_limits(profile: Profile, found: CheckpointTimes, link: Link, host_bytes: int) -> AwayLimits:
-    """Return how much can be away at moments of a step over a link, with so much host memory."""
+    """Return how many bytes can be away at moments of a step, given a link and a size of host memory."""
     times_s = event_times(profile)
     end_s = float(times_s[-1]) if len(times_s) else 0.0
     times_s = times_s[found.events]
@@ -117,8 +117,8 @@ class LowerBound:
     Args:
         profile: the recorded step.
         steps: its cheapest choices, if the caller knows more; by default each call of a unit decides by itself.
-        fixed_bytes: what every plan has alive at the moments of `steps`.
-        away: what plans that offload can have in host memory then; by default, none offloads.
+        fixed_bytes: bytes alive under every plan at the moments of `steps`.
+        away: limits on the host memory of plans that offload at these moments; by default, plans do not offload.
 
     Complexity: a minimum cut and a small linear program, a few times per budget (80 layers: 0.02 s each).
 
@@ -184,7 +184,7 @@ class LowerBound:
         return float(highest * self._seconds)
 
     def _is_too_much(self, added: float) -> bool:
-        """Whether no plan adds so much: none runs more than everything again, but it may wait as long as it takes."""
+        """Whether no plan adds this many seconds: it reruns everything at most, but may wait for any length of time."""
         return added > 1.0 and not self._offloads
 
     def _raised(self, budget: float, most_price: float) -> tuple[float, bool]:
@@ -194,7 +194,7 @@ class LowerBound:
         is_held_down = False
         for _ in range(_MOST_CUTS):
             ceiling, limit_prices, is_held_down = self._best_prices(room, most_price)
-            # The cost of another second of recompute, and of waiting, minus the bytes that it lets be away.
+            # The cost of another second of recompute, and of waiting, minus the price of the bytes that may then be away.
             recompute_price = 1.0 - math.fsum(limit_prices * self._per_recompute)
             wait_price = 1.0 - math.fsum(limit_prices * self._per_wait)
             if recompute_price <= 0:
@@ -207,14 +207,14 @@ class LowerBound:
             free = [*(prices * fixed), *(-limit_prices * room), min(0.0, wait_price) * self._most_wait]
             found = cost + math.fsum(free) - _ROUNDING * (cost + math.fsum(np.abs(free)))
             highest = max(highest, found)
-            # A plane that is known is above the ceiling only by how exactly the program was solved.
+            # A known plane is above the ceiling only by the error of the solver.
             is_new = self._learn(cut.choice)
             if not is_new or ceiling - highest <= enough or self._is_too_much(highest):
                 break
         return highest, is_held_down
 
     def _best_prices(self, room: NDArray[np.float64], most_price: float) -> tuple[float, NDArray[np.float64], bool]:
-        """Return the highest point under all planes that are known, its prices, and whether these would rise further.
+        """Return the highest point under all known planes, its prices, and whether these would rise further.
 
         Its dual is solved: the fastest mix of known choices that fits, with a price for excess bytes.
         """
@@ -247,14 +247,14 @@ class LowerBound:
 
 
 def host_bound(profile: Profile, link: Link, host_bytes: int) -> LowerBound:
-    """Return the bound on plans that may offload over a link, with so much host memory."""
+    """Return the bound on plans that may offload over a link to this much host memory."""
     found = checkpoint_times(profile)
     away = away_limits(profile, found, link, host_bytes)
     return LowerBound(profile, steps=CheapestStep(profile, found), fixed_bytes=found.fixed_bytes, away=away)
 
 
 def is_all_on_tape(plan: Plan) -> bool:
-    """Whether the bound is of this plan: a module that runs again as a whole drops what the tape has to keep."""
+    """Whether the bound applies to this plan: a module re-run as a whole drops values that the tape has to keep."""
     return all(unit.engine is EngineChoice.TAPE for unit in plan.units.values())
 
 

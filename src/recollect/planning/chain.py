@@ -11,7 +11,7 @@ survives. Each result is simulated; if the peak of a window differs from the mod
 program runs again.
 
 Units that run several times take one option for all their calls. A window then finds more alive than the units before its
-own: other passes through the same layers. How much, depends on the whole choice, which a linear program makes then
+own: other passes through the same layers. How much depends on the whole choice, which a linear program then makes
 (`planning/mix.py`).
 
 Limitation: the model assumes that the peak of a window depends only on its own unit and the sum of what others keep. Where

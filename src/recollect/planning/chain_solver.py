@@ -71,7 +71,7 @@ class ChainSolver:
         profile: a recorded step with its events.
         program: the program of the profile and its windows, to reuse.
         like: a solver of the same profile to share options and simulated units with; its results do not change.
-        lean: a candidate that the solver knows from the start, and whose options it has, too.
+        lean: a candidate known from the start, whose options the solver also has.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class ChainSolver:
         found = self._searched(budget_bytes, enough_s)
         if found is not None or budget_bytes < self.leanest.peak_bytes:
             return found
-        # Having seen plans as lean as can be, the chains find faster ones.
+        # Having seen the leanest plans, the chains find faster ones.
         self._near_least._searched(self.leanest.peak_bytes, 0.0)
         return self._near_least._searched(budget_bytes, enough_s)
 
@@ -149,7 +149,7 @@ class ChainSolver:
                 dropped_score = self._run(dropped, budget_bytes)
                 is_slower = dropped_score > score
                 score = min(score, dropped_score)
-                # With several calls in flight a chain says little of outputs that are dropped: the first one tells.
+                # With several calls in flight a chain says little about dropped outputs: the first one tells.
                 if score <= goal or (is_slower and self._runs_several):
                     break
         best = self._best_known(budget_bytes)

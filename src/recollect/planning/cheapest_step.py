@@ -56,7 +56,7 @@ class StepChoice:
     recompute_s: float
     """Seconds of the ops that run again, and of the tape in forward."""
     kept_bytes: NDArray[np.int64]
-    """For each moment, what is in memory beside what every plan has."""
+    """For each moment, the bytes in memory besides those of every plan."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,7 +66,7 @@ class StepCut:
     cost_s: float
     """Recompute plus price times kept bytes, summed over the times. No plan has less: a proven bound."""
     choice: StepChoice
-    """A choice that costs as much."""
+    """A choice with this cost."""
 
 
 class CheapestStep:
@@ -122,7 +122,7 @@ class CheapestStep:
 
     @property
     def most_s(self) -> float:
-        """Seconds of recompute if all runs again, which is more than any plan has: nothing runs, or is gathered, twice."""
+        """Seconds of recompute if everything runs again, the most of any plan: nothing reruns, or is gathered, twice."""
         return math.fsum((*self._op_s, *self._charges.all_s, *self._gather_s))
 
     def everything_kept(self) -> StepChoice:

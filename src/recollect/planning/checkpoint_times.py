@@ -28,11 +28,11 @@ class CheckpointTimes:
     """Moments of a step in order, and the values of all calls as columns: call c's start at `first_value[c]`."""
 
     events: NDArray[np.int64]
-    """Position in the log of each moment; what is said of it holds after that event."""
+    """Position in the log of each moment; statements about it hold after that event."""
     stages: NDArray[np.int64]
     """How often backward has asked for a value by then. Nothing runs again between moments of the same stage."""
     fixed_bytes: NDArray[np.int64]
-    """What every plan has alive then."""
+    """Bytes alive then under every plan."""
     needed: NDArray[np.bool_]
     """(moment, value): backward still asks for the value."""
     can_cost: NDArray[np.bool_]
@@ -156,7 +156,7 @@ class _Scan:
         self._undead: set[int] = set()
         # For each value, the first that was in its storage: others are written over that one.
         self.first_in_storage = list(range(len(self._nbytes)))
-        # For each of these: how many reasons there are that every plan has its bytes, and how many uses are still to come.
+        # For each of these: the number of reasons why every plan has its bytes, and the number of uses still to come.
         self._held = [0] * len(self._nbytes)
         self._waiting = [0] * len(self._nbytes)
         self._alive_bytes = profile.persistent_bytes
@@ -190,7 +190,7 @@ class _Scan:
             self._position += 1
 
     def _value(self, call: int, value: int) -> int:
-        """Return the column of what a call knows as its `value`."""
+        """Return the column of the value with index `value` in a call."""
         return self._origins[call].get(value, self.first_value[call] + value)
 
     def _hold(self, value: int, change: int) -> None:

@@ -3,9 +3,9 @@
 1. The solver (`planning/chain_solver.py`) searches for the candidate with the least recompute whose peak is within the budget.
 2. The bound (`planning/bound.py`) says how much faster any plan could be, and so when to stop.
 3. The simulator has the last word: no plan over its budget is returned.
-4. If it finds no plan, try full recompute of the layers; if that does not fit either, the error names the lowest peak that is
-   known, which depends on bytes alone, so that a budget of so much has a plan. It advises what to change, judging by what takes
-   the memory at that peak.
+4. If it finds no plan, try full recompute of the layers; if that does not fit either, the error names the lowest known
+   peak, which depends on bytes alone: a budget of this size has a plan. It also advises changes, judging by what fills
+   memory at that peak.
 """
 
 import gc
@@ -53,8 +53,8 @@ _LARGE_PART = 0.1
 def without_collections() -> Iterator[None]:
     """Collect no garbage in a with-block or function, in any thread.
 
-    A planner makes many small objects that refer to each other and soon go by their reference counts. Collections would find
-    next to nothing, and take half of the time: there are as many as objects are made, each looks at all of a large step.
+    A planner makes many small objects that refer to each other and that reference counts soon free. Collections would find
+    next to nothing, and take half of the time: they are frequent, and each visits all objects of a large step.
 
     Example:
         >>> with without_collections():
@@ -116,7 +116,7 @@ class Planner:
             return []
         found = [ChainSolver(self.profile, program=self._program)]
         if any(graph.parts for graph in self.profile.graphs):
-            # A search with more to choose from may find less.
+            # A search with more to choose from may find a worse plan.
             graphs = tuple(replace(graph, parts=()) for graph in self.profile.graphs)
             found.append(ChainSolver(replace(self.profile, graphs=graphs)))
         return found
@@ -209,7 +209,7 @@ class Planner:
 
     def _bound_s(self, budget_bytes: int) -> float:
         """Return a lower bound on the recompute seconds of any plan."""
-        # There is no bound on compiled code: its recompute has no separate time.
+        # No bound covers compiled code: its recompute has no separate time.
         if not self.profile.calls or self._is_compiled:
             return 0.0
         return self._bound.added_s(budget_bytes)
@@ -278,7 +278,7 @@ recompute changes: shard it (FSDP), use an optimizer with less state, or bf16 pa
 
 
 def _smaller(batch: str, fraction: float) -> list[str]:
-    """Return the advice to use so much of a batch, if there is one as small; rounded down, to be safe."""
+    """Return the advice to use this part of a batch, rounded down to be safe, if a batch can be that small."""
     size = re.search(r"(?:^|\[)(\d+)(?:(?:, | x )(\d+))?", batch)
     if size is None:
         fits = f"about {int(100 * fraction)} % of the recorded one ({batch or 'size unknown'}) fits"

@@ -1,7 +1,7 @@
 """Choose a few sets of values that a compiled unit may keep, to be compiled and measured; and leave out what proves useless.
 
 Compiled code computes pointwise ops again nearly for free, fused into the ops of backward that read them; a reduction costs
-about what reading its input costs; products, attention and ops that the compiler cannot see into cost what they cost in the
+about as much as reading its input; products, attention and ops opaque to the compiler cost as much as in the
 step. With these costs the minimum cuts of `hull.py` propose what to keep. Fusion makes the costs rough, so they only propose.
 """
 
@@ -29,7 +29,7 @@ _PRODUCTS: Final = frozenset(
 _REDUCTIONS: Final = ("softmax", "norm", "cum", "sort", "topk", "scan")
 # For an op that reads this many times as many bytes as it writes.
 _REDUCES: Final = 4
-# Seconds of a fused pointwise op, of what reading its results would take.
+# Seconds of a fused pointwise op, as a part of the seconds to read its results.
 _FUSED: Final = 0.02
 _MOST_FROM_HULL: Final = 6
 # A part of the seconds that dropping everything would add; options that save less are not worth compiling.
@@ -44,7 +44,7 @@ def compiled_menu(graph: UnitGraph) -> tuple[Keeps, ...]:
 
     Returns:
         At most ten, all different: nothing; attention; that and what the residual stream adds up; all products and attention;
-        and what minimum cuts choose under the costs of compiled code. A unit's output is always kept.
+        and the choices of minimum cuts under the costs of compiled code. A unit's output is always kept.
 
     Example:
         >>> from recollect.profile.graph import ValueRecord
@@ -70,7 +70,7 @@ def compiled_menu(graph: UnitGraph) -> tuple[Keeps, ...]:
 
 
 def keeps_of(graph: UnitGraph, kept: Collection[int]) -> dict[str, Action]:
-    """Return a compiled unit's action for each of its values, by name, if it keeps some and drops what others it can.
+    """Return a compiled unit's action for each of its values, by name, if it keeps some and drops all others that it can.
 
     Args:
         graph: the unit.
@@ -84,7 +84,7 @@ def keeps_of(graph: UnitGraph, kept: Collection[int]) -> dict[str, Action]:
 
 
 def with_compiled_costs(graph: UnitGraph) -> UnitGraph:
-    """Return the unit with about the times that its ops would take again in compiled code, and no tape."""
+    """Return the unit with estimated times for running its ops again in compiled code, and without a tape."""
     light = [(op.time_s, moved) for op in graph.ops if not _is_heavy(op) and (moved := _moved_bytes(graph, op))]
     s_per_byte = min((time_s / nbytes for time_s, nbytes in light), default=0.0)
 
@@ -123,7 +123,7 @@ def _beats(one: VariantRecord, other: VariantRecord, graph: UnitGraph, *, ties: 
 
 
 def _backward_bytes(variant: VariantRecord, graph: UnitGraph) -> tuple[int, int]:
-    """Return the most bytes in backward: if others hold what the variant holds as well, and if nobody does."""
+    """Return the most bytes in backward: if others also hold the values that the variant holds, and if nobody does."""
     alone = shared = variant.own_bytes
     alone += _bytes(graph, variant.held)
     most_alone, most_shared = alone, shared
@@ -135,7 +135,7 @@ def _backward_bytes(variant: VariantRecord, graph: UnitGraph) -> tuple[int, int]
 
 
 def _widest_apart(options: Sequence[Option]) -> list[Option]:
-    """Return a few options, those without which the largest gaps would be left between the others."""
+    """Return the few options that leave the smallest gaps between them."""
     chosen = [options[0], options[-1]]
     little_s = _LITTLE * options[0].recompute_s
     while len(chosen) < _MOST_FROM_HULL:

@@ -46,6 +46,6 @@ def engine_options(graph: UnitGraph, *, output: Action = Action.KEEP) -> tuple[O
     eager = [replace(option, recompute_s=option.recompute_s + eager_s) for option in on_tape]
     again_s = graph.forward_s + eager_s
     eager.append(Option(Stored(), frozenset(), output_bytes, again_s, engine=EngineChoice.REGION))
-    # On both engines the same bytes can have other working sets: what is slower at no fewer bytes still may be the leaner step.
+    # Working sets of equal bytes differ between engines: an option that is slower at no fewer bytes may still lower the peak.
     others = sorted([*compiled[1:], *eager], key=lambda option: (option.kept_bytes, -option.recompute_s))
     return (*others, compiled[0])

@@ -40,8 +40,8 @@ class LayerUsage:
             the unit before it. Bytes that ops wrote to in place go by the name of the value that autograd saved.
         generator_bytes: size of the random generator states held to repeat random ops.
         recomputed: ops that run again, named by their results, in order; an op that runs twice is listed twice.
-        recompute_s: seconds of these ops, plus the tape's overhead in forward; of a compiled unit, what it takes longer than
-            with PyTorch's own choice of what to keep.
+        recompute_s: seconds of these ops, plus the tape's overhead in forward; of a compiled unit, the additional seconds over
+            PyTorch's own choice of values to keep.
         num_runs: the number of equal runs of the step that this one stands for.
     """
 
@@ -201,7 +201,7 @@ class Explained:
     outside_bytes: int
     """The part of `simulation.kept_bytes` made outside of all units, such as the loss and its logits."""
     wait_s: float
-    """Of the whole step, for copies, where the profile knows the link to the host."""
+    """Seconds that the whole step waits for copies, where the profile knows the link to the host."""
     slowdown: float
     """The seconds of recompute and `wait_s`, divided by those of forward and backward without recompute."""
     tenants: tuple[str, ...]

@@ -31,7 +31,7 @@ _NUM_HALVINGS = 5
 _STRIDES = (2, 4, 8)
 _GIB = 2**30
 _GB = 10**9
-# Where there is less than four times that, a quarter of what there is is tried, and scaled up.
+# With less than four times that, a quarter of the available amount is tried, and the result scaled up.
 _MOST_PART = 0.25
 
 

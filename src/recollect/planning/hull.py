@@ -152,8 +152,8 @@ def unit_hull(graph: UnitGraph, *, output: Action = Action.KEEP) -> tuple[Option
     fattest = network.evaluator.option(graph.saved_values)
     leanest = network.cut(byte_price=1.0, second_price=0.0)
     found = {_point(fattest): fattest, _point(leanest): leanest}
-    # Lines between two options below which there may be others: those with most room below first, so that what a limit on the
-    # work leaves out matters least.
+    # Lines between two options below which there may be others: those with most room below first, so that a limit on the
+    # work leaves out the least important.
     lines: list[tuple[float, int, Option, Option]] = []
     numbers = count()
 
@@ -223,7 +223,7 @@ class Evaluator:
 
         Args:
             whole: values to keep.
-            parts: values to keep a part of; of those that are among both, the whole is not kept.
+            parts: values to keep a part of; of values in both, only the part is kept.
         """
         # One byte per value, for speed: this runs hundreds of times per unit.
         wanted = {*whole, *parts}

@@ -33,7 +33,7 @@ class LeanUnits:
 
     Attributes:
         profile: the recorded step.
-        table: the units as rows; what options they have is up to the search.
+        table: the units as rows; the search decides on their options.
         rows: the units, one row each.
         own_windows: for each row, the windows that belong to its calls.
         phases: for each row, the phases of these windows.
@@ -65,7 +65,7 @@ class LeanUnits:
 
     @property
     def is_spent(self) -> bool:
-        """Whether as many steps were simulated as there is time for."""
+        """Whether the time for simulations is used up."""
         return self._num_left <= 0
 
     @cached_property

@@ -112,7 +112,7 @@ def plan_with_chunks(
 
 
 def fewest_chunks(plan: Callable[[int, int | str], _Step], budget: int | str) -> _Step:
-    """Plan a step of several devices with as few chunks of the loss as take no longer than more of them.
+    """Plan a step of several devices with the smallest number of loss chunks that is as fast as larger numbers.
 
     Args:
         plan: plans the step with a number of chunks, for a budget.

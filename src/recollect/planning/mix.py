@@ -5,8 +5,8 @@ unit r(w) has to satisfy
 
     floor(w) + sum over all units j of n(w, j) s(j, o_j) + m(w, o_r(w)) <= budget
 
-where n(w, j) counts the calls of j that are alive then. These are many sums at once; a chain has only one. But they are
-few: of the windows of a unit, those with most in flight say it all. With a share of each option in place of a choice
+where n(w, j) counts the calls of j that are alive then. These are many sums at once; a chain has only one. But few
+matter: of the windows of a unit, those with most calls in flight. With a share of each option in place of a choice
 this is a linear program, whose best point mixes options in no more units than there are windows that are full. These
 units then take one option, and others faster ones as long as there is room.
 """
@@ -25,7 +25,7 @@ from scipy.optimize import linprog
 _ROUNDING = 1e-12
 # A choice this close to the program's best point, as a part of its seconds, is good enough.
 _SMALL_GAP = 0.003
-# An option with all but so much of the share of its unit is chosen.
+# An option is chosen if the others of its unit have no more than this share together.
 _SURE = 1e-6
 
 
@@ -47,10 +47,10 @@ class Limits:
     counts: NDArray[np.float64]
     """(window, unit): how many calls are alive."""
     own_bytes: Sequence[NDArray[np.int64]]
-    """Of each window, what it holds besides, by option of its unit."""
+    """The other bytes of each window, by option of its unit."""
 
     def fullest(self) -> Limits:
-        """Return the windows of each unit that none other of it has as much or more of everything than."""
+        """Return the windows of each unit that no other window of the unit dominates."""
         kept: list[int] = []
         for unit in np.unique(self.unit):
             members = np.flatnonzero(self.unit == unit)

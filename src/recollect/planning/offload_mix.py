@@ -50,7 +50,7 @@ class OffloadUnit:
     """For each option, the part of what it stores that can be offloaded."""
     forward_s: float
     backward_s: float
-    """Of its windows, without recompute."""
+    """Seconds of its windows, without recompute."""
 
 
 def offload_mix(
@@ -165,7 +165,7 @@ class OffloadUnits:
     rows: tuple[int, ...]
     """The row of each."""
     units: tuple[OffloadUnit, ...]
-    """What the linear program knows of each."""
+    """The linear program's view of each."""
 
     def plan(self, link: Link, budget_bytes: int, host_bytes: int) -> Plan | None:
         """Return a plan with the option of each unit that has the largest share, and no trips; None if nothing fits."""

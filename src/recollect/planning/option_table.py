@@ -224,7 +224,7 @@ def with_options(options_of: OptionsOf, table: OptionTable, known: Sequence[Opti
 def unit_plan(graph: UnitGraph, option: Option) -> UnitPlan:
     """Return the plan of a unit for one option.
 
-    "recompute" goes to results of ops that run again, unless a reader needs them kept, and "shard" to those kept as parts.
+    Results of ops that run again get "recompute", unless a reader needs them kept; values kept as parts get "shard".
     Values that nobody needs after forward get "keep": that costs no bytes and lets the tape skip modules that compute
     nothing else. If the output is dropped, its readers may need it, so the ops that compute it run again too.
     """

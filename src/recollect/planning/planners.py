@@ -3,7 +3,7 @@
 With host memory, choose what to keep, what to run again and what to offload, together. Any plan that recomputes for a larger
 budget becomes one for this budget, if enough of what it keeps is away whenever memory is full. A byte is worth the same
 in all layers, since the link cannot carry bytes for two layers at once; so the larger budget is the one number to
-search for: the more of it, the less runs again, and the more has to go over the link, until the step waits for copies.
+search for: the larger it is, the less runs again and the more crosses the link, until the step waits for copies.
 Values are copied out in the order they are made: the first are away longest.
 
 Planned for a part of the link's rate, a plan holds its time on a link that is slower than measured, for a little more
@@ -35,16 +35,16 @@ from recollect.simulation.windows import edges, windows
 
 # More than any host has.
 _ANY_BYTES = 2**62
-# Smaller values never go: the number of copies would cost more than their bytes are worth.
+# Smaller values are never offloaded: the number of copies would cost more than their bytes are worth.
 _LEAST_BYTES = 2**20
-# In a small step, values down to this part of what it keeps may go.
+# In a small step, values down to this part of the kept bytes may be offloaded.
 _LEAST_PART = 1e-3
-# Where to look first between the budget and the peak of keeping everything; then around the best, so often.
+# Where to look first between the budget and the peak of keeping everything; then the number of looks around the best.
 _FRACTIONS = (1.0, 0.75, 0.5, 0.25, 0.0)
 _NUM_REFINEMENTS = 3
-# Stop searching where so little of the step can be gained.
+# Stop searching when no more than this part of the step can be gained.
 _LITTLE_GAIN = 0.01
-# The linear program is solved so often, at first for so much less than the budget as this part of it, then for twice that less.
+# How often the linear program is solved, and the part of the budget that is withheld at first, which then doubles.
 _MOST_ROUNDS = 8
 _FIRST_MARGIN = 0.002
 
@@ -201,7 +201,7 @@ class OffloadPlanner(Planner):
         return self._finished(found, budget_bytes)
 
     def _advice(self, budget_bytes: int) -> str:
-        """Say how much host memory would do, if any does."""
+        """Say how much host memory would suffice, if any would."""
         try:
             with_all = OffloadPlanner(self.profile, _ANY_BYTES, link_share=self._link_share).plan(budget_bytes)
         except BudgetTooSmallError:
@@ -253,7 +253,7 @@ class OffloadPlanner(Planner):
         return _fastest(*tried.values())
 
     def _offloaded(self, base: Plan, budget_bytes: int, hastes: Sequence[float] = HASTES) -> _Found | None:
-        """Return a plan with as few of its kept values offloaded as it takes to be within the budget; None if it cannot."""
+        """Return a plan that offloads the fewest of its kept values that bring it within the budget; None if it cannot fit."""
         planner = self._trip_planner(base)
         names = self._fitting_names(planner)
         for haste in hastes:
@@ -279,10 +279,10 @@ class OffloadPlanner(Planner):
         return measured_units(self.profile, self._trip_planner(Plan({})).course, self._least_bytes)
 
     def _mixed(self, budget_bytes: int) -> _Found | None:
-        """Return the fastest plan found by the linear program, whose budget falls until what it says is within the real one."""
+        """Return the fastest plan found by the linear program, whose budget falls until the plan is within the real one."""
         units = self._units
         best: _Found | None = None
-        # Bytes withheld: with the most a plan was still too large, with the least that are known to do it is not.
+        # Bytes withheld: the most with which a plan was still too large, and the least with which one fits.
         too_few, enough, step = 0, math.inf, _FIRST_MARGIN * budget_bytes
         for _ in range(_MOST_ROUNDS):
             if units is None:
@@ -311,7 +311,7 @@ class OffloadPlanner(Planner):
     def _with_fewest(
         self, planner: TripPlanner, names: Sequence[tuple[str, str]], budget_bytes: int, haste: float
     ) -> _Found | None:
-        """Return the plan within the budget that offloads as few of these values as can be, the first ones; None if none is."""
+        """Return the plan within the budget that offloads the fewest of these values, the first ones; None if none fits."""
 
         def with_first(number: int) -> _Found:
             plan, wait_s = planner.scheduled(names[:number], haste=haste)

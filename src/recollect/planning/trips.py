@@ -77,9 +77,9 @@ class TripPlanner:
         return sum(nbytes_of(self._profile, key) for key in self._keys[name])
 
     def scheduled(self, names: Collection[Name], *, haste: float = 1.0) -> tuple[Plan, float]:
-        """Return the plan with trips for some values, and what it waits for copies.
+        """Return the plan with trips for some values, and the seconds that it waits for copies.
 
-        Values for whose way there is no time are kept.
+        Values without time for a trip are kept.
 
         Args:
             names: some of `self.names`.
@@ -145,7 +145,7 @@ def _common(trips: Iterable[Trip]) -> Trip:
 
 
 def with_trips(profile: Profile, plan: Plan, trips: Mapping[Name, Trip]) -> Plan:
-    """Return the plan that offloads these values, keeps what else it offloaded, and names every unit of the profile."""
+    """Return the plan that offloads these values, keeps the others that it offloaded, and names every unit of the profile."""
     graphs = {call.path: profile.graph_of(call) for call in profile.calls}
     of_unit: defaultdict[str, dict[str, Trip]] = defaultdict(dict)
     for (path, name), trip in trips.items():
@@ -193,7 +193,7 @@ def link_of(profile: Profile, share: float = LINK_SHARE) -> Link | None:
 
 
 def scheduled(profile: Profile, plan: Plan, link: Link | None = None) -> Plan:
-    """Return a plan whose offloaded values have trips for which, at these rates, it waits as little as possible.
+    """Return a plan whose offloaded values have trips with the least waiting at these rates.
 
     Values that backward does not need in units are kept. Where no rates are known, the trips stay.
 

@@ -1,4 +1,4 @@
-"""Turn what the recorder saw of a step into a `Profile`."""
+"""Turn the record of a step into a `Profile`."""
 
 import math
 from typing import Any
@@ -56,7 +56,7 @@ def assemble(
 
 
 def _warn_if_none_ran(layers: set[str], ran: set[str], model_class: str) -> None:
-    """Warn of a model that runs what is in its layers one by one: nothing of it could be recomputed, and without a word."""
+    """Warn of a model that calls the parts of its layers one by one: nothing would be recomputed, without any error."""
     if not layers or layers & ran:
         return
     first = sorted(layers)[0]
@@ -67,7 +67,7 @@ def _warn_if_none_ran(layers: set[str], ran: set[str], model_class: str) -> None
 
 
 def _resolved(recorder: StepRecorder, costs: Costs) -> tuple[Event, ...]:
-    """Return the events as a step without recorder has them: with bytes and times of ops, and gradients summed in place."""
+    """Return the events of a step without a recorder: with bytes and times of ops, and gradients summed in place."""
     resolved: list[Event] = []
     # The storage that holds a sum made in place: by the number of the sum's own storage; -1 for one that became a sum.
     same: dict[int, int] = {}

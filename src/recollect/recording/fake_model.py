@@ -24,9 +24,9 @@ class _FakeMode(FakeTensorMode):
     """PyTorch's fake tensors with more ops.
 
     Grouped matrix products of any dtype: PyTorch's fake tensors insist on bf16, its kernels do not. Products in 8 bits with any
-    scales, which they do not know. `bincount` with the number of bins that the model asks for, as models count the tokens of
-    each expert; PyTorch's fake tensors refuse it, since larger numbers would add bins. And the end of a collective: it returns
-    its argument, where PyTorch's fake tensors make another tensor.
+    scales, which fake tensors do not support. `bincount` with a given number of bins, with which models count the tokens of
+    each expert; PyTorch's fake tensors refuse it, since larger numbers would add bins. The end of a collective returns
+    its argument, where PyTorch's fake tensors make a new tensor.
 
     Args:
         kernels: type of the device whose kernels they stand for.
@@ -66,7 +66,7 @@ def _grouped_shape(left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor |
 class _CudaKernels(TorchFunctionMode):
     """Calls the kernels that PyTorch chooses on CUDA, where it would choose several others by the CPU's rules.
 
-    Dropout is one, with a mask of a byte an element; so is attention with dropout, or of queries of the last positions.
+    Examples are dropout with a mask of one byte per element, and attention with dropout or for queries of the last positions.
     `_scaled_dot_product_flash_attention` also represents cuDNN's kernel and the "efficient" one, which save as much.
     """
 
@@ -158,7 +158,7 @@ def fake_run(model: nn.Module, batch: Any, device: torch.device, *, kernels: str
 
 
 def _empty_like(tensor: Any, device: torch.device) -> Any:
-    """Return a tensor of the same layout on a device; of a DTensor and its kin, one that holds parts of the same layouts."""
+    """Return a tensor of the same layout on a device; for a DTensor and its kin, one with parts of the same layouts."""
     if not is_traceable_wrapper_subclass(tensor):
         return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
     names, context = tensor.__tensor_flatten__()

@@ -12,7 +12,7 @@ from recollect.plans.paths import compress_classes, unit_words
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 # They only hold modules, and have no forward.
 NOT_CALLED = (nn.ModuleList, nn.ModuleDict)
-# A child with less of its parent's parameters is not what the parent is about.
+# A child with a smaller share of its parent's parameters is not the main part.
 _LEAST_SHARE = 0.1
 # A child with this share of them is the main part.
 _WHOLE_SHARE = 0.75
@@ -126,7 +126,7 @@ def _find_layers(model: nn.Module) -> set[str]:
     4. the same with each `Sequential` as a layer;
     5. modules without children but no single ops (`nn.LSTM`, blocks of parameters), of a class that occurs twice in one
        container, if most parameters are theirs;
-    6. the module that the model is about: with almost all its parameters, through however many modules that hold little
+    6. the main module of the model: the innermost one with almost all its parameters, inside modules that hold little
        else. It may run several times (ALBERT, recurrent depth). If several children of the model share them, all of
        these; if most are in single ops, the model.
     """
@@ -165,7 +165,7 @@ def _outermost_repeated(
 ) -> set[str]:
     """Return the outermost modules with children, of a class that occurs twice among the children of one of `parents`.
 
-    `containers_too`: containers among them, too, where what is in lists counts as children of what has the lists.
+    `containers_too`: also containers among them; members of lists then count as children of the lists' owner.
     """
     children = [(f"{prefix}{name}", child) for name, child in parent.named_children()]
     repeated: set[str] = set()
@@ -212,7 +212,7 @@ def _heaviest(model: nn.Module) -> set[str]:
 
 
 def _heavy_children(parent: nn.Module, path: str, weight_of: Callable[[nn.Module], int]) -> dict[str, float]:
-    """Return the children with children that have much of their parent's parameters, with their share."""
+    """Return the non-leaf children that hold much of their parent's parameters, with their shares."""
     whole = max(1, weight_of(parent))
     shares = {
         name: weight_of(child) / whole

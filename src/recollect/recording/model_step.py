@@ -36,7 +36,7 @@ def run_step(
     holds_output: bool = True,
     halves: bool = False,
 ) -> object:
-    """Run forward, loss and backward; return what the loop holds then.
+    """Run forward, loss and backward; return the values that the loop still holds.
 
     Args:
         model: see `record`.
@@ -183,7 +183,7 @@ def step_tensors(
 ) -> dict[str, list[torch.Tensor]]:
     """Return the tensors that exist before and after a step, by kind; including any optimizer state.
 
-    `parameters`: the model's, where it has others in their place just now, as in a forward under FSDP2.
+    `parameters`: the model's own, while others stand in for them, as in a forward under FSDP2.
     """
     gathered = GatheredParameters(model)
     parameters = [*model.parameters(), *gathered.own_parts] if parameters is None else parameters

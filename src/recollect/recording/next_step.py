@@ -1,11 +1,11 @@
-"""Turn a recorded step into another one: the next, which finds what it leaves behind, or one with other gradients, or larger.
+"""Turn a recorded step into another one: the next step, a larger one, or one with other gradients.
 
 `out = model(**batch)` binds the output of this step only when forward has run, so until then the output of the last step, its
-logits and caches, is still in memory. The recorded step had no step before it. Here it gets what it left behind itself, as
-it will be from the second step on. `Returns` notes when models return, and so when what they returned is replaced.
+logits and caches, is still in memory. The recorded step had no step before it. Here it gets its own leftovers, as
+every step does from the second one on. `Returns` notes when models return, and so when their outputs are replaced.
 
-The profile of a step that differs from it (gradients are alive, or it is larger) is near enough to choose what that step drops
-while it is recorded itself; its own profile then takes the place of this one.
+The profile of such a step (with gradients alive, or larger) is accurate enough to choose the values that the step drops
+while it is recorded itself; its own profile then replaces this one.
 """
 
 import itertools
@@ -94,7 +94,7 @@ def _largest_source(call: RecordedCall, value: int) -> int | None:
     """Return the largest value that a saved value is computed from; None if the saved value is always kept.
 
     A plan that drops the saved value holds its inputs instead: which ones depends on the plan, and the budget must hold
-    under any.
+    under any plan.
     """
     if call.values[value].must_keep:
         return None
@@ -153,8 +153,8 @@ def foreseen(profile: Profile, *, gradients_bytes: Sequence[int] = (), growth: f
     Args:
         profile: the recorded step.
         gradients_bytes: bytes of each gradient that is alive when the other step begins, but was not in the recorded one.
-        growth: how many times the elements that the recorded step got the other one gets; gradients and what the optimizer
-            makes do not grow.
+        growth: ratio of the other step's input elements to the recorded step's; gradients and the optimizer's tensors
+            do not grow.
     """
     recorded = list(profile.log.events())
     made = _gradients_made(recorded)
@@ -276,7 +276,7 @@ def _held(profile: Profile, recorded: Sequence[Event]) -> Iterator[tuple[tuple[i
 class Returns:
     """Notes when the outermost calls of a model, or of the models in a list, return.
 
-    Calls with gradients and those without are different: of a model that is its own teacher, either output is held.
+    Calls with and without gradients are different: with a model that is its own teacher, both outputs are held.
 
     Args:
         recorder: collects what happens in the step.
@@ -301,7 +301,7 @@ class Returns:
     def run(self, module: nn.Module, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run the replacement for a module's call, and note the call.
 
-        A recording that begins in a call is told of it in this way: PyTorch looks for hooks before.
+        This tells a recording of the call in which it begins, as PyTorch has looked for hooks before.
         """
         self._begin(module, args)
         output = None
@@ -314,8 +314,8 @@ class Returns:
     def replaced_at(self, alive: Container[Any]) -> dict[Any, int]:
         """Return, for each output that the step leaves alive, where the log replaces the last step's.
 
-        Of the calls whose outputs are held, the first one's are replaced when the module returns for the first time, and so
-        on: in accumulation, the last call's by the first call's.
+        Among calls whose outputs are held, the outputs of the first are replaced when the module first returns, and so
+        on: in accumulation, the last call's outputs by the first call's.
 
         Args:
             alive: the storages that the step leaves alive.
@@ -355,7 +355,7 @@ class Returns:
 def entry_modules(model: nn.Module, unit_paths: Collection[str]) -> dict[str, nn.Module]:
     """Return the modules a training loop may call: the model and every module between it and a unit, by path.
 
-    Nobody calls a list of modules, and nobody a model without a forward, which holds other models: those are called.
+    Nobody calls a list of modules, or a model without a forward: the models in it are called.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     paths = {"", *itertools.chain.from_iterable(paths_above(path) for path in unit_paths)}

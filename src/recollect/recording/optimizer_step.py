@@ -114,7 +114,7 @@ def still_to_come(optimizers: Optimizers, device: torch.device) -> OptimizerStep
     """Return the memory of an optimizer step beyond the one that ran: with the history of L-BFGS full.
 
     Args:
-        optimizers: that have stepped while the step was recorded; others than L-BFGS have their state then.
+        optimizers: those that stepped while the step was recorded; all but L-BFGS then have their state.
         device: where the parameters are.
     """
     total = OptimizerStep(0, ())
@@ -131,7 +131,7 @@ def _recorded(optimizer: torch.optim.Optimizer, device: torch.device) -> Optimiz
         return _lbfgs_step(optimizer, device)
     is_pytorchs = type(optimizer).step.__module__.startswith("torch.")
     try:
-        # Compiled code would take its time to compile, and hide what it makes.
+        # Compilation would take time, and compiled code hides the tensors that it makes.
         with torch.compiler.set_stance("force_eager"):
             if is_pytorchs:
                 return _with_tiny_sizes(optimizer, device)
@@ -257,7 +257,7 @@ def make_probe(
 ) -> torch.optim.Optimizer:
     """Return an optimizer with the settings of this one, without state, over stand-ins for its trained parameters.
 
-    It is constructed anew from the parameter groups, and where its class does not allow that, copied.
+    It is constructed from the parameter groups, or copied where its class does not allow that.
     """
     stand_ins: dict[int, torch.Tensor] = {}
     groups: list[dict[str, Any]] = []
@@ -270,7 +270,7 @@ def make_probe(
         if trained:
             settings = {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
             if settings.get("foreach", False) is None and any(local_part(p) is not p for p in group["params"]):
-                # PyTorch's default for sharded parameters; of stand-ins on CUDA it would step all at once, in more memory.
+                # PyTorch's default for sharded parameters; on CUDA it would step all stand-ins at once, in more memory.
                 settings["foreach"] = False
             groups.append({**settings, "params": trained})
     try:

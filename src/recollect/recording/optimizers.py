@@ -15,7 +15,7 @@ Optimizers: TypeAlias = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] 
 
 
 def optimizers_in(optimizers: Any) -> list[torch.optim.Optimizer]:
-    """Return the optimizers that step: several one by one, and what wrappers wrap in their place.
+    """Return the optimizers that step: members of collections one by one, and wrapped optimizers instead of wrappers.
 
     Args:
         optimizers: an optimizer, a wrapper that hands `step` and `state` on to one, a list, tuple or dict of these, an
@@ -59,7 +59,7 @@ def optimizers_in(optimizers: Any) -> list[torch.optim.Optimizer]:
 
 
 def _wrapped_by(optimizer: Any) -> Any:
-    """Return the optimizer that this one only passes on; None if it has state of its own, as Lookahead has."""
+    """Return the optimizer that this one only wraps; None if it has state of its own, as Lookahead has."""
     # Its inner optimizer has this rank's share of the parameters.
     if any(base.__name__ == "ZeroRedundancyOptimizer" for base in type(optimizer).__mro__):
         return optimizer.optim
@@ -73,8 +73,8 @@ def check_optimizers(model: nn.Module, optimizers: Any) -> None:
     """Raise if the optimizers belong to another model.
 
     Full-precision copies of the parameters, and the flat parts of them that ZeRO steps over, are no mistake: an optimizer
-    over parameters of other dtypes, or in a wrapper, is not checked, and none of a model that FSDP2 shards, which has whole
-    parameters in the place of the optimizer's while they are gathered.
+    over parameters of other dtypes, or in a wrapper, is not checked, nor is any of a model that FSDP2 shards, which has whole
+    parameters in place of the optimizer's while gathered.
 
     Raises:
         RecordError: none of the optimizers' parameters is one of the model's.

@@ -77,8 +77,8 @@ def record(
             `nn.ModuleDict` of them. It is not edited.
         batch: a tensor, tuple or dict, passed as `model(batch)`, `model(*batch)` or `model(**batch)`.
         step: runs a training step, without arguments: any number of forward and backward calls of any models, losses
-            computed anywhere, `optimizer.step()` in it or not. What it still holds when it is done, in variables outside of
-            it, the next step finds held; what it returns is dropped. Give this or `batch`.
+            computed anywhere, `optimizer.step()` in it or not. Values that it leaves in variables outside of
+            it stay alive into the next step; its return value is dropped. Give this or `batch`.
         optimizer: one, or several; its state counts, even before its first step, and so does the workspace of its step.
         loss_fn: from the model's output to a scalar; by default `output.loss`, or the output itself if it is a scalar.
         fake: record on fake tensors, without memory or arithmetic; the model may be on the meta device. Times then
@@ -91,7 +91,7 @@ def record(
         holds_output: with `batch`, the loop holds the model's output until the next one replaces it, as `out = ...` does.
         gradients: of the last step, when the next one begins. "held": alive until backward begins (`zero_grad` between
             forward and backward); a plan for this holds for "freed", too. "freed": none (`zero_grad` before forward).
-            "accumulated": backward adds to them. With `step`, "held" means what the step itself does.
+            "accumulated": backward adds to them. With `step`, "held" leaves this to the step itself.
         split_backward: with `batch`, find the gradients of the batch first and those of the parameters then, as the stages of
             a zero-bubble pipeline do. The first stage, whose batch needs no gradient, runs a whole backward.
         loss_chunks: parts in which LM head and loss are computed, in this step and under plans made from it; see
@@ -99,8 +99,8 @@ def record(
         collectives: how plans may treat the results of collectives inside units. "keep": they stay, so that each rank
             may have a plan of its own. "replay": they may be dropped, and the collective runs again in backward; then
             all ranks have to record, to apply the same plan, and to run the same ops in the same order.
-        engine: "compile" measures what the repeated layers take inside `torch.compile` as well, for each of several sets of
-            values to keep, so that plans can have it keep these (`EngineChoice.COMPILE`). The profile's step is then that with
+        engine: "compile" also measures the repeated layers inside `torch.compile`, for each of several sets of
+            values to keep, so that plans can choose among these sets (`EngineChoice.COMPILE`). The profile's step then runs
             them compiled. It compiles each kind of layer up to eleven times, seconds to a minute each.
         host_link: measure copies to host memory and back, too, once in a process, so that plans can have a `host_budget`. With
             `fake`, `hardware` says how fast they are.
@@ -119,7 +119,7 @@ def record(
         NotYetError: `engine="compile"` with `fake`, `split_backward`, FSDP2, or a backward that keeps its graph.
         RecordError: both or neither of `batch` and `step`; the model rejected the batch; the loss is not a scalar or does
             not require grad; an unknown word; with `fake`, the step depends on data; the parameters are not there yet, or are
-            partitioned; a process of the group failed, or has another model; or this PyTorch does not do what records need.
+            partitioned; a process of the group failed, or has another model; or this PyTorch lacks what recording needs.
 
     Warns:
         TorchVersionWarning: once in a process, with a PyTorch that is newer than those that are tested, or that differs.
@@ -173,7 +173,7 @@ def record_with(
 ) -> Profile:
     """Record a step with costs of your own: a cost model's on real tensors, or `ModelledCosts` on fake ones.
 
-    They run the ops and know what each costs. The other arguments are those of `record`; and `within`, the context in
+    They run the ops and know the cost of each. The other arguments are those of `record`; `within` is the context in
     which the step runs on these tensors, such as `gathered_stage(model)`.
     """
     check_step(model, batch, None)
@@ -198,7 +198,7 @@ class _Loop:
 
     def __post_init__(self) -> None:
         self.device = device_of(self.model, self.batch)
-        # With a cost model: whether the step will run on the device that it is a model of, and not on this one.
+        # With a cost model: whether the step will run on the device that it describes, and not on this one.
         self.is_elsewhere = all(parameter.device.type == "meta" for parameter in self.model.parameters())
 
     def prepared(
@@ -236,9 +236,9 @@ class _Loop:
             )
 
     def _run_unseen(self) -> None:
-        """Run the step once before it is recorded: DTensors try each op of theirs when they first meet it.
+        """Run the step once before it is recorded: DTensors try out each op when they first meet it.
 
-        On real tensors the recorder can tell these trials, which are on fake ones.
+        The recorder can tell these trials, on fake tensors, from ops on real ones.
         """
         if self.step is None:
             prepare_gradients(self.model, self.gradients)  # adding to them is an op, too
@@ -249,7 +249,7 @@ class _Loop:
     def _run(self, recording: StepRecording, others_bytes: int, master_weights: list[torch.Tensor]) -> None:
         """Run the step under the recorder, and clear up after it.
 
-        `others_bytes`: what a CUDA device held besides the step's tensors before anything was set aside.
+        `others_bytes`: bytes besides the step's tensors on a CUDA device before anything was set aside.
         """
         tensors = {**step_tensors(self.model, self.batch, self.optimizer), "master_weights": master_weights}
         known = [tensor for group in tensors.values() for tensor in group]

@@ -66,7 +66,7 @@ class _Handle:
         self.need: _Need | None = None
 
     def open(self, recorder: StepRecorder, saver: int) -> int:
-        """Become part of the record, as what call `saver` saved; return its number there."""
+        """Become part of the record, as a value that call `saver` saved; return its number there."""
         self.saver = saver
         self.need = _Need(recorder)
         return self.need.index
@@ -75,11 +75,11 @@ class _Handle:
 class RecordingTape(Tape):
     """Drops what its policy drops, and reports what runs.
 
-    Recipes are made for all values, since the record says which of them there are. One that the policy keeps is held once
+    All values get recipes, since the record lists them all. A value that the policy keeps is held once
     something needs it.
 
     Attributes:
-        kept: values that the policy keeps, and that nothing has needed so far.
+        kept: values to keep that nothing has needed so far.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class RecordingTape(Tape):
         if not torch.is_grad_enabled():  # Else backward builds a graph, which holds it.
             if not runs_python_backward():
                 return tensor
-            # A copy, as the tape may hold the tensor itself for what else will be computed from it.
+            # A copy, as the tape may hold the tensor itself to compute other values from it.
             with self.recorder.unseen():
                 if is_fake_tensor(tensor):  # A storage that `set_` gives to a fake tensor never dies.
                     whole = tensor.as_strided((storage.nbytes() // tensor.element_size(),), (1,), 0).clone()
@@ -178,7 +178,7 @@ class _RecordingMode(FunctionMode):
         super().__init__(tape, unit_path)
         self.recorder = tape.recorder
         self._kept = tape.kept
-        # Set while noting an op whose results the policy all keeps: nobody will run it again.
+        # Set while noting an op whose results are all kept by the policy: nobody will run it again.
         self._is_kept_op = False
         # Where the record of the Function that is running begins.
         self._function_mark = Mark(0, 0, 0)
@@ -233,7 +233,7 @@ class _RecordingMode(FunctionMode):
         return known
 
     def _keep(self, tensor: torch.Tensor, *, stays: bool = True) -> None:
-        """Mark a value that the tape is about to forget, or only how to make it."""
+        """Mark a value when the tape is about to forget it, or only its recipe."""
         tracker = tracker_of(storage_of(tensor))
         if isinstance(tracker, TrackedValue):
             value = self.recorder.calls[tracker.call].values[tracker.value]
@@ -287,12 +287,12 @@ class _RecordingMode(FunctionMode):
     def end_function(self, run: FunctionRun) -> None:
         """Record that arguments were written to."""
         super().end_function(run)
-        # If it was out of sight, the tape has no recipe for them from then on.
+        # After an unseen write, the tape no longer has a recipe for them.
         for tensor in run.arguments.tensors if run.wrote_unseen else ():
             self._keep(tensor)
 
     def function_actions(self, run: FunctionRun, call: FunctionCall) -> OpActions:
-        """Record the Function as one op, and try whether it makes the same when it runs again."""
+        """Record the Function as one op, and test whether a second run gives the same results."""
         recorder = self.recorder
         actions = super().function_actions(run, call)
         again = RunsAgain(run, call)
@@ -301,7 +301,7 @@ class _RecordingMode(FunctionMode):
         cost = recorder.costs.run_function(run.args, recorder.other_runs[self._function_mark.runs :], again)
         if not again.are_equal:
             recorder.differing.add(cost.key)
-        # Tensors that it does not read through arguments would have to be kept for it, which no plan knows.
+        # Tensors that it reads other than through arguments would have to be kept, and no plan knows them.
         may_drop = cost.key not in recorder.differing and not any(
             isinstance(tracker_of(storage_of(tensor)), (TrackedValue, TrackedOther)) for tensor in run.others
         )

@@ -1,4 +1,4 @@
-"""Finds the values of a recorded step that are the same on all ranks of a group, and what it takes to gather one from parts."""
+"""Finds the values of a recorded step that are the same on all ranks of a group, and the time to gather one from parts."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ def _tensors(found: Any) -> Iterator[torch.Tensor]:
 class RanksWithParts:
     """The ranks that may hold parts of a model's values.
 
-    Tensors of a step on fake tensors have no content to compare, but what they are made of tells which are the same on all
-    ranks: an op makes the same of the same, and so do collectives of all the ranks together. Integers are left out,
-    with everything computed from them: ranks offset them differently in what they share, such as a vocabulary, by
+    Fake tensors have no content to compare, but their sources tell which tensors are the same on all
+    ranks: equal inputs give equal results, also in collectives of all the ranks. Integers are left out,
+    with everything computed from them: ranks offset them differently in shared tensors, such as a vocabulary, by
     numbers given to ops. Values that a plan holds as parts are compared when it is applied.
 
     Args:
@@ -71,7 +71,7 @@ class RanksWithParts:
     def begin(self, tensors: Iterable[torch.Tensor]) -> None:
         """Take parameters, buffers and the batch of the step to run, which ranks share unless they are parts."""
         for tensor in () if self._modelled is None else tensors:
-            # Not by type: to import DTensor takes a second, and plain models have none.
+            # Not by type: importing DTensor takes a second, and plain models have none.
             placements = getattr(tensor, "placements", ())
             if all(placement.is_replicate() for placement in placements):
                 _mark(tensor.to_local() if placements else tensor, is_alike=True)  # type: ignore[attr-defined]
@@ -89,7 +89,7 @@ class RanksWithParts:
             _mark(tensor, is_alike=is_alike)
 
     def content_of(self, tensor: torch.Tensor) -> int | None:
-        """Return a number for what is in a tensor that may be held as a part; None for one that may not."""
+        """Return a number for the content of a tensor that may be held as a part; None for any other."""
         if self._modelled is None:
             return content_of(tensor)
         return 0 if _is_alike(tensor) else None
@@ -133,7 +133,7 @@ class RanksWithParts:
         return gathered(own, self._shards.size, self._shards.name).view(self._shards.size, -1)
 
     def _times(self) -> tuple[float, float]:
-        """Return the seconds of a gather: at least, and more for each byte of the whole tensor."""
+        """Return the fixed seconds of a gather, and the seconds per byte of the whole tensor."""
         small_s, large_s = (self._gather_s(nbytes) for nbytes in (_SMALL_BYTES, _LARGE_BYTES))
         return small_s, max(0.0, large_s - small_s) / (_LARGE_BYTES - _SMALL_BYTES)
 

@@ -3,7 +3,7 @@
 While a step runs that must leave no traces, the model's trained parameters are replaced by stand-ins on the same memory.
 Whatever hangs on the real ones (optimizers that step in backward, gradient buckets, hooks) neither runs nor sees a gradient.
 
-And let FSDP2 hold the parameters of a pipeline's stage whole, as it does from the stage's first forward to its last backward.
+Also keep FSDP2 parameters of a pipeline's stage gathered, as they are from the stage's first forward to its last backward.
 """
 
 from collections.abc import Iterable, Iterator
@@ -31,7 +31,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     (a list that grows) stays changed.
 
     Raises:
-        RecordError: DeepSpeed has partitioned the parameters, which only its own engine can run.
+        RecordError: DeepSpeed has partitioned the parameters; only its own engine can run them.
     """
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     try:
@@ -141,7 +141,7 @@ def _without_parameter_hooks(model: nn.Module) -> Iterator[None]:
 def _without_reducer(module: Any) -> Iterator[None]:
     """Keep `DistributedDataParallel` from awaiting gradients.
 
-    With a static graph it awaits them without synchronisation, too, unless only what it wraps runs.
+    With a static graph it also awaits them without synchronisation, unless only the wrapped module runs.
     """
     attributes = vars(module)
     before = attributes.get("forward")
@@ -158,9 +158,9 @@ def _without_reducer(module: Any) -> Iterator[None]:
 
 @contextmanager
 def _without_hooks(parameter: nn.Parameter) -> Iterator[None]:
-    """Set aside what is to run once a parameter has its gradient.
+    """Set aside the hooks that run once a parameter has its gradient.
 
-    For a parameter of FSDP2, which replaces any stand-in by its own, and runs these hooks itself.
+    For parameters of FSDP2, which replaces stand-ins by its own parameters and runs these hooks itself.
     """
     hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
     before = dict(hooks)
@@ -188,7 +188,7 @@ def gathered_stage(stage: nn.Module) -> Iterator[None]:
     micro-batches in flight counts with whole parameters of its own.
 
     Args:
-        stage: with nothing gathered, or everything. All ranks that share it have to call this together. A module to
+        stage: all or none of it is gathered. All ranks that share it have to call this together. A module to
             which `fully_shard` was not applied itself is left alone, as torch's schedules leave it.
 
     Returns:
@@ -229,7 +229,7 @@ def free_gathered(model: nn.Module) -> None:
 def _reduce_in_backward(stage: nn.Module, reduces: bool) -> None:
     """Have backward reduce gradients and free parameters, or neither.
 
-    Each may take itself for the last one, as by default: after another one, FSDP2 awaits the last, and PyTorch 2.15 refuses to
+    Each backward may count as the last one, as by default: otherwise FSDP2 awaits the last, and PyTorch 2.15 refuses to
     let a schedule finalize by hand until then.
     """
     sharded = cast(Any, stage)

@@ -1,4 +1,4 @@
-"""Tries whether the recipe of a custom autograd Function's call makes what the call itself made, and what it costs."""
+"""Tests whether the recipe of a custom autograd Function's call gives the results of the call, and at what cost."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -43,5 +43,5 @@ class RunsAgain:
         return self._call(list(self._run.arguments.tensors), False, torch.clone)
 
     def compare(self, results: list[Any]) -> None:
-        """Compare what `__call__` returned with what the call made."""
+        """Compare the results of `__call__` with those of the call."""
         self.are_equal &= all(has_same_bits(made.tensor, results[made.slot]) for made in self._run.made)

@@ -56,7 +56,7 @@ class StepRecorder:
         self.other_runs: list[OpRun] = []
         # For each of them, the call whose backward it runs in, as far as one can tell; -1 if in none.
         self.backward_of: list[int] = []
-        # Bytes that the step read and that were there before it, of which nobody told the recorder: other models, inputs.
+        # Bytes that the step read, that existed before it, and that nobody told the recorder of: other models, inputs.
         self.read_bytes = 0
         # Whether a storage that is read is counted already: a bucket of gradients.
         self.is_counted: Callable[[torch.UntypedStorage], bool] = lambda _: False
@@ -77,7 +77,7 @@ class StepRecorder:
         self._device = device
         self._phase = -1
         self._backward_call = -1
-        # The backward that is running, if it keeps its graph; its formula that runs, and what that has asked for.
+        # The running backward, if it keeps its graph; its running formula, and the values that this has asked for.
         self._kept_backward = self._peeking_node = -1
         self._peeked: list[int] = []
 
@@ -110,7 +110,7 @@ class StepRecorder:
         return self._phase == events.FORWARD
 
     def use(self, handle: int, saver: int) -> None:
-        """Log that backward asks for what call `saver` saved."""
+        """Log that backward asks for a value that call `saver` saved."""
         self.begin_phase(events.BACKWARD)
         self._backward_call = saver
         if not asks_again():
@@ -124,7 +124,7 @@ class StepRecorder:
         self._peeked.append(handle)
 
     def _note_node(self, node: int) -> None:
-        """Log that formulas before this one have run, and hold nothing more of what they asked for."""
+        """Log that formulas before this one have run, and no longer hold the values that they asked for."""
         if node != self._peeking_node:
             for handle in self._peeked:
                 self.log(events.GIVE_BACK, handle)
@@ -195,7 +195,7 @@ class StepRecorder:
     def note_reads(self, arguments: Any) -> None:
         """Count tensors that forward reads and no op made: they existed before the step, and will in every step.
 
-        Not reads inside a unit or in backward: those tensors may come from a kernel that no mode sees.
+        Reads inside a unit or in backward do not count: those tensors may come from a kernel that no mode sees.
         """
         for tensor in strided_tensors(arguments):
             storage = tensor.untyped_storage()
@@ -212,7 +212,7 @@ class StepRecorder:
                 self._track(storage, -1)
 
     def note_parameters(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Treat the tensors that parameters hold as theirs, though the step made them: FSDP2 has gathered it."""
+        """Treat the tensors that parameters hold as theirs, though the step made them: FSDP2 has gathered them."""
         for parameter in strided_tensors(list(parameters)):
             storage = parameter.untyped_storage()
             tracker = tracker_of(storage)
@@ -220,7 +220,7 @@ class StepRecorder:
                 self.trackers.attach(storage, Filled(self.log, tracker.hand_over()))
 
     def note_gathered(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Log what parameters hold now that is no part of what is always there: FSDP2 gathered it just before the step."""
+        """Log the storages of parameters that are not always there: FSDP2 gathered them just before the step."""
         for parameter in strided_tensors(list(parameters)):
             storage = parameter.untyped_storage()
             if tracker_of(storage) is None and storage.nbytes():

@@ -70,11 +70,11 @@ class StepRecording:
         units: the units of the model.
         costs: runs the ops and knows their costs.
         device: where the step runs.
-        in_loop: whether it begins in a call of somebody's loop, who then tells `returns` of all calls. It takes as little
-            memory as it can, and counts, on the CPU, too, what is there besides the step, which counts on CUDA in any case.
+        in_loop: whether it begins in a call of the user's loop, which then tells `returns` of all calls. It takes as little
+            memory as it can, and counts memory besides the step on the CPU too, as it always does on CUDA.
         replays_collectives: whether plans may run collectives again; this recording then does.
         keeps_samples: whether `samples_of_graph` is wanted.
-        lean_units: the leanest plan that is known for the step, which then runs under it, and within the budget if that can be;
+        lean_units: the leanest known plan for the step, which then runs under it, within the budget if possible;
             else it drops everything except unit outputs.
 
     Attributes:
@@ -215,7 +215,7 @@ class StepRecording:
             self._leftovers = replace(self._leftovers, storages=kept)
 
     def _note_staying_outputs(self) -> None:
-        """Mark what units return whose parameters are gone when another unit's backward would ask for it."""
+        """Mark outputs of units whose parameters are gone when another unit's backward asks for the output."""
         freed = freed_after_forward(self.model)
         modules = dict(self.model.named_modules(remove_duplicate=False)) if freed else {}
         for call in self.recorder.calls if freed else ():
@@ -248,7 +248,7 @@ class StepRecording:
             gradients: whether gradients of the last step are alive in forward.
             batch: describes it.
             loss_chunks: parts of the loss.
-            budget: units are timed as far as that needs no more than this, or than the recorded step did.
+            budget: units are timed as far as that takes no more memory than this, or than the recorded step.
         """
         recorder = self.recorder
         recorder.events = self._with_last_step(gradients)
@@ -386,7 +386,7 @@ class StepRecording:
         return ((args[0], run, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": run})
 
     def _within_step(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Return a closure, which runs forward and backward within an optimizer's step, that notes when it ends."""
+        """Wrap a closure (forward and backward within an optimizer's step) so that it notes when it ends."""
 
         def run() -> Any:
             try:

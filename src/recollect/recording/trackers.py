@@ -1,7 +1,7 @@
 """Objects attached to storages while a step is recorded, which log their deaths; and what hears of those that are filled.
 
-And the bytes of storages that get none, since the step has nothing to do with them; and what a call of a unit is meanwhile: its
-values and ops, which `assemble` makes a graph of.
+And the bytes of storages without trackers, which the step does not use, and holds a unit's call while it is recorded: its
+values and ops, of which `assemble` makes a graph.
 """
 
 from __future__ import annotations
@@ -222,14 +222,14 @@ class UnrelatedMemory:
 
     Make it before the step; ask for its bytes when the step has run. On CUDA the allocator knows: blocks allocated when
     the step ends that belong neither to the step nor to its inputs. That includes the workspaces of libraries. On the
-    CPU nothing counts; there it is the tensors that Python can reach before the step and after it, and that no op of the step
+    CPU there is no such count; instead, add up the tensors that Python can reach before and after the step, and that no op
     read.
 
     Args:
         device: the device whose memory counts.
         known: tensors of that device which the record counts itself.
-        looks_on_cpu: whether to look at all on the CPU.
-        set_aside_bytes: what a CUDA device holds besides, but only until then.
+        looks_on_cpu: whether to count on the CPU.
+        set_aside_bytes: other bytes that a CUDA device holds, but only until then.
     """
 
     def __init__(
@@ -253,7 +253,7 @@ class UnrelatedMemory:
         """Return the bytes; call this before the recorder releases the storages that it saw.
 
         Args:
-            step_bytes: bytes of what the step made and is still alive.
+            step_bytes: bytes that the step made and that are still alive.
         """
         if self._device.type == "cuda":
             return max(0, allocated_bytes(self._device) - self._known_bytes - step_bytes)
@@ -303,7 +303,7 @@ class RecordedCall:
     buffer_bytes: int = 0
     # Of values that may be the same on all ranks of a group: a number for their content.
     contents: dict[int, int] = field(default_factory=dict)
-    # No plan may drop what it returns.
+    # No plan may drop its output.
     output_stays: bool = False
 
     def add_input(self, nbytes: int) -> int:

@@ -33,7 +33,7 @@ _PLAIN: Final = (type(None), bool, int, float, complex, str, bytes, torch.dtype,
 class Excerpt:
     """A part of a float tensor that represents all of it: the start of its longest dimension, repeated.
 
-    How long ops take hardly depends on the numbers, and what does (the experts that tokens are routed to) sees real ones.
+    The time of ops hardly depends on the numbers; where it does (in routing tokens to experts), ops see real ones.
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
@@ -45,7 +45,7 @@ class Excerpt:
 
     @staticmethod
     def stands_for(leaf: Any) -> bool:
-        """Whether an excerpt of something would do, and would be smaller by enough to matter."""
+        """Whether an excerpt would suffice, and would be enough smaller to matter."""
         return type(leaf) is torch.Tensor and leaf.is_floating_point() and leaf.nbytes >= _LARGE_BYTES
 
     def repeated(self) -> torch.Tensor:
@@ -58,7 +58,7 @@ class Excerpt:
 
 @dataclass(frozen=True)
 class UnitSample:
-    """One call of a unit: the module, not copied yet, and copies of what it got, of large tensors perhaps a part (`Excerpt`).
+    """One call of a unit: the module, not yet copied, and copies of its arguments; of large tensors perhaps a part (`Excerpt`).
 
     `requires_grad`: for each leaf of the arguments, whether it did. `autocast`: the type to which it was cast; None if off.
     `input_values`, `output_values`: for each leaf of the arguments, and each tensor returned, the index of the value that it is
@@ -81,7 +81,7 @@ class UnitSample:
 
     @property
     def input_bytes(self) -> int:
-        """Bytes of the tensors that it got."""
+        """Bytes of the tensors in its arguments."""
         return sum(t.nbytes for t in tree_leaves((self.args, self.kwargs)) if isinstance(t, (torch.Tensor, Excerpt)))
 
     @property

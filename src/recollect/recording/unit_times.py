@@ -61,7 +61,7 @@ _NEGLIGIBLE: Final = 0.02
 class UnitTimes:
     """Median seconds of one unit's forward and backward: without a tape, on one that drops all it can, on an idle one.
 
-    Of a long unit the idle tape is not timed, and counts as no tape.
+    For a long unit, the idle tape is not timed and counts as no tape.
 
     `added_s`: what the leanest tape added, forward and backward, in the fastest and in the slowest of several rounds, of five
     or more without the one that is furthest out on each side; () if there was one round.
@@ -95,7 +95,7 @@ class Rounds:
     """How often a unit runs."""
 
     number: int
-    """Of rounds that count, plainly and on the leanest tape; 0 if its ops' times say all."""
+    """Number of rounds that count, plainly and on the leanest tape; 0 if its ops' times suffice."""
     warms_up: bool
     """A round before them does not count."""
     has_idle: bool
@@ -220,7 +220,7 @@ def with_unit_times(
 
 
 def _factors(units: Sequence[UnitTimes]) -> tuple[float, float]:
-    """Return how much less and more recompute may add than by the medians, from the spread of rounds; 0, 0 if unknown."""
+    """Return by how much recompute may add less, and more, than the medians say, from the spread of rounds; 0, 0 if unknown."""
     spread = [unit for unit in units if unit.added_s]
     usual_s = math.fsum(unit.tape_forward_s + unit.tape_backward_s - unit.plain_s for unit in spread)
     if usual_s <= 0:

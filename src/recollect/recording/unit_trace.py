@@ -127,7 +127,7 @@ def _addresses(leaves: Iterable[Any], values: Iterable[int]) -> dict[int, int]:
 
 
 def _played(part: Part) -> tuple[dict[int, int], int]:
-    """Return what a part made and did not free, by address, and the most bytes of what it had made at any moment."""
+    """Return the storages that a part made and did not free, by address, and the most bytes of its storages at any moment."""
     alive: dict[int, int] = {}
     total_bytes = most_bytes = 0
     for address, nbytes in part:
@@ -143,7 +143,7 @@ def _stretches(part: Part, sizes: dict[int, int], held: dict[int, int]) -> Itera
 
     Args:
         part: the events of backward.
-        sizes: bytes of what is there when it begins and counts when it is freed, by address.
+        sizes: by address, the bytes of storages that exist when it begins and count when they are freed.
         held: values that end a stretch when they are freed, by address.
     """
     alive, waiting = dict(sizes), Counter(held.values())
@@ -165,7 +165,7 @@ def _stretches(part: Part, sizes: dict[int, int], held: dict[int, int]) -> Itera
 
 
 class _Source(torch.autograd.Function):
-    """Makes a unit's inputs; its backward begins where that of the unit is over."""
+    """Makes a unit's inputs; its backward begins where the unit's ends."""
 
     @staticmethod
     def forward(ctx: Any, run: _Run, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -180,7 +180,7 @@ class _Source(torch.autograd.Function):
 
 
 class _Sink(torch.autograd.Function):
-    """Takes what a unit returns; its backward makes the gradients, and the unit's begins."""
+    """Takes a unit's outputs; its backward makes their gradients, and the unit's backward begins."""
 
     @staticmethod
     def forward(ctx: Any, run: _Run, *outputs: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Measure what repeated units take inside `torch.compile`, for each set of values that they may keep.
+"""Measure time and memory of repeated units inside `torch.compile`, for each set of values that they may keep.
 
 A copy of each kind of unit is compiled for PyTorch's own choice and for each entry of `compiled_menu`. Its memory is traced in
 one run alone (`unit_trace.py`), which is exact, since identical layers run identical code; then all are timed in turn.
@@ -55,7 +55,7 @@ def check_engine(engine: str, model: nn.Module, *, fake: bool, split_backward: b
 
     Raises:
         RecordError: the engine is neither word.
-        NotYetError: they would have to be, in a step of which their variants cannot be measured.
+        NotYetError: they should be, but their variants cannot be measured in this step.
     """
     if engine not in get_args(RecordedEngine):
         raise RecordError(f"engine: got {engine!r}, expected {' or '.join(map(repr, get_args(RecordedEngine)))}")
@@ -231,9 +231,9 @@ def _compiled(
     device: torch.device,
     saved: set[Any],
 ) -> _Compiled | None:
-    """Compile a unit that keeps certain values, and trace it; None if what it saves is among `saved`, to which this adds it.
+    """Compile a unit that keeps certain values, and trace it; None if its saved values are in `saved`, to which this adds them.
 
-    Not all that an entry names is needed in backward, so that several may come to the same.
+    Backward may not need every value that an entry names, so several entries may come to the same.
     """
     cuts: list[Partition] = []
 
@@ -248,7 +248,7 @@ def _compiled(
         if time_run(sample, module, device, forward) is None:
             raise _CannotCompileError("there is nothing to differentiate in it")
         compile_s = time.perf_counter() - begin
-        time_run(sample, module, device, forward)  # It makes what is made once.
+        time_run(sample, module, device, forward)  # It makes whatever is made once.
         trace = trace_unit(sample, forward, device)
     except (torch.OutOfMemoryError, _CannotCompileError):
         raise
@@ -284,7 +284,7 @@ def _saved_by(cut: Partition) -> tuple[tuple[Any, ...], ...]:
 
 
 def _names_of(graph: UnitGraph) -> dict[str, int]:
-    """Return the values by name, also by those that ops have which wrote in place and do not in compiled code."""
+    """Return the values by name, including the names of ops that write in place, but not in compiled code."""
     found: dict[str, int] = {}
     counts: Counter[tuple[str, str]] = Counter()
     for op in graph.ops:
@@ -297,7 +297,7 @@ def _names_of(graph: UnitGraph) -> dict[str, int]:
 
 
 def _with_own_code(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls another one, for the compiler to keep its code with; both go together."""
+    """Return a function that calls another one; the compiler keeps its code with it, and both are released together."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         return forward(*args, **kwargs)

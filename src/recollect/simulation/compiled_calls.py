@@ -1,11 +1,11 @@
 """Plays the calls that run inside `torch.compile`: what was recorded of their variant, in place of their ops.
 
-What no op of the unit makes, such as gradients of parameters that live on after backward, is in the recorded events, and not in
+Storages that no op of the unit makes, such as gradients of parameters that outlive backward, are in the recorded events, not in
 the variant; so these still change memory, but no longer raise the peak while the compiled code runs:
 
     first op    the variant's forward, then its outputs and what it keeps
     return      the recorded events of forward are left out up to here; the bytes by which they changed memory come in backward
-    first use   the variant's backward, taken back at its end; then what was kept goes
+    first use   the variant's backward, undone at its end; then the kept bytes are freed
     last use    recorded events up to here change memory only
 """
 

@@ -1,4 +1,4 @@
-"""Plays the copies of offloaded values: counts their bytes on the device, or in host memory, as the engine has them.
+"""Plays the copies of offloaded values: counts their bytes on the device, or in host memory, as the engine does.
 
 And finds when the values are away: they are kept values whose bytes are gone for a while, and nothing else changes.
 """
@@ -125,7 +125,7 @@ class Holes:
         return np.concatenate((leaves, returns)), np.concatenate((-nbytes, nbytes))
 
     def away(self, call: int, value: int, trip: Trip) -> tuple[int, int] | None:
-        """Return where a value leaves, at the earliest where the model's own code lets go of it, and where it comes back."""
+        """Return where a value leaves, at the earliest where the model's own code releases it, and where it comes back."""
         leaves, returns = self._edges.leaves(call, trip), self._edges.returns(call, trip)
         dies = self._dies.get((call, value))
         if leaves is None or returns is None or dies is None:

@@ -2,8 +2,8 @@
 
 Ops take the times of the profile, one after the other. A copy out begins when its value has been made, one back at its edge;
 each direction carries one copy at a time, in the order in which they begin. Code that reaches an edge where a value
-leaves, or needs a value, before its copy is over waits, and everything after is delayed as much. Copies and ops are
-taken not to slow each other down: to plan for less than the link's rate makes up for that.
+leaves, or needs a value, before its copy is over waits, and delays everything after it. Copies and ops are
+assumed not to slow each other down; planning for less than the link's rate makes up for that.
 """
 
 from collections.abc import Mapping, Sequence

@@ -78,7 +78,7 @@ class CallActions:
     """Which engine carries the plan out. Engines other than the tape play the call by their own schedule
     (`recollect.simulation.simulate`) and have no actions for single values."""
     trips: tuple[tuple[int, Trip], ...] = ()
-    """Of the offloaded values, by index, in order. In `values` they are kept: stored for as long."""
+    """The trips of offloaded values, by index, in order. In `values` these are kept: stored for as long."""
     variant: int = -1
     """Of a compiled call, the index in `UnitGraph.variants`; -1 for other engines."""
 
@@ -91,7 +91,7 @@ class CallActions:
 def calls_on_tape(decisions: Sequence[CallActions]) -> frozenset[int]:
     """Return the calls whose units `apply` puts on the tape.
 
-    If any output is dropped or a part, all that the plan names; likewise if any value is offloaded, as each unit is an edge.
+    These are all that the plan names if any output is dropped or a part, or any value is offloaded, as each unit is an edge.
     """
     keep, tape = Action.KEEP, EngineChoice.TAPE
     keeps_outputs = all([d.output is keep and not d.values.sharded and not d.trips for d in decisions])
@@ -168,7 +168,7 @@ def compiled_unit(graph: UnitGraph, variant: int) -> UnitPlan:
 
 
 def _variant_of(graph: UnitGraph, unit: UnitPlan) -> int:
-    """Return the variant that keeps what a plan keeps; PyTorch's own choice if it says nothing of any value.
+    """Return the variant that keeps what a plan keeps; PyTorch's own choice if it names no value.
 
     Raises:
         PlanError: none was recorded.

@@ -93,7 +93,7 @@ class PeakSums:
         profile, windows: from the program.
 
     Complexity: a call under a choice new to it and its identical calls costs its share of a whole simulation; a plan
-        of known played costs about a thirtieth of one.
+        whose calls are all known costs about a thirtieth of one.
     """
 
     def __init__(self, program: Program) -> None:

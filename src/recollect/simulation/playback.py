@@ -160,7 +160,7 @@ class Playback(HostRoom):
         self.call = call
 
     def spends(self, time_s: float) -> None:
-        """Let time pass that is not of one op; for those who keep a clock."""
+        """Let time pass outside of ops; for subclasses that keep a clock."""
 
     def runs_again(self, call: int, op: OpRecord) -> None:
         """Count an op that runs a second time, in each of the runs that the call represents."""

@@ -116,7 +116,7 @@ def simulated_plan(profile: Profile, plan: Plan, simulation: Simulation) -> Plan
         # A fake profile belongs to no device: its times are modelled.
         device_name="" if profile.fake else profile.device_name,
         loss_chunks=profile.loss_chunks,
-        # How sure times of compiled units are, is not known.
+        # The uncertainty of times of compiled units is unknown.
         low_factor=None if plan.is_compiled else profile.low_factor or None,
         high_factor=None if plan.is_compiled else profile.high_factor or None,
         class_names=profile.class_names,

@@ -3,7 +3,7 @@
 Every byte belongs to one category, and the categories add up exactly to the predicted bytes, because they come from the
 playback that predicts the peak (`simulation/simulate.py`).
 
-`CATEGORIES` says what each of them is.
+`CATEGORIES` describes each of them.
 """
 
 import re
@@ -302,7 +302,7 @@ class _Categories:
 def _last_gradients(lives: Lifetimes, backwards: NDArray[np.int64]) -> frozenset[int]:
     """Return the moments at which the last step's gradients begin: alive from the start, and freed as backward begins.
 
-    So is what it returned, if nothing says when that is replaced, such as a loss.
+    So is its return value, such as a loss, if nothing says when that is replaced.
     """
     first_work = min((s.born for s in lives.storages if s.op is not None or s.owner[0] >= 0), default=0)
     born_at = {s.died: s.born for s in lives.storages if s.born < first_work and s.died >= 0}

@@ -104,7 +104,7 @@ class _Scan:
 def alive_calls(profile: Profile, windows: Sequence[Window]) -> NDArray[np.bool_]:
     """Return for each window and call whether the call ran before and backward has yet to use what it made or saved.
 
-    The call that a window belongs to is left out of it.
+    A window does not list the call that it belongs to.
 
     Complexity: one pass over the events, then windows times calls.
     """
@@ -187,7 +187,7 @@ class Edge:
     phase: int
     """FORWARD or BACKWARD."""
     call: int
-    """The call that begins, or would be the next to, or that backward comes to."""
+    """The call that begins here or could begin next, or that backward reaches."""
 
 
 def edges(profile: Profile) -> list[Edge]:
