@@ -55,7 +55,7 @@ def test_all_calls_are_named() -> None:
         ([{"x": X, "weight": torch.ones(3)}], "the number of tensors"),
         ([{"x": X.clone().requires_grad_()}], "what requires a gradient"),
     ],
-    ids=str,
+    ids=["argument", "number", "gradient"],
 )
 def test_steps_that_look_the_same_are_told_apart(second: list[dict[str, Any]], unlike: str) -> None:
     first: list[dict[str, Any]] = [{"x": X, "scale": False}] if "scale" in second[0] else [{"x": X}]
