@@ -35,12 +35,12 @@ def attach(
     log: Callable[[str], object] | None = None,
     group: GroupChoice = None,
 ) -> Attached:
-    """Keep a training loop within a memory budget, whatever it does; nothing else in the loop changes.
+    """Keep any training loop within a memory budget; nothing else in the loop changes.
 
     The first step, up to the optimizer's, is recorded while it runs: it is a step of the training like any other, with the
     same gradients bit for bit, but slower, and as lean as possible. Then the plan is made and applied, and one line is logged.
-    A later step that is larger, by batch, length, micro-batches, or anything else that the plan was not made for, is
-    recorded, under the leanest plan that is foreseen for it, and planned; plans are kept by shape, and swapped. A step that
+    A later step that the plan was not made for (a larger batch, longer sequences, more micro-batches) is
+    recorded, under the leanest plan foreseen for it, and planned; plans are kept by shape, and swapped. A step that
     does more at equal shapes (layers that are skipped by chance, another head, a flag) runs at its leanest from there on.
 
     Args:
@@ -53,9 +53,9 @@ def attach(
             plan), or "raise".
         units: module paths of the layers to plan, where they are not found.
         host_budget: bytes of host memory that values may be copied to in forward and back in backward; see `fit`. A step that
-            is recorded offloads nothing, nor does one that runs at its leanest.
-        engine: "compile" lets layers run inside `torch.compile`; see `fit`. Steps are recorded outside of it, and what layers
-            take inside is measured at the end of such a step, once for each shape: up to ten compilations of each kind of
+            is recorded offloads nothing, nor does a step at its leanest.
+        engine: "compile" lets layers run inside `torch.compile`; see `fit`. Steps are recorded outside of it, and layers
+            inside are measured at the end of such a step, once for each shape: up to ten compilations of each kind of
             layer.
         measure: whether to measure peaks on the CPU, too: of the first step under each plan, and of every hundredth, which then
             take longer. On CUDA, which counts by itself, every step is measured.
@@ -67,16 +67,16 @@ def attach(
         A handle with `plan`, `report()` and `remove()`.
 
     Raises:
-        ArgumentError: the model is no module, or the group none.
-        RecordError: the optimizer trains another model; or, in the first step, it never steps, or steps without a backward; or
+        ArgumentError: the model is no module, or the group is no process group.
+        RecordError: the optimizer trains another model; in the first step, it never steps, or steps without a backward; or
             a process of the group fails, does not call, has another model, or calls the model less often in a step; or this
-            PyTorch does not do what a recording needs.
-        ConfigError: two processes of the group have different budgets, units or `on_larger`; there is not so much host memory.
+            PyTorch lacks what a recording needs.
+        ConfigError: two processes of the group have different budgets, units or `on_larger`; or host memory is too small.
         QuantityError: the budget is no amount of bytes, or a percentage of a device whose memory is not known.
         AlreadyAppliedError: the model already recomputes.
         UnsupportedModelError, UnknownNameError: see `record`.
-        BudgetTooSmallError: by the optimizer's first step, if no plan fits that step.
-        LargerStepError: by forward, if `on_larger` is "raise".
+        BudgetTooSmallError: raised by the optimizer's first step if no plan fits it.
+        LargerStepError: raised by forward if `on_larger` is "raise".
 
     Warns:
         BudgetWarning: a later step fits under no plan, or is larger and `on_larger` is "warn"; a step needed more than the
@@ -144,7 +144,7 @@ def attach(
 
 
 def _compiles(engine: str, model: nn.Module, ranks: Ranks) -> bool:
-    """Return whether layers run inside `torch.compile`; refuse what cannot be measured in a loop."""
+    """Return whether layers run inside `torch.compile`; refuse settings that cannot be measured in a loop."""
     compiles = check_engine(engine, model, fake=False, split_backward=False)
     if compiles and not ranks.is_alone:
         raise NotYetError(

@@ -1,15 +1,15 @@
-"""The handle of `attach`: watches a training loop step by step, and decides what runs next.
+"""The handle of `attach`: watches a training loop step by step, and decides how each call runs.
 
 | state | what is in place | it begins |
 |---|---|---|
 | `IDLE` | nothing | before the first call, and where a step was abandoned |
 | `RECORDING` | the recorder, dropping all that it can | at the first call of a step that no plan covers |
 | `PLANNED` | a plan | at a call that it covers |
-| `LEAN` | what drops all that can be dropped | at a call that no plan covers, where recording cannot begin |
+| `LEAN` | a policy that drops all that can be dropped | at a call that no plan covers, where recording cannot begin |
 
 At each outermost call of the model the step so far is compared with the recorded ones (`step_shape.py`). Within a call, each
 unit tells when it runs (`unit_watch.py`): from the first run on that the plan does not foresee, the rest of the step is lean,
-and the next steps are recorded until one covers it, or memory is reserved for what it did (`step_planner.py`).
+and the next steps are recorded until one covers it, or memory is reserved for its extra work (`step_planner.py`).
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ class Attached:
         return self._placement.active or (self.planned[-1] if self.planned else None)
 
     def report(self) -> str:
-        """Report, in lines, what was recorded and planned, and what counts toward the budget."""
+        """Return a text report of recorded steps, their plans, and the memory that counts toward the budget."""
         return report_of(self.planned, self.budget_bytes, self.num_steps, self.recorded_steps)
 
     def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -145,11 +145,11 @@ class Attached:
 
         Args:
             function: what to run.
-            *args: what it takes; the shapes of the tensors in it tell which plan covers the call.
+            *args: its arguments; the shapes of their tensors tell which plan covers the call.
             **kwargs: the same.
 
         Returns:
-            What the function returns.
+            The function's result.
         """
         return self._watcher.run("", self.model, function, args, kwargs)
 
@@ -210,7 +210,7 @@ class Attached:
             )
 
     def _decide(self, call: Call) -> None:
-        """Choose and put in place under what a call runs."""
+        """Choose the plan, recorder or policy for a call, and put it in place."""
         is_disturbed, chosen = self._choice()
         if is_disturbed:
             self._state = State.IDLE
@@ -233,7 +233,7 @@ class Attached:
         else:
             if chosen is None:
                 self._planner.missed.note(self._now.calls)
-            # The others may not be here, to be asked for theirs.
+            # The others may not be here to answer.
             self._placement.put_leanest(self._lean_units(call, self.planned if self._lockstep.ranks.is_alone else []))
             self._state = State.LEAN
 
@@ -266,7 +266,7 @@ class Attached:
 
     def _is_open(self) -> bool:
         """Whether an earlier call of this step still waits for its backward."""
-        # After a backward, a graph may still be open (a gradient penalty); the recorder knows, a later step goes by its order.
+        # After a backward, a graph may still be open (a gradient penalty); the recorder knows, later steps follow its order.
         recording = self._recording
         is_open = recording.recorder.num_open_handles > 0 if recording else not self._watcher.saw_backward
         return is_open and len(self._now.calls) > 0
@@ -350,10 +350,10 @@ class Attached:
         self._planner.missed.note([], attempts=1)
 
     def end_step(self, stepped: str) -> None:
-        """End the training step: plan what was recorded of it.
+        """End the training step, and plan it if it was recorded.
 
         Args:
-            stepped: name of what did, for errors.
+            stepped: name of the optimizer that stepped, for errors.
         """
         step, recorded, state = self._now, self._recording, self._state
         if not step.calls:
@@ -382,7 +382,7 @@ class Attached:
         elif state is State.LEAN:
             missed, courses = self._planner.missed, step.courses()
             self._planner.see_to(step, Departure("called the model otherwise than the plan foresees"), number)
-            if not missed.was_over:  # Else an earlier step was missed, and this one may do less.
+            if not missed.was_over:  # Otherwise an earlier step was missed, and this one may do less.
                 missed.note(step.calls, courses, attempts=missed.attempts_left)
             self._planner.steps.note(step.calls, courses)
 

@@ -1,6 +1,6 @@
 """The course of the running step, and where it departs from the plan in place.
 
-Each call of the model is held against that plan: the runs of its units, and what it held before under the same plan.
+Each call of the model is compared with that plan: the runs of its units, and the bytes that it held before under the plan.
 """
 
 import math
@@ -46,14 +46,14 @@ class Departure:
     text: str
     """The departure, as in "ran layers.3 once more than planned"."""
     more_bytes: int | None = None
-    """That the allocator's count showed beyond what was expected; None if that is not how it was seen."""
+    """Bytes beyond those expected by the allocator's count; None if the count did not show the departure."""
 
     def excess(self, planned: PlannedStep, more_bytes: int | None) -> str:
         """Return the message about the step; "" if it needed no more than the budget.
 
         Args:
             planned: the step whose plan it began with.
-            more_bytes: needed beyond that step's; None if that is not known.
+            more_bytes: bytes needed beyond that step's; None if unknown.
         """
         if more_bytes is None:
             return (
@@ -143,7 +143,7 @@ def expect(planned: PlannedStep) -> None:
     if len(planned.calls) > 1 or not len(backward) or not backward[0]:
         return
     total_bytes = over_time.total_bytes[: backward[0]]
-    # Since the last unit began: what the last step returned is replaced after the call, and the loop may compute the loss.
+    # Since the last unit began: the last step's output is replaced after the call, and the loop may compute the loss.
     last = np.flatnonzero(over_time.calls[: backward[0]] >= 0)[-1:]
     since = np.flatnonzero(over_time.calls[: backward[0]] == over_time.calls[last])[:1] if len(last) else last
     held_bytes = int(max(total_bytes[since[0] if len(since) else 0 :]) - min(total_bytes))
@@ -151,15 +151,15 @@ def expect(planned: PlannedStep) -> None:
 
 
 class CallWatch:
-    """Begins and ends with the calls of one model, and reads what is held where memory is near its fullest: after forward.
+    """Begins and ends with the calls of one model, and reads the bytes held where memory is nearly fullest: after forward.
 
     The meter shares nothing with the planner's.
 
     Args:
         placement: of plans.
         device: where it runs.
-        keeps_to_plan: after a departure, run as planned what is foreseen.
-        joins_others: other processes go by the same plan.
+        keeps_to_plan: after a departure, run foreseen units as planned.
+        joins_others: other processes follow the same plan.
     """
 
     def __init__(self, placement: Placement, device: torch.device, *, keeps_to_plan: bool, joins_others: bool) -> None:
@@ -181,7 +181,7 @@ class CallWatch:
         return beyond_noise(growth_bytes - planned.more_bytes, planned) if growth_bytes > _GROWTH_BYTES else 0
 
     def _read(self, planned: PlannedStep) -> None:
-        """Read the meter before a call, unless that has been done; not in all calls where the allocator is slow to tell."""
+        """Read the meter before a call, unless that has been done; not before all calls if the allocator is slow."""
         if self._is_new:
             return
         self._is_new = True
@@ -199,7 +199,7 @@ class CallWatch:
         Args:
             step: the step whose last call so far this is.
             is_planned: the plan in place is meant for it.
-            is_on: something is in place, so that its runs count.
+            is_on: a plan or policy is in place, so that its runs count.
         """
         active = self._placement.active if is_planned else None
         foreseen = None if active is None else active.foreseen(step.calls)
@@ -216,7 +216,7 @@ class CallWatch:
         self._placement.units.allow(course, spare, keeps_to_plan=keeps_to_plan)
 
     def end(self, step: StepUnderWay) -> None:
-        """Read, where forward is over, how much a call holds; a departure if that is more than its plan foresees."""
+        """Read after forward how many bytes a call holds; more than its plan foresees is a departure."""
         active = self._placement.active
         comes_to = self._placement.units.comes_to()
         # Memory for spare runs is counted separately.
@@ -227,13 +227,13 @@ class CallWatch:
         self._is_new = False
 
     def _excess(self, planned: PlannedStep, position: int, call: Call, *, is_whole: bool) -> int:
-        """Return how much more a call holds than others like it did under a plan, and than that has room for.
+        """Return how many more bytes a call holds than others like it under a plan, and than the plan has room for.
 
         Args:
             planned: the step whose plan is in place.
             position: the position of the call in its step.
             call: the call that has returned.
-            is_whole: all runs of units came that the plan foresees; what such calls hold is what is expected.
+            is_whole: all unit runs that the plan foresees happened; such calls set the expected bytes.
         """
         now = None if self._begin is None else held_now(self._device)
         if now is None or self._begin is None:
@@ -255,5 +255,5 @@ class CallWatch:
 
 
 def beyond_noise(nbytes: int, planned: PlannedStep) -> int:
-    """Return a difference of two readings; 0 if it is too small to say anything."""
+    """Return a difference of two readings; 0 if it is too small to matter."""
     return nbytes if nbytes > max(_NOISE_BYTES, planned.budget_bytes // 200) else 0

@@ -1,11 +1,11 @@
-"""Have the processes that attached together decide alike: what is recorded, and which plan runs.
+"""Have the processes that attached together decide alike which steps to record and which plan runs.
 
 Asking costs each call of the model an exchange over gloo, which waits for the slower process. After some steps with
 nothing new, they ask only in every 16th step. What makes that safe:
 
 * **They agree on when to ask next.** The next question comes a fixed number of steps after one that all have answered,
   and a call that fails and is tried again in one process ends no step. So in each step all ask or none does, and none
-  waits for an answer to what others do not ask.
+  waits for an answer to a question that others do not ask.
 * **Between, each process decides for itself, of plans that all have.** They may then run different ones, which does no harm
   where no plan does anything in backward that the others have to join: run a collective again, gather parts of a value or of a
   parameter, or run a module again as a whole. If one does, they ask in every call.
@@ -107,7 +107,7 @@ class Lockstep:
         return self.asks and self.ranks.all_of([flag], self.place)[0]
 
     def all_end(self, flag: bool) -> bool:
-        """Return whether something is so in all processes, at the end of a recorded step."""
+        """Return whether something holds in all processes, at the end of a recorded step."""
         return self.ranks.all_of([flag], Place.STEP_END)[0]
 
     def together(self, action: Callable[[], T], *, is_end: bool = False) -> T:
@@ -115,7 +115,7 @@ class Lockstep:
         return self.ranks.together(action, Place.STEP_END if is_end else self.place)
 
     def first_text(self, text: str | None) -> str:
-        """Return the text of the first process that has one, which some process has, in all of them."""
+        """Return, in all processes, the text of the first one that has a text; some process has one."""
         texts: list[str | None] = self.ranks.gather(text, self.place)
         return next(its for its in texts if its is not None)
 

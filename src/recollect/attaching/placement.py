@@ -1,6 +1,6 @@
 """The replacements for a watched model's forwards: the watch itself, and below it a plan or a recorder.
 
-In somebody else's loop, the watch sees the outermost calls, with gradients on, of modules that contain units.
+In the user's loop, the watch sees the outermost calls, with gradients on, of modules that contain units.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _OWN_BYTES: Final = 32 << 10
 
 
 class Backwards:
-    """How often backward reached what a call returned, and whether one built a graph of its own."""
+    """How often backward reached a call's output, and whether one built a graph of its own."""
 
     def __init__(self) -> None:
         self.number = 0
@@ -40,7 +40,7 @@ class Backwards:
 
 
 class Removable(Protocol):
-    """What can be undone."""
+    """Something that can be undone."""
 
     def remove(self) -> None:
         """Undo it."""
@@ -74,8 +74,8 @@ class Watcher:
     Args:
         begin: told of each outermost call before it runs: the path of the module, the module, and its arguments.
         end: told when it has returned.
-        abandon: told of one that raised, and when the thread ends in which a step is recorded: PyTorch's modes and profiler
-            do not outlive their thread in peace.
+        abandon: told of a call that raised, and of the end of the thread that records a step: PyTorch's modes and profiler
+            must not outlive their thread.
 
     Attributes:
         is_inside: a call with gradients is running.
@@ -169,13 +169,13 @@ def at_end_of_thread(action: Callable[[], object]) -> weakref.finalize[[], set[N
         ['ended']
     """
     handle = weakref.finalize(_here.anchor, action)
-    # Others that still run when the process ends cannot do anything more, nor can the main thread in their place.
+    # Other threads still running when the process ends can do nothing more, nor can the main thread in their place.
     handle.atexit = threading.current_thread() is threading.main_thread()
     return handle
 
 
 class State(Enum):
-    """What is in place."""
+    """The forwards in place."""
 
     IDLE = "nothing"
     RECORDING = "the recorder"
@@ -184,7 +184,7 @@ class State(Enum):
 
 
 class Placement:
-    """Puts forwards in place, and takes them off.
+    """Puts forwards in place, and removes them.
 
     Args:
         model: the model that is watched.
@@ -217,7 +217,7 @@ class Placement:
         self._watching = Applied(self.model, [*self.units.units, *entries], None)
 
     def suspended(self) -> AbstractContextManager[None]:
-        """Take the watch off during a with-block, so that plans can be put below it."""
+        """Remove the watch during a with-block, so that plans can be put below it."""
         return self._watching.suspended()
 
     def put(self, chosen: PlannedStep | None) -> None:
@@ -227,12 +227,12 @@ class Placement:
         self.active = chosen
 
     def put_leanest(self, lean_units: Mapping[str, UnitPlan] | None) -> None:
-        """Put in place a policy that drops everything but what a plan keeps by name."""
+        """Put in place a policy that drops everything except values that a plan keeps by name."""
         self._replace(lambda: apply_policy(self.model, self.unit_paths, DropAll(but=lean_units)))
         self.active = None
 
     def remove(self) -> None:
-        """Take everything off."""
+        """Remove everything."""
         self.put(None)
         self._watching.remove()
 

@@ -1,4 +1,4 @@
-"""Recorded steps with their plans: which of them cover the step under way, and what `attach` says of them in words."""
+"""Recorded steps with their plans: which of them cover the step under way, and their descriptions in words."""
 
 from __future__ import annotations
 
@@ -43,19 +43,19 @@ class PlannedStep:
     """A recorded step with its plan."""
 
     calls: list[Call]
-    """Of the model, in order."""
+    """Of the model, in order: those of the step."""
     profile: Profile
     """The recorded step."""
     plan: Plan
     """Made for it."""
     budget_bytes: int
-    """In which it should fit."""
+    """The budget that it should fit in."""
     plain_peak_bytes: int
     """Predicted peak without recompute."""
     full_slowdown: float
     """Predicted slowdown of full recompute."""
     number: int
-    """How many were recorded before it; the same in all processes."""
+    """Number of steps recorded before it; the same in all processes."""
     worst_slowdown: float
     """Predicted slowdown under the plan in the process where it is largest."""
     courses: list[Course] = field(default_factory=list)
@@ -63,9 +63,9 @@ class PlannedStep:
     spare: list[Mapping[str, int]] = field(default_factory=list)
     """For each call, further runs of units for which memory is reserved; they run at their leanest."""
     more_bytes: int = 0
-    """Reserved for what other steps held for reasons that nothing tells."""
+    """Bytes reserved for memory that other steps held for unknown reasons."""
     state_bytes: int = 0
-    """That the optimizers had when it was planned."""
+    """Bytes of state that the optimizers had when it was planned."""
     unlike: str = ""
     """How it differs from an earlier step with the same calls, in words; "" if there is none."""
     measured_bytes: int = 0
@@ -75,13 +75,13 @@ class PlannedStep:
     held: dict[tuple[int, Call], deque[int]] = field(default_factory=dict)
     """The last readings of the allocator for each call under the plan; this and what follows is for `CallWatch`."""
     held_before: int = 0
-    """The least that was in memory before a step under the plan; 0 if that is not known."""
+    """The fewest bytes in memory before a step under the plan; 0 if unknown."""
     most_held_bytes: int | None = None
-    """That its only call should hold when it returns; None if it has several."""
+    """Bytes that its only call should hold when it returns; None if it has several."""
 
     @property
     def work_bytes(self) -> int:
-        """Peak without recompute beyond what is alive throughout."""
+        """Peak without recompute minus the bytes that are always alive."""
         return self.plain_peak_bytes - self.profile.persistent_bytes
 
     @property
@@ -92,7 +92,7 @@ class PlannedStep:
     @property
     def needs_all_ranks(self) -> bool:
         """Whether other processes could wait for ever for one that runs another plan."""
-        # A module that runs again as a whole runs what it has of collectives, which its plan does not name.
+        # A module that runs again as a whole also runs its collectives, which its plan does not name.
         runs_modules = any(unit.engine is EngineChoice.REGION for unit in self.plan.units.values())
         return runs_modules or needs_all_ranks(self.plan.units)
 
@@ -108,7 +108,7 @@ class PlannedStep:
         return f"{calls} (unlike {self.unlike})" if self.unlike else calls
 
     def line(self, seconds: float, again: str = "") -> str:
-        """Return the line that says what was planned, how long planning took, and why it was done `again`."""
+        """Return the line that describes the plan, how long planning took, and why it was done `again`."""
         slowdown, host_bytes = self.plan.predicted_slowdown or 0.0, self.plan.predicted_host_bytes
         host = f"host memory {format_bytes(host_bytes)}, " if host_bytes else ""
         return (
@@ -130,7 +130,7 @@ class PlannedStep:
         return found
 
     def measured_text(self) -> str:
-        """Return what was measured, and whether the budget held."""
+        """Return the measured peak in words, and whether the budget held."""
         if not self.measured_bytes:
             return "not measured" + (
                 ", which on a CPU measure=True asks for" if self.profile.device == "cpu" else " yet"
@@ -213,11 +213,11 @@ def report_of(
 
 
 class PlannedSteps:
-    """All that is known of the steps so far.
+    """The knowledge of the steps so far.
 
     Attributes:
         steps: the steps that have plans, in the order in which they were recorded.
-        seen: what was seen in the calls of each module, each unit as often as in any, whatever its shapes.
+        seen: the units seen in the calls of each module, each as often as in any call of any shapes.
     """
 
     def __init__(self) -> None:
@@ -284,7 +284,7 @@ class PlannedSteps:
         """Note what happened in the calls of a step."""
         for call, course in zip(calls, courses, strict=True):
             key = call.entry, call.context
-            # On how much they ran is for the shapes to say, which differ from step to step and from process to process.
+            # Sizes of their inputs follow from shapes, which differ between steps and processes.
             runs = Course({path: Runs(its.number, 0) for path, its in course.units.items()})
             self.note_seen({key: runs})
 

@@ -1,7 +1,7 @@
 """Reserve memory for runs of units that a recorded step did not have, but other steps do: layers that are skipped by chance.
 
-They drop all they can. Each then holds what it returns and what has no recipe, and one at a time computes the
-rest again. A unit that was never recorded is taken to be like one of its class, with parameters of the same shapes.
+They drop all they can. Each then holds its output and values without a recipe, and one at a time recomputes the
+rest. A unit that was never recorded is taken to be like one of its class, with parameters of the same shapes.
 
 A step that has no plan yet runs under the leanest of those for steps that are foreseen from others.
 """
@@ -164,7 +164,7 @@ class LeanStart:
     def units(
         self, planned: Sequence[PlannedStep], call: Call, unit_paths: Iterable[str]
     ) -> Mapping[str, UnitPlan] | None:
-        """Return the leanest plan that is foreseen for a step, alike in all processes; None if there is no other step to go by.
+        """Return the leanest plan that is foreseen for a step, alike in all processes; None without a similar step.
 
         Args:
             planned: the steps that were recorded.
@@ -195,7 +195,7 @@ class LeanStart:
                 growth=max(1.0, _growth(nearest, call)),
             )
             planner = Planner(with_copies(profile))
-            # While it is recorded, the tape copies what a plan keeps: one that keeps less may need less.
+            # While it is recorded, the tape copies the values that a plan keeps: a plan that keeps less may need less.
             leanest = min(
                 (own_plan(planner, 1)[0], classic_plan(profile, "full")),
                 key=lambda plan: recorded_under(profile, DropAll(but=plan.units)).peak_bytes,
@@ -209,7 +209,7 @@ def _growth(step: PlannedStep, call: Call) -> float:
 
 
 def _distance(step: PlannedStep, call: Call) -> tuple[bool, float, bool, int]:
-    """Return how little a step tells of another one that begins with a call; of equal ones, the last tells most."""
+    """Return a key for how little a step tells of another that begins with a call; of equal ones, the last tells most."""
     first = step.calls[0]
     return (
         first.entry != call.entry,
@@ -239,7 +239,7 @@ class _Copy(Token):
 
 
 class _Copying(Playback):
-    """Plays a step whose tape holds copies of what the model has, for as long as anything needs them."""
+    """Plays a step whose tape holds copies of the model's tensors, as long as anything needs them."""
 
     def __init__(self, program: Program, decisions: Mapping[int, CallActions], on_tape: Collection[int]) -> None:
         super().__init__(program, decisions, on_tape)

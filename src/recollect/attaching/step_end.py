@@ -49,7 +49,7 @@ class StepEnd:
         """Note that an optimizer stepped.
 
         Raises:
-            RecordError: it did so again and again while another never does.
+            RecordError: it stepped again and again while another never does.
         """
         key = id(optimizer)
         self._stepped[key] = self._stepped.get(key, 0) + 1
@@ -93,7 +93,7 @@ def without_backward(model: nn.Module, stepped: str, num_calls: int, *, is_first
 
     Args:
         model: the model that was called.
-        stepped: name of what ended the step.
+        stepped: name of the optimizer that ended the step.
         num_calls: number of the model's calls.
         is_first: nothing was planned before.
 
@@ -130,7 +130,7 @@ class OptimizersSeen:
         self._took_over = took_over
         # Since the last call of the model, and within the step of an optimizer that is known.
         self._has_stepped = self._is_stepping = False
-        # Before it has stepped once, it is the wrong one, rather than an old one.
+        # Before it has stepped once, it is the wrong optimizer, not an old one.
         self._stepped_once: set[int] = set()
         self._handles = [
             register_weakly(register_optimizer_step_pre_hook, self._before),
@@ -173,7 +173,7 @@ class OptimizersSeen:
             self._took_over(optimizer, True)
 
     def _place_of(self, optimizer: torch.optim.Optimizer) -> int | None:
-        """Return which of the known optimizers this one is, or else whose parameters it steps over."""
+        """Return the known optimizer that this one is, or the one whose parameters it steps over."""
         for index, known in enumerate(self._optimizers):
             if known is optimizer:
                 return index

@@ -57,13 +57,13 @@ class StepMeter:
             self._found = [] if profiler_is_active() else self._trace.enter_context(peak_on_cpu())
 
     def end(self, steps: Sequence[PlannedStep]) -> str:
-        """End the measurement of a step, and note what it found.
+        """End the measurement of a step, and note the result.
 
         Args:
             steps: all planned steps.
 
         Returns:
-            In words how much more was held than was planned for; "" if it was not, or no more so than before.
+            In words, how much more was held than planned; "" if it was not more, or no more than before.
         """
         planned, self._planned = self._planned, None
         self._trace.close()
@@ -85,7 +85,7 @@ class StepMeter:
         self._trace.close()
 
     def _excess(self, peak_bytes: int, steps: Sequence[PlannedStep]) -> str:
-        # Of any step, since CUDA's peak stays; and above the budget, since blocks may be a little larger than was predicted.
+        # Of any step, since CUDA's peak stays; and above the budget, since blocks may be slightly larger than predicted.
         expected_bytes = max((max(step.budget_bytes, step.peak_bytes) for step in steps), default=peak_bytes)
         if peak_bytes <= max(expected_bytes, self._seen_bytes):
             return ""

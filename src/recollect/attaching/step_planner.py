@@ -1,4 +1,4 @@
-"""Plan steps that were recorded, and see to it that steps get a plan which did what no plan foresees."""
+"""Plan recorded steps, and make sure that steps with unforeseen work get a plan."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -117,7 +117,7 @@ class StepPlanner:
         budget_bytes: None until the first plan is made.
         recorded_steps: numbers of the steps that were recorded, from 0.
         steps: the steps that were planned.
-        missed: what no plan covered.
+        missed: steps that no plan covered.
     """
 
     placement: Placement
@@ -193,7 +193,7 @@ class StepPlanner:
         return with_host_link(profile, self.device) if self.host_bytes else profile
 
     def see_to(self, step: StepUnderWay, departure: Departure, number: int) -> None:
-        """Report the memory of a step that departed from its plan, and have the next ones planned.
+        """Report the memory of a step that departed from its plan, and have the next steps planned.
 
         Args:
             step: the course it took.
@@ -228,7 +228,7 @@ class StepPlanner:
             self.missed.note(step.calls, courses, did_more=any(beyond))
 
     def make_room(self, more_bytes: int) -> None:
-        """Plan the step whose plan is in place anew, since more is in memory before it than there was before."""
+        """Plan the step whose plan is in place anew, since more is in memory before it than earlier."""
         active = self.placement.active
         if active is None or not active.fits:
             return
@@ -293,7 +293,7 @@ class StepPlanner:
         number: int,
         more_bytes: int = 0,
     ) -> PlannedStep:
-        """Return a recorded step with its plan, which has room for what other steps were seen to do beyond it.
+        """Return a recorded step with its plan, which has room for the extra work seen in other steps.
 
         This is the leanest plan if none fits and it is not the first. A budget in percent is of the process that
         needs the most, or of each one's own device.

@@ -1,6 +1,6 @@
 """Describe steps by the calls of the model and their shapes, and tell whether a plan for one step holds for another.
 
-A plan holds for what was recorded and for what is smaller. A step is a sequence of calls, some with a backward between
+A plan holds for the recorded step and for smaller ones. A step is a sequence of calls, some with a backward between
 them; once nothing waits for backward, a new group begins. A call is covered if a recorded group begins with the same
 calls, in shapes at least as large, with equal arguments, from gradients that were alive then if they are now.
 
@@ -41,15 +41,15 @@ class Call:
     entry: str
     """Path of the module that was called; "" is the model itself."""
     shapes: tuple[tuple[int, ...], ...]
-    """Shapes of the tensors that it got, in order."""
+    """Shapes of its tensor arguments, in order."""
     context: tuple[object, ...]
     """Facts that must be equal: data types, training mode, autocast, the model's structure."""
     arguments: tuple[object, ...] = ()
-    """That are no tensors, in order; of numbers and objects, their class."""
+    """Arguments that are no tensors, in order; of numbers and objects, their class."""
     trained: int = -1
     """One byte for each parameter, 1 if it requires grad."""
     traced: int = 0
-    """The same for the tensors that it got."""
+    """The same for its tensor arguments."""
     has_gradients: bool = False
     """Gradients were alive when it began."""
     is_open: bool = False
@@ -57,7 +57,7 @@ class Call:
 
     @property
     def numel(self) -> int:
-        """Number of elements that it got."""
+        """Number of elements in its arguments."""
         return sum(math.prod(shape) for shape in self.shapes)
 
     def __str__(self) -> str:
@@ -65,7 +65,7 @@ class Call:
         return shape_text(max(self.shapes, key=math.prod, default=()))
 
     def is_alike(self, other: Call) -> bool:
-        """Whether the other differs in its shapes only, in what requires grad, and in what was in memory before."""
+        """Whether the other differs only in its shapes, in which tensors require grad, and in memory held before."""
         return self.entry == other.entry and self.context == other.context and self.arguments == other.arguments
 
     def is_at_least(self, other: Call) -> bool:
@@ -126,7 +126,7 @@ def _is_at_least(shape: tuple[int, ...], other: tuple[int, ...]) -> bool:
     return len(shape) == len(other) and all(mine >= theirs for mine, theirs in zip(shape, other, strict=True))
 
 
-# Numbers may count steps; the units and the allocator show what they change. The contents of objects are not inspected.
+# Numbers may count steps; the units and the allocator show their effects. The contents of objects are not inspected.
 _PLAIN: Final = frozenset({bool, str, type(None)})
 _requires_grad = attrgetter("requires_grad")
 
@@ -141,12 +141,12 @@ def describe_call(
     *,
     is_open: bool,
 ) -> Call:
-    """Return the shape of a call, which decides what plan covers it.
+    """Return the shape of a call, which decides which plan covers it.
 
     Args:
         path: the path of the module that is called.
         module: the module that is called.
-        args: what it gets.
+        args: its arguments.
         kwargs: the same.
         structure: the structure of the whole model.
         device_type: where it runs.
@@ -174,7 +174,7 @@ def _seen(argument: Any) -> object:
 
 
 def _bits(flags: Iterable[bool]) -> int:
-    # As bytes: to shift a number of hundreds of bits once for each takes several times as long.
+    # As bytes: shifting a number of hundreds of bits once for each takes several times as long.
     return int.from_bytes(bytes(flags), "little")
 
 

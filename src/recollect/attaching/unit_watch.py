@@ -3,7 +3,7 @@
 Two calls of equal shapes may do different work: a layer is skipped by chance, an argument adds an iteration, a head is used in
 some steps only. A plan is made for a course, and holds if each unit runs at most as often in a call, and on at most as much, as
 when it was recorded. The first run beyond that is a departure. From there on, the rest of the step drops everything
-except unit outputs, on a tape of its own, which needs no preparation; what earlier units hold is what the plan says.
+except unit outputs, on a tape of its own, which needs no preparation; earlier units hold the values that the plan says.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class Course:
     units: Mapping[str, Runs] = field(default_factory=dict)
     """The runs of each unit, by its path."""
     num_backwards: int = 1
-    """How often backward reached what the call returned; once also if it never did, as after an error."""
+    """How often backward reached the call's output; 1 also if it never did, as after an error."""
     builds_graph: bool = False
-    """That backward built its own graph."""
+    """Whether backward built its own graph."""
 
     def is_at_least(self, other: Course) -> bool:
         """Whether the other one does nothing that this one does not do.
@@ -102,7 +102,7 @@ def largest(courses: Iterable[Course]) -> Course:
 
 
 class WatchedUnit(PlacedForward):
-    """Stands around whatever a plan puts in place of a unit's forward, and counts the unit's runs.
+    """Wraps the forward that a plan puts in place of a unit's own, and counts the unit's runs.
 
     Attributes:
         path: the path of the unit.
@@ -110,7 +110,7 @@ class WatchedUnit(PlacedForward):
         left: allowed runs that have not begun.
         spare: further runs that the plan has reserved memory for, if they are lean.
         numel: elements of the largest first argument in this call.
-        most_numel: with which the plan holds.
+        most_numel: the largest for which the plan holds.
     """
 
     def __init__(self, module: nn.Module, path: str, watch: UnitWatch) -> None:
@@ -172,7 +172,7 @@ class UnitWatch:
         Args:
             course: the course that the plan covers.
             spare: further runs of units, for which memory is reserved.
-            keeps_to_plan: after a departure, run as planned what is foreseen: other processes go by the plan.
+            keeps_to_plan: after a departure, run foreseen units as planned: other processes follow the plan.
         """
         self.is_on, self._keeps_to_plan = True, keeps_to_plan
         units = course.units
@@ -182,7 +182,7 @@ class UnitWatch:
             unit.numel = 0
 
     def allow_all(self, *, is_on: bool) -> None:
-        """Begin a call that is recorded, or in which nothing is planned; `is_on`: count its runs."""
+        """Begin a call that is recorded, or without a plan; `is_on`: count its runs."""
         self.is_on, self.is_lean = is_on, False
         for unit in self.units:
             unit.allowed = unit.left = unit.most_numel = _ANY_NUMBER
@@ -201,7 +201,7 @@ class UnitWatch:
         return -any(unit.left > 0 for unit in self.units)
 
     def run_unforeseen(self, unit: WatchedUnit, args: Any, kwargs: Any) -> Any:
-        """Run a unit more often, or on more, than the plan holds for; or any, after that has happened."""
+        """Run a unit more often, or on more, than the plan holds for; or any unit after that."""
         is_foreseen = unit.left >= 0 and unit.numel <= unit.most_numel
         if not is_foreseen and unit.spare > 0:
             unit.spare -= 1
@@ -211,7 +211,7 @@ class UnitWatch:
         forward = unit.forward
         if (is_foreseen and self._keeps_to_plan) or not unit.recomputes():
             return forward(*args, **kwargs)
-        # Without what a plan put in place.
+        # Without the forward that a plan put in place.
         while isinstance(forward, PlacedForward):
             forward = forward.forward
         return self._tape.run(unit.path, forward, args, kwargs)

@@ -1,4 +1,4 @@
-"""Notices a plan that was made for something else: for more or fewer layers, or on another PyTorch or device."""
+"""Detects plans made for another number of layers, or on another PyTorch or device."""
 
 from collections.abc import Collection
 

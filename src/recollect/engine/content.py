@@ -1,6 +1,6 @@
 """Compares the content of tensors, in three ways at three prices.
 
-`has_same_bits` compares two tensors that are both there. The others tell, from what was noted before, whether something has
+`has_same_bits` compares two existing tensors. The others compare with an earlier note, to tell whether something has
 written to a tensor in a way that raises no version: through `.data`, through NumPy, or in a foreign kernel. `checksums` reads
 all of it, on any device. `glance_at` takes a microsecond, so it looks only at what can be read in that time: small tensors on
 the CPU (biases, scales, buffers), and memory that is not PyTorch's own (NumPy's, a data loader's).
@@ -87,7 +87,7 @@ def _checksum(tensor: torch.Tensor) -> int:
 
 
 def glance_at(tensor: torch.Tensor) -> bytes | int | None:
-    """Return something that tells a tensor's content from others; None if it is not looked at.
+    """Return something that tells a tensor's content from others; None if the content is not read.
 
     Example:
         >>> bias = torch.zeros(4)

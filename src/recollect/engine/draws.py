@@ -108,7 +108,7 @@ def random_turn() -> AbstractContextManager[Any]:
 
 
 def first_run(facts: OpFacts, func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Draw | None]:
-    """Run a random op; return its output, and what it takes to draw the same again, or None if it drew nothing."""
+    """Run a random op; return its output, and a record to draw the same numbers again, or None if it drew nothing."""
     generator = _generator_of(facts, func, args, kwargs)
     if generator is None:
         return func(*args, **kwargs), None
@@ -271,11 +271,11 @@ class _RegionMode(OpMode):
             return NotImplemented
         facts = facts_of(func)
         if facts.writes:
-            # Regions hold what they read as it was (`region_state.py`).
+            # Regions hold the values that they read (`region_state.py`).
             targets = [target for target in facts.written_by(args, kwargs) if target.layout is torch.strided]
             snapshot_targets(targets, is_raised=raises_version_first(func))
         if not facts.is_random or (facts.keeps and not takes_generator(func)):
-            return func(*args, **kwargs)  # Collectives wait for each other: they may not wait for a turn, too.
+            return func(*args, **kwargs)  # Collectives wait for each other: they must not also wait for a turn.
         return self.draw(func, args, kwargs)
 
     def draw(self, func: Any, args: Any, kwargs: Any) -> Any:

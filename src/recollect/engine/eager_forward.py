@@ -1,7 +1,7 @@
-"""Runs what a plan concerns without the compiler, where its user compiled it, and says so.
+"""Runs the modules of a plan without the compiler where their user compiled them, and says so.
 
-Dynamo would trace a compiled model up to each unit, break its graph there, and compile what is between them: other ops than
-were recorded, and with other bits. So the graph is broken around the modules that contain units, too. This does not
+Dynamo would trace a compiled model up to each unit, break its graph there, and compile the code between them: other ops than
+were recorded, with other bits. So the graph is broken around the modules that contain units, too. This does not
 concern units that a plan compiles: the code between them runs eagerly, as it was recorded.
 """
 
@@ -36,7 +36,7 @@ def eager_forwards(
 ) -> list[PlacedForward]:
     """Return forwards for the modules that contain units, and for units that have none since they keep everything.
 
-    A compiled `forward` of a unit is left alone: it is kept as a whole. So is what is inside units that a plan
+    A compiled `forward` of a unit is left alone: it is kept as a whole. So are the modules inside units that a plan
     has compiled.
 
     Args:
@@ -66,7 +66,7 @@ class EagerForward(PlacedForward):
 
     Args:
         module: the module.
-        is_expected: all units are compiled as a plan says, and only what is between them is not.
+        is_expected: all units are compiled as a plan says, and only the code between them is not.
     """
 
     def __init__(self, module: nn.Module, is_expected: bool) -> None:
@@ -75,7 +75,7 @@ class EagerForward(PlacedForward):
 
     @uncompiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's forward, or what was compiled as its forward."""
+        """Run the module's forward, or the code compiled from it."""
         if not self.recomputes():
             return self.forward(*args, **kwargs)
         look_for_compiler(self)
@@ -120,7 +120,7 @@ def look_for_compiler(forward: PlacedForward) -> None:
 
 
 def _compiled_of(forward: PlacedForward) -> str:
-    """Return words for what is compiled: the outermost module, or the code that calls the model."""
+    """Describe the compiled part: the outermost module, or the code that calls the model."""
     modules = dict(forward.applied.model.named_modules(remove_duplicate=False))
     path = next(path for path, module in modules.items() if module is forward.module)
     for outer in dict.fromkeys(("", *paths_above(path), path)):

@@ -1,7 +1,7 @@
 """Collects what the tape must know about an op before it may run it a second time.
 
-Facts come from the op's schema and tags where those tell the truth; the tables below supply the rest. `OpMode` is what every
-dispatch mode of the library has in common that may be active while the user's model trains.
+Facts come from the op's schema and tags where those tell the truth; the tables below supply the rest. `OpMode` is the base of
+the library's dispatch modes that may be active while the user's model trains.
 """
 
 import functools
@@ -37,8 +37,8 @@ class OpFacts:
     `changes_storage`: writes to a storage, or changes how a tensor reads it (`changes_layout_only`, `is_lazy`).
     `follows_settings`: its result depends on switches of kernels or on the default dtype.
     `is_collective`: every rank has to run it at the same time.
-    `may_replay`: a collective that makes new tensors, so that it can run again where all ranks run it again; `keeps` is set
-        all the same, for whoever does not know that they do.
+    `may_replay`: a collective that makes new tensors, so that it can run again where all ranks run it again; `keeps` is still
+        set, for callers that do not know whether they do.
     `moves_storage`: changes which bytes a tensor refers to (`_MOVES`).
     `is_lift`: shows a tensor that Python made (`torch.tensor`) to PyTorch for the first time.
     `running_stats`: positions of statistics that the op updates without its schema saying so (batch norm), and of the
@@ -109,7 +109,7 @@ _FUNCTIONAL_COLLECTIVES = frozenset(
     {"all_gather_into_tensor", "all_gather_into_tensor_coalesced", "reduce_scatter_tensor", "all_reduce", "broadcast"}
     | {"reduce_scatter_tensor_coalesced", "all_reduce_coalesced", "all_to_all_single", "shard_dim_alltoall"}
 )
-# These pass on what a collective made: once it is there, or in a wrapper that waits for it when it is first read.
+# These pass on a collective's result: once it is there, or in a wrapper that waits for it when it is first read.
 _PASS_ON_COLLECTIVES = frozenset({"wait_tensor", "_wrap_tensor_autograd"})
 
 # CUDA kernels of these add in an order that varies between runs (torch.use_deterministic_algorithms lists them), so a
@@ -127,13 +127,13 @@ _LAST_ONE_STAYS_ON_CUDA = frozenset({("scatter", "src"), ("scatter_", "src")})
 _GATHERS = frozenset({"index"})
 
 # Kernels that PyTorch cannot see (Triton, ctypes) get their output buffer from one of these and fill it behind the
-# dispatcher's back: what is later read from the buffer is not what the op made.
+# dispatcher's back: later reads of the buffer do not see the op's result.
 _UNDEFINED = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted"})
 _CONSTANT = frozenset(
     {"zeros", "zeros_like", "new_zeros", "ones", "ones_like", "new_ones", "full", "full_like", "new_full"}
 )
 
-# These change which bytes a tensor refers to, so that what was known about its storage no longer holds.
+# These change which bytes a tensor refers to, so that knowledge of its storage no longer holds.
 _MOVES = frozenset({"set_", "resize_", "resize_as_", "_resize_output_"})
 
 _OVERWRITES = frozenset(

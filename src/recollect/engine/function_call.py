@@ -1,4 +1,4 @@
-"""Runs the forward of a custom autograd Function again, to bring back its outputs and what it saved for backward.
+"""Runs the forward of a custom autograd Function again, to bring back its outputs and the tensors that it saved for backward.
 
 All of the forward runs, not its ops one by one: kernels that PyTorch does not see may write to what ops made.
 """
@@ -64,14 +64,14 @@ class FunctionArguments:
         """Return the arguments with these tensors in place of the first ones, and whole parameters for parts."""
         leaves = [whole(leaf) if is_partitioned(leaf) else leaf for leaf in self._leaves]
         for position, tensor, needs_grad in zip(self._positions, tensors, self._needs_grad, strict=False):
-            # Forward may ask which of its arguments require grad, and these are not the tensors that did.
+            # Forward may ask which of its arguments require grad; these tensors are new and do not say.
             leaves[position] = tensor.detach().requires_grad_(needs_grad)
         args: tuple[Any, ...] = tree_unflatten(leaves, self._spec)
         return args
 
 
 class _Context(FunctionCtx):
-    """Stands for the `ctx` of a forward that runs again; holds what that saves (`to_save`)."""
+    """Stands for the `ctx` of a forward that runs again; holds the tensors that it saves (`to_save`)."""
 
     to_save: tuple[Any, ...] = ()
     needs_input_grad: tuple[bool, ...] = ()
@@ -79,7 +79,7 @@ class _Context(FunctionCtx):
 
 @dataclass(slots=True, eq=False)
 class FunctionCall:
-    """The recipe of everything that one call of a Function made.
+    """The recipe for all results of one call of a Function.
 
     Its results are the outputs, in order, and then the saved tensors, in order.
     """
@@ -87,12 +87,12 @@ class FunctionCall:
     function: Any
     arguments: FunctionArguments
     layouts: Sequence[Layout | None]
-    """Of the results in forward; None for those that the recipe is not for."""
+    """Of the results in forward; None for those that it does not make."""
     draws: RegionDraws | None
     """The random numbers of the forward; None if it drew none."""
     autocast: Autocast
     agreement: Agreement | None = None
-    """Of all ranks that have parts of its parameters to run it again; None if there is none."""
+    """That of all ranks with parts of its parameters to run it again; None if there is none."""
 
     @property
     def state_bytes(self) -> int:

@@ -37,7 +37,7 @@ class FunctionMode(TapeMode):
         return super().run_module(module_path, forward, args, kwargs)
 
     def watch_function(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FunctionWatcher | None:
-        """Watch a call of a Function, to drop of what it makes what the plan says."""
+        """Watch a call of a Function, to drop those of its results that the plan drops."""
         if not self.is_watching or self.function is not None:
             return None
         if passes_ops_on(function):
@@ -53,7 +53,7 @@ class FunctionMode(TapeMode):
         return _WatchedFunction(self, run)
 
     def _meet_owners(self, run: FunctionRun) -> None:
-        """Tell the ranks that have parts of its parameters of the plan; keep what it makes if there is none."""
+        """Tell the ranks that have parts of its parameters of the plan; keep its results if there is none."""
         for group in filter(None, map(group_of, run.partitioned)):
             if self.tape.agreement is None:
                 run.keep("ranks that have parts of its parameters may run under other plans")
@@ -61,7 +61,7 @@ class FunctionMode(TapeMode):
                 self.tape.agreement.meet(group)
 
     def end_function(self, run: FunctionRun) -> None:
-        """Decide what happens to what a call made."""
+        """Decide what happens to the results of a call."""
         if run.wrote_unseen:
             _forget_arguments(run)
         if not run.kept_because and run.made:
@@ -72,7 +72,7 @@ class FunctionMode(TapeMode):
         return self._op_actions(OpFacts(name=run.name, num_returns=run.num_storages), True)
 
     def _drop(self, run: FunctionRun) -> None:
-        """Drop what a call made: one value for each of its results, and a record for each storage."""
+        """Drop the results of a call: make one value for each of them, and a record for each storage."""
         call = run.recipe(self.tape.agreement)
         actions = self.function_actions(run, call)
         if not actions:
@@ -100,7 +100,7 @@ class FunctionMode(TapeMode):
                 attach_record(made.tensor.untyped_storage(), record)
                 self.dropped.append(weakref.ref(made.tensor.untyped_storage()))
             elif run.is_saved(made) and layout_of(made.tensor) not in (record.layout, *record.views):
-                # A view that the recipe makes, too: nothing else has to hold what it is a view of.
+                # A view that the recipe makes, too: nothing else has to hold its base.
                 value = outputs[made.slot] = record.views[layout_of(made.tensor)] = TapeValue(None, node)
                 value.is_viewed = record.base.is_viewed = True
         for output in outputs:

@@ -1,17 +1,17 @@
-"""Watches one call of a custom autograd Function, to learn whether its forward can run again and make the same.
+"""Watches one call of a custom autograd Function, to learn whether its forward can run again with the same results.
 
 NOTE [ What runs again ]
 A Function's forward can call kernels that PyTorch does not see, so it is taken as a whole: one op. It runs again only if
 
 1. all its inputs are known: tensors, plain values, and objects that hold those. Not modules, closures, generators;
-2. it writes to nothing but what it made. Writes that are seen are checked at every call; unseen ones by a checksum of its
+2. it writes only to tensors that it made. Writes that are seen are checked at every call; unseen ones by a checksum of its
    arguments, at the first calls with the same constants;
 3. it reads no other tensors, unless nothing has ever written to them (a table of constants);
 4. none of its ops is one that the tape keeps because a second run may differ (rule 4), or that a second run disturbs: a
    choice, a collective, a copy between devices, a compiled region, statistics; and no module runs in it;
 5. it does not switch gradients on.
 
-Otherwise what it makes is kept.
+Otherwise its results are kept.
 """
 
 import types
@@ -42,7 +42,7 @@ _MOST_OBJECTS = 64
 
 # Functions of these packages have state elsewhere, or run modules, or are PyTorch's own way to run something else.
 _FOREIGN = frozenset({"torch", "transformer_engine", "deepspeed"})
-# But this is only a product, and the most of what a model does under ZeRO-3.
+# But this one is only a product, and most of a model's work under ZeRO-3.
 _PRODUCT = ("deepspeed.runtime.zero.linear", "LinearFunctionForZeroStage3")
 
 # Functions whose arguments have been compared before and after, by the constants they were called with.
@@ -75,9 +75,9 @@ class FunctionRun:
         draws: the random numbers that it draws.
         arguments: its arguments, until `release`.
         autocast: where autocast is on.
-        others: tensors that it reads and does not get as arguments of its own: parameters, and tensors in objects.
+        others: tensors that it reads but does not get as arguments: parameters, and tensors in objects.
         partitioned: parameters that each rank has a part of.
-        saved: what autograd is to save of it, in order.
+        saved: the tensors that autograd is to save, in order.
     """
 
     def __init__(self, function: Any, args: tuple[Any, ...]) -> None:
@@ -251,7 +251,7 @@ class FunctionRun:
     # Afterwards
 
     def end(self, output: Any, saved: list[torch.Tensor], has_written: bool) -> None:
-        """Find what it made, now that its output is known, and what autograd is to save."""
+        """Find its results, now that its output is known, and the tensors that autograd is to save."""
         self.saved = saved
         if [id(leaf) for leaf in tree_leaves(self.args)] != [id(leaf) for leaf in self.arguments.leaves]:
             self.keep("it changed a list of arguments")
@@ -300,7 +300,7 @@ class FunctionRun:
         return name.replace(".", "_").replace("#", "_")
 
     def is_saved(self, made: Made) -> bool:
-        """Whether a result is what was saved, not an output."""
+        """Whether a result is a saved tensor, not an output."""
         return made.slot >= self._num_outputs
 
     @property

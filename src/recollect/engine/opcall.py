@@ -114,7 +114,7 @@ def current_settings(modes: tuple[Any, ...] | None = None) -> Settings:
 
 
 class Replaying:
-    """Notes what holds while values are computed again on this thread, within a with-block."""
+    """Notes the settings in force while values are computed again on this thread, within a with-block."""
 
     # A class, because a generator takes 1 us more, for every value that backward asks for.
     __slots__ = ("_outer",)

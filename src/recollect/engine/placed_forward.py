@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class PlacedForward:
-    """Stands in for a module's bound `forward`; copies and pickles as the plain method, without the plan."""
+    """Stands in for a module's bound `forward`; copied and pickled as the plain method, without the plan."""
 
     applied: Applied
 
@@ -71,7 +71,7 @@ class PlacedForward:
             self.is_placed = True
 
     def take_off(self) -> None:
-        """Restore what the module had before."""
+        """Restore the module's earlier forward."""
         self.is_on = False
         if vars(self.module).get("forward") is not self:
             return  # Another forward wraps this one: stay in place, switched off, and pass calls through.
@@ -274,7 +274,7 @@ def unit_module(model: nn.Module, path: str) -> nn.Module:
 
 
 def user_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a module's forward as it is without plans, and without the compiler."""
+    """Return a module's forward without plans and without the compiler."""
     while isinstance(forward, PlacedForward):
         forward = forward.forward
     return compiled_function(forward) or forward

@@ -1,6 +1,6 @@
 """Defines policies, which tell the tape what happens to each value between forward and backward.
 
-One carries out a plan; the leanest one needs to know nothing of the model, or follows a plan for another step of it.
+One carries out a plan; the leanest one knows nothing of the model, or follows a plan for another step of it.
 
 `TapeState` is what a tape remembers between calls: the policy's answers, and which modules need not be watched. The tape
 (`tape.py`) starts the calls of units; each call (`tape_mode.py`) reads it while it runs.
@@ -116,8 +116,8 @@ class DropAll:
     """Drops every value that can be dropped, but no unit's output; or follows a plan.
 
     Args:
-        but: the plan of a step like the one that will run. A unit's values that it keeps by name are kept, and a unit
-            that it does not name keeps everything. None: there is none.
+        but: the plan of a step like the one to run. Values that it keeps by name are kept, and units
+            that it does not name keep everything. None: no plan.
     """
 
     def __init__(self, but: Mapping[str, UnitPlan] | None = None) -> None:
@@ -170,8 +170,8 @@ class TapeState:
         settled: what to watch in modules that have run often enough to tell.
         agreement: that of all ranks to drop the same, so that a collective may run again in all of them; None if there is none.
         shards: how values are held as parts; None if they are not.
-        offload: what offloaded values need; None if there are none.
-        may_offload: there are some, or may come to be.
+        offload: the state for offloaded values; None if there are none.
+        may_offload: some values are offloaded, or may be later.
     """
 
     def __init__(
@@ -199,7 +199,7 @@ class TapeState:
         self._passes: weakref.WeakValueDictionary[int, KeptPass] = weakref.WeakValueDictionary()
 
     def learn(self, seen: dict[ModuleKey, Watch]) -> None:
-        """Learn from one call of a unit what needs watching in the modules that ran: rule 9."""
+        """Learn from one call of a unit which ops and saves of its modules need watching: rule 9."""
         for key, watch_of in seen.items():
             before = self._watched.get(key, Watch(self.policy.acts_in(*key), False))
             self._watched[key] = Watch(before.ops or watch_of.ops, before.saves or watch_of.saves)

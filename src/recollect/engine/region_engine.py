@@ -8,7 +8,7 @@ NOTE [ What the second run sees ]
    NumPy (`region_draws.py`); autocast, function modes, context variables, default dtype, determinism and other switches
    (`opcall.py`).
 2. Refused in backward, with `MutatedValueError`: a write to any of these tensors after the call, or unseen during it,
-   if it raised the version or is compared (`content.py`). PyTorch's own error says so of tensors that are arguments.
+   if it raised the version or is compared (`content.py`). For arguments, PyTorch raises its own error.
 3. Not put back, and wrong in silence where forward depends on it: globals, attributes of classes, variables of
    closures, attributes of objects that are no modules, iterators, hooks of all modules (`register_module_forward_hook`),
    local variables of another thread than backward's, and the content of larger tensors that is written to through
@@ -47,7 +47,7 @@ class _RegionForward(PlacedForward):
     """Runs a unit, keeps only its inputs, and runs it again when backward needs what it saved.
 
     Non-reentrant, so that it works even if no input requires grad or only some outputs are used. The module's Python
-    runs twice, and what it does outside itself happens twice. That is why the tape is the preferred engine.
+    runs twice, and so do its effects outside itself. That is why the tape is the preferred engine.
     """
 
     def __init__(self, path: str, module: nn.Module) -> None:
@@ -100,7 +100,7 @@ class _Runs:
         self.host_draws.forward_has_run()
 
     def __enter__(self) -> None:
-        # Another one each time: there is one more if backward runs twice over one graph.
+        # A new one each time: backward may run twice over one graph.
         self._again = self._second()
         self._again.__enter__()
 

@@ -1,11 +1,11 @@
 """Lets a module's second run behave like the first, with the state that it had then.
 
 Without that a second run would update batch norm's statistics twice, and compute different results wherever forward
-reads what it wrote before (moving averages, spectral norm, counters), or what is not there any more (the parameters of
-`torch.func.functional_call`). `region_engine.py` lists what is put back.
+reads values that it wrote before (moving averages, spectral norm, counters), or that no longer exist (the parameters of
+`torch.func.functional_call`). `region_engine.py` lists the restored state.
 
-Containers are copied. Tensors are not, beforehand: an alias holds the memory that a tensor had, as autograd does with what it
-saves; an op that is about to write to it has it copied first; and a write that nobody saw is an error, if it shows
+Containers are copied. Tensors are not, beforehand: an alias holds the memory that a tensor had, as autograd does with saved
+tensors; before an op writes to it, it is copied; and an unseen write is an error, if it can be detected
 (`content.py`).
 """
 
@@ -36,14 +36,14 @@ _NOT_ATTRIBUTES = frozenset(vars(nn.Module())) - {"training"}
 
 _MISSING = object()
 
-# A longer container is taken for data that forward reads: a vocabulary, not a history.
+# A longer container counts as data that forward reads: a vocabulary, not a history.
 _LONGEST_CONTAINER = 1000
 
 _UNCHANGING = frozenset({int, float, bool, str, bytes, type(None)})
 
 
 class _Copies:
-    """_Copies containers, which forward may change, with those inside them, each once; what else is in them stays the same.
+    """_Copies containers, which forward may change, with those inside them, each once; other contents stay the same.
 
     Attributes:
         tensors: those that were met on the way.
@@ -126,7 +126,7 @@ class _HeldTensors:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Have all tensors contain what they contained, and what they contain now again afterwards.
+        """Restore the earlier content of all tensors, and afterwards their current content.
 
         Raises:
             MutatedValueError: something unseen has written to one of them.
@@ -254,7 +254,7 @@ class ModuleState:
         """Restore the module's earlier state for a second run, and its current state afterwards; yield the arguments.
 
         Raises:
-            MutatedValueError: something unseen has written to what is not copied.
+            MutatedValueError: something unseen has written to a tensor that is not copied.
         """
         present = [ModuleParts(parts.module) for _, parts in self._parts]
         copies = _Copies()

@@ -1,11 +1,11 @@
-"""Checks once in a process that PyTorch's private hooks still do what exactness rests on.
+"""Checks once in a process that PyTorch's private hooks still work as exactness requires.
 
 A release may move a hook so that it is still there and does nothing, and then a plan would be wrong in silence. So before the
 first plan is carried out, or the first step recorded, tiny programs go through each of them, in a few milliseconds.
 Features that rest on a broken one are switched off, with a warning.
 
-Not here: what raises an error by itself when it fails (`opcall.py` reads each switch that it sets, `AllocatorTrace` looks
-for an allocation of its own), what only costs memory or time (values that are kept), and what takes a process group.
+Not here: hooks that raise an error by themselves when they fail (`opcall.py` reads each switch that it sets, `AllocatorTrace`
+looks for an allocation of its own), that only cost memory or time (values that are kept), or that need a process group.
 """
 
 from __future__ import annotations
@@ -61,14 +61,14 @@ class Hook(NamedTuple):
     name: str
     """What it does."""
     holds: Callable[[], bool]
-    """Whether it still does; it may as well raise an error."""
+    """Whether it still does; it may also raise an error."""
     without: SwitchedOff
     """What is switched off without it."""
 
 
 @functools.cache
 def switched_off() -> frozenset[SwitchedOff]:
-    """Return the features switched off in this process; the first time, run all checks and warn of what they find.
+    """Return the features switched off in this process; the first time, run all checks and warn of failures.
 
     Warns:
         TorchVersionWarning: a hook does not hold, or this PyTorch is newer than all tested versions.
@@ -143,7 +143,7 @@ def hooks() -> list[Hook]:
 
 
 class _Seen(OpMode):
-    """Lists the ops that it sees, and what their version counters say."""
+    """Lists the ops that it sees, with their version counters."""
 
     def __init__(self) -> None:
         super().__init__()

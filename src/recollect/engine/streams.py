@@ -2,7 +2,7 @@
 
 An op's forward and backward run on the same stream, so plain autograd needs none of this, but recomputation does. The
 first to ask for a value computes it on its own stream, and the next may ask on another. A recomputed value may also be
-made from what forward had on another stream, where memory is reused as soon as nothing holds it.
+made from values of forward on another stream, where memory is reused as soon as nothing holds it.
 """
 
 import torch

@@ -13,7 +13,7 @@ _INDICES = (torch.int32, torch.int64)
 
 
 class PackedSubclass:
-    """A saved tensor subclass (DTensor, ...): its inner tensors as values, and what is needed to rebuild it."""
+    """A saved tensor subclass (DTensor, ...): its inner tensors as values, and the data to rebuild it."""
 
     __slots__ = ("context", "kind", "others", "packed", "size", "stride")
 

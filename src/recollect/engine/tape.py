@@ -1,4 +1,4 @@
-"""Implements the tape: sees each op of a unit's forward, drops what the plan says, and recomputes it for backward.
+"""Implements the tape: sees each op of a unit's forward, drops values as the plan says, and recomputes them for backward.
 
 Two hooks do the work while a unit runs forward. `TapeMode` sees each ATen op below autograd and remembers how each
 result to be dropped was made. The saved-tensor hooks then hand autograd a `TapeValue` for every tensor that it wants to
@@ -15,10 +15,10 @@ NOTE [ Rules of the tape ]
    tensors and the plan names them: a recipe then runs the collective again and waits for it, in all ranks alike.
 5. Tensor subclasses desugar first; their inner tensors are recorded.
 6. A leaf whose storage was freed (FSDP2 resharding) must be back before the unit's backward; otherwise it is an error.
-7. What runs behind the dispatcher's back is kept: buffers filled by foreign kernels, and whatever runs with gradients
+7. Results from behind the dispatcher's back are kept: buffers filled by foreign kernels, and whatever runs with gradients
    switched off, such as compiled regions, which may write to results of ops unseen. Not so PyTorch's own Functions
    around collectives, whose ops are recorded like any others. A call of a custom autograd Function
-   is one op, whose recipe runs all of its forward again; where that may not make the same, it is kept
+   is one op, whose recipe runs all of its forward again; where results may differ, they are kept
    (`function_run.py`).
 8. The only state is the running unit's frame, one per thread: any number of forwards may be in flight.
 9. Once a module has run twice, it runs out of the mode's sight if the plan drops none of its values and it writes
@@ -27,7 +27,7 @@ NOTE [ Rules of the tape ]
 10. A backward that keeps its graph computes on copies of the recipes, which stay for the next one (`replay.py`).
 11. Ops run again under the settings and the user's dispatch modes of forward (`opcall.py`).
 12. An offloaded value is a stored value whose recipe copies it back (`offload/`). It is copied out as soon as its op has run;
-    a write that the tape sees waits until it has been. The times when it leaves and comes back depend on units alone.
+    a write that the tape sees waits for the copy. The times when it leaves and comes back depend on units alone.
 """
 
 import threading
@@ -63,7 +63,7 @@ from recollect.tensors import tensors_held
 
 
 class _LastStep(threading.local):
-    """State that units of any tape left on this thread.
+    """State that units of any tape leave on this thread.
 
     Attributes:
         went_backward: on any thread, since the last forward of a unit; backward has threads of its own on CUDA.
@@ -80,7 +80,7 @@ _last_step = _LastStep()
 
 
 def forget_last_step() -> None:
-    """Forget the recipes of what a step left behind, such as a cache of keys and values: they hold the step's inputs."""
+    """Forget the recipes of values that a step left behind, such as a cache of keys and values: they hold the step's inputs."""
     _LastStep.went_backward = False
     for reference in _last_step.survivors:
         storage = reference()
@@ -193,9 +193,9 @@ class Tape(TapeState):
 
 
 def asks_again() -> bool:
-    """Whether another backward will ask for what this one asks for now, and this one itself holds it no longer than it runs.
+    """Whether another backward will ask for the same values, and this one holds them only while it runs.
 
-    One that builds a graph of its own (`create_graph`) holds it in there, so that to compute it again would gain nothing.
+    One that builds a graph of its own (`create_graph`) holds them there, so that computing them again would gain nothing.
     """
     return keeps_graph() and not torch.is_grad_enabled()
 
@@ -214,7 +214,7 @@ def _inside(mode: TapeMode, unit_path: str) -> Iterator[TapeMode]:
 def _check_no_functions(unit_path: str, args: Any, kwargs: Any, output: Any) -> None:
     """Raise an error if a unit called a custom autograd Function between these arguments and its output.
 
-    For where PyTorch does not show their calls. Their ops were seen like any others, but not possible unseen writes to
+    For versions of PyTorch that do not show such calls. Their ops were seen like any others, but not possible unseen writes to
     an argument, which the tape may have dropped.
 
     Raises:

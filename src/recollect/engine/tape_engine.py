@@ -40,7 +40,7 @@ def planned_forwards(
     Units that recompute nothing run as before.
 
     Raises:
-        OffloadError: the plan offloads values, and there is not so much host memory, or nothing copies from the device.
+        OffloadError: the plan offloads values, and host memory is too small, or no carrier copies from the device.
     """
     # A unit that keeps everything still belongs on the tape if another unit may have dropped its input, holds a part, or
     # offloads, since each unit is an edge at which copies leave and come back.

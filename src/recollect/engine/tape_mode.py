@@ -112,7 +112,7 @@ class TapeMode(OpMode):
         """Switch the watching of ops and of saved tensors on or off.
 
         Nothing is switched off while the model's own mode or hooks are on top. The model's own hooks (a checkpoint
-        inside the unit) stay on top, because what they run again in backward runs without the tape's hooks.
+        inside the unit) stay on top, because their reruns in backward are without the tape's hooks.
         """
         if not self._may_step_aside:
             return
@@ -210,7 +210,7 @@ class TapeMode(OpMode):
         self.dropped.append(weakref.ref(storage))
 
     def hold_part(self, result: Any, facts: OpFacts, index: int) -> None:
-        """Have a result, the `index`-th of its op, gathered from parts; not what is no more than room for something."""
+        """Have a result, the `index`-th of its op, gathered from parts, unless it is an unfilled buffer."""
         shards, agreement = self.tape.shards, self.tape.agreement
         if shards is None or agreement is None or facts.creates is not None or not isinstance(result, torch.Tensor):
             return
@@ -227,7 +227,7 @@ class TapeMode(OpMode):
                 self.send_away(result, facts, index)
 
     def send_away(self, result: Any, facts: OpFacts, index: int) -> None:
-        """Offload a result, the `index`-th of its op; not what is no more than room for something."""
+        """Offload a result, the `index`-th of its op, unless it is an unfilled buffer."""
         offload, place = self.tape.offload, self.place
         if offload is None or place is None or facts.creates is not None or not isinstance(result, torch.Tensor):
             return
@@ -246,7 +246,7 @@ class TapeMode(OpMode):
         return f"{stem}.{index}" if facts.num_returns is not None and facts.num_returns > 1 else stem
 
     def _store(self, result: torch.Tensor, node: Node) -> None:
-        """Remember that a result is stored in another way than in memory, from where a node brings it back."""
+        """Remember that a result is stored elsewhere than in memory, and the node that brings it back."""
         value = TapeValue(None, node)
         node.add_output(value)
         record = StorageRecord(value, layout_of(result), result._version, None, self.call)

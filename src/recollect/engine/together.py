@@ -1,17 +1,17 @@
 """Joint work of ranks under a plan: run collectives again, hold values as parts, and gather parameters.
 
-`Agreement` has them find out that they drop different collectives before one waits for ever for the others to run one again. A
+`Agreement` detects that ranks drop different collectives before one waits for ever for the others to run one again. A
 rank tells the others in forward which plan it runs, when it first meets a collective of a group; at the end of the model's
-first forward, or at the latest before it runs one again in backward, it looks whether all of that group told the same.
+first forward, or at the latest before it runs one again in backward, it checks that all of that group told the same.
 Both use the store that the ranks met at, not a collective, since a rank with another plan may not take part.
 
-Every rank looks at the end of the first forward, also one that runs no collective again: it would wait in
-backward for one that has raised. There, all have joined the collectives of that forward, and so have told; none is in one.
-The tape sees the collectives of the units that it runs, which are others under another plan, and none where a plan drops
+Every rank checks at the end of the first forward, even without collectives to run again: it would wait in
+backward for one that has raised. By then, all have joined that forward's collectives, so all have told, and none is in one.
+The tape sees only the collectives of the units that it runs: others under another plan, and none where a plan drops
 nothing. So the first forward runs under a mode that sees all of them.
 
 `Shards` hold a value that is the same on all ranks of a group as each rank's part of it, which is gathered when backward asks.
-It is cut by bytes, so any size and type will do: the last ranks' parts may be padded, or nothing but padding.
+It is cut by bytes, so any size and type works: the last ranks' parts may be padded, or nothing but padding.
 
 Parameters may be partitioned, too, as under DeepSpeed's ZeRO-3: each rank has a part, and they are whole only while a
 module runs. Ops that run again in backward, in between, gather them into separate memory: DeepSpeed may be
@@ -51,7 +51,7 @@ _REMEDY: Final = (
     '(collectives="keep") and hold no value as parts.'
 )
 
-# How many plans have met a group in this process: the same number in all of its ranks, if they apply the same ones.
+# Number of plans that have met a group in this process: the same in all of its ranks, if they apply the same plans.
 _num_met: Counter[str] = Counter()
 
 
@@ -70,7 +70,7 @@ class Agreement:
         self._agreed: set[str] = set()
 
     def meet(self, group: str) -> None:
-        """On first use, tell the ranks of a group what this one drops."""
+        """On first use, tell the ranks of a group which values this one drops."""
         if group not in self._met:
             _num_met[group] += 1
             notes = self._met[group] = notes_of_group(group, f"recollect/{group}/{_num_met[group]}")
@@ -98,7 +98,7 @@ class Agreement:
                 )
 
     def check(self, group: str, what: str) -> None:
-        """Check, the first time, that all ranks of a group drop what this one drops, before it begins to do `what`.
+        """Check, the first time, that all ranks of a group drop the same as this one, before it begins to do `what`.
 
         Raises:
             PlanError: a rank drops something else, or does not tell.
@@ -130,7 +130,7 @@ def first_call_forwards(model: nn.Module, agreement: Agreement) -> list[PlacedFo
 
 
 class _FirstCall(PlacedForward):
-    """Runs a model's first call with gradients, compares the plans of its ranks, and takes itself off."""
+    """Runs a model's first call with gradients, compares the plans of its ranks, and removes itself."""
 
     def __init__(self, module: nn.Module, agreement: Agreement) -> None:
         super().__init__(module)
@@ -248,9 +248,9 @@ class Shards:
         return Gather(self, layout_of(tensor)), TapeValue(part)
 
     def _check(self, tensor: torch.Tensor, unit: str, name: str) -> None:
-        """Compare a value over the group, ever more seldom: all ranks hold the same values in the same order.
+        """Compare a value over the group, less and less often: all ranks hold the same values in the same order.
 
-        In the first step, the second, the fourth and so on, as what starts as zeros on all ranks may part later.
+        In the first step, the second, the fourth and so on, as values that start as zeros on all ranks may differ later.
         """
         self._num_seen[unit, name] += 1
         if self._num_seen[unit, name].bit_count() > 1:

@@ -196,7 +196,7 @@ class StorageRecord:
     def rebase(self, base: TapeValue, version: int, written: Layout, *, is_raised: bool = False) -> None:
         """Replace the content: an in-place op at `version` wrote the part `written`, making the new value `base`.
 
-        `is_raised`: the version counter has been raised on account of this op, and will not be again.
+        `is_raised`: this op has already raised the version counter, and will not raise it again.
         """
         self.base = base
         self.is_stored = False
@@ -288,7 +288,7 @@ def attach_record(storage: torch.UntypedStorage, record: StorageRecord) -> None:
 
 
 def forget_record(storage: torch.UntypedStorage) -> None:
-    """Forget how this storage's content was made: from here on, whatever needs it keeps it."""
+    """Forget how this storage's content was made: from here on, its readers keep it."""
     vars(storage).pop(_RECORD, None)
 
 
@@ -353,7 +353,7 @@ def snapshot_targets(targets: Sequence[torch.Tensor], *, is_raised: bool) -> lis
 
     Args:
         targets: the tensors that the op writes to.
-        is_raised: whether their versions have been raised already on account of this op.
+        is_raised: whether this op has already raised their versions.
     """
     storages = [tensor.untyped_storage() for tensor in targets]
     for storage in storages:
@@ -366,7 +366,7 @@ def snapshot_leaves(storage: torch.UntypedStorage, num_raised: int = 0) -> None:
 
     Args:
         storage: the storage that the op writes to.
-        num_raised: by how much its version counter has been raised already on account of this op.
+        num_raised: by how much this op has already raised its version counter.
     """
     for reference in vars(storage).pop(_LEAVES, ()):
         value = reference()

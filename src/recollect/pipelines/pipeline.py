@@ -31,14 +31,14 @@ StagePlans = Plan | Sequence[Plan]
 
 @dataclass(frozen=True, repr=False)
 class PipelinePlan:
-    """Plans for the stages of a pipeline, with what the schedule is predicted to need under them.
+    """Plans for the stages of a pipeline, with the predicted memory and time of the schedule under them.
 
     Attributes:
         plans: one for each stage; apply each to its stage. Under `predict_pipeline` with a plan for each micro-batch, tuples.
         peaks_bytes: the most bytes that each rank holds.
         step_s: seconds from the first forward to the last backward.
         plain_step_s: the same without recompute.
-        slowdowns: of each stage, what recompute adds to its own work, micro-batches on average; 0.03 is 3 %.
+        slowdowns: of each stage, the part that recompute adds to its own work, averaged over micro-batches; 0.03 is 3 %.
         in_flight: of each stage, the most micro-batches between forward and the end of backward.
         schedule: the actions of each rank.
         budget_bytes: the budget of each device; None if the plans were given.
@@ -84,11 +84,11 @@ class PipelinePlan:
 
 
 class RecordedPieces:
-    """Recorded stages, or parts of stages, with what is worked out of each profile once.
+    """Recorded stages, or parts of stages, with the results computed once from each profile.
 
     Args:
         profiles: in order, with a whole backward.
-        split_profiles: the same with a backward in halves; empty if no schedule splits one.
+        split_profiles: the same with a backward in halves; empty if no schedule splits backwards.
 
     Raises:
         ProfileFormatError: a profile that is not of one micro-batch with gradients that accumulate.

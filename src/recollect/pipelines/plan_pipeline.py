@@ -38,12 +38,12 @@ def plan_pipeline(
             the first requires grad; of a stage that FSDP2 shards, in `gathered_stage`. Stages that are alike may share one.
         schedule: a `PipelineSchedule`, such as `PipelineSchedule.one_f_one_b(...)`; a schedule object of
             `torch.distributed.pipelining`, or each rank's actions as torch writes them: `[["0F0", "0B0"], ...]`.
-        budget: bytes of each device, as an int or text: "22GiB", or "60%" of what the fullest rank needs without recompute.
+        budget: bytes of each device, as an int or text: "22GiB", or "60%" of the fullest rank's peak without recompute.
         split_profiles: of a schedule that splits backward in two (zero bubble, ZBV, DualPipeV): the same stages recorded with
             `split_backward=True`.
         send_s: seconds to send a micro-batch to the next stage.
         return_outputs: as passed to torch's `schedule.step`: whether it returns the outputs of the last stage, which it then
-            holds for all micro-batches, and once more when it puts them together. Outputs that the loop keeps then, as
+            holds for all micro-batches, and once more when it puts them together. Outputs that the loop then keeps, as
             `out = schedule.step(...)` does, are extra.
 
     Returns:
@@ -102,7 +102,7 @@ def predict_pipeline(
     send_s: float = 0.0,
     return_outputs: bool = True,
 ) -> PipelinePlan:
-    """Predict what a pipeline needs under given plans, such as the same setting for all stages.
+    """Predict the memory and time of a pipeline under given plans, such as the same setting for all stages.
 
     Args:
         profiles: see `plan_pipeline`.

@@ -1,6 +1,6 @@
 """The work of one pipeline rank: its stages, or parts of them, and its actions, or the fewest that need as much memory.
 
-Also the buffers through which stages exchange what they make, where torch makes them when they are needed (since 2.15).
+Also the buffers through which stages exchange tensors, where torch makes them when needed (since 2.15).
 """
 
 from collections import Counter
@@ -16,7 +16,7 @@ from recollect.profile.events import Event
 
 @dataclass(frozen=True)
 class RankStage:
-    """One of a rank's stages, and what it exchanges with others."""
+    """One of a rank's stages, and its exchanges with others."""
 
     recorded: RecordedStage
     """On one micro-batch."""
@@ -52,7 +52,7 @@ class Rank:
     stages: tuple[RankStage, ...]
     """In order."""
     actions: tuple[PipelineAction, ...]
-    """Of the rank, or as many as `first_actions` returns; their stages are numbers in `stages`."""
+    """Actions of the rank, or as many as `first_actions` returns; their stages are numbers in `stages`."""
     num_micro_batches: int
     """Of the whole step."""
     loop: Loop
@@ -79,7 +79,7 @@ def first_actions(actions: Sequence[PipelineAction]) -> tuple[PipelineAction, ..
     """
     fullest = _fullest(actions)
     num_micro_batches = len({action.micro_batch for action in actions})
-    # With fewer than a stage has in flight there can be no such moment.
+    # With fewer than a stage has in flight, no such moment exists.
     fewest = max((count for counts in fullest for _, count in counts), default=1)
     for most in range(fewest, num_micro_batches):
         if _fullest([action for action in actions if action.micro_batch < most]) == fullest:
@@ -216,7 +216,7 @@ class Buffers:
             self.let_go(("before", number))
 
     def before(self, action: PipelineAction) -> None:
-        """Let go of outputs that have arrived, and make the buffers that this action and later ones receive into."""
+        """Release outputs that have arrived, and make the buffers that this action and later ones receive into."""
         if action.kind in (BACKWARD, INPUT):
             self.let_go(("sent", action.stage))
         for needed in self._early.get(action, ()):

@@ -1,4 +1,4 @@
-"""How fast a rank's plan can be at best: the bound of `planning/bound.py` with one decision for all micro-batches of a stage.
+"""Bounds how fast a rank's plan can be: `planning/bound.py` with one decision for all micro-batches of a stage.
 
 A micro-batch does what every other one of its stage does, since they run under one plan. Its memory depends only on
 where it is: inside one of its actions, or waiting for the next. So at each moment of a rank
@@ -6,8 +6,8 @@ where it is: inside one of its actions, or waiting for the next. So at each mome
     kept = own(where the running micro-batch is) + sum over stages s of n_s waiting(s) + h_s between(s)
 
 where n_s of stage s wait for backward, and h_s for the second half of one. The cheapest choice at some prices is then a minimum
-cut for each stage, of one micro-batch, whose prices add up over all of them; and of the moments at which the same is
-running, those with most in flight say it all.
+cut for each stage, of one micro-batch, whose prices add up over all of them; and of the moments with the same running
+action, those with most in flight suffice.
 """
 
 import math
@@ -145,7 +145,7 @@ class _Moments:
 
 
 def _most(known: dict[tuple[int, ...], int]) -> list[tuple[tuple[int, ...], int]]:
-    """Return the counts with their bytes, without those that others have as much or more of everything than."""
+    """Return the counts with their bytes, without those that others dominate."""
     rows = sorted(known.items(), key=lambda item: (-sum(item[0]), -item[1], item[0]))
     found: list[tuple[tuple[int, ...], int]] = []
     for counts, nbytes in rows:

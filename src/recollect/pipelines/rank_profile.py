@@ -1,4 +1,4 @@
-"""Put the recorded micro-batches of a rank's stages together, in the order of its schedule, as one step to plan."""
+"""Combine the recorded micro-batches of a rank's stages, in the order of its schedule, into one step to plan."""
 
 import itertools
 from collections import Counter
@@ -142,7 +142,7 @@ class _Writer:
         self.forwards: list[tuple[int, int, Profile]] = []
         self.starts: list[int] = []
         self._rank = rank
-        # Events that free what the loop holds until the step ends.
+        # Events that free tensors that the loop holds until the step ends.
         self._at_end: list[Event] = []
         self._first_graph: dict[int, int] = {}
         for stage in rank.stages:
@@ -230,7 +230,7 @@ class _Writer:
         self.log += self._renumbered(found.parts.let_go[action.kind], found)
         if stage.is_returned:
             self.allocate(sum(found.parts.let_go[action.kind].values()))
-        # torch holds what a stage has sent for the second half.
+        # torch holds the tensors that a stage has sent for the second half.
         if action.kind == INPUT:
             return
         if found.output is not None:
@@ -258,7 +258,7 @@ class _Writer:
         self._open[key] = found
 
     def _send_gradient(self, key: tuple[int, int], stage: RankStage, found: _InFlight) -> None:
-        """Let go of the gradient of a stage's input when its loop does."""
+        """Release the gradient of a stage's input when its loop does."""
         frees = self._renumbered(found.parts.left_behind, found)
         number = key[0]
         if stage.previous_is_inside or (self._buffers and stage.previous_is_here):
@@ -278,7 +278,7 @@ class _Writer:
         return self._num_storages - 1
 
     def end(self) -> None:
-        """Put the outputs together that the step returns; then run the stages' optimizer steps, one after the other."""
+        """Concatenate the outputs that the step returns; then run the stages' optimizer steps, one after the other."""
         self.log += itertools.chain(self._at_end, *self._sent.values())
         self.let_go([0] * len(self._rank.stages))
         of_all = self._rank.num_micro_batches

@@ -1,4 +1,4 @@
-"""Describe what each rank of a pipeline computes, in order, and play it: forward and backward of stages and micro-batches."""
+"""Describe the work of each rank of a pipeline, in order, and play it: forward and backward of stages and micro-batches."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class PipelineSchedule:
             has arrived, as torch does since 2.15; before, it has buffers for all micro-batches from the beginning.
         receives: of each rank: what is received earlier than right before its action, as (the action, the one before which its
             buffer is made); only where that is as needed.
-        return_outputs: whether a step returns what the last stage makes of all micro-batches, as torch's does by default; it
+        return_outputs: whether a step returns the last stage's outputs of all micro-batches, as torch's does by default; it
             then holds the outputs of all of them, and puts them together at the end.
 
     Raises:
@@ -262,7 +262,7 @@ def _read(row: Iterable[Any]) -> Iterable[PipelineAction]:
 
 
 def _receives(row: Iterable[Any]) -> Iterable[tuple[PipelineAction, PipelineAction]]:
-    """Return what a rank receives before the last moment, from its actions and communication."""
+    """Return the tensors that a rank receives before the last moment, from its actions and communication."""
     early: dict[tuple[int, bool, int], PipelineAction | None] = {}
     for part in _parts(row):
         received, computed = _RECEIVED.fullmatch(part), _COMPUTED.fullmatch(part)

@@ -46,7 +46,7 @@ class PipelineSplit:
 
     @property
     def summary(self) -> str:
-        """The layers of each stage, and what as many in each would cost, in one line."""
+        """The layers of each stage, and the cost of an even split, in one line."""
         even_s, step_s = self.even_step_s, self.pipeline.step_s
         against = (
             "as many in each are too many" if even_s is None else f"as many in each: step {even_s / step_s - 1:+.1%}"
@@ -66,7 +66,7 @@ def split_pipeline(
     """Divide layers among stages so that the step, planned within the budget, is as short as can be found.
 
     An early stage holds more micro-batches and has to recompute more: with fewer layers it is no slower than the others. The
-    embedding and the head count for what they take, too. From the even split, and from the one that is fastest without
+    embedding and the head also count with their costs. From the even split, and from the one that is fastest without
     recompute, layers move one by one from any stage to any other as long as the step gets shorter, each time with plans of
     its own for every rank. It ends where no single move helps (of the 56 that are fastest without recompute, with more
     than eight stages); on pipelines small enough to try all splits that was within
@@ -77,7 +77,7 @@ def split_pipeline(
             is for `plan_pipeline`: `record(layer, x, loss_fn=torch.sum, gradients="accumulated", holds_output=False)`, where
             the input of all but the first requires grad. Layers that are alike may share one.
         schedule: see `plan_pipeline`.
-        budget: of each device; a percentage is of what the fullest rank of the even split needs without recompute.
+        budget: of each device; a percentage is of the fullest rank's peak in the even split, without recompute.
         split_layers: for a schedule that splits backward in two: the same layers recorded with `split_backward=True`.
         send_s: see `plan_pipeline`.
         return_outputs: see `plan_pipeline`.
@@ -124,7 +124,7 @@ def split_pipeline(
 
 @dataclass(frozen=True, order=True)
 class _Found:
-    """A split under plans: by how many bytes the fullest rank exceeds the budget, and the step. Lower is better."""
+    """A split under plans: the bytes by which the fullest rank exceeds the budget, and the step's time. Lower is better."""
 
     shortfall_bytes: int
     step_s: float
@@ -204,7 +204,7 @@ class _Search:
         best = self._at(start)
         while True:
             before = best
-            # No plan makes a split faster than it is without recompute.
+            # No plan makes a split faster than without recompute.
             moved = sorted(_neighbours(best.sizes), key=lambda sizes: (self._plain(sizes), sizes))
             for sizes in moved if best.shortfall_bytes else moved[:_MOST_MOVES]:
                 if best.shortfall_bytes or self._plain(sizes) < best.step_s:

@@ -43,14 +43,14 @@ class StageParts:
     Args:
         number: of the stage, for errors.
         profile: the profile of the stage.
-        is_last: it is the last one, and the loop says how long it holds what the stage returns.
+        is_last: it is the last one, and the loop says how long it holds the stage's output.
 
     Attributes:
         parts: the events of each kind of action.
-        let_go: of the last stage: the events that free what it returns, with bytes, by the backward, or half of one, at whose
+        let_go: of the last stage: the events that free its outputs, with bytes, by the backward, or half of one, at whose
             end they come at the earliest.
         optimizer: those of the optimizer step.
-        left_behind: events that free what is alive after backward: the input's gradient, which is sent to the stage before.
+        left_behind: events that free storages alive after backward: the input's gradient, which is sent to the stage before.
         num_storages, num_handles: how many numbers the events use.
 
     Raises:
@@ -122,7 +122,7 @@ class StageParts:
 
     @property
     def output_bytes(self) -> int:
-        """Bytes of what the last stage returns for the micro-batch, such as logits."""
+        """Bytes of the last stage's output for the micro-batch, such as logits."""
         return sum(self.let_go[BACKWARD].values())
 
 
@@ -144,7 +144,7 @@ def _without_last_step(step: Iterable[Event]) -> list[Event]:
 
 
 def _left_behind(profile: Profile, part: Sequence[Event]) -> dict[Event, int]:
-    """Return the events that free what is alive after a part, with bytes."""
+    """Return the events that free storages alive after a part, with bytes."""
     alive: dict[Event, int] = {}
     for code, *operands in part:
         if code == events.ALLOC:

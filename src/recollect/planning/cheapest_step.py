@@ -288,7 +288,7 @@ class _Edges:
         self._parts.append((starts, ends, capacities))
 
     def cut(self, most_missing: float) -> tuple[float, NDArray[np.bool_]]:
-        """Return the capacity of a minimum cut, less at most so much, and which nodes are on the source's side of it."""
+        """Return the capacity of a minimum cut, too low by `most_missing` at most, and the nodes on its source side."""
         if not self._parts:
             return 0.0, np.zeros(self.num_nodes, dtype=bool)
         start, end, capacity = (np.concatenate(column) for column in zip(*self._parts, strict=True))

@@ -134,7 +134,7 @@ def _candidates(
 
 
 class _Scan:
-    """Walks over the events and writes down what every plan has and needs after each, and where that changes."""
+    """Walks over the events and notes the bytes that every plan has and the values it needs after each, and their changes."""
 
     def __init__(self, profile: Profile) -> None:
         self._profile = profile

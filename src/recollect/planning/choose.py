@@ -36,7 +36,7 @@ from recollect.simulation.simulate import Simulation, simulate, simulated_plan
 from recollect.simulation.timeline import explain_peak
 from recollect.simulation.windows import windows
 
-# Simulations to measure the options of engines with: as many as there are, of few distinct units.
+# The most simulations to measure the options of engines with: enough for all options of a few distinct units.
 _MOST_PROBES = 64
 # Stop searching this close to the bound: a fraction of the bound itself, and one of the step.
 _SMALL_GAP = 0.01

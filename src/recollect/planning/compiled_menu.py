@@ -1,4 +1,4 @@
-"""Choose a few sets of values that a compiled unit may keep, to be compiled and measured; and leave out what proves useless.
+"""Choose a few sets of values that a compiled unit may keep, to be compiled and measured; and drop the useless ones.
 
 Compiled code computes pointwise ops again nearly for free, fused into the ops of backward that read them; a reduction costs
 about as much as reading its input; products, attention and ops opaque to the compiler cost as much as in the
@@ -43,7 +43,7 @@ def compiled_menu(graph: UnitGraph) -> tuple[Keeps, ...]:
         graph: the unit, as it was recorded outside the compiler.
 
     Returns:
-        At most ten, all different: nothing; attention; that and what the residual stream adds up; all products and attention;
+        At most ten, all different: nothing; attention; these and the residual stream's addends; all products and attention;
         and the choices of minimum cuts under the costs of compiled code. A unit's output is always kept.
 
     Example:
@@ -159,7 +159,7 @@ def _gain_s(option: Option, chosen: Iterable[Option]) -> float:
 
 
 def _residual_stream(graph: UnitGraph) -> frozenset[int]:
-    """Return the sums that begin with what the unit gets: of its input and what a part of it returns, and so on."""
+    """Return the sums that begin with the unit's input: of it and a part's output, then of that and the next output."""
     sizes = {value.nbytes for value in graph.values if value.is_output}
     stream = {index for index, value in enumerate(graph.values) if value.producer is None and value.nbytes in sizes}
     found: set[int] = set()

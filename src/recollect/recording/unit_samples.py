@@ -60,7 +60,7 @@ class Excerpt:
 class UnitSample:
     """One call of a unit: the module, not yet copied, and copies of its arguments; of large tensors perhaps a part (`Excerpt`).
 
-    `requires_grad`: for each leaf of the arguments, whether it did. `autocast`: the type to which it was cast; None if off.
+    `requires_grad`: for each leaf of the arguments, if it did. `autocast`: the type to which it was cast; None if off.
     `input_values`, `output_values`: for each leaf of the arguments, and each tensor returned, the index of the value that it is
     in the unit's graph; -1 if it is none.
     """

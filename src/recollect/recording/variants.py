@@ -276,7 +276,7 @@ def _compiled(
 
 
 class _KnownError(Exception):
-    """A cut is one that there has been."""
+    """A cut is the same as an earlier one."""
 
 
 def _saved_by(cut: Partition) -> tuple[tuple[Any, ...], ...]:

@@ -1,4 +1,4 @@
-"""Compare what two runs computed, bit for bit: results with their gradients, and the state that they leave behind.
+"""Compare two runs bit for bit: results with their gradients, and the state that they leave behind.
 
 Steps that do not fit into memory without the plan are compared unit by unit.
 """
@@ -85,8 +85,8 @@ def compare_runs(
     Args:
         expected: one run.
         got: the other.
-        again: runs once more what was expected; it is called only if something differs.
-        in_any: tells whether something is so in any process of several that compare, and have to run it together.
+        again: repeats the expected run; called only if something differs.
+        in_any: tells whether something holds in any of the processes that compare; all have to call it together.
     """
     difference = first_difference(expected.gradients, got.gradients)
     state_difference = first_difference(expected.state, got.state)
@@ -104,7 +104,7 @@ def compare_runs(
 
 
 def first_difference(expected: Mapping[str, torch.Tensor], got: Mapping[str, torch.Tensor]) -> Difference | None:
-    """Return the first name whose bits differ, or that only one side has, and the largest absolute difference.
+    """Return the first name with different bits, or that only one side has, and the largest absolute difference.
 
     None if all are equal.
     """
@@ -204,7 +204,7 @@ def _compared_alone(
     """Compare a unit that keeps its output, as the unit that would recompute it is not running."""
 
     def plain() -> Computed:
-        """Run the unit without the plan, but compiled if the plan has it so."""
+        """Run the unit without the plan, but compiled if the plan compiles it."""
         own = Plan({"": UnitPlan({}, engine=unit.engine)}) if unit.engine is EngineChoice.COMPILE else None
         with nullcontext() if own is None else apply(module, own):
             return _computed(module, args, kwargs)
@@ -240,7 +240,7 @@ def _run(
 
 
 def _private(item: Any) -> Any:
-    """Copy what a unit might write to: tensors, and objects such as a key-value cache."""
+    """Copy the arguments that a unit might write to: tensors, and objects such as a key-value cache."""
     if isinstance(item, torch.Tensor):
         return item.detach().clone().requires_grad_(item.is_floating_point())
     return copy.deepcopy(item)

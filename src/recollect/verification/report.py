@@ -15,7 +15,7 @@ from recollect.verification.compare import Difference
 
 @dataclass(frozen=True, kw_only=True)
 class Report(ShownInNotebooks):
-    """What `verify` found.
+    """The findings of `verify`.
 
     Attributes:
         compared: "step" if the whole step ran with and without the plan; "units" if the plain step does not fit, so that
@@ -24,7 +24,7 @@ class Report(ShownInNotebooks):
             the loss, "without the plan" means with the same chunks but without recompute.
         first_difference: name of the first parameter (or unit, or "the loss") that differs, and the largest absolute
             difference; None if there is none.
-        first_state_difference: the same for what the step leaves behind besides gradients: "buffer layers.0.running_mean", or
+        first_state_difference: the same for other state that the step leaves behind: "buffer layers.0.running_mean", or
             "random generator".
         plain_difference: the same between two steps (or two runs of that unit) without the plan, if they differ. Kernels are
             not deterministic then, and the plan need not be the cause of a difference.
@@ -36,21 +36,21 @@ class Report(ShownInNotebooks):
         predicted_peak_bytes, predicted_slowdown: the plan's predictions.
         measured_slowdown: median of the ratio of times with the plan and without recompute (both with the plan's loss chunks,
             as in the prediction), minus one; runs alternate. None if it was not asked for.
-        slowdowns: the slowdown of each round; they tell how sure the median is.
+        slowdowns: the slowdown of each round; their spread shows how certain the median is.
         loss_chunks: parts of the plan's loss; with more than one, sums have another order than the model's.
         unchunked_difference: the gradient (or "the loss") furthest from that of the unchunked model, and its distance: the norm
             of the difference over the norm; None with one chunk, or if the plain step did not run.
         eager_difference: of a plan with compiled units, whose gradients are compared with those of the same units compiled
             without a plan: the gradient (or "the loss") furthest from that of the model without `torch.compile`, and its
             distance, as above.
-        eager_tolerance: up to which that distance is no surprise, since fused code rounds in other places: the square root of
+        eager_tolerance: the distance to expect, since fused code rounds in other places: the square root of
             the precision of the least precise parameter.
-        host: what offloaded values needed in a step: host memory, seconds of waiting for copies, and values that were asked for
+        host: the cost of offloaded values in a step: host memory, seconds of waiting for copies, and values that were asked for
             at another moment than planned; None if there are none, or units ran alone, where edges are missed by design.
         predicted_host_bytes: the plan's prediction of that memory.
         rank: in a group of processes, the one whose peaks these are, since its peak under the plan is the largest. The slowdown
             is that of the slowest, and differences are those of the first that has some, which they name. None alone.
-        by_rank: in a group, what each process found, by its rank; the same in all of them. Empty alone.
+        by_rank: in a group, the findings of each process, by its rank; the same in all of them. Empty alone.
     """
 
     compared: Literal["step", "units"]
@@ -164,7 +164,7 @@ def report_of_ranks(reports: Sequence[Report], ranks: Sequence[int]) -> Report:
     by_rank = dict(zip(ranks, reports, strict=True))
 
     def in_ranks(name: str) -> list[Difference]:
-        """Return the differences of this name that there are, with their rank."""
+        """Return the existing differences of this name, with their ranks."""
         found = {number: getattr(its, name) for number, its in by_rank.items()}
         return [(f"{its[0]} in rank {number}", its[1]) for number, its in found.items() if its is not None]
 

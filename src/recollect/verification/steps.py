@@ -1,4 +1,4 @@
-"""Run the step to verify, again and again from the same state: that of the commonest loop, or the user's own."""
+"""Run the step to verify, repeatedly from the same state: the step of the commonest loop, or the user's own."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -28,9 +28,9 @@ class _RepeatedStep:
     """A step that can run any number of times from the same state."""
 
     model: nn.Module
-    """Whose parameters are trained."""
+    """The model whose parameters are trained."""
     device: torch.device
-    """Where it runs."""
+    """The device where it runs."""
 
     def __post_init__(self) -> None:
         self._random_state = torch.random.get_rng_state()
@@ -78,11 +78,11 @@ class BatchStep(_RepeatedStep):
         return Computed(gradients={"the loss": loss.detach(), **gradients}, state=state)
 
     def prepare_loop(self) -> None:
-        """Make the gradients that are there before the first step, if the loop adds to them."""
+        """Make the gradients that exist before the first step, if the loop adds to them."""
         prepare_gradients(self.model, self.gradients)
 
     def loop(self) -> None:
-        """Run two steps, holding what the loop holds."""
+        """Run two steps, holding the same values as the loop."""
         held: Any = None
         # As an optimizer knows them: after forward, FSDP2 may have others in their place.
         trained = list(self.model.parameters())
@@ -90,7 +90,7 @@ class BatchStep(_RepeatedStep):
             for _ in range(2):
                 self._seed()
                 output = run_model(self.model, self.batch)
-                # The last one's output, and with it the last loss, which is a scalar.
+                # The last step's output, and with it the last loss, a scalar.
                 held = output if self.holds_output else None
                 loss = loss_in(output, type(self.model).__name__, self.loss_fn)
                 del output
@@ -149,7 +149,7 @@ class OwnStep(_RepeatedStep):
         self._restore()
 
     def loop(self) -> None:
-        """Run two steps, so that the second one finds what the first one holds outside of it."""
+        """Run two steps, so that the second one finds the values that the first one leaves behind."""
         with restored_buffers(self.model):
             for _ in range(2):
                 self._seed()

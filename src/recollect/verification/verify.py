@@ -36,11 +36,11 @@ from recollect.verification.compare import Computed, Findings, compare_runs, com
 from recollect.verification.report import Report, report_of_ranks
 from recollect.verification.steps import BatchStep, OwnStep, VerifiedStep
 
-# Rounds of a step without the plan and one under it, and when they are enough: differing by this part of the step's time.
+# The number of rounds, each a step without the plan and one under it, and their spread, as a part of the step, that suffices.
 _FEWEST_ROUNDS: Final = 2
 _MOST_ROUNDS: Final = 5
 _SETTLED: Final = 0.02
-# Of a device, for a step in a group: one that runs out of memory there leaves the others waiting.
+# The usable part of a device, for a step in a group: a process that runs out of memory leaves the others waiting.
 _USABLE: Final = 0.9
 
 
@@ -68,8 +68,8 @@ def verify(
         batch: a tensor, tuple or dict, passed to the model as `record` does; None with `step`.
         plan: the plan to check.
         step: your own training step in place of a batch, which runs eight to fourteen times, always from the same parameters,
-            gradients, buffers and state of the optimizers; what else it changes stays changed.
-        optimizer: its state counts; it does not step, unless `step` has it step.
+            gradients, buffers and state of the optimizers; other changes that it makes remain.
+        optimizer: its state counts; it steps only if `step` has it step.
         loss_fn: from the model's output to a scalar; see `record`.
         holds_output: as the profile was recorded; see `record`.
         gradients: as the profile was recorded; see `record`.
@@ -105,7 +105,7 @@ def verify(
     check_optimizers(model, optimizer)
     device = device_of(model, batch)
     ranks = ranks_of(model, group, "verify(model, batch, plan)")
-    # Else one compares fewer units than the others, and they wait for each other in different places.
+    # Otherwise one compares fewer units than the others, and they wait for each other in different places.
     check_same_plans([plan], ranks)
     # Before anything is copied here.
     others = OtherAllocations(device, resident_tensors(model, batch, optimizer))
@@ -216,7 +216,7 @@ class _Check:
             return self.step.run()
 
     def _in_any(self, flag: bool) -> bool:
-        """Return whether something holds in any process, which all have to know before they run a step again."""
+        """Return whether something holds in any process; all have to know before they run a step again."""
         return not self.ranks.all_of([not flag], Place.START)[0]
 
     def by_unit(self, plan: Plan) -> Report:
@@ -290,7 +290,7 @@ class _Check:
 
 @contextmanager
 def _without_choices(model: nn.Module, plan: Plan) -> Iterator[None]:
-    """Run compiled units compiled, with what PyTorch chooses to keep; all others without a plan."""
+    """Run compiled units compiled, with PyTorch's choice of values to keep; all others without a plan."""
     paths = [path for path, unit in plan.units.items() if unit.engine is EngineChoice.COMPILE]
     with (
         apply(model, Plan({path: UnitPlan({}, engine=EngineChoice.COMPILE) for path in paths}))

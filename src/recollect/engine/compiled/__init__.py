@@ -1,1 +1,1 @@
-"""Runs units inside `torch.compile`, which keeps what the plan keeps."""
+"""Runs units inside `torch.compile`, which keeps the values that the plan keeps."""

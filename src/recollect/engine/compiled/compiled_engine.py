@@ -1,13 +1,13 @@
-"""Implements the compile engine: runs units inside `torch.compile`, which keeps what the plan keeps.
+"""Implements the compile engine: runs units inside `torch.compile`, which keeps the values that the plan keeps.
 
-Each unit is compiled by itself, into one graph: equal layers with equal plans share what was compiled, and autograd lets go of
-one unit's values after the other. What its user compiled, the unit or the model around it, is traced no further than to the
-unit, and then runs by this engine.
+Each unit is compiled by itself, into one graph: equal layers with equal plans share compiled code, and autograd releases
+one unit's values after the other. If the user compiled the unit, or the model around it, tracing stops at the
+unit, which then runs by this engine.
 
 NOTE [ What a compiled unit does not do ]
-A second backward over its graph, or one in two halves: compiled code takes the memory of saved values for its own. Parameters
-that FSDP2 gathers and frees around forward: backward would read what was freed. CUDA graphs: saved values live in their pool,
-and the peak is the pool's. Compiled autograd: it compiles backward anew, without the plan. Each is refused, by name.
+A second backward over its graph, or one in two halves: compiled code reuses the memory of saved values. Parameters
+that FSDP2 gathers and frees around forward: backward would read freed memory. CUDA graphs: saved values live in their pool,
+and the peak is the pool's. Compiled autograd: it compiles backward anew, without the plan. Each raises an error that names it.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def compiled_forwards(
 
 
 def named_as_inside(actions: Mapping[str, Action]) -> dict[str, Action]:
-    """Return the actions of a unit by names without what `torch.compile(module)` has put around the module."""
+    """Return the actions of a unit by names without the wrapper that `torch.compile(module)` puts around the module."""
     return {name.removeprefix("_orig_mod."): action for name, action in actions.items()}
 
 
@@ -71,15 +71,15 @@ def compile_forward(
     *,
     on_partition: Callable[[Partition], None] | None = None,
 ) -> Callable[..., Any]:
-    """Compile the forward of a unit, such that it saves what its plan keeps.
+    """Compile the forward of a unit so that it saves the values that its plan keeps.
 
     Args:
-        forward: bound to a module, whose path names of values leave out.
+        forward: bound to a module; names of values leave out the module's path.
         actions: what happens to each value; None for PyTorch's own choice.
-        on_partition: called with each cut that is made; without it, none is made where a cache on disk has the code.
+        on_partition: called with each cut; without it, code in a cache on disk is used without a cut.
 
     Returns:
-        A function like it, which compiles when it is called. Equal actions share what was compiled for equal modules.
+        A function like it, which compiles when it is called. Equal modules with equal actions share compiled code.
     """
     # Here: it imports the compiler.
     from recollect._torch_compile import compiled_whole
@@ -99,11 +99,11 @@ class CompiledForward(PlacedForward):
         self.actions = actions
         self._compiled: Callable[..., Any] | None = None
         self._compiler: Any = None
-        # Of the arguments in the first call; None once it was said that there are others.
+        # Of the arguments in the first call; None once a warning said that others differ.
         self._shapes: Shapes | None = ()
 
     def take_off(self) -> None:
-        """Restore what the module had before."""
+        """Restore the module's earlier state."""
         super().take_off()
         self._compiled = None
 
@@ -112,7 +112,7 @@ class CompiledForward(PlacedForward):
         """Run the unit; compile it first, if no equal one was compiled with this plan.
 
         Raises:
-            ConfigError: something is set under which it could not keep what the plan says.
+            ConfigError: a setting keeps it from carrying out the plan.
             UnsupportedModelError: the compiler cannot make one graph of it.
         """
         if not self.recomputes():
@@ -131,7 +131,7 @@ class CompiledForward(PlacedForward):
         return output
 
     def _begin(self, args: Any, kwargs: Any) -> Callable[..., Any]:
-        """Look at what is set and how the unit was compiled, and return the function that compiles it when called."""
+        """Check the settings and how the unit was compiled, and return the function that compiles it when called."""
         from recollect import _torch_compile
 
         self._compiler = _torch_compile
@@ -147,7 +147,7 @@ class CompiledForward(PlacedForward):
         return self._compiled
 
     def _look_around(self) -> None:
-        """Check what may be switched on and off at any time."""
+        """Check the settings that may change at any time."""
         if self._compiler.compiled_autograd_is_on():
             raise ConfigError(
                 settings={"torch._dynamo.compiled_autograd": True},
@@ -191,7 +191,7 @@ def _shapes_of(args: Any, kwargs: Any) -> Shapes:
 
 
 def _check_how_it_was_compiled(module: nn.Module, path: str) -> None:
-    """Raise an error if its user compiled a unit in a way that this engine does not."""
+    """Raise an error if its user compiled a unit in a way that this engine does not support."""
     for by_user in compiled_by_user(module):
         settings = by_user.get_compiler_config()
         if settings is None:

@@ -26,7 +26,7 @@ from recollect._torch_compile import (
 from recollect.engine.facts import OpFacts, facts_of
 from recollect.plans.value_names import module_of, result_names, value_stem
 
-# How the compiler writes the module whose forward it compiles: an argument, or one inside what wraps the forward.
+# How the compiler writes the module whose forward it compiles: an argument, or one inside the forward's wrapper.
 _ROOT = re.compile(r"^L\['[^']*'\](?:\[\d+\])*(?:\.(?:__self__|_orig_mod|__wrapped__|func|args\[\d+\]))*\.?")
 
 
@@ -49,7 +49,7 @@ def is_tensor(node: fx.Node) -> bool:
 
 
 def is_view(node: fx.Node) -> bool:
-    """Whether a node computes no memory of its own: a view, or one of several that an op returns."""
+    """Whether a node has no memory of its own: a view, or one of several results of an op."""
     target = node.target
     if target is operator.getitem:
         return isinstance(node.args[0], fx.Node) and is_view(node.args[0])
@@ -57,7 +57,7 @@ def is_view(node: fx.Node) -> bool:
 
 
 def base_of(node: fx.Node) -> fx.Node:
-    """Return the node whose memory a node shows."""
+    """Return the node whose memory a node views."""
     while is_view(node) and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return node
@@ -79,15 +79,15 @@ def unit_of(node: fx.Node, units: Iterable[str]) -> tuple[str, str, str] | None:
 def value_names(
     joint: fx.GraphModule, known: Sequence[str] = (), units: Iterable[str] = ("",)
 ) -> dict[fx.Node, tuple[str, ...]]:
-    """Return the names of what each node computes, of which the last one counts.
+    """Return the names of the value that each node computes; the last one counts.
 
-    There are several if nobody can tell which of an op's results a node is, or if some are overwritten before anything reads
+    A node has several if it may be any of an op's results, or if values are overwritten before anything reads
     them.
 
     Args:
         joint: the joint graph, before equal nodes were merged.
-        known: names of the unit's values in forward order: they tell an op from one that writes in place, as none does here.
-        units: paths of the units, as seen from what was compiled. What is in no unit has no name.
+        known: names of the unit's values in forward order: they tell which ops wrote in place; in the graph none does.
+        units: paths of the units, as seen from the compiled module. Nodes outside units have no name.
 
     Returns:
         For each node that is one of an op's results, its names, which begin with the unit's path.
@@ -152,7 +152,7 @@ def _in_place(known: Sequence[str]) -> dict[tuple[str, str], list[str]]:
 
 
 def _groups(joint: fx.GraphModule, units: list[str]) -> list[_Group]:
-    """Return what the forward's ops became, in the order in which they ran."""
+    """Return the nodes of the forward's ops, in the order in which the ops ran."""
     found: list[_Group] = []
     latest: dict[tuple[Any, ...], _Group] = {}
     for node in joint.graph.nodes:
@@ -166,7 +166,7 @@ def _groups(joint: fx.GraphModule, units: list[str]) -> list[_Group]:
         unnumbered, key = (op, *place, None), (op, *place, number)
         group = latest.get(key)
         if group is None and number is not None:
-            # What Inductor made of its random numbers comes first, and has no number.
+            # Nodes that Inductor made for random numbers come first, and have no number.
             group = latest.pop(unnumbered, None)
         if group is None or _begins(node, group, is_latest=group is found[-1]):
             group = _Group(op, facts_of(op), *place)
@@ -177,7 +177,7 @@ def _groups(joint: fx.GraphModule, units: list[str]) -> list[_Group]:
 
 
 def _begins(node: fx.Node, group: _Group, *, is_latest: bool) -> bool:
-    """Whether a node belongs to another call of a group's op; where no gradient flows, calls share a number.
+    """Whether a node belongs to another call of a group's op; without gradients, calls share a number.
 
     Args:
         node: traced from the op, in the same module.
@@ -216,7 +216,7 @@ def _names_in(group: _Group, names: tuple[str, ...]) -> dict[fx.Node, tuple[str,
 
 
 def _whole(node: fx.Node, names: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the names of an op that is a node as it was, or of one of its results."""
+    """Return the names of an op that is still a single node, or of one of its results."""
     if node.target is not operator.getitem or len(names) == 1:
         return names
     index = node.args[1]

@@ -1,4 +1,4 @@
-"""What a user's own `torch.compile` of a whole model needs to carry a plan out."""
+"""Options with which a user's own `torch.compile` of a whole model carries out a plan."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from recollect.plans.plan import Plan
 
 
 def compile_options(plan: Plan) -> dict[str, Any]:
-    """Return options with which `torch.compile` of a whole model keeps and recomputes what a plan says.
+    """Return options with which `torch.compile` of a whole model keeps and recomputes values as a plan says.
 
-    Without them it makes one graph of all layers and decides by itself. What units return is kept; what is in no unit is left
+    Without them it makes one graph of all layers and decides by itself. Outputs of units are kept; ops outside units are left
     to PyTorch. `recollect.apply` is not needed then: it compiles each unit by itself instead, which peaks a little lower.
-    Predicted peaks are for that.
+    Predicted peaks are for the latter.
 
     Args:
         plan: for the model. Its units may name the engine "tape" or "compile"; one without actions is left to PyTorch.

@@ -1,16 +1,16 @@
-"""Has `torch.compile` save what a plan keeps and compute the rest again: tags the joint graph, and lets PyTorch cut it.
+"""Has `torch.compile` save the values that a plan keeps and recompute the rest: tags the joint graph, and lets PyTorch cut it.
 
 NOTE [ Rules of tagging ]
 1. Equal nodes are merged first, as PyTorch does, or the one that stays might have the other's tag.
-2. Tagged is what forward needs and what computes tensors; not what writes to inputs at the end, nor ops with effects. What
-   backward computes without any gradient is computed there, not in forward in place of what it is made of.
+2. Nodes that forward needs and that compute tensors are tagged; not final writes to inputs, nor ops with effects. Values that
+   backward computes without any gradient are computed there, not in forward in place of their inputs.
 3. All results of one op share a decision: a kept and a dropped one would leave no cut.
 4. Seeds are kept: eight bytes, from which all random numbers are drawn again, the same.
-5. What PyTorch runs again under its own state of random numbers is its own affair, at the price of that state.
-6. Views are made again. Collectives, choices such as `topk`, and what PyTorch does not know are kept.
-7. Everything in a unit is tagged, so that no heuristic decides there; what is in no unit is left to PyTorch.
+5. PyTorch may rerun ops under its own state of random numbers, which it then keeps.
+6. Views are made again. Collectives, choices such as `topk`, and ops unknown to PyTorch are kept.
+7. Everything in a unit is tagged, so that no heuristic decides there; the rest is left to PyTorch.
 8. No tag can make a gradient wrong: both halves come from one graph.
-What a unit returns is always kept; so is what a plan does not name.
+Outputs of units are always kept, as are values that a plan does not name.
 """
 
 from __future__ import annotations
@@ -47,22 +47,22 @@ from recollect.errors import PlanMismatchWarning
 from recollect.plans.action import Action
 from recollect.warning import warn_user
 
-# Code in a cache was cut by these rules, or is not found.
+# Part of the cache key, so that cached code was cut by these rules.
 _RULES = get_hash_for_files((_torch_compile.__file__, facts_of_ops.__file__, joint_names.__file__, __file__))
 
-# What was warned of, by the content of a partitioner: the objects are copied.
+# Warnings given, by the content of a partitioner: the objects are copied.
 _told: set[str] = set()
 
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """What a cut saves between forward and backward.
+    """The values that a cut saves between forward and backward.
 
     Attributes:
-        kept: names of values that it saves, in forward order; also of those that the unit returns.
-        missing: names that the plan has and the graph has not.
-        unnamed: nodes that it saves and that have no name: seeds, states of random numbers, what an op was replaced by.
-        inputs: which of the graph's inputs it saves, parameters among them, by their position.
+        kept: names of the saved values, in forward order, including outputs of the unit.
+        missing: names in the plan that the graph lacks.
+        unnamed: saved nodes without a name: seeds, states of random numbers, replacements of ops.
+        inputs: positions of the saved inputs of the graph, including parameters.
         outputs: names of saved values that the unit returns.
     """
 
@@ -74,12 +74,12 @@ class Partition:
 
 
 class PlanPartitioner(CustomPartitionerFn):
-    """Cuts joint graphs as a plan says. Equal ones share what was compiled, in this process and on disk.
+    """Cuts joint graphs as a plan says. Equal ones share compiled code, in this process and on disk.
 
     Args:
         actions: what happens to each value, by name, in forward order; None for PyTorch's own choice.
-        on_partition: called with each cut, which no cache answers then.
-        units: paths of the units in what is compiled, with which the names begin; empty: what is compiled is one.
+        on_partition: called with each cut; this bypasses caches.
+        units: paths of the units in the compiled module, with which names begin; empty: that module is the unit.
 
     Example:
         >>> PlanPartitioner({"up.mm": "keep"}) == PlanPartitioner({"up.mm": Action.KEEP})
@@ -122,7 +122,7 @@ class PlanPartitioner(CustomPartitionerFn):
         return halves
 
     def _tagged(self, joint: fx.GraphModule, num_outputs: int) -> dict[str, tuple[str, ...]]:
-        """Tag a joint graph; return the names of what its nodes compute, by the nodes' names."""
+        """Tag a joint graph; return the names of the values that its nodes compute, by the nodes' names."""
         words = dict(self._words or ())
         names = {node.name: found for node, found in value_names(joint, list(words), self._units).items()}
         if self._words is not None and any(map(has_policy, joint.graph.nodes)):
@@ -194,7 +194,7 @@ def _partition(
     missing: Sequence[str],
     num_outputs: int,
 ) -> Partition:
-    """Report a cut, given the joint graph, its forward half, and the names of what nodes compute, by the nodes' names."""
+    """Report a cut, given the joint graph, its forward half, and the names of the nodes' values, by the nodes' names."""
     # The halves are made of copies of nodes.
     nodes = {node.name: node for node in joint.graph.nodes}
     returned = [node for node in _results(forward) if node is not None]
@@ -212,7 +212,7 @@ def _partition(
 
 
 def _results(graph: fx.GraphModule) -> list[fx.Node | None]:
-    """Return what a graph returns."""
+    """Return the outputs of a graph."""
     (output,) = graph.graph.find_nodes(op="output")
     found = output.args[0] if isinstance(output.args[0], (tuple, list)) else (output.args[0],)
     return [node if isinstance(node, fx.Node) else None for node in found]
@@ -237,7 +237,7 @@ class _Tags:
         self.needed = _needed_by(joint, self.outputs)
 
     def put(self) -> None:
-        """Tag what forward needs."""
+        """Tag the nodes that forward needs."""
         held = self._held()
         decisions = {node: node in held or self._is_kept(node) for node in self.needed if self._may_tag(node)}
         for node in list(decisions):
@@ -252,13 +252,13 @@ class _Tags:
             set_policy(node, keep=keep)
 
     def _held(self) -> set[fx.Node]:
-        """Return what units return, without the views on top of it."""
+        """Return the outputs of units, without the views on top of them."""
         calls = {node: (unit_of(node, self.units) or (None, None))[:2] for node in self.needed}
         passed_on = {node for node, call in calls.items() if any(calls.get(user, call) != call for user in node.users)}
         return {base_of(node) for node in passed_on.union(self.outputs) if calls[node][0] is not None}
 
     def _between(self, tagged: Mapping[fx.Node, bool]) -> list[fx.Node]:
-        """Return what backward computes of tagged values alone, which could as well be computed, and saved, in forward."""
+        """Return the nodes that backward computes from tagged values alone, and that forward could compute and save instead."""
         found: dict[fx.Node, None] = {}
         for node in self.joint.graph.nodes:
             if node.op == "call_function" and node not in self.needed and node not in tagged and is_tensor(node):
@@ -289,7 +289,7 @@ class _Tags:
         op = traced_op(node)
         value = node.meta["val"]
         if op is None or any(_must_keep(one, value) for one in (op, node.target) if one is not operator.getitem):
-            return bool(node.all_input_nodes)  # What has none, such as a mask, is quickly made.
+            return bool(node.all_input_nodes)  # A node without inputs, such as a mask, is quickly made.
         names = self.names.get(node)
         if names is None:
             return False  # A step on an op's way to its result.
@@ -305,7 +305,7 @@ def _must_keep(op: Any, value: Any) -> bool:
 
 
 def _needed_by(joint: fx.GraphModule, outputs: Sequence[fx.Node]) -> dict[fx.Node, None]:
-    """Return what these nodes are computed from, in the order of the graph."""
+    """Return the nodes that these are computed from, in the order of the graph."""
     found = set(outputs)
     pending = list(outputs)
     while pending:

@@ -3,8 +3,8 @@
 The computing stream and the two copy engines run concurrently. Who waits for whom:
 
 1. a copy out waits for the op that made the value;
-2. a value leaves the device when its copy out is over: whoever computes waits for it;
-3. bytes for a copy back are allocated by whoever computes, and the copy waits until then;
+2. a value leaves the device when its copy out is over: computation waits for that;
+3. bytes for a copy back are allocated by the computing code, and the copy waits until then;
 4. whoever uses a value waits for its copy back;
 5. a copy out into a slot waits for the last copies from and to it;
 6. a value that is freed while it comes back waits first,
@@ -34,18 +34,18 @@ from recollect.measuring.host_memory import mapped_file
 
 
 class Carrier:
-    """Copies bytes between a device and host memory; a copy under way is told by a ticket."""
+    """Copies bytes between a device and host memory; a ticket stands for a copy under way."""
 
     def host_memory(self, nbytes: int) -> torch.Tensor:
         """Return a stretch of host memory, as bytes.
 
         Raises:
-            OffloadError: there is not so much of it, or it cannot be used.
+            OffloadError: host memory is too small, or cannot be used.
         """
         raise NotImplementedError
 
     def copy_out(self, source: torch.Tensor, slot: Slot) -> Any:
-        """Begin to copy bytes to a slot, after what computes them and after the slot's copies; return a ticket."""
+        """Begin to copy bytes to a slot, after the ops that compute them and after the slot's copies; return a ticket."""
         return self.begin(slot.memory, source, slot.copies, is_out=True)
 
     def copy_back(self, slot: Slot, target: torch.Tensor) -> Any:
@@ -57,7 +57,7 @@ class Carrier:
         raise NotImplementedError
 
     def wait(self, ticket: Any) -> None:
-        """Have what computes wait for a copy; raise what went wrong with it."""
+        """Have computation wait for a copy; raise the error of the copy, if any."""
         raise NotImplementedError
 
 
@@ -82,7 +82,7 @@ class ThreadCarrier(Carrier):
         self, target: torch.Tensor, source: torch.Tensor, after: list[Future[None]], *, is_out: bool
     ) -> Future[None]:
         """Begin to copy in a thread: an op that computes bytes has run."""
-        # Threads get addresses, not tensors: memory is then freed by whoever computes, where it is counted. It is not before
+        # Threads get addresses, not tensors: memory is then freed by the computing thread, where it is counted, and not before
         # the copy is over (rules 6 and 7).
         thread = self._out if is_out else self._back
         return thread.submit(_copy, target.data_ptr(), source.data_ptr(), len(source), after)
@@ -103,7 +103,7 @@ _PORTABLE = 1
 
 
 class Ticket(NamedTuple):
-    """A copy under way: an event at its end, and the stream that was the current one when it was asked for."""
+    """A copy under way: an event at its end, and the stream that was current when it was requested."""
 
     end: Any
     home: Any
@@ -113,12 +113,12 @@ class Ticket(NamedTuple):
 class StreamCarrier(Carrier):
     """Copies on accelerators, with one stream for each direction, from and to host memory that is made ready once.
 
-    Nothing here waits on the host, and nothing asks whether a copy is over. Memory of the device belongs to the stream that was
-    the current one when it was allocated, and is used again there: so that stream, too, waits for copies (rules 2, 6 and 7).
+    Nothing here waits on the host, and nothing polls copies. Memory of the device belongs to the stream that was
+    current when it was allocated, and is reused there: so that stream also waits for copies (rules 2, 6 and 7).
     Streams belong to PyTorch's accelerator, unless a subclass has others.
 
     Limitations: it has never run on a device but PyTorch's pretend one (OpenReg). Tests run it on the CPU, with streams that
-    check who has waited for whom. Which node of the host's memory (NUMA) is near the device, is not looked at.
+    check who has waited for whom. It ignores which node of the host's memory (NUMA) is near the device.
     """
 
     def __init__(self) -> None:
@@ -163,7 +163,7 @@ class StreamCarrier(Carrier):
         return Ticket(lane.record_event(), home, device)
 
     def wait(self, ticket: Ticket) -> None:
-        """Have the stream that computes now wait for a copy, and the one whose memory it reads or writes."""
+        """Have the current computing stream wait for a copy, and the stream whose memory the copy reads or writes."""
         here = self.current(ticket.device)
         here.wait_event(ticket.end)
         if here != ticket.home:
@@ -174,8 +174,8 @@ class _Registered(mmap.mmap):
     """Memory that CUDA devices copy from and to by themselves, for as long as this lives.
 
     Raises:
-        OSError: there is not so much memory.
-        RuntimeError: the driver will not have it.
+        OSError: the memory is not available.
+        RuntimeError: the driver refuses it.
     """
 
     def __new__(cls, nbytes: int) -> _Registered:
@@ -185,7 +185,7 @@ class _Registered(mmap.mmap):
         made._address = torch.frombuffer(made, dtype=torch.uint8).data_ptr()
         error = int(torch.cuda.cudart().cudaHostRegister(made._address, nbytes, _PORTABLE))
         if error:
-            # Have the runtime report its last error now, which it would report to whoever launches the next kernel.
+            # Have the runtime report its last error now, which it would otherwise report at the next kernel launch.
             with suppress(RuntimeError):
                 torch.ones(1, device="cuda").add_(1)
             raise RuntimeError(f"cudaHostRegister: error {error}")
@@ -197,7 +197,7 @@ class _Registered(mmap.mmap):
 
     def __del__(self) -> None:
         if self._process == os.getpid():
-            # Copies may still run that nobody needs. This is not within a step.
+            # Copies that nobody needs may still run. No step is running here.
             torch.cuda.synchronize()
             torch.cuda.cudart().cudaHostUnregister(self._address)
 
@@ -210,7 +210,7 @@ def carrier_for(device: torch.device) -> Carrier:
     """Return the carrier of copies to and from a device.
 
     Raises:
-        OffloadError: nothing does.
+        OffloadError: no carrier does.
     """
     accelerator = torch.accelerator.current_accelerator()
     if device.type in CARRIERS:
@@ -232,10 +232,10 @@ class Host:
         carrier: copies them.
         pool: host memory.
         num_missed: values that were asked for, or written to, at another moment than the plan says.
-        stalled_s: seconds that whoever computes has waited for copies, on the CPU.
+        stalled_s: seconds that computation has waited for copies, on the CPU.
 
     Raises:
-        OffloadError: there is not so much host memory, or nothing copies from the device.
+        OffloadError: host memory is too small, or no carrier copies from the device.
     """
 
     def __init__(self, device: torch.device, most_bytes: int | None) -> None:
@@ -246,7 +246,7 @@ class Host:
         self.stalled_s = 0.0
 
     def wait(self, ticket: Any) -> None:
-        """Have what computes wait for a copy."""
+        """Have computation wait for a copy."""
         begin = time.perf_counter()
         self.carrier.wait(ticket)
         self.stalled_s += time.perf_counter() - begin

@@ -23,7 +23,7 @@ from recollect.plans.trip import Timetable, Trip
 from recollect.plans.unit_plan import UnitPlan
 from recollect.warning import warn_user
 
-# On the storages of what no step makes.
+# On storages that no step makes.
 _CONSTANT = "_recollect_constant"
 # Of values that the plan does not name, but others like them.
 _NEXT = Trip()
@@ -36,7 +36,7 @@ class HostUse(NamedTuple):
 
     Attributes:
         most_bytes: the most bytes ever in host memory at the same time.
-        stalled_s: seconds that whoever computes has waited for copies, on the CPU.
+        stalled_s: seconds that computation has waited for copies, on the CPU.
         num_missed: values that were asked for, or written to, at another moment than the plan says.
         num_stayed: values that stayed on the device, as there was no room for them in host memory.
     """
@@ -100,7 +100,7 @@ class Offload:
         """Begin to copy a value that was just computed; None if there is no room for it, or nothing to copy.
 
         Raises:
-            OffloadError: host memory cannot be had.
+            OffloadError: host memory is not available.
         """
         nbytes = tensor.untyped_storage().nbytes()
         if not nbytes or tensor.device.type != self.host.device.type or is_fake_tensor(tensor):
@@ -213,7 +213,7 @@ class Flight:
         return backward
 
     def forget(self, call: int, used: int) -> None:
-        """Note that autograd holds something no longer that was saved in a call."""
+        """Note that autograd no longer holds something that was saved in a call."""
         self._num_marks -= 1
         self._marks[call] -= 1
         if used != self._backward or used < 0:

@@ -51,7 +51,7 @@ class Offloaded:
         self._nbytes = slot.nbytes
         self._slot: Slot | None = slot
         self._label = label
-        # Makes the error for whoever asks for it. An exception that was raised holds the step, by its traceback.
+        # Makes an error for each reader of the value. A raised exception would hold the step, by its traceback.
         self._problem: Callable[[], Exception] | None = None
         self._version = tensor._version
         self._device = tensor.device
@@ -71,7 +71,7 @@ class Offloaded:
     def leave(self, num_raised: int = 0) -> None:
         """Leave the device: wait for the copy out (rule 2). Its errors are raised where something asks for it.
 
-        `num_raised`: by how much the version may have been raised already on account of a write that is about to run.
+        `num_raised`: by how much a write that is about to run may have raised the version already.
         """
         if self._tensor is None:
             return
@@ -114,7 +114,7 @@ class Offloaded:
         Raises:
             OffloadError: a copy failed.
             MutatedValueError: something wrote to it while it was copied out.
-            FreedValueError: or freed its memory.
+            FreedValueError: something freed its memory.
         """
         if self._arriving is None:
             self._host.num_missed += 1
@@ -177,9 +177,9 @@ class Offloaded:
 
 
 def settle(storages: list[torch.UntypedStorage], *, is_raised: bool = False) -> None:
-    """Have offloaded values leave that these storages hold, since an op is about to write to them.
+    """Have offloaded values in these storages leave, since an op is about to write there.
 
-    `is_raised`: whether their versions have been raised already on account of it.
+    `is_raised`: whether the op has already raised their versions.
     """
     for storage in storages:
         record = record_of(storage)

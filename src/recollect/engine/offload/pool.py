@@ -9,7 +9,7 @@ import torch
 
 from recollect.slots import SlotList
 
-# Where it is not known how much is needed: the first slab, and then each as large as all before it.
+# Where the need is unknown: the size of the first slab; each later one is as large as all before it.
 _FIRST_SLAB_BYTES = 16 * 2**20
 
 
@@ -20,7 +20,7 @@ class Slot:
     memory: torch.Tensor
     """Its bytes."""
     nbytes: int
-    """How many there are."""
+    """Number of bytes."""
     copies: list[Any]
     """Tickets of the last copies from them and to them, which those that follow wait for."""
     slab: int
@@ -30,7 +30,7 @@ class Slot:
 
 
 _Copied = tuple[int, int, list[Any]]
-"""Begin and end of what is left of a slot, and tickets of copies that may still read or write there."""
+"""Begin and end of the free part of a slot, and tickets of copies that may still read or write there."""
 
 
 @dataclass(slots=True, eq=False)
@@ -50,7 +50,7 @@ class HostPool:
 
     Attributes:
         taken_bytes: bytes of the values that are in it now.
-        most_taken_bytes: the most they have ever been.
+        most_taken_bytes: the highest value of that so far.
     """
 
     def __init__(self, host_memory: Callable[[int], torch.Tensor], most_bytes: int | None) -> None:
