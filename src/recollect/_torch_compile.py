@@ -1,4 +1,4 @@
-"""Every private name of PyTorch's compiler that the compile engine uses, each with the reason why a public one will not do.
+"""Every private name of PyTorch's compiler that the compile engine uses, each with the reason why a public one is not enough.
 
 Importing this imports the compiler, which takes seconds: only files that compile something import it, inside functions where
 they are imported by others.
@@ -55,7 +55,7 @@ def compiled_whole(function: Callable[..., Any], options: dict[str, Any]) -> Cal
 
 
 def settings_in_the_way() -> Iterator[tuple[str, object, str]]:
-    """Return global settings under which compiled code would not keep what a plan says: name, value, and why."""
+    """Return global settings under which compiled code would not follow a plan: name, value, and why."""
     if dynamo_config.disable:
         yield "torch._dynamo.config.disable", True, "nothing is compiled"
     if dynamo_config.compiled_autograd:
@@ -84,7 +84,7 @@ def partitioned(joint: fx.GraphModule, inputs: Any, **settings: Any) -> tuple[fx
 
 
 def merge_equal_nodes(joint: fx.GraphModule) -> None:
-    """Drop nodes that nothing reads, and those that compute what another one does, as the partitioner does first."""
+    """Drop nodes that nothing reads, and duplicates of other nodes, as the partitioner does first."""
     joint.graph.eliminate_dead_code()
     if functorch_config.cse:
         joint.graph = fx_graph_cse(joint.graph)
@@ -102,7 +102,7 @@ def has_policy(node: fx.Node) -> bool:
 
 
 def clear_policy(node: fx.Node) -> None:
-    """Take a node's tag away."""
+    """Remove a node's tag."""
     node.meta.pop(_POLICY, None)
 
 
@@ -124,7 +124,7 @@ def traced_op(node: fx.Node) -> Any:
 
 
 def autograd_number(node: fx.Node) -> int | None:
-    """Return a number that the nodes of one op share, if autograd took note of it; None for what Inductor put there."""
+    """Return a number that the nodes of one op share, if autograd recorded it; None for nodes that Inductor inserted."""
     number: int | None = node.meta.get(_AUTOGRAD)
     return number
 

@@ -1,4 +1,4 @@
-"""Tells what FSDP2 does with the parameters of a model; the private names for that, each with its reason."""
+"""Tells how FSDP2 handles the parameters of a model; the private names for that, each with its reason."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def is_fully_sharded(module: nn.Module) -> bool:
 
 
 def fully_sharded_modules(model: nn.Module) -> list[Any]:
-    """Return the modules of a model that FSDP2 shards, each with what `fully_shard` adds to it."""
+    """Return the modules of a model that FSDP2 shards, each with its state from `fully_shard`."""
     return [module for module in model.modules() if is_fully_sharded(module)]
 
 
 def fully_sharded_parameters(model: nn.Module) -> dict[int, nn.Parameter]:
-    """Return the parameters that FSDP2 shards, or holds whole, by `id`; those that it was told to ignore are no DTensors."""
+    """Return the parameters that FSDP2 shards, or holds whole, by `id`; ignored ones are no DTensors."""
     found: dict[int, nn.Parameter] = {}
     for module in fully_sharded_modules(model):
         whole = [
@@ -39,7 +39,7 @@ def fully_sharded_parameters(model: nn.Module) -> dict[int, nn.Parameter]:
 def freed_after_forward(model: nn.Module) -> set[int]:
     """Return the `id` of modules with parameters that FSDP2 frees after forward, to gather them again in backward.
 
-    No public name tells what `fully_shard` and `set_reshard_after_forward` were told.
+    No public name tells the arguments of `fully_shard` and `set_reshard_after_forward`.
     """
     found: set[int] = set()
     is_first = True
@@ -100,10 +100,10 @@ def other_sharded_parameters(model: nn.Module) -> Iterator[Callable[[], None]]:
 class GatheredParameters:
     """The parameters of a model that FSDP2 holds whole, and whose gradients it adds up whole, as in a pipeline's stage.
 
-    No public name tells where it has these gradients, or what it reduces together.
+    No public name tells where it has these gradients, or which it reduces together.
 
     Args:
-        model: any; without FSDP2, or where it reduces gradients in each backward, there are none.
+        model: any; without FSDP2, or where it reduces gradients in each backward, it has none.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -138,7 +138,7 @@ class GatheredParameters:
 
     @contextmanager
     def gradients_apart_set_aside(self) -> Iterator[None]:
-        """Within the block there are none of these sums but those that it makes."""
+        """Set these sums aside; within the block, only sums made in it exist."""
         before = [parameter.unsharded_accumulated_grad for parameter in self._summed_apart]
         self._put_gradients_apart([None] * len(before))
         try:
@@ -154,8 +154,8 @@ class GatheredParameters:
     def reductions_bytes(self) -> list[int]:
         """Bytes that each reduction at the end of a step needs beside all that is whole before the first one, at most.
 
-        Parameters of a group are freed before its gradients are copied to where they are sent from, and these after that.
-        Then gloo copies what it sends, and what was received may get another dtype.
+        Parameters of a group are freed before its gradients are copied to send buffers, and the gradients after that.
+        Then gloo copies the tensors that it sends, and received ones may get another dtype.
         """
         found = []
         freed_bytes = 0
@@ -174,7 +174,7 @@ class GatheredParameters:
                     num_own += size
                     summed_bytes += whole_size * dtype.itemsize
                     own_bytes += size * (own.grad_dtype or own.dtype).itemsize
-            # All that is sent together has one dtype.
+            # All tensors that are sent together have one dtype.
             itemsize = reduce(torch.promote_types, dtypes).itemsize if dtypes else 0
             sent_bytes = num_sent * itemsize
             freed_bytes += summed_bytes

@@ -1,4 +1,4 @@
-"""The private names of PyTorch that it takes to run code of its users: custom autograd Functions, and policies.
+"""The private names of PyTorch that are needed to run code of its users: custom autograd Functions, and policies.
 
 A part of `_torch_private.py`; the same rules apply.
 """
@@ -44,21 +44,21 @@ class FunctionWatcher(Protocol):
         """Run the Function's forward, or its `setup_context`, which comes after it if there is one."""
 
     def end(self, output: Any, saved: list[torch.Tensor], has_written: bool) -> None:
-        """Take note of what forward returned and what autograd is about to save, in order.
+        """Note the outputs of forward, and the tensors that autograd is about to save, in order.
 
-        `has_written`: it says that it wrote to an argument.
+        `has_written`: the Function declares a write to an argument.
         """
 
 
 WatchFunction = Callable[[Any, tuple[Any, ...], dict[str, Any]], FunctionWatcher | None]
-"""`watch(function, args, kwargs)`: returns what runs a call whose forward comes next; None to leave it alone."""
+"""`watch(function, args, kwargs)`: returns a runner for a call whose forward comes next; None to leave it alone."""
 
 
 class _Calls(threading.local):
     """The calls of Functions on this thread.
 
     Attributes:
-        watch: who is told of them; None if nobody is.
+        watch: told of each call; None: nobody is.
         begun: the Function whose call has begun, and whether gradients are on; until its forward is looked up.
         unset: the call whose forward has run, and whose `setup_context` comes next.
     """
@@ -77,8 +77,8 @@ def watched_functions(watch: WatchFunction | None) -> Iterator[None]:
 
     Calls cannot be seen in any public way. Models often keep `Function.apply` itself, under another name, and since torch
     2.15 it is all C++. But every call looks up the same attributes of the Function's class: `_backward_cls` when it
-    begins, then `forward`, then `setup_context`. This puts a lookup in front that hands out code which is watched. It
-    stays there, and does nothing where nobody watches.
+    begins, then `forward`, then `setup_context`. This puts a lookup in front that returns watched code. It
+    stays there, and does nothing if nobody watches.
     """
     if FunctionMeta.__getattribute__ is not _look_up:
         FunctionMeta.__getattribute__ = _look_up  # type: ignore[method-assign]
@@ -147,7 +147,7 @@ class _Call:
         self._watcher.end(output, saved, bool(context.dirty_tensors))
 
 
-# Not traced by `torch.compile`, but what they call is.
+# Not traced by `torch.compile`, but the code that they call is.
 _frames = torch._C._dynamo.eval_frame
 for _code in (_look_up.__code__, _Call.__call__.__code__, _Call.set_up.__code__):
     _frames.set_code_exec_strategy(
@@ -161,7 +161,7 @@ def runs_python_backward() -> bool:
 
 
 class CheckpointHooks(saved_tensors_hooks):
-    """Has our methods pack and unpack what autograd saves, as the hooks of PyTorch's own checkpoints do.
+    """Has our methods pack and unpack the tensors that autograd saves, as the hooks of PyTorch's own checkpoints do.
 
     Since torch 2.15 a selective checkpoint looks for the user's hooks (`save_on_cpu`) around it: with what it saves itself it
     will do as they say. A plan does not concern that, so our hooks point on to the ones around them, under the names by which
@@ -196,7 +196,7 @@ def are_users_hooks_active() -> bool:
 
 
 def owner_of_hooks() -> object:
-    """Return the object whose method packs what autograd saves; None if no hooks are active, or others than methods."""
+    """Return the object whose method packs saved tensors; None if no hooks are active, or hooks that are not methods."""
     top = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return None if top is None else owner_of_hook(top[0])
 

@@ -1,4 +1,4 @@
-"""Shows what PyTorch's allocators do; the private names for that, each with its reason."""
+"""Traces PyTorch's allocators; the private names for that, each with its reason."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class AllocatorTrace:
     the thread that starts it and the threads of autograd that work for it.
 
     Raises:
-        MeterError: at the end, if it has not even seen what it allocated itself.
+        MeterError: at the end, if it has not seen even its own allocation.
     """
 
     def start(self) -> None:

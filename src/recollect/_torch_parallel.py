@@ -42,7 +42,7 @@ def fake_process_group(rank: int, world_size: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
-        # DTensors remember what ops return, with the groups of a mesh that is gone; the next mesh may be equal to it.
+        # DTensors cache results of ops, with the groups of a mesh that is gone; the next mesh may be equal to it.
         _clear_sharding_prop_cache()
 
 
@@ -143,7 +143,7 @@ def flat_mesh(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def joined_mesh(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:
-    """Return the mesh of the dimensions of two, which are views of one. No public name joins them.
+    """Return the mesh with the dimensions of two meshes, which are views of one. No public name joins them.
 
     Raises:
         ConfigError: they are no dimensions of one mesh.
@@ -238,7 +238,7 @@ class GradientBuckets:
     Args:
         model: with any number of `DistributedDataParallel` in it.
         may_communicate: the processes may agree now in which order gradients are reduced, as the forward after the first
-            backward has them do, so that none of this happens in a step that is recorded or measured.
+            backward has them do, so that this does not happen in a recorded or measured step.
 
     Attributes:
         sizes_bytes: the sizes of each of them.
@@ -261,7 +261,7 @@ class GradientBuckets:
         return views
 
     def claims(self, storage: torch.UntypedStorage) -> bool:
-        """Whether a storage that an op reads is a bucket, by its size: none can be asked for; each is read after backward."""
+        """Whether a storage that an op reads is a bucket, by its size: no name lists buckets; each is read after backward."""
         is_one = self._unseen_bytes[storage.nbytes()] > 0
         self._unseen_bytes[storage.nbytes()] -= is_one
         return is_one

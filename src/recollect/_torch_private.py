@@ -1,4 +1,4 @@
-"""Every private name of PyTorch that this library uses, each with the reason why a public one will not do.
+"""Every private name of PyTorch that this library uses, each with the reason why a public one is not enough.
 
 When a release moves one of them, this is the file to change; `engine/self_check.py` notices where one does nothing any more.
 """
@@ -32,7 +32,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 OLDEST_TESTED = "2.11.0"
 NEWEST_TESTED = "2.15.0"
 
-# What PyTorch defines. Everything else here that has no underscore is for other files, too.
+# Names that PyTorch defines. All others here without an underscore are also for other files.
 __all__ = ["FakeTensorMode", "TorchDispatchMode", "is_traceable_wrapper_subclass", "tree_leaves", "tree_map"]
 
 # The errors that fake tensors raise when a step asks for their content, or for a shape that depends on it.
@@ -67,7 +67,7 @@ def dispatch_mode_stack() -> list[TorchDispatchMode]:
 
 @contextmanager
 def replaced_dispatch_modes(modes: list[TorchDispatchMode]) -> Iterator[None]:
-    """Have other dispatch modes active, outermost first, than those that are; never those for fake tensors and tracing."""
+    """Replace the active dispatch modes, outermost first; never those for fake tensors and tracing."""
     before, wanted = (
         [m for m in stack if getattr(m, "_mode_key", None) is None] for stack in (dispatch_mode_stack(), modes)
     )
@@ -117,7 +117,7 @@ share_version_counters: Callable[[], AbstractContextManager[Any]] = functools.pa
 )
 
 
-# Let what is written to tensors within a block raise no version; the public ways to write cannot.
+# Let writes to tensors within a block raise no version; the public ways to write cannot.
 preserved_versions: Callable[[torch.Tensor], AbstractContextManager[Any]] = _unsafe_preserve_version_counter
 
 
@@ -147,7 +147,7 @@ def desugars(kind: type) -> bool:
 
 
 def is_opaque_subclass(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is of a subclass with its own `__torch_dispatch__` that does not tell what it consists of.
+    """Whether a tensor is of a subclass with its own `__torch_dispatch__` that does not tell its inner tensors.
 
     It may have no storage, and asking for it then ends the process.
     """
@@ -254,7 +254,7 @@ def raises_version_first(func: Any) -> bool:
 
 
 def untraced(function: _Function) -> _Function:
-    """Keep `torch.compile` from tracing a function and what it calls, at no cost when it runs.
+    """Keep `torch.compile` from tracing a function and its callees, at no cost when it runs.
 
     The public decorator `torch.compiler.disable` costs 1 us a call, too much around the handling of a single op.
     """
@@ -264,12 +264,12 @@ def untraced(function: _Function) -> _Function:
     return function
 
 
-# What Dynamo says where `fullgraph=True` forbids to break the graph.
+# Dynamo's message where `fullgraph=True` forbids breaking the graph.
 _WHY_EAGER = "modules under a recollect plan run eagerly: compile them without fullgraph=True, or remove the plan"
 
 
 def uncompiled(function: _Function) -> _Function:
-    """Have `torch.compile` break its graph at calls of a function, instead of tracing what it calls.
+    """Have `torch.compile` break its graph at calls of a function, instead of tracing its callees.
 
     Like `torch._dynamo.disable`, but without importing the compiler and without its 1 us per call.
     """

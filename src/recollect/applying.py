@@ -38,7 +38,7 @@ from recollect.ranks.members import GroupChoice, check_same_plans, ranks_of
 
 
 def apply(model: nn.Module, plan: Plan | Sequence[Plan], *, group: GroupChoice = None) -> Applied:
-    """Make the model's units keep and recompute what the plan says, starting with the next forward.
+    """Make the model's units keep and recompute values as the plan says, starting with the next forward.
 
     Args:
         model: the model that the plan was made for, or one with the same modules. It is not copied.
@@ -67,8 +67,8 @@ def apply(model: nn.Module, plan: Plan | Sequence[Plan], *, group: GroupChoice =
         ProfileMismatchWarning: the plan's profile was recorded with another version of PyTorch, on another device, or where
             copies to host memory were half as fast again, or more.
         TorchVersionWarning: once in a process, with a PyTorch that is newer than those that are tested, or that differs.
-        ConfigWarning by the first call: `torch.compile` has no effect, since a plan has the model run eagerly.
-        PlanMismatchWarning by the first call: compiled code does not compute what the plan names.
+        ConfigWarning by the first call: `torch.compile` has no effect, since the model runs eagerly under a plan.
+        PlanMismatchWarning by the first call: compiled code lacks values that the plan names.
 
     Example:
         >>> import recollect
@@ -115,7 +115,7 @@ def apply_own(model: nn.Module, plan: Plan, *around: PlacedForward, compares: bo
         model: the model.
         plan: for it.
         around: forwards that are put in place, and removed, together with it.
-        compares: ranks may have different ones, and find out in the first call.
+        compares: ranks may have different plans, which the first call detects.
     """
     agreement = Agreement(digest_of(plan.units), needs_all=needs_all_ranks(plan.units))
     forwards = _unit_forwards(model, plan, agreement)
@@ -149,7 +149,7 @@ def _apply_per_micro_batch(model: nn.Module, plans: Sequence[Plan]) -> Applied:
 
 
 def _unit_forwards(model: nn.Module, plan: Plan, agreement: Agreement) -> list[PlacedForward]:
-    """Return the forwards that make a model's units do what a plan says, still to be placed."""
+    """Return the forwards that make a model's units follow a plan, still to be placed."""
     modules = {path: unit_module(model, path) for path in plan.units}
     for path, unit in plan.units.items():
         if unit.engine is EngineChoice.COMPILE:

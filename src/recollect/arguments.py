@@ -1,4 +1,4 @@
-"""Check the type of an argument; the commonest mistake with a function is to swap two of them."""
+"""Check the type of an argument; the most common mistake is to swap two of them."""
 
 import os
 from typing import Final
@@ -14,7 +14,7 @@ def check_kind(call: str, name: str, value: object, kind: type, expected: str) -
     Args:
         call: the function with its first arguments, such as "plan(profile, budget)".
         name: the name of the argument.
-        value: what was passed.
+        value: the argument that was passed.
         kind: its class.
         expected: the class as users know it, such as "recollect.Profile".
 

@@ -79,7 +79,7 @@ class RecollectError(Exception):
 
 
 class ArgumentError(RecollectError, TypeError):
-    """An argument of another kind than the function takes: swapped with another, a path, or a class."""
+    """An argument of the wrong kind: swapped with another one, a path, or a class."""
 
 
 class QuantityError(RecollectError, ValueError):
@@ -380,7 +380,7 @@ class DiagnosisError(RecollectError, ValueError):
 
 
 class BudgetWarning(UserWarning):
-    """A step may need more than its budget, or something else that recollect was not told of."""
+    """A step may need more than its budget, or that recollect was not told of."""
 
 
 class ConfigWarning(UserWarning):

@@ -1,4 +1,4 @@
-"""The packages that only parts of recollect need, and the extra of recollect that brings each of them."""
+"""The packages that only parts of recollect need, and the extra of recollect that installs each of them."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""Read JSON that people edit: every error says where it is, what was found, and what was expected.
+"""Read JSON that people edit: every error names the place, the data found there, and the data expected.
 
 `read_document` parses a text and checks its format and version. The `Field` it returns is one place in the document;
 its methods return the data there as a Python type, or raise the document's error class.
@@ -30,7 +30,7 @@ def read_file(path: str | Path, *, expected: str, advice: str, error: type[Excep
         path: the file.
         expected: what it should be, such as "a plan that Plan.save wrote".
         advice: what to do about it, as a sentence.
-        error: class of the exception to raise for what is there but is no such file.
+        error: class of the exception to raise if the path exists but is no such file.
 
     Raises:
         MissingFileError: nothing is there.
@@ -209,9 +209,9 @@ class Field:
 
         Args:
             kind: the dataclass. Its fields that are no text, number, bool, tuple of ints or pairs of texts, nor one of these or
-                None, are left out. The default of what may be None is None.
+                None, are left out. Fields that may be None default to None.
             least: the smallest ints of some fields, or None for any; default: 0.
-            is_whole: whether all is there but for what may be None; raise for what is missing in spite of its default.
+            is_whole: whether only fields that may be None can be missing; raise for other missing ones despite their defaults.
         """
         found = {}
         for name, plain, default in _plain_fields(kind):

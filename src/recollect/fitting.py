@@ -1,4 +1,4 @@
-"""`fit`: record, plan and apply in one call, and say so when the loop then does what the planned step did not."""
+"""`fit`: record, plan and apply in one call, and warn when the loop later does more than the planned step."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -35,7 +35,7 @@ DEFAULT_BUDGET: Final = "90% of the device"
 
 
 def _left_out(model: nn.Module, *, has_optimizer: bool) -> list[str]:
-    """Return what a plan for the model's current state would not count, in words."""
+    """Describe the work that a plan for the model's current state would not count."""
     found = []
     if not has_optimizer and any(parameter.requires_grad for parameter in model.parameters()):
         found.append("counts no optimizer: fit got none")
@@ -45,7 +45,7 @@ def _left_out(model: nn.Module, *, has_optimizer: bool) -> list[str]:
 
 
 class _FittedForward(PlacedForward):
-    """Stands around a model's forward, and looks at what it is called with; recomputes nothing.
+    """Wraps a model's forward and checks its arguments; recomputes nothing.
 
     Args:
         model: the model that was fitted.
@@ -139,8 +139,8 @@ def fit(
             `chunked_cross_entropy`. 1: as the model does, so that gradients keep their bits. "auto": as many as the fastest
             plan needs, and 1 if that is as fast; records up to four times, and needs a batch.
         host_budget: bytes of host memory, as an int or text such as "64GiB", that values may be copied to in forward and back
-            in backward, beside what is computed; how fast that is, is measured first. 0: nothing is offloaded.
-        engine: "compile" lets layers run inside `torch.compile`, which then keeps what the plan keeps; it compiles each kind of
+            in backward, in parallel with computation; the speed of copies is measured first. 0: nothing is offloaded.
+        engine: "compile" lets layers run inside `torch.compile`, which then keeps the plan's values; it compiles each kind of
             layer up to ten times first, seconds to a minute each. Gradients are those of the compiled layers. "tape": all
             runs eagerly.
         group: the processes that record together and run one plan; see `record`.
@@ -151,12 +151,12 @@ def fit(
     Raises:
         BudgetTooSmallError: no plan fits; names the least possible peak and its unit.
         ChunkedLossError: the model's loss cannot be computed in chunks.
-        ConfigError: two processes of the group have different budgets; or there is not so much host memory.
-        OffloadError: host memory for the plan cannot be had.
+        ConfigError: two processes of the group have different budgets; or host memory is too small.
+        OffloadError: host memory for the plan is not available.
         ArgumentError, QuantityError, UnsupportedModelError, AlreadyAppliedError, RecordError: see `plan` and `record`.
 
     Warns:
-        BudgetWarning: at the step that does it, the loop does what the plan was not made for: the batch is larger, the model
+        BudgetWarning: raised at the step where the loop does more than was planned: the batch is larger, the model
             trains that was planned in eval mode, an optimizer steps that was not passed. The plan's note says so, too.
 
     Example:
@@ -213,7 +213,7 @@ def fit(
 
 
 def _put(model: nn.Module, chosen: Plan, batch: Any, *, has_optimizer: bool) -> Plan:
-    """Apply a plan, and watch for what it does not count; return it with a note of that."""
+    """Apply a plan, and watch for work that it does not count; return it with a note of that."""
     notes = [note for note in (chosen.note, *_left_out(model, has_optimizer=has_optimizer)) if note]
     noted = replace(chosen, note="; ".join(notes))
     watch = _FittedForward(model, batch, has_optimizer=has_optimizer, device=device_of(model, batch))

@@ -1,4 +1,4 @@
-"""Says what recollect is doing, so that whoever waits for it knows.
+"""Shows people who wait what recollect is doing.
 
 Work that may take long runs in a `stage`; stages may be nested, and the innermost is shown, with the count of the innermost
 that counts. On a terminal a line appears on standard error once the outermost has taken two seconds, and disappears with it;
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 _SWITCH: Final = "RECOLLECT_PROGRESS"
 _DELAY_S: Final = 2.0
 _EVERY_S: Final = 10.0
-# Drawing takes a millisecond, which what is timed meanwhile shall hardly notice.
+# Drawing takes a millisecond, which must hardly disturb code that is timed meanwhile.
 _DRAWN_PER_S: Final = 2
 _BAR_WIDTH: Final = 15
 
 
 @contextmanager
 def stage(text: str, total: int | None = None) -> Iterator[Callable[[], None]]:
-    """Describe what the block does.
+    """Describe the work of the block.
 
     Args:
         text: what it does, such as "planning".
@@ -123,7 +123,7 @@ class _Line:
             self._draw()
 
     def close(self) -> None:
-        """Take the line away, for good."""
+        """Remove the line for good."""
         self._timer.cancel()
         with self._lock:
             self._is_closed = True

@@ -108,7 +108,7 @@ def parse_budget(value: str | int, *, reference_bytes: int | None, device_bytes:
 
 
 def check_budget(value: str | int, *, device_bytes: int | None) -> None:
-    """Check that a budget can be parsed, before the peak is known that a percentage would be of.
+    """Check that a budget can be parsed, before the peak that a percentage refers to is known.
 
     Args:
         value: as for `parse_budget`.

@@ -129,11 +129,11 @@ class Recipes:
 
 
 class KeptPass:
-    """Computes what one backward that keeps its graph asks for, on copies of the recipes.
+    """Computes the values for one backward that keeps its graph, on copies of the recipes.
 
     When it first asks for a value of a call, all recipes of that call are copied, and those of the calls whose dropped values
     they read. A copy is held until backward has asked for it as often as it was saved, at the latest until the pass ends, and
-    for as long as the copies need it; so what is shared is computed once, as in a backward that uses its graph up.
+    for as long as the copies need it; so shared values are computed once, as in a backward that uses its graph up.
     """
 
     def __init__(self) -> None:
@@ -151,12 +151,12 @@ class KeptPass:
         return copy.get()
 
     def end(self, recipes: Recipes) -> None:
-        """Let go of what the pass holds of one call."""
+        """Release the copies that the pass holds for one call."""
         for value in self._copies_of.pop(recipes, ()):
             self._copies.pop(value, None)
 
     def end_all(self) -> None:
-        """Let go of all that the pass holds."""
+        """Release all copies that the pass holds."""
         self._copies.clear()
         self._copies_of.clear()
 

@@ -15,7 +15,7 @@ class SlotList:
     """Slots in one stretch of memory: each gets the first hole that it fits in.
 
     Args:
-        most_bytes: length of the stretch; None for as much as it takes.
+        most_bytes: length of the stretch; None for any length.
 
     Attributes:
         end_bytes: the end of all slots so far: the least size of the stretch.

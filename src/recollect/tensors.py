@@ -24,7 +24,7 @@ def tensors_in(tree: Any) -> list[torch.Tensor]:
 
 
 def tensors_held(tree: Any) -> list[torch.Tensor]:
-    """Return the tensors in nested containers, and in the attributes of what is in them: objects, but no modules.
+    """Return the tensors in nested containers, and in the attributes of objects in them, except modules.
 
     Less deeply nested ones come first.
 

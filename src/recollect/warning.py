@@ -3,7 +3,7 @@
 import inspect
 import warnings
 
-# A plan's modules are called by way of PyTorch's, and its context managers by way of the standard library's.
+# PyTorch calls a plan's modules, and the standard library calls its context managers.
 _NOT_USERS = frozenset({"recollect", "torch", "contextlib"})
 
 

@@ -1,4 +1,4 @@
-"""Register methods as hooks that PyTorch holds as long as the process lives, without holding what they belong to."""
+"""Register methods as hooks that PyTorch holds as long as the process lives, without holding their objects."""
 
 import weakref
 from collections.abc import Callable
@@ -14,7 +14,7 @@ def register_weakly(register: Callable[[Any], RemovableHandle], method: Callable
 
     Args:
         register: takes a hook, and returns its handle.
-        method: what the hook calls.
+        method: the method that the hook calls.
     """
     reference = weakref.WeakMethod(method)
     handle = register(uncompiled(lambda *given: (call := reference()) and call(*given)))

@@ -172,7 +172,7 @@ class CallWatch:
         self._next_s = 0.0
 
     def missing_room(self, planned: PlannedStep) -> int:
-        """Return how much more is held before a step than was before others under its plan, and than that has room for."""
+        """Return how many more bytes are held before a step than before others under its plan, and than that allows."""
         self._read(planned)
         if self._begin is None:
             return 0

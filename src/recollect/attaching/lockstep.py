@@ -6,7 +6,7 @@ nothing new, they ask only in every 16th step. What makes that safe:
 * **They agree on when to ask next.** The next question comes a fixed number of steps after one that all have answered,
   and a call that fails and is tried again in one process ends no step. So in each step all ask or none does, and none
   waits for an answer to a question that others do not ask.
-* **Between, each process decides for itself, of plans that all have.** They may then run different ones, which does no harm
+* **In between, each process chooses among plans that all have.** They may then run different ones, which does no harm
   where no plan does anything in backward that the others have to join: run a collective again, gather parts of a value or of a
   parameter, or run a module again as a whole. If one does, they ask in every call.
 * **A process that no plan covers in between does not record**, since the others would have to take part at the end of

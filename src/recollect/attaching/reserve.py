@@ -220,7 +220,7 @@ def _distance(step: PlannedStep, call: Call) -> tuple[bool, float, bool, int]:
 
 
 def recorded_under(profile: Profile, policy: Policy) -> Simulation:
-    """Simulate the step as a recording runs it: all units on a tape that follows a policy, and that copies what it holds."""
+    """Simulate the step as a recording runs it: all units on a tape that follows a policy and copies its values."""
     known: dict[tuple[int, str], CallActions] = {}
     for call in profile.calls:
         if (call.graph, call.path) not in known:

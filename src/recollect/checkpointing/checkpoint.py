@@ -1,8 +1,8 @@
 """`checkpoint` and `checkpoint_sequential`, with the signatures of `torch.utils.checkpoint`, on the tape.
 
-`apply_activation_checkpointing`: modules chosen as `torch.distributed` has them chosen, and left unmodified.
+`apply_activation_checkpointing`: modules chosen as in `torch.distributed`, and left unmodified.
 
-The function runs once. Backward computes again, op by op, what it asks for; see `recollect.engine.tape`.
+The function runs once. Backward recomputes values op by op as it needs them; see `recollect.engine.tape`.
 """
 
 import functools
@@ -33,7 +33,7 @@ _DETERMINISM_CHECKS: Final = ("default", "none")
 
 _TAKES_RESPECT: Final = "respect_saved_tensors_hooks" in inspect.signature(torch_checkpoint).parameters
 
-# One for all functions, so nothing that one of them does may settle what is watched in another.
+# One for all functions, so the ops of one must not decide which are watched in another.
 _TAPE: Final = Tape(DropAll(), runs_to_settle=sys.maxsize)
 # Arguments of `checkpoint_wrapper` that have no effect where nothing runs a second time.
 _WITHOUT_EFFECT: Final = frozenset(
@@ -53,13 +53,13 @@ def checkpoint(
     respect_saved_tensors_hooks: bool | None = None,
     **kwargs: Any,
 ) -> Any:
-    """Run a function, drop what it computes, and compute that again when backward asks for it.
+    """Run a function, drop the values that it computes, and recompute them when backward asks for them.
 
-    Takes what `torch.utils.checkpoint.checkpoint` takes. The function itself runs once: what backward asks for is computed
-    again op by op, with the random numbers of forward, so there is no second run that could differ from the first.
+    Takes the arguments of `torch.utils.checkpoint.checkpoint`. The function itself runs once: backward recomputes values
+    op by op, with the random numbers of forward, so there is no second run that could differ from the first.
 
     Args:
-        function: a function or module. What it returns is kept. Without it, a decorator is returned.
+        function: a function or module. Its result is kept. Without it, a decorator is returned.
         *args: its arguments: tensors, of any shape, and others.
         use_reentrant: False or None: on the tape. True: PyTorch's reentrant implementation itself, with its limits.
         context_fn: of `create_selective_checkpoint_contexts`: what its policy saves is kept, and what it offloads goes to host
@@ -68,18 +68,18 @@ def checkpoint(
         determinism_check: "default" or "none". Without a second run there is nothing to check.
         debug: explains a failed check; the same applies.
         early_stop: stop a second run early; the same applies.
-        preserve_rng_state: False has no effect on the tape: what is drawn is the same either way, and costs one small state.
-        respect_saved_tensors_hooks: whether what a policy saves goes through the hooks around the call, such as those of
-            `save_on_cpu`, as PyTorch takes it since 2.15. None, False: it stays where it is.
+        preserve_rng_state: False has no effect on the tape: draws are the same either way, at the cost of one small state.
+        respect_saved_tensors_hooks: whether values that a policy saves go through the hooks around the call, such as those of
+            `save_on_cpu`, as PyTorch takes it since 2.15. None, False: they stay where they are.
         **kwargs: arguments of the function by keyword.
 
     Returns:
-        What the function returns.
+        The function's result.
 
     Raises:
         ConfigError: another `determinism_check`; `debug` with a `context_fn`.
         NotYetError: `respect_saved_tensors_hooks` with a policy and hooks around it.
-        OffloadError: host memory cannot be had, or a copy failed.
+        OffloadError: host memory is not available, or a copy failed.
 
     Example:
         >>> import torch
@@ -182,7 +182,7 @@ def checkpoint_sequential(
 ) -> Any:
     """Run functions in sequence, in equal segments, each a `checkpoint` except the last.
 
-    Takes what `torch.utils.checkpoint.checkpoint_sequential` takes.
+    Takes the arguments of `torch.utils.checkpoint.checkpoint_sequential`.
 
     Args:
         functions: modules or functions of one argument.
@@ -203,7 +203,7 @@ def checkpoint_sequential(
         >>> checkpoint_sequential(layers, 2, torch.randn(3, 8)).shape
         torch.Size([3, 8])
     """
-    # Not `children`, which skips a module that occurs twice.
+    # Not `children`, which skips a module's second occurrence.
     parts: list[Callable[[Any], Any]] = list(cast(Iterable[Any], functions))
     if not 1 <= segments <= max(1, len(parts)):
         raise ConfigError(
@@ -241,7 +241,7 @@ def apply_activation_checkpointing(
 ) -> Applied:
     """Recompute the chosen modules of a model in backward, as `torch.distributed`'s function of this name.
 
-    The modules stay what they are: nothing is wrapped, and names of parameters, state dicts and hooks do not change. Of
+    The modules do not change: nothing is wrapped, and names of parameters, state dicts and hooks do not change. Of
     modules inside each other the outermost is chosen. There is no budget; for one, see `fit` and `attach`.
 
     Args:
@@ -250,7 +250,7 @@ def apply_activation_checkpointing(
             `create_selective_checkpoint_contexts` counts.
         check_fn: whether to recompute a module.
         auto_wrap_policy: called as FSDP does, with `module`, `recurse` and `nonwrapped_numel`; in place of `check_fn`.
-        policy_fn: what to save inside of them: `policy(context, op, *args, **kwargs)` as of PyTorch's selective
+        policy_fn: the values to save inside of them: `policy(context, op, *args, **kwargs)` as of PyTorch's selective
             checkpointing, or a list of ops; see `policy_plan` for the peak that this leads to.
 
     Returns:

@@ -50,17 +50,17 @@ _ACTIONS: Final = {"SAVE": Action.KEEP, "RECOMPUTE": Action.RECOMPUTE, "CPU_OFFL
 
 
 def contexts_with(policy_fn: PolicyFunction | Sequence[Any]) -> Callable[[], Contexts]:
-    """Return a `context_fn` with this policy, or one that saves what these ops make."""
+    """Return a `context_fn` with this policy, or one that saves the results of these ops."""
     given = policy_fn if callable(policy_fn) else list(policy_fn)
     create_selective_checkpoint_contexts(given)  # To raise its errors here.
     return functools.partial(create_selective_checkpoint_contexts, given)
 
 
 class PolicyTape(Tape):
-    """A tape that keeps what a policy saves, offloads what it offloads, and drops everything else that it can.
+    """A tape that keeps or offloads the values that a policy names, and drops all others that it can.
 
     Args:
-        context_fn: as for PyTorch's `checkpoint`; called for each run of a unit, since a policy may count. Of what it returns
+        context_fn: as for PyTorch's `checkpoint`; called for each run of a unit, since a policy may count. Of its result
             only the policy is used, which is asked after each op, with its results in `context.op_output`.
         only_asks: nothing will ever be asked for, so that nothing has to go to host memory.
 
@@ -97,7 +97,7 @@ class PolicyTape(Tape):
 
 
 class _PolicyMode(FunctionMode):
-    """Lets the tape drop what an op makes, and forgets the recipe if the policy saves or offloads it."""
+    """Lets the tape drop an op's results, and forgets the recipes of those that the policy saves or offloads."""
 
     def __init__(self, tape: PolicyTape, unit_path: str) -> None:
         super().__init__(tape, unit_path)
@@ -197,16 +197,16 @@ def policy_plan(
 
     The model runs forward once, and the policy is asked about each op of its layers. Values that it offloads
     (`MUST_CPU_OFFLOAD`, `PREFER_CPU_OFFLOAD`) go to host memory if backward needs them. Everything else is recomputed,
-    except what cannot be (a router's choices). A layer has one plan for all its calls: a value saved or offloaded in
+    except values that cannot be (a router's choices). A layer has one plan for all its calls: a value saved or offloaded in
     one call is in all of them.
 
     Args:
         profile: the recorded step.
         model: the model that was recorded. It is left as it is; for a fake profile nothing is computed.
-        batch: what to call it with; the recorded one.
+        batch: the recorded batch.
         policy_fn: `policy(context, op, *args, **kwargs)`, which returns a `torch.utils.checkpoint.CheckpointPolicy`, or a list
             of ops to save.
-        context_fn: in place of it, what `torch.utils.checkpoint.checkpoint` takes: returns
+        context_fn: in place of it, as for `torch.utils.checkpoint.checkpoint`: returns
             `create_selective_checkpoint_contexts(policy)`. Called for each layer, for a policy that counts.
 
     Returns:

@@ -229,7 +229,7 @@ def _memory_ranges(ops: Sequence[MeasuredOp]) -> list[_Range]:
 
 
 def _rate_ranges(ops: Sequence[MeasuredOp]) -> list[_Range]:
-    """Return the ranges of the rates of products and attention: at most a little above the best measured."""
+    """Return the ranges of the rates of products and attention: at most slightly above the best measured."""
     ranges = []
     for kind in _PRODUCT_KINDS:
         fastest = max(op.work.flops / op.median_s for op in ops if op.work.kind == kind)

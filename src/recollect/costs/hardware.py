@@ -94,7 +94,7 @@ class HostLink:
     from_host_bytes_per_s: float
     """Rate of large copies into it."""
     latency_s: float
-    """Seconds that a copy takes however little it copies."""
+    """Seconds of the smallest copy."""
 
     def __post_init__(self) -> None:
         _check(self, _POSITIVE, "to_host_bytes_per_s", "from_host_bytes_per_s", where="host_link: ")
@@ -248,7 +248,7 @@ def _numbers(place: Field, kind: type) -> list[float]:
 
 
 def _check(source: object, expected: str, *names: str, where: str = "") -> None:
-    """Raise ValueError for a field that is not as expected; `where` says of what it is one."""
+    """Raise ValueError for a field that is not as expected; `where` names its owner."""
     for name in names:
         number = getattr(source, name)
         if not (math.isfinite(number) and _FITS[expected](number)):

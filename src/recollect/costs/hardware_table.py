@@ -21,7 +21,7 @@ H100); assumed for the others. 85 % of the bandwidth, 5 us per launch, and half 
 tile per multiprocessor, at a depth of 64) are assumptions, not measured here on any GPU.
 
 Links to the memory of a host have the rates that large copies from and to pinned memory reach, per device and direction.
-Nothing of them is measured by us: these are others' figures, for one direction at a time. Both directions at once, devices that
+We have measured none of them: these are published figures, for one direction at a time. Both directions at once, devices that
 share a switch, and memory of another socket can halve them. `recollect calibrate` measures your own link, with both directions
 at once.
 
@@ -143,7 +143,7 @@ def processor_model() -> str:
 
 
 def find_hardware(which: str | os.PathLike[str] | Hardware) -> Hardware:
-    """Return the device that a user means.
+    """Return the device that a user names.
 
     Args:
         which: a name in the table, in any case and with or without spaces; a device's own name; the path of a JSON file

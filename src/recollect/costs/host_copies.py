@@ -27,11 +27,11 @@ from recollect.warning import warn_user
 _LARGE_BYTES = 64 << 20
 _SMALL_BYTES = 4 << 10
 _NUM_COPIES = 16
-# On the CPU, for large copies; as many as that are made in any case.
+# On the CPU, for large copies; the number of copies that are made in any case.
 _CPU_S = 0.25
 _FEWEST_COPIES = 3
 
-# A link that reaches less of the planned rates is worth a warning.
+# A link that reaches a smaller part of the planned rates is worth a warning.
 _LEAST_RATE = 2 / 3
 
 # When a copy began and ended, in seconds.
@@ -161,7 +161,7 @@ def with_host_link(profile: Profile, device: torch.device) -> Profile:
     """Return the profile with the rates of the device's link, which is measured once in a process.
 
     Raises:
-        HardwareError: the device cannot copy, or there is no room to try.
+        HardwareError: the device cannot copy, or lacks room for a trial.
     """
     measured: dict[str, Any] = host_link(device).profile_fields()
     return replace(profile, **measured)

@@ -1,9 +1,9 @@
 """Links between devices, and the time of a collective over them. Imports no torch.
 
-links.csv has the rates, per device and direction, and the seconds of a hop. What is reached is what rings of NCCL reach: the
+links.csv has the rates, per device and direction, and the seconds of a hop. These are the rates that rings of NCCL reach: the
 speeds that NCCL's own model assumes, as PyTorch's estimator has them (`torch/_inductor/comm_analysis.py`, from
 `graph/topo.h` of NCCL); for PCIe 5 and Infinity Fabric, 70 % of the data sheet is an assumption. A hop is a ring step of
-NCCL's "Simple" protocol (`graph/tuning.cc`). Nothing of this is measured here.
+NCCL's "Simple" protocol (`graph/tuning.cc`). None of this is measured here.
 
 Between nodes NCCL runs several rings at once, which leave a node through the network adapters of different devices: a group
 with k devices in a node has the adapters of k. All groups of a layout communicate at the same time, so none has more.
@@ -37,7 +37,7 @@ class Link:
     bytes_per_s: float
     """Bandwidth that collectives reach, per device and direction."""
     hop_s: float
-    """Seconds from one device to the next, however little is sent."""
+    """Seconds from one device to the next for the smallest message."""
 
 
 LINKS: dict[str, Link] = {
@@ -64,7 +64,7 @@ class Cluster:
     within: Link
     """The link between devices of one node."""
     between: Link
-    """The link between nodes, with what each device has of it while all use it."""
+    """The link between nodes, with each device's share of it while all use it."""
     devices_per_node: int
     """Devices in one node."""
 
@@ -74,14 +74,14 @@ class Cluster:
         return self.within if len(nodes) == 1 else self.between
 
     def collective_s(self, kind: CollectiveKind, nbytes: float, ranks: Sequence[int]) -> float:
-        """Return the seconds of a collective over rings: a time for each of their steps, and one for what they carry.
+        """Return the seconds of a collective over rings: a time for each of their steps, and one for the bytes that they carry.
 
-        An exchange is no ring: what is for devices of the same node does not leave it, and what leaves it goes by each device's
+        An exchange is no ring: data for devices of the same node does not leave it, and other data goes through each device's
         own adapter.
 
         Args:
-            kind: what it does.
-            nbytes: of the whole tensor: what is gathered or reduced; of an exchange, what each rank sends.
+            kind: the kind of collective.
+            nbytes: of the whole tensor that is gathered or reduced; for an exchange, the bytes that each rank sends.
             ranks: the ranks that take part.
         """
         count = len(ranks)

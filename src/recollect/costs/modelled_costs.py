@@ -1,4 +1,4 @@
-"""Model the costs of ops on fake tensors, where nothing can be measured; of collectives from what they move, and between whom.
+"""Model the costs of ops on fake tensors, where nothing can be measured; of collectives from their bytes and ranks.
 
 See `op_costs.py` for ops that really run, `op_work.py` for the work of an op, `roofline.py` for its time.
 """
@@ -126,7 +126,7 @@ class ModelledCosts:
         found.count += 1
         found.nbytes += collective.nbytes
         found.time_s += time_s
-        # Groups that are objects leave no trace in the key.
+        # Groups passed as objects do not show in the key.
         key = (*key, collective.ranks)
         self._seconds[key] = 0.0 if collective.ranks in self._hidden else time_s
         return OpRun(key, 0)

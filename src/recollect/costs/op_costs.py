@@ -28,7 +28,7 @@ _LONG_S = 0.5
 
 
 class Again(Protocol):
-    """Runs something again that has run before."""
+    """Runs an earlier computation again."""
 
     @property
     def kind(self) -> tuple[Any, ...]:
@@ -82,7 +82,7 @@ class MeasuredCosts:
             # It raised, as an op does that gets other shapes than it takes: there is no step to measure.
             return
         peaks_bytes = self._memory.peaks_bytes()
-        # The first call may allocate what stays, so the higher median of all calls counts.
+        # The first call may allocate lasting memory, so the higher median of all calls counts.
         self._working_bytes = {
             key: statistics.median_high(peaks_bytes[number] for number in numbers)
             for key, numbers in self._numbers.items()
@@ -91,7 +91,7 @@ class MeasuredCosts:
     def run(self, func: Any, facts: OpFacts, args: Any, kwargs: Any, *, may_repeat: bool) -> tuple[Any, OpRun]:
         """Run an op; return its result and the key to its costs.
 
-        `may_repeat`: the op may run some more times; its result is then that of the last run, so that it is there only once.
+        `may_repeat`: the op may run some more times; its result is then that of the last run, so that only one exists.
         """
         key = key_of(func, args, kwargs)
         samples = self._seconds.setdefault(key, [])
@@ -133,7 +133,7 @@ class MeasuredCosts:
 
     @property
     def step_bytes(self) -> int:
-        """Most bytes alive in the step, with all else that is in memory; 0 on the CPU, unless it looks around."""
+        """Most bytes alive in the step, with everything else in memory; 0 on the CPU, unless `looks_around`."""
         return self._memory.step_bytes
 
     def _begin_op(self) -> None:

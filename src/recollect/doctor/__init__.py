@@ -1,1 +1,1 @@
-"""Name what went wrong in a training run, from what it left behind: text, settings, or a snapshot of its memory."""
+"""Name the problems of a training run from its traces: text, settings, or a snapshot of its memory."""

@@ -1,4 +1,4 @@
-"""`diagnose`: read texts, settings and snapshots, and say what is wrong."""
+"""`diagnose`: read texts, settings and snapshots, and name the problems."""
 
 import bz2
 import dataclasses
@@ -27,18 +27,18 @@ from recollect.doctor.settings import KNOWN, Settings, settings_in_data
 from recollect.doctor.snapshot import Snapshot, is_snapshot, read_json, read_pickle, snapshot_findings, snapshot_of
 from recollect.errors import DiagnosisError
 
-_LONGEST_LINE = 64 * 1024  # what follows on the same line is read as the next one
+_LONGEST_LINE = 64 * 1024  # the rest of the line is read as the next one
 _LARGEST_CONFIGURATION = 4 * 2**20
 _START_BYTES = 8192
 _MOST_EVIDENCE = 4
 _LOOKS_LIKE_YAML = re.compile(r"^[\w.-]+:(?: |$)", re.MULTILINE)
 _LOOKS_LIKE_TOML = re.compile(r"^\[[\w.-]+\]\s*(?:#.*)?$", re.MULTILINE)
-# By what compressed files begin with.
+# By the first bytes of compressed files.
 _UNPACK: Mapping[bytes, Any] = {b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zXZ\x00": lzma.open}
 
 
 def diagnose(*sources: str | Path) -> list[Finding]:
-    """Name what went wrong in a training run, from what it left behind.
+    """Name the problems of a training run from the files that it left behind.
 
     Args:
         *sources: each a path, or a text with a space or a line break in it: a log with its traceback, a configuration
@@ -232,7 +232,7 @@ def _merged(scopes: list[Settings]) -> Settings:
 
 
 def _configuration(text: str, name: str, suffix: str) -> Mapping[Any, Any] | None:
-    """Return the mapping that a text is, in YAML, TOML or JSON; None if it is a log or a script."""
+    """Return the mapping in a text of YAML, TOML or JSON; None if it is a log or a script."""
     if suffix == ".toml" or _LOOKS_LIKE_TOML.search(text):
         try:
             return tomllib.loads(text)

@@ -34,12 +34,12 @@ class InLog:
 def is_megatron(settings: Settings) -> bool:
     """Return whether settings are about recompute or offload in Megatron's terms, or describe a model in them."""
     given = {name for name, value in settings.values.items() if value not in (None, False, (), [])}
-    # Names that only Megatron and what is built on it use.
+    # Names that only Megatron and its derivatives use.
     return bool(given & (set(_RECOMPUTE) | {"tensor_model_parallel_size", "pipeline_model_parallel_size"}))
 
 
 def findings(settings: Settings, log: InLog) -> Iterator[Finding]:
-    """Yield what the settings of one scope show.
+    """Yield the findings in the settings of one scope.
 
     Args:
         settings: for which `is_megatron` holds.
@@ -59,7 +59,7 @@ def findings(settings: Settings, log: InLog) -> Iterator[Finding]:
             yield _clash("setting", settings, problem, "ValueError")
     clashes = list(_clashes(settings, config, setting))
     yield from clashes
-    # Further findings depend on what the settings will be.
+    # Further findings depend on the corrected settings.
     if not clashes:
         yield from _modules(settings, config, log)
         yield from _layers(settings, config, setting)

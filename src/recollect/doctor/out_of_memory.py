@@ -89,16 +89,16 @@ def is_out_of_memory(line: str) -> bool:
 def findings(
     passage: Passage, *, length: object = 4096, is_checkpointing: bool = False, expandable: str = ""
 ) -> Iterator[Finding]:
-    """Yield what a message says: why memory ran out, and where.
+    """Yield the findings in a message: why memory ran out, and where.
 
     Args:
         passage: its line is the message.
         length: the length of a sequence, for the advice.
         is_checkpointing: whether the settings switch gradient checkpointing on.
-        expandable: the line that sets expandable segments, which leave few gaps; "" if there is none.
+        expandable: the line that sets expandable segments, which leave few gaps; "" without one.
 
     Yields:
-        One finding, of where it was or of why, whichever says more; and what other processes hold.
+        One finding about the place or the cause, whichever says more; and one about memory of other processes.
     """
     message = MemoryMessage.of(passage.line)
     if message is None:

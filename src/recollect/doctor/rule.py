@@ -144,14 +144,14 @@ class Rule:
     source: str
     """Where it was reported or documented."""
     certainty: Certainty = "certain"
-    """How much what it sees says."""
+    """The certainty of its evidence."""
     pattern: str = ""
-    """Regular expression of a line of a text that shows it, whose groups fill the {names}; "" if the rule goes by other
-    things."""
+    """Regular expression of a line of text that shows it; its groups fill the {names}; "" if the rule uses other
+    evidence."""
     near: str = ""
     """Regular expression that must be found in the lines around that one, too; "" is none."""
     frame: str = ""
-    """Regular expression of the frame of a traceback or stack in which it happens; "" if the rule goes by other things."""
+    """Regular expression of the frame of a traceback or stack in which it happens; "" if the rule uses other evidence."""
     fatal: bool = False
     """Whether a run ends by it."""
 

@@ -73,7 +73,7 @@ class LogNumbers:
             self.expandable = f"{place}: {line.strip()[:200]}"
 
     def findings(self) -> Iterator[Finding]:
-        """Yield what they show."""
+        """Yield the findings in them."""
         allocated, reserved, line = self._highest
         if reserved > _GAP_MATTERS * allocated > 0:
             mib = 2**20
@@ -114,7 +114,7 @@ class TextScan:
         return self._in_text.settings(self.name)
 
     def findings(self) -> Iterator[Finding]:
-        """Yield the findings in the text alone; `out_of_memory` handles what it says about memory."""
+        """Yield the findings in the text alone; `out_of_memory` handles its messages about memory."""
         for rule, (passage, values) in self._found.items():
             more = self._counts[rule] - 1
             evidence = [passage.quoted()]

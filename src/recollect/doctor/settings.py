@@ -39,7 +39,7 @@ _OTHER_NAMES = frozenset(
 KNOWN = _MEGATRON_NAMES | _OTHER_NAMES | frozenset(ALIASES)
 # Sections of Bridge's configuration and of Megatron-LM's YAML, whose names belong together.
 _SECTIONS = frozenset(("model", "language_model", "model_parallel", "train", "training", "dataset", "ddp"))
-# Settings of one thing, which mean nothing outside of it.
+# Settings of one section, which mean nothing outside of it.
 _PARTS = frozenset(("fsdp_config", "activation_checkpointing", "zero_optimization", "deepspeed_config"))
 _MOST_LEVELS = 12
 _MOST_SCOPES = 20  # a log that names more settings than so many runs can have is prose

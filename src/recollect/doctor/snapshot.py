@@ -73,7 +73,7 @@ class Snapshot:
 
 
 class _PlainUnpickler(pickle.Unpickler):
-    """Builds containers, numbers and texts; whatever needs a class or function is refused."""
+    """Builds containers, numbers and texts; refuses anything that needs a class or function."""
 
     def find_class(self, module: str, name: str) -> NoReturn:
         raise pickle.UnpicklingError(f"it needs {module}.{name}")
@@ -217,7 +217,7 @@ def _peak(live: Mapping[int, Block], trace: Sequence[Mapping[str, Any]]) -> tupl
 
 
 def _growth(event: Mapping[str, Any]) -> int:
-    """Return by how much an event changes what is allocated."""
+    """Return by how much an event changes the allocated bytes."""
     sign = {"alloc": 1, "free_completed": -1}.get(event.get("action", ""), 0)
     return sign * int(event["size"]) if sign else 0
 
@@ -238,7 +238,7 @@ def _with_stacks(alive: Mapping[int, Block], trace: Sequence[Mapping[str, Any]])
 
 
 def snapshot_findings(snapshot: Snapshot) -> Iterator[Finding]:
-    """Yield what a snapshot shows, gaps first."""
+    """Yield the findings in a snapshot, gaps first."""
     if (gaps := _gaps(snapshot)) is not None:
         yield gaps
     total = snapshot.peak_bytes

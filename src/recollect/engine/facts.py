@@ -243,7 +243,7 @@ class OpMode(TorchDispatchMode):
         self._fakes = fake_mode()
 
     def is_foreign(self) -> bool:
-        """Whether what runs is no part of the step, but a trial on fake tensors, as DTensors make before an op's first run."""
+        """Whether this is no part of the step but a trial on fake tensors, as DTensors make before an op's first run."""
         return fake_mode() is not self._fakes
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

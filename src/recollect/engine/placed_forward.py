@@ -203,7 +203,7 @@ class Applied:
 class PlanPerMicroBatch(PlacedForward):
     """Switches on, for each forward of a module, the forwards that one plan placed on the modules in it.
 
-    Nothing is moved while training runs: the forwards of all plans stay in place, one around the other, and those that are
+    Nothing changes while training runs: the forwards of all plans stay in place, one around the other, and those that are
     off pass calls through. Backward needs no turn, since each graph has the recipes of the plan that it was made under.
 
     Args:

@@ -168,7 +168,7 @@ class TapeState:
     Attributes:
         policy: asked once for each value name.
         settled: what to watch in modules that have run often enough to tell.
-        agreement: that of all ranks to drop the same, so that a collective may run again in all of them; None if there is none.
+        agreement: of all ranks to drop the same, so that collectives may run again in all of them; None if there is none.
         shards: how values are held as parts; None if they are not.
         offload: the state for offloaded values; None if there are none.
         may_offload: some values are offloaded, or may be later.

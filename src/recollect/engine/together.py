@@ -77,7 +77,7 @@ class Agreement:
             notes.leave(self.digest + (_NEEDS_ALL if self.needs_all else ""))
 
     def compare(self) -> None:
-        """Check, at the same point of the step in all ranks, that those of each group met run one plan, if they have to.
+        """Check, at the same point of the step in all ranks, that the ranks of each group met run one plan, if they must.
 
         Raises:
             PlanError: they have different plans, or some have none; with the same text in each that has one.

@@ -46,7 +46,7 @@ class LossCall:
 
 @dataclass(frozen=True)
 class _Recipe:
-    """How to compute the logits: the head's arguments, and what the model did to the result."""
+    """How to compute the logits: the head's arguments, and the model's operations on the result."""
 
     call: LossCall
     hidden: Tensor
@@ -85,7 +85,7 @@ class DeferredLogits(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Record what is done to the logits, or raise."""
+        """Record an operation on the logits, or raise."""
         kwargs = kwargs or {}
         name = getattr(func, "__name__", str(func))
         if func is F.cross_entropy:

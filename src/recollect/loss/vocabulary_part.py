@@ -45,7 +45,7 @@ class VocabularyPart:
     """Whether the gradient of the hidden states is yet to be summed over the ranks."""
 
     def together(self, greatest: Tensor, total: Tensor, at_target: Tensor, sums: Tensor | None) -> WholeVocabulary:
-        """Gather what each rank knows.
+        """Gather the facts of all ranks.
 
         Args:
             greatest: [tokens, 1], the largest logits of this rank.

@@ -1,4 +1,4 @@
-"""Measure how much memory is in use now, and what a CUDA device holds besides a step's tensors, as the step's budget counts it.
+"""Measure the memory in use now, and a CUDA device's memory besides a step's tensors, as the step's budget counts it.
 
 The peak on CUDA is `torch.cuda.max_memory_allocated`, which counts everything that this process has on the device: models
 outside the step, the workspaces that cuBLAS allocates through PyTorch when a thread first multiplies matrices, and the
@@ -41,16 +41,16 @@ def other_bytes(device: torch.device, tensors: Iterable[torch.Tensor]) -> int:
 
 
 def empty_cache(device: torch.device) -> None:
-    """Return cached blocks to the device, so that later reserved bytes are due to what runs later."""
+    """Return cached blocks to the device, so that bytes reserved later are due to later work."""
     if device.type == "cuda":
         gc.collect()
         torch.cuda.empty_cache()
 
 
 class OtherAllocations:
-    """Measures what a CUDA device holds besides a step's tensors while the step runs.
+    """Measures the bytes that a CUDA device holds besides a step's tensors while the step runs.
 
-    That is what it held before the first run, plus what runs leave behind, such as the workspaces of libraries.
+    These are the bytes held before the first run, plus those that runs leave behind, such as workspaces of libraries.
 
     Args:
         device: where the step runs.
@@ -80,7 +80,7 @@ class _MallInfo(ctypes.Structure):
 
 
 def held_now(device: torch.device) -> int | None:
-    """Return the bytes in use, which the allocator itself tells in microseconds; None where nothing tells.
+    """Return the bytes in use, which the allocator itself tells in microseconds; None if it does not.
 
     On the CPU these are all bytes from the C library, including PyTorch's tensors: only differences are meaningful.
 

@@ -1,4 +1,4 @@
-"""The memory of the host: how much there is in the machine, or the container that this process runs in; and mapped files."""
+"""The memory of the host: the size of that of the machine, or of this process's container; and mapped files."""
 
 import mmap
 import os
@@ -11,7 +11,7 @@ from recollect.byte_format import format_bytes
 from recollect.errors import ConfigError
 from recollect.quantities import parse_bytes
 
-# Where Linux says how much a group of processes may use: version 2 and 1 of its control groups.
+# Files in which Linux says how much a group of processes may use: version 2 and 1 of its control groups.
 _LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 _CHUNK_BYTES = 1 << 20
 
@@ -35,7 +35,7 @@ def check_host_budget(host_budget: int | str) -> None:
     """Check that this much host memory is available.
 
     Raises:
-        ConfigError: there is not.
+        ConfigError: it is not.
         QuantityError: it is no amount of bytes.
 
     Example:
@@ -51,12 +51,12 @@ def check_host_budget(host_budget: int | str) -> None:
 
 
 def mapped_file(nbytes: int) -> torch.Tensor:
-    """Return bytes of a temporary file that has no name, so that nothing is left of it however the process ends.
+    """Return bytes of a temporary file that has no name, so that nothing of it remains, however the process ends.
 
     The operating system can write its pages out to disk, unlike the pages of other memory.
 
     Raises:
-        OSError: there is no room for it.
+        OSError: the disk has no room for it.
 
     Example:
         >>> mapped_file(100).shape

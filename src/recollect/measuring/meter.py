@@ -30,7 +30,7 @@ _measuring: ContextVar[bool] = ContextVar("recollect_measuring", default=False)
 
 @dataclass(frozen=True, kw_only=True)
 class PeakMeasurement(Generic[T]):
-    """What `measure_peak` found.
+    """The result of `measure_peak`.
 
     Attributes:
         device: the device that was measured, such as "cpu" or "cuda:0".
@@ -43,7 +43,7 @@ class PeakMeasurement(Generic[T]):
         fragmentation_bytes: on CUDA, `peak_reserved_bytes` minus the most bytes alive: free blocks that were too small or in
             the wrong place, and blocks cached before the call; None on the CPU.
         num_events: on the CPU, the number of allocations in the call and of their frees; None on CUDA.
-        result: what the callable returned.
+        result: the callable's result.
     """
 
     device: str
@@ -84,11 +84,11 @@ def measure_peak(
     Args:
         fn: a callable without arguments, such as one training step. It is called once.
         device: a CPU or CUDA device. Default: the current CUDA device if this process has used CUDA, else the CPU.
-        baseline_bytes: bytes to count as alive at the start. Default: on CUDA what is allocated; on the CPU the
+        baseline_bytes: bytes to count as alive at the start. Default: on CUDA the allocated bytes; on the CPU the
             storages of all tensors that Python can reach.
 
     Returns:
-        The peak, the bytes alive before and after, and what `fn` returned.
+        The peak, the bytes alive before and after, and the result of `fn`.
 
     Raises:
         MeterError: inside another measurement; on the CPU, under another profiler; another kind of device.
@@ -134,7 +134,7 @@ def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
         Bytes. Views of one storage count it once, and whole.
 
     Raises:
-        MeterError: a tensor has no storage and does not say what it consists of.
+        MeterError: a tensor has no storage and does not tell its inner tensors.
 
     Example:
         >>> import torch
@@ -249,7 +249,7 @@ def peak_on_cpu() -> Iterator[list[int]]:
 
 @contextmanager
 def _traced(before: Deaths) -> Iterator[list[tuple[int, int]]]:
-    """Trace the CPU's allocator, and deaths of what was there before; yields a list, which has all events after the block."""
+    """Trace the CPU's allocator, and deaths of older storages; yields a list, which has all events after the block."""
     events, trace = list[tuple[int, int]](), AllocatorTrace()
     with quiet_allocator():
         trace.start()
@@ -261,12 +261,12 @@ def _traced(before: Deaths) -> Iterator[list[tuple[int, int]]]:
 
 
 class CpuOpPeaks:
-    """Measures what each op of a step needs, its results and the kernel's workspace together.
+    """Measures the bytes that each op of a step needs, its results and the kernel's workspace together.
 
     It splits the allocator's events of the whole step at marks: allocations of one byte before and after each op.
 
     Args:
-        adds_up: whether to look at all tensors that there are, for the peak of the step.
+        adds_up: whether to look at all existing tensors, for the peak of the step.
 
     Attributes:
         step_bytes: most bytes alive in the step, of all tensors that Python can reach; 0 unless `adds_up`.

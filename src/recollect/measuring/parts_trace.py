@@ -1,4 +1,4 @@
-"""Trace what a device's allocator does in each part of a piece of work, every allocation and free by its address."""
+"""Trace a device's allocator in each part of a piece of work, every allocation and free by its address."""
 
 import gc
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Time what runs on a device."""
+"""Time work on a device."""
 
 import time
 from collections.abc import Callable
@@ -21,7 +21,7 @@ def timed(
     """Run something on an idle device; return its result and the seconds until the device had finished it.
 
     On CUDA the time is between two events of the current stream: from when the device could have begun until it finished.
-    Elsewhere it is what the clock says.
+    Elsewhere it is the time of the clock.
     """
     wait_for(device)
     if device.type == "cuda":
@@ -37,7 +37,7 @@ def timed_work(run: Callable[[], T], device: torch.device) -> tuple[T, float]:
 
 
 def work_clock(device: torch.device) -> Callable[[], float]:
-    """Return the clock for what a device computes, which other programs disturb as little as possible.
+    """Return the clock for work on a device that other programs disturb least.
 
     Where a CPU works on one thread, that thread's processor time does not count when others had the core. It does not count
     waiting for other processes either, so where there are some this is the wall clock, as with several threads.

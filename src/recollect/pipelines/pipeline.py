@@ -226,7 +226,7 @@ class Pipeline:
     def _receives(
         self, number: int, some: Set[PipelineAction], by_piece: Callable[..., tuple[PipelineAction, ...]]
     ) -> Iterator[tuple[PipelineAction, PipelineAction]]:
-        """Yield what a rank receives early, as (the action that needs it, the one before which its buffer is made)."""
+        """Yield early receives of a rank, as (the action that needs one, the action before which its buffer is made)."""
         order = self.schedule.ranks[number]
         for needed, before in self.schedule.receives[number] if self.schedule.receives else ():
             # The first stage's gradient is for its whole backward.

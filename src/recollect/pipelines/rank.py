@@ -138,8 +138,8 @@ def _is_at_least(other: dict[_Place, int], one: dict[_Place, int]) -> bool:
 class Buffers:
     """Buffers that stages exchange when allocated as needed; each lives until its last holder releases it.
 
-    A holder is a micro-batch in a stage, from forward to the end of its backward; the loss, of the last stage's input, to
-    whose graph that belongs until the step ends; or the loop, of an output that it has sent and that has not arrived yet:
+    A holder is a micro-batch in a stage, from forward to the end of its backward; the loss, whose graph
+    has the last stage's input until the step ends; or the loop, which holds an output that it sent until that arrives:
     GPipe's until all forwards are done, that of 1F1B until it sends the next, or goes backward.
 
     Args:

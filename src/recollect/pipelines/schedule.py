@@ -60,8 +60,8 @@ class PipelineSchedule:
         loop: which of torch's loops runs them, or one that holds as much.
         as_needed: whether a rank receives into buffers that it makes when it needs them, and releases an output that
             has arrived, as torch does since 2.15; before, it has buffers for all micro-batches from the beginning.
-        receives: of each rank: what is received earlier than right before its action, as (the action, the one before which its
-            buffer is made); only where that is as needed.
+        receives: of each rank: receives earlier than right before their action, as (the action, the one before which the
+            buffer is made); only with `as_needed`.
         return_outputs: whether a step returns the last stage's outputs of all micro-batches, as torch's does by default; it
             then holds the outputs of all of them, and puts them together at the end.
 
@@ -212,7 +212,7 @@ def schedule_of(schedule: Any) -> PipelineSchedule:
     if isinstance(schedule, PipelineSchedule):
         return schedule
     kind = type(schedule).__name__
-    # What these two run is written in their loops; their lists, made for drawing, have the last rank's warm-up one too long.
+    # The order of these two is written in their loops; in their lists, made for drawing, the last rank's warm-up is too long.
     single = {"ScheduleGPipe": PipelineSchedule.gpipe, "Schedule1F1B": PipelineSchedule.one_f_one_b}.get(kind)
     is_torch = single is not None or hasattr(schedule, "pipeline_order")
     as_needed = False

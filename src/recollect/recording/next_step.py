@@ -248,7 +248,7 @@ def with_copies(profile: Profile) -> Profile:
 
 
 def _held(profile: Profile, recorded: Sequence[Event]) -> Iterator[tuple[tuple[int, int], int, int | None]]:
-    """Yield what the model holds into backward: from where no unit's forward reads it, and where it dies, if it does."""
+    """Yield what the model holds into backward, with the place after its last read in a forward, and its death, if any."""
     returns: dict[int, int] = {}
     ends: dict[tuple[int, int], int] = {}
     read: dict[tuple[int, int], int] = {}

@@ -1,6 +1,6 @@
 """Objects attached to storages while a step is recorded, which log their deaths and fillings.
 
-And the bytes of storages without trackers, which the step does not use, and holds a unit's call while it is recorded: its
+Also the bytes of storages without trackers, which the step does not use, and holds a unit's call while it is recorded: its
 values and ops, of which `assemble` makes a graph.
 """
 

@@ -69,7 +69,7 @@ class Findings:
 
 
 def state_after(module: nn.Module, device: torch.device) -> dict[str, torch.Tensor]:
-    """Copy what a run may have changed besides gradients: buffers, and the random generators of the CPU and the device."""
+    """Copy the state that a run may change: buffers, and the random generators of the CPU and the device."""
     state = {f"buffer {name}": buffer.detach().clone() for name, buffer in module.named_buffers()}
     state["random generator"] = torch.random.get_rng_state()
     if device.type == "cuda":

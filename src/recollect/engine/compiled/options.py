@@ -30,7 +30,7 @@ def compile_options(plan: Plan) -> dict[str, Any]:
             plan computes the loss in chunks.
 
     Warns:
-        PlanMismatchWarning, when it is compiled: the code does not compute what the plan names; or the plan cannot be carried
+        PlanMismatchWarning, when it is compiled: the code lacks a value that the plan names; or the plan cannot be carried
             out, and PyTorch decides. Where a cache on disk has the code, there is none.
 
     Example:

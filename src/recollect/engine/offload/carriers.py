@@ -203,7 +203,7 @@ class _Registered(mmap.mmap):
 
 
 CARRIERS: dict[str, Callable[[], Carrier]] = {"cpu": ThreadCarrier}
-"""The one place to register a carrier, by the type of the device, for whatever streams of PyTorch's accelerator do not suit."""
+"""The one place to register a carrier, by the type of the device, if streams of PyTorch's accelerator do not suit it."""
 
 
 def carrier_for(device: torch.device) -> Carrier:

@@ -43,7 +43,7 @@ def keep_freed_memory() -> bool:
     """Make glibc keep freed memory, and return whether that was possible.
 
     By default glibc returns the memory of each large tensor to the kernel, and the next tensor faults it in again, zeroed.
-    Measured times would then contain page faults, and more of them the more often a step allocates.
+    Measured times would then contain page faults, more of them in steps that allocate more often.
     """
     if not sys.platform.startswith("linux") or platform.libc_ver()[0] != "glibc":
         return False

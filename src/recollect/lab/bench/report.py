@@ -86,7 +86,7 @@ def result_table(results: BenchResults, width: int | None = None) -> Table:
 
 
 def _width(heads: list[str], rows: list[list[str]]) -> int:
-    """Return how wide a table is whose headings may be broken between words."""
+    """Return the width of a table whose headings may be broken between words."""
     widths = [max(len(text) for text in (*head.split(), *texts)) for head, *texts in zip(heads, *rows, strict=True)]
     return sum(widths) + _BORDER * len(widths) + 1
 

@@ -86,7 +86,7 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class BenchResults:
-    """The results of all settings, and what they depend on."""
+    """The results of all settings, and the conditions that they depend on."""
 
     workload: Mapping[str, Any]
     """The model and the step; only results of the same workload are comparable."""
@@ -228,7 +228,7 @@ def compared(results: BenchResults, golden: BenchResults, *, path: Path, thresho
     """Return the results with each setting compared with its golden result.
 
     A setting without a golden result of its name is compared with the golden reference, as the recipes of Megatron-Bridge
-    compare every experiment with the one golden value of the workload.
+    compare every experiment with the single golden value of the workload.
 
     Args:
         results: the new results.

@@ -18,7 +18,7 @@ _SPELLINGS = "'none', 'selective core_attn,layernorm', 'full uniform 4', 'full b
 
 @dataclass(frozen=True)
 class Setting:
-    """What to recompute."""
+    """The values to recompute."""
 
     fields: Mapping[str, Any]
     """As in a settings file: `memory_budget`, bytes or a percentage of the peak without recompute; or Megatron's names, of

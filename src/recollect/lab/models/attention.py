@@ -276,7 +276,7 @@ def _last_positions(q_BTHC: Tensor, k_BSKC: Tensor) -> Tensor:
 
 def bias_of_last_positions(num_queries: int, num_keys: int) -> Tensor:
     """Return the arguments that align the queries with the last positions, for kernels that need no mask for it."""
-    # Of what an op of a dispatch mode returns, such as a recording's, PyTorch makes no tensor of another class.
+    # Results of ops under a dispatch mode, such as a recording's, do not become tensors of another class.
     with disable_torch_dispatch():
         # `causal_lower_right` would set memory aside for a mask, 32 GiB for 16,384 of 262,144 positions.
         bias: CausalBias = CausalBias.__new__(CausalBias)

@@ -201,7 +201,7 @@ class TransformerConfig:
         """Tell whether a layer has experts instead of a dense MLP.
 
         Args:
-            layer: from 0; from `num_layers` on, the layers of multi-token prediction, which are like the last one.
+            layer: from 0; from `num_layers` on, those of multi-token prediction, which are like the last one.
         """
         if self.num_moe_experts is None:
             return False

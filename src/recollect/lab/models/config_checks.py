@@ -9,7 +9,7 @@ FP8_FIELDS = (
     *("fp8", "fp8_recipe", "fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo", "fp8_emulated"),
     *("first_last_layers_bf16", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"),
 )
-"""`fp8`, and the fields that say more about it."""
+"""`fp8`, and the fields with its details."""
 
 _NOT_NEGATIVE = (
     *("init_method_std", "moe_router_bias_update_rate", "moe_aux_loss_coeff", "mtp_loss_scaling_factor"),
@@ -112,7 +112,7 @@ def _check_groups(config: Any, experts: int) -> None:
 
 
 def check_fp8(config: Any) -> None:
-    """Check the fields about 8-bit products, and the sizes that the recipe has to divide."""
+    """Check the fields for 8-bit products, and the sizes that the recipe's blocks have to divide."""
     if config.fp8 is None:
         for name in FP8_FIELDS[1:]:
             if getattr(config, name) != getattr(type(config), name):

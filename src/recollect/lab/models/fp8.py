@@ -1,4 +1,4 @@
-"""Matrix products in 8 bits, by four recipes; saved for backward are the casts, one byte an element, not what was cast.
+"""Matrix products in 8 bits, by four recipes; backward reads the saved casts, one byte per element, not the originals.
 
 | recipe | blocks with a scale: input, gradient | weight | scales | in backward |
 |---|---|---|---|---|
@@ -8,9 +8,9 @@
 | mxfp8 | 1 x 32 | 1 x 32 | E8M0, powers of two | both cast along the other dimension |
 
 Blocks lie along the dimension that a product sums over, and backward sums over others than forward: over the tokens for the
-gradient of a weight, over the output channels for that of an input. So forward casts twice what it and backward need in blocks
-of different directions, and drops the first cast: one byte an element is saved in every recipe. That Transformer Engine saves
-as much is from memory, and was not checked against its code. Where one byte is what a plan wants, the cast is a value like any
+gradient of a weight, over the output channels for that of an input. So where forward and backward need blocks
+of different directions, forward casts twice and drops the first cast: every recipe saves one byte per element. That Transformer
+Engine saves as much is from memory, not checked against its code. For a plan, the cast is a value like any
 other: it may be kept, or run again from the 16 bits before it.
 
 Definitions follow Transformer Engine's recipes DelayedScaling, Float8CurrentScaling, Float8BlockScaling and
@@ -43,7 +43,7 @@ _BLOCKS = {"blockwise": 128, "mxfp8": 32}
 _TYPES, _SWIZZLES = F.ScalingType, F.SwizzleType
 # The compute capabilities with kernels, first and last.
 _CAPABILITIES = {"delayed": (8.9, 99.0), "tensorwise": (8.9, 99.0), "blockwise": (9.0, 9.9), "mxfp8": (10.0, 99.0)}
-# By number, since a Function that gets a module cannot run again: a module may be another one by then. These only say
+# By number, since a Function that gets a module cannot run again: the module may have changed by then. These only say
 # how to multiply; backward reads their changing parts. Copies of a module have numbers of their own.
 _numbers: weakref.WeakKeyDictionary[Fp8Product, int] = weakref.WeakKeyDictionary()
 _products: weakref.WeakValueDictionary[int, Fp8Product] = weakref.WeakValueDictionary()
@@ -94,7 +94,7 @@ class Fp8Product(nn.Module):
             ends_E: for experts, where the rows of each end, multiples of `multiple`.
 
         Raises:
-            DataError: tokens or channels are no multiple of what the recipe needs.
+            DataError: tokens or channels are no multiple of the recipe's block size.
             HardwareError: the device has no kernel for the recipe.
         """
         sizes = {"tokens": len(x_NI), "input channels": weight.shape[-1], "output channels": weight.shape[-2]}
@@ -122,7 +122,7 @@ class Fp8Product(nn.Module):
             tensor: [N, C], or weights of linear layers.
             role: "input", "weight" or "gradient".
             expert_N: see `forward`; None also for weights.
-            is_recorded: whether the histories of delayed scaling take note.
+            is_recorded: whether the histories of delayed scaling record it.
         """
         dtype = self.dtypes[role]
         if self.block is not None:
@@ -199,7 +199,7 @@ class _Product(torch.autograd.Function):
 
 @functools.cache
 def check_kernel(recipe: str, device: torch.device | None, *, is_grouped: bool = False) -> None:
-    """Check that PyTorch has a kernel for a recipe, and a CUDA device as well; None: a device that is not here.
+    """Check that PyTorch, and a CUDA device, have a kernel for a recipe; None: a device that is not here.
 
     Raises:
         HardwareError: one of them has none.

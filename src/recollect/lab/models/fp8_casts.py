@@ -72,7 +72,7 @@ def cast(matrix: Tensor, multiplier: Tensor, dtype: torch.dtype, scale_dtype: to
 
 
 def multiplier_of(amax: Tensor, dtype: torch.dtype, *, margin: int = 0) -> Tensor:
-    """Return what makes the largest magnitude of a block the largest number of a format: `largest / amax`, in fp32.
+    """Return the factor that maps a block's largest magnitude to the largest number of a format: `largest / amax`, in fp32.
 
     1 where that magnitude is 0, infinite or nan.
 
@@ -103,7 +103,7 @@ def power_of_two_of(amax: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def is_usable(amax: Tensor) -> Tensor:
-    """Return where a scale can be found: not for zeros, nor for infinities and nans."""
+    """Return where a scale exists: not for zeros, infinities and nans."""
     return (amax > 0) & (amax < math.inf)
 
 
@@ -121,13 +121,13 @@ class DelayedScaling(nn.Module):
     the multiplier that is there; its largest magnitude becomes row 0 of the history; the multiplier is set from the largest
     row, or from row 0, and stays as it is where that is 0 or infinite; the history is rolled by -1, and its row 0 is zero.
 
-    That is what Transformer Engine does when an outermost `autocast` ends, which Megatron opens once for each micro-batch, and
+    Transformer Engine does this when an outermost `autocast` ends, which Megatron opens once for each micro-batch, and
     when a backward ends (`nvte_delayed_scaling_recipe_amax_and_scale_update`, recipe.h, release 2.8). It takes the largest
     magnitude over the ranks of a group; this does not.
 
-    What casts has a copy of the multiplier, which is one of the values of its forward: whoever runs the cast again, after other
-    micro-batches have changed the multiplier, has the one that it was run with. A plan sees that copy and each update, and so
-    notices an update that is not of forward; it does not see, and never runs again, what happens to the history.
+    Each cast has a copy of the multiplier, which is one of the values of its forward: a rerun of the cast, after other
+    micro-batches have changed the multiplier, uses the same one. A plan sees that copy and each update, and so
+    notices an update outside of forward; it does not see, and never runs again, updates of the history.
 
     Args:
         config: a model with `fp8`.

@@ -223,7 +223,7 @@ class GPTModel(nn.Module):
             has no logits. A plan sets it.
         sequence: this rank's part of each sequence; tokens and labels are whole all the same.
         sequence_ranks: among how many ranks the residual stream is split along the sequence.
-        cross_entropy: from logits and labels [B, T] to the loss, a scalar; another one where logits are split over ranks.
+        cross_entropy: from logits and labels [B, T] to the loss, a scalar; a different one where logits are split over ranks.
         vocabulary_group: these ranks, if they are.
 
     Example:

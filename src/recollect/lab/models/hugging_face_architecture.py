@@ -140,7 +140,7 @@ class Architecture:
     words: Mapping[str, str] = field(default_factory=dict)
     """Our activations by their words; of two words for one, the first is written."""
     read_more: Callable[[Mapping[str, Any], Mapping[str, Any]], dict[str, Any]] = lambda _fields, _ours: {}
-    """Reads what no table above can, from their fields and ours so far."""
+    """Reads fields that no table above describes, from their fields and ours so far."""
     write_more: Callable[[TransformerConfig], dict[str, Any]] = lambda _config: {}
     """The reverse."""
     ignored: str = ""
@@ -152,9 +152,9 @@ class Architecture:
     is_transposed: bool = False
     """Whether the columns of their linear layers' matrices are our rows."""
     also: Mapping[str, str] = field(default_factory=dict)
-    """Tensors that may be there in place of the others, by ours."""
+    """Tensors that may replace the others, by ours."""
     copies: Mapping[str, str] = field(default_factory=dict)
-    """Second copies of tensors in each layer of multi-token prediction, by ours."""
+    """Duplicates of tensors in each layer of multi-token prediction, by ours."""
 
     def rules(self, config: TransformerConfig) -> Iterator[WeightRule]:
         """Yield a rule for each tensor of a model, in layer order, then the rules for copies."""

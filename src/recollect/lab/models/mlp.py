@@ -211,7 +211,7 @@ def aligned_rows(expert_S: Tensor, ends_E: Tensor, multiple: int) -> tuple[Tenso
     Args:
         expert_S: the expert of each row, sorted.
         ends_E: where the rows of each expert end.
-        multiple: of what.
+        multiple: the number that each expert's rows have to be a multiple of.
 
     Returns:
         The place of each row; the row of each place, S if none; the expert of each place; each expert's last place.

@@ -34,7 +34,7 @@ class RouterStatistics(NamedTuple):
 
 
 class Routing(NamedTuple):
-    """Where the tokens of a forward go."""
+    """The routes of the tokens of a forward."""
 
     experts_NJ: Tensor
     """The chosen experts, int64."""
@@ -59,7 +59,7 @@ class TopKRouter(nn.Module):
             without `moe_router_enable_expert_bias`.
         tokens_per_expert: [E], int64; tokens counted since the last `update_expert_bias`. None without a bias.
         sequence: this rank's part of each sequence.
-        weight_of_all: maps the weight to the one this rank multiplies by, where others route other tokens of a batch.
+        weight_of_all: maps the weight to the one that this rank uses, where other ranks route other tokens of a batch.
         counts_of_all: maps this rank's counts to those of all ranks, where they have batches of their own.
 
     References:
@@ -169,7 +169,7 @@ class TopKRouter(nn.Module):
             return None
         topk = self.config.moe_router_topk
         if self.expert_bias is not None or self.config.moe_router_num_groups is not None:
-            # The loss counts what the scores alone would choose.
+            # The loss counts the choices by scores alone.
             experts_NJ = scores_BTE.detach().flatten(0, 1).topk(topk, dim=-1).indices
         is_chosen_BTE = self._is_chosen(experts_NJ).unflatten(0, scores_BTE.shape[:2])
         if kind == "aux_loss":

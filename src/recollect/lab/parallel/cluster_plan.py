@@ -27,19 +27,19 @@ class RankUse:
     """Memory that a rank of the pipeline needs in a step."""
 
     stages: tuple[int, ...]
-    """That it runs."""
+    """The stages that it runs."""
     peak_bytes: int
-    """The most that it holds."""
+    """The most bytes that it holds."""
     held_bytes: Mapping[str, int]
-    """Of that, its "parameters", "gradients" and "optimizer_state"."""
+    """Those of its "parameters", "gradients" and "optimizer_state"."""
     compute_s: float
     """Seconds of forward and backward."""
     recompute_s: float
-    """What its plans add."""
+    """Seconds that its plans add."""
     communication_s: Mapping[str, float]
     """Collectives by axis; those for "data" parallelism overlap with computation."""
     waiting_s: float
-    """The pipeline's bubble: for other stages, and for what they send."""
+    """The pipeline's bubble: seconds of waiting for other stages and their messages."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -47,7 +47,7 @@ class ClusterPlan:
     """Plans for a step on a cluster."""
 
     step: ClusterStep
-    """What was planned."""
+    """The planned step."""
     stages: RecordedStages
     """Its record."""
     planned: PipelinePlan
@@ -183,7 +183,7 @@ def plan_cluster(step: ClusterStep, budget: int | str, *, chooses_split: bool = 
 def _use(step: ClusterStep, stages: RecordedStages, planned: PipelinePlan, rank: int) -> RankUse:
     own = planned.schedule.stages_of(rank)
     halves = stages.split_profiles
-    # With the backward that a stage runs, most of it if there are both.
+    # With the backward that a stage runs, or runs most if it runs both kinds.
     own_s = {
         stage: (halves if halves and planned.schedule.backwards_of(stage) == {INPUT} else stages.profiles)[stage].step_s
         for stage in own
@@ -217,7 +217,7 @@ def choose_split(step: ClusterStep, budget: int | str) -> PipelineSplit:
 
     Args:
         step: its layout says how many stages there are.
-        budget: of each device; a percentage is of what the fullest rank needs without recompute, with as many layers in
+        budget: of each device; a percentage is of the fullest rank's peak without recompute, with as many layers in
             each stage.
 
     Raises:
@@ -254,7 +254,7 @@ def with_split(step: ClusterStep, sizes: Sequence[int]) -> ClusterStep:
 
 
 def plan_cluster_with_chunks(step: ClusterStep, budget: int | str, *, chooses_split: bool = False) -> ClusterPlan:
-    """Plan a step with as few chunks of the loss as take no longer than more of them; see `fewest_chunks`.
+    """Plan a step with the smallest number of loss chunks that is as fast as larger numbers; see `fewest_chunks`.
 
     Args:
         step: its own number of chunks does not matter.

@@ -1,4 +1,4 @@
-"""A training step on a cluster that is not there: the schedule of its pipeline, and a record of each distinct stage.
+"""A training step on a cluster that does not exist: the schedule of its pipeline, and a record of each distinct stage.
 
 The schedule is torch's or Megatron's. A stage is recorded as one of its ranks runs it.
 """
@@ -33,7 +33,7 @@ from recollect.recording.restored_state import gathered_stage
 from recollect.warning import warn_user
 
 Axis = Literal["tensor", "context", "expert", "data"]
-"""Along which ranks communicate. Where two axes have the same ranks, communication of both counts for the first."""
+"""The axes along which ranks communicate. Where two have the same ranks, communication of both counts for the first."""
 
 # Megatron's mixed precision: bf16 weights; gradients, master weights and AdamW's two moments in fp32.
 _WIDE_BYTES = 4
@@ -47,7 +47,7 @@ class ClusterStep:
     config: TransformerConfig
     """The whole model."""
     layout: DeviceLayout
-    """How it is spread."""
+    """Its layout over devices."""
     cluster: Cluster
     """The devices and their links."""
     micro_batch_size: int = 1
@@ -59,12 +59,12 @@ class ClusterStep:
     dtype: Literal["fp32", "bf16"] = "bf16"
     """Of weights and activations; with bf16, gradients, master weights and moments are fp32."""
     sharding: Sharding = "none"
-    """What data parallelism shares."""
+    """The state that data parallelism shares."""
     pipeline_engine: Literal["torch", "megatron"] = "torch"
-    """As "torch" it receives into buffers for all micro-batches and holds what it sent as torch's schedules do; as "megatron"
-    it frees what it received and sent."""
+    """"torch" receives into buffers for all micro-batches and holds sent tensors, as torch's schedules do; "megatron"
+    frees received and sent tensors."""
     holds_parts: bool = False
-    """Plans may have the ranks of tensor parallelism hold parts of what is the same on all of them."""
+    """Plans may have the ranks of tensor parallelism hold parts of values that are the same on all of them."""
     loss_chunks: int = 1
     """Number of parts in which the last stage computes LM head and loss."""
 
@@ -184,7 +184,7 @@ def _record_stage(
         if model.is_last and not model.is_first and model.mtp is not None:
             batch["tokens"] = tokens
         axes = {axis: step.group(axis, number) for axis in get_args(Axis)}
-        # Of experts there are fewer replicas.
+        # Experts have fewer replicas.
         replicas = step.group("replicas", number)
         groups = {replicas: "data"} | {ranks: axis for axis, ranks in reversed(axes.items())}
         hidden = (
@@ -273,7 +273,7 @@ def schedule_of_step(step: ClusterStep) -> PipelineSchedule:
     """Return the schedule of a step; by default 1F1B, interleaved where a rank has several stages.
 
     Raises:
-        ConfigError: micro-batches that the schedule does not take; a schedule that Megatron has not, with its engine.
+        ConfigError: micro-batches that the schedule does not take; a schedule that Megatron lacks, with its engine.
         RecordError: this process is part of a real process group, and torch has to write the schedule.
     """
     layout = step.layout
@@ -313,7 +313,7 @@ def torch_schedule(layout: DeviceLayout, *, num_stages: int, num_micro_batches: 
         num_micro_batches: the number of micro-batches in a step.
 
     Raises:
-        ConfigError: torch takes no such number of stages or micro-batches.
+        ConfigError: torch does not take this number of stages or micro-batches.
         RecordError: this process is part of a real process group.
 
     Example:
@@ -325,7 +325,7 @@ def torch_schedule(layout: DeviceLayout, *, num_stages: int, num_micro_batches: 
     assert name is not None
     made = get_schedule_class(name)
     with fake_process_group(0, ranks):
-        # The order does not depend on what the stages compute.
+        # The order does not depend on the stages' work.
         stages = [
             PipelineStage(nn.Identity(), stage, num_stages, torch.device("cpu"))
             for stage in range(num_stages)

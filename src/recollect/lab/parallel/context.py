@@ -85,7 +85,7 @@ class SequencePart(WholeSequence):
         return torch.cat((chunks[self.rank], chunks[-1 - self.rank]), dim=-1)
 
     def loss(self, mean: Tensor, labels_BT: Tensor) -> Tensor:
-        """Weigh the mean over this rank's labels by how many of all labels these are."""
+        """Weight the mean over this rank's labels by their share of all labels."""
         counted_BT = labels_BT != IGNORE_INDEX
         num_own = self.own(counted_BT).sum()
         # The mean over no labels is nan.
@@ -96,7 +96,7 @@ class SequencePart(WholeSequence):
         return _Mean.apply(loss, self.group)  # type: ignore[no-untyped-call]
 
     def counts(self, counts_BE: Tensor) -> Tensor:
-        """Return the sum of what each rank counted."""
+        """Return the sum of the ranks' counts."""
         return summed(counts_BE, self.group)
 
 

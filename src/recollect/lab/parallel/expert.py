@@ -1,7 +1,7 @@
 """Expert parallelism: the ranks of a mesh, each with its own batch, share the experts of a layer, and exchange rows.
 
 Each rank sends every row to the rank that has its expert, and gets the result back (Lepikhin et al. 2020, arXiv 2006.16668).
-How many rows go where depends on the batch: ranks tell each other first.
+The numbers of rows depend on the batch: ranks exchange them first.
 
 Shape legend: E experts   R ranks   X = E / R experts of a rank   D hidden_size
     S rows of this rank's tokens, one for each token and chosen expert   P rows for this rank's experts, from all ranks
@@ -30,11 +30,11 @@ def expert_parallel(model: GPTModel, mesh: DeviceMesh, *, balanced: bool = False
             each rank has some channels of some experts. Changed in place. Each rank passes its own batch.
         mesh: one-dimensional: some ranks of data and context parallelism; with tensor parallelism another dimension of its
             mesh.
-        balanced: assume that each rank sends as many rows to each other; for fake tensors, whose routes nobody knows.
+        balanced: assume that each rank sends equally many rows to each other; for fake tensors, whose routes are unknown.
 
     Returns:
         The model. Experts are DTensors, shared along their first dimension. Their gradients are sums over the ranks;
-        other gradients cover this rank's batch. `data_parallel` makes means of both.
+        other gradients cover this rank's batch. `data_parallel` averages both.
 
     Raises:
         ConfigError: no experts, or no multiple of the ranks; `mesh` is that of tensor parallelism, or part of another; in
@@ -83,7 +83,7 @@ class ExchangedExperts(Experts):
         self.train(experts.training)
 
     def forward(self, x_SD: Tensor, probabilities_S: Tensor, expert_S: Tensor, ends_E: Tensor) -> Tensor:
-        """Return the result of `Experts.forward`, wherever the expert of a row is."""
+        """Return the result of `Experts.forward`, with each row's expert on any rank."""
         counts_E = ends_E.diff(prepend=ends_E.new_zeros(1))
         equal = [len(ends_E) // self.ranks] * self.ranks
         counts_RX = exchanged_rows(counts_E, equal, equal, self.group).unflatten(0, (self.ranks, -1))
@@ -129,7 +129,7 @@ class SharedGroups(GroupedLinear):
     """Multiplies by this rank's part.
 
     Args:
-        whole: all of it, with the same weights on all ranks, or on the meta device; or what ranks of another mesh share.
+        whole: all of it, with the same weights on all ranks, or on the meta device; or a part shared by another mesh's ranks.
         mesh: the ranks that share it.
         dim: of the weights [groups, output channels, input channels], and of the biases, the one that is cut into parts.
     """

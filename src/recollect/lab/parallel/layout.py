@@ -1,4 +1,4 @@
-"""The layout of a model over devices: its sizes, what they must divide, and the flags that set them.
+"""The layout of a model over devices: its sizes, the numbers that they must divide, and the flags that set them.
 
 The flags are Megatron's, for `recollect plan` and `recollect train`. Imports no torch.
 """
@@ -31,7 +31,7 @@ _FLAGS = (
 class DeviceLayout(PipelineLayout):
     """The sizes of a layout, with Megatron's names; ranks are numbered with tensor innermost, then context, data, pipeline.
 
-    `PipelineLayout` says what else there is about the pipeline.
+    `PipelineLayout` has the other facts about the pipeline.
 
     Raises:
         ConfigError: a size below 1, sequence parallelism without tensor parallelism, or whole experts without it.
@@ -53,7 +53,7 @@ class DeviceLayout(PipelineLayout):
     """Ranks that share each expert: as many as share each matrix, also if None; or 1, so that the ranks of tensor are among
     those that share the experts of a layer."""
     sequence_parallel: bool = False
-    """Whether what is between the matrices is split along the sequence, by the ranks of `tensor`."""
+    """Whether the ranks of `tensor` split tensors between the matrices along the sequence."""
 
     def __post_init__(self) -> None:
         for name in (*_AXES, "expert_model_parallel_size"):
@@ -275,10 +275,10 @@ class ParallelFlags:
         return replace(self, expert_model_parallel_size=1, expert_tensor_parallel_size=None).layout()
 
     def layout_of(self, world_size: int) -> DeviceLayout:
-        """Return the layout of some number of processes; data parallelism has what the other sizes leave.
+        """Return the layout of some number of processes; data parallelism gets the ranks that the other sizes leave.
 
         Raises:
-            ConfigError: they are no multiple of what one model takes; or as `layout`.
+            ConfigError: they are no multiple of one model's devices; or as `layout`.
         """
         each = self.layout_of_one().num_devices
         if world_size % each:

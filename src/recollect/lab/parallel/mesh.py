@@ -1,4 +1,4 @@
-"""The device mesh of a layout: which ranks share what, and how they share a model."""
+"""The device mesh of a layout: the groups of ranks that share something, and how they share a model."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -82,7 +82,7 @@ def share_model(model: GPTModel, layout: DeviceLayout, mesh: LayoutMesh, *, bala
     Args:
         model: the whole model, or a stage of a pipeline; changed in place.
         layout: the mesh's layout.
-        mesh: what to share it among.
+        mesh: the ranks to share it among.
         balanced: see `expert_parallel`.
     """
     if layout.tensor_model_parallel_size > 1:

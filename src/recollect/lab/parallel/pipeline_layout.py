@@ -26,7 +26,7 @@ _SCHEDULE: Final = "pipeline_parallel_schedule"
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineLayout:
-    """The part of a layout that is about its pipeline."""
+    """The part of a layout that describes its pipeline."""
 
     pipeline_model_parallel_size: int = 1
     """Ranks that share the layers, in order."""
@@ -42,7 +42,7 @@ class PipelineLayout:
     """The order in which ranks run their stages; None: 1F1B, interleaved where a rank has several."""
 
     def check_pipeline(self) -> None:
-        """Check what is known without a model.
+        """Check the facts that need no model.
 
         Raises:
             ConfigError: sizes that clash; names them.
@@ -82,7 +82,7 @@ class PipelineLayout:
         return min(stage, 2 * ranks - 1 - stage) if self.is_v_shaped else stage % ranks
 
     def num_stages(self, num_layers: int) -> int:
-        """Return the stages of all ranks, where layers need not divide: virtual ones are as large as asked for on average.
+        """Return the stages of all ranks, where layers need not divide: virtual ones have the requested size on average.
 
         Example:
             >>> PipelineLayout(pipeline_model_parallel_size=2, num_layers_per_virtual_pipeline_stage=2).num_stages(9)
@@ -152,10 +152,10 @@ class PipelineLayout:
             )
 
     def check_only_split(self, split: object, others: Sequence[str]) -> None:
-        """Check that other fields leave it to a split how many layers stages have.
+        """Check that no other field than a split sets the layers of stages.
 
         Raises:
-            ConfigError: they say it, too.
+            ConfigError: another field sets them, too.
         """
         if given := {name: getattr(self, name) for name in others if getattr(self, name) is not None}:
             clash({"pipeline_split": split, **given}, "both say how many layers stages have", "Leave one of them out.")

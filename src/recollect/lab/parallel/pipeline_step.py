@@ -51,7 +51,7 @@ class PipelineStep:
                 number,
                 num_stages,
                 device,
-                # With these no forward runs before the first step, which routers would count.
+                # With these, no forward that routers would count runs before the first step.
                 input_args=received(stage, shape),
                 output_args=torch.empty((), device="meta") if stage.is_last else _between(stage, shape),
                 group=mesh.get_group(),

@@ -54,7 +54,7 @@ class StageModel(GPTModel):
         """Run the stage.
 
         Args:
-            x: of the first stage, token ids [B, T]; of others, what the stage before returns, [B, T, D] or this rank's part
+            x: of the first stage, token ids [B, T]; of others, the output of the stage before, [B, T, D] or this rank's part
                 of it along the sequence.
             labels: [B, T]; of the last stage.
             tokens: [B, T] token ids; of a last stage with multi-token prediction, in training.
@@ -94,7 +94,7 @@ class StageModel(GPTModel):
         return _WithLoss.apply(x_BTD, loss)  # type: ignore[no-untyped-call]
 
     def note_router_loss(self, loss: Tensor) -> None:
-        """Take the losses of the routers of a stage before the last, a scalar, which no output has."""
+        """Take the losses, a scalar, of the routers of a stage before the last; no output includes them."""
 
 
 class _WithLoss(torch.autograd.Function):
@@ -246,7 +246,7 @@ def pipeline_rank(
         layers: the layers of each stage of the pipeline; stage s is of rank s mod `ranks`.
         rank: place of this rank in the pipeline.
         ranks: of the pipeline.
-        spread: what other parallelism does to each stage, in place.
+        spread: applies other parallelism to each stage, in place.
     """
     stages = {number: cut_stage(model, layers[number]) for number in range(rank, len(layers), ranks)}
     for stage in stages.values():

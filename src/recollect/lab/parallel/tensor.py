@@ -1,4 +1,4 @@
-"""Tensor parallelism: the ranks of a mesh share each matrix, and with sequence parallelism what is between them, too.
+"""Tensor parallelism: the ranks of a mesh share each matrix, and with sequence parallelism the tensors between matrices, too.
 
 As in Megatron (Shoeybi et al. 2019, arXiv 1909.08053; Korthikanti et al. 2022, arXiv 2205.05198, section 4.2): `linear_qkv` and
 `linear_fc1` are split by rows, by heads and by channels of the MLP; `linear_proj` and `linear_fc2` by columns; embedding and LM

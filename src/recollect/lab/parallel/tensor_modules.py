@@ -1,7 +1,7 @@
 """Modules that a tensor-parallel rank runs in place of the model's: its part of a sequence, of experts, or of the loss.
 
 Each rank has some channels of every expert, or whole ones for its part of a sequence.
-With some channels of every expert, and of the shared one, all ranks route all tokens alike. What they send through their parts
+With some channels of every expert, and of the shared one, all ranks route all tokens alike. Results of their parts
 of the experts are parts of a sum; so are the gradients of the tokens and of their weights.
 Where ranks share the experts, too, each sends all of these rows to the ranks with the same channels.
 
@@ -47,7 +47,7 @@ def interleaved(rows: Tensor, sizes: Sequence[int], ranks: int) -> Tensor:
 
 
 def whole_rows(rows: range, sizes: Sequence[int], ranks: int) -> list[range]:
-    """Return where some rows of what `interleaved` returns are in the whole matrix, in the same order.
+    """Return the places in the whole matrix of some rows of the result of `interleaved`, in the same order.
 
     Example:
         >>> whole_rows(range(1, 4), (4, 2), 2)  # of [0, 1, 10, 2, 3, 11]
@@ -67,19 +67,19 @@ def whole_rows(rows: range, sizes: Sequence[int], ranks: int) -> list[range]:
 
 
 def with_partial_gradient(tensor: Tensor, mesh: DeviceMesh, spread: Shard | Replicate | None = None) -> Tensor:
-    """Return the whole of a tensor, of whose gradient each rank has a part of the sum; backward adds these up.
+    """Return the whole of a tensor; each rank has a part of the sum that is its gradient, and backward adds these up.
 
     Args:
         tensor: the same on all ranks, or this rank's part of it.
         mesh: one-dimensional.
-        spread: which of both; None: the same on all ranks.
+        spread: which of the two; None: the same on all ranks.
     """
     whole = DTensor.from_local(tensor, mesh, [spread or Replicate()], run_check=False)
     return whole.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
 
 
 class SequenceLinear(Linear):
-    """Not a DTensor's product: of a batch of parts of sequences it would make a strided view that nothing can be saved of.
+    """Not a DTensor's product: for a batch of parts of sequences it would make a strided view that cannot be saved.
 
     Args:
         whole: the product; its parameters are taken over.
@@ -127,7 +127,7 @@ class SplitMoELayer(MoELayer):
     Args:
         whole: all of it; changed in place. The shared expert is `whole`'s, to be split like any MLP.
         mesh: the ranks.
-        between: how the residual stream is spread: whole on all ranks, or cut along the sequence.
+        between: the placement of the residual stream: whole on all ranks, or cut along the sequence.
     """
 
     def __init__(self, whole: MoELayer, mesh: DeviceMesh, between: Shard | Replicate) -> None:
@@ -169,7 +169,7 @@ class OwnPartMoELayer(MoELayer):
     As in Megatron with `--expert-tensor-parallel-size 1`: nothing is gathered for experts, and each row is exchanged once.
 
     Args:
-        whole: all of it; changed in place. `expert_parallel` shares its experts over ranks of which these are some; the shared
+        whole: all of it; changed in place. `expert_parallel` shares its experts over these ranks and others; the shared
             expert is to be split like any MLP.
         mesh: the ranks of sequence parallelism.
     """
@@ -177,7 +177,7 @@ class OwnPartMoELayer(MoELayer):
     def __init__(self, whole: MoELayer, mesh: DeviceMesh) -> None:
         nn.Module.__init__(self)
         self.router, self.experts, self.shared_experts = whole.router, whole.experts, whole.shared_experts
-        # Of whose gradient each rank finds what its tokens add.
+        # Each rank computes its tokens' share of the gradient.
         self.router.weight_of_all = partial(with_partial_gradient, mesh=mesh)
         self.mesh = mesh
         self.train(whole.training)

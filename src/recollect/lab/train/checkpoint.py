@@ -38,13 +38,13 @@ class Manifest:
     environment: dict[str, Any]
     """`environment()` of the first process."""
     layout: dict[str, Any]
-    """How the model was spread over the processes that wrote it."""
+    """The layout of the model over the processes that wrote it."""
     files: dict[str, list[int]]
     """Bytes and CRC-32 of each file, by name."""
 
 
 def environment() -> dict[str, Any]:
-    """Return what determines a run's bits besides its settings; a resumed run warns about differences."""
+    """Return the facts that determine a run's bits besides its settings; a resumed run warns about differences."""
     return {
         "torch version": str(torch.__version__),
         "numpy version": np.__version__,
@@ -69,7 +69,7 @@ def rng_state(device: torch.device) -> dict[str, Any]:
 
 
 def set_rng_state(state: dict[str, Any], device: torch.device) -> None:
-    """Restore what `rng_state` returned."""
+    """Restore the states that `rng_state` returned."""
     torch.set_rng_state(state["torch"])
     if device.type == "cuda" and state["cuda"] is not None:
         torch.cuda.set_rng_state(state["cuda"], device)
@@ -109,7 +109,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest | str:
-    """Return the manifest of a checkpoint, or what is wrong with it."""
+    """Return the manifest of a checkpoint, or its problem in words."""
     try:
         stored = json.loads((folder / _MANIFEST).read_text())
         content, crc = stored["content"], stored["crc"]
@@ -161,11 +161,11 @@ def check_identity(path: Path, stored: dict[str, Any], current: dict[str, Any]) 
 
 
 def find_damage(path: Path, *, share: int = 0, shares: int = 1) -> str | None:
-    """Describe what is wrong with a checkpoint; None if nothing is.
+    """Describe the problem of a checkpoint; None if it has none.
 
     Args:
         path: the checkpoint.
-        share: which of its files to look at, so that several processes share the work.
+        share: the share of its files to check, so that several processes divide the work.
         shares: number of shares.
     """
     manifest = read_manifest(path)

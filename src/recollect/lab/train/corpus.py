@@ -41,7 +41,7 @@ def load_corpus(flags: DataFlags, *, seed: int, vocab_size: int | None = None) -
     machine. If that leaves one side empty, the end of the stream is held out instead.
 
     Args:
-        flags: sources, tokenizer, sequence length, and what to hold out.
+        flags: sources, tokenizer, sequence length, and the held-out part.
         seed: seed of the order of the training windows.
         vocab_size: rows of the model's embedding, if already known.
 
@@ -195,7 +195,7 @@ def parse_split(text: str) -> tuple[float, float, float]:
 
 
 def _sides(flags: DataFlags) -> list[_Side]:
-    """Return what training and validation read: sources, and the range of each source's order."""
+    """Return the data of training and validation: sources, and the range of each source's order."""
     if not flags.data_path:
         whole = ((flags.train_data_path, "--train-data-path"), (flags.valid_data_path, "--valid-data-path"))
         return [(parse_blend(words, flag), 0.0, 1.0) for words, flag in whole]

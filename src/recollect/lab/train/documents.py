@@ -1,6 +1,6 @@
 """Read documents to train on, always in the same order, and turn them into tokens.
 
-Documents are text, JSONL, folders, or the standard library's source; a tokenizer makes a token of each byte, or is a
+Documents are text, JSONL, folders, or the standard library's source; a tokenizer turns each byte into a token, or comes from a
 `tokenizer.json`.
 """
 

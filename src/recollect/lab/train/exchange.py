@@ -40,7 +40,7 @@ class Exchange:
         Args:
             model: see `train_step`.
             batches: the batches of this process.
-            accumulation: how many.
+            accumulation: their number.
 
         Returns:
             The mean of the losses.
@@ -55,11 +55,11 @@ class Exchange:
         return torch.stack(losses).sum()
 
     def losses(self, model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]]) -> list[Tensor]:
-        """Return the losses of batches, of forward alone."""
+        """Return the losses of batches, by forward alone."""
         return [model(tokens, labels).loss for tokens, labels in batches]
 
     def reduce_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Make gradients the mean over the ranks with tokens of their own, where backward has not done it."""
+        """Make gradients the mean over the ranks with tokens of their own, unless backward has done it."""
 
     def clip(self, parameters: Iterable[nn.Parameter], max_norm: float) -> float:
         """Scale gradients down so that their norm over all processes has this limit; return the norm before."""
@@ -81,7 +81,7 @@ class RanksExchange(Exchange):
     Args:
         processes: all of them.
         mesh: the groups that share model parts.
-        trained: what runs in training: the model, or what wraps it.
+        trained: the module that runs in training: the model, or its wrapper.
     """
 
     def __init__(self, processes: Processes, mesh: LayoutMesh, trained: nn.Module) -> None:
@@ -111,7 +111,7 @@ class RanksExchange(Exchange):
         for parameter in parameters:
             if parameter.grad is None:
                 continue
-            # Those of experts are sums over the ranks that share them already.
+            # Those of experts are already sums over the ranks that share them.
             mesh = self._replicas if id(parameter) in self._of_experts else self._gradients
             gradient = local_part(parameter.grad)
             work = dist.all_reduce(gradient, group=mesh.get_group(), async_op=True) if mesh.size() > 1 else None
@@ -211,7 +211,7 @@ class PipelineExchange(RanksExchange):
 
 
 def _own_rows(parameter: nn.Parameter) -> Tensor:
-    """Return the gradient of what is here of a parameter."""
+    """Return the gradient of this rank's part of a parameter."""
     gradient = parameter.grad
     assert gradient is not None
     if isinstance(parameter, DTensor):

@@ -62,7 +62,7 @@ def read_object(path: Path, *, keys: Collection[str], advice: str) -> dict[str, 
         advice: what to do about a damaged one, as a sentence.
 
     Raises:
-        CheckpointError: it cannot be read, or is no such object.
+        CheckpointError: it cannot be read, or is not such an object.
     """
     try:
         found = json.loads(path.read_text())
@@ -102,7 +102,7 @@ def remove_partial(folder: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Have the names in a folder on disk."""
+    """Sync the names in a folder to disk."""
     # The new name is on disk only once the folder is; Windows cannot open folders and does not need this.
     if os.name != "posix":
         return

@@ -72,12 +72,12 @@ def train(config: TrainConfig, *, console: Console | None = None) -> Outcome:
     with contextlib.ExitStack() as stack:
         stop = threading.Event()
         if num_processes() > 1:
-            # When a process ends, torchrun sends the others SIGTERM, and they shall still say why they end.
+            # When a process ends, torchrun sends the others SIGTERM, and they should still say why they end.
             stack.enter_context(stop_requests(stop))
         processes = stack.enter_context(joined_processes(config))
         ranks = processes.ranks
         if config.step.memory_budget is not None:
-            # Not before: each process has its own device from here on, and the others would wait for one with another budget.
+            # Not earlier: each process has its own device from here on, and the others would wait for one with another budget.
             check_budget(config.step.memory_budget, device_bytes=memory_bytes(resolve_device(config.step.device)))
             check_host_budget(config.step.host_budget)
         if config.run.run_dir is None:
@@ -141,7 +141,7 @@ def _run(session: Session, logs: list[Log], stop: threading.Event) -> list[StepR
     saved_step = session.step
     is_stopped = False
     while session.step < flags.optim.steps:
-        # One process that is to stop stops them all, before the same step.
+        # A process that has to stop stops them all, before the same step.
         is_stopped = not session.processes.ranks.all_of([not stop.is_set()], Place.NEXT_STEP)[0]
         if is_stopped:
             break

@@ -1,8 +1,8 @@
 """Say which process of a run failed or ended, in all the others.
 
 When a process ends, the next exchange with it fails in the others with a message of gloo or NCCL that names an address. So each
-process that fails leaves a note about why, in the store at which all met, and reads the notes of the others: whoever
-failed independently is the cause, and who leaves no note has ended without a word.
+process that fails leaves a note about why, in the store at which all met, and reads the notes of the others: a process that
+failed independently is the cause, and one without a note has ended silently.
 """
 
 import itertools
@@ -25,7 +25,7 @@ from recollect.ranks.group import Ranks
 _EVERY_S = 1.0
 # A process that waits for an exchange over gloo soon raises by itself, with more detail.
 _PATIENCE_S = 5.0
-# All have met just before; only a machine that is very busy, or an end in between, makes one of them late.
+# All have met just before; only a very busy machine, or an end in between, delays one of them.
 _LATEST_S = 20.0
 _EXIT_ERROR = 2  # as the command line's
 _PROC = Path("/proc")
@@ -38,7 +38,7 @@ _runs = itertools.count()
 
 @contextmanager
 def named_errors(ranks: Ranks) -> Iterator[None]:
-    """Let an error in the block name the process that it began in; see `peer_watch` for one that hears of no error.
+    """Let an error in the block name the process where it began; see `peer_watch` for a process that sees no error.
 
     Args:
         ranks: the processes of the run; each of them calls this.
@@ -53,7 +53,7 @@ def named_errors(ranks: Ranks) -> Iterator[None]:
             yield
     except Exception as error:
         own: BaseException = error
-        # PyTorch's pipelines raise an error of their own from what a stage raises; one of recollect says all.
+        # PyTorch's pipelines wrap an error of a stage in their own; an error of recollect is enough by itself.
         while own.__cause__ is not None and not isinstance(own, RecollectError):
             own = own.__cause__
         text = str(own) if isinstance(own, RecollectError) else f"{type(own).__name__}: {own}"
@@ -68,7 +68,7 @@ class LastWords:
     """Notes that processes leave for each other, at the store at which all met, when one of them fails.
 
     Args:
-        key: under which they meet.
+        key: the key under which they meet.
         ranks: the processes.
     """
 
@@ -80,10 +80,10 @@ class LastWords:
         self._rank = dist.get_rank()
 
     def exchange(self, store: Any, text: str, *, is_lost: bool) -> str | None:
-        """Leave a note, have the others look, and return who failed or ended first, in words; None if that is not known.
+        """Leave a note, have the others look, and return in words the process that failed or ended first; None if unknown.
 
         Args:
-            store: where all met.
+            store: the store at which all met.
             text: why this process ends.
             is_lost: it ends because another one has.
         """
@@ -99,7 +99,7 @@ class LastWords:
         return cause
 
     def hear(self, store: Any) -> str | None:
-        """Leave a note that this process is still there, unless it has left one, and return what `exchange` does."""
+        """Leave a note that this process is still there, unless it has left one, and return the result of `exchange`."""
         store.compare_set(self._keys[self._rank], "", json.dumps({"is_lost": True, "text": "waits for the others"}))
         return self._hear(store)
 
@@ -212,7 +212,7 @@ def _own_connection() -> Any:
 
 
 def _host() -> str | None:
-    """Return a name for what has process ids of its own; None where they cannot be looked up."""
+    """Return a name for the namespace of process ids; None where it cannot be looked up."""
     try:
         boot = (_PROC / "sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {(_PROC / 'self/ns/pid').readlink()}"

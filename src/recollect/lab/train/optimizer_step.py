@@ -47,7 +47,7 @@ def build_optimizer(model: nn.Module, flags: OptimFlags) -> torch.optim.AdamW:
     groups: list[dict[str, Any]] = []
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for decay, is_matrix in ((flags.weight_decay, True), (0.0, False)):
-        # No kernel takes tensors that are spread over different meshes, or over one and over none.
+        # No kernel takes tensors on different meshes, or some on a mesh and some on none.
         by_mesh: dict[object, list[nn.Parameter]] = {}
         for parameter in trained:
             if (parameter.dim() >= 2) == is_matrix:

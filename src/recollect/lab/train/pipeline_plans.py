@@ -103,7 +103,7 @@ class PipelinePlans:
             )
         for number, stage in exchange.rank.stages.items():
             own = self.stages[number]
-            # Not compared: all processes have them from the first.
+            # Not compared: all processes have the first one's.
             applied = stack.enter_context(recollect.apply(stage, own[0] if len(own) == 1 else own, group="alone"))
             applied.follow(exchange.step.stages[number])
 
@@ -198,7 +198,7 @@ def record_own_stages(
             batch["labels"] = labels
             if stage.mtp is not None:
                 batch["tokens"] = tokens
-        # Over this process's part of the weights, which it has in addition to the whole ones.
+        # Over this process's part of the weights, which exists in addition to the whole ones.
         optimizer = build_optimizer(stage, session.config.optim)
         with recollect.gathered_stage(stage):
             found[number] = recollect.record(
@@ -220,7 +220,7 @@ def record_own_stages(
 def _received(session: Session, stage: LossStage, shape: Sequence[int]) -> Tensor:
     """Return a stage's possible inputs: the same on the ranks that share its matrices, unless they split sequences.
 
-    The recording compares values of these ranks, to tell which of them they may hold as parts.
+    The recording compares values of these ranks, to find those that they may hold as parts.
     """
     processes = session.processes
     assert processes.mesh is not None

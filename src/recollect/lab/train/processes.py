@@ -26,17 +26,17 @@ class Processes:
     """The processes of a run, as one of them sees them."""
 
     layout: DeviceLayout = dataclasses.field(default_factory=DeviceLayout)
-    """How the model is spread over them."""
+    """The layout of the model over them."""
     sharding: Sharding = "none"
-    """What data parallelism shares."""
+    """The state that data parallelism shares."""
     ranks: Ranks = ALONE
     """Lets them exchange messages."""
     mesh: LayoutMesh | None = None
-    """Which of them share what; None for one process."""
+    """The groups that share parts of the model; None for one process."""
 
     @property
     def is_first(self) -> bool:
-        """Whether this process writes what there is once for all: files and progress."""
+        """Whether this process writes the common output: files and progress."""
         return self.ranks.is_first
 
     @property
@@ -72,7 +72,7 @@ class Processes:
 
     @property
     def spread(self) -> dict[str, Any]:
-        """How the run is spread, as plain values; its random numbers and its plan hold for that alone."""
+        """The layout of the run, as plain values; its random numbers and its plan are valid for this layout only."""
         return {**dataclasses.asdict(self.layout), "sharding": self.sharding}
 
     @property
@@ -95,7 +95,7 @@ class Processes:
         return f"Processes: {len(self.ranks.ranks)}, {sizes}{sequence}{experts}{shared}.\n"
 
     def excess_reason(self, device: torch.device) -> str:
-        """Return why a step may take more memory than predicted, and what to do; nothing if it may not."""
+        """Return why a step may take more memory than predicted, and advice; nothing if it may not."""
         shares_experts = self.layout.expert_model_parallel_size > 1
         reasons = {
             "ranks that share experts get more rows in some steps than in the recorded one": shares_experts,

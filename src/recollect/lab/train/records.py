@@ -87,10 +87,10 @@ class Outcome:
 
 
 class Log:
-    """Somewhere that a run's records go."""
+    """A destination of a run's records."""
 
     def note(self, text: str) -> None:
-        """Take a line about the run; where there are only numbers, do nothing."""
+        """Take a line of text about the run; do nothing where only numbers go."""
 
     def write(self, record: StepRecord) -> None:
         """Take one step."""
@@ -107,8 +107,8 @@ class MetricsFile(Log):
         path: the file, created if missing.
         first_step: steps completed before.
 
-    Lines after `first_step` are removed first: a killed run may have written steps after its last checkpoint, which the resumed
-    run repeats. Floats read back to the same bits.
+    Lines after `first_step` are removed first: a killed run may have written steps after its last checkpoint; the resumed
+    run repeats them. Floats read back to the same bits.
 
     Raises:
         CheckpointError: a line of the file is no record.
@@ -140,7 +140,7 @@ class TensorBoardLog(Log):
     Args:
         folder: folder of the event files.
         first_step: steps completed before; events of later steps are removed.
-        beside_peak: numbers to write beside each measured peak, by name: what was predicted, and the budget.
+        beside_peak: numbers to write next to each measured peak, by name: the prediction and the budget.
 
     Raises:
         MissingPackageError: the package `tensorboard` is not installed.
@@ -195,7 +195,7 @@ class LiveDisplay(Log):
         self._validation_loss: float | None = None
         self._progress = Progress(
             TextColumn("step {task.completed}/{task.total}"),
-            BarColumn(bar_width=None, table_column=Column(ratio=1)),  # what the others leave
+            BarColumn(bar_width=None, table_column=Column(ratio=1)),  # the space that the others leave
             TextColumn("{task.description}"),
             TimeRemainingColumn(),
             console=console,

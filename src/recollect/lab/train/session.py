@@ -28,7 +28,7 @@ from recollect.warning import warn_user
 
 # Files that a start remakes for other settings.
 _PLAN_FILES = ("plan.json", "pipeline_plans.json", "baseline.json")
-# Between the seeds of two steps, more than there are ranks.
+# The distance between the seeds of two steps: more than the number of ranks.
 _SEEDS_APART = 1_000_003
 
 
@@ -210,7 +210,7 @@ def _resume(session: Session, path: Path, problem: str | None) -> None:
     Args:
         session: the run; with random number states, if the checkpoint has them for its layout.
         path: the checkpoint.
-        problem: see `find_damage`.
+        problem: the result of `find_damage`.
 
     Raises:
         CheckpointError: there is one, or the checkpoint has another configuration or more steps.

@@ -4,7 +4,7 @@ By `torch.distributed.checkpoint`, each process writes its part of the tensors a
 another name until all have written, and the last file in it is the manifest. Names, order and shapes match the whole
 model, so that any layout can read it.
 
-Each process says where its parts of tensors are in the whole ones. DTensors know that, except fused projections under
+Each process tells the places of its parts in the whole tensors. DTensors know that, except fused projections under
 tensor parallelism, with rows reordered by rank: their parts are cut where neighbours in the whole matrix end.
 """
 
@@ -59,12 +59,12 @@ class StoredState:
 
     Attributes:
         tensors: parameters, buffers, and the optimizer's state. Its settings follow from the run's.
-        fused: of parameters and of state whose rows are reordered, the rows of each part in the whole model, and their
+        fused: for parameters and state with reordered rows, the rows of each part in the whole model, and their
             dimension.
     """
 
     def __init__(self, model: GPTModel, optimizer: torch.optim.Optimizer, tensor_ranks: int) -> None:
-        # Validation has no backward, which frees what forward gathered; the optimizer has the parts.
+        # Validation has no backward to free the gathered parameters; the optimizer has the parts.
         free_gathered(model)
         options = StateDictOptions(flatten_optimizer_state_dict=True)
         of_model, of_optimizer = get_state_dict(model, optimizer, options=options)
@@ -85,7 +85,7 @@ def parts_of(tensor: Tensor, fused: Fused | None = None, ranks: int = 1) -> list
 
     Args:
         tensor: spread or not.
-        fused: of reordered rows, those of each part in the whole model, and their dimension; None: rows are in order.
+        fused: for reordered rows, the rows of each part in the whole model, and their dimension; None: rows are in order.
         ranks: by which they are reordered.
     """
     if not isinstance(tensor, DTensor):
@@ -182,7 +182,7 @@ class Checkpoints:
 
 
 class _Writer(FileSystemWriter):
-    """Writes a checkpoint under another name, sums up what it wrote, and gives it its name at last."""
+    """Writes a checkpoint under another name, computes the sums of its files, and finally gives it its name."""
 
     def __init__(self, path: Path, manifest: Manifest, random: dict[str, Any], *, rank: int, keep: int) -> None:
         self._unpublished = unpublished(path)
@@ -229,7 +229,7 @@ def read_tensors(path: Path, stored: StoredState) -> None:
     reader, planner = FileSystemReader(path), _LoadByWholeRows(stored)
     try:
         with warnings.catch_warnings():
-            # That each process reads for itself.
+            # Each process reads this for itself.
             warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
             load(dict(stored.tensors), storage_reader=reader, planner=planner, no_dist=True)
     except CheckpointException as problem:
@@ -269,7 +269,7 @@ class _WholeRows:
 
 
 class _SaveByWholeRows(_WholeRows, DefaultSavePlanner):
-    """Says what this process writes."""
+    """Tells which parts this process writes."""
 
     def create_local_plan(self) -> SavePlan:
         """See `SavePlanner`."""
@@ -289,7 +289,7 @@ class _SaveByWholeRows(_WholeRows, DefaultSavePlanner):
 
 
 class _LoadByWholeRows(_WholeRows, DefaultLoadPlanner):
-    """Says what this process reads."""
+    """Tells which parts this process reads."""
 
     def create_local_plan(self) -> LoadPlan:
         """See `LoadPlanner`.

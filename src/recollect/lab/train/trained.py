@@ -1,4 +1,4 @@
-"""Build what a run trains: the model, spread over the processes of the run, and its optimizer.
+"""Build the model of a run, spread over the processes, and its optimizer.
 
 The model is built and spread on the meta device, where it takes no memory. A process's own part is drawn into place.
 """
@@ -28,14 +28,14 @@ from recollect.lab.train.sharded_checkpoint import parts_of
 
 @dataclass(frozen=True, eq=False)
 class Trained:
-    """What a run trains."""
+    """The model and optimizer that a run trains."""
 
     model: GPTModel
     """The model, with this process's part of the weights."""
     wrapped: nn.Module
     """The module to train: the model, or the wrapper that reduces its gradients."""
     optimizer: torch.optim.Optimizer
-    """Over the parameters that are here."""
+    """The optimizer over the parameters of this process."""
     exchange: Exchange
     """The exchanges of the processes in a step."""
 
@@ -111,7 +111,7 @@ def _draw(weights: SeedWeights, model: GPTModel, tensor_ranks: int) -> None:
     They are new objects with the hooks of the old ones; references to the old ones remain valid.
 
     Args:
-        weights: the weights of the whole model, and the device where they go.
+        weights: the weights of the whole model, and their device.
         model: with the names of the whole model; spread or not. Changed in place.
         tensor_ranks: those of tensor parallelism, which reorders rows.
     """
@@ -160,14 +160,14 @@ def _spread(model: GPTModel, processes: Processes, weights: SeedWeights) -> nn.M
 
 
 def _shard(model: GPTModel, processes: Processes) -> bool:
-    """Leave this process its part of each parameter, gradient and optimizer state; return False if the run shares none.
+    """Leave this process its part of each parameter, gradient and optimizer state; return False if the run shares nothing.
 
-    ZeRO-1 is FSDP2 that frees weights only after backward. `ZeroRedundancyOptimizer` takes no DTensors, and so would go with no
+    ZeRO-1 is FSDP2 that frees weights only after backward. `ZeroRedundancyOptimizer` takes no DTensors, which excludes
     tensor parallelism.
 
     Args:
         model: the whole model, or a stage of a pipeline; changed in place.
-        processes: what to share it among.
+        processes: the processes to share it among.
     """
     mesh = processes.mesh
     if mesh is None or processes.sharding == "none" or mesh.gradients.size() == 1:
