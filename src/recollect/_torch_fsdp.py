@@ -152,7 +152,7 @@ class GatheredParameters:
 
     @property
     def reductions_bytes(self) -> list[int]:
-        """Bytes that each reduction at the end of a step needs beside all that is whole before the first one, at most.
+        """The most bytes that a reduction at the end of a step needs besides the tensors that are whole before the first one.
 
         Parameters of a group are freed before its gradients are copied to send buffers, and the gradients after that.
         Then gloo copies the tensors that it sends, and received ones may get another dtype.

@@ -163,8 +163,8 @@ def runs_python_backward() -> bool:
 class CheckpointHooks(saved_tensors_hooks):
     """Has our methods pack and unpack the tensors that autograd saves, as the hooks of PyTorch's own checkpoints do.
 
-    Since torch 2.15 a selective checkpoint looks for the user's hooks (`save_on_cpu`) around it: with what it saves itself it
-    will do as they say. A plan does not concern that, so our hooks point on to the ones around them, under the names by which
+    Since torch 2.15 a selective checkpoint looks for the user's hooks (`save_on_cpu`) around it, for its own
+    saved tensors. A plan does not concern that, so our hooks point on to the ones around them, under the names by which
     PyTorch's do.
     """
 

@@ -1,6 +1,6 @@
 """Every private name of PyTorch that this library uses, each with the reason why a public one is not enough.
 
-When a release moves one of them, this is the file to change; `engine/self_check.py` notices where one does nothing any more.
+When a release moves one of them, this is the file to change; `engine/self_check.py` detects those without effect.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ def cluster_step(command: MakePlan) -> ClusterStep:
 
     Raises:
         ConfigError: flags that clash.
-        NotYetError: flags that layouts do not go with yet.
+        NotYetError: flags that layouts cannot be combined with yet.
         HardwareError: unknown hardware or links.
     """
     flags, step = command.cluster, command.step
@@ -125,7 +125,7 @@ def _num_micro_batches(command: MakePlan) -> int:
 
 
 def _nearest(command: MakePlan, found: ClusterPlan) -> str:
-    """Return the nearest settings of Megatron for all stages alike, and what they lose, as lines."""
+    """Return the nearest settings of Megatron for all stages alike, and their loss, as lines."""
     settings, uniform = nearest_uniform_settings(
         found.stages.profiles,
         found.planned,

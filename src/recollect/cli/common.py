@@ -35,13 +35,13 @@ def wide_console(console: Console, width: int) -> Console:
 
 
 def describe_step(profile: Profile) -> str:
-    """Return model and batch of a recorded step, and what its times are of, in one line."""
+    """Return model and batch of a recorded step, and the hardware of its times, in one line."""
     times = f"times {'modelled for' if profile.fake else 'measured on'} {profile.device_name}"
     return f"{profile.model_class}, {profile.batch}; {times}"
 
 
 def check_folder(path: Path, flag: str = "") -> None:
-    """Check that a file can be written, before the work begins whose result it takes.
+    """Check that a file can be written, before the work for its content begins.
 
     Raises:
         RecollectError: its folder is missing or not writable, or it is a folder itself; names the flag and the file.

@@ -1,4 +1,4 @@
-"""`recollect doctor`: name what went wrong in a training run, from what it left behind."""
+"""`recollect doctor`: name the problems of a training run from the files that it left behind."""
 
 import json
 import re
@@ -28,7 +28,7 @@ _WHOLE_WORDS: Any = {"break_long_words": False, "break_on_hyphens": False}
 
 
 def run_doctor(command: Doctor, console: Console) -> int:
-    """Diagnose, and print what was recognised.
+    """Diagnose, and print the findings.
 
     Returns:
         The exit status: 0 if something was recognised, 1 if not.
@@ -114,7 +114,7 @@ def _part(label: str, text: str, columns: int, *, indent: int = _LABEL) -> list[
 
 
 def nothing_found(read: Sequence[str]) -> str:
-    """Return the message about what was read, what was looked for, and what to pass.
+    """Return the message about the sources read, the problems looked for, and the arguments to pass.
 
     Args:
         read: how each source was interpreted.

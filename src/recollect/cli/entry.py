@@ -123,7 +123,7 @@ def main(args: Sequence[str] | None = None) -> int:
         return 0
     errors = Console(file=sys.stderr)  # the current one, whatever replaces it while flags are parsed
     if args is None and "--help" in words and hasattr(signal, "SIGPIPE"):
-        # `recollect train --help | head` shall end quietly when head exits.
+        # `recollect train --help | head` should end quietly when head exits.
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     try:
         with warnings.catch_warnings():
@@ -154,7 +154,7 @@ def _parse(args: list[str]) -> Command:
 
     Raises:
         RecollectError: there is no such command, or its flags do not parse or cannot be used.
-        SystemExit: it is help that is asked for, as by no word at all.
+        SystemExit: help is requested, also by giving no word at all.
     """
     name = args[0] if args else ""
     command: Command

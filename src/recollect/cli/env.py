@@ -1,4 +1,4 @@
-"""`recollect env`: print what a bug report needs of a machine: versions, devices, memory, and what changes allocation."""
+"""`recollect env`: print the facts of a machine for a bug report: versions, devices, memory, and settings of allocators."""
 
 import importlib.metadata
 import os
@@ -22,7 +22,7 @@ _PACKAGES = (
     *("transformers", "accelerate", "deepspeed", "lightning", "pytorch-lightning", "torchao", "torchtitan", "peft"),
     *("trl", "bitsandbytes", "diffusers", "transformer-engine", "megatron-core", "triton", "numpy"),
 )
-# Whatever begins like one of these may change how memory is allocated, or how fast a step is. None of them is a secret.
+# Variables that begin like one of these may change how memory is allocated, or how fast a step is. None of them is a secret.
 _VARIABLES = (
     "PYTORCH_",
     "TORCH_",
@@ -53,7 +53,7 @@ def run_env(_command: Env, console: Console) -> None:
 
 
 def environment() -> Iterator[tuple[str, str]]:
-    """Yield the name of each thing that is here, and what it is; devices and variables one by one."""
+    """Yield the name and description of each thing that is here; devices and variables one by one."""
     yield "recollect", __version__
     yield "torch", f"{torch.__version__}, CUDA {torch.version.cuda or 'not built in'}"
     yield "Python", f"{platform.python_version()} ({platform.python_implementation()})"

@@ -1,4 +1,4 @@
-"""`recollect explain`: show layer by layer what a Megatron configuration keeps and recomputes.
+"""`recollect explain`: show the values that a Megatron configuration keeps and recomputes, layer by layer.
 
 The configuration is in flags, or in a YAML file of Megatron-LM or Megatron-Bridge.
 """
@@ -66,7 +66,7 @@ class MegatronFile:
         """Return the flags of the step, with the file's values for flags left at their defaults."""
         defaults = {f.name: f.default for f in dataclasses.fields(flags)}
         changes = {name: value for name, value in self.step.items() if getattr(flags, name) == defaults[name]}
-        # The file describes a model, so that the batch of the default one is none for it.
+        # The file describes a model, so the default model's batch does not apply.
         return dataclasses.replace(flags, **{"batch_size": flags.batch_size or 1, **changes})
 
     def model_config(self, flags: RecordedStep) -> TransformerConfig:
@@ -232,7 +232,7 @@ def totals_table(explanation: Explanation) -> Table:
 
 
 def peak_lines(plans: Mapping[str, Explained]) -> list[str]:
-    """Say where the peaks of the plans are, in one line if they are at the same place, and what fills them."""
+    """Say where the peaks of the plans are, in one line if they are at the same place, and list their contents."""
     places = {plan.simulation.peak_note for plan in plans.values()}
     filled = {name: ", ".join(plan.tenants) for name, plan in plans.items()}
     if len(places) == 1:
@@ -244,7 +244,7 @@ def layers_table(name: str, explained: Explained) -> Table:
     """Return a plan layer by layer; bytes, ops and seconds are per layer."""
     table = Table(title=f"{name}, per layer", title_justify="left", box=box.SIMPLE_HEAD)
     labels = [_label(group.paths) for group in explained.groups]
-    # A path is not cut where there is little room: it can be broken between its words.
+    # A path is not cut even in little room: it can be broken between its words.
     longest = max((len(word) for label in labels for word in label.split()), default=0)
     table.add_column("layers", min_width=min(longest, _LONGEST_WORD), overflow="fold")
     for head in ("number", "keeps", "values", "recomputes", "time"):
@@ -276,7 +276,7 @@ def _label(paths: Sequence[str]) -> str:
 
 
 def name_lines(group: LayerGroup) -> list[str]:
-    """List what a group of layers keeps and recomputes."""
+    """List the values that a group of layers keeps and recomputes."""
     kept = [f"{name} {format_bytes(nbytes)}" for name, nbytes in group.kept.items()]
     if group.layer.generator_bytes:
         kept.append(f"states of the random generator {format_bytes(group.layer.generator_bytes)}")

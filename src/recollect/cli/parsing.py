@@ -1,4 +1,4 @@
-"""Parse a command's flags, and name flags in errors, whether tyro refuses one, its value does, or the library."""
+"""Parse a command's flags, and name flags in errors, whether tyro, the value's class or the library refuses one."""
 
 import contextlib
 import dataclasses

@@ -1,4 +1,4 @@
-"""`recollect plan`: choose what to keep and recompute within a budget, and write the plan.
+"""`recollect plan`: choose the values to keep and recompute within a budget, and write the plan.
 
 With `--largest`: find the largest and the fastest micro-batch or sequence length within the budget.
 """
@@ -81,7 +81,7 @@ def run_plan(command: MakePlan, console: Console) -> None:
 
 
 def _nearest(tool: Literal["megatron", "bridge", "torchtitan"], profile: Profile, plan: Plan) -> str:
-    """Return the nearest settings of another tool, and what they lose, as lines."""
+    """Return the nearest settings of another tool, and their loss, as lines."""
     if tool == "torchtitan":
         policy = nearest_policy(profile, plan)
         return f"{policy}\n{torchtitan_flags(policy.settings)}"

@@ -1,4 +1,4 @@
-"""`recollect timeline`: show what fills the peak of a step, and write its memory over time for other viewers."""
+"""`recollect timeline`: show the contents of a step's peak, and write its memory over time for other viewers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _WRITERS = {
 
 
 def run_timeline(command: ShowTimeline, console: Console) -> None:
-    """Record a step, plan it or read its plan, print what is alive at the peak, and write what is asked for.
+    """Record a step, plan it or read its plan, print the values alive at the peak, and write the requested files.
 
     Raises:
         RecollectError: a file cannot be read or written, or recording or planning fails.

@@ -27,7 +27,7 @@ def run_train(command: Train, console: Console) -> None:
         outcome = train(config, console=console)
     except Exception:
         if num_launched() > 1:
-            # torchrun ends the processes that are left, which shall have the time to print their error.
+            # torchrun ends the remaining processes, which need time to print their errors.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         raise
     console.print(report_table(outcome))
@@ -45,7 +45,7 @@ def training_config(command: Train) -> TrainConfig:
     if not fields:
         return command.config
     if fields == {"distribute_saved_activations": True} and command.config.step.memory_budget is not None:
-        # The plan says where that pays.
+        # The plan chooses where that pays.
         return dataclasses.replace(command.config, step=dataclasses.replace(command.config.step, **fields))
     recompute = RecomputeConfig(**fields)
     recompute.check(command.config.training_setting(command.config.model.dimensions()))

@@ -1,4 +1,4 @@
-"""The speed of a device, as frozen data: rates, bandwidths, its link to its host, and what real kernels reach of them.
+"""The speed of a device, as frozen data: rates, bandwidths, its link to its host, and the share that real kernels reach.
 
 The cost model (`roofline.py`) reads it, `hardware_table.py` lists devices by name, and `recollect calibrate` measures your
 own. Nothing here imports torch.

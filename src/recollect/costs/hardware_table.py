@@ -1,7 +1,7 @@
 """Devices by name. Rates are dense; data sheets with an asterisk at tensor-core figures double them for sparsity.
 
-hardware.csv has a row for each GPU: what its data sheet says (memory in GiB, peaks in TFLOP/s), which fraction of the peaks
-matrix products and attention reach, its usual links (`links.py`), and what `torch.cuda.get_device_name()` says, in full: other
+hardware.csv has a row for each GPU: its data sheet's numbers (memory in GiB, peaks in TFLOP/s), the fraction of the peaks that
+products and attention reach, its usual links (`links.py`), and its full `torch.cuda.get_device_name()`: other
 cards have names that begin the same ("RTX 4090 Laptop GPU"), and a part of a card (MIG) has its card's.
 
 `cpu` is one thread of a virtual AMD EPYC (Zen 5), measured by `recollect calibrate` with torch 2.13; other CPUs differ, so

@@ -1,6 +1,6 @@
 """Derive the work of an op from its schema and the shapes, strides and dtypes of its tensors.
 
-Traffic counts what the op really touches: it reads an expanded tensor once; a lookup reads the rows that it returns, not
+Traffic counts bytes that the op touches: it reads an expanded tensor once; a lookup reads the rows that it returns, not
 the whole table; an op that overwrites in place does not read the old content; views and `empty` touch nothing.
 """
 

@@ -126,7 +126,7 @@ class TextScan:
         yield from self.numbers.findings()
 
     def _in_portions(self, lines: Iterable[str]) -> Iterator[str]:
-        """Yield the lines, after one look at each portion for what all messages have: far faster than a look at each line."""
+        """Yield the lines, after one search of each portion for words that all messages have: faster than searching lines."""
         remaining = iter(lines)
         while portion := list(itertools.islice(remaining, _PORTION)):
             text = "\n".join(portion)

@@ -1,7 +1,7 @@
 """A memory budget for Lightning's `Trainer`, of the package `lightning` or `pytorch_lightning`.
 
-Each package has a `Callback` of its own, and takes no other. So `MemoryBudget` is made when it is first asked for, of the
-packages that are loaded by then, which is also why importing this file loads neither.
+Each package has a `Callback` of its own, and takes no other. So `MemoryBudget` is made at its first use, from the
+packages that are loaded by then; importing this file loads neither.
 
 Run with lightning 2.4.0 and 2.6.6, and pytorch-lightning 2.6.6.
 """
@@ -26,7 +26,7 @@ _STRATEGIES: Final = ("SingleDevice", "DDP", "ModelParallel")
 
 
 class BudgetHooks(BudgetCallback):
-    """What `MemoryBudget` does: keeps every training step within a memory budget; see `recollect.attach`.
+    """The hooks of `MemoryBudget`, which keep every training step within a memory budget; see `recollect.attach`.
 
     The first step is recorded as `training_step` runs it, in its precision, and planned; the line about the plan goes to
     Lightning's log, and its numbers to the trainer's loggers. Models of Hugging Face in the module make no cache of keys and
@@ -53,7 +53,7 @@ class BudgetHooks(BudgetCallback):
     """
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Refuse what a plan cannot be combined with."""
+        """Refuse settings that a plan cannot be combined with."""
         if stage == "fit":
             package = _package_of(trainer)
             check_version(package.partition(".")[0], importlib.import_module(package).__version__, _LEAST_VERSION)
@@ -107,7 +107,7 @@ class _TrainingStep:
         return getattr, (self._module, "training_step")
 
     def take_off(self) -> None:
-        """Restore what the module had before."""
+        """Restore the module's earlier method."""
         del self._module.training_step
         if self._own is not None:
             self._module.training_step = self._own
@@ -121,7 +121,7 @@ def __getattr__(name: str) -> Any:
 
 @functools.cache
 def _budget_class(loaded: tuple[str, ...]) -> type[BudgetHooks]:
-    """Return the callback for the packages that are loaded, or for the first that can be."""
+    """Return the callback for the packages that are loaded, or for the first that can be loaded."""
     packages = loaded or [p for p in _PACKAGES if importlib.util.find_spec(p.partition(".")[0]) is not None][:1]
     with needed("lightning", by="recollect.integrations.lightning.MemoryBudget"):
         callbacks = [importlib.import_module(package).Callback for package in packages or _PACKAGES[:1]]

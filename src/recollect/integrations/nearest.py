@@ -19,13 +19,13 @@ class Nearest(Generic[Settings]):
     """The best that another tool can do within a plan's budget, and its cost."""
 
     settings: Settings
-    """Those of the other tool."""
+    """The settings of the other tool."""
     plan: Plan
     """The plan they stand for, with its predicted peak and slowdown."""
     wanted: Plan
     """The plan that they stand for."""
     budget_bytes: int
-    """That of the plan, or its peak if it has none."""
+    """The budget of the plan, or its peak if it has none."""
     lost_s: float
     """Seconds that a step takes longer than under the plan."""
     unused_bytes: int
@@ -50,11 +50,11 @@ def nearest(profile: Profile, wanted: Plan, choices: Iterable[tuple[Settings, Pl
     Args:
         profile: the recorded step that all of the plans are for.
         wanted: the plan.
-        choices: settings, and what each means, as a plan with its predicted peak.
+        choices: settings, and the meaning of each, as a plan with its predicted peak.
 
     Raises:
         PlanError: the plan has no predicted peak.
-        BudgetTooSmallError: none of them fits; names the least peak of theirs.
+        BudgetTooSmallError: none of them fits; names the least peak of all.
     """
     if wanted.predicted_peak_bytes is None or wanted.predicted_slowdown is None:
         raise PlanError(

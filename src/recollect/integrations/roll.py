@@ -1,4 +1,4 @@
-"""Does to a model of Hugging Face what ROLL's model provider and strategies do to one that is trained.
+"""Applies the changes of ROLL's model provider and strategies to a Hugging Face model in training.
 
 `recollect.integrations.megatron.roll` reads their settings, like those of its Megatron strategies; `roll_plan` there is
 the same as a plan for a recorded step.
@@ -26,7 +26,7 @@ class RollApplied(ExitStack):
 
     Attributes:
         applied: the layers that are recomputed; None if gradient checkpointing is disabled.
-        settings: what ROLL calls Hugging Face with: `gradient_checkpointing_kwargs`, if it is enabled, and `use_cache`.
+        settings: ROLL's arguments for Hugging Face: `gradient_checkpointing_kwargs`, if it is enabled, and `use_cache`.
     """
 
     def __init__(self, applied: Applied | None, cache_off: CacheOff | None, settings: dict[str, Any]) -> None:

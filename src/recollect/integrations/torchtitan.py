@@ -77,14 +77,14 @@ class MemoryBudget(ActivationCheckpointing):
 
     @dataclass(kw_only=True, slots=True)
     class Config(ActivationCheckpointing.Config):
-        """The budget, and what the step of the job is like; `MemoryBudget.of_job` takes it from the job.
+        """The budget and the shapes of the job's step; `MemoryBudget.of_job` takes these from the job.
 
         Attributes:
             memory_budget: bytes of the whole step as text: "70GiB", "90% of the device", "60%" of the step without recompute.
             local_batch_size, gradient_accumulation_steps: as in the job.
             seq_len: 0 is that of the rotary embedding, which torchtitan sets to the job's.
             loss, optimizer: as in the job.
-            hardware: what to model times for; see `recollect.record`. Empty: the GPU that is there, or else an H100.
+            hardware: the hardware to model times for; see `recollect.record`. Empty: the GPU that is there, or else an H100.
             plan_file: apply this plan instead. The other settings are then only used to check batches.
         """
 
@@ -117,7 +117,7 @@ class MemoryBudget(ActivationCheckpointing):
 
         Flags on the command line that change these do not reach the policy: give them to it as well
         (`activation-checkpoint:config --activation-checkpoint.local-batch-size 4`). Without it a larger batch is warned about.
-        tyro, which reads torchtitan's command line, warns that it does not know the policy's type; that is all it does.
+        tyro, which reads torchtitan's command line, warns that it does not know the policy's type; this is harmless.
 
         Args:
             job: a `Trainer.Config`.
@@ -136,7 +136,7 @@ class MemoryBudget(ActivationCheckpointing):
         return MemoryBudget.Config(
             memory_budget=memory_budget,
             local_batch_size=training.local_batch_size,
-            # How many ranks share a global batch is not known yet; with one that is accumulated, each step adds gradients.
+            # The number of ranks that share a global batch is unknown yet; with an accumulated one, each step adds gradients.
             gradient_accumulation_steps=2 if training.global_batch_size > training.local_batch_size else 1,
             seq_len=training.seq_len,
             loss=job.loss,
@@ -192,7 +192,7 @@ def _recorded(model: nn.Module, config: MemoryBudget.Config, shape: tuple[int, i
         loss_fn.set_lm_head(model.lm_head)
         model._skip_lm_head = True  # type: ignore[assignment]
     labels: list[Tensor] = []
-    # They are no argument of the model, but of the step: so they are part of the batch that counts.
+    # They are an argument of the step, not of the model, and so part of the batch that counts.
     hook = model.register_forward_pre_hook(lambda *call: _take_labels(labels, *call), with_kwargs=True)
     try:
         with _attention_in_sight(model) as replaced:
@@ -222,7 +222,7 @@ def _take_labels(labels: list[Tensor], _: nn.Module, args: Any, kwargs: dict[str
 def _attention_in_sight(model: nn.Module) -> Iterator[tuple[str, ...]]:
     """Have attention that cannot be recorded on fake tensors run as PyTorch's fused attention; yield its modules' paths.
 
-    It takes the same queries, keys and values, and saves the same for backward: them, the output, and a number for each row.
+    It takes the same queries, keys and values, and saves the same for backward: these, the output, and a number for each row.
     """
     library = sys.modules.get("torchtitan.models.common.attention")
     hidden = tuple(getattr(library, name) for name in _HIDDEN_ATTENTION) if library is not None else ()
@@ -292,7 +292,7 @@ def _line(plan: Plan, config: MemoryBudget.Config, seconds: float) -> str:
 
 
 def _check_job(job: Any, *, is_planned: bool) -> None:
-    """Raise for what neither a planned nor a loaded plan can be combined with, and for what cannot be planned."""
+    """Raise for settings that no plan, made here or loaded, can be combined with, and for those that cannot be planned."""
     if job.compile.enable and "model" in job.compile.components:
         raise NotYetError(
             settings={"compile.enable": True, "compile.components": list(job.compile.components)},

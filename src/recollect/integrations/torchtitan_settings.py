@@ -73,7 +73,7 @@ def torchtitan_plan(profile: Profile, policy: TitanPolicy) -> Plan:
 
 
 def nearest_policy(profile: Profile, plan: Plan) -> Nearest[TitanPolicy]:
-    """Return the fastest of torchtitan's policies that fit the budget of a plan, and what it loses against the plan.
+    """Return the fastest of torchtitan's policies that fit the budget of a plan, and its loss against the plan.
 
     Peak and time assume that recollect carries it out; torchtitan itself runs a whole block again. A plan needs no
     such stand-in where `recollect.integrations.torchtitan.MemoryBudget` applies it, with `plan_file`.

@@ -55,7 +55,7 @@ class BudgetCallback:
         log: Callable[[str], object],
         engine: RecordedEngine = "tape",
     ) -> Attached:
-        """Attach to what a trainer calls, and switch the model's cache off."""
+        """Attach to the module that a trainer calls, and switch the model's cache off."""
         attached = attach(
             wrapped,
             optimizer,
@@ -85,8 +85,8 @@ def check_version(
     Args:
         package: its name.
         version: the installed version.
-        least: the oldest that will do, as the error says it: "2.4" or "transformers 4.50".
-        reason: why another will not.
+        least: the oldest version that works, as the error says it: "2.4" or "transformers 4.50".
+        reason: why older ones do not.
     """
     if Version(version) < Version(least.rpartition(" ")[2]):
         raise ConfigError(settings={package: version}, reason=reason, advice=f"Install {least} or later.")
@@ -129,7 +129,7 @@ class CacheOff:
 
 
 def in_wrapper(paths: Sequence[str] | None, wrapped: nn.Module, model: nn.Module) -> list[str] | None:
-    """Return paths of a model's modules as paths in what wraps it.
+    """Return paths of a model's modules as paths in its wrapper.
 
     Args:
         paths: from the model; None for none.
@@ -165,7 +165,7 @@ class RemovingTrain:
 
     Args:
         trainer: which gets it as an attribute. It is kept alive until it trains, as in `Trainer(...).train()`, and not after.
-        remove: undoes what has to be undone.
+        remove: undoes the changes.
     """
 
     def __init__(self, trainer: Any, remove: Callable[[], None]) -> None:

@@ -1,10 +1,10 @@
-"""A memory budget for Hugging Face's models in a loop of your own, and for its `Trainer` and what is built on it, as TRL's are.
+"""A memory budget for Hugging Face's models in a loop of your own, and for its `Trainer` and those built on it, such as TRL's.
 
 | argument of the trainer | with `MemoryBudget` |
 |---|---|
 | `gradient_checkpointing`, in later versions `activation_checkpointing` | refused: the plan decides what is recomputed |
 | `activation_offloading` (TRL) | refused, for the same reason |
-| `torch_compile` (Inductor, one process) | layers run compiled, and keep what the plan keeps; see `attach(engine="compile")` |
+| `torch_compile` (Inductor, one process) | layers run compiled, and keep the plan's values; see `attach(engine="compile")` |
 | `torch_compile` otherwise | has no effect while training under the plan, which a warning says |
 | `deepspeed` | ZeRO 0 to 3, one process or several; see `recollect.integrations.deepspeed` |
 | several processes: DDP, FSDP2 (`fsdp_version: 2`) | one plan for all; see `recollect.attach` |
@@ -57,7 +57,7 @@ def enable_memory_budget(
 
     Stands where `model.gradient_checkpointing_enable()` would. It is `recollect.attach`, and switches `use_cache` off in the
     model's configuration until `remove()`, as gradient checkpointing does: in training the cache only holds the keys and values
-    of every layer, until the model's output is gone. `generate` has a setting of its own, and goes on to use the cache.
+    of every layer, until the model's output is gone. `generate` has a setting of its own, and still uses the cache.
 
     Args:
         model: the model, also in PEFT's.
@@ -148,10 +148,10 @@ class MemoryBudget(trainers.BudgetCallback, TrainerCallback):
         self._remove()
         self._logged = []
         trainer = trainers.calling_trainer()
-        # Looked for here: who looks into the frames of a training loop has them hold its batch.
+        # Found here: looking into the frames of a training loop makes them hold its batch.
         self._trainer = None if trainer is None else weakref.ref(trainer)
         wrapped = _wrapped(trainer, args, model)
-        # The level of what a trainer says without being asked for more.
+        # The level of a trainer's default messages.
         log = (
             logging.get_logger("transformers.trainer").warning if state.is_world_process_zero else trainers.say_nothing
         )
@@ -171,7 +171,7 @@ class MemoryBudget(trainers.BudgetCallback, TrainerCallback):
             state.log_history.append({**numbers, "epoch": state.epoch, "step": state.global_step})
         elif numbers:
             is_due = control.should_log
-            # Not what a subclass makes of it: TRL's adds what it has gathered for the next loss, and forgets it.
+            # Not a subclass's own `log`: TRL's adds the metrics that it has gathered for the next loss, and clears them.
             transformers.Trainer.log(trainer, dict(numbers))
             control.should_log = is_due
 
@@ -215,7 +215,7 @@ def _check_version() -> None:
 
 
 def _check_arguments(args: Any) -> None:
-    """Raise if a trainer's arguments ask for what a plan cannot be combined with."""
+    """Raise if a trainer's arguments ask for a feature that a plan cannot be combined with."""
     for name in _CHECKPOINTING:
         if getattr(args, name, False):
             raise ConfigError(

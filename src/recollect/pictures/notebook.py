@@ -1,4 +1,4 @@
-"""Draw what shows itself in a notebook: as static HTML, a picture where there is one, and a table.
+"""Draw objects that show themselves in a notebook: as static HTML, with a picture if there is one, and a table.
 
 Names of modules and values are untrusted text, and are escaped. Without matplotlib there are tables only.
 """
@@ -125,7 +125,7 @@ def _lines(lines: Iterable[str]) -> str:
 
 
 def _picture(draw: Callable[[], Any], text: str) -> str:
-    """Return a picture, with a text for those who do not see it; a line that says what is missing where matplotlib is."""
+    """Return a picture, with a text for those who do not see it; without matplotlib, a line that says so."""
     drawn = BytesIO()
     try:
         save_png(draw(), drawn)

@@ -1,7 +1,7 @@
 """Write a step's memory for other viewers: a trace for Perfetto, and a snapshot for PyTorch's memory viewer.
 
-Both hold what `recollect.timeline` found, moment by moment: every value, by its name and its unit, from where it is made to
-where it is freed, so that a recomputed value is there twice. Nothing is simulated again.
+Both hold the result of `recollect.timeline`, moment by moment: every value, by its name and its unit, from its creation to
+its release; a recomputed value appears twice. Nothing is simulated again.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from recollect.simulation.storage_names import StorageNames
 from recollect.simulation.timeline import PHASES, Timeline, before_the_step
 
 _MICROSECOND = (1e-6, "us")
-# Process 1 of a trace is the step; each unit is one after it, and what no unit owns the last.
+# Process 1 of a trace is the step; units are the next ones, and storages outside units the last.
 _STEP = 1
 _PHASES, _UNITS, _RECOMPUTE = 1, 2, 1
 _OUTSIDE = "outside of the units"
@@ -222,7 +222,7 @@ def _snapshot(over_time: Timeline) -> dict[str, Any]:
         arena.give_back(made["addr"], storage.nbytes)
         del alive[made["addr"]]
         events += [{**made, "action": action} for action in ("free_requested", "free_completed")]
-    # The viewer wants this category where there are any.
+    # The viewer requires this category if there are any.
     end = {"action": "snapshot", "addr": 0, "size": 0, "stream": 0, "time_us": int(at[-1]), "category": "unknown"}
     events.append({**end, "frames": [_frame("end of the step", 0, "as recollect predicts it")]})
     return {"segments": [_segment(arena, alive)], "device_traces": [events]}

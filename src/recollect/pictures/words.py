@@ -62,7 +62,7 @@ def percent(slowdown: float) -> str:
 
 
 def bound_corners(bound: Sequence[BoundPoint]) -> list[_Point]:
-    """Return the corners (budget in bytes, slowdown) of a line below which there is no plan.
+    """Return the corners (budget in bytes, slowdown) of a line below which no plan exists.
 
     The bound is the value of a linear program as a function of its right-hand side, hence convex: between two points it may be
     below their connecting line, but not below the extensions of the neighbouring lines on either side.

@@ -13,8 +13,8 @@ which nothing can run again, such as all of forward, form a class k:
                   what the tape takes in forward    if m_j = 1
 
 The price of v in k is bytes(v) times the sum of lambda_e over the times of k at which v has been made and a plan can be
-without it. Values that are written one over the other share their bytes, and only the last that backward needs has a price: to
-be without these bytes it has to run again, and with it all below. Where ranks may hold parts of v, it is the price of a
+without it. Values written over one another share bytes; only the last that backward needs has a price: to
+save them, it has to be computed again, and with it all values below. Where ranks may hold parts of v, it is the price of a
 part; in the first class, before backward asks for anything, with the time to gather v, or the price of the whole,
 whichever is less. Every term is a capacity between two nodes (source side = 1), so the least cost is a minimum cut.
 

@@ -4,7 +4,7 @@ from enum import Enum
 
 
 class Action(str, Enum):
-    """The action for one value. A plan maps values to actions and keeps what it does not name.
+    """The action for one value. A plan maps values to actions and keeps values that it does not name.
 
     Each action equals its word, which plans use in JSON and people may pass in its place.
 
@@ -36,13 +36,13 @@ OUTPUT_ACTIONS = (Action.KEEP, Action.RECOMPUTE)
 class EngineChoice(str, Enum):
     """Which engine carries a unit's plan out; each equals its word, as an `Action` does.
 
-    `recollect.engine.tape_engine` has the code that carries each out, `recollect.simulation.simulate` what simulates it.
+    `recollect.engine.tape_engine` has the code that carries each out, `recollect.simulation.simulate` the simulation of each.
 
     Attributes:
-        TAPE: keep or drop value by value: what the plan drops is recomputed, op by op, when backward asks for it.
+        TAPE: keep or drop value by value: dropped values are recomputed, op by op, when backward asks for them.
         REGION: run the whole module again when backward first asks for something; its inputs and output are kept. For modules
             that the tape cannot see into. The module's Python runs twice; its buffers, attributes and random numbers are the
-            second time what they were the first, but what it does outside itself happens twice.
+            same both times, but its effects outside itself happen twice.
         COMPILE: run the module inside `torch.compile`, which keeps the values that the plan keeps and computes the others again
             in backward, fused with it. Gradients are those of the compiled module.
     """

@@ -36,25 +36,25 @@ _VERSION = 2
 
 @dataclass(frozen=True, repr=False)
 class Plan(ShownInNotebooks):
-    """What every unit keeps, under which budget, and with what predicted peak and slowdown.
+    """The values that every unit keeps, the budget, and the predicted peak and slowdown.
 
     Attributes:
         units: unit plans by module path, in forward order. Units that are not named keep everything.
         budget_bytes: the requested bound on the peak of the whole step.
         predicted_peak_bytes: simulated peak of the whole step.
         predicted_slowdown: recompute time divided by the time of forward and backward without it; 0.03 is 3 %. With compiled
-            units, against the step in which these keep what PyTorch chooses; it may be below 0 then.
+            units, against the step in which these keep PyTorch's choice; it may then be below 0.
         bound_slowdown: lower bound on the slowdown of any plan within the budget.
         note: where the plan comes from, in words.
         torch_version, device_name: as in the profile that the plan was made from; empty if they do not matter, such
-            as the device of a fake profile. `apply` compares them with what it finds.
+            as the device of a fake profile. `apply` compares them with its own.
         loss_chunks: number of parts in which the output matrix and loss are computed, so that only one part's logits
             are alive at a time; 1 leaves them as the model computes them.
-        host_budget_bytes: the requested bound on what is in host memory; None if nothing may be there.
+        host_budget_bytes: the requested bound on values in host memory; None if none may be there.
         predicted_host_bytes: simulated most bytes of offloaded values in host memory at once; None if none are.
         to_host_bytes_per_s, from_host_bytes_per_s: the rates of copies that the plan was made for.
         host_wait_slowdown: the part of `predicted_slowdown` in which the step waits for copies.
-        low_factor, high_factor: of `predicted_slowdown`: as little and as much as the rounds say in which units were timed;
+        low_factor, high_factor: of `predicted_slowdown`: the least and the most of the rounds in which units were timed;
             None if they were not, as in a fake profile.
         class_names: of modules that have a number for a name, as in an `nn.Sequential`: (path, class), in which a path may
             have a range. Only shown beside the names.
@@ -101,7 +101,7 @@ class Plan(ShownInNotebooks):
             nbytes = getattr(self, name)
             if nbytes is not None and nbytes < 0:
                 raise PlanError(f"{name}: got {nbytes}, expected 0 or more")
-        # Compiled units may be faster than with what PyTorch chooses to keep.
+        # Compiled units may be faster than with PyTorch's own choice.
         least = {"predicted_slowdown": -1 if self.is_compiled else 0}
         for name in ("predicted_slowdown", "bound_slowdown", "host_wait_slowdown", "low_factor", "high_factor"):
             slowdown = getattr(self, name)
@@ -129,7 +129,7 @@ class Plan(ShownInNotebooks):
         return self.to_text()
 
     def to_text(self, columns: int = _COLUMNS) -> str:
-        """Return what `print(plan)` shows, in lines of at most this many columns."""
+        """Return the text of `print(plan)`, in lines of at most this many columns."""
         rows = unit_rows(self.units, expand_classes(self.class_names), self.loss_text)
         return "\n".join([*layout(rows, columns), *self.prediction_lines(columns)])
 

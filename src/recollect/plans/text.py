@@ -1,4 +1,4 @@
-"""Prints plans for people: what each group of units keeps, in 80 columns or the terminal's width.
+"""Prints plans for people: the values that each group of units keeps, in 80 columns or the terminal's width.
 
 A unit can have hundreds of values, so names are shortened without losing meaning: a module stands for its values if all
 are treated alike, a module path is cut to the part that identifies the module within the unit, and several ops of one
@@ -33,7 +33,7 @@ _Names = tuple[str, ...]
 
 
 def unit_rows(units: Mapping[str, UnitPlan], classes: Mapping[str, str], loss: str) -> list[tuple[str, list[str]]]:
-    """Return labels of groups of units, with what each keeps, as items: words, or a verb, a tab, and the names of values.
+    """Return labels of groups of units, with the values that each keeps as items: words, or a verb, a tab, and value names.
 
     Args:
         units: unit plans by path.
@@ -173,7 +173,7 @@ def _actions(unit: UnitPlan, classes: Mapping[str, str]) -> list[str]:
     if not (keep and recompute):
         verb, names = ("keep       ", keep) if keep else ("recompute  ", recompute)
         return [*([f"{verb}\tall else"] if names else []), *others]
-    # The shorter list says it all.
+    # The shorter list is enough.
     keep, recompute = (keep, "all else") if len(keep) <= len(recompute) else ("all else", recompute)
     return [f"keep       \t{keep}", f"recompute  \t{recompute}{and_output}", *others]
 
@@ -227,7 +227,7 @@ def summarise_names(
 
 
 def is_empty(name: str) -> bool:
-    """Return whether a value is memory that nothing was written to yet: of use to the op that fills it, not to people.
+    """Return whether a value is memory that nothing has written to yet, which people need not see.
 
     Example:
         >>> is_empty("dropout.empty_like"), is_empty("dropout.bernoulli_")

@@ -53,7 +53,7 @@ class Copy(Protocol):
     """A value that is copied to host memory."""
 
     def leave(self) -> None:
-        """Let go of the value's bytes on the device, once they have been copied."""
+        """Release the value's bytes on the device, once they have been copied."""
         ...
 
     def come_back(self) -> None:
@@ -98,7 +98,7 @@ class Timetable:
                     found.come_back()
 
     def end(self) -> None:
-        """Have all leave that have not left: while they are on the device, their bytes may hold them."""
+        """Have all remaining values leave: while they are on the device, their bytes may hold them."""
         for _, reference in self._returns:
             if (found := reference()) is not None:
                 found.leave()

@@ -16,7 +16,7 @@ _Word = TypeVar("_Word", Action, EngineChoice)
 
 @dataclass(frozen=True, init=False)
 class UnitPlan:
-    """What one unit keeps.
+    """The values that one unit keeps.
 
     Attributes:
         actions: the action for each value, by name, in forward order. May be given as actions or their words.
@@ -24,13 +24,13 @@ class UnitPlan:
             `Action.KEEP`: as a part, if the action of its value is `Action.SHARD`.
         engine: `EngineChoice.TAPE` follows `actions`; `EngineChoice.REGION` re-runs the whole module, for modules that the tape
             cannot see into, and keeps its output; `EngineChoice.COMPILE` follows `actions` inside `torch.compile`, and keeps
-            the output; without actions it keeps what PyTorch chooses. May be an engine or its word, "tape", "region" or
+            the output; without actions it keeps PyTorch's choice. May be an engine or its word, "tape", "region" or
             "compile".
         trips: when each value with `Action.OFFLOAD` leaves and comes back; `Trip()` for those that are not named.
 
     Raises:
-        PlanError: a word is none of these; a trip that cannot be, or of a value that is not offloaded; or one is offloaded of a
-            unit that is not on the tape; or a compiled unit drops its output, or holds values as parts.
+        PlanError: a word is none of these; a trip that cannot be, or of a value that is not offloaded; or one is offloaded in a
+            unit off the tape; or a compiled unit drops its output, or holds values as parts.
 
     Example:
         >>> unit = UnitPlan({"norm.mul": "recompute", "up.mm": "keep"})

@@ -1,4 +1,4 @@
-"""The log of a recorded step: its memory events, as small tuples of ints, how to walk over them, and what a log may say.
+"""The log of a recorded step: its memory events, as small tuples of ints, how to walk over them, and the rules of a log.
 
 A value of a unit call is `(call, value)`; any other storage (embeddings, logits, gradients, optimizer temporaries) has a
 number of its own. A storage "dies" when only the tape still refers to it.
@@ -12,10 +12,10 @@ number of its own. A storage "dies" when only the tape still refers to it.
 | `(OP, call, op)` | an op of a unit's forward computed its results |
 | `(DIES, call, value)` | the storage of a value died |
 | `(SAVE, call, value, handle, saver)` | autograd saved a value while call `saver` ran |
-| `(USE, handle)` | backward asked for what it saved |
+| `(USE, handle)` | backward asked for a saved value |
 | `(PEEK, handle)` | the same, in a backward that keeps its graph, so that another one will ask again |
-| `(GIVE_BACK, handle)` | the formula that got it so has run, and holds it no longer |
-| `(LET_GO, call)` | that backward has ended, and holds nothing more that it computed for a call |
+| `(GIVE_BACK, handle)` | the formula that got it by `PEEK` has run, and no longer holds it |
+| `(LET_GO, call)` | that backward has ended, and no longer holds values that it computed for a call |
 | `(RELEASE, handle)` | backward, or a discarded graph, released it |
 | `(RETURN, call)` | a unit's forward returned |
 | `(PHASE, phase)` | forward, backward or the optimizer step begins |
@@ -123,14 +123,14 @@ class StepLog:
 
 
 def check_log(log: StepLog, graphs: Sequence[UnitGraph]) -> None:
-    """Check that every event is known, has no negative bytes, and refers to what exists.
+    """Check that every event is known, has no negative bytes, and refers to existing items.
 
     Args:
         log: the events.
         graphs: the graph of each unit call.
 
     Raises:
-        ValueError: names the block, the event in it, and what is wrong.
+        ValueError: names the block, the event in it, and the problem.
     """
     checker = _Checker(graphs)
     for number, event in enumerate(log.events()):
@@ -146,7 +146,7 @@ class _Checker:
         self._graphs = graphs
         self._storages: set[int] = set()
         self._handles: set[int] = set()
-        # Name, the numbers of operands that the event may have, and what checks them. Old profiles have no times of what runs
+        # Name, the numbers of operands that the event may have, and their check. Old profiles have no times of ops
         # outside the units.
         self._rules: dict[int, tuple[str, tuple[int, ...], Callable[..., str]]] = {
             ALLOC: ("ALLOC", (2,), self._alloc),

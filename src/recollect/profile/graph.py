@@ -3,7 +3,7 @@
 | word | here |
 |---|---|
 | value | `ValueRecord`: one tensor of a unit's forward; views are folded into the value that owns the storage |
-| op | `OpRecord`: what computes values, with its time |
+| op | `OpRecord`: an op that computes values, with its time |
 | unit | `UnitGraph`: the values and ops of one layer; identical layers share one graph |
 | call | `UnitCall`: one run of a unit in the step, in forward order |
 
@@ -37,9 +37,9 @@ class ValueRecord:
     mutated_later: bool = False
     """An op writes to its storage later, so holding the storage does not preserve the value."""
     saved_elements: int = 0
-    """Of what autograd saved of it, which may be less than all: numbers in the largest tensor; 0 if unknown."""
+    """Numbers in the largest tensor that autograd saved of it, which may be a part; 0 if unknown."""
     stays: bool = False
-    """The tape does not see who fills it, so that it cannot be stored anywhere else either."""
+    """The tape does not see its writes, so that it cannot be stored elsewhere either."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class PartRecord:
     value: int
     """Its index."""
     nbytes: int
-    """Of this rank's part."""
+    """Bytes of this rank's part."""
     gather_s: float
     """Seconds until the whole value is there again."""
 
@@ -102,7 +102,7 @@ class UnitGraph:
     parts: tuple[PartRecord, ...] = ()
     """Of the values that were the same on all ranks, those that can be held as parts."""
     variants: tuple[VariantRecord, ...] = ()
-    """What the unit takes inside `torch.compile`, one for each set of values to keep, PyTorch's own choice first; empty if it
+    """The unit's costs inside `torch.compile`, one for each set of values to keep, PyTorch's own choice first; empty if it
     is not to be compiled."""
     eager_s: float = 0.0
     """Seconds of forward and backward outside the compiler, beside those of the variants; 0 without variants."""
@@ -180,7 +180,7 @@ class UnitGraph:
 
     @property
     def saved_values(self) -> list[int]:
-        """Indices of what autograd saves in the step without recompute, except inputs of the unit and other leaves."""
+        """Indices of values that autograd saves in the step without recompute, except inputs of the unit and other leaves."""
         return [index for index, value in enumerate(self.values) if value.saved and value.producer is not None]
 
     @property

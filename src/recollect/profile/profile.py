@@ -62,17 +62,17 @@ class Profile(ShownInNotebooks):
         kernels: type of the device whose kernels were recorded, "cpu" or "cuda"; empty: that of `device`.
         fake: recorded on fake tensors, so times come from a cost model.
         calibration_bytes: measured minus simulated peak of the recorded step; 0 for a fake profile.
-        torch_version, model_class, batch: what was recorded, in words.
+        torch_version, model_class, batch: the source of the record, in words.
         loss_chunks: parts in which LM head and loss were computed; see `Plan.loss_chunks`.
         device_memory_bytes: size of the device's memory; 0 if unknown.
         shard_ranks: number of ranks that may each hold a part of a value, in place of all of it; 1 if none may.
-        gather_latency_s, gather_s_per_byte: what it takes to gather such a value: seconds, and seconds more for each byte.
-        to_host_bytes_per_s, from_host_bytes_per_s: what copies from the device to its host's memory reach, and copies back; 0
-            if that is not known, so that nothing can be offloaded.
-        host_latency_s: seconds that such a copy takes however little it copies.
+        gather_latency_s, gather_s_per_byte: time to gather such a value: fixed seconds, and seconds per byte.
+        to_host_bytes_per_s, from_host_bytes_per_s: rates of copies from the device to its host's memory, and of copies back; 0
+            if unknown, so that nothing can be offloaded.
+        host_latency_s: seconds of the smallest such copy.
         low_factor, high_factor: of what recompute adds: as little and as much as the rounds say in which units were timed; 0 if
             they were not.
-        outputs: of what the model returned: the events with which the log would say that it died.
+        outputs: the events with which the log would say that an output of the model died.
         class_names: of modules that have a number for a name, as in an `nn.Sequential`; see `Plan.class_names`.
 
     Raises:
@@ -291,7 +291,7 @@ _Built = TypeVar("_Built")
 
 
 def _construct(kind: Callable[..., _Built], place: Field, **arguments: Any) -> _Built:
-    """Build an object that checks its arguments; report what it rejects with the place in the document."""
+    """Build an object that checks its arguments; report rejected ones with their place in the document."""
     try:
         return kind(**arguments)
     except ValueError as problem:

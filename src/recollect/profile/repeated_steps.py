@@ -4,9 +4,9 @@ In gradient accumulation, forward and backward run again and again on batches of
 gradients; each later one finds them, and does what the one before it did. The last of such a run is stored and
 represents them all (`UnitCall.num_runs`). The others' leftovers, such as a list of losses, exist when it begins.
 
-A micro-step is left out only if nothing of it waits for backward when the next one begins, and no other one reads what its
-units computed. If the model's own code holds a unit's output into the next micro-step (`output` in a loop), what is alive
-with the output is up to the plan: then the last two are stored.
+A micro-step is left out only if nothing of it waits for backward when the next one begins, and no other one reads values of its
+units. If the model's own code holds a unit's output into the next micro-step (`output` in a loop), the plan decides
+what is alive with the output: then the last two are stored.
 """
 
 from collections.abc import Sequence
@@ -101,7 +101,7 @@ def _run_at(found: Sequence[Stretch], first: int, period: int) -> _Run | None:
 
 
 def _can_leave_out(found: Sequence[Stretch], first: int, stored: int, period: int, num_stored: int) -> bool:
-    """Return whether the stored block finds most memory in use, and what it may find of the units left out."""
+    """Return whether the stored block finds most memory in use, and the values that it may find of the units left out."""
     is_growing = all(
         found[number].start_bytes <= found[stored + (number - first) % period].start_bytes
         for number in range(first, stored)
@@ -121,7 +121,7 @@ class _Folding:
     Args:
         profile: the whole step.
         found: its stretches.
-        runs: what to leave out.
+        runs: the stretches to leave out.
         gone: the calls in there.
     """
 

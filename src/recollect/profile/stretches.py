@@ -1,4 +1,4 @@
-"""Splits a step where nothing waits for backward, and describes what each stretch does, so that equal ones compare equal."""
+"""Splits a step where nothing waits for backward, and describes each stretch, so that equal ones compare equal."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -41,7 +41,7 @@ class Stretch:
 
 
 class StepReader:
-    """Follows a step, with names for what it meets that do not depend on where in the step it is.
+    """Follows a step, with names for calls and storages that do not depend on their place in the step.
 
     Complexity: one pass over the events.
     """
@@ -128,7 +128,7 @@ class StepReader:
         return (call - first,) if call >= first else ("earlier", call)
 
     def _storage_name(self, storage: int) -> tuple[object, ...]:
-        """Name a storage by its number in its stretch: how long ago that was, if it dies here, or else which one."""
+        """Name a storage by its number in its stretch: the age of the stretch, if it dies here, or else which one."""
         here = len(self._found) - 1
         home, number = self._storages.get(storage, (-1, storage))
         if home == here:

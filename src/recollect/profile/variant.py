@@ -8,28 +8,28 @@ from dataclasses import dataclass
 class VariantRecord:
     """One way to run a unit compiled: the values it keeps for backward, the memory and the time of one run.
 
-    Measured, or estimated, between a source and a sink: the unit's inputs are there before, and the gradient of what it
-    returns comes from outside.
+    Measured, or estimated, between a source and a sink: the unit's inputs exist before, and the gradient of its
+    output comes from outside.
 
     Raises:
         ValueError: a negative number of bytes, or seconds that are negative or not finite.
     """
 
     kept: tuple[int, ...]
-    """Indices of the unit's values that are in memory between forward and backward, what an op of the unit computes."""
+    """Indices of the values that ops of the unit compute and that are in memory between forward and backward."""
     held: tuple[int, ...]
     """Indices of the inputs and outputs that it keeps as well. Others may hold them too, so they count once."""
     own_bytes: int
-    """Everything else that is alive between forward and backward: what is kept, random states, unnamed values."""
+    """All other bytes alive between forward and backward: kept values, random states, unnamed values."""
     forward_bytes: int
-    """The most that forward needs above its inputs, with what it returns and keeps."""
+    """The most that forward needs above its inputs, with its outputs and kept values."""
     backward: tuple[tuple[int, int, int], ...]
     """For each stretch of backward, the most bytes above its start, the change at its end, and the index of the value
     in `held` released there, -1 for none. Values in `held` are not in the changes."""
     step_s: float
     """Seconds of forward and backward."""
     is_default: bool = False
-    """It keeps what PyTorch chooses without a plan."""
+    """It keeps PyTorch's choice without a plan."""
     is_estimated: bool = False
     """Nothing ran; bytes and seconds are from a model of the compiled code."""
 

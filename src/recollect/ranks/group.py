@@ -196,7 +196,7 @@ class _Meeting:
     def wait(self, seconds: float) -> list[int]:
         """Return the processes that have not arrived."""
         if self._world is not dist.group.WORLD:
-            # PyTorch's groups were made anew, and what was connected is gone.
+            # PyTorch's groups were made anew, and the connections are gone.
             self._world, self._group, self._number = dist.group.WORLD, None, 0
         self._number += 1
         store = meeting_place()

@@ -1,6 +1,6 @@
 """Find the processes that train a model together, check that they are about to do the same, and give them the same times.
 
-And choose one plan for them of those that each made.
+Also choose one of their plans for all of them.
 
 A process without a memory budget never asks the others for a plan: it goes on to its first collective, where it waits for ever.
 So each process that has one leaves a note at the store where all of them met, before it does anything that needs the others.
@@ -139,7 +139,7 @@ def _difference(first_rank: int, first: _Described, other_rank: int, other: _Des
     return ""
 
 
-# Of how many processes the plans are tried by all the others, those that need the most memory.
+# The number of processes, those that need the most memory, whose plans all the others try.
 _MOST_TRIED: Final = 4
 
 
@@ -163,7 +163,7 @@ def common_plan(
         return own, own.predicted_slowdown or 0.0
     offered = ranks.gather((plain_bytes, own), place)
     hungriest = sorted(range(len(offered)), key=lambda process: (-offered[process][0], process))
-    # Of the same profile all have made the same plan.
+    # From the same profile, all have made the same plan.
     plans = (offered[process][1] for process in hungriest)
     tried = list({digest_of(plan.units, plan.loss_chunks): plan for plan in plans}.values())[:_MOST_TRIED]
     mine = [predicted_plan(profile, plan) for plan in tried]
@@ -201,7 +201,7 @@ def with_common_times(profile: Profile, ranks: Ranks, place: Place = Place.START
     """Return a profile with the median of the times of all processes, where their units run the same ops on as many bytes.
 
     So they make the same plan of them. The median, since each time was measured once in each process, and one that was
-    disturbed meanwhile says nothing about the step. The slowest process sets the pace, but of equal devices none is slower than
+    disturbed says nothing about the step. The slowest process sets the pace, but of equal devices none is slower than
     the others in every step. Links to the hosts' memory are not equal, so there the slowest counts.
 
     Args:
@@ -255,7 +255,7 @@ def _with_times(profile: Profile, times: Iterator[float]) -> Profile:
 
 
 def _fingerprint(profile: Profile) -> str:
-    """Return a digest of what the times belong to."""
+    """Return a digest of the ops that the times belong to."""
     words = [repr([(call.path, call.graph, call.num_runs) for call in profile.calls])]
     words += [_words(graph) for graph in profile.graphs]
     return hashlib.sha256("\n".join(words).encode()).hexdigest()
@@ -273,7 +273,7 @@ def _words(graph: UnitGraph) -> str:
 _PATIENCE_S: Final = 60.0
 _PATIENCE_AFTER_BARRIER_S: Final = 10.0
 
-# How often something was told in this process: the same number in all of a training.
+# The number of messages in this process: the same in all processes of a training.
 _num_told: Counter[str] = Counter()
 
 
@@ -281,7 +281,7 @@ class Presence:
     """Messages between training processes about something that all need, before they wait for those without it.
 
     Args:
-        what: they need, for errors: "MemoryBudget".
+        what: the thing that they need, for errors: "MemoryBudget".
     """
 
     def __init__(self, what: str) -> None:
@@ -302,7 +302,7 @@ class Presence:
         """Check that all processes have told.
 
         Args:
-            is_after_barrier: those that tell have done so before something for which all of them waited.
+            is_after_barrier: all have waited for each other since the messages.
 
         Raises:
             RecordError: some have not.

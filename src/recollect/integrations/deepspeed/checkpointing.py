@@ -7,7 +7,7 @@
 
 | setting of `configure` | here |
 |---|---|
-| `mpu_` | nothing is split among its ranks, so it is not needed |
+| `mpu_` | not needed, as nothing is split among its ranks |
 | `deepspeed_config` | its section `activation_checkpointing`; arguments override it, as in DeepSpeed |
 | `partition_activations`, `checkpoint_in_cpu`, `contiguous_checkpointing` | not yet |
 | `num_checkpoints`, `synchronize`, `profile` | a warning: they have no effect |
@@ -102,19 +102,19 @@ def is_configured() -> bool:
 
 
 def reset() -> None:
-    """Do nothing: there are no buffers to reset, since a call's values go when its graph goes."""
+    """Do nothing: there are no buffers to reset, since a call's values are freed with its graph."""
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run a function, drop what it computes, and compute that again in backward; see `recollect.checkpoint`.
+    """Run a function, drop the values that it computes, and recompute them in backward; see `recollect.checkpoint`.
 
     Args:
         function: such as a layer.
-        *args: what it takes.
+        *args: its arguments.
         **kwargs: the same; all are the function's own.
 
     Returns:
-        What it returns.
+        The function's result.
 
     Example:
         >>> import torch
@@ -123,7 +123,7 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         >>> torch.equal(hidden.grad, torch.ones(2).exp().cos() * torch.ones(2).exp())
         True
     """
-    # DeepSpeed's keywords are all the function's, also those that PyTorch's checkpoint would take for its own.
+    # DeepSpeed passes all keywords to the function, even those that PyTorch's checkpoint would take for its own.
     return checkpoint_on_tape(partial(function, **kwargs) if kwargs else function, *args, use_reentrant=False)
 
 

@@ -3,11 +3,11 @@
 | asked for | here |
 |---|---|
 | ZeRO stages 0 to 3, one process or several | every step of the engine is within the budget; all processes run the same plan |
-| `gradient_accumulation_steps` | a step ends where the engine says so, with all its micro-batches |
+| `gradient_accumulation_steps` | a step ends where the engine ends it, with all its micro-batches |
 | `activation_checkpointing` in the configuration, `checkpointing.configure` | refused where they would change anything |
 | pipelines, tensor parallelism, the hybrid engine, DeepCompile | not yet |
 
-The first step of the loop is recorded as the engine runs it, so that nothing of a recording stays in ZeRO's partitions.
+The first step of the loop is recorded as the engine runs it, so that a recording leaves nothing in ZeRO's partitions.
 
 Run with deepspeed 0.19.8, on its CPU accelerator.
 """
@@ -54,7 +54,7 @@ def initialize(
     Args:
         *args: as `deepspeed.initialize` takes them.
         memory_budget: bytes of the whole step in each process, as an int or text: "22GiB", "90% of the device", "60%" of what
-            the first step needs without recompute. By default what the configuration says under "recollect", as in
+            the first step needs without recompute. By default the setting under "recollect" in the configuration, as in
             `{"recollect": {"memory_budget": "22GiB"}}`, else 90% of the device.
         on_larger: what to do at a step that no plan was made for: "replan", "warn" or "raise".
         units: module paths of the layers to plan, where they are not found.
@@ -65,11 +65,11 @@ def initialize(
 
     Raises:
         MissingPackageError: deepspeed is not installed.
-        ConfigError: deepspeed is too old; something else is asked to recompute, too; or there is no optimizer.
+        ConfigError: deepspeed is too old; another setting asks for recompute, too; or there is no optimizer.
         NotYetError: see the table above.
         AlreadyAppliedError: the model has a plan, or recomputes by itself.
         QuantityError: the budget is no amount of bytes, or a percentage of a device whose memory is not known.
-        BudgetTooSmallError: by the first `engine.step()` that ends a step, if no plan fits.
+        BudgetTooSmallError: raised by the first `engine.step()` that ends a step, if no plan fits.
 
     Example: `engine, optimizer, _, _ = initialize(model=model, config=config, memory_budget="22GiB")`.
     """
@@ -88,9 +88,9 @@ def check_before(model: Any, config: Mapping[str, Any], section: BudgetSection, 
     """Raise if an engine could not be kept within a budget, before it takes the model, whose parameters ZeRO-3 partitions.
 
     Args:
-        model: which it will get; anything that is no module is left for DeepSpeed to refuse.
+        model: the engine's model; DeepSpeed refuses anything that is no module.
         config: its configuration.
-        section: what the configuration and the arguments say about the budget.
+        section: the settings of the budget in the configuration and the arguments.
         mpu: the groups of model parallelism.
 
     Raises:
@@ -109,7 +109,7 @@ def check_before(model: Any, config: Mapping[str, Any], section: BudgetSection, 
 class AttachedEngine(Attached):
     """The handle of an engine: its steps end where the engine says that its optimizer has stepped.
 
-    ZeRO steps over one part of the parameters after another, and then gathers them, so that no step of an optimizer ends it.
+    ZeRO steps over one part of the parameters after another, and then gathers them, so that no optimizer's step ends it.
     """
 
     def __init__(self, engine: Any, section: BudgetSection, log: Any) -> None:
@@ -169,7 +169,7 @@ class AttachedEngine(Attached):
         return "\n".join(filter(None, (super().report(), self._bucket_text())))
 
     def _bucket_text(self) -> str:
-        """Return how large a bucket is, however small the model, and the setting that says so; "" without ZeRO."""
+        """Return the size of a bucket, even for small models, and the setting that determines it; "" without ZeRO."""
         number = self._engine.zero_reduce_bucket_size() if self._engine.zero_optimization() else 0
         nbytes = number * max((p.element_size() for p in self.model.parameters()), default=0)
         setting = f"zero_optimization.reduce_bucket_size = {number:,}"
@@ -179,7 +179,7 @@ class AttachedEngine(Attached):
 
 
 def _check_config(config: Mapping[str, Any], mpu: Any) -> None:
-    """Raise if a configuration asks for what a budget cannot be combined with."""
+    """Raise if a configuration asks for a feature that a budget cannot be combined with."""
     section = ActivationCheckpointing.of(config)
     for name in ("partition_activations", "cpu_checkpointing", "contiguous_memory_optimization"):
         if section is not None and getattr(section, name):

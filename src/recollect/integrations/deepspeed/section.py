@@ -2,8 +2,8 @@
 
 {"train_batch_size": 32, "zero_optimization": {"stage": 2}, "recollect": {"memory_budget": "22GiB"}}
 
-In DeepSpeed the latter does not say what to recompute: it configures `deepspeed.checkpointing.checkpoint`, which a model
-calls on what it wants recomputed, usually each layer. So the section means: each layer, or every few layers
+In DeepSpeed the latter does not choose what to recompute: it configures `deepspeed.checkpointing.checkpoint`, which a model
+calls on the parts to recompute, usually each layer. So the section means: each layer, or every few layers
 (`activation_checkpoint_interval` of its pipelines). Hugging Face's models do not call that function, so in DeepSpeed the
 section does not affect them.
 
@@ -54,14 +54,14 @@ def read_config(given: Mapping[str, Any]) -> Mapping[str, Any]:
         given: the arguments by name.
 
     Returns:
-        An empty one if there is none, or none that can be read: DeepSpeed says so.
+        An empty one if it is missing or cannot be read: DeepSpeed then raises the error.
     """
     config = given.get("config") or given.get("config_params") or getattr(given.get("args"), "deepspeed_config", None)
     if isinstance(config, Mapping):
         return config
     if not isinstance(config, str):
         return {}
-    # JSON with comments, by the parser that DeepSpeed brings.
+    # JSON with comments, by DeepSpeed's own parser.
     with needed("deepspeed", by=f"a configuration in a file, {config},"):
         hjson = importlib.import_module("hjson")
     try:
@@ -197,7 +197,7 @@ class ActivationCheckpointing:
         raise ConfigError(settings=settings, reason=reason, advice=f"Set {other}, or leave out {setting}.")
 
     def refuse_not_yet(self, advice: str) -> None:
-        """Raise for values split among ranks, or in host memory; the advice is what the error says to do."""
+        """Raise for values split among ranks, or in host memory; the error gives the advice."""
         for name, needs in _NEEDS.items():
             if getattr(self, name):
                 raise NotYetError(settings={name: True}, needs=needs, advice=advice)

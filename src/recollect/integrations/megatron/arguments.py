@@ -55,7 +55,7 @@ class ForeignFlag:
     needs: str = ""
     """What recollect would need for other values; empty: every value is allowed."""
     advice: str = "Leave it out."
-    """What to do meanwhile."""
+    """Advice until then."""
 
 
 def _read() -> Iterator[ForeignFlag]:
@@ -169,7 +169,7 @@ def _own(name: str, words: list[str]) -> list[str]:
 
 
 def _values(flag: ForeignFlag, words: list[str]) -> tuple[list[str], list[str]]:
-    """Split what follows a flag into its values and other words."""
+    """Split the words after a flag into its values and other words."""
     inline = words[0].partition("=")[2]
     values = [*([inline] if inline else []), *words[1:]]
     count = len(values) if flag.arity == "any" else flag.arity

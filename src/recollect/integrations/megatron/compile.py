@@ -40,17 +40,17 @@ def megatron_plan(
     """Return the plan of a Megatron configuration, with its predicted peak and slowdown.
 
     Full recompute drops everything that can be recomputed, and outputs between the layers of one `uniform` region too.
-    Selective recompute drops what the named modules compute; their outputs are kept or dropped as in Megatron
+    Selective recompute drops the values that the named modules compute; their outputs are kept or dropped as in Megatron
     (`MEGATRON_OUTPUT` in `settings.py`), unless `recompute_discard_outputs` says otherwise. Values that cannot be
-    recomputed (a router's choices) are always kept. Under any settings, what Megatron's own functions make again in
-    backward is dropped: a router's input in fp32 and, of a step recorded with `collectives="replay"`, what all-gathers
-    return. With `distribute_saved_activations` the inputs that full recompute keeps have the action "shard". What
-    `cpu_offloading` and `offload_modules` stand for has the action "offload", unless it is recomputed anyway.
+    recomputed (a router's choices) are always kept. Under any settings, values that Megatron's own functions recompute in
+    backward are dropped: a router's input in fp32 and, in a step recorded with `collectives="replay"`, results of
+    all-gathers. With `distribute_saved_activations` the inputs that full recompute keeps have the action "shard". Values
+    that `cpu_offloading` and `offload_modules` name have the action "offload", unless they are recomputed anyway.
 
     Args:
         profile: the recorded step, of the whole model.
         config: Megatron's settings.
-        setting: what else Megatron's rules consider; its pipeline sizes define the model chunks. None: one chunk, and only
+        setting: other facts for Megatron's rules; its pipeline sizes define the model chunks. None: one chunk, and only
             the configuration and the model are checked.
 
     Returns:
@@ -127,7 +127,7 @@ def _units(profile: Profile, choice: Choice, chunks: Chunks, heads: Sequence[str
 
 
 def _with_kept_inputs(choice: Choice, chunks: Chunks, heads: Sequence[str]) -> set[str]:
-    """Return the layers from whose input others, or they themselves, are recomputed."""
+    """Return the layers whose input is the start of a recompute, of themselves or of others."""
     if isinstance(choice, UniformFull):
         return {path for chunk in chunks for path in chunk[:: choice.num_layers]} | {*heads}
     assert isinstance(choice, BlockFull), "only full recompute has inputs of layers to distribute"
@@ -205,7 +205,7 @@ def _chunks(profile: Profile, setting: TrainingSetting | None) -> Chunks:
 
 
 def _selective_units(layers: Mapping[str, UnitGraph], outputs: Mapping[str, Action]) -> dict[str, UnitPlan]:
-    """Return the units whose modules are recomputed; `outputs` says what happens to what each of them returns."""
+    """Return the units whose modules are recomputed; `outputs` says what happens to the output of each."""
     made: dict[int, UnitPlan] = {}
     matched: set[str] = set()
     units = {}
@@ -221,7 +221,7 @@ def _selective_units(layers: Mapping[str, UnitGraph], outputs: Mapping[str, Acti
 
 
 def _unit(layer: LayerOps, outputs: Mapping[str, Action], parts: Mapping[str, frozenset[int]]) -> UnitPlan:
-    # Megatron saves what these are made of: this rank's part of what is gathered, and the router's input in 16 bits.
+    # Megatron saves their sources: this rank's part of a gathered tensor, and the router's input in 16 bits.
     dropped = {*layer.gathered, *layer.cast_for_router}
     for name, inside in parts.items():
         dropped |= inside if outputs[name] == Action.RECOMPUTE else inside - layer.outputs_of(inside)
@@ -259,7 +259,7 @@ def megatron_stage_plans(
     `recompute_num_layers` counts in each stage, virtual ones too, as each is a block of layers of its own there.
 
     With `num_microbatches_with_partial_activation_checkpoints` = N, a rank takes its forwards in windows of as many as it runs
-    before its first backward. The first N of a window recompute what the other settings say; the rest recompute all layers of
+    before its first backward. The first N of a window recompute as the other settings say; the rest recompute all layers of
     their stage. With `uniform` that is the same, and with `selective` every layer recomputes its modules either way.
 
     Args:

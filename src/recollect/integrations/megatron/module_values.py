@@ -11,7 +11,7 @@ path: the reference models use Megatron's names, Hugging Face's models their own
 | shared_experts | `shared_experts` | `shared_experts`, `shared_expert` |
 | layernorm | `input_layernorm`, `pre_mlp_layernorm` | norms before attention and MLP: `post_attention_layernorm`, `ln_2` |
 | moe_act | `experts.activation_func` | `experts.act_fn` and the product that reads it |
-| mla_up_proj | `qkv_up_proj` | `q_b_proj`, `kv_b_proj`, and what the attention module does before its core |
+| mla_up_proj | `qkv_up_proj` | `q_b_proj`, `kv_b_proj`, and the ops of the attention module before its core |
 | attn_norm | `input_layernorm` | the norm before attention: `input_layernorm`, `ln_1` |
 | mlp_norm | `pre_mlp_layernorm` | the norm before the MLP: `post_attention_layernorm`, `ln_2` |
 | qkv_linear | the modules in attention before its core | the same: `q_proj`, `c_attn`, `kv_a_layernorm` |
@@ -41,7 +41,7 @@ _NORMS = _ATTENTION_NORMS | {"pre_mlp_layernorm", "pre_feedforward_layernorm", "
 # In models with another norm before the MLP (Gemma), this one follows the attention, and is no input of a recomputed module.
 _NORM_BEFORE_MLP = "post_attention_layernorm"
 _LATENT_UP = frozenset({"q_b_proj", "kv_b_proj", "linear_q_up_proj", "linear_kv_up_proj"})
-# Ops that attention kernels, or what they decompose into, begin with.
+# The first ops of attention kernels, or of their decompositions.
 _CORE = ("scaled_dot_product", "flash_attn", "bmm", "softmax")
 # Rotation and caches end in one of these; later ops belong to the core.
 _BEFORE_CORE = frozenset({"cat", "add", "sub", "copy_", "index_put_", "index_copy_", "stack"})
@@ -112,7 +112,7 @@ class LayerOps:
 
     @cached_property
     def gathered(self) -> frozenset[int]:
-        """The values that all-gathers return, if these may run again, and what puts their parts in order."""
+        """The results of all-gathers that may run again, and of the ops that put their parts in order."""
         found: set[int] = set()
         for op in self.ops:
             orders = op.name == "cat" and op.inputs and found.issuperset(op.inputs)
@@ -122,7 +122,7 @@ class LayerOps:
 
     @cached_property
     def cast_for_router(self) -> frozenset[int]:
-        """The copies in fp32 of what the router reads, the residual stream and its weight."""
+        """The copies in fp32 of the router's inputs: the residual stream and its weight."""
         own = self.values(lambda _, op: "router" in op.module)
         return self.values(lambda _, op: "router" in op.module and op.name == "_to_copy" and own.isdisjoint(op.inputs))
 
@@ -191,7 +191,7 @@ def _moe_act(layer: LayerOps) -> Iterator[int]:
 
 
 def _expert_fc1(layer: LayerOps) -> frozenset[int]:
-    """By its name; or what the activation reads of what the experts compute."""
+    """By its name; or the values that the activation reads from the experts."""
     named = layer.values(lambda _, op: {"experts", "linear_fc1"} <= {*op.module})
     read = {v for op in layer.ops if "experts" in op.module and op.is_in(_ACTIVATIONS) for v in op.inputs}
     return named or layer.values(lambda _, op: "experts" in op.module and not op.is_in(_ACTIVATIONS)) & read

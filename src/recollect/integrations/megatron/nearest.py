@@ -22,7 +22,7 @@ from recollect.profile.profile import Profile
 
 
 def nearest_settings(profile: Profile, plan: Plan, setting: TrainingSetting | None = None) -> Nearest[RecomputeConfig]:
-    """Return the fastest of Megatron's settings that fit the budget of a plan, and what they lose against it.
+    """Return the fastest of Megatron's settings that fit the budget of a plan, and their loss against it.
 
     All of them are tried: no recompute, full recompute by both methods with every number of layers, and every set of the
     modules that the model has. Peak and time assume that recollect carries them out, minus the gathers that Megatron
@@ -31,7 +31,7 @@ def nearest_settings(profile: Profile, plan: Plan, setting: TrainingSetting | No
     Args:
         profile: the recorded step that the plan was made from.
         plan: the plan.
-        setting: what else Megatron's rules consider; see `megatron_plan`.
+        setting: the other facts that Megatron's rules consider; see `megatron_plan`.
 
     Raises:
         PlanError: the plan has no predicted peak.
@@ -71,7 +71,7 @@ def nearest_uniform_settings(
         send_s: see `plan_pipeline`.
 
     Returns:
-        The settings, and what the pipeline needs under them.
+        The settings, and the pipeline's memory and time under them.
 
     Raises:
         BudgetTooSmallError: no setting fits.
@@ -89,7 +89,7 @@ def nearest_uniform_settings(
     peaks: list[int] = []
     for config in sorted(everywhere, key=added_s):
         chosen: list[Plan] = [plans[id(profile)][config] for profile in profiles]
-        # Backward takes less by what is hidden; those that are alike stay one object.
+        # Backward is shorter by the hidden seconds; profiles that are alike stay one object.
         taken = {
             key: replace(profile, step_s=profile.step_s - hidden_s(profile, plans[key][config]))
             for key, profile in distinct.items()
@@ -110,7 +110,7 @@ def nearest_uniform_settings(
 def hidden_s(profile: Profile, plan: Plan) -> float:
     """Return the seconds of gathers, under one of Megatron's plans, that Megatron overlaps with backward's products.
 
-    It begins to gather what a weight's gradient needs before the product for the gradient of the input, which takes as long
+    It begins to gather the input of a weight's gradient before the product for the gradient of the input, which takes as long
     as the one in forward. Where that one runs again, it waits for its input in Megatron, too.
     """
     of_graphs = [[*_gathers(graph)] for graph in profile.graphs]

@@ -16,14 +16,14 @@ Answer = Literal["error", "warning", "free", "same", "not yet"]
 """How recollect answers: raises; warns; has no such limit; does silently what Megatron does; lacks the feature."""
 
 Broken: TypeAlias = object
-"""Whether a rule is broken: true or false; or a list, empty if not, of what the rule's reason and advice name as `{}`; or
+"""Whether a rule is broken: true or false; or a list, empty if not, of names for `{}` in the rule's reason and advice; or
 the clash itself, or None, where its settings or words depend on more than that."""
 
 
 _COMPARED: Final[Mapping[str, Callable[[Any, str], bool]]] = {
     "above": lambda value, least: value > int(least),
     "at most": lambda value, most: value <= int(most),
-    # Of what is set, also what is no whole number.
+    # Of values that are set, including those that are no whole numbers.
     "below": lambda value, least: value is not None and (type(value) is not int or value < int(least)),
     "before": lambda value, version: version_of(value) < version_of(version),
 }
@@ -103,7 +103,7 @@ class Rule:
     reason: str = ""
     """The reason that an error gives; for a missing feature, what recollect would need."""
     advice: str = ""
-    """The advice that an error gives. It may name what breaks the rule as `{}`, and the right names as `{known}`."""
+    """The advice that an error gives. It may name the wrong value as `{}`, and the right names as `{known}`."""
     known: tuple[str, ...] = ()
     """The right names, if the wrong one that breaks the rule may be a misspelling."""
 

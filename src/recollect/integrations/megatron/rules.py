@@ -117,7 +117,7 @@ def _is_gtp_in_8_bits(config: RecomputeSettings, setting: TrainingSetting) -> bo
 
 
 def _is_norm_at_edge(config: RecomputeSettings, setting: TrainingSetting) -> bool:
-    """Return whether a recomputed norm lies between a router that Transformer Engine captures and what no graph captures."""
+    """Return whether a recomputed norm lies between a router that Transformer Engine captures and uncaptured modules."""
     can_dispatch = setting.moe_token_dispatcher_type == "alltoall" or setting.moe_latent_size is not None
     is_inside = (
         "moe_preprocess" in setting.cuda_graph_modules and can_dispatch and not setting.moe_shared_expert_overlap
@@ -270,7 +270,7 @@ class RecomputeConfig(RecomputeSettings):
         """Check against the rest of the training's settings.
 
         Args:
-            setting: model, parallelism, and whatever else Megatron's rules consider.
+            setting: model, parallelism, and the other facts that Megatron's rules consider.
 
         Raises:
             ConfigError: settings that clash; names the rule in docs/megatron.md.

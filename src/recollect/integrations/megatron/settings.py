@@ -1,7 +1,7 @@
-"""Megatron's settings by their names, with their values and defaults: for recompute and offload, and what else rules consider.
+"""Megatron's settings by their names, with their values and defaults: for recompute and offload, and for other rules.
 
 Read in Megatron-LM main at d98e8a64: `TransformerConfig`, whose `recompute_modules` say what happens to the output of each, and
-`ModelParallelConfig`. Of what else rules consider, a default of 0 or "unknown" there is None here.
+`ModelParallelConfig`. For other settings, a default of 0 or "unknown" there is None here.
 
 The recompute that checked settings ask for is one of four types, none of which can be inconsistent:
 
@@ -226,7 +226,7 @@ class TrainingSetting:
         num_layers: of the whole model, without multi-token prediction; None if unknown.
         num_layers_in_first_pipeline_stage, num_layers_in_last_pipeline_stage: for uneven stages.
         transformer_engine_version: such as "2.6.0"; None if unknown or not installed.
-        cuda_graph_modules: what the graph of each layer captures; () or "full" is the whole layer.
+        cuda_graph_modules: the parts that the graph of each layer captures; () or "full" is the whole layer.
         cuda_graph_scope: the old name of `cuda_graph_modules`, where "full_iteration" means that `cuda_graph_impl`.
 
     All others are as in Megatron.

@@ -206,7 +206,7 @@ class Experts(nn.Module):
 def aligned_rows(expert_S: Tensor, ends_E: Tensor, multiple: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Find places for rows, so that each expert has a multiple of them, as products in 8 bits need.
 
-    There are P places, as many as any routing may need, since no shape depends on it: up to `multiple - 1` more an expert.
+    There are P places, as many as any routing may need, since no shape depends on it: up to `multiple - 1` more per expert.
 
     Args:
         expert_S: the expert of each row, sorted.

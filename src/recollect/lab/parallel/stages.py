@@ -20,8 +20,8 @@ from recollect.lab.models.router import RouterStatistics
 class StageModel(GPTModel):
     """Some consecutive layers of a model, with the embedding before the first and norm, LM head and loss after the last.
 
-    With multi-token prediction, the last stage has a copy of the embedding as well. Losses of routers go backward from where
-    they are; the loss that the last stage returns has only its own.
+    With multi-token prediction, the last stage has a copy of the embedding as well. Backward of routers' losses starts at their
+    own stage; the loss that the last stage returns has only its own.
 
     Args:
         config: the whole model.
