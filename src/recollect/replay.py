@@ -15,8 +15,8 @@ This module knows nothing of PyTorch: calls and tensors are opaque here. The eng
 byte counts, so the engine does exactly what the simulator predicts.
 
 A backward that keeps its graph (`retain_graph`, or the half of a backward that finds the gradients of a pipeline stage's
-input) is followed by another one that asks again. It computes on copies of the recipes (`KeptPass`), so that nothing that it
-computed lives from the one to the other.
+input) is followed by another one that asks again. It computes on copies of the recipes (`KeptPass`), so that none of its
+results live on into the next one.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ __all__ = ["BudgetHooks", "MemoryBudget"]  # noqa: F822, the second is made when
 
 _PACKAGES: Final = ("lightning.pytorch", "pytorch_lightning")
 _LEAST_VERSION: Final = "2.4"
-# The module itself; in `DistributedDataParallel`; as its `configure_model` has sharded it.
+# The module itself; wrapped by `DistributedDataParallel`; sharded by its own `configure_model`.
 _STRATEGIES: Final = ("SingleDevice", "DDP", "ModelParallel")
 
 

@@ -179,7 +179,7 @@ def _unused_number(recorded: Sequence[Event]) -> int:
 
 
 def _gradients_made(recorded: Sequence[Event]) -> Mapping[int, tuple[int, int]]:
-    """Return storages that backward makes and nobody frees, by number: bytes, and where that backward begins."""
+    """Return the storages that backward makes and nobody frees: by number, their bytes and the start of that backward."""
     made: dict[int, tuple[int, int]] = {}
     begin, phase = 0, events.FORWARD
     for position, (code, *operands) in enumerate(recorded):

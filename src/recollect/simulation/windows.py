@@ -232,7 +232,7 @@ class EdgeTable:
         return self._reaches(call, call + trip.returns)
 
     def _reaches(self, call: int, other: int) -> int | None:
-        """Return the edge where the backward after a call reaches another one, or an earlier one."""
+        """Return the edge where the backward after a call reaches another given call, or one before that."""
         if call not in self._stretch_of:
             return None
         _, backward = self._stretches[self._stretch_of[call]]

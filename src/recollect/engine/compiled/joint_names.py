@@ -137,7 +137,7 @@ class _Stems:
 
 
 def _in_place(known: Sequence[str]) -> dict[tuple[str, str], list[str]]:
-    """Return the stems of each op of a module in order, where some of its calls write in place."""
+    """Return, in order, the stems of those ops of a module of which some calls write in place."""
     found: dict[tuple[str, str], list[str]] = defaultdict(list)
     for name in known:
         module = module_of(name)
