@@ -27,7 +27,7 @@ __all__ = ["CustomPartitionerFn", "get_hash_for_files"]
 # The errors of a function that could not be compiled, or not into one graph, or too often.
 ERRORS = (TorchDynamoException, FailOnRecompileLimitHit)
 
-# Plans on one class, times shapes, before a unit would run without the compiler and nobody would say so; PyTorch's own limit
+# Plans on one class, times shapes, before a unit would silently run without the compiler; PyTorch's own limit
 # on all of them together.
 _MOST_COMPILATIONS = 256
 

@@ -29,7 +29,7 @@ def read_file(path: str | Path, *, expected: str, advice: str, error: type[Excep
     Args:
         path: the file.
         expected: what it should be, such as "a plan that Plan.save wrote".
-        advice: what to do about it, as a sentence.
+        advice: advice about the error, as a sentence.
         error: class of the exception to raise if the path exists but is no such file.
 
     Raises:

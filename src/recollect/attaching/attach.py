@@ -80,7 +80,7 @@ def attach(
 
     Warns:
         BudgetWarning: a later step fits under no plan, or is larger and `on_larger` is "warn"; a step needed more than the
-            budget while it was recorded, or may have, since it did what no plan foresees; too many steps differ for
+            budget while it was recorded, or may have, since it did work that no plan foresees; too many steps differ for
             more to be recorded; the model is in eval mode; it recomputes by another mechanism, too; the optimizer
             stepped, and the model was not called.
         TorchVersionWarning: once in a process, with a PyTorch that is newer than those that are tested, or that differs.

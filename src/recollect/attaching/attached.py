@@ -144,7 +144,7 @@ class Attached:
         """Run a function as a call of the model: a forward that calls parts of the model one by one, and no backward.
 
         Args:
-            function: what to run.
+            function: the function to run.
             *args: its arguments; the shapes of their tensors tell which plan covers the call.
             **kwargs: the same.
 

@@ -101,7 +101,7 @@ class StepUnderWay:
         self._foreseen.append(course)
 
     def is_last_foreseen(self) -> bool:
-        """Whether a plan foresees what the last call does."""
+        """Whether a plan foresees the work of the last call."""
         return bool(self._foreseen) and self._foreseen[-1] is not None
 
     def end_call(self, units: UnitWatch) -> None:
@@ -137,7 +137,7 @@ class StepUnderWay:
 
 
 def expect(planned: PlannedStep) -> None:
-    """Note what the first call of a step should hold under its plan when it returns."""
+    """Note the bytes that the first call of a step should hold under its plan when it returns."""
     over_time = timeline(planned.profile, planned.plan)
     backward = np.flatnonzero(over_time.phases == BACKWARD)
     if len(planned.calls) > 1 or not len(backward) or not backward[0]:

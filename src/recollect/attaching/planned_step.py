@@ -252,7 +252,7 @@ class PlannedSteps:
         """
         is_first = len(calls) == 1
         if not is_first and active is not None and active.follows(calls):
-            return active  # The order of calls is the recorded one, so what is open is known from there.
+            return active  # The order of calls is the recorded one, so the open calls are known from there.
         candidates = self.covering(calls)
         if not candidates:
             return None
@@ -281,7 +281,7 @@ class PlannedSteps:
         self._learn_arguments(planned)
 
     def note(self, calls: Sequence[Call], courses: Sequence[Course]) -> None:
-        """Note what happened in the calls of a step."""
+        """Note the units that ran in the calls of a step."""
         for call, course in zip(calls, courses, strict=True):
             key = call.entry, call.context
             # Sizes of their inputs follow from shapes, which differ between steps and processes.

@@ -41,7 +41,7 @@ _KIND: Final = "units_of_other_steps"
 
 
 class Reserve:
-    """Knows what a model's unit runs need at their leanest, from profiles of steps that ran units like them.
+    """Knows the memory of a model's unit runs at their leanest, from profiles of steps that ran units like them.
 
     Args:
         model: with its units.

@@ -43,7 +43,7 @@ class Missed:
 
     Attributes:
         attempts_left: how many more steps are recorded at most.
-        did_more: at equal shapes, so that what is lean for the recorded steps may not be lean for it.
+        did_more: it did more at equal shapes, so that the lean plan of recorded steps may not be lean for it.
         was_over: it may have been over the budget.
     """
 
@@ -238,7 +238,7 @@ class StepPlanner:
             self.placement.put(self._plan_again(active, more_bytes))
 
     def _plan_again(self, step: PlannedStep, more_bytes: int) -> PlannedStep:
-        """Plan a step again with what is known now, and with room for more bytes than so far; return the new plan."""
+        """Plan a step again with current knowledge, and with room for more bytes than so far; return the new plan."""
         begin = time.perf_counter()
         reserved_bytes = step.more_bytes + int(_MARGIN * more_bytes)
         again = self._planned(step.profile, step.calls, step.courses, step.budget_bytes, step.number, reserved_bytes)

@@ -62,7 +62,7 @@ class PolicyTape(Tape):
     Args:
         context_fn: as for PyTorch's `checkpoint`; called for each run of a unit, since a policy may count. Of its result
             only the policy is used, which is asked after each op, with its results in `context.op_output`.
-        only_asks: nothing will ever be asked for, so that nothing has to go to host memory.
+        only_asks: no backward will run, so that nothing has to be copied to host memory.
 
     Attributes:
         kept, offloaded: names of the values that the policy saved, and offloaded, by unit path.

@@ -46,7 +46,7 @@ def run_env(_command: Env, console: Console) -> None:
     """Print a line for each thing that is here, after its name.
 
     Args:
-        console: where the lines go.
+        console: the console for the lines.
     """
     for name, text in environment():
         print_line(console, f"{name:17} {text}")

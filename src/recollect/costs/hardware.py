@@ -63,7 +63,7 @@ class ArithmeticRate:
     """Fraction that fused attention kernels reach on long sequences."""
     half_rate_outputs: float = 0.0
     """Elements of the result at which a matrix product reaches half its rate, since smaller ones do not occupy all cores:
-    half of what the device computes at a time (half a wave of tiles)."""
+    half of the elements that the device computes at a time (half a wave of tiles)."""
     half_rate_depth: float = 0.0
     """Inner dimension at which a matrix product reaches half its rate, since smaller ones do not hide loads and stores of a
     tile."""

@@ -85,7 +85,7 @@ class ModelledCosts:
     Args:
         hardware: one device.
         cluster: how devices are connected, for the times of collectives; None: they take as long as their copies.
-        hidden: groups of ranks whose collectives run beside the computation, and add nothing to the step.
+        hidden: groups of ranks whose collectives run in parallel with the computation, and add nothing to the step.
 
     Attributes:
         traffic: the traffic of the recorded step, by the ranks of each group, hidden or not.

@@ -22,7 +22,7 @@ from recollect.errors import DiagnosisError
 MAX_BYTES = 2 * 2**30
 
 _PROFILED = re.compile(r"(.+)\((\d+)\): (.+)$")
-_GAPS_MATTER = 0.15  # of what is reserved
+_GAPS_MATTER = 0.15  # of the reserved bytes
 _SHARE_MATTERS = 0.3  # of the peak, but for these:
 _OTHER_SHARES = {"snapshot-logits": 0.2, "snapshot-without-stacks": 0.5}
 # A stack may match several; the first counts.

@@ -284,7 +284,7 @@ class _RegionMode(OpMode):
 
 
 class _FirstRun(_RegionMode):
-    """Runs random ops and notes what they drew; knows whether anybody else moved the default generators."""
+    """Runs random ops and notes what they drew; knows whether other code moved the default generators."""
 
     def __init__(self, seen: list[tuple[Any, Draw | None]], at: dict[torch.Generator, bytes]) -> None:
         super().__init__()
@@ -338,7 +338,7 @@ class HostDraws:
         self._states = host_states()
 
     def forward_has_run(self) -> None:
-        """Let go of the states if nothing was drawn; call after the first run."""
+        """Release the states if nothing was drawn; call after the first run."""
         if _host_content(host_states()) == _host_content(self._states):
             self._states = None, None
 

@@ -1,4 +1,4 @@
-"""Collects what the tape must know about an op before it may run it a second time.
+"""Collects the facts about an op that the tape needs before it may run it a second time.
 
 Facts come from the op's schema and tags where those tell the truth; the tables below supply the rest. `OpMode` is the base of
 the library's dispatch modes that may be active while the user's model trains.

@@ -1,6 +1,6 @@
 """Runs the forward of a custom autograd Function again, to bring back its outputs and the tensors that it saved for backward.
 
-All of the forward runs, not its ops one by one: kernels that PyTorch does not see may write to what ops made.
+All of the forward runs, not its ops one by one: kernels that PyTorch does not see may write to results of ops.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -50,7 +50,7 @@ class FunctionArguments:
         return self._leaves
 
     def release(self) -> None:
-        """Let go of the tensors, which a recipe must not hold."""
+        """Release the tensors, which a recipe must not hold."""
         for position in self._positions:
             self._leaves[position] = None
         self.tensors = []

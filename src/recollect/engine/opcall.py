@@ -1,7 +1,7 @@
 """Runs one recorded op again, with its arguments, its random numbers and, if it writes in place, its target.
 
 It runs under the settings that it ran under in forward: switches of kernels, default dtype, dispatch modes. Function modes need
-nothing: they act on what is called before it becomes ops, which is what the tape records.
+nothing: they act on calls before these become ops, which the tape records.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Settings:
         """Set everything that differs from `now`, and restore it afterwards.
 
         Raises:
-            ConfigError: a switch is not what it was set to.
+            ConfigError: a switch does not have the value that was set.
         """
         differing = [
             (switch, wanted, found)

@@ -208,7 +208,7 @@ class PlanPerMicroBatch(PlacedForward):
 
     Args:
         module: the module that runs once for each micro-batch.
-        forwards: of each micro-batch, those of its plan, which are placed before this one.
+        forwards: for each micro-batch, the forwards of its plan, which are placed before this one.
     """
 
     def __init__(self, module: nn.Module, forwards: Sequence[Sequence[PlacedForward]]) -> None:

@@ -2,7 +2,7 @@
 
 One carries out a plan; the leanest one knows nothing of the model, or follows a plan for another step of it.
 
-`TapeState` is what a tape remembers between calls: the policy's answers, and which modules need not be watched. The tape
+`TapeState` is the memory of a tape between calls: the policy's answers, and which modules need not be watched. The tape
 (`tape.py`) starts the calls of units; each call (`tape_mode.py`) reads it while it runs.
 """
 
@@ -167,7 +167,7 @@ class TapeState:
 
     Attributes:
         policy: asked once for each value name.
-        settled: what to watch in modules that have run often enough to tell.
+        settled: the ops and saves to watch in modules that have run often enough to tell.
         agreement: of all ranks to drop the same, so that collectives may run again in all of them; None if there is none.
         shards: how values are held as parts; None if they are not.
         offload: the state for offloaded values; None if there are none.

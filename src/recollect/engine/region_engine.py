@@ -44,7 +44,7 @@ def region_forwards(
 
 
 class _RegionForward(PlacedForward):
-    """Runs a unit, keeps only its inputs, and runs it again when backward needs what it saved.
+    """Runs a unit, keeps only its inputs, and runs it again when backward needs a saved value.
 
     Non-reentrant, so that it works even if no input requires grad or only some outputs are used. The module's Python
     runs twice, and so do its effects outside itself. That is why the tape is the preferred engine.

@@ -110,7 +110,7 @@ class _HeldTensors:
         self._others: list[tuple[torch.Tensor, int, str]] = []
 
     def hold(self, tensor: torch.Tensor, module_path: str = "") -> None:
-        """Hold what a tensor contains, unless a library looks after it; `module_path`: where in the unit it is."""
+        """Hold the content of a tensor, unless a library manages it; `module_path`: where in the unit it is."""
         if id(tensor) in self._held or tensor.is_inference():
             return
         if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout is not torch.strided:

@@ -145,7 +145,7 @@ class Tape(TapeState):
             _last_step.survivors += [storage for storage in mode.dropped if storage() is not None]
 
     def _hold_outputs(self, unit_path: str, output: Any, call: Recipes) -> None:
-        """Keep a unit's output: from here on, the storages that this call made are held by whatever needs them.
+        """Keep a unit's output: from here on, the readers of the storages that this call made hold them.
 
         Values passed on from another unit follow that unit's plan.
         """

@@ -80,7 +80,7 @@ class TapeMode(OpMode):
         # The tape's hooks while they are off. Not held otherwise, because they hold this mode.
         self._hooks: tuple[Any, Any] | None = None
         self._may_step_aside = SwitchedOff.STEPPING_ASIDE not in switched_off()
-        # Outer hooks see what the tape's hooks let through; a checkpoint around several units would lose count.
+        # Outer hooks see only tensors that the tape's hooks let through; a checkpoint around several units would lose count.
         # Where values are offloaded, every saved tensor shows where backward is.
         self._may_unhook = self._may_step_aside and not has_saved_tensors_hooks() and tape.offload is None
         # Observations of modules that the tape has not yet settled.

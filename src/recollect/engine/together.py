@@ -15,7 +15,7 @@ It is cut by bytes, so any size and type works: the last ranks' parts may be pad
 
 Parameters may be partitioned, too, as under DeepSpeed's ZeRO-3: each rank has a part, and they are whole only while a
 module runs. Ops that run again in backward, in between, gather them into separate memory: DeepSpeed may be
-about to gather the same ones for a module, and counts on what it finds.
+about to gather the same ones for a module, and relies on their state.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from recollect.errors import PlanError
 from recollect.plans.paths import unit_words
 
 # A rank that has this plan tells so before it joins the group's first collective of the step, which the others have
-# joined by the time they look; on CUDA they may be ahead of it by what the CPU does in a step.
+# joined by the time they look; on CUDA they may be ahead of it by the CPU's work of a step.
 _PATIENCE_S: Final = 60.0
 # A rank that runs none again does not need the others' plans: some may have none.
 _SHORT_PATIENCE_S: Final = 2.0

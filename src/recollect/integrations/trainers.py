@@ -133,7 +133,7 @@ def in_wrapper(paths: Sequence[str] | None, wrapped: nn.Module, model: nn.Module
 
     Args:
         paths: from the model; None for none.
-        wrapped: the model, or what has it as a child.
+        wrapped: the model, or a module that has it as a child.
         model: the model.
 
     Example:

@@ -17,7 +17,7 @@ def reachable_storages() -> list[torch.UntypedStorage]:
     """Return the CPU storages of all tensors known to the garbage collector, and of their gradients.
 
     Complexity: one look at every object of the process, about 0.1 s for a million. Tensors that only C++ holds (saved by a
-    graph) are not found, nor is what `gc.freeze()` has put aside.
+    graph) are not found, nor are those that `gc.freeze()` has set aside.
     """
     storages: dict[int, torch.UntypedStorage] = {}
     with disable_torch_function():

@@ -91,7 +91,7 @@ def left_out(actions: Sequence[PipelineAction], some: Sequence[PipelineAction]) 
     """Return, for each of some of a rank's actions, how many more micro-batches of each stage have run by then, at most.
 
     This compares the last moments with equally many in flight everywhere, with all actions and with some: by then most
-    was sent. An action counts what any later one does.
+    was sent. An action counts at least as many as any later one.
     """
     of_all = dict(_moments(actions))
     most = dict.fromkeys(sorted({action.stage for action in actions}), 0)

@@ -1,6 +1,6 @@
 """Bounds how fast a rank's plan can be: `planning/bound.py` with one decision for all micro-batches of a stage.
 
-A micro-batch does what every other one of its stage does, since they run under one plan. Its memory depends only on
+All micro-batches of a stage do the same work, since they run under one plan. Its memory depends only on
 where it is: inside one of its actions, or waiting for the next. So at each moment of a rank
 
     kept = own(where the running micro-batch is) + sum over stages s of n_s waiting(s) + h_s between(s)

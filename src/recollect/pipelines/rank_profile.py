@@ -101,7 +101,7 @@ def _persistent(stage: RankStage, rank: Rank) -> dict[str, int]:
 
 
 def _form(graph: UnitGraph) -> object:
-    """Describe what a unit computes, without times."""
+    """Describe the computation of a unit, without times."""
     values = [(value.name, value.nbytes, value.must_keep) for value in graph.values]
     return values, [(op.inputs, op.outputs, op.mutates) for op in graph.ops]
 
@@ -133,7 +133,7 @@ def _half(kind: str, part: Sequence[Event]) -> tuple[Sequence[Event], Sequence[E
 
 
 class _Writer:
-    """Writes the events of micro-batches one after the other, each with numbers of its own."""
+    """Writes the events of micro-batches one after the other, each with its own numbers."""
 
     def __init__(self, rank: Rank) -> None:
         self.graphs: list[UnitGraph] = []

@@ -15,7 +15,7 @@ the next cut is made. L has finitely many planes, so this ends, and soon: after 
 for each one after it, as the planes are the same for every budget. The precision of the solver only decides which
 prices are tried, not whether the result is a bound.
 
-"Any plan" means: keep or recompute, value by value, or hold as parts what the profile knows to be the same on all ranks; unit
+"Any plan" means: keep or recompute, value by value, or hold as parts values known to be the same on all ranks; unit
 outputs dropped or not, each op running again at most once, and its results staying as long as backward still has
 to ask for them, as on the tape; for the ops and the order of the recorded step. It does not hold for changes to the step
 itself: another micro-batch, a chunked loss, ops that are replaced by others; nor for offload, unless it knows the link.
@@ -55,7 +55,7 @@ _SAFETY = 1e-6
 # Cutting planes stop when they can no longer raise the bound by this part of it, or of the step's recompute.
 _GAP = 1e-6
 _LEAST_GAP = 1e-10
-# Cuts are as precise as this part of what can still be gained.
+# The precision of cuts, as a part of the gain that is still possible.
 _PRECISION = 0.01
 _MOST_CUTS = 200
 # The largest sum of all prices, in units of "all that can run again for all bytes that can be kept". Low prices

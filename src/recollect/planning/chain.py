@@ -217,7 +217,7 @@ class Chain:
             excess_bytes = candidate.peak_bytes - budget_bytes
 
     def _own_bytes(self, windows: Iterable[int]) -> list[NDArray[np.int64]]:
-        """Return, for each position and option, the peak over some windows minus what earlier units keep."""
+        """Return, for each position and option, the peak over some windows minus the bytes that earlier units keep."""
         own = [np.full(len(self._table.rows[row].options), -_NO_LIMIT) for row in self.order]
         for window in windows:
             position = self._places[window][0]
@@ -279,7 +279,7 @@ def cheapest(stages: Sequence[Stage], budget_bytes: int, *, num_cells: int = _NU
 
     Args:
         stages: in chain order.
-        budget_bytes: limit on what earlier stages keep plus the own bytes of a stage.
+        budget_bytes: limit on the bytes that earlier stages keep plus the own bytes of a stage.
         num_cells: cells that the range of bytes is divided into; one state survives in each.
 
     Complexity: stages times options times cells.

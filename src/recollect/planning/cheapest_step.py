@@ -6,11 +6,11 @@ which nothing can run again, such as all of forward, form a class k:
     r_{o,k} = 1   op o runs again after k           r_{o,k+1} <= r_{o,k}
     a_{v,k} = 1   value v is available after k      a_{v,k} = 1 if backward asks for v after k
                                                     a_{v,k} >= r_{o,k} if o reads v
-                                                    r_{p,k} >= r_{o,k} if o writes over what p made
+                                                    r_{p,k} >= r_{o,k} if o writes over a result of p
     m_j = 1       the tape watches module j         m_unit >= m_module(o) >= r_{o,first}
     cost          price of v in k                   if a_{v,k} = 1 and v's op does not run again after k: v is in memory
                   time of o                         if r_{o,first} = 1
-                  what the tape takes in forward    if m_j = 1
+                  tape overhead in forward          if m_j = 1
 
 The price of v in k is bytes(v) times the sum of lambda_e over the times of k at which v has been made and a plan can be
 without it. Values written over one another share bytes; only the last that backward needs has a price: to
@@ -24,7 +24,7 @@ written to later (taken to be keepable), and that calls of one module share a de
 op that runs again needs its arguments, whichever unit computed them.
 
 SciPy's flows are 32-bit integers. Capacities are rounded down, so that the flow is below the least cost, by about 1e-6 of it. A
-second flow, in what the first one leaves of the capacities, makes up for that: both together are exact to about 1e-15.
+second flow, in the capacities that the first one leaves, makes up for that: both together are exact to about 1e-15.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 At a moment, these bytes are alive under *every* plan, because the recorded events say so:
 
-- what lives through the whole step, and storages outside of the units (gradients, the logits, optimizer temporaries);
+- persistent bytes of the whole step, and storages outside of the units (gradients, the logits, optimizer temporaries);
 - values of units that the model's own code still holds;
 - saved values that backward has asked for and not yet released.
 

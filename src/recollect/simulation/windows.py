@@ -3,7 +3,7 @@
 It also finds the edges of units: the moments when offloaded values leave the device and come back.
 
 An edge in forward is where another unit's call begins or can begin: where the last one returns. An edge in backward is
-where backward reaches a call: the last one that saved something still needed. `recollect.engine.offload.flight` finds
+where backward reaches a call: the last one that saved a value still needed. `recollect.engine.offload.flight` finds
 them in the real step.
 Calls are counted from the first one after a backward; copies belong to that stretch of forward and the backward after it.
 """

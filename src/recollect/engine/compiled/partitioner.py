@@ -174,7 +174,7 @@ class PlanPartitioner(CustomPartitionerFn):
         return self._words, self._units, self._on_partition
 
     def __deepcopy__(self, _: dict[int, Any]) -> PlanPartitioner:
-        return self  # Settings are copied, and a copy of the callback would call nobody.
+        return self  # Settings are copied, and a copy of the callback would have no effect.
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self._on_partition is not None:

@@ -5,7 +5,7 @@ The computing stream and the two copy engines run concurrently. Who waits for wh
 1. a copy out waits for the op that made the value;
 2. a value leaves the device when its copy out is over: computation waits for that;
 3. bytes for a copy back are allocated by the computing code, and the copy waits until then;
-4. whoever uses a value waits for its copy back;
+4. every use of a value waits for its copy back;
 5. a copy out into a slot waits for the last copies from and to it;
 6. a value that is freed while it comes back waits first,
 7. and so does one that is freed while it is copied out;

@@ -57,7 +57,7 @@ class Offload:
         device: where values are computed, if not as the parameters tell.
 
     Attributes:
-        host: where they go.
+        host: the host memory for the values.
         num_stayed: values that stayed on the device, as there was no room for them in host memory.
     """
 

@@ -30,7 +30,7 @@ class Offloaded:
     """One value on its trip.
 
     Args:
-        host: where it goes.
+        host: the host memory for the value.
         tensor: the value, just computed; it holds no graph.
         slot: room for it in host memory.
         label: path of the unit, and name of the value in it.

@@ -45,7 +45,7 @@ def initialize(
     units: Iterable[str] | None = None,
     **kwargs: Any,
 ) -> tuple[Any, Any, Any, Any]:
-    """Do what `deepspeed.initialize` does, and keep every step of the engine within a memory budget; see `recollect.attach`.
+    """Call `deepspeed.initialize`, and keep every step of the engine within a memory budget; see `recollect.attach`.
 
     The first step of the loop is recorded as it runs, and planned in `engine.step()`; a line about the plan goes to DeepSpeed's
     log. Processes that record together agree on one plan. `engine.memory_budget` is the handle, with `plan`, `report()` and

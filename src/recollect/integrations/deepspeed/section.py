@@ -14,7 +14,7 @@ section does not affect them.
 | `contiguous_memory_optimization` | of partitioned values only, so not yet; without them an error, as in DeepSpeed |
 | `number_checkpoints` | sizes the buffers of the former; without them a warning: it has no effect |
 | `synchronize_checkpoint_boundary` | a warning: nothing waits at the edge of a region, since there is no such edge |
-| `profile` | a warning: `recollect.layer_usage` has the times of what runs again |
+| `profile` | a warning: `recollect.layer_usage` has the times of ops that run again |
 
 Read in DeepSpeed master at edaa7221 (`runtime/activation_checkpointing`).
 """
@@ -152,7 +152,7 @@ class BudgetSection:
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationCheckpointing:
-    """The section, with DeepSpeed's names and defaults; the table above says what each setting does here.
+    """The section, with DeepSpeed's names and defaults; the table above describes each setting's effect here.
 
     Raises:
         ConfigError: a value of the wrong type, or settings that clash.

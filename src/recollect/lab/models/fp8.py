@@ -105,7 +105,7 @@ class Fp8Product(nn.Module):
                     f"Change the batch size, the sequence length or the number of ranks, or choose another recipe."
                 )
         is_recorded = self.training and torch.is_grad_enabled()
-        # Detached, and not without gradients: a plan does not see what runs without them.
+        # Detached, and not without gradients: a plan does not see ops that run without them.
         inputs = self.casts(x_NI.detach(), "input", expert_N, is_recorded=is_recorded)
         weights = self.casts(weight.detach(), "weight", None, is_recorded=is_recorded)
         number = _numbers.get(self)

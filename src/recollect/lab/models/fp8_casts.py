@@ -90,7 +90,7 @@ def multiplier_of(amax: Tensor, dtype: torch.dtype, *, margin: int = 0) -> Tenso
 def power_of_two_of(amax: Tensor, dtype: torch.dtype) -> Tensor:
     """Return `largest / amax` rounded down to a power of two, so that a cast changes values only by rounding to 8 bits.
 
-    At least 2 to the -126, at most 2 to the 127, which is what zeros get.
+    At least 2 to the -126, at most 2 to the 127, the value for zeros.
 
     Args:
         amax: largest magnitudes.
@@ -118,7 +118,7 @@ class DelayedScaling(nn.Module):
     """Scale a tensor by the largest magnitudes that it had before.
 
     In each forward in training (of a gradient: in each backward) these things happen, in this order: the tensor is cast with
-    the multiplier that is there; its largest magnitude becomes row 0 of the history; the multiplier is set from the largest
+    the current multiplier; its largest magnitude becomes row 0 of the history; the multiplier is set from the largest
     row, or from row 0, and stays as it is where that is 0 or infinite; the history is rolled by -1, and its row 0 is zero.
 
     Transformer Engine does this when an outermost `autocast` ends, which Megatron opens once for each micro-batch, and

@@ -21,7 +21,7 @@ Weights: TypeAlias = Mapping[str, str | tuple[str, ...]]
 # A layer of the decoder or of multi-token prediction, which has further parts around it.
 _IN_LAYER = re.compile(r"(decoder|mtp)\.layers\.(\d+)\.(?:transformer_layer\.)?(.*)")
 
-# How a model is trained, not what it computes: `config.json` has no such fields.
+# Settings of training, which do not change a model's results: `config.json` has no such fields.
 _NOT_IN_FILE = frozenset(
     {"hidden_dropout", "core_attention", "moe_grouped_gemm", "moe_aux_loss_coeff", "moe_router_load_balancing_type"}
     | {"moe_router_bias_update_rate", "mtp_loss_scaling_factor", "moe_router_dtype", "separate_projections"}

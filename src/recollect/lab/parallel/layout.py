@@ -224,7 +224,7 @@ class ParallelFlags:
     tensor_model_parallel_size: int = 1
     """Ranks that share each matrix."""
     sequence_parallel: FlagCreatePairsOff[bool] = False
-    """Split what is between the matrices along the sequence, over the same ranks."""
+    """Split tensors between the matrices along the sequence, over the same ranks."""
     pipeline_model_parallel_size: int = 1
     """Ranks that share the layers."""
     num_layers_per_virtual_pipeline_stage: int | None = None

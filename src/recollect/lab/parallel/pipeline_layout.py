@@ -232,7 +232,7 @@ def check_divides(what: str, size: int, by: str, ranks: int) -> None:
 
 
 def clash(settings: Mapping[str, object], reason: str, advice: str) -> None:
-    """Refuse settings that do not go together.
+    """Refuse settings that clash.
 
     Raises:
         ConfigError: always.

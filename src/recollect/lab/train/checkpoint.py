@@ -141,7 +141,7 @@ def refuse_damage(path: Path, problem: str | None) -> None:
 
 
 def check_identity(path: Path, stored: dict[str, Any], current: dict[str, Any]) -> None:
-    """Check that a checkpoint has this run's configuration, except for what is `CHANGEABLE`.
+    """Check that a checkpoint has this run's configuration, except for `CHANGEABLE` settings.
 
     Args:
         path: the checkpoint, for the message.

@@ -18,7 +18,7 @@ from filelock import FileLock, Timeout  # a dependency of PyTorch
 from recollect.errors import CheckpointError
 
 _LOCK = "train.lock"
-# Next to the lock: some systems let nobody read a locked file.
+# Next to the lock: some systems forbid reading a locked file.
 _HOLDER = "train.pid"
 _SUFFIX = ".partial"
 

@@ -78,7 +78,7 @@ class Outcome:
     total_steps: int
     """Steps requested."""
     excess_reason: str = ""
-    """Why a step may take more than predicted, and what to do, in words; none for one process."""
+    """Why a step may take more than predicted, with advice; none for one process."""
 
     @property
     def measured_peak_bytes(self) -> int | None:

@@ -139,7 +139,7 @@ def _spread(model: GPTModel, processes: Processes, weights: SeedWeights) -> nn.M
 
     Args:
         model: the whole model, on the meta device; changed in place.
-        processes: what to spread it over.
+        processes: the processes to spread it over.
         weights: the weights of the whole model.
 
     Returns:
