@@ -1,4 +1,4 @@
-"""Shows people who wait what recollect is doing.
+"""Shows the progress of recollect's work to waiting users.
 
 Work that may take long runs in a `stage`; stages may be nested, and the innermost is shown, with the count of the innermost
 that counts. On a terminal a line appears on standard error once the outermost has taken two seconds, and disappears with it;
@@ -36,7 +36,7 @@ def stage(text: str, total: int | None = None) -> Iterator[Callable[[], None]]:
     """Describe the work of the block.
 
     Args:
-        text: what it does, such as "planning".
+        text: the work in words, such as "planning".
         total: how many parts it has, if that is known and more than one.
 
     Yields:

@@ -209,7 +209,7 @@ class Placement:
         Raises:
             AlreadyAppliedError: the model recomputes already.
         """
-        apply_policy(self.model, unit_paths, DropAll()).remove()  # Only to look whether it can be.
+        apply_policy(self.model, unit_paths, DropAll()).remove()  # Only to check whether this is possible.
         self.unit_paths = list(unit_paths)
         self.units = UnitWatch(self.model, unit_paths, self._departs)
         modules = entry_modules(self.model, unit_paths).items()

@@ -173,7 +173,7 @@ class PlannedStep:
         return largest(self.courses[index] for index in found), most
 
     def replaces(self, other: PlannedStep) -> bool:
-        """Whether this step has just the calls of the other, recorded later, and nothing less happened in them."""
+        """Whether this step has exactly the calls of the other, recorded later, and at least the same work in them."""
         is_alike = self.calls == other.calls and all(map(Course.is_at_least, self.courses, other.courses))
         return is_alike and self.work_bytes >= _NEARLY * other.work_bytes
 

@@ -69,7 +69,7 @@ class BudgetHooks(BudgetCallback):
         self._presence.check(is_after_barrier=True)
         self.attached = self._attach(model, trainer.optimizers, pl_module, log)
         if pl_module.automatic_optimization:
-            # It is all of forward, and may call the layers one by one. Otherwise it runs backward, too.
+            # Here it runs only forward, and may call the layers one by one. Otherwise it also runs backward.
             pl_module.training_step = _TrainingStep(pl_module, self.attached)
 
     def on_train_batch_end(self, trainer: Any, *_: Any, **__: Any) -> None:

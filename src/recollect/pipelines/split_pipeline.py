@@ -63,7 +63,7 @@ def split_pipeline(
     send_s: float = 0.0,
     return_outputs: bool = True,
 ) -> PipelineSplit:
-    """Divide layers among stages so that the step, planned within the budget, is as short as can be found.
+    """Divide layers among stages to find the shortest step, planned within the budget.
 
     An early stage holds more micro-batches and has to recompute more: with fewer layers it is no slower than the others. The
     embedding and the head also count with their costs. From the even split, and from the one that is fastest without
@@ -189,7 +189,7 @@ class _Search:
             return error
 
     def _fastest_plain(self) -> tuple[int, ...]:
-        """Return a split whose step without recompute no single move shortens."""
+        """Return a split for which no single move shortens the step without recompute."""
         best = self._even
         while True:
             found = min(_neighbours(best), key=lambda sizes: (self._plain(sizes), sizes), default=best)

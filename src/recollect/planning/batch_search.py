@@ -1,8 +1,8 @@
 """Search for the largest batch that fits a budget, and the fastest one: without recompute, with full recompute, and planned.
 
 Each size that is tried is recorded and planned, which takes a second or more, so the search tries few. Peaks are nearly linear
-in the size: the next size to try is where the line through two known peaks meets the budget, and every third one halves what is
-left (or doubles, while every size fits), in case the peaks bend. An answer is a size that fits, recorded, next to one that does
+in the size: the next size to try is where the line through two known peaks meets the budget, and every third one halves the
+rest (or doubles, while every size fits), in case the peaks bend. An answer is a size that fits, recorded, next to one that does
 not, recorded too.
 """
 

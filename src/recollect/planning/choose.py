@@ -77,7 +77,7 @@ class Planner:
 
     Args:
         profile: the recorded step.
-        make_bound: makes a bound on its plans, for callers that know more; called when a budget asks for it.
+        make_bound: makes a bound on its plans, for callers that know more; called when a budget needs it.
 
     Raises:
         ProfileFormatError: as `recollect.plan`.
@@ -104,7 +104,7 @@ class Planner:
             )
         self.profile = profile
         self._program = Program(profile, windows(profile))
-        # Units that were recorded inside the compiler keep there what PyTorch keeps; the others keep everything.
+        # Units that were recorded inside the compiler keep PyTorch's choice there; the others keep everything.
         self._plain = self._simulate([plain_call(profile.graph_of(call)) for call in profile.calls])
         self._make_bound = make_bound or partial(LowerBound, profile)
         self._is_compiled = any(graph.variants for graph in profile.graphs)
@@ -185,7 +185,7 @@ class Planner:
         return best
 
     def _least(self, full: Plan) -> tuple[Simulation, list[str]]:
-        """Return the leanest step of all known plans, and what fills its peak."""
+        """Return the leanest step of all known plans, and the contents of its peak."""
         if self._leanest is None:
             known = [(self._plain, Plan({})), (self._simulate(decide(self.profile, full)), full)]
             for leanest in (solver.leanest for solver in self._solvers):

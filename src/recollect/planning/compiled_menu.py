@@ -25,7 +25,7 @@ _PRODUCTS: Final = frozenset(
     | {"_scaled_mm", "_scaled_mm_v2", "_grouped_mm", "_scaled_grouped_mm", "_scaled_grouped_mm_v2"}
     | {"mkldnn_rnn_layer", "_thnn_fused_lstm_cell", "_thnn_fused_gru_cell", "_cudnn_rnn"}
 )
-# Results of these are as large as what they read along a dimension.
+# Results of these are as large as their input along a dimension.
 _REDUCTIONS: Final = ("softmax", "norm", "cum", "sort", "topk", "scan")
 # For an op that reads this many times as many bytes as it writes.
 _REDUCES: Final = 4

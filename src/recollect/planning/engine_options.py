@@ -1,6 +1,6 @@
 """The options of a unit that may run on any engine: inside `torch.compile`, on the tape, or run again as a whole.
 
-Seconds are counted from those of the compiled unit that keeps what PyTorch chooses, so that options of engines can be compared.
+Seconds are counted from those of the compiled unit that keeps PyTorch's choice, so that options of engines can be compared.
 """
 
 from __future__ import annotations

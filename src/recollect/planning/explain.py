@@ -76,7 +76,7 @@ def layer_usage(profile: Profile, plan: Plan) -> tuple[LayerUsage, ...]:
         plan: a plan for this model.
 
     Returns:
-        One account for each of `profile.calls`, in order. None covers what runs outside the units (the loss).
+        One account for each of `profile.calls`, in order. None covers ops outside the units (the loss).
 
     Raises:
         ArgumentError: an argument is of another kind.
@@ -195,7 +195,7 @@ class Explained:
     plan: Plan
     """The plan."""
     simulation: Simulation
-    """Its peak, what is alive when backward begins, and its recompute."""
+    """Its peak, the bytes alive when backward begins, and its recompute."""
     groups: tuple[LayerGroup, ...]
     """Groups of layers, in forward order of the first layer."""
     outside_bytes: int

@@ -1,6 +1,6 @@
 """Trace slowdown against peak over all budgets: the planner's plans, the bound, and the classic schedules.
 
-Say what more memory, or a faster link, would be worth.
+Also tells the value of more memory, or a faster link.
 """
 
 import itertools
@@ -250,7 +250,7 @@ def prices(profile: Profile, plan: Plan, *, link_share: float = LINK_SHARE) -> P
 
     def saved(on: Profile, device_bytes: int, on_host_bytes: int) -> float:
         found = OffloadPlanner(on, on_host_bytes, link_share=link_share).plan(device_bytes)
-        # A search may miss what it found with less.
+        # A search may miss a plan that it found with less.
         return max(0.0, now - (found.predicted_slowdown or 0.0))
 
     return Prices(

@@ -2,7 +2,7 @@
 
 At a price `lambda` (seconds per kept byte), choosing the values to keep and the ops to recompute is a minimum cut:
 
-    a_v = 1   value v is available in backward          a_v = 1 for what autograd saved
+    a_v = 1   value v is available in backward          a_v = 1 for saved values
     r_o = 1   op o runs again                           r_o <= a_u for each argument u of o
     m_j = 1   the tape watches module j                 r_o <= m_module(o) <= m_unit
     cost      lambda * bytes(v)  if a_v = 1 and r_producer(v) = 0: v is kept; or, if that is less and all ranks of a group
@@ -61,7 +61,7 @@ class Stored(NamedTuple):
     whole: frozenset[int] = frozenset()
     """Values that are kept in memory."""
     parts: frozenset[int] = frozenset()
-    """Values of which this rank keeps its part only."""
+    """Values of which this rank keeps only its part."""
 
     @classmethod
     def whole_values(cls, values: Iterable[int]) -> Stored:
@@ -108,7 +108,7 @@ class Option:
     recompute_ops: frozenset[int]
     """Indices of the ops that run again in backward."""
     kept_bytes: int
-    """Bytes of what is stored, including the unit's output if kept, and of generator states to rerun random ops."""
+    """Bytes of stored values, including the unit's output if kept, and of generator states to rerun random ops."""
     recompute_s: float
     """Seconds of `recompute_ops` and to gather parts, plus the overhead of the tape in forward for their modules."""
     output: Action = Action.KEEP
@@ -133,7 +133,7 @@ def unit_hull(graph: UnitGraph, *, output: Action = Action.KEEP) -> tuple[Option
         output: "keep" if the unit's output stays in memory anyway, because the next unit starts from it.
 
     Returns:
-        Options from the leanest (fewest bytes) to the fattest, which keeps exactly what autograd saves and recomputes
+        Options from the leanest (fewest bytes) to the fattest, which keeps exactly the saved values and recomputes
         nothing. Bytes rise and seconds fall from one to the next (the last may save no time, if ops take none).
 
     Complexity: two minimum cuts per option, but at most `_NODES_OF_ALL_CUTS`: of large units with very many options, those

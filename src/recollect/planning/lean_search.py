@@ -4,14 +4,14 @@ Try which outputs to drop, with everything else dropped too (`planning/output_ch
 the peaks by changing what units keep, one unit or one kind of unit at a time, and see whether more outputs or fewer would be
 better.
 
-Keeping more of a unit's values needs less workspace in its own backward, but more bytes until then. In each window
+Keeping more of a unit's values takes less workspace in its own backward, but more bytes until then. In each window
 (`simulation/windows.py`) the model adds up
 
     what is there + sum over units of (the bytes it keeps if it is alive + the effect of what it keeps)
 
 Effects are measured: simulate the step with all units of a kind changed alike; the change that kept bytes do not
 explain is the effect. It is mostly workspace in the units' own windows, but nothing says that it must be. First measure
-what differs from the present step by one value. Then take what the model thinks best if the simulator agrees.
+changes of the present step by one value. Then take the model's best choice if the simulator agrees.
 
 Several windows are near the peak at once, and lowering one may raise another. So the descent lowers a soft maximum of
 all windows, the logarithm of a sum of exponentials.
@@ -36,7 +36,7 @@ from recollect.planning.output_choices import (
 from recollect.plans.action import Action
 from recollect.simulation.peak_sums import PeakSums
 
-# Softness of the maximum, as parts of the step's memory minus what is always alive.
+# Softness of the maximum, as parts of the step's memory minus the bytes that are always alive.
 _SOFTNESS = (0.05, 0.003)
 # Units matter whose windows have this part of the weight of all windows.
 _LEAST_WEIGHT = 0.003
@@ -153,14 +153,14 @@ class _Descent:
         for flipped in self._units.flipped(mover[0], self.options[mover[0]]):
             options = self._changed(mover, flipped)
             yield options
-            # Who reads an output that is dropped may rather keep what it computes from it.
+            # Readers of a dropped output may prefer to keep the values that they compute from it.
             for reader in self._units.readers[mover[0]] if len(mover) == 1 else ():
                 for other in self._units.neighbors(reader, options[reader]):
                     if other.stored.has_more_than(options[reader].stored):
                         yield [other if row == reader else known for row, known in enumerate(options)]
 
     def _sorted_into_teams(self) -> list[_Team]:
-        """Return the rows that are alike, so that what helps one of them may help all."""
+        """Return the rows that are alike, so that a change that helps one of them may help all."""
         kinds: dict[tuple[object, ...], list[int]] = {}
         for index, row in enumerate(self._units.rows):
             if self._units.phases[index]:
@@ -198,7 +198,7 @@ class _Descent:
                 return
 
     def _measure_nearby(self, temperature: float) -> None:
-        """Measure what units in high windows could keep or drop next."""
+        """Measure the next values that units in high windows could keep or drop."""
         weights = np.exp((self.peaks - self.peaks.max()) / temperature)
         weights /= weights.sum()
         for row in self._team_of:

@@ -82,7 +82,7 @@ class LeanUnits:
         return self._options[key]
 
     def ends(self, row: int, output: Action) -> list[Option]:
-        """Return the options of a unit that drop everything, and that keep what autograd saves."""
+        """Return the options of a unit that drop everything, and that keep all values that autograd saves."""
         saved = self.profile.graphs[self.rows[row].graph].saved_values
         return [self.option(row, Stored(), output), self.option(row, Stored.whole_values(saved), output)]
 

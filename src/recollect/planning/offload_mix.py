@@ -1,4 +1,4 @@
-"""Choose one option per unit, and how much of what it stores is offloaded: a linear program over shares of options.
+"""Choose one option per unit, and how many of its stored bytes are offloaded: a linear program over shares of options.
 
 Take n units in forward order, and their 2n windows: the forward of each, then the backward of each in reverse. Unit l with
 option k stores s(l, k) bytes, runs ops again for t(l, k) seconds, and needs f(l, k) and b(l, k) bytes in its own windows beside
@@ -47,7 +47,7 @@ class OffloadUnit:
     backward: Stage
     """What each option needs in the unit's windows of one phase."""
     leaving_bytes: NDArray[np.int64]
-    """For each option, the part of what it stores that can be offloaded."""
+    """For each option, the part of its stored bytes that can be offloaded."""
     forward_s: float
     backward_s: float
     """Seconds of its windows, without recompute."""
@@ -62,7 +62,7 @@ def offload_mix(
         units: in forward order.
         link: the cost of copies.
         budget_bytes: limit on each window.
-        host_bytes: limit on what is offloaded.
+        host_bytes: limit on the offloaded bytes.
 
     Complexity: a linear program of an unknown for each option, and five for each unit.
     """
@@ -93,7 +93,7 @@ class _Program:
     def _part(self, nbytes: NDArray[np.int64]) -> NDArray[np.float64]:
         return nbytes / self._scale
 
-    # The unknowns: shares, then for each unit what is offloaded, then for each window what goes out, comes back, and waits.
+    # The unknowns: shares, then for each unit the offloaded bytes, then for each window the bytes out and back, and the wait.
 
     def _shares(self, unit: int, factors: NDArray[np.float64]) -> list[tuple[int, float]]:
         return list(enumerate(factors.tolist(), start=int(self.first[unit])))

@@ -144,7 +144,7 @@ class OptionTable:
         others = {self.profile.calls[call].graph for call in row.calls} - {row.graph}
         if not others or shared == compiled_unit(self.profile.graphs[row.graph], 0):
             return shared
-        # A module that runs with two graphs: keep what only the other one computes, so that the plan names everything.
+        # A module that runs with two graphs: keep values that only the other one computes, so that the plan names everything.
         rest: Mapping[str, Action] = {
             name: action
             for graph in others
@@ -245,7 +245,7 @@ def unit_plan(graph: UnitGraph, option: Option) -> UnitPlan:
 
 
 def _ops_of_outputs(graph: UnitGraph, option: Option) -> frozenset[int]:
-    """Return the ops that compute the outputs of the unit from what is kept."""
+    """Return the ops that compute the outputs of the unit from kept values."""
     kept = option.stored.values
     needed = {index for index, value in enumerate(graph.values) if value.is_output} - kept
     ops = set()
@@ -257,7 +257,7 @@ def _ops_of_outputs(graph: UnitGraph, option: Option) -> frozenset[int]:
 
 
 def working_bytes(profile: Profile, options_of: OptionsOf) -> list[int]:
-    """Return, for each call of a layer, the bytes of what its leanest option without output recomputes; 0 for other calls."""
+    """Return, for each call of a layer, the bytes that its leanest option without output recomputes; 0 for other calls."""
     found = {}
     for number in {call.graph for call in profile.calls if call.repeated}:
         graph = profile.graphs[number]

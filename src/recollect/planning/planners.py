@@ -1,7 +1,7 @@
 """Make the plan for a budget, with host memory or without.
 
-With host memory, choose what to keep, what to run again and what to offload, together. Any plan that recomputes for a larger
-budget becomes one for this budget, if enough of what it keeps is away whenever memory is full. A byte is worth the same
+With host memory, choose together the values to keep, to recompute and to offload. Any plan that recomputes for a larger
+budget becomes one for this budget, if enough of its kept bytes are away whenever memory is full. A byte is worth the same
 in all layers, since the link cannot carry bytes for two layers at once; so the larger budget is the one number to
 search for: the larger it is, the less runs again and the more crosses the link, until the step waits for copies.
 Values are copied out in the order they are made: the first are away longest.
@@ -50,7 +50,7 @@ _FIRST_MARGIN = 0.002
 
 
 def plan(profile: Profile, budget: int | str, host_budget: int | str = 0, *, link_share: float = LINK_SHARE) -> Plan:
-    """Choose what to keep so that the peak of the whole step is within a budget, at the least slowdown.
+    """Choose the values to keep so that the peak of the whole step is within a budget, at the least slowdown.
 
     Args:
         profile: the recorded step.
@@ -67,7 +67,7 @@ def plan(profile: Profile, budget: int | str, host_budget: int | str = 0, *, lin
     Raises:
         BudgetTooSmallError: no plan fits; carries the lowest peak found, the unit at that peak, and advice.
         ArgumentError: the profile is not a `Profile`.
-        PlanError: host memory is asked for, and the profile does not know how fast the link to it is.
+        PlanError: a host budget is given, and the profile does not know the speed of the link.
         ProfileFormatError: the profile has units, but no memory events to predict a peak from.
         QuantityError: a budget is not a number of bytes.
 

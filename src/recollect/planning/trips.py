@@ -1,6 +1,6 @@
 """Schedule the trips of offloaded values: each leaves as soon as it has been copied, and comes back as late as it can.
 
-Copies out go in the order in which values are made, so values of early layers go first: those that are away longest.
+Copies out go in the order in which values are made, so values of early layers leave first: they are away longest.
 Copies back end just when the value is needed, or when the next one has to begin.
 """
 
@@ -29,7 +29,7 @@ Name = tuple[str, str]
 HASTES = (1.0, 1.5, 2.5, 5.0, 20.0, 1e6)
 """If values can only be away in time when the step waits for them, plan as if the link were this many times as fast."""
 
-# For the clock all values are out from here to there: backward requests each value in time.
+# For the clock, all values are away for this whole trip: it records when backward asks for each.
 _WHOLE_WAY = Trip(1, 10**6)
 
 

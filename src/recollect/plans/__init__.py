@@ -1,1 +1,1 @@
-"""Defines plans, which say what happens to each value of each unit: as data, as text, and the names in them."""
+"""Defines plans, which set the action for each value of each unit: as data, as text, and the names in them."""

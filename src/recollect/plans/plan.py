@@ -57,7 +57,7 @@ class Plan(ShownInNotebooks):
         low_factor, high_factor: of `predicted_slowdown`: the least and the most of the rounds in which units were timed;
             None if they were not, as in a fake profile.
         class_names: of modules that have a number for a name, as in an `nn.Sequential`: (path, class), in which a path may
-            have a range. Only shown beside the names.
+            have a range. Only shown next to the names.
         source: a weak reference to the profile that the plan was made from, whose memory a notebook then draws. It is no
             part of the plan: not compared, and not in its files.
 
@@ -190,7 +190,7 @@ class Plan(ShownInNotebooks):
         return any(unit.trips for unit in self.units.values())
 
     def diff(self, other: Plan) -> str:
-        """Describe what changes from this plan to `other`, as text."""
+        """Describe the changes from this plan to `other`, as text."""
         classes = expand_classes(other.class_names or self.class_names)
         lines = changed_units(self.units, other.units, classes, columns=_COLUMNS)
         for what, before, after in (

@@ -202,7 +202,7 @@ def summarise_names(
 
     Args:
         marks: by the name of the value.
-        classes: classes of modules, by their paths in the unit, to be shown beside these.
+        classes: classes of modules, by their paths in the unit, to be shown next to these.
 
     Example:
         >>> summarise_names({"mlp.up.mm": "keep", "mlp.act.silu": "drop", "mlp.mul": "drop", "mlp.mul#1": "drop"})

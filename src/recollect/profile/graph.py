@@ -70,7 +70,7 @@ class PartRecord:
     nbytes: int
     """Bytes of this rank's part."""
     gather_s: float
-    """Seconds until the whole value is there again."""
+    """Seconds until the whole value is available again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,7 @@ class UnitGraph:
     """The unit's costs inside `torch.compile`, one for each set of values to keep, PyTorch's own choice first; empty if it
     is not to be compiled."""
     eager_s: float = 0.0
-    """Seconds of forward and backward outside the compiler, beside those of the variants; 0 without variants."""
+    """Seconds of forward and backward outside the compiler, measured with those of the variants; 0 without variants."""
 
     def __post_init__(self) -> None:
         times = ("tape_s", self.tape_s), ("eager_s", self.eager_s)

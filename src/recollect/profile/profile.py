@@ -351,7 +351,7 @@ def _decode_call(call: Field) -> UnitCall:
 
 
 def _numbers(place: Field, *expected: str) -> tuple[Any, ...]:
-    """Return as many integers as are expected."""
+    """Return the expected number of integers."""
     numbers = place.integers()
     if len(numbers) != len(expected):
         raise place.error(f"{place.where}: got {list(numbers)}, expected [{', '.join(expected)}]")

@@ -1,7 +1,7 @@
 """Stores runs of equal micro-steps once, so that a step of 64 of them plans as fast as one of two.
 
 In gradient accumulation, forward and backward run again and again on batches of one shape. The first micro-step makes the
-gradients; each later one finds them, and does what the one before it did. The last of such a run is stored and
+gradients; each later one finds them, and does the same as the one before it. The last of such a run is stored and
 represents them all (`UnitCall.num_runs`). The others' leftovers, such as a list of losses, exist when it begins.
 
 A micro-step is left out only if nothing of it waits for backward when the next one begins, and no other one reads values of its
@@ -122,7 +122,7 @@ class _Folding:
         profile: the whole step.
         found: its stretches.
         runs: the stretches to leave out.
-        gone: the calls in there.
+        gone: the calls in them.
     """
 
     def __init__(self, profile: Profile, found: Sequence[Stretch], runs: Sequence[_Run], gone: set[int]) -> None:
@@ -165,7 +165,7 @@ class _Folding:
         )
 
     def _left_behind(self, run: _Run) -> list[Event]:
-        """Return events with the effect of everything left out."""
+        """Return events with the same effect as all omitted ones."""
         before, after = self._found[run.first].held, self._found[run.end].held
         events: list[Event] = []
         for item in before.keys() - after.keys():

@@ -158,7 +158,7 @@ class Group(Ranks):
 
 
 def group_of(ranks: Sequence[int], call: str) -> Ranks:
-    """Return some processes as a group, once all of them have asked for it.
+    """Return some processes as a group, once all of them have called this.
 
     Args:
         ranks: their numbers among all processes; this one is among them.

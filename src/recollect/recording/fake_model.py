@@ -90,7 +90,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    # By name: whoever has none need not import the compiler, as PyTorch's module of them does.
+    # By name: PyTorch's module of these biases imports the compiler, which others do not need.
     are_last = type(attn_mask).__name__ == "CausalBias"
     if are_last or (dropout_p and attn_mask is None and query.shape[-1] == value.shape[-1]):
         flash: Any = torch.ops.aten._scaled_dot_product_flash_attention
@@ -119,7 +119,7 @@ def kernels_of(tensor: torch.Tensor) -> str:
 def fake_run(model: nn.Module, batch: Any, device: torch.device, *, kernels: str = "") -> Iterator[Any]:
     """Within the block, run a model on fake tensors in place of its parameters and buffers, and leave no traces.
 
-    Everything computed from them is fake too, and so would be what the model keeps of it. The model's own tensors,
+    Everything computed from them is fake too, including results that the model keeps. The model's own tensors,
     which may be on the meta device, are restored at the end. Tied parameters stay tied.
 
     `kernels`: type of the device that they stand for; default: that of `device`.

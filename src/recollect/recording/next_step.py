@@ -274,12 +274,12 @@ def _held(profile: Profile, recorded: Sequence[Event]) -> Iterator[tuple[tuple[i
 
 
 class Returns:
-    """Notes when the outermost calls of a model, or of the models in a list, return.
+    """Records when the outermost calls of a model, or of the models in a list, return.
 
     Calls with and without gradients are different: with a model that is its own teacher, both outputs are held.
 
     Args:
-        recorder: collects what happens in the step.
+        recorder: the recorder of the step.
     """
 
     def __init__(self, recorder: StepRecorder) -> None:

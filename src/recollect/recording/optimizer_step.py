@@ -1,7 +1,7 @@
 """Record the memory of an optimizer step: the state it will hold, and the tensors that it makes and frees.
 
 A probe of the optimizer, of the same class and with the same settings, steps over parameters of its own. The real optimizer is
-not touched, and neither is what it refers to; its state is known before its first step.
+not touched, nor are objects that it refers to; its state is known before its first step.
 
 If the step is one of PyTorch's, the probe's parameters are tiny and on the same device. Each parameter shape is represented by
 a unique number of elements, so that a tensor that the probe makes reveals whose size it has. Other optimizers may treat small
@@ -88,7 +88,7 @@ def record_optimizer_step(optimizers: Optimizers, device: torch.device) -> Optim
 
     Args:
         optimizers: one, several, or wrappers around them (see `optimizers_in`); not changed, not stepped; None for none.
-            Where each trained parameter has state already, that is what counts.
+            If each trained parameter already has state, that state counts.
         device: where the parameters are, or will be if they are fake.
 
     Raises:

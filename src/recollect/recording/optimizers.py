@@ -1,4 +1,4 @@
-"""Find the optimizers in what a user passes: one, several, or inside a wrapper; and the state that they hold now."""
+"""Find the optimizers in an argument: one, several, or inside a wrapper; and the state that they hold now."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias

@@ -273,7 +273,7 @@ class _Loop:
             free_gradients(self.model.parameters())
 
     def _run_step(self) -> object:
-        """Run the step; return what it holds when the next one begins."""
+        """Run the step; return the values that it holds when the next one begins."""
         if self.step is not None:
             self.step()
             return None

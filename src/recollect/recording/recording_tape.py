@@ -1,4 +1,4 @@
-"""The recording tape: it drops what a lean policy drops, and reports to a `StepRecorder`."""
+"""The recording tape: it drops values as a lean policy says, and reports to a `StepRecorder`."""
 
 import sys
 import weakref
@@ -73,7 +73,7 @@ class _Handle:
 
 
 class RecordingTape(Tape):
-    """Drops what its policy drops, and reports what runs.
+    """Drops values as its policy says, and reports ops.
 
     All values get recipes, since the record lists them all. A value that the policy keeps is held once
     something needs it.

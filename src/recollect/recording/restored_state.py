@@ -1,7 +1,7 @@
-"""Restore what running a step changes: gradients, buffers, attributes of modules, random generators; keep hooks from firing.
+"""Restore the state that a step changes: gradients, buffers, attributes of modules, random generators; keep hooks from firing.
 
 While a step runs that must leave no traces, the model's trained parameters are replaced by stand-ins on the same memory.
-Whatever hangs on the real ones (optimizers that step in backward, gradient buckets, hooks) neither runs nor sees a gradient.
+Users of the real ones (optimizers that step in backward, gradient buckets, hooks) do not run and see no gradient.
 
 Also keep FSDP2 parameters of a pipeline's stage gathered, as they are from the stage's first forward to its last backward.
 """
@@ -38,7 +38,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
         with ExitStack() as stack:
             free_gradients(model.parameters())
             stack.enter_context(GatheredParameters(model).gradients_apart_set_aside())
-            # The first to enter, so that what modules remember of their parameters is restored before the parameters are.
+            # The first to enter, so that modules' references to parameters are restored before the parameters.
             stack.enter_context(_without_parameter_hooks(model))
             stack.enter_context(restored_generators(model))
             stack.enter_context(restored_attributes(model))
@@ -75,7 +75,7 @@ def restored_buffers(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def restored_attributes(model: nn.Module) -> Iterator[None]:
-    """Bind the plain attributes of all modules to what they were before the block, and restore their hooks.
+    """Restore the plain attributes of all modules, and their hooks, to their state before the block.
 
     Both together, since a model that installs hooks in its first forward remembers that in an attribute.
     """
@@ -183,7 +183,7 @@ def _put(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
 def gathered_stage(stage: nn.Module) -> Iterator[None]:
     """Hold the parameters of a stage that FSDP2 shards whole within the block, and let backward reduce no gradients.
 
-    That is what a stage has from its first forward to its last backward: `torch.distributed.pipelining` adds up whole
+    A stage is in this state from its first forward to its last backward: `torch.distributed.pipelining` adds up whole
     gradients, and has FSDP2 reduce them at the end of the step. Record the stage in this block; else each of its
     micro-batches in flight counts with whole parameters of its own.
 

@@ -75,7 +75,7 @@ class CallActions:
     is_planned: bool = True
     """Whether the plan names the unit, even if only to keep everything."""
     engine: EngineChoice = EngineChoice.TAPE
-    """Which engine carries the plan out. Engines other than the tape play the call by their own schedule
+    """The engine that carries the plan out. Engines other than the tape play the call by their own schedule
     (`recollect.simulation.simulate`) and have no actions for single values."""
     trips: tuple[tuple[int, Trip], ...] = ()
     """The trips of offloaded values, by index, in order. In `values` these are kept: stored for as long."""

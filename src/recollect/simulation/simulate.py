@@ -1,6 +1,6 @@
 """Predicts a plan's peak by playing back the recorded step's memory events under the plan.
 
-The events miss bytes that the allocator hands out behind PyTorch's ops; `Profile.calibration_bytes`, measured on the
+The events miss bytes that the allocator hands out outside PyTorch's ops; `Profile.calibration_bytes`, measured on the
 recorded step, is added for them.
 
 The playback itself plays the tape. It plays regions by a schedule: forward keeps only a unit's inputs, and backward runs the

@@ -12,7 +12,7 @@ from recollect.simulation.playback import COMPILED, GENERATOR, OUTSIDE
 
 
 class StorageNames:
-    """Names what is alive in a step.
+    """Names the storages that are alive in a step.
 
     Args:
         profile: the recorded step.

@@ -233,7 +233,7 @@ def timeline(profile: Profile, plan: Plan) -> Timeline:
 
 
 def explain_peak(profile: Profile, plan: Plan | None = None) -> PeakReport:
-    """Return what is alive at the predicted peak of a step, and where in the step the peak is.
+    """Return the values alive at the predicted peak of a step, and the peak's place in the step.
 
     Args:
         profile: the recorded step.
@@ -329,7 +329,7 @@ def before_the_step(profile: Profile) -> list[AliveItem]:
 
 
 def _alive_at(profile: Profile, lives: Lifetimes, categories: Sequence[str], moment: int) -> tuple[AliveItem, ...]:
-    """Return what is alive at a moment, with equal values of identical layers as one item."""
+    """Return the values alive at a moment, with equal values of identical layers as one item."""
     items = before_the_step(profile)
     if lives.phases[moment] == OPTIMIZER:
         items.pop()

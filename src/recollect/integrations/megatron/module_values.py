@@ -6,7 +6,7 @@ path: the reference models use Megatron's names, Hugging Face's models their own
 | part | reference models | Hugging Face (Llama, Mixtral, DeepSeek-V3, GPT-2 and their like) |
 |---|---|---|
 | core_attn | `core_attention` | in the attention module: from the query's scaling, or the kernel, on; `attn_dropout` |
-| mlp | `mlp` of a dense layer | `mlp` of a dense layer, less its dropout, which Megatron has outside |
+| mlp | `mlp` of a dense layer | `mlp` of a dense layer, without its dropout, which Megatron has outside |
 | moe | `mlp` of a layer with experts | `mlp`, `block_sparse_moe` of a layer with experts |
 | shared_experts | `shared_experts` | `shared_experts`, `shared_expert` |
 | layernorm | `input_layernorm`, `pre_mlp_layernorm` | norms before attention and MLP: `post_attention_layernorm`, `ln_2` |

@@ -121,7 +121,7 @@ def only_run_in(folder: Path) -> Iterator[None]:
         folder: created if missing.
 
     Raises:
-        CheckpointError: another process, which is named, trains in the folder; or it cannot be written.
+        CheckpointError: another process, named in the message, trains in the folder; or it cannot be written.
     """
     lock = FileLock(folder / _LOCK)
     try:
