@@ -124,7 +124,7 @@ class GatheredParameters:
 
     @property
     def gradients_apart(self) -> list[torch.Tensor]:
-        """The sums of gradients in a dtype other than the parameters', which is the one reduced."""
+        """The sums of gradients in the reduced dtype, where it differs from that of the parameters."""
         sums = (parameter.unsharded_accumulated_grad for parameter in self._summed_apart)
         return [found for found in sums if found is not None]
 

@@ -178,7 +178,7 @@ class CheckpointHooks(saved_tensors_hooks):
         super().__enter__()
 
     def __exit__(self, *error: object) -> None:
-        # The graph holds the hook, which may not hold others.
+        # The graph holds the hook, which must not hold other hooks.
         del self._pack._user_hooks  # type: ignore[attr-defined]
         super().__exit__(*error)
 

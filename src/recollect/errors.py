@@ -380,7 +380,7 @@ class DiagnosisError(RecollectError, ValueError):
 
 
 class BudgetWarning(UserWarning):
-    """A step may need more than its budget, or that recollect was not told of."""
+    """A step may need more than its budget, or do something that recollect was not told of."""
 
 
 class ConfigWarning(UserWarning):

@@ -120,7 +120,7 @@ def fit(
 ) -> Plan:
     """Fit the model's training step into a memory budget with the least recompute: record, plan and apply.
 
-    A plan that the model has already is replaced, unless no plan fits the budget.
+    An existing plan of the model is replaced, unless no plan fits the budget.
 
     Args:
         model: any module. It is not edited; only its units' `forward` is wrapped.

@@ -211,7 +211,7 @@ class CallWatch:
         step.foresee(course)
         step.planned = active
         self._read(active)
-        # Where others run collectives again in backward, this process has to, too.
+        # If others run collectives again in backward, this process must do the same.
         keeps_to_plan = self._keeps_to_plan or (self._joins_others and active.needs_all_ranks)
         self._placement.units.allow(course, spare, keeps_to_plan=keeps_to_plan)
 

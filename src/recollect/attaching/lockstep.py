@@ -10,8 +10,8 @@ nothing new, they ask only in every 16th step. What makes that safe:
   where no plan does anything in backward that the others have to join: run a collective again, gather parts of a value or of a
   parameter, or run a module again as a whole. If one does, they ask in every call.
 * **A process that no plan covers in between does not record**, since the others would have to take part at the end of
-  the recording. It runs that step at its leanest, which needs no other process, and says so when all ask next; until
-  then, if the step may have been over the budget, all that follow are lean, too. Then all record, and ask in each step
+  the recording. It runs that step at its leanest, which needs no other process, and says so at the next question; until
+  then, if the step may have been over the budget, all later ones are lean, too. Then all record, and ask in each step
   again until some were covered in all of them.
 * **None raises alone in between.** With `on_larger` "warn" or "raise" they ask in every call.
 """

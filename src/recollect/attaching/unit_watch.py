@@ -1,4 +1,4 @@
-"""See each unit of a model when it runs, also one that keeps everything, and run it at its leanest where no plan foresees it.
+"""See each unit of a model when it runs, even if it keeps everything, and run it at its leanest if no plan foresees it.
 
 Two calls of equal shapes may do different work: a layer is skipped by chance, an argument adds an iteration, a head is used in
 some steps only. A plan is made for a course, and holds if each unit runs at most as often in a call, and on at most as much, as
@@ -201,7 +201,7 @@ class UnitWatch:
         return -any(unit.left > 0 for unit in self.units)
 
     def run_unforeseen(self, unit: WatchedUnit, args: Any, kwargs: Any) -> Any:
-        """Run a unit more often, or on more, than the plan holds for; or any unit after that."""
+        """Run a unit more often, or on larger inputs, than the plan allows; or any unit after that."""
         is_foreseen = unit.left >= 0 and unit.numel <= unit.most_numel
         if not is_foreseen and unit.spare > 0:
             unit.spare -= 1

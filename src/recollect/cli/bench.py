@@ -76,7 +76,7 @@ def run_bench(command: Bench, console: Console) -> int:
 
 
 def settings_of(command: Bench) -> list[Setting]:
-    """Return the settings given by the flags, after "no recompute".
+    """Return "no recompute", followed by the settings given by the flags.
 
     Raises:
         BenchError: a setting cannot be read, or two have the same name.

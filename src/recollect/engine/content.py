@@ -20,7 +20,7 @@ _SMALL_BYTES = 4096
 # Up to this size, holding the bytes is cheaper than hashing them.
 _TINY_BYTES = 1024
 
-# Of foreign memory that is larger than twice this, the beginning and the end are compared.
+# In foreign memory larger than twice this, only the beginning and the end are compared.
 _PART_BYTES = 32 * 1024
 
 # Of a checksum: the product of a chunk with its weights is the only memory that it needs.

@@ -1,6 +1,6 @@
 """Runs the forward of a custom autograd Function again, to bring back its outputs and the tensors that it saved for backward.
 
-All of the forward runs, not its ops one by one: kernels that PyTorch does not see may write to results of ops.
+The forward runs as a whole, not op by op: kernels that PyTorch does not see may write to results of ops.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -130,7 +130,7 @@ class Applied:
     def begin(self, micro_batch: int = 0) -> None:
         """Take the plan of this micro-batch for the next forward, where each has a plan of its own.
 
-        For loops of your own after a step that failed half way; otherwise the first follows the last by itself.
+        For loops of your own after a step that failed half way; otherwise the first plan follows the last automatically.
 
         Args:
             micro_batch: its number in the step, from 0.

@@ -23,7 +23,7 @@ class PackedSubclass:
         self.kind = type(tensor)
         self.size, self.stride = tensor.size(), tensor.stride()
         inner = {name: getattr(tensor, name) for name in names}
-        # A nested tensor is told by the very tensor of its offsets, so that an equal one will not do.
+        # A nested tensor is identified by the tensor object of its offsets: an equal one is not enough.
         content = {n: t for n, t in inner.items() if isinstance(t, torch.Tensor) and t.dtype not in _INDICES}
         self.packed = {name: pack(item) for name, item in content.items()}
         # Not all of them are tensors: a DTensor also lists its device mesh.

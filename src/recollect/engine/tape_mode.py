@@ -291,7 +291,7 @@ class TapeMode(OpMode):
         if record is None or not record.is_current(version) or layout[3] != record.layout[3]:
             return None
         if record.layout[0].numel() * target.element_size() != storage.nbytes():
-            return None  # The base does not densely cover its storage, so a clone would have another layout.
+            return None  # The base does not densely cover its storage, so a clone would have a different layout.
         if record.created == "undefined" and not (
             facts.overwrites and (layout == record.layout or record.part(layout) is not None)
         ):

@@ -45,7 +45,7 @@ class Nearest(Generic[Settings]):
 
 
 def nearest(profile: Profile, wanted: Plan, choices: Iterable[tuple[Settings, Plan]]) -> Nearest[Settings]:
-    """Return the fastest of some settings within a plan's budget; of equally fast ones that with the least peak.
+    """Return the fastest of some settings within a plan's budget; of equally fast ones the one with the least peak.
 
     Args:
         profile: the recorded step that all of the plans are for.

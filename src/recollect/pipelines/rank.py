@@ -106,7 +106,7 @@ def left_out(actions: Sequence[PipelineAction], some: Sequence[PipelineAction]) 
 
 
 _Place = tuple[int, str]
-"""A stage, and where its micro-batches are: before backward, or between its halves."""
+"""A stage, and the places of its micro-batches: before backward, or between its halves."""
 _Moment = tuple[tuple[_Place, int], ...]
 """How many micro-batches are in each place."""
 

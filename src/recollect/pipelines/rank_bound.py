@@ -49,7 +49,7 @@ def rank_bound(rank: Rank, step: RankStep) -> LowerBound:
 
 
 class _Kind:
-    """The micro-batches of a stage with a backward of one kind: the cheapest choices of one, and where its moments are."""
+    """The micro-batches of a stage with a backward of one kind: the cheapest choices of one, and the places of its moments."""
 
     def __init__(self, parts: StageParts, backward: str) -> None:
         events = [(kind, parts.parts[kind]) for kind in _PARTS[backward]]

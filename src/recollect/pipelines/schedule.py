@@ -320,7 +320,7 @@ def played_s(schedule: PipelineSchedule, lasts: Callable[[PipelineAction], float
         ScheduleError: the ranks wait for each other for ever.
     """
     rank_of = {stage: rank for rank in range(len(schedule.ranks)) for stage in schedule.stages_of(rank)}
-    # When the output of a stage, or the gradient of its input, is ready: (is it the gradient, stage, micro-batch).
+    # The time when the output of a stage, or the gradient of its input, is ready: (is it the gradient, stage, micro-batch).
     made: dict[tuple[bool, int, int], float] = {}
     clocks = [0.0] * len(schedule.ranks)
     position = [0] * len(schedule.ranks)

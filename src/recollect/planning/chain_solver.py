@@ -44,7 +44,7 @@ _FEWEST_PROBES = 12
 # With many units, mixing options across them replaces finer options within each.
 _OPTIONS_OF_ALL_UNITS = 768
 _FEWEST_OPTIONS = 16
-# Each of these is a column of a linear program, and measured in fewer simulations: more gave no faster plans.
+# Each of these is a column of a linear program, and fewer simulations measure it: more options gave no faster plans.
 _MOST_OPTIONS_OF_SEVERAL_RUNS = 32
 # Numbers of dropped outputs to try between the best and its neighbors.
 _MOST_REFINEMENTS = 3

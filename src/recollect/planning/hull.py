@@ -44,7 +44,7 @@ _INFINITE = 2**31 - 1
 # The sum of the finite capacities, so that no flow reaches _INFINITE.
 _TOTAL_CAPACITY = 2**30
 _TOLERANCE = 1e-9
-# Nodes of the networks of all cuts together: seconds. Only units of over a thousand ops have more options than that.
+# Nodes of the networks of all cuts together: seconds. Only units of over a thousand ops have more options than this allows.
 _NODES_OF_ALL_CUTS = 250_000
 _FEWEST_CUTS = 24
 

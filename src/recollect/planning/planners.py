@@ -135,7 +135,7 @@ class OffloadPlanner(Planner):
         link_share: the part of the link's rate to plan for.
 
     Raises:
-        PlanError: the profile does not know the link; or the share is no part of it.
+        PlanError: the profile does not know the link; or the share is not above 0 and at most 1.
     """
 
     def __init__(self, profile: Profile, host_bytes: int, *, link_share: float = LINK_SHARE) -> None:

@@ -73,7 +73,7 @@ class TripPlanner:
         return found
 
     def nbytes(self, name: Name) -> int:
-        """Return the bytes of a value, of all calls of its unit."""
+        """Return the bytes of a value in all calls of its unit."""
         return sum(nbytes_of(self._profile, key) for key in self._keys[name])
 
     def scheduled(self, names: Collection[Name], *, haste: float = 1.0) -> tuple[Plan, float]:

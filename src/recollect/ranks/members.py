@@ -202,7 +202,7 @@ def with_common_times(profile: Profile, ranks: Ranks, place: Place = Place.START
 
     So they make the same plan of them. The median, since each time was measured once in each process, and one that was
     disturbed says nothing about the step. The slowest process sets the pace, but of equal devices none is slower than
-    the others in every step. Links to the hosts' memory are not equal, so there the slowest counts.
+    the others in every step. Links to the hosts' memory differ, so the slowest link counts.
 
     Args:
         profile: as this process recorded it.

@@ -229,7 +229,7 @@ def _weigher(model: nn.Module) -> Callable[[nn.Module], int]:
 
 
 def _called(parent: nn.Module, prefix: str) -> list[tuple[str, nn.Module]]:
-    """Return the children, and in place of lists of modules their children."""
+    """Return the children, with lists of modules replaced by their own children."""
     found: list[tuple[str, nn.Module]] = []
     for name, child in parent.named_children():
         path = f"{prefix}{name}"

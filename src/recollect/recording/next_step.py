@@ -162,7 +162,7 @@ def foreseen(profile: Profile, *, gradients_bytes: Sequence[int] = (), growth: f
     last: dict[int, tuple[int, int]] = {}
     first_number = _unused_number(recorded)
     for nbytes in gradients_bytes:
-        # Of gradients that are equally large, those that are made last live longest.
+        # Among equally large gradients, those made last live longest.
         successor = next((gradient for gradient in reversed(remaining) if gradient[0] == nbytes), None)
         if successor is not None:
             remaining.remove(successor)

@@ -181,7 +181,7 @@ def _put(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
 
 @contextmanager
 def gathered_stage(stage: nn.Module) -> Iterator[None]:
-    """Hold the parameters of a stage that FSDP2 shards whole within the block, and let backward reduce no gradients.
+    """Within the block, hold whole parameters of a stage that FSDP2 shards, and let backward reduce no gradients.
 
     A stage is in this state from its first forward to its last backward: `torch.distributed.pipelining` adds up whole
     gradients, and has FSDP2 reduce them at the end of the step. Record the stage in this block; else each of its

@@ -189,7 +189,7 @@ class StepRecording:
         self.recorder.close()
 
     def stop(self, optimizers: Optimizers = None) -> None:
-        """Stop recording; state that the step made in these optimizers counts as present from the start."""
+        """Stop recording; state that these optimizers made in the step counts as present from the start."""
         recorder = self.recorder
         self._stack.close()
         self._gradients = self._numbers(p.grad for p in self.model.parameters() if p.grad is not None)

@@ -18,7 +18,7 @@ from recollect.profile.events import ALLOC, OP, RELEASE, RETURN, SAVE, WORK
 from recollect.simulation.playback import COMPILED, Actions, Playback, Token
 from recollect.simulation.program import BULK, Key, ProgramOp
 
-# Forward's part of the time of both, about: each product has two in backward.
+# Forward's approximate part of the time of both: each product has two in backward.
 _FORWARD_PART: Final = 1 / 3
 
 

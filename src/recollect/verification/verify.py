@@ -105,7 +105,7 @@ def verify(
     check_optimizers(model, optimizer)
     device = device_of(model, batch)
     ranks = ranks_of(model, group, "verify(model, batch, plan)")
-    # Otherwise one compares fewer units than the others, and they wait for each other in different places.
+    # Otherwise one compares fewer units than the others, and they wait for each other at different places.
     check_same_plans([plan], ranks)
     # Before anything is copied here.
     others = OtherAllocations(device, resident_tensors(model, batch, optimizer))

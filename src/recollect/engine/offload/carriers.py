@@ -81,7 +81,7 @@ class ThreadCarrier(Carrier):
     def begin(
         self, target: torch.Tensor, source: torch.Tensor, after: list[Future[None]], *, is_out: bool
     ) -> Future[None]:
-        """Begin to copy in a thread: an op that computes bytes has run."""
+        """Begin to copy in a thread: the op that computes the bytes has run."""
         # Threads get addresses, not tensors: memory is then freed by the computing thread, where it is counted, and not before
         # the copy is over (rules 6 and 7).
         thread = self._out if is_out else self._back

@@ -88,7 +88,7 @@ class Rule:
     ours: Answer = "error"
     """recollect's answer; "free" breaks Megatron's rule, as `recollect doctor` says, but none of ours."""
     why: str = ""
-    """The reason for it, where an error gives another or none."""
+    """The reason for it, where the error gives a different one or none."""
     breaks: Mapping[str, Any] = field(default_factory=dict)
     """The conditions that all hold of a configuration, and of the rest of the training's settings, that break it, by names of
     fields or properties: "modules" are the recomputed ones, with defaults."""

@@ -287,7 +287,7 @@ class _Session:
             entry.seconds.clear()
             entry.ratios.clear()
         first, *others = running
-        # A reference alone is compared with nothing, but its times still count.
+        # A lone reference is not compared, but its times still count.
         groups = [[other] for other in others] or [[first]]
         race = Race(lambda: self._reference_s(first), self._seconds, report=self.report, seed=0)
         try:

@@ -105,7 +105,7 @@ class Fp8Product(nn.Module):
                     f"Change the batch size, the sequence length or the number of ranks, or choose another recipe."
                 )
         is_recorded = self.training and torch.is_grad_enabled()
-        # Detached, and not without gradients: a plan does not see ops that run without them.
+        # Detached, not under `no_grad`: a plan does not see ops under it.
         inputs = self.casts(x_NI.detach(), "input", expert_N, is_recorded=is_recorded)
         weights = self.casts(weight.detach(), "weight", None, is_recorded=is_recorded)
         number = _numbers.get(self)
@@ -178,7 +178,7 @@ class Fp8Product(nn.Module):
 class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_NI: Tensor, weight: Tensor, *rest: Any) -> Tensor:
-        """`rest`: values and scales of four casts: the input's for forward and for backward, and the weight's; and experts."""
+        """`rest`: values and scales of four casts (input and weight, each for forward and for backward), and experts."""
         *tensors, expert_N, ends_E, number = rest
         ctx.save_for_backward(*tensors[2:4], *tensors[6:8], expert_N, ends_E)
         ctx.product, ctx.dtypes = _products[number], (x_NI.dtype, weight.dtype)

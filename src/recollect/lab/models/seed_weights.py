@@ -66,7 +66,7 @@ class SeedWeights:
         >>> round(rows.std().item(), 2)
         0.02
 
-    Limitations: a CPU and a GPU draw other numbers from one seed, and so may two kinds of GPU.
+    Limitations: a CPU and a GPU draw different numbers from one seed, and so may two kinds of GPU.
     """
 
     def __init__(self, model: GPTModel, seed: int, device: torch.device) -> None:

@@ -222,7 +222,7 @@ def choose_split(step: ClusterStep, budget: int | str) -> PipelineSplit:
 
     Raises:
         BudgetTooSmallError: no split that was tried fits.
-        ConfigError: a layout that says which layers go where, or has more stages than there are layers; or as `record_stages`.
+        ConfigError: a layout that already assigns layers, or has more stages than layers; or as `record_stages`.
 
     Complexity: see `split_pipeline`.
     """

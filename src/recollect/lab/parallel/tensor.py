@@ -142,7 +142,7 @@ def _split_rows(path: str, projection: nn.Module, before: Shard | Replicate) -> 
 def _split_latents(
     attention: LatentAttention, mesh: DeviceMesh, between: Shard | Replicate
 ) -> dict[str, ParallelStyle]:
-    """Split the projections up by heads; those down, and their norms, run on all ranks, or on parts of the sequence."""
+    """Split the up projections by heads; the down projections and their norms run on all ranks, or on parts of the sequence."""
     styles: dict[str, ParallelStyle] = {
         f"self_attention.qkv_up_proj.{name}": ColwiseParallel(input_layouts=between)
         for name in ("linear_q_up_proj", "linear_kv_up_proj")

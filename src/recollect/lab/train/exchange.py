@@ -215,7 +215,7 @@ def _own_rows(parameter: nn.Parameter) -> Tensor:
     gradient = parameter.grad
     assert gradient is not None
     if isinstance(parameter, DTensor):
-        # An embedding's gradient has all rows, until something requests this rank's rows.
+        # An embedding's gradient has all rows, until code requests this rank's rows.
         assert isinstance(gradient, DTensor)
         gradient = gradient.redistribute(placements=parameter.placements)
         parameter.grad = gradient

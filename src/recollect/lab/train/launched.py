@@ -1,4 +1,4 @@
-"""The processes that torchrun started, as each finds them in its environment, and which of them warns. Imports no torch."""
+"""The processes that torchrun started, as each finds them in its environment, and which one warns. Imports no torch."""
 
 import hashlib
 import os

@@ -198,7 +198,7 @@ def _has_lost_one(store: Any, key: str) -> bool:
 def _own_connection() -> Any:
     """Return another connection to the store, or fail soon.
 
-    Where the store is gone, PyTorch tries twice for as long as an exchange may take, which is 30 minutes unless told.
+    Where the store is gone, PyTorch tries for twice the timeout of an exchange, which is 30 minutes by default.
     """
     store = meeting_place()
     usual = store.timeout

@@ -93,7 +93,7 @@ class Session:
         """Set all random number generators to their states at this point of the run, whatever ran before.
 
         Ranks with tokens or layers of their own draw other numbers; those that share matrices draw the same ones. After a
-        resume on another layout they draw others than from the start.
+        resume on another layout they draw different numbers than a whole run.
         """
         torch.manual_seed(self.config.step.seed + self.processes.random_rank + self.step * _SEEDS_APART)
         if self.rng is not None:
@@ -123,7 +123,7 @@ def open_session(config: TrainConfig, processes: Processes = ONE_PROCESS) -> Ses
 
     Args:
         config: the run, with a folder.
-        processes: the processes of the run, in each of which this is called.
+        processes: the processes of the run; each of them calls this.
 
     Raises:
         DataError: see `load_corpus`.
