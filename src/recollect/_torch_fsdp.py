@@ -100,7 +100,7 @@ def other_sharded_parameters(model: nn.Module) -> Iterator[Callable[[], None]]:
 class GatheredParameters:
     """The parameters of a model that FSDP2 holds whole, and whose gradients it adds up whole, as in a pipeline's stage.
 
-    No public name tells where it has these gradients, or which it reduces together.
+    No public name tells where these gradients are, or which of them it reduces together.
 
     Args:
         model: any; without FSDP2, or where it reduces gradients in each backward, it has none.

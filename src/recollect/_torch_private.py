@@ -44,7 +44,7 @@ DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)
 # Run tensor methods without the active dispatch modes; no public guard leaves out all of them at this price.
 disable_torch_dispatch: Callable[[], AbstractContextManager[Any]] = torch._C._DisableTorchDispatch
 
-# A mode that is entered steps aside for a while, which `with` cannot say; a tenth of the time of leaving and entering it.
+# An entered mode steps aside for a while, which `with` cannot express; a tenth of the time of leaving and entering it.
 push_dispatch_mode: Callable[[TorchDispatchMode], None] = torch._C._push_on_torch_dispatch_stack
 
 

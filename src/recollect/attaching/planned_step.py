@@ -185,7 +185,7 @@ class PlannedStep:
 
 
 def own_plan(planner: Planner | OffloadPlanner, budget_bytes: int) -> tuple[Plan, BudgetTooSmallError | None]:
-    """Return the plan for a budget; where none fits, the leanest, and the error that says so."""
+    """Return the plan for a budget; if none fits, the leanest one, with the error."""
     try:
         return planner.plan(budget_bytes), None
     except BudgetTooSmallError as error:

@@ -89,7 +89,7 @@ class StepEnd:
 
 
 def without_backward(model: nn.Module, stepped: str, num_calls: int, *, is_first: bool) -> str:
-    """Return the message about a recorded step that trained nothing.
+    """Return the message about a recorded step without training.
 
     Args:
         model: the model that was called.

@@ -145,7 +145,7 @@ class UnitWatch:
     Args:
         model: the model whose units are watched.
         unit_paths: paths of the units.
-        departs: told of the first run in a step that no plan foresees, by the path of its unit; may raise.
+        departs: called with the path of the first unit in a step whose run no plan foresees; may raise.
 
     Attributes:
         units: one for each.

@@ -63,7 +63,7 @@ def checkpoint(
         *args: its arguments: tensors, of any shape, and others.
         use_reentrant: False or None: on the tape. True: PyTorch's reentrant implementation itself, with its limits.
         context_fn: of `create_selective_checkpoint_contexts`: values that its policy saves are kept; offloaded ones are in host
-            memory until backward comes near them. Any other one asks for something around a second run, so there is one, by
+            memory until backward comes near them. Any other one needs a second run, which is made by
             PyTorch's own implementation.
         determinism_check: "default" or "none". Without a second run there is nothing to check.
         debug: explains a failed check; the same applies.

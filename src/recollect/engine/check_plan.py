@@ -20,7 +20,7 @@ def check_depth(model: nn.Module, plan: Plan) -> None:
         UnknownNameError: the plan names all layers up to a number beyond the model's last one.
 
     Warns:
-        PlanMismatchWarning: a plan with a predicted peak names several layers, all up to a number, and leaves out the rest.
+        PlanMismatchWarning: a plan with a predicted peak names all layers up to a number, several of them, but not the rest.
     """
     stacks: dict[str, list[int]] = {}
     for path in plan.units:

@@ -1,4 +1,4 @@
-"""Runs the modules of a plan without the compiler where their user compiled them, and says so.
+"""Runs the modules of a plan without the compiler where their user compiled them, and warns.
 
 Dynamo would trace a compiled model up to each unit, break its graph there, and compile the code between them: other ops than
 were recorded, with other bits. So the graph is broken around the modules that contain units, too. This does not

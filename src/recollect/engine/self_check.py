@@ -56,7 +56,7 @@ class SwitchedOff(Enum):
 
 
 class Hook(NamedTuple):
-    """Something of PyTorch's that is not public, or whose exact behaviour is not."""
+    """A private part of PyTorch, or a public one with undocumented behaviour."""
 
     name: str
     """What it does."""

@@ -27,7 +27,7 @@ NOTE [ Rules of the tape ]
 10. A backward that keeps its graph computes on copies of the recipes, which stay for the next one (`replay.py`).
 11. Ops run again under the settings and the user's dispatch modes of forward (`opcall.py`).
 12. An offloaded value is a stored value whose recipe copies it back (`offload/`). It is copied out as soon as its op has run;
-    a write that the tape sees waits for the copy. The times when it leaves and comes back depend on units alone.
+    a write that the tape sees waits for the copy. The times when it leaves and comes back depend only on units.
 """
 
 import threading

@@ -94,7 +94,7 @@ def added_up(events: list[tuple[int, int]], deaths: dict[int, int]) -> tuple[int
         if at in died_bytes:
             total_bytes -= died_bytes[at]
         elif num_bytes > 0:
-            # An address allocated again was freed, though on a thread that is not traced.
+            # An address that is allocated again was freed, but on an untraced thread.
             total_bytes += num_bytes - alive.get(address, 0)
             alive[address] = num_bytes
             peak_bytes = max(peak_bytes, total_bytes)

@@ -53,7 +53,7 @@ def plan_pipeline(
         BudgetTooSmallError: the leanest plans of a rank's stages need more.
         ScheduleError: the schedule cannot run, has another number of stages than there are profiles, or splits backwards and
             there are no `split_profiles`.
-        ProfileFormatError: a profile without gradients that accumulate; a stage with other ops where backward is split.
+        ProfileFormatError: a profile without gradients that accumulate; a stage with different ops where backward is split.
         ArgumentError, QuantityError: an argument of another kind; a budget that is no amount.
 
     Example:

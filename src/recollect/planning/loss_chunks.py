@@ -27,7 +27,7 @@ SAME_PEAK = 0.01
 
 
 class PlannedStep(Protocol):
-    """A step that was planned, such as a pipeline's."""
+    """A planned step, such as a pipeline's."""
 
     @property
     def step_s(self) -> float:

@@ -100,7 +100,7 @@ def most_folded(profile: Profile) -> int:
 def folded_outputs(
     profile: Profile, working_bytes: Sequence[int], *, num_dropped: int, num_alive: Mapping[str, int] | None = None
 ) -> frozenset[str]:
-    """Return the paths of `num_dropped` units whose output to drop, assuming that layers keep nothing but outputs.
+    """Return the paths of `num_dropped` units whose output to drop, assuming that layers keep only outputs.
 
     Segments are cut from the first layer on, each as long as a limit on kept outputs plus workspace allows; the limit
     is the least one that drops enough outputs.

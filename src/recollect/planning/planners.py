@@ -59,7 +59,7 @@ def plan(profile: Profile, budget: int | str, host_budget: int | str = 0, *, lin
         host_budget: bytes of host memory that values may be copied to in forward, and back in backward: an int, or text such
             as "64GiB". 0: nothing is offloaded.
         link_share: the part of the link's rate to plan for: other devices may use it, too, and a plan for all of it is much
-            slower on a link that is a little slower.
+            slower on a slightly slower link.
 
     Returns:
         A plan with `predicted_peak_bytes <= budget_bytes`, the same for every run.

@@ -64,7 +64,7 @@ class Copy(Protocol):
 class Timetable:
     """Moves copies out and back as runs of units begin, and as backward reaches them.
 
-    Runs are numbered as they begin. It holds no copies: those no longer needed neither leave nor come back.
+    Runs are numbered as they begin. It does not keep copies alive: unneeded ones neither leave nor come back.
     """
 
     def __init__(self) -> None:

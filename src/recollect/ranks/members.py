@@ -139,7 +139,7 @@ def _difference(first_rank: int, first: _Described, other_rank: int, other: _Des
     return ""
 
 
-# The number of processes, those that need the most memory, whose plans all the others try.
+# The number of processes whose plans all others try: those that need the most memory.
 _MOST_TRIED: Final = 4
 
 

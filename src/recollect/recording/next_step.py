@@ -301,7 +301,7 @@ class Returns:
     def run(self, module: nn.Module, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run the replacement for a module's call, and note the call.
 
-        This tells a recording of the call in which it begins, as PyTorch has looked for hooks before.
+        This informs a recording that begins within a call: PyTorch has already looked up hooks by then.
         """
         self._begin(module, args)
         output = None

@@ -138,12 +138,12 @@ class RecordingTape(Tape):
         with self.recorder.unseen():
             tensor = super().unpack(packed.packed)
         if tracker_of(storage_of(tensor)) is None:
-            # A copy, or recomputed unseen: no input of the step.
+            # A copy, or a value recomputed unseen, not an input of the step.
             self.recorder.trackers.mark_persistent([tensor])
         return tensor if packed.need is None else self._needed(tensor, packed.need)
 
     def _needed(self, tensor: torch.Tensor, need: _Need) -> torch.Tensor:
-        """Return the tensor for backward; the need dies with it where it may outlive autograd's hold on it."""
+        """Return the tensor for backward; the need dies with the tensor if that may outlive autograd's hold on it."""
         storage = storage_of(tensor)
         if not isinstance(tracker_of(storage), Persistent) or storage is None:
             return tensor
@@ -266,7 +266,7 @@ class _RecordingMode(FunctionMode):
         return self.tape.policy.action(self.unit_path, value_name) is Action.KEEP
 
     def run_module(self, module_path: str, forward: Any, args: Any, kwargs: Any) -> Any:
-        """Note the tensors that the module's parameters hold, after the hooks that set them."""
+        """After the hooks that set them, note the tensors that the module's parameters hold."""
         module = getattr(forward, "__self__", None)
         if isinstance(module, nn.Module):
             self.recorder.note_parameters(module.parameters())

@@ -52,7 +52,7 @@ _MOST_IF_LONG: Final = 2
 _FEW_ROUNDS: Final = 5
 # Noise may make recompute look free, or worse, in some round.
 _LEAST_FACTOR: Final = 0.01
-# The tape's overhead for one op, at most, and the part of a unit's time that does not count.
+# An upper limit on the tape's overhead for one op, and the part of a unit's time that is negligible.
 _OVERHEAD_S: Final = 1e-4
 _NEGLIGIBLE: Final = 0.02
 

@@ -92,7 +92,7 @@ class PeakSums:
     Attributes:
         profile, windows: from the program.
 
-    Complexity: a call under a choice that neither it nor its identical calls had before costs its share of a simulation; a plan
+    Complexity: a choice new to a call and its identical calls costs the call's share of a whole simulation; a plan
         whose calls are all known costs about a thirtieth of one.
     """
 

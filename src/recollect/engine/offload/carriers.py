@@ -111,7 +111,7 @@ class Ticket(NamedTuple):
 
 
 class StreamCarrier(Carrier):
-    """Copies on accelerators, with one stream for each direction, from and to host memory that is made ready once.
+    """Copies on accelerators, with one stream for each direction, from and to host memory that is prepared once.
 
     Nothing here waits on the host, and nothing polls copies. Memory of the device belongs to the stream that was
     current when it was allocated, and is reused there: so that stream also waits for copies (rules 2, 6 and 7).

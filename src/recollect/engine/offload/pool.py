@@ -22,7 +22,7 @@ class Slot:
     nbytes: int
     """Number of bytes."""
     copies: list[Any]
-    """Tickets of the last copies from them and to them, which those that follow wait for."""
+    """Tickets of the last copies from and to them, which later copies wait for."""
     slab: int
     """Its slab's number."""
     begin: int

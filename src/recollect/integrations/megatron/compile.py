@@ -145,7 +145,7 @@ def _with_inputs_as_parts(
     Args:
         profile: the recorded step.
         units: the plan.
-        layers: paths of those whose input is kept for a recompute.
+        layers: paths of the layers whose input is kept for a recompute.
 
     Raises:
         ConfigError: the profile does not know of ranks that hold parts.

@@ -140,7 +140,7 @@ Choice: TypeAlias = NoRecompute | UniformFull | BlockFull | Selective
 
 @dataclass(frozen=True, kw_only=True)
 class RecomputeSettings:
-    """The settings that the rules check. `RecomputeConfig` describes each of them, and is these settings once checked."""
+    """The settings that the rules check. `RecomputeConfig` describes each of them, and holds them after the checks."""
 
     recompute_granularity: Literal["full", "selective"] | None = None
     recompute_method: Literal["uniform", "block"] | None = None

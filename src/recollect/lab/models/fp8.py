@@ -14,7 +14,7 @@ Engine saves as much is from memory, not checked against its code. For a plan, t
 other: it may be kept, or run again from the 16 bits before it.
 
 Definitions follow Transformer Engine's recipes DelayedScaling, Float8CurrentScaling, Float8BlockScaling and
-MXFP8BlockScaling. Experts are tensors of their own, as in its GroupedLinear: each has its scales.
+MXFP8BlockScaling. Experts are separate tensors, as in its GroupedLinear: each has its own scales.
 
 Shape legend: N tokens   I, O input and output channels   E experts   S rows of all experts
     Of kernels: M, K rows and summed channels of the left matrix   P rows of the right one

@@ -110,7 +110,7 @@ def data_parallel(
     reshard_after_forward: bool = True,
     precision: MixedPrecisionPolicy | None = None,
 ) -> GPTModel:
-    """Shard every layer, and then the rest, over the ranks of a mesh, which have batches of their own, by FSDP2.
+    """Shard every layer, and then the rest, over the ranks of a mesh with separate batches, by FSDP2.
 
     Args:
         model: with the same weights on all ranks, or on the meta device; from `tensor_parallel`, if both are wanted. Changed in

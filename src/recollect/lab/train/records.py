@@ -1,6 +1,6 @@
 """Records of a run, one per step, the baseline without recompute, and the outcome; and where steps are logged.
 
-That is a file with one JSON object per step, TensorBoard events, and on a terminal a live line, elsewhere plain lines.
+Logs are a file with one JSON object per step, TensorBoard events, and a live line on a terminal or plain lines elsewhere.
 """
 
 import dataclasses

@@ -107,7 +107,7 @@ class Session:
         """Write a checkpoint and return its step; several processes go on while it is written, until `checkpoints.finish`.
 
         Raises:
-            CheckpointError: it cannot be written, or of several processes the one before it.
+            CheckpointError: it cannot be written, or, with several processes, the one before it could not be.
         """
         manifest = checkpoint.Manifest(self.step, self.identity, checkpoint.environment(), self.processes.spread, {})
         self.checkpoints.start(self.stored_state(), manifest, checkpoint.rng_state(self.device))

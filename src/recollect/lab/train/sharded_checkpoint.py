@@ -137,7 +137,7 @@ class Checkpoints:
             random: the process's random number states.
 
         Raises:
-            CheckpointError: this checkpoint, or of several processes the one before, could not be written.
+            CheckpointError: this checkpoint, or with several processes the one before, could not be written.
         """
         self.finish()
         self._path = self._folder / f"step_{manifest.step:08d}"
