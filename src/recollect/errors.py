@@ -328,7 +328,7 @@ class FreedValueError(RecollectError, RuntimeError):
 
 
 class RandomDrawError(RecollectError, RuntimeError):
-    """An op that draws from a generator of the whole process could not be run again with the numbers that it drew.
+    """An op that draws from a generator of the whole process could not be run again with the same numbers.
 
     Attributes:
         op: the op.

@@ -40,7 +40,7 @@ class Lockstep:
     Args:
         model: the model that they train.
         ranks: the processes.
-        may_differ: they may decide for themselves for some steps; not where one may have to raise alone.
+        may_differ: they may decide separately for some steps; not if one might have to raise alone.
 
     Attributes:
         place: the place in the loop where they ask.

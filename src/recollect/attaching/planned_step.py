@@ -226,7 +226,7 @@ class PlannedSteps:
         self._ignored: set[tuple[str, int]] = set()
 
     def as_known(self, call: Call) -> Call:
-        """Return a call without the arguments that were seen to change nothing."""
+        """Return a call without the arguments that have proved to change nothing."""
         if not self._ignored:
             return call
         known = tuple(

@@ -81,7 +81,7 @@ class Call:
 
 
 def shape_text(shape: tuple[int, ...]) -> str:
-    """Return a shape as lines show it: "4 x 2048"."""
+    """Return a shape as it is printed: "4 x 2048"."""
     return " x ".join(map(str, shape)) or "a scalar"
 
 

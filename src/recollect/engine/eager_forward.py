@@ -83,7 +83,7 @@ class EagerForward(PlacedForward):
 
 
 def look_for_compiler(forward: PlacedForward) -> None:
-    """Warn, once for a model, where a plan and `torch.compile` get in each other's way; called in a module's first call.
+    """Warn, once for a model, where a plan and `torch.compile` conflict; called in a module's first call.
 
     Raises:
         ConfigError: that code may have no graph breaks.

@@ -45,7 +45,7 @@ _FOREIGN = frozenset({"torch", "transformer_engine", "deepspeed"})
 # But this one is only a product, and most of a model's work under ZeRO-3.
 _PRODUCT = ("deepspeed.runtime.zero.linear", "LinearFunctionForZeroStage3")
 
-# Functions whose arguments have been compared before and after, by the constants they were called with.
+# Functions whose arguments were compared before and after a call, by the constants of the call.
 _checked: weakref.WeakKeyDictionary[type, set[Any]] = weakref.WeakKeyDictionary()
 _MOST_CHECKS = 8
 # Functions found to change an argument unseen.

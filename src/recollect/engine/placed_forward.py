@@ -204,7 +204,7 @@ class PlanPerMicroBatch(PlacedForward):
     """Switches on, for each forward of a module, the forwards that one plan placed on the modules in it.
 
     Nothing changes while training runs: the forwards of all plans stay in place, one around the other, and those that are
-    off pass calls through. Backward needs no turn, since each graph has the recipes of the plan that it was made under.
+    off pass calls through. Backward needs no switching, since each graph has the recipes of the plan under which it was made.
 
     Args:
         module: the module that runs once for each micro-batch.

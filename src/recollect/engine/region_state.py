@@ -43,7 +43,7 @@ _UNCHANGING = frozenset({int, float, bool, str, bytes, type(None)})
 
 
 class _Copies:
-    """_Copies containers, which forward may change, with those inside them, each once; other contents stay the same.
+    """Copies containers, which forward may change, with those inside them, each once; other contents stay the same.
 
     Attributes:
         tensors: those that were met on the way.
@@ -89,7 +89,7 @@ class _Copies:
 
 
 def _is_put_in_place(tensor: object) -> bool:
-    """Whether a library gives a parameter its memory, or puts another in its place, whenever a module runs.
+    """Whether a library provides a parameter's memory, or replaces the parameter, whenever a module runs.
 
     DeepSpeed's ZeRO-3, the mixed precision of `DistributedDataParallel`, and FSDP2 with its DTensors.
     """

@@ -195,7 +195,7 @@ def _bound() -> list[Callable[[torch.Tensor], torch.Tensor]]:
     return [function.apply for function in functions]
 
 
-# Bound before anything watches, as models bind them.
+# Bound before watching starts, as models bind them.
 _EARLY = _bound()
 
 

@@ -50,7 +50,7 @@ def apply_roll_checkpointing(
     Args:
         model: a model of Hugging Face.
         checkpointing: the two switches; None: their defaults. Whichever of PyTorch's implementations they choose, the layers
-            are recomputed on the tape, with the gradients of both and the limits of neither.
+            are recomputed on the tape, with the same gradients as both and the limits of neither.
         use_cache: leave the cache of keys and values on, which ROLL passes as False when it trains. It only takes memory there.
 
     Returns:

@@ -21,7 +21,7 @@ def timed(
     """Run something on an idle device; return its result and the seconds until the device had finished it.
 
     On CUDA the time is between two events of the current stream: from when the device could have begun until it finished.
-    Elsewhere it is the time of the clock.
+    Elsewhere it is wall-clock time.
     """
     wait_for(device)
     if device.type == "cuda":

@@ -78,7 +78,7 @@ def rank_step(rank: Rank) -> RankStep:
 
 
 def stage_plan(plan: Plan, number: int, profile: Profile) -> Plan:
-    """Return the part of a rank's plan that is for one of its stages, with the stage's own paths."""
+    """Return the part of a rank's plan for one of its stages, with the stage's own paths."""
     units = {
         call.path: plan.units[path] for call in profile.calls if (path := unit_path(number, call.path)) in plan.units
     }
@@ -168,7 +168,7 @@ class _Writer:
         kinds = [action.kind for action in self._rank.actions if action.stage == number]
         if self._rank.loop.holds_sent:
             held_bytes += output_bytes + input_bytes
-            # One gradient more than the moments show, which is enough if the peak lies between two of them.
+            # One more gradient than at the moments, which is enough if the peak lies between two of them.
             self._at_end.append((events.FREE, self.allocate(min(1, self._rank.left_out[0][number]) * input_bytes)))
         elif kinds[:2] == [FORWARD] * 2:
             # The loop of 1F1B holds the last output that it sent before it begins to alternate.

@@ -217,7 +217,7 @@ def schedule_of(schedule: Any) -> PipelineSchedule:
     is_torch = single is not None or hasattr(schedule, "pipeline_order")
     as_needed = False
     if is_torch:
-        # Here: it takes a second to import, and only torch's own schedules need it, which have imported it.
+        # Here: it takes a second to import, and only torch's own schedules need it, which have already imported it.
         from recollect._torch_parallel import receives_as_needed
 
         as_needed = receives_as_needed()

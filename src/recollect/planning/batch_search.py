@@ -217,7 +217,7 @@ class _Search:
         return int(first + (self.budget_bytes - first_bytes) * (second - first) / (second_bytes - first_bytes))
 
     def _about_least_bytes(self, tried: TriedSize) -> float:
-        """Estimate the lowest peak: known where no plan fits, and elsewhere as far below full recompute as there."""
+        """Estimate the lowest peak: known where no plan fits, and elsewhere at the same distance below full recompute."""
         if tried.least_peak_bytes is not None:
             return tried.least_peak_bytes
         known = [t.least_peak_bytes / t.full_peak_bytes for t in self.tried.values() if t.least_peak_bytes is not None]

@@ -1,4 +1,4 @@
-"""The cheapest choice for a whole step when bytes have a price at some times: one minimum cut.
+"""The cheapest choice for a whole step when bytes have a price at certain times: one minimum cut.
 
 Each checkpoint time e of a step (`planning/checkpoint_times.py`) has a price lambda_e, in seconds per byte. Times between
 which nothing can run again, such as all of forward, form a class k:

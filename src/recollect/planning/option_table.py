@@ -178,7 +178,7 @@ def _rows(
             record = _alike({call: profile.graph_of(profile.calls[call]) for call in calls}, profile.graphs[graph])
             own = [option for output in outputs for option in options_of(record, output=output)]
             if len(outputs) > 1:
-                # Of two options that cost the same, prefer the one that keeps the output.
+                # Of two options with equal costs, prefer the one that keeps the output.
                 own.sort(key=lambda option: (option.kept_bytes, -option.recompute_s, option.output))
             known[key] = tuple(own)
         runs = [profile.calls[call] for call in calls]

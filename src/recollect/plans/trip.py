@@ -20,7 +20,7 @@ class Trip(NamedTuple):
         leaves: the device has its bytes until this many more units have begun: 1 until the next one does, or can, as
             this one has returned.
         returns: the copy back begins when backward reaches the unit that ran this many later: 0 is its own.
-        leaves_in_backward: `leaves` counts as `returns` does: until backward reaches the unit that ran this many later.
+        leaves_in_backward: `leaves` counts like `returns`: until backward reaches the unit that ran this many units later.
             It then has to be more than `returns`, as backward takes units in reverse.
 
     Example:

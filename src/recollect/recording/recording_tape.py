@@ -360,7 +360,7 @@ class StepMode(OpMode):
             return func(*args, **kwargs)
         facts = facts_of(func)
         if func is torch.ops.aten.detach.default and current_autograd_node() >= 0:
-            recorder.note_present(args[0])  # A gradient becomes a parameter's; compiled code has made it unseen.
+            recorder.note_present(args[0])  # A parameter gets its gradient, which compiled code has made unseen.
         if facts.is_view or facts.is_lazy:
             return func(*args, **kwargs)
         output, run = recorder.costs.run(func, facts, args, kwargs, may_repeat=recorder.current is not None)

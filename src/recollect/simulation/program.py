@@ -239,7 +239,7 @@ def _caller(window: Window | None) -> int:
 
 
 def _engine_s(graph: UnitGraph, num_runs: int) -> tuple[float, ...]:
-    """Return the seconds that each variant of a unit adds to PyTorch's own choice, and last that of the unit run eagerly."""
+    """Return the seconds that each variant of a unit adds to PyTorch's own choice, and, last, that the eager unit adds."""
     if not graph.variants:
         return ()
     default_s = graph.variants[0].step_s

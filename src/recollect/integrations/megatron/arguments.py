@@ -23,7 +23,7 @@ _RECOMPUTE = (
     *("--recompute-activations", "--recompute-granularity", "--recompute-method", "--recompute-num-layers"),
     *("--recompute-modules", "--moe-layer-recompute"),
 )
-# Pairs of settings that decide the same thing, by the flags of both programs, or of one.
+# Pairs of settings for the same choice, by the flags of both programs, or of one.
 _EITHER_OR = (
     ("--global-batch-size", "--accumulation"),
     ("--train-samples", "--steps"),

@@ -111,7 +111,7 @@ def hidden_s(profile: Profile, plan: Plan) -> float:
     """Return the seconds of gathers, under one of Megatron's plans, that Megatron overlaps with backward's products.
 
     It begins to gather the input of a weight's gradient before the product for the gradient of the input, which takes as long
-    as the one in forward. Where that one runs again, it waits for its input in Megatron, too.
+    as the one in forward. Where the latter runs again, it waits for its input in Megatron, too.
     """
     of_graphs = [[*_gathers(graph)] for graph in profile.graphs]
     found = 0.0

@@ -227,7 +227,7 @@ class TrainingSetting:
         num_layers_in_first_pipeline_stage, num_layers_in_last_pipeline_stage: for uneven stages.
         transformer_engine_version: such as "2.6.0"; None if unknown or not installed.
         cuda_graph_modules: the parts that the graph of each layer captures; () or "full" is the whole layer.
-        cuda_graph_scope: the old name of `cuda_graph_modules`, where "full_iteration" means that `cuda_graph_impl`.
+        cuda_graph_scope: the old name of `cuda_graph_modules`, where "full_iteration" means the `cuda_graph_impl` of this name.
 
     All others are as in Megatron.
 

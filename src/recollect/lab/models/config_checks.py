@@ -135,7 +135,7 @@ def check_fp8(config: Any) -> None:
 
 
 def _widths_of_products(config: Any) -> dict[str, int]:
-    """Return the channels that products in 8 bits read and write, by the fields that give them."""
+    """Return the channels that products in 8 bits read and write, by the fields that set them."""
     heads, groups = config.num_attention_heads, config.num_query_groups
     widths = {"hidden_size": config.hidden_size}
     moe_layers = [config.is_moe_layer(layer) for layer in range(config.num_layers)]
