@@ -39,7 +39,7 @@ __all__ = ["FakeTensorMode", "TorchDispatchMode", "is_traceable_wrapper_subclass
 DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)
 
 
-# The classes themselves, not functions around them: these are entered several times an op.
+# The classes themselves, not functions around them: these are entered several times per op.
 
 # Run tensor methods without the active dispatch modes; no public guard leaves out all of them at this price.
 disable_torch_dispatch: Callable[[], AbstractContextManager[Any]] = torch._C._DisableTorchDispatch

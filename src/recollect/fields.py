@@ -187,7 +187,7 @@ class Field:
         return tuple(self.data)
 
     def pairs(self) -> tuple[tuple[str, str], ...]:
-        """Return the object here, of strings, as pairs of key and string."""
+        """Return the object of strings here, as pairs of key and string."""
         return tuple((key, self.get(key).text()) for key in self.keys())
 
     def number(self) -> float:

@@ -73,7 +73,7 @@ class Node:
 
     `mutates`: the call writes into its first argument and returns it; it gets a private copy of it unless nobody else needs
     the old content.
-    `recipes`: of the unit's call that the op belongs to.
+    `recipes`: those of the unit's call that the op belongs to.
     """
 
     __slots__ = ("call", "inputs", "mutates", "outputs", "recipes")

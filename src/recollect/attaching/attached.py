@@ -218,7 +218,7 @@ class Attached:
         is_first = self._now.is_first
         is_refused = chosen is None and bool(self.planned) and self._on_larger != "replan"
         wants_recording = is_first and not is_refused and (chosen is None or self._planner.missed.attempts_left > 0)
-        # The other processes are asked here, and nowhere else.
+        # Only here are the other processes asked.
         records = wants_recording and self._lockstep.all_can(self._can_record())
         if records:
             self._start_recording(call)

@@ -34,7 +34,7 @@ _READ_AGAIN: Final = 10
 _PAUSE_S: Final = 0.002
 # The share of time that reading the allocator may take: glibc walks all free memory.
 _PRICE: Final = 0.001
-# Read whatever it costs: in the first calls under a plan, then once in this many calls.
+# Read at any cost in the first calls under a plan, then once in this many calls.
 _ALWAYS_READ: Final = 6
 _READ_EVERY: Final = 4
 

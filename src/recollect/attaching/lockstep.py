@@ -60,7 +60,7 @@ class Lockstep:
     def at_call(
         self, covering: Sequence[PlannedStep], step: int, *, is_first: bool, is_calm: bool, missed: bool
     ) -> tuple[bool, list[PlannedStep], bool]:
-        """Exchange the facts about a call in all processes; use this one's only, if they have agreed not to ask in this step.
+        """Exchange the facts about a call in all processes; use only this one's if they have agreed not to ask in this step.
 
         Args:
             covering: steps that cover the calls of this process.

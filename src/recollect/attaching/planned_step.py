@@ -269,7 +269,7 @@ class PlannedSteps:
         return None if is_worth_it and len(self.steps) < _MOST_PLANS and may_record() else best
 
     def add(self, planned: PlannedStep) -> None:
-        """Add a step; forget those that it makes superfluous, and the smallest if there are too many courses."""
+        """Add a step; forget steps that it makes superfluous, and the smallest one if there are too many courses."""
         self.steps = [step for step in self.steps if not planned.replaces(step)]
         self.steps.append(planned)
         alike = sorted(

@@ -69,7 +69,7 @@ class StepEnd:
         """Look, before the model is called, whether something else updated the parameters.
 
         Raises:
-            RecordError: it did so several times, and no optimizer that was passed has stepped.
+            RecordError: it did so several times, and none of the given optimizers has stepped.
         """
         version = self._version_now()
         if version == self._version:

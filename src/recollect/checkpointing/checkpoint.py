@@ -186,7 +186,7 @@ def checkpoint_sequential(
 
     Args:
         functions: modules or functions of one argument.
-        segments: how many parts to run them in. If they do not divide evenly, the last one has the rest.
+        segments: the number of parts to run them in. If they do not divide evenly, the last one has the rest.
         input: the argument of the first.
         use_reentrant: see `checkpoint`.
         preserve_rng_state: see `checkpoint`.

@@ -228,7 +228,7 @@ class RegionDraws:
     @contextmanager
     def first(self) -> Iterator[None]:
         """Note the draws while the module runs, or while a further part of it does."""
-        # As bytes, which take no memory of the device's allocator: most regions do not need them later.
+        # As bytes, outside the device's allocator: most regions do not need them later.
         states = {
             generator: state_content(generator.get_state())
             for generator in _default_generators()

@@ -86,7 +86,7 @@ def look_for_compiler(forward: PlacedForward) -> None:
     """Warn, once for a model, where a plan and `torch.compile` conflict; called in a module's first call.
 
     Raises:
-        ConfigError: that code may have no graph breaks.
+        ConfigError: compiled code must not have graph breaks.
     """
     forward.has_looked = True
     is_one_graph = compiler_around()

@@ -80,7 +80,7 @@ class TapeValue(Value):
         return tensor
 
     def fetch_saved(self) -> torch.Tensor:
-        """Return the tensor as autograd would, which knows only of changes that raise the version.
+        """Return the tensor as autograd would, which detects only changes that raise the version.
 
         Raises:
             MutatedValueError: it has been written to since it was taken.

@@ -40,7 +40,7 @@ class BudgetCallback:
         """Raise if the library is too old, where a callback knows it before its trainer."""
 
     def _new_numbers(self) -> dict[str, float]:
-        """Return the numbers of a plan that was made, or of a higher peak that was measured, since the last call; else {}."""
+        """Return the numbers of a new plan, or of a higher measured peak, since the last call; else {}."""
         numbers = {} if self.attached is None else self.attached.numbers
         if numbers in self._logged:
             return {}

@@ -61,7 +61,7 @@ class Rank:
     receives: tuple[tuple[PipelineAction, PipelineAction], ...]
     """Whether, and before which action, it makes a buffer when it is needed; see `PipelineSchedule`."""
     left_out: tuple[tuple[int, ...], ...]
-    """For each action: of each stage, micro-batches that are not among the actions, and whose outputs and gradients count as
+    """For each action and stage: the number of micro-batches outside the actions whose outputs and gradients count as
     sent before it; see `left_out`."""
 
     @cached_property

@@ -118,7 +118,7 @@ class _InFlight:
 
 
 def _half(kind: str, part: Sequence[Event]) -> tuple[Sequence[Event], Sequence[Event]]:
-    """Return the events of a backward, and those among them that come when all parts of the stage are done.
+    """Return the events of a backward, and those among them that follow when all parts of the stage are done.
 
     Half a backward is one of all parts. The first half releases all its recomputed values together; the second needs at
     most the values of all parts before releasing them.

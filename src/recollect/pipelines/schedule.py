@@ -35,7 +35,7 @@ class Loop(Enum):
 
     @property
     def holds_sent(self) -> bool:
-        """Whether all gradients that were sent are held until the step ends; outputs, too, unless received as needed."""
+        """Whether all sent gradients are held until the step ends; outputs, too, unless received as needed."""
         return self is not Loop.ONE_F_ONE_B
 
 

@@ -64,7 +64,7 @@ def offload_mix(
         budget_bytes: limit on each window.
         host_bytes: limit on the offloaded bytes.
 
-    Complexity: a linear program of an unknown for each option, and five for each unit.
+    Complexity: a linear program with an unknown for each option, and five for each unit.
     """
     program = _Program(units, link, budget_bytes, host_bytes)
     shares = program.solved()

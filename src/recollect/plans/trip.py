@@ -13,7 +13,7 @@ from recollect.errors import PlanError
 class Trip(NamedTuple):
     """When an offloaded value leaves the device and comes back, in runs of units counted from the one that computes it.
 
-    The copy out begins as soon as the value is there. Both moments are planned, so that memory does not depend on how fast
+    The copy out begins as soon as the value exists. Both moments are planned, so that memory does not depend on how fast
     copies are: code that reaches one too early waits.
 
     Attributes:

@@ -85,7 +85,7 @@ class RecordingTape(Tape):
     def __init__(
         self, policy: Policy, recorder: StepRecorder, samples: UnitSamples, *, replays_collectives: bool = False
     ) -> None:
-        # Modules never settle: a unit that runs many times is recorded in full each time.
+        # Modules never settle: a unit is recorded in full each time it runs.
         super().__init__(
             policy, runs_to_settle=sys.maxsize, agreement=Agreement("recording") if replays_collectives else None
         )

@@ -180,7 +180,7 @@ class StepRecording:
         return set(map(id, views)), nbytes
 
     def _present(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """Return those that are on the device; sparse ones (gradients of an embedding) have no storage to count."""
+        """Return the tensors on the device; sparse ones (gradients of an embedding) have no storage to count."""
         return [tensor for tensor in tensors if tensor.device == self.device and tensor.layout is torch.strided]
 
     def abort(self) -> None:

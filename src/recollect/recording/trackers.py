@@ -103,7 +103,7 @@ class _Tracked:
 
     def copy_of(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
         """Return the tensor on a copy of the storage; callers share the copy while it lives."""
-        # A copy has the stored bits; how they are read is not part of the layout.
+        # A copy has the stored bits; their interpretation is not part of the layout.
         if tensor.is_conj():
             return self.copy_of(tensor.conj(), storage).conj()
         if tensor.is_neg():

@@ -324,7 +324,7 @@ def time_run(
 
 
 class _End(torch.autograd.Function):
-    """A scalar whose backward hands on gradients; `torch.autograd.grad` imports SymPy, for a second, if it is given some."""
+    """A scalar whose backward hands on gradients; given gradients, `torch.autograd.grad` spends a second importing SymPy."""
 
     @staticmethod
     def forward(ctx: Any, gradients: list[torch.Tensor], *ends: torch.Tensor) -> torch.Tensor:

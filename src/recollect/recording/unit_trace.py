@@ -1,7 +1,7 @@
 """Trace the memory of one run of a unit, forward and backward, as bytes that it adds to a step.
 
 The unit runs between a source, which makes its inputs, and a sink, which makes the gradients of what it returns. Nobody else
-holds inputs or outputs between forward and backward, so that what is still alive there is what the unit holds.
+holds inputs or outputs between forward and backward, so that the unit holds all values that are alive there.
 """
 
 from __future__ import annotations

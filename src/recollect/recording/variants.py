@@ -201,7 +201,7 @@ def _measured(
     sample = sample.whole()
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices), warnings.catch_warnings():
-        # What the compiler warns of, and that the unit computes there less than the menu names.
+        # Warnings of the compiler, and of values in the menu that the unit does not compute there.
         warnings.simplefilter("ignore")
         module = _copied(sample)
         found: list[_Compiled] = []

@@ -18,7 +18,7 @@ from recollect.simulation.simulate import Simulation, run
 from recollect.simulation.windows import edges_for
 
 LOSS = 3
-"""Forward after the last unit: one more phase, besides those in `recollect.profile.events`."""
+"""Forward after the last unit: an additional phase to those in `recollect.profile.events`."""
 
 # Times are sums of rounded nanoseconds; a larger gap than this means that times were not recorded.
 _MISSING_PART = 0.01

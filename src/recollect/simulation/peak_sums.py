@@ -182,7 +182,7 @@ class PeakSums:
         return placed
 
     def _sizes_inside(self, group: Group, played: tuple[_Played, ...]) -> tuple[int, ...]:
-        """Return the sizes of what calls allocate without an op: engines that re-run a call allocate it again."""
+        """Return the sizes of storages that calls allocate without an op: engines that re-run a call allocate it again."""
         calls = [
             call for call, (decision, _) in zip(group, played, strict=True) if decision.engine is not EngineChoice.TAPE
         ]

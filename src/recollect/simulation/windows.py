@@ -259,7 +259,7 @@ class _EdgeScan:
         # The first call after the last backward.
         self._first_call = 0
         self._returned: set[int] = set()
-        # Of the handles that backward may still ask for: what was saved, and by whom; and how many each call has.
+        # Of the handles that backward may still ask for: the saved value and its saver; and the number that each call has.
         self._handles: dict[int, tuple[int, int, int]] = {}
         self._waiting: Counter[int] = Counter()
         self._phase, self._call = FORWARD, -1

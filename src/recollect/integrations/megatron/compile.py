@@ -127,7 +127,7 @@ def _units(profile: Profile, choice: Choice, chunks: Chunks, heads: Sequence[str
 
 
 def _with_kept_inputs(choice: Choice, chunks: Chunks, heads: Sequence[str]) -> set[str]:
-    """Return the layers whose input is the start of a recompute, of themselves or of others."""
+    """Return the layers from whose input a recompute starts, of themselves or of others."""
     if isinstance(choice, UniformFull):
         return {path for chunk in chunks for path in chunk[:: choice.num_layers]} | {*heads}
     assert isinstance(choice, BlockFull), "only full recompute has inputs of layers to distribute"

@@ -1,7 +1,7 @@
 """Find the values that Megatron's settings for offload copy to host memory.
 
-Read in Megatron-LM main at d98e8a64 (`fine_grained_activation_offload.py`, its callers) and in Transformer Engine: what
-autograd saves while a layer, or a module of one, runs. Such a run of a module is a group. A value that others save too stays,
+Read in Megatron-LM main at d98e8a64 (`fine_grained_activation_offload.py`, its callers) and in Transformer Engine: all
+values saved while a layer, or a module of one, runs. Such a run of a module is a group. A value that others save too stays,
 as it would not leave the device; so do values that are recomputed or split among ranks.
 
 | setting | here |

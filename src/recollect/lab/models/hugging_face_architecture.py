@@ -138,7 +138,7 @@ class Architecture:
     activation: str | None = None
     """Their field for the activation."""
     words: Mapping[str, str] = field(default_factory=dict)
-    """Our activations by their words; of two words for one, the first is written."""
+    """Our activations by their names; if one has two names, the first is written."""
     read_more: Callable[[Mapping[str, Any], Mapping[str, Any]], dict[str, Any]] = lambda _fields, _ours: {}
     """Reads fields that no table above describes, from their fields and ours so far."""
     write_more: Callable[[TransformerConfig], dict[str, Any]] = lambda _config: {}

@@ -60,7 +60,7 @@ def tensor_parallel(
         NotYetError: a model whose experts have biases.
 
     Limitations: ranks draw random numbers from their own generators. Seed all ranks alike: dropout of whole tensors has to be
-    the same on all of them; dropout of attention's heads, and of parts of the sequence, then is the same for each part.
+    the same on all of them; dropout of attention's heads, and of parts of the sequence, is then equal in each part.
     """
     has_whole_experts &= model.config.num_moe_experts is not None
     DeviceLayout(
@@ -109,7 +109,7 @@ def _split_layer(layer: nn.Module, mesh: DeviceMesh, between: Shard | Replicate,
     if isinstance(mlp, MoELayer):
         layer.mlp = OwnPartMoELayer(mlp, mesh) if has_whole_experts else SplitMoELayer(mlp, mesh, between)
         if mlp.shared_experts is not None:
-            # From a layer whose experts are split it gets whole sequences.
+            # After a layer with split experts it gets whole sequences.
             before = between if has_whole_experts else Replicate()
             styles |= _mlp_styles("mlp.shared_experts", mlp.shared_experts, before, between)
     else:
