@@ -113,7 +113,7 @@ def with_last_step(recorded: Sequence[Event], last: Mapping[int, tuple[int, int]
 
     Args:
         recorded: the events of the step.
-        last: for each storage, by a number that the events do not use: its bytes, and the position before which it dies.
+        last: for each storage, by a number unused in the events: its bytes, and the position before which it dies.
     """
     ends: defaultdict[int, list[int]] = defaultdict(list)
     for number, (_, end) in last.items():

@@ -148,7 +148,7 @@ class UnitSamples:
     ) -> None:
         self._in_excerpts, self._is_fake = in_excerpts, is_fake
         self._modules = dict(model.named_modules(remove_duplicate=False))
-        # Looked for now: while the step is recorded, a unit has a placed forward.
+        # Looked up now: while the step is recorded, a unit has a placed forward.
         self._compiled = {path for path, module in self._modules.items() if has_compiled_forward(module)}
         self._device = device
         self._kinds: dict[Any, int] = {}

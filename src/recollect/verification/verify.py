@@ -150,7 +150,7 @@ def _checked(check: _Check, plan: Plan, compare: Literal["auto", "step", "units"
 
 
 def _all_fit(ranks: Ranks, model: nn.Module, batch: Any, optimizer: Optimizers, options: Mapping[str, Any]) -> bool:
-    """Predict whether the step fits without a plan in all processes; on a CPU it does, whose memory is not one process's."""
+    """Predict whether the step fits without a plan in all processes; on a CPU, whose memory processes share, it does."""
     usable_bytes = _USABLE * memory_bytes(device_of(model, batch))
     if ranks.all_of([not usable_bytes], Place.START)[0]:
         return True

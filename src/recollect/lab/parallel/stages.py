@@ -138,7 +138,7 @@ class LossStage(StageModel):
 
 
 def cut_stage(model: GPTModel, layers: range) -> LossStage:
-    """Return a stage with the parameters of a model, which it shares.
+    """Return a stage that shares the parameters of a model.
 
     Args:
         model: the whole model.
