@@ -43,7 +43,7 @@ def test_every_fault_has_a_quick_test_that_notices_it() -> None:
 
 def test_faults_of_every_package() -> None:
     packages = {path.name for path in (ROOT / "src" / "recollect").iterdir() if (path / "__init__.py").exists()}
-    assert packages - {mutation.area for mutation in MUTATIONS} == {"pictures"}
+    assert packages <= {mutation.area for mutation in MUTATIONS}
 
 
 def test_a_fault_is_in_one_file_of_its_package(tmp_path: Path) -> None:

@@ -23,14 +23,15 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "torchtitan_policy": ("torchtitan", "triton"),
 }
 PLANNED = "planned for 4 x 128 in"
+ACCUMULATED = "planned for 2 calls of 4 x 128 in"
 REPORTED = " budget, 8 steps, 1 of them recorded"
 SAYS = {
-    "deepspeed_loop": (PLANNED, REPORTED),
+    "deepspeed_loop": (ACCUMULATED, REPORTED),
     "accelerate_loop": ("planned for 4 x 64 in", REPORTED),
     "diffusers_loop": ("planned for 4 x 4 x 32 x 32 in", REPORTED),
     "hugging_face_loop": (PLANNED, REPORTED),
-    "hugging_face_trainer": (PLANNED, REPORTED),
-    "lightning_trainer": (PLANNED, REPORTED),
+    "hugging_face_trainer": (ACCUMULATED, REPORTED),
+    "lightning_trainer": (ACCUMULATED, REPORTED),
     "torch_checkpoint": ("layers, but products saved", "the same as a plan, predicted"),
     "torchtitan_policy": ("predicted peak", "no plan can be below"),
 }
