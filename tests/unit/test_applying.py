@@ -123,7 +123,7 @@ def test_plan_can_be_copied(copied: Callable[[Plan], Plan]) -> None:
     [
         ("block.1", r"Did you mean 'blocks\.1'"),
         ("blocks.7", r"Did you mean 'blocks\.\d'"),
-        ("something.else.entirely", r"It has \d+: 'stem', 'blocks', 'blocks\.0', \.\.\.\."),
+        ("something.else.entirely", r"It has \d+: 'stem', 'blocks', 'blocks\.0' and \d+ more\.$"),
     ],
 )
 @pytest.mark.parametrize("unit", [UnitPlan({}), UnitPlan({"gelu": "recompute"}), UnitPlan({}, engine="region")])
@@ -140,7 +140,7 @@ def test_unknown_unit(path: str, advice: str, unit: UnitPlan) -> None:
         ("mlp.up_prj.mm", r"Did you mean 'mlp\.up_proj\.mm'\?"),
         ("self_atn.q_proj.mm#1", r"Did you mean 'self_attn\.q_proj\.mm#1'\?"),
         ("input_layernrm.mul", r"Did you mean 'input_layernorm\.mul'\?"),
-        ("zzz.mm", r"It has \d+: 'input_layernorm', 'mlp', 'mlp\.act_fn', \.\.\.\."),
+        ("zzz.mm", r"It has \d+: 'input_layernorm', 'mlp', 'mlp\.act_fn' and \d+ more\.$"),
     ],
 )
 @pytest.mark.parametrize("action", ["keep", "recompute"])
