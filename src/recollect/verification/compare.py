@@ -6,8 +6,8 @@ Steps that do not fit into memory without the plan are compared unit by unit.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -194,6 +194,15 @@ def compare_units(
     return findings
 
 
+@contextmanager
+def without_choices(model: nn.Module, plan: Plan) -> Iterator[None]:
+    """Run compiled units compiled, with PyTorch's choice of values to keep; all others without a plan."""
+    by_pytorch = UnitPlan({}, engine=EngineChoice.COMPILE)
+    units = {path: by_pytorch for path, unit in plan.units.items() if unit.engine is EngineChoice.COMPILE}
+    with apply(model, Plan(units)) if units else nullcontext():
+        yield
+
+
 def _compared_alone(
     unit: UnitPlan,
     module: nn.Module,
@@ -202,15 +211,15 @@ def _compared_alone(
     in_any: Callable[[bool], bool],
 ) -> Findings:
     """Compare a unit that keeps its output, as the unit that would recompute it is not running."""
+    own = Plan({"": UnitPlan(unit.actions, output=Action.KEEP, engine=unit.engine)})
 
     def plain() -> Computed:
-        """Run the unit without the plan, but compiled if the plan compiles it."""
-        own = Plan({"": UnitPlan({}, engine=unit.engine)}) if unit.engine is EngineChoice.COMPILE else None
-        with nullcontext() if own is None else apply(module, own):
+        """Run the unit without the plan's choices."""
+        with without_choices(module, own):
             return _computed(module, args, kwargs)
 
     expected = plain()
-    with apply(module, Plan({"": UnitPlan(unit.actions, output=Action.KEEP, engine=unit.engine)})):
+    with apply(module, own):
         got = _computed(module, args, kwargs)
     return compare_runs(expected, got, again=plain, in_any=in_any)
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
@@ -21,9 +20,7 @@ from recollect.measuring.device_memory import OtherAllocations, empty_cache, mem
 from recollect.measuring.meter import PeakMeasurement, measure_peak, storage_bytes
 from recollect.measuring.timing import timed
 from recollect.planning.classic import classic_plan
-from recollect.plans.action import EngineChoice
 from recollect.plans.plan import Plan
-from recollect.plans.unit_plan import UnitPlan
 from recollect.progress import stage
 from recollect.ranks.group import Place, Ranks
 from recollect.ranks.members import GroupChoice, check_same_plans, ranks_of
@@ -32,7 +29,7 @@ from recollect.recording.optimizer_step import record_optimizer_step
 from recollect.recording.optimizers import Optimizers, check_optimizers
 from recollect.recording.record import record
 from recollect.recording.step_recording import Gradients
-from recollect.verification.compare import Computed, Findings, compare_runs, compare_units, furthest
+from recollect.verification.compare import Computed, Findings, compare_runs, compare_units, furthest, without_choices
 from recollect.verification.report import Report, report_of_ranks
 from recollect.verification.steps import BatchStep, OwnStep, VerifiedStep
 
@@ -131,8 +128,9 @@ def _work(plan: Plan, compare: str, *, is_timed: bool) -> tuple[str, int | None]
     """Describe what `verify` is about to do and return its largest number of steps; None if it compares units."""
     if compare == "units":
         return "verifying the plan unit by unit", None
-    # Two for each peak, and one to compare on either side.
-    fewest = 6 + (plan.loss_chunks > 1) + 2 * (_FEWEST_ROUNDS - 1) * is_timed
+    # Two for each peak, and one to compare on either side; one of the model as it is; and one before each peak that compiles.
+    fewest = 6 + (plan.loss_chunks > 1 or plan.is_compiled) + 2 * plan.is_compiled
+    fewest += 2 * (_FEWEST_ROUNDS - 1) * is_timed
     most = fewest + 2 * (_MOST_ROUNDS - _FEWEST_ROUNDS) * is_timed
     return f"verifying the plan in {fewest if fewest == most else f'{fewest} to {most}'} steps", most
 
@@ -178,7 +176,7 @@ class _Check:
 
     def by_step(self, plan: Plan) -> Report:
         # Peaks first: gradients to compare with would count on CUDA.
-        with _without_choices(self.model, plan):
+        with without_choices(self.model, plan):
             plain_peak_bytes = self._peak(is_compiled=plan.is_compiled).peak_bytes
         peak = self._peak_of(plan)
         # The model as it is: without chunks of the loss, and without torch.compile.
@@ -212,7 +210,7 @@ class _Check:
 
     def _reference(self, plan: Plan) -> Computed:
         """Run the step that the plan's is compared with."""
-        with loss_in_chunks(self.model, plan.loss_chunks), _without_choices(self.model, plan):
+        with loss_in_chunks(self.model, plan.loss_chunks), without_choices(self.model, plan):
             return self.step.run()
 
     def _in_any(self, flag: bool) -> bool:
@@ -286,18 +284,6 @@ class _Check:
                 # The ratio of neighbours, so that a machine that slows down favours neither.
                 found.append(plan_s / plain_s - 1)
         return tuple(found)
-
-
-@contextmanager
-def _without_choices(model: nn.Module, plan: Plan) -> Iterator[None]:
-    """Run compiled units compiled, with PyTorch's choice of values to keep; all others without a plan."""
-    paths = [path for path, unit in plan.units.items() if unit.engine is EngineChoice.COMPILE]
-    with (
-        apply(model, Plan({path: UnitPlan({}, engine=EngineChoice.COMPILE) for path in paths}))
-        if paths
-        else nullcontext()
-    ):
-        yield
 
 
 def _have_settled(slowdowns: list[float]) -> bool:
