@@ -35,7 +35,7 @@ from recollect.byte_format import format_bytes
 from recollect.errors import BudgetTooSmallError
 from recollect.lab.bench.race import few_objects, keep_freed_memory
 from recollect.planning.choose import Planner
-from recollect.planning.compiled_menu import keeps_of
+from recollect.simulation.decisions import compiled_unit
 from recompute import Nothing, Replaced, SwitchablePlan, Together
 from results_csv import Number, RowsFile
 from subject import Step, StepFlags, largest_difference
@@ -127,8 +127,8 @@ class UniformPlans:
         profile = _compiled_profile(step, backend)
         repeated = [call for call in profile.calls if call.repeated]
         graph = profile.graph_of(repeated[0])
-        fastest = sorted(graph.variants, key=lambda variant: variant.step_s)
-        units = [UnitPlan(keeps_of(graph, variant.kept), engine="compile") for variant in fastest]
+        fastest = sorted(range(len(graph.variants)), key=lambda variant: graph.variants[variant].step_s)
+        units = [compiled_unit(graph, variant) for variant in fastest]
         self._plans = [Plan({call.path: unit for call in repeated}) for unit in units]
         self._made: list[Contestant] = []
 

@@ -16,6 +16,7 @@ from recollect.plans.action import Action
 from recollect.plans.value_names import module_of
 from recollect.profile.graph import OpRecord, UnitGraph
 from recollect.profile.variant import VariantRecord
+from recollect.simulation.decisions import compiled_actions
 
 Keeps = Mapping[str, Action]
 """For each value that a unit computes, by name, whether compiled code keeps it: `UnitPlan.actions`."""
@@ -76,11 +77,7 @@ def keeps_of(graph: UnitGraph, kept: Collection[int]) -> dict[str, Action]:
         graph: the unit.
         kept: indices of the values.
     """
-    return {
-        value.name: Action.KEEP if index in kept or value.must_keep or value.is_output else Action.RECOMPUTE
-        for index, value in enumerate(graph.values)
-        if value.producer is not None
-    }
+    return compiled_actions(graph, {*kept, *(index for index, value in enumerate(graph.values) if value.must_keep)})
 
 
 def with_compiled_costs(graph: UnitGraph) -> UnitGraph:

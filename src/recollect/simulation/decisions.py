@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -149,6 +149,20 @@ def plain_call(graph: UnitGraph) -> CallActions:
     return CallActions(engine=EngineChoice.COMPILE, variant=0) if graph.variants else CallActions()
 
 
+def compiled_actions(graph: UnitGraph, kept: Container[int]) -> dict[str, Action]:
+    """Return the action of each value of a compiled unit, by name, if it keeps some values and recomputes the others.
+
+    Args:
+        graph: the unit.
+        kept: indices of the values that it keeps besides its outputs, which it always keeps.
+    """
+    return {
+        value.name: Action.KEEP if index in kept or value.is_output else Action.RECOMPUTE
+        for index, value in enumerate(graph.values)
+        if value.producer is not None
+    }
+
+
 def compiled_unit(graph: UnitGraph, variant: int) -> UnitPlan:
     """Return the plan of a unit inside `torch.compile` that keeps what a variant keeps, and what the unit returns.
 
@@ -158,13 +172,7 @@ def compiled_unit(graph: UnitGraph, variant: int) -> UnitPlan:
     """
     if not variant:
         return UnitPlan({}, engine=EngineChoice.COMPILE)
-    kept = graph.variants[variant].kept
-    actions: dict[str, Action] = {
-        value.name: Action.KEEP if index in kept or value.is_output else Action.RECOMPUTE
-        for index, value in enumerate(graph.values)
-        if value.producer is not None
-    }
-    return UnitPlan(actions, engine=EngineChoice.COMPILE)
+    return UnitPlan(compiled_actions(graph, graph.variants[variant].kept), engine=EngineChoice.COMPILE)
 
 
 def _variant_of(graph: UnitGraph, unit: UnitPlan) -> int:
