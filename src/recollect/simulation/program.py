@@ -94,7 +94,11 @@ class Program:
         )
         self.read_by_others = frozenset((source, value) for c in profile.calls for _, source, value in c.origins)
         self.gives_back = any(True for _ in profile.log.operands(GIVE_BACK))
-        self._engine_s = [_engine_s(profile.graph_of(call), call.num_runs) for call in profile.calls]
+        self._engine_s = {
+            index: _engine_s(graph, call.num_runs)
+            for index, call in enumerate(profile.calls)
+            if (graph := profile.graph_of(call)).variants
+        }
         self._origins = [
             {value: (c, v) for value, c, v in call.origins} | {value: (-1, storage) for value, storage in call.outside}
             for call in profile.calls
@@ -168,7 +172,7 @@ class Program:
         rerun_s: Iterable[float],
     ) -> float:
         """Return the seconds that a plan adds: the tape's overhead, the ops that run again, in any order, and other engines."""
-        engines_s = (table[decisions[call].variant] for call, table in enumerate(self._engine_s) if table)
+        engines_s = (table[decisions[call].variant] for call, table in self._engine_s.items())
         return math.fsum(chain((self.tape_s(call, decisions[call].watched) for call in on_tape), rerun_s, engines_s))
 
     def _instructions(self) -> Iterator[Instruction]:
@@ -240,8 +244,6 @@ def _caller(window: Window | None) -> int:
 
 def _engine_s(graph: UnitGraph, num_runs: int) -> tuple[float, ...]:
     """Return the seconds that each variant of a unit adds to PyTorch's own choice, and, last, that the eager unit adds."""
-    if not graph.variants:
-        return ()
     default_s = graph.variants[0].step_s
     return tuple(num_runs * (s - default_s) for s in (*[v.step_s for v in graph.variants], graph.eager_s))
 
