@@ -29,9 +29,10 @@ def run_timeline(command: ShowTimeline, console: Console) -> None:
         check_folder(path, f"--{name}")
     given = None if command.plan is None else Plan.load(command.plan)
     profile = step_recorder(command.step)(1 if given is None else given.loss_chunks)
-    plan = predicted_plan(profile, given or Plan({}))
     if command.memory_budget is not None:
         plan = recollect.plan(profile, command.memory_budget)
+    else:
+        plan = predicted_plan(profile, given or Plan({}))
     over_time = recollect.timeline(profile, plan)
     print_line(console, describe_step(profile))
     print_line(console, str(over_time.report))
