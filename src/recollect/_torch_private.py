@@ -202,7 +202,8 @@ def compiled_function(function: Any) -> Callable[..., Any] | None:
 
 def without_compiler(module: torch.nn.Module) -> torch.nn.Module:
     """Return the module that `torch.compile(module)` wrapped in this one; the module itself if it is not compiled."""
-    return module._orig_mod if type(module).__name__ == "OptimizedModule" else module  # type: ignore[return-value]
+    inner: torch.nn.Module = module._orig_mod if type(module).__name__ == "OptimizedModule" else module  # type: ignore[assignment]
+    return inner
 
 
 def compiler_around() -> bool | None:

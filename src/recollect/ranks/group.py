@@ -219,7 +219,8 @@ class _Meeting:
             self._group = dist.new_group(
                 list(self._ranks), backend="gloo", use_local_synchronization=True, group_desc="recollect"
             )
-        return self._group
+        group: dist.ProcessGroup = self._group
+        return group
 
 
 _meetings: dict[tuple[int, ...], _Meeting] = {}

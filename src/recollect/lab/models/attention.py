@@ -113,7 +113,8 @@ class SelfAttention(nn.Module):
             q_BTHC, k_BTKC = rotate(q_BTHC, rotary), rotate(k_BTKC, rotary)
             # Copy: as a view, the value would keep the unrotated queries and keys alive, which backward does not need.
             v_BTKC = v_BTKC.contiguous()
-        return self.linear_proj(self.core_attention(q_BTHC, k_BTKC, v_BTKC))
+        out_BTD: Tensor = self.linear_proj(self.core_attention(q_BTHC, k_BTKC, v_BTKC))
+        return out_BTD
 
 
 class UpProjection(nn.Module):
@@ -198,7 +199,8 @@ class LatentAttention(nn.Module):
         q_BTQ = self.q_layernorm(self.linear_q_down_proj(x_BTD))
         kv_BTL, k_BTR = self.linear_kv_down_proj(x_BTD).split(self.key_value_sizes, dim=-1)
         q_BTHC, k_BTHC, v_BTHE = self.qkv_up_proj(q_BTQ, self.kv_layernorm(kv_BTL), k_BTR, rotary)
-        return self.linear_proj(self.core_attention(q_BTHC, k_BTHC, v_BTHE))
+        out_BTD: Tensor = self.linear_proj(self.core_attention(q_BTHC, k_BTHC, v_BTHE))
+        return out_BTD
 
 
 class FusedCoreAttention(nn.Module):

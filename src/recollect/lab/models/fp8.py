@@ -113,7 +113,8 @@ class Fp8Product(nn.Module):
             number = _numbers[self] = _next_number()
             _products[number] = self
         tensors = itertools.chain.from_iterable((*inputs, *weights))
-        return _Product.apply(x_NI, weight, *tensors, expert_N, ends_E, number)  # type: ignore[no-untyped-call]
+        out: Tensor = _Product.apply(x_NI, weight, *tensors, expert_N, ends_E, number)  # type: ignore[no-untyped-call]
+        return out
 
     def casts(self, tensor: Tensor, role: str, expert_N: Tensor | None, *, is_recorded: bool) -> tuple[Cast, Cast]:
         """Cast along the last dimension, and along the one before it.

@@ -50,7 +50,8 @@ class Cast(NamedTuple):
 
 def _blocks(matrix: Tensor, counts: Sequence[int]) -> Tensor:
     """View a matrix as [..., rows of blocks, r, columns of blocks, c]."""
-    return matrix.unflatten(-1, (counts[-1], -1)).unflatten(-3, (counts[-2], -1))
+    blocks: Tensor = matrix.unflatten(-1, (counts[-1], -1)).unflatten(-3, (counts[-2], -1))
+    return blocks
 
 
 def _over_blocks(scale: Tensor) -> Tensor:

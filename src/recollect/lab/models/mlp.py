@@ -78,7 +78,8 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., D] to [..., D]."""
-        return self.linear_fc2(self.activation_func(self.linear_fc1(x)))
+        out: Tensor = self.linear_fc2(self.activation_func(self.linear_fc1(x)))
+        return out
 
 
 class GroupedLinear(nn.Module):
@@ -139,7 +140,8 @@ class GroupedLinear(nn.Module):
             group_S: the group of each row; only 8-bit products need it.
         """
         if self.fp8 is not None:
-            return self.fp8(x_SI, self.own(self.weight), group_S, ends_E)
+            out_SO: Tensor = self.fp8(x_SI, self.own(self.weight), group_S, ends_E)
+            return out_SO
         weight_EOI = self.own(self.weight).to(x_SI.dtype)
         if self.is_grouped and x_SI.dtype != torch.float64:
             return F.grouped_mm(x_SI, weight_EOI.transpose(1, 2), offs=ends_E)
@@ -277,4 +279,5 @@ class MoELayer(nn.Module):
         rows_SD = self.experts(rows_SD, routing.probabilities_NJ.flatten()[order_S], expert_S, ends_E)
         # Undo the sort: the inverse of a permutation is its argsort.
         rows_SD = rows_SD[order_S.argsort()]
-        return rows_SD.unflatten(0, (-1, num_choices)).sum(dim=1)
+        out_ND: Tensor = rows_SD.unflatten(0, (-1, num_choices)).sum(dim=1)
+        return out_ND

@@ -8,7 +8,7 @@ Shape legend: B batch   T positions of the whole sequence   L positions of a chu
     K key and value heads   C channels of one
 """
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -93,7 +93,8 @@ class SequencePart(WholeSequence):
 
     def shared(self, loss: Tensor) -> Tensor:
         """Return the mean of the ranks' losses, the same bits on every rank; backward starts from this rank's loss."""
-        return _Mean.apply(loss, self.group)  # type: ignore[no-untyped-call]
+        mean: Any = _Mean.apply(loss, self.group)  # type: ignore[no-untyped-call]
+        return cast(Tensor, mean)
 
     def counts(self, counts_BE: Tensor) -> Tensor:
         """Return the sum of the ranks' counts."""

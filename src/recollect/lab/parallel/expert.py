@@ -143,7 +143,8 @@ class SharedGroups(GroupedLinear):
     def own(self, parameter: Tensor) -> Tensor:
         """Return this rank's part."""
         assert isinstance(parameter, DTensor)
-        return parameter.to_local()
+        own: Tensor = parameter.to_local()
+        return own
 
 
 def _part(whole: Tensor, mesh: DeviceMesh, dim: int) -> DTensor:

@@ -6,7 +6,7 @@ A rank's parameters have their names in the whole model.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -91,7 +91,8 @@ class StageModel(GPTModel):
             return x_BTD
         loss = torch.stack(losses).sum()
         self.note_router_loss(loss)
-        return _WithLoss.apply(x_BTD, loss)  # type: ignore[no-untyped-call]
+        result: Any = _WithLoss.apply(x_BTD, loss)  # type: ignore[no-untyped-call]
+        return cast(Tensor, result)
 
     def note_router_loss(self, loss: Tensor) -> None:
         """Take the losses, a scalar, of the routers of a stage before the last; no output includes them."""

@@ -14,7 +14,7 @@ Shape legend: B batch   T positions   L positions of this rank   D hidden_size
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -75,7 +75,8 @@ def with_partial_gradient(tensor: Tensor, mesh: DeviceMesh, spread: Shard | Repl
         spread: which of the two; None: the same on all ranks.
     """
     whole = DTensor.from_local(tensor, mesh, [spread or Replicate()], run_check=False)
-    return whole.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+    own: Tensor = whole.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+    return own
 
 
 class SequenceLinear(Linear):
@@ -217,7 +218,8 @@ def vocabulary_parallel_loss(logits_BTV: Tensor, labels_BT: Tensor, *, group: Pr
     """
     logits_NV, labels_N = logits_BTV.flatten(0, -2), labels_BT.flatten()
     own_N = labels_N - get_rank(group) * logits_NV.shape[1]
-    return _CrossEntropy.apply(logits_NV, own_N, labels_N != IGNORE_INDEX, group)  # type: ignore[no-untyped-call]
+    loss: Any = _CrossEntropy.apply(logits_NV, own_N, labels_N != IGNORE_INDEX, group)  # type: ignore[no-untyped-call]
+    return cast(Tensor, loss)
 
 
 class _CrossEntropy(torch.autograd.Function):

@@ -240,7 +240,8 @@ def read_random_states(path: Path, manifest: Manifest, layout: dict[str, Any], r
     """Return the random number states of a process; None if the checkpoint has another layout."""
     if manifest.layout != layout:
         return None
-    return torch.load(path / _random_name(rank), map_location="cpu", weights_only=True)
+    found: dict[str, Any] = torch.load(path / _random_name(rank), map_location="cpu", weights_only=True)
+    return found
 
 
 def _random_name(rank: int) -> str:
