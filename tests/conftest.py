@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import platform
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 
@@ -49,3 +50,14 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         item.config.stash[_LAST_PATH] = item.path
         gc.collect()
         gc.freeze()
+
+
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    """Let nothing that was compiled before a test, or in it, be found again, and count compilations from zero."""
+    import torch._dynamo.utils  # Here: few tests need the compiler, which takes a second to import.
+
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    yield
+    torch._dynamo.reset()

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import recollect
+from compiled_blocks import each_block, each_block_forward, each_block_in_place
 from recollect.errors import BudgetWarning, ConfigError, ConfigWarning, UnknownNameError
 from recollect.plans.plan import Plan
 
@@ -85,13 +86,6 @@ def eager_gradients() -> Gradients:
     return stepped(model, model)
 
 
-@pytest.fixture
-def fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
 @pytest.fixture(name="traced")
 def traced_frames() -> Iterator[Counter[str]]:
     """The frames of recollect that Dynamo traces."""
@@ -121,24 +115,6 @@ def in_place(model: Model) -> Any:
 
 def own_forward(model: Model) -> Any:
     model.forward = torch.compile(model.forward)  # type: ignore[method-assign]
-    return model
-
-
-def each_block(model: Model) -> Any:
-    for number in range(3):
-        model.blocks[number] = torch.compile(model.blocks[number])  # type: ignore[assignment]
-    return model
-
-
-def each_block_in_place(model: Model) -> Any:
-    for block in model.blocks:
-        block.compile()
-    return model
-
-
-def each_block_forward(model: Model) -> Any:
-    for block in model.blocks:
-        block.forward = torch.compile(block.forward)  # type: ignore[method-assign]
     return model
 
 

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils._pytree import tree_leaves
 
 import recollect
+from compiled_blocks import each_block, each_block_forward, each_block_in_place
 from compiled_units import names_of, saved_tensors, values_by_name, without_code
 from recollect._torch_parallel import fake_process_group, split_backward
 from recollect.engine.compiled.compiled_engine import compile_forward
@@ -58,14 +59,6 @@ def one_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("inductor")))
         yield
-
-
-@pytest.fixture
-def fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    counters.clear()
-    yield
-    torch._dynamo.reset()
 
 
 class Block(nn.Module):
@@ -231,24 +224,6 @@ def whole(model: Model) -> Any:
 
 def in_place(model: Model) -> Any:
     model.compile()
-    return model
-
-
-def each_block(model: Model) -> Any:
-    for number in range(NUM_BLOCKS):
-        model.blocks[number] = torch.compile(model.blocks[number])  # type: ignore[assignment]
-    return model
-
-
-def each_block_in_place(model: Model) -> Any:
-    for block in model.blocks:
-        block.compile()
-    return model
-
-
-def each_block_forward(model: Model) -> Any:
-    for block in model.blocks:
-        block.forward = torch.compile(block.forward)
     return model
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -100,13 +100,6 @@ def test_transforms_see_the_plain_model(transform: Callable[[nn.Module], Tensor]
     model = built()
     with recollect.apply(model, PLANS[engine]):
         assert torch.equal(transform(model), expected)
-
-
-@pytest.fixture
-def fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def whole(model: nn.Module) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -30,12 +30,9 @@ pytestmark = [
 Words = Mapping[str, str]
 
 
-@pytest.fixture
-def fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
+@pytest.fixture(autouse=True)
+def no_warnings_yet() -> None:
     cuts._told.clear()
-    yield
-    torch._dynamo.reset()
 
 
 class Block(nn.Module):
