@@ -138,8 +138,8 @@ def test_data_that_do_not_suffice(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"data": (Path("x"),), "data_path": ("a",)}, "data_path: given with data, expected one of them"),
-        ({"train_data_path": ("a",), "data_path": ("a",)}, "train_data_path: given with data_path, expected one"),
+        ({"data": (Path("x"),), "data_path": ("a",)}, "data_path: given with --data, expected one of them"),
+        ({"train_data_path": ("a",), "data_path": ("a",)}, "train_data_path: given with --data-path, expected one"),
         ({"valid_data_path": ("a",)}, "valid_data_path: given without train_data_path, expected both"),
     ],
 )
