@@ -7,7 +7,9 @@ they are imported by others.
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -27,6 +29,9 @@ __all__ = ["CustomPartitionerFn", "get_hash_for_files"]
 # The errors of a function that could not be compiled, or not into one graph, or too often.
 ERRORS = (TorchDynamoException, FailOnRecompileLimitHit)
 
+# Fused code computes with more bits than a 16-bit value in memory has. Without this, bits would depend on what a plan keeps.
+ROUNDED_AS_IN_MEMORY = {"emulate_precision_casts": True}
+
 # Plans on one class, times shapes, before a unit would silently run without the compiler; PyTorch's own limit
 # on all of them together.
 _MOST_COMPILATIONS = 256
@@ -42,8 +47,9 @@ def compiled_whole(function: Callable[..., Any], options: dict[str, Any]) -> Cal
 
     In PyTorch 2.11 the limit of compilations is a global setting.
     """
+    options = {**ROUNDED_AS_IN_MEMORY, **options}
     limit: dict[str, Any] = {"recompile_limit": _MOST_COMPILATIONS} if _HAS_LIMIT else {}
-    compiled: Callable[..., Any] = torch.compile(function, fullgraph=True, options=options or None, **limit)
+    compiled: Callable[..., Any] = torch.compile(function, fullgraph=True, options=options, **limit)
     if _HAS_LIMIT:
         return compiled
 
@@ -52,6 +58,21 @@ def compiled_whole(function: Callable[..., Any], options: dict[str, Any]) -> Cal
             return compiled(*args, **kwargs)
 
     return with_limit
+
+
+@contextmanager
+def uncached() -> Iterator[None]:
+    """Keep PyTorch 2.11 from logging a traceback wherever a partitioner keeps its code out of the cache on disk."""
+    logger = logging.getLogger("torch._inductor.codecache")
+
+    def says_something(record: logging.LogRecord) -> bool:
+        return record.msg != "Failed to pickle cache key"
+
+    logger.addFilter(says_something)
+    try:
+        yield
+    finally:
+        logger.removeFilter(says_something)
 
 
 def settings_in_the_way() -> Iterator[tuple[str, object, str]]:

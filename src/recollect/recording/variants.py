@@ -199,8 +199,11 @@ def _measured(
         _CannotCompileError: it cannot be compiled, or cannot run alone.
     """
     sample = sample.whole()
+    # Here: it imports the compiler.
+    from recollect._torch_compile import uncached
+
     devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices), warnings.catch_warnings():
+    with torch.random.fork_rng(devices=devices), warnings.catch_warnings(), uncached():
         # Warnings of the compiler, and of values in the menu that the unit does not compute there.
         warnings.simplefilter("ignore")
         module = _copied(sample)

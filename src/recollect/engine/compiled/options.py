@@ -38,7 +38,7 @@ def compile_options(plan: Plan) -> dict[str, Any]:
         >>> plan = recollect.Plan({"0": recollect.UnitPlan({"gelu": "recompute"})})
         >>> options = recollect.compile_options(plan)
         >>> sorted(options)
-        ['custom_partitioner_fn']
+        ['custom_partitioner_fn', 'emulate_precision_casts']
     """
     check_kind("compile_options(plan)", "plan", plan, Plan, "recollect.Plan")
     if plan.loss_chunks > 1:
@@ -56,10 +56,12 @@ def compile_options(plan: Plan) -> dict[str, Any]:
             )
         actions |= {f"{path}.{name}" if path else name: action for name, action in unit.actions.items()}
     # Here: it imports the compiler.
+    from recollect._torch_compile import ROUNDED_AS_IN_MEMORY
     from recollect.engine.compiled.partitioner import PlanPartitioner
 
     return {
+        **ROUNDED_AS_IN_MEMORY,
         "custom_partitioner_fn": PlanPartitioner(
             actions, units=tuple(path for path, unit in plan.units.items() if unit.actions)
-        )
+        ),
     }
