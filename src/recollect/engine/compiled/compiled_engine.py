@@ -102,10 +102,12 @@ class CompiledForward(PlacedForward):
         # Of the arguments in the first call; None once a warning said that others differ.
         self._shapes: Shapes | None = ()
 
-    def take_off(self) -> None:
-        """Restore the module's earlier state."""
-        super().take_off()
-        self._compiled = None
+    def put(self) -> None:
+        """Place this on the module; what was compiled of an earlier forward is not for another one."""
+        before = self.forward
+        super().put()
+        if self.forward != before:
+            self._compiled = None
 
     @uncompiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
