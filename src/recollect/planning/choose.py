@@ -173,7 +173,8 @@ class Planner:
         """Return the fastest candidate of all solvers; stop at the first that is good enough."""
         best: Candidate | None = None
         if self._mixes:
-            candidates = (*self._mixes.best(budget_bytes), *self._mixes.costs.known())
+            costs = self._mixes.costs
+            candidates = (costs.candidate(costs.table.fattest), *self._mixes.best(budget_bytes), *costs.known())
             known = [one for one in candidates if one.peak_bytes <= budget_bytes]
             best = min(known, key=lambda one: (one.recompute_s, one.peak_bytes, one.choice), default=None)
         for solver in self._solvers if best is None else ():
