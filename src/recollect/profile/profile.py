@@ -29,7 +29,8 @@ _FORMAT = "recollect.profile"
 _VERSION = 2
 
 # The CUDA caching allocator hands out multiples of this (PYTORCH_NO_CUDA_MEMORY_CACHING unset).
-_CUDA_BLOCK_BYTES = 512
+# CUDA's caching allocator takes memory for blocks of 10 MiB or more in multiples of 2 MiB, and splits off no rest up to 1 MiB.
+_CUDA_BLOCK_BYTES, _LARGE_BLOCK_BYTES, _SEGMENT_BYTES, _WHOLE_REST_BYTES = 512, 10 << 20, 2 << 20, 1 << 20
 
 _KINDS = {
     "other_tensors": "other tensors that the step reads",
@@ -262,7 +263,9 @@ class Profile(ShownInNotebooks):
 
 
 def block_bytes(nbytes: int, device: str) -> int:
-    """Return the bytes that an allocation takes on a device: on CUDA the next multiple of 512.
+    """Return the bytes that an allocation takes on a device: on CUDA whole blocks, as the caching allocator makes them first.
+
+    With `expandable_segments:True` blocks of 10 MiB or more take up to 1 MiB less.
 
     Args:
         nbytes: as asked for.
@@ -271,10 +274,14 @@ def block_bytes(nbytes: int, device: str) -> int:
     Example:
         >>> block_bytes(5, "cuda:0"), block_bytes(5, "cpu")
         (512, 5)
+        >>> block_bytes(15 * 2**20, "cuda") // 2**20
+        16
     """
     if not device.startswith("cuda"):
         return nbytes
-    return -(-nbytes // _CUDA_BLOCK_BYTES) * _CUDA_BLOCK_BYTES
+    block = -(-nbytes // _CUDA_BLOCK_BYTES) * _CUDA_BLOCK_BYTES
+    rest = -block % _SEGMENT_BYTES
+    return block + rest if block >= _LARGE_BLOCK_BYTES and rest <= _WHOLE_REST_BYTES else block
 
 
 def kind_text(kind: str) -> str:
