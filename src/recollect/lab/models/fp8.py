@@ -239,11 +239,13 @@ def one_product(recipe: str, left: Cast, right: Cast, dtype: torch.dtype) -> Ten
         squares = [side.scale.shape[0] < side.values.shape[0] for side in (left, right)]
         types = [_TYPES.BlockWise128x128 if is_square else _TYPES.BlockWise1x128 for is_square in squares]
         scales = [
-            F.pad(side.scale, (0, -side.scale.shape[1] % 4)).mT if is_square else side.scale.mT.contiguous().mT
+            F.pad(side.scale, (0, -side.scale.shape[1] % 4)).contiguous().mT
+            if is_square
+            else side.scale.mT.contiguous().mT
             for side, is_square in zip((left, right), squares, strict=True)
         ]
     else:
-        scales = [side.scale.reshape(-1)[:1] for side in (left, right)]
+        scales = [_aligned(side.scale.reshape(-1)[:1]) for side in (left, right)]
         types = [_TYPES.TensorWise] * 2
     return F.scaled_mm(
         left.values.contiguous(),
@@ -290,6 +292,11 @@ def grouped_product(left: Cast, right: Cast, ends_E: Tensor, dtype: torch.dtype)
         output_dtype=torch.bfloat16,
     )
     return out_bf16.to(dtype)
+
+
+def _aligned(scale: Tensor) -> Tensor:
+    """Return a scale at an address that kernels can read from: a multiple of 16."""
+    return scale if scale.storage_offset() * scale.itemsize % 16 == 0 else scale.clone()
 
 
 def _swizzled(scale: Tensor) -> Tensor:
