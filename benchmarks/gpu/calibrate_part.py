@@ -74,7 +74,7 @@ def fit_rows(measured: Calibration, known: Hardware) -> tuple[list[Number], Tabl
 
 def run(context: Context) -> str:
     """Calibrate, compare, write the hardware file, and plan five models with each kind of times."""
-    measured = calibrate(context.device, seconds_to_spend=_SECONDS, quick=context.is_dry_run)
+    measured = calibrate(context.device, seconds_to_spend=context.share(_SECONDS), quick=context.is_dry_run)
     hardware, known = measured.hardware, table_entry(context.device)
     path = _hardware_path(context)
     path.write_text(hardware.to_json(), encoding="utf-8")

@@ -34,6 +34,8 @@ class Outcome:
 
 def parse(arguments: Sequence[str] | None, names: dict[str, str]) -> argparse.Namespace:
     """Read the command line. `names`: parts, with what they measure."""
+    from gpu.part import SECONDS
+
     listed = "\n".join(f"  {name:16}{what}" for name, what in names.items())
     parser = argparse.ArgumentParser(
         prog="scripts/gpu",
@@ -46,6 +48,9 @@ def parse(arguments: Sequence[str] | None, names: dict[str, str]) -> argparse.Na
     parser.add_argument("--out", type=Path, help=f"folder of rows and logs; default: {_RESULTS}")
     parser.add_argument("--device", default="cuda", help="a CUDA device; default: cuda")
     parser.add_argument("--only", default="", help="only the cases of a part whose names contain this")
+    parser.add_argument(
+        "--seconds", type=float, default=SECONDS, help="after which a part begins nothing new; default: %(default)g"
+    )
     parser.add_argument("--dry-run", action="store_true", help="tiny sizes on the CPU, to see that everything runs")
     parser.add_argument(
         "--page", action="store_true", help="write docs/gpu.md from the rows in --out, and measure nothing"
@@ -107,7 +112,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if problem is not None:
         print(problem, file=sys.stderr)
         return _EXIT_NOTHING
-    from gpu.part import LIMIT_S
+    from gpu.part import ENDING_S
     from gpu.parts import PARTS
 
     flags = parse(arguments, {part.name: part.what for part in PARTS})
@@ -122,13 +127,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _EXIT_NOTHING
     out: Path = flags.out or (Path(tempfile.mkdtemp(prefix="gpu-dry-run-")) if flags.dry_run else _RESULTS)
     out.mkdir(parents=True, exist_ok=True)
-    options = ["--out", str(out), "--device", device, "--only", flags.only, *(["--dry-run"] if flags.dry_run else [])]
+    options = ["--out", str(out), "--device", device, "--only", flags.only, "--seconds", str(flags.seconds)]
+    options += ["--dry-run"] if flags.dry_run else []
     # Importing takes longer than a part of a dry run: there one process runs them all.
     groups = [flags.parts] if flags.dry_run else [[name] for name in flags.parts]
     outcomes: list[Outcome] = []
     for group in groups:
         command = [sys.executable, "-u", "-m", "gpu.run_parts", *group, *options]
-        outcomes += run_group(command, group, out, limit_s=LIMIT_S * len(group))
+        outcomes += run_group(command, group, out, limit_s=(flags.seconds + ENDING_S) * len(group))
     _show(outcomes, out)
     if all(outcome.result == "skipped" for outcome in outcomes):
         return _EXIT_NOTHING

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 import recollect
-from gpu.part import Context
+from gpu.part import Context, deterministic_kernels
 from recollect.errors import BudgetTooSmallError, HardwareError
 from recollect.lab.models.config import TransformerConfig
 from recollect.lab.models.fp8 import Fp8Product
@@ -53,7 +53,8 @@ def run(context: Context) -> str:
 def _case(context: Context, name: str, kind: str, recipe: str) -> str:
     model, batch = _model(context, kind, recipe)
     try:
-        expected = _step(model, batch)
+        with deterministic_kernels():
+            expected = _step(model, batch)
     except HardwareError as error:
         context.say(f"{name}: skipped: {error}")
         context.write([Number("skipped", "text", name, str(error))], case=name)
@@ -70,7 +71,8 @@ def _case(context: Context, name: str, kind: str, recipe: str) -> str:
 
     for word, plan in plans.items():
         with recollect.apply(model, plan):
-            equal = all(map(torch.equal, expected, _step(model, batch)))
+            with deterministic_kernels():
+                equal = all(map(torch.equal, expected, _step(model, batch)))
             growth = measure_peak(backward, device=context.device).peak_growth_bytes
         for buffer_name, buffer in model.named_buffers():
             buffer.copy_(before[buffer_name])

@@ -33,7 +33,7 @@ def run(context: Context, *, model: str) -> str:
     few = _FEW_PEERS[:2] if context.is_dry_run else _FEW_PEERS if model == "7b" else ()
     flags = Flags(
         step=sizes(context, model),
-        minutes=0.0 if context.is_dry_run else 2.5,
+        minutes=0.0 if context.is_dry_run else context.share(150.0) / 60,
         least_rounds=1 if context.is_dry_run else 3,
         num_budgets=1 if context.is_dry_run or few else 4,
         peers=few,

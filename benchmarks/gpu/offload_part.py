@@ -12,7 +12,7 @@ from dataclasses import astuple
 import torch
 
 import recollect
-from gpu.part import Context
+from gpu.part import Context, deterministic_kernels
 from gpu.prediction_part import Case, Loop, Row, cases, measured, table
 from recollect.costs.host_copies import measure_host_link
 from recollect.engine.offload.carriers import carrier_for
@@ -63,7 +63,8 @@ def _link(context: Context) -> None:
 
 def _model(context: Context, case: Case, rows: list[Row], different: list[str]) -> None:
     loop = Loop(case, None)
-    expected = _gradients(loop)
+    with deterministic_kernels():
+        expected = _gradients(loop)
     profile = recollect.record(loop.model, loop.batch, holds_output=False, gradients="freed", host_link=True)
     recompute, both = planner_for(profile), OffloadPlanner(profile, 2**36 if context.is_dry_run else 2**40)
     plans: dict[str, Plan] = {KEEP_ALL: recollect.classic_plan(profile, "keep_all")}
@@ -78,7 +79,7 @@ def _model(context: Context, case: Case, rows: list[Row], different: list[str]) 
     found = measured(loop, profile, plans, num_rounds=1 if context.is_dry_run else 5)
     numbers = [number for row in found for number in row.numbers(case.name)]
     for name, plan in plans.items():
-        with recollect.apply(loop.model, plan) as applied:
+        with recollect.apply(loop.model, plan) as applied, deterministic_kernels():
             got = _gradients(loop)
             use = applied.host_use
         if not all(map(torch.equal, expected, got)):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import datetime
+import os
 import platform
 import re
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
@@ -23,13 +25,13 @@ from recollect.measuring.device_memory import empty_cache
 from results_csv import Number, RowsFile, machine_name
 from subject import StepFlags
 
-__all__ = ["Context", "Part", "device_slug"]
+__all__ = ["Context", "Part", "deterministic_kernels", "device_slug"]
 
-# A part begins nothing new after `SECONDS`, so that it ends by itself. If it does not, it is interrupted so long before the
-# limit, to write what it has, and killed at the limit.
+# A part begins nothing new after its seconds, by default these, so that it ends by itself. If it does not within some more, it
+# is interrupted so long before that limit, to write what it has, and killed at the limit.
 SECONDS = 390.0
+ENDING_S = 90.0
 STOPPING_S = 30
-LIMIT_S = 480
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +75,7 @@ class Context:
         out: folder of the results.
         is_dry_run: sizes so small that everything runs in seconds on a CPU; times mean nothing then.
         only: run only the cases whose names contain this.
+        seconds: after which nothing new is begun.
         began_s: when it began, by `time.perf_counter`.
     """
 
@@ -81,6 +84,7 @@ class Context:
     out: Path
     is_dry_run: bool
     only: str = ""
+    seconds: float = SECONDS
     console: Console
     began_s: float = field(default_factory=time.perf_counter)
 
@@ -100,6 +104,10 @@ class Context:
         """Add rows to the part's file, with what they depend on."""
         self.rows(**config).append(numbers)
 
+    def share(self, seconds: float) -> float:
+        """Return what to spend on a task that takes this many seconds of a part's default time."""
+        return seconds * self.seconds / SECONDS
+
     def large_step(self, **sizes: Any) -> StepFlags:
         """Return a step as wide as that of a model of 1B parameters, in bf16, with other sizes where they are given."""
         wide = {"hidden_size": 2048, "num_layers": 16, "vocab_size": 32_000, "batch_size": 1, "seq_length": 4096}
@@ -114,7 +122,7 @@ class Context:
         """Say whether a case is to be run: it was asked for, and there is time left. If not for time, that is a row."""
         if self.only not in case:
             return False
-        if time.perf_counter() - self.began_s < SECONDS:
+        if time.perf_counter() - self.began_s < self.seconds:
             self.say(case)
             return True
         self.say(f"{case}: left out, no time")
@@ -136,6 +144,24 @@ class Context:
         finally:
             empty_cache(self.device)
         return True
+
+
+@contextmanager
+def deterministic_kernels() -> Iterator[None]:
+    """Use kernels that repeat themselves to the bit: backward of fused attention adds with atomics by default.
+
+    Raises:
+        RuntimeError: in an op that has no such kernel. To warn instead would leave attention as it is.
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    before = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0])
+        torch.utils.deterministic.fill_uninitialized_memory = before[1]
 
 
 def device_slug(name: str) -> str:

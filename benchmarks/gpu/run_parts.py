@@ -49,6 +49,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--device", required=True)
     parser.add_argument("--only", default="")
+    parser.add_argument("--seconds", type=float, required=True)
     parser.add_argument("--dry-run", action="store_true")
     flags = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -68,6 +69,7 @@ def main() -> None:
             out=flags.out,
             is_dry_run=flags.dry_run,
             only=flags.only,
+            seconds=flags.seconds,
             console=console,
         )
         run(by_name[name], context)

@@ -10,7 +10,7 @@ from collections import Counter
 from pathlib import Path
 from xml.etree import ElementTree
 
-from gpu.part import SECONDS, STOPPING_S, Context
+from gpu.part import STOPPING_S, Context
 from results_csv import Number
 
 _ROOT = Path(__file__).parents[2]
@@ -30,7 +30,7 @@ def run(context: Context) -> str:
     environment = {**os.environ, "RECOLLECT_TEST_DEVICE": context.device.type}
     if context.device.type == "cpu":
         environment["OMP_NUM_THREADS"] = "1"  # the tensors are small: more threads make them slower
-    status = _status(command, environment)
+    status = _status(command, environment, context.seconds)
     if not report.exists():
         raise RuntimeError(f"pytest ended with status {status} and left no report")
     outcomes = Counter(_rows(context, report))
@@ -41,11 +41,11 @@ def run(context: Context) -> str:
     return text
 
 
-def _status(command: list[str], environment: dict[str, str]) -> int:
+def _status(command: list[str], environment: dict[str, str], seconds: float) -> int:
     """Run pytest and return its exit status; when its time is over, as Ctrl+C does, after which it still writes its report."""
     process = subprocess.Popen(command, cwd=_ROOT, env=environment)
     try:
-        return process.wait(SECONDS)
+        return process.wait(seconds)
     except subprocess.TimeoutExpired:
         process.send_signal(signal.SIGINT)
     try:
