@@ -78,7 +78,9 @@ def test_budget_holds_and_is_used(device: torch.device, record_property: RecordP
 
 def test_every_step_is_measured_by_the_devices_own_count(cuda: torch.device) -> None:
     loop = Loop(cuda)
-    with loop.attach("95%") as handle:
+    with loop.attach("100%") as first:
+        loop.train(1)
+    with loop.attach(_half(first.planned[0].profile)) as handle:
         loop.train(3)
         (step,) = handle.planned
         assert step.measured_bytes == torch.cuda.max_memory_allocated(cuda)
@@ -89,9 +91,11 @@ def test_what_is_allocated_later_is_noticed_once(cuda: torch.device) -> None:
     loop = Loop(cuda)
     with loop.attach("100%") as first:
         loop.train(1)
-    with loop.attach(_half(first.planned[0].profile)) as handle:
+    half_bytes, plain_bytes = _half(first.planned[0].profile), first.plan.predicted_peak_bytes or 0
+    with loop.attach(half_bytes) as handle:
         loop.train(2)
-        other = torch.empty(1 << 30, dtype=torch.uint8, device=cuda)
+        # As much as leaves plans that fit.
+        other = torch.empty((plain_bytes - half_bytes) // 2, dtype=torch.uint8, device=cuda)
         with pytest.warns(BudgetWarning, match="the device held .* at its peak, .* more than was planned for"):
             loop.train(1)
         loop.train(4)

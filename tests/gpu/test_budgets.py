@@ -64,7 +64,7 @@ def test_of_a_loop_that_holds_the_output(
 
 
 def _run(device: torch.device, **environment: str) -> Trial:
-    paths = os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests" / "support")])
+    paths = os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests" / "support"), os.environ.get("PYTHONPATH", "")])
     program = ROOT / "tests" / "support" / "training_peaks.py"
     done = subprocess.run(
         [sys.executable, str(program), device.type, "0.3"],

@@ -48,7 +48,7 @@ def test_histories_scales_and_gradients_are_equal(device: torch.device, kind: st
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_kernels_compute_what_the_emulation_does(cuda: torch.device, recipe: str) -> None:
     """Up to the rounding of the result to bf16, and the order and width of a sum over 256 products: a few parts in 2^8."""
-    config = model_of("dense", "blockwise", **RECIPES[recipe]).config
+    config = model_of("dense", recipe).config
     product = Fp8Product(config).to(cuda)
     results = []
     for emulated in (None, True):

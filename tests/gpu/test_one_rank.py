@@ -23,7 +23,7 @@ CASES = ("DDP", "FSDP2", "tensor", "context", "experts", "parts", "attach DDP", 
 def found(device: torch.device, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """What each case found, in a process of its own."""
     folder = tmp_path_factory.mktemp("one")
-    paths = os.pathsep.join([str(_ROOT / "src"), str(_ROOT / "tests/support")])
+    paths = os.pathsep.join([str(_ROOT / "src"), str(_ROOT / "tests/support"), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": paths, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     command = [sys.executable, "-W", "ignore", str(_PROGRAM), str(device), str(folder)]
     process = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500, check=False)

@@ -22,6 +22,8 @@ from zoo import ZOO
 
 MODELS = ("llama", "gpt2", "mixtral_grouped")
 every_model = pytest.mark.parametrize("name", MODELS)
+# A free block of CUDA's allocator that is up to 1 MiB larger than what was asked for is handed out whole.
+ROUNDED_UP = 0.02
 LOOPS: dict[str, dict[str, Any]] = {"lean": LEAN_LOOP, "holding": {}, "accumulating": {"gradients": "accumulated"}}
 
 
@@ -167,7 +169,8 @@ def test_predicted_peaks(
     report = recollect.verify(model, batch, plan, **loop)
     record_property("predicted", plan.predicted_peak_bytes)
     record_property("measured", report.plan_peak_bytes)
-    assert 0.9 * plan.predicted_peak_bytes <= report.plan_peak_bytes <= plan.predicted_peak_bytes
+    rounded_up = 0 if device.type == "cpu" else ROUNDED_UP
+    assert 0.9 <= report.plan_peak_bytes / plan.predicted_peak_bytes <= 1 + rounded_up
 
 
 def test_predicted_peak_of_ones_own_step(device: torch.device, record_property: RecordProperty) -> None:
@@ -188,7 +191,8 @@ def test_predicted_peak_of_ones_own_step(device: torch.device, record_property: 
     record_property("predicted", plan.predicted_peak_bytes)
     record_property("measured", report.plan_peak_bytes)
     assert report.gradients_equal, report
-    assert 0.9 * plan.predicted_peak_bytes <= report.plan_peak_bytes <= plan.predicted_peak_bytes
+    rounded_up = 0 if device.type == "cpu" else ROUNDED_UP
+    assert 0.9 <= report.plan_peak_bytes / plan.predicted_peak_bytes <= 1 + rounded_up
 
 
 @every_model
