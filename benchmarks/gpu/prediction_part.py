@@ -25,6 +25,7 @@ from recollect.measuring.device_memory import empty_cache
 from recollect.measuring.meter import PeakMeasurement, measure_peak, storage_bytes
 from recollect.measuring.timing import timed
 from recollect.recording.model_step import resident_tensors
+from recompute import SwitchablePlan
 from results_csv import Number
 from step_times import KEEP_ALL, plans_for
 from subject import Step, StepFlags
@@ -164,10 +165,19 @@ def measured(loop: Loop, profile: recollect.Profile, plans: dict[str, recollect.
             loop.clear()
             empty_cache(loop.device)
     seconds: dict[str, list[float]] = {name: [] for name in peaks}
-    for _ in range(num_rounds):
-        for name in peaks:
-            with recollect.apply(loop.model, plans[name]):
-                seconds[name].append(loop.seconds())
+    # Suspended in between, since a tape learns in its first steps what it has to watch.
+    applied, switches = [], {}
+    for name in peaks:
+        applied.append(recollect.apply(loop.model, plans[name]))
+        switches[name] = SwitchablePlan(applied[-1])
+    for round_number in range(_NUM_STEPS + num_rounds):
+        for name, switch in switches.items():
+            with switch.on():
+                elapsed_s = loop.seconds()
+            if round_number >= _NUM_STEPS:
+                seconds[name].append(elapsed_s)
+    for one in applied:
+        one.remove()
     rows = []
     for name, peak in peaks.items():
         predicted_s = profile.step_s * (1 + (plans[name].predicted_slowdown or 0.0))
