@@ -43,7 +43,7 @@ MUTATIONS = (
         "folded-runs-cost-once",
         "an op of a call that stands for several runs costs the time of one",
         "simulation",
-        (("self.rerun_s.append(num_runs * op.time_s)", "self.rerun_s.append(op.time_s)"),),
+        (("self.rerun_s.append(record.num_runs * op.time_s)", "self.rerun_s.append(op.time_s)"),),
     ),
     Mutation(
         "private-copy-not-played",
@@ -93,10 +93,22 @@ MUTATIONS = (
         "profile",
         (
             (
-                "return -(-nbytes // _CUDA_BLOCK_BYTES) * _CUDA_BLOCK_BYTES",
-                "return nbytes // _CUDA_BLOCK_BYTES * _CUDA_BLOCK_BYTES",
+                "block = -(-nbytes // _CUDA_BLOCK_BYTES) * _CUDA_BLOCK_BYTES",
+                "block = nbytes // _CUDA_BLOCK_BYTES * _CUDA_BLOCK_BYTES",
             ),
         ),
+    ),
+    Mutation(
+        "large-blocks-split",
+        "the rest of a segment of CUDA's allocator is not counted",
+        "profile",
+        (("return block + rest if block >= _LARGE_BLOCK_BYTES", "return block if block >= _LARGE_BLOCK_BYTES"),),
+    ),
+    Mutation(
+        "reruns-cost-twice",
+        "a unit that runs again as a whole costs its measured seconds and those of its ops",
+        "simulation",
+        ((" or not self.profile.graph_of(record).rerun_s:", " or True:"),),
     ),
     Mutation(
         "tape-times-not-read",
