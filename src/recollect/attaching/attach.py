@@ -54,9 +54,9 @@ def attach(
         units: module paths of the layers to plan, where they are not found.
         host_budget: bytes of host memory that values may be copied to in forward and back in backward; see `fit`. A step that
             is recorded offloads nothing, nor does a step at its leanest.
-        engine: "compile" lets layers run inside `torch.compile`; see `fit`. Steps are recorded outside of it, and layers
-            inside are measured at the end of such a step, once for each shape: up to ten compilations of each kind of
-            layer.
+        engine: "region" lets layers run again as a whole, and "compile" lets them run inside `torch.compile`; see `fit`. Steps
+            are recorded without either, and layers are measured at the end of such a step, once for each shape: up to ten
+            compilations of each kind of layer.
         measure: whether to measure peaks on the CPU, too: of the first step under each plan, and of every hundredth, which then
             take longer. On CUDA, which counts by itself, every step is measured.
         log: takes the line; by default it goes to standard error, in the first process of a group.
@@ -126,7 +126,7 @@ def attach(
             device=device,
             on_larger=on_larger,
             host_bytes=parse_bytes(host_budget),
-            compiles=_compiles(engine, whole, ranks),
+            engine=_checked(engine, whole, ranks),
             measure=measure,
             log=log or (lambda line: print(line, file=sys.stderr) if ranks.is_first else None),
             ranks=ranks,
@@ -143,16 +143,16 @@ def attach(
     return attached
 
 
-def _compiles(engine: str, model: nn.Module, ranks: Ranks) -> bool:
-    """Return whether layers run inside `torch.compile`; refuse settings that cannot be measured in a loop."""
-    compiles = check_engine(engine, model, fake=False, split_backward=False)
-    if compiles and not ranks.is_alone:
+def _checked(engine: RecordedEngine, model: nn.Module, ranks: Ranks) -> RecordedEngine:
+    """Return the engine; refuse one that cannot be measured in a loop."""
+    check_engine(engine, model, fake=False, split_backward=False)
+    if engine != "tape" and not ranks.is_alone:
         raise NotYetError(
-            settings={"engine": "compile"},
-            needs="compiled units of several processes that are planned in a training loop",
-            advice='Plan them by recollect.fit(model, batch, budget, engine="compile"); or leave out engine="compile".',
+            settings={"engine": engine},
+            needs="layers of several processes that are measured in a training loop",
+            advice=f'Plan them by recollect.fit(model, batch, budget, engine="{engine}"); or leave out engine="{engine}".',
         )
-    return compiles
+    return engine
 
 
 class _Models(nn.Module):

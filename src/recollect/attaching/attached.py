@@ -40,6 +40,7 @@ from recollect.ranks.group import ALONE, Ranks
 from recollect.recording.find_units import find_units
 from recollect.recording.model_step import step_tensors
 from recollect.recording.step_recording import StepRecording
+from recollect.recording.variants import RecordedEngine
 
 OnLarger: TypeAlias = Literal["replan", "warn", "raise"]
 
@@ -64,7 +65,7 @@ class Attached:
         on_larger: OnLarger,
         log: Callable[[str], object],
         host_bytes: int = 0,
-        compiles: bool = False,
+        engine: RecordedEngine = "tape",
         measure: bool = False,
         ends_by_hand: bool = False,
         ranks: Ranks = ALONE,
@@ -90,7 +91,7 @@ class Attached:
         self._optimizers_seen = None if ends_by_hand else OptimizersSeen(self._optimizers, self._take_over)
         self._hooks += [hook for hook in (self._optimizers_seen, self._structure) if hook is not None]
         self._planner = StepPlanner(
-            self._placement, self._optimizers, budget, self._lockstep, log, device, host_bytes, compiles
+            self._placement, self._optimizers, budget, self._lockstep, log, device, host_bytes, engine
         )
         self._meter = StepMeter(device, on_cpu=measure, log=log)
         self._watch = CallWatch(
@@ -290,9 +291,8 @@ class Attached:
         lean_units = self._lean_units(call, self.planned)
         self._placement.put(None)
         if not self.model.training and not any(module.training for module in self.model.modules()):
-            self._planner.warn_once(
-                "the model is in eval mode; a step in training mode will be recorded and planned anew"
-            )
+            text = "the model is in eval mode; a step in training mode will be recorded and planned anew"
+            self._planner.warn_once(text)
 
         def begin() -> StepRecording:
             tensors = step_tensors(self.model, None, self._optimizers, parameters=self._structure.parameters)
@@ -304,7 +304,7 @@ class Attached:
                 in_loop=True,
                 replays_collectives=not self._lockstep.ranks.is_alone,
                 lean_units=lean_units,
-                keeps_samples=self._planner.compiles,
+                keeps_samples=self._planner.engine != "tape",
             )
             with self._placement.suspended():
                 recording.start(tensors, gradients=tensors.pop("gradients"))

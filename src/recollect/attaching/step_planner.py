@@ -24,8 +24,9 @@ from recollect.progress import stage
 from recollect.quantities import parse_budget
 from recollect.ranks.group import Place
 from recollect.ranks.members import common_plan, with_common_times
+from recollect.recording.reruns import with_reruns
 from recollect.recording.step_recording import StepRecording
-from recollect.recording.variants import with_variants
+from recollect.recording.variants import RecordedEngine, with_variants
 from recollect.warning import warn_user
 
 # Memory that grows from step to step is reserved slightly ahead.
@@ -111,7 +112,7 @@ class StepPlanner:
         log: takes a line for each plan.
         device: where the model runs.
         host_bytes: most bytes that may be in host memory.
-        compiles: layers may run inside `torch.compile`.
+        engine: what layers are measured for besides the tape.
 
     Attributes:
         budget_bytes: None until the first plan is made.
@@ -127,7 +128,7 @@ class StepPlanner:
     log: Callable[[str], object]
     device: torch.device
     host_bytes: int = 0
-    compiles: bool = False
+    engine: RecordedEngine = "tape"
 
     def __post_init__(self) -> None:
         self.budget_bytes: int | None = None
@@ -179,7 +180,9 @@ class StepPlanner:
             batch=f"{calls[0]}, {len(calls)} calls" if len(calls) > 1 else str(calls[0]),
             budget=budget,
         )
-        if recording.keeps_samples:
+        if self.engine != "tape":
+            profile = with_reruns(profile, recording.samples_of_graph, self.device)
+        if self.engine == "compile":
             seconds: list[float] = []
             profile = with_variants(
                 profile,

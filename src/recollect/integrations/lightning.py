@@ -38,6 +38,7 @@ class BudgetHooks(BudgetCallback):
             without recompute.
         on_larger: what to do at a step that no plan was made for: "replan", "warn" or "raise".
         units: module paths of the layers to plan, where they are not found; from the LightningModule, as in "model.layers.0".
+        engine: what layers may run on besides the tape; see `recollect.attach`.
         measure: whether to measure peaks on the CPU, too; see `recollect.attach`.
 
     Attributes:

@@ -25,12 +25,14 @@ class BudgetCallback:
         *,
         on_larger: OnLarger = "replan",
         units: Iterable[str] | None = None,
+        engine: RecordedEngine = "tape",
         measure: bool = False,
     ) -> None:
         self._check_library()
         self.budget = budget
         self.on_larger: OnLarger = on_larger
         self.units = None if units is None else list(units)
+        self.engine: RecordedEngine = engine
         self.measure = measure
         self.attached: Attached | None = None
         self._presence = Presence("MemoryBudget")
@@ -53,7 +55,7 @@ class BudgetCallback:
         optimizer: Any,
         model: nn.Module,
         log: Callable[[str], object],
-        engine: RecordedEngine = "tape",
+        engine: RecordedEngine | None = None,
     ) -> Attached:
         """Attach to the module that a trainer calls, and switch the model's cache off."""
         attached = attach(
@@ -62,7 +64,7 @@ class BudgetCallback:
             self.budget,
             on_larger=self.on_larger,
             units=in_wrapper(self.units, wrapped, model),
-            engine=engine,
+            engine=engine or self.engine,
             measure=self.measure,
             log=log,
         )

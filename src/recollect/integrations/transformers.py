@@ -107,6 +107,7 @@ class MemoryBudget(trainers.BudgetCallback, TrainerCallback):
             without recompute.
         on_larger: what to do at a step that no plan was made for: "replan", "warn" or "raise".
         units: module paths of the layers to plan, where they are not found.
+        engine: what layers may run on besides the tape; see `recollect.attach`.
         measure: whether to measure peaks on the CPU, too; see `recollect.attach`.
 
     Attributes:
@@ -161,7 +162,8 @@ class MemoryBudget(trainers.BudgetCallback, TrainerCallback):
             self.attached = AttachedEngine(wrapped, self._section(args), log)
             self.attached.remove_too(trainers.CacheOff(model))
         else:
-            self.attached = self._attach(wrapped, optimizer, model, log, engine_of(args))
+            compiled = None if engine_of(args) == "tape" else engine_of(args)
+            self.attached = self._attach(wrapped, optimizer, model, log, compiled)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Log the numbers of a new plan, or of a higher measured peak, as the trainer logs its loss."""

@@ -17,16 +17,19 @@ _MOST_ON_TAPE = 12
 
 @cache
 def engine_options(graph: UnitGraph, *, output: Action = Action.KEEP) -> tuple[Option, ...]:
-    """Return the options of a unit on all engines, from the leanest to PyTorch's own choice.
+    """Return the options of a unit on all engines that it was recorded for, from the leanest to the step without a plan.
 
     Args:
-        graph: the unit. Without variants it stays on the tape.
+        graph: the unit.
         output: of the unit; compiled code and whole modules keep it.
     """
     hull = unit_hull(graph, output=output)
-    if not graph.variants or output is not Action.KEEP:
+    if output is not Action.KEEP:
         return hull
     output_bytes = sum(value.nbytes for value in graph.values if value.is_output and value.producer is not None)
+    again = Option(Stored(), frozenset(), output_bytes, graph.rerun_s or graph.forward_s, engine=EngineChoice.REGION)
+    if not graph.variants:
+        return _sorted([again, *hull[:-1]], hull[-1]) if graph.rerun_s else hull
     default_s = graph.variants[0].step_s
     eager_s = graph.eager_s - default_s
     compiled = [
@@ -44,8 +47,10 @@ def engine_options(graph: UnitGraph, *, output: Action = Action.KEEP) -> tuple[O
         hull if len(hull) <= _MOST_ON_TAPE else [hull[len(hull) * i // _MOST_ON_TAPE] for i in range(_MOST_ON_TAPE)]
     )
     eager = [replace(option, recompute_s=option.recompute_s + eager_s) for option in on_tape]
-    again_s = graph.forward_s + eager_s
-    eager.append(Option(Stored(), frozenset(), output_bytes, again_s, engine=EngineChoice.REGION))
-    # Working sets of equal bytes differ between engines: an option that is slower at no fewer bytes may still lower the peak.
-    others = sorted([*compiled[1:], *eager], key=lambda option: (option.kept_bytes, -option.recompute_s))
-    return (*others, compiled[0])
+    eager.append(replace(again, recompute_s=again.recompute_s + eager_s))
+    return _sorted([*compiled[1:], *eager], compiled[0])
+
+
+def _sorted(others: list[Option], fattest: Option) -> tuple[Option, ...]:
+    """Return all: working sets differ between engines, so one that is slower at no fewer bytes may still lower the peak."""
+    return (*sorted(others, key=lambda option: (option.kept_bytes, -option.recompute_s)), fattest)

@@ -106,9 +106,11 @@ class UnitGraph:
     is not to be compiled."""
     eager_s: float = 0.0
     """Seconds of forward and backward outside the compiler, measured with those of the variants; 0 without variants."""
+    rerun_s: float = 0.0
+    """Seconds that running the whole unit again in backward adds, as measured; 0 if it was not."""
 
     def __post_init__(self) -> None:
-        times = ("tape_s", self.tape_s), ("eager_s", self.eager_s)
+        times = ("tape_s", self.tape_s), ("eager_s", self.eager_s), ("rerun_s", self.rerun_s)
         for where, tape_s in (*times, *((f"module_tape_s[{m!r}]", s) for m, s in self.module_tape_s)):
             if not (math.isfinite(tape_s) and tape_s >= 0):
                 raise ValueError(f"{where}: got {tape_s} s, expected a finite number, 0 or more")

@@ -38,6 +38,7 @@ from recollect.recording.model_step import (
 )
 from recollect.recording.optimizer_step import OptimizerStep, record_optimizer_step, reductions_of
 from recollect.recording.optimizers import Optimizers, check_optimizers
+from recollect.recording.reruns import with_reruns
 from recollect.recording.restored_state import free_gradients, undisturbed
 from recollect.recording.step_recorder import Costs
 from recollect.recording.step_recording import Collectives, Gradients, StepRecording
@@ -99,9 +100,10 @@ def record(
         collectives: how plans may treat the results of collectives inside units. "keep": they stay, so that each rank
             may have a plan of its own. "replay": they may be dropped, and the collective runs again in backward; then
             all ranks have to record, to apply the same plan, and to run the same ops in the same order.
-        engine: "compile" also measures the repeated layers inside `torch.compile`, for each of several sets of
-            values to keep, so that plans can choose among these sets (`EngineChoice.COMPILE`). The profile's step then runs
-            them compiled. It compiles each kind of layer up to eleven times, seconds to a minute each.
+        engine: "region" also measures a second run of each repeated layer as a whole, so that plans can choose it
+            (`EngineChoice.REGION`). "compile" measures that, and these layers inside `torch.compile`, for each of several
+            sets of values to keep (`EngineChoice.COMPILE`). The profile's step then runs them compiled. It compiles each
+            kind of layer up to eleven times, seconds to a minute each.
         host_link: measure copies to host memory and back, too, once in a process, so that plans can have a `host_budget`. With
             `fake`, `hardware` says how fast they are.
         group: the processes that record together, whose profiles get the median of their times, so that they make the same plan
@@ -116,7 +118,8 @@ def record(
         AlreadyAppliedError: the model already recomputes.
         HardwareError: an unknown name or a malformed file; or given without `fake`, where times are measured.
         ChunkedLossError: the model's loss cannot be computed in chunks.
-        NotYetError: `engine="compile"` with `fake`, `split_backward`, FSDP2, or a backward that keeps its graph.
+        NotYetError: an engine other than the tape with `fake`, `split_backward` or FSDP2; `engine="compile"` with a backward
+            that keeps its graph.
         RecordError: both or neither of `batch` and `step`; the model rejected the batch; the loss is not a scalar or does
             not require grad; an unknown word; with `fake`, the step depends on data; the parameters are not there yet, or are
             partitioned; a process of the group failed, or has another model; or this PyTorch lacks what recording needs.
@@ -140,7 +143,7 @@ def record(
     check_step(model, batch, step)
     if collectives not in get_args(Collectives):
         raise RecordError(f"collectives: got {collectives!r}, expected {' or '.join(map(repr, get_args(Collectives)))}")
-    compiles = check_engine(engine, model, fake=fake, split_backward=split_backward)
+    check_engine(engine, model, fake=fake, split_backward=split_backward)
     ranks = ALONE if fake else ranks_of(model, group, "record(model, batch)")
 
     loop = _Loop(model, batch, step, optimizer, loss_fn, holds_output, gradients, loss_chunks, split_backward)
@@ -149,7 +152,7 @@ def record(
     def prepared() -> tuple[StepRecording, OptimizerStep]:
         check_optimizers(model, optimizer)
         recording, optimizer_step = loop.prepared(modelled or MeasuredCosts(loop.device), units, collectives)
-        recording.keeps_samples = compiles
+        recording.keeps_samples = engine != "tape"
         return recording, optimizer_step
 
     with stage("recording the step"):
@@ -159,7 +162,11 @@ def record(
         if host_link and not fake:
             profile = ranks.together(lambda: with_host_link(profile, loop.device), Place.START)
         profile = with_common_times(profile, ranks)
-        return with_variants(profile, recording.samples_of_graph, loop.device, ranks=ranks) if compiles else profile
+        if engine != "tape":
+            profile = with_reruns(profile, recording.samples_of_graph, loop.device, ranks=ranks)
+        if engine == "compile":
+            profile = with_variants(profile, recording.samples_of_graph, loop.device, ranks=ranks)
+        return profile
 
 
 def record_with(

@@ -52,6 +52,10 @@ _MOST_IF_LONG: Final = 2
 _FEW_ROUNDS: Final = 5
 # Noise may make recompute look free, or worse, in some round.
 _LEAST_FACTOR: Final = 0.01
+# Where ways to run a unit are timed in turn: seconds of all rounds, and their number at least and at most.
+_TIMED_S: Final = 3.0
+_FEWEST_ROUNDS: Final = 3
+_MOST_ROUNDS: Final = 15
 # An upper limit on the tape's overhead for one op, and the part of a unit's time that is negligible.
 _OVERHEAD_S: Final = 1e-4
 _NEGLIGIBLE: Final = 0.02
@@ -131,6 +135,11 @@ def rounds_for(unit_s: float, *, num_ops: int, num_calls: int, allocates: bool =
     allowed_s = max(_FREE_S, num_calls * unit_s)
     number = max(1, min(_MOST_IF_LONG, int(allowed_s / (_ROUND * unit_s))))
     return Rounds(number, warms_up=allocates, has_idle=False)
+
+
+def rounds_within(round_s: float) -> int:
+    """Return how many rounds to time where a round takes this long."""
+    return min(_MOST_ROUNDS, max(_FEWEST_ROUNDS, int(_TIMED_S / max(1e-9, round_s))))
 
 
 def measure_unit_times(

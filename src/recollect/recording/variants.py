@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import FunctionType
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 import torch
 from torch import nn
@@ -34,51 +34,43 @@ from recollect.quantities import parse_bytes
 from recollect.ranks.group import ALONE, Place, Ranks
 from recollect.ranks.members import with_common_times
 from recollect.recording.unit_samples import UnitSample
-from recollect.recording.unit_times import time_run
+from recollect.recording.unit_times import rounds_within, time_run
 from recollect.recording.unit_trace import trace_unit
 from recollect.warning import warn_user
 
 if TYPE_CHECKING:
     from recollect.engine.compiled.partitioner import Partition
 
-RecordedEngine: TypeAlias = Literal["tape", "compile"]
-"""What a record is for: the tape alone, or units inside `torch.compile` as well."""
-
-# Seconds of timed rounds, and their number at least and at most.
-_TIMED_S: Final = 3.0
-_FEWEST_ROUNDS: Final = 3
-_MOST_ROUNDS: Final = 15
+RecordedEngine: TypeAlias = Literal["tape", "region", "compile"]
+"""What a record is for: the tape alone; or units that run again as a whole, too; or besides units inside `torch.compile`."""
 
 
-def check_engine(engine: str, model: nn.Module, *, fake: bool, split_backward: bool) -> bool:
-    """Return whether units are to be compiled.
+def check_engine(engine: str, model: nn.Module, *, fake: bool, split_backward: bool) -> None:
+    """Check that units can be measured on an engine in a step.
 
     Raises:
-        RecordError: the engine is neither word.
-        NotYetError: they should be, but their variants cannot be measured in this step.
+        RecordError: the engine is no known word.
+        NotYetError: they cannot.
     """
     if engine not in get_args(RecordedEngine):
-        raise RecordError(f"engine: got {engine!r}, expected {' or '.join(map(repr, get_args(RecordedEngine)))}")
+        raise RecordError(f"engine: got {engine!r}, expected {', '.join(map(repr, get_args(RecordedEngine)))}")
     if engine == "tape":
-        return False
+        return
     if fake:
-        raise _not_yet(
-            "fake", True, "sizes and times of compiled code that never ran", "Record on the device, fake=False"
-        )
+        raise _not_yet(engine, "fake", True, "times of code that never ran", "Record on the device, fake=False")
     if split_backward:
         raise _not_yet(
-            "split_backward", True, "compiled code that finds the two halves of the gradients apart", "Leave it out"
+            engine, "split_backward", True, "units that find the two halves of the gradients apart", "Leave it out"
         )
     if any(map(is_fully_sharded, model.modules())):
         raise _not_yet(
-            "model", "sharded by FSDP2", "compiled units on gathered parameters", "Record before fully_shard"
+            engine, "model", "sharded by FSDP2", "copies of units on gathered parameters", "Record before fully_shard"
         )
-    return True
 
 
-def _not_yet(name: str, value: object, needs: str, advice: str) -> NotYetError:
-    advice = f'{advice}; or leave out engine="compile": plans then recompute outside the compiler.'
-    return NotYetError(settings={"engine": "compile", name: value}, needs=needs, advice=advice)
+def _not_yet(engine: str, name: str, value: object, needs: str, advice: str) -> NotYetError:
+    advice = f'{advice}; or leave out engine="{engine}": plans then recompute on the tape.'
+    return NotYetError(settings={"engine": engine, name: value}, needs=needs, advice=advice)
 
 
 def with_variants(
@@ -108,6 +100,7 @@ def with_variants(
     """
     if any(True for _ in profile.log.operands(PEEK)):
         raise _not_yet(
+            "compile",
             "retain_graph",
             True,
             "compiled code that runs backward twice",
@@ -317,18 +310,17 @@ def _timed(sample: UnitSample, module: nn.Module, found: Sequence[_Compiled], de
             yield math.fsum(time_run(sample, module, device, forward) or ())
 
     rounds = [list(one_round())]  # A warm-up.
-    number = min(_MOST_ROUNDS, max(_FEWEST_ROUNDS, int(_TIMED_S / max(1e-9, math.fsum(rounds[0])))))
-    rounds = [list(one_round()) for _ in range(number)]
+    rounds = [list(one_round()) for _ in range(rounds_within(math.fsum(rounds[0])))]
     eager_s, *compiled_s = (statistics.median(times) for times in zip(*rounds, strict=True))
     variants = (replace(one.record, step_s=step_s) for one, step_s in zip(found, compiled_s, strict=True))
     return _Measured(tuple(variants), eager_s)
 
 
 def check_host_engine(engine: str, host_budget: int | str) -> None:
-    """Check that compiled units and host memory are not asked for together.
+    """Check that other engines than the tape and host memory are not asked for together.
 
     Raises:
         NotYetError: they are.
     """
-    if engine == "compile" and parse_bytes(host_budget):
-        raise _not_yet("host_budget", host_budget, "copies to host memory by compiled code", "Leave out host_budget")
+    if engine != "tape" and parse_bytes(host_budget):
+        raise _not_yet(engine, "host_budget", host_budget, "copies to host memory", "Leave out host_budget")

@@ -263,6 +263,8 @@ class _Region:
         if self._ran_again:
             return
         self._ran_again = True
+        record = self._step.profile.calls[self._call]
+        self._step.rerun_s.append(record.num_runs * self._step.profile.graph_of(record).rerun_s)
         present: dict[Key, Any] = {}
         change_bytes = 0
         for code, operands in self._forward:

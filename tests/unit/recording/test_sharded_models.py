@@ -81,7 +81,7 @@ assert len(ran) == len(parameters), "hooks are gone"
 try:
     record(model, engine="compile")
 except NotYetError as error:
-    assert "compiled units on gathered parameters. Record before fully_shard" in str(error), error
+    assert "copies of units on gathered parameters. Record before fully_shard" in str(error), error
 else:
     raise AssertionError("FSDP2 was not refused")
 

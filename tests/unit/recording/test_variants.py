@@ -171,14 +171,14 @@ def test_units_without_a_sample_get_no_variants_and_are_named(plain: Profile) ->
 
 
 def test_another_engine_is_an_error() -> None:
-    with pytest.raises(RecordError, match="engine: got 'inductor', expected 'tape' or 'compile'"):
+    with pytest.raises(RecordError, match="engine: got 'inductor', expected 'tape', 'region', 'compile'"):
         recollect.record(Stack(), torch.randn(ROWS, WIDTH), engine="inductor")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"fake": True}, "engine='compile', fake=True: not yet: sizes and times of compiled code that never ran"),
+        ({"fake": True}, "engine='compile', fake=True: not yet: times of code that never ran"),
         ({"split_backward": True}, "engine='compile', split_backward=True: not yet: .* the two halves"),
     ],
 )

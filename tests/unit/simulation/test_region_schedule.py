@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from recollect.planning.explain import layer_usage
@@ -91,6 +93,12 @@ def test_runs_again_up_to_the_last_saved_value() -> None:
     assert simulation.recomputed_ops == 3
     assert simulation.recompute_s == 1.0 + 2.0 + 4.0
     assert layer_usage(profile_of(), PLAN)[0].recomputed == ("a", "b", "c")
+
+
+def test_seconds_of_a_measured_second_run_count_instead_of_those_of_its_ops() -> None:
+    profile = profile_of()
+    simulation = played(replace(profile, graphs=(replace(GRAPH, rerun_s=5.0),)))
+    assert (simulation.recomputed_ops, simulation.recompute_s) == (3, 5.0)
 
 
 def test_values_die_as_in_forward_but_for_what_is_saved() -> None:
