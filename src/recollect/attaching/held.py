@@ -174,7 +174,7 @@ class CallWatch:
     def missing_room(self, planned: PlannedStep) -> int:
         """Return how many more bytes are held before a step than before others under its plan, and than that allows."""
         self._read(planned)
-        if self._begin is None:
+        if self._begin is None or planned.is_compiling:
             return 0
         planned.held_before = min(planned.held_before or self._begin, self._begin)
         growth_bytes = self._begin - planned.held_before
@@ -235,7 +235,7 @@ class CallWatch:
             call: the call that has returned.
             is_whole: all unit runs that the plan foresees happened; such calls set the expected bytes.
         """
-        now = None if self._begin is None else held_now(self._device)
+        now = None if self._begin is None or planned.is_compiling else held_now(self._device)
         if now is None or self._begin is None:
             return 0
         known = planned.held.setdefault((position, call), deque(maxlen=_MOST_READINGS))

@@ -97,6 +97,12 @@ class PlannedStep:
         return runs_modules or needs_all_ranks(self.plan.units)
 
     @property
+    def is_compiling(self) -> bool:
+        """Whether its next call compiles, which takes memory of the same allocator as tensors on a CPU."""
+        is_on_cpu = self.num_calls <= 1 and not self.profile.device.startswith("cuda")
+        return is_on_cpu and any(unit.engine is EngineChoice.COMPILE for unit in self.plan.units.values())
+
+    @property
     def fits(self) -> bool:
         """Whether the plan keeps the step within the budget."""
         return self.peak_bytes <= self.budget_bytes

@@ -112,10 +112,12 @@ class PlanPartitioner(CustomPartitionerFn):
                 clear_policy(node)
             halves = partitioned(gm, joint_inputs, **kwargs)
         found = {name for of_node in names.values() for name in of_node}
-        missing = [name for name, _ in self._words or () if name not in found]
+        words = dict(self._words or ())
+        missing = [name for name in words if name not in found]
         if failure is not None:
             self._warn_of_failure(failure)
-        elif missing:
+        elif found - words.keys() or any(words[name] == Action.KEEP for name in missing):
+            # What is to be dropped, and is not computed there, takes no memory, unless something else is in its place.
             self._warn_of_missing(missing)
         if self._on_partition is not None:
             self._on_partition(_partition(gm, halves[0], names, missing, num_outputs))
@@ -134,7 +136,7 @@ class PlanPartitioner(CustomPartitionerFn):
         return names
 
     def _warn_of_missing(self, names: Sequence[str]) -> None:
-        if self._is_first("missing"):
+        if names and self._is_first("missing"):
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             warn_user(
                 f"the plan does not fit the compiled code: it names {names[0]!r}{more}, which is not computed there. The step "
