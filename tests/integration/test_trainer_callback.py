@@ -122,6 +122,13 @@ def test_a_training_resumes_from_a_checkpoint(tmp_path: Path) -> None:
     assert budget.attached is not None and budget.attached.num_steps == 7
 
 
+def test_the_engine_is_passed_on(tmp_path: Path) -> None:
+    budget = MemoryBudget("75%", engine="region")
+    train(options(tmp_path, max_steps=2), budget)
+    assert budget.attached is not None
+    assert any(graph.rerun_s > 0 for graph in budget.attached.planned[0].profile.graphs)
+
+
 def test_the_line_goes_to_the_trainers_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines: list[str] = []
     handler = logging.Handler()
