@@ -58,7 +58,8 @@ Collectives: TypeAlias = Literal["keep", "replay"]
 
 # Scalars that PyTorch makes inside C++ functions, unseen by dispatch modes: at most 24 bytes at the peak of the test suite's
 # twenty models, 10 in a step of AdamW, and on CUDA four blocks. A budget is a bound, so this rounds up.
-_UNSEEN_BYTES: Final = {"cpu": 1024, "cuda": 4096}
+_UNSEEN_BYTES: Final = 1024
+_UNSEEN_ON_CUDA_BYTES: Final = 4096
 
 
 @dataclass(eq=False)
@@ -251,7 +252,8 @@ class StepRecording:
             budget: units are timed as far as that takes no more memory than this, or than the recorded step.
         """
         recorder, modelled = self.recorder, self._modelled
-        unseen_bytes = _UNSEEN_BYTES[self.device.type] if modelled is None else 0
+        unseen_bytes = _UNSEEN_ON_CUDA_BYTES if self.device.type == "cuda" else _UNSEEN_BYTES
+        unseen_bytes = unseen_bytes if modelled is None else 0
         recorder.events = self._with_last_step(gradients)
         persistent = dict(self._persistent)
         for kind, nbytes in (("other_tensors", recorder.read_bytes), ("other_allocations", self._other_bytes)):
