@@ -18,8 +18,8 @@ PAGES = ("../README.md", "get_started.md")
 INSTALLS = "pip install "
 # What differs from run to run, as it rests on measured times; peaks, counts and shapes are the same wherever it runs.
 TIMED = re.compile(
-    r"-?\+?\d+(\.\d+)? ?%( \([\d.]+ to [\d.]+[^)%]*\))?|in \d rounds|planned .*|(predicted )?peak \S+ MiB, \+|"
-    r"predicted \S+ MiB, measured.*|peak with plan.*"
+    r"-?\+?\d+(\.\d+)? ?%( \([\d.]+ to [\d.]+[^)%]*\))?|in \d rounds|planned .*|(predicted )?peak \S+ MiB, step \+|"
+    r"predicted \S+ MiB, (measured|within) .*|peak with plan.*"
 )
 
 

@@ -119,7 +119,7 @@ class PlannedStep:
         host = f"host memory {format_bytes(host_bytes)}, " if host_bytes else ""
         return (
             f"recollect: {format_bytes(self.budget_bytes)} budget, predicted peak {format_bytes(self.peak_bytes)}, {host}"
-            f"{slowdown:+.1%}{self.plan.range_text} (full recompute: {self.full_slowdown:+.0%}), "
+            f"step {slowdown:+.1%}{self.plan.range_text}, full recompute {self.full_slowdown:+.0%}, "
             f"planned {'again ' if again else ''}for {self}{again} in {seconds:.1f} s"
         )
 

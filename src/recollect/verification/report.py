@@ -123,7 +123,8 @@ class Report(ShownInNotebooks):
         if self.predicted_peak_bytes is None:
             return ""
         off = self.plan_peak_bytes / self.predicted_peak_bytes - 1
-        return f" (predicted {format_bytes(self.predicted_peak_bytes)}, measured {off:+.2%})"
+        measured = "within 0.01%" if abs(off) < 1e-4 else f"measured {abs(off):.2%} {'less' if off < 0 else 'more'}"
+        return f" (predicted {format_bytes(self.predicted_peak_bytes)}, {measured})"
 
     def _compared_slowdown(self) -> str:
         found = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -79,6 +80,7 @@ def test_a_step_that_was_planned_again_says_why() -> None:
         model(X).backward()
         optimizer.step()
         (planned,) = attached.planned
+    assert re.search(r"predicted peak \S+ \S+, step \+0\.0%, full recompute \+\d+%, planned for ", planned.line(1.0))
     assert planned.line(1.0, ", with room for 1.0 MiB more,").endswith(
         ", planned again for 4 x 32 x 16, with room for 1.0 MiB more, in 1.0 s"
     )

@@ -467,9 +467,17 @@ def test_text_of_a_step() -> None:
     assert str(REPORT).splitlines() == [
         "gradients        equal bit for bit (21 compared)",
         "peak without     4.0 MiB",
-        "peak with plan   3.0 MiB (predicted 4.0 MiB, measured -25.00%)",
+        "peak with plan   3.0 MiB (predicted 4.0 MiB, measured 25.00% less)",
         "slowdown         5.0% (predicted 3.1%)",
     ]
+
+
+@pytest.mark.parametrize(
+    ("peak_bytes", "text"),
+    [(4 * 2**20 - 400, "within 0.01%"), (4 * 2**20 + 400, "within 0.01%"), (5 * 2**20, "measured 25.00% more")],
+)
+def test_text_of_how_far_a_peak_is_from_its_prediction(peak_bytes: int, text: str) -> None:
+    assert f"(predicted 4.0 MiB, {text})" in str(replace(REPORT, plan_peak_bytes=peak_bytes))
 
 
 def test_text_of_a_step_on_cuda() -> None:
