@@ -248,6 +248,13 @@ def test_report_sets_planned_predicted_and_measured_side_by_side() -> None:
     assert "The budget held, with 10.0 MiB to spare." in text
 
 
+def test_report_leaves_out_what_was_not_measured_and_says_each_loss_once() -> None:
+    assert "fastest step without recompute" in report(outcome()) and "fastest step of this run" in report(outcome())
+    baseline = Baseline(predicted_peak_bytes=200 << 20, measured_peak_bytes=None, measured_step_s=None)
+    assert "fastest step" not in report(outcome(baseline=baseline, step_s=None))
+    assert "Validation loss 4.5000 after step 2.\n" in report(outcome())
+
+
 def test_report_says_when_the_budget_did_not_hold_or_nothing_ran() -> None:
     assert "The budget was EXCEEDED by 10.0 MiB: please report" in report(outcome(budget_bytes=80 << 20))
     assert "by 10.0 MiB: gloo holds." in report(outcome(budget_bytes=80 << 20, excess_reason="gloo holds"))

@@ -343,7 +343,8 @@ def test_what_takes_more_than_predicted_is_said() -> None:
     cpu, shared = torch.device("cpu"), Processes(DeviceLayout(data_parallel_size=2, expert_model_parallel_size=2))
     assert ONE_PROCESS.excess_reason(cpu) == ""
     assert shared.excess_reason(cpu) == (
-        "ranks that share experts get more rows in some steps than in the recorded one. Leave room for that with a smaller one"
+        "ranks that share experts get more rows in some steps than in the recorded one. "
+        "Give a budget that is smaller by as much"
     )
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 import signal
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -54,7 +55,7 @@ def training_config(command: Train) -> TrainConfig:
 
 def report_table(outcome: Outcome) -> Table:
     """Return a table of peak and time of a step, with and without recompute, predicted and measured."""
-    table = Table(title="Planned, predicted, measured", title_justify="left")
+    table = Table(title="Planned, predicted, measured", title_justify="left", box=box.SIMPLE_HEAD)
     for heading in ("", "predicted", "measured"):
         table.add_column(heading, justify="left" if not heading else "right")
     baseline = outcome.baseline
@@ -64,8 +65,10 @@ def report_table(outcome: Outcome) -> Table:
     table.add_row(
         "peak of this run", _bytes(outcome.predicted_peak_bytes), _bytes(outcome.measured_peak_bytes), style="bold"
     )
-    table.add_row("fastest step without recompute", "", _seconds(baseline.measured_step_s))
-    table.add_row("fastest step of this run", "", _seconds(outcome.step_s))
+    if baseline.measured_step_s is not None:
+        table.add_row("fastest step without recompute", "", _seconds(baseline.measured_step_s))
+    if outcome.step_s is not None:
+        table.add_row("fastest step of this run", "", _seconds(outcome.step_s))
     table.add_row("added time", _percent(outcome.predicted_slowdown), _percent(_measured_slowdown(outcome)))
     return table
 
@@ -80,11 +83,9 @@ def report_lines(outcome: Outcome) -> list[str]:
         )
         validations = [record for record in outcome.records if record.validation_loss is not None]
         if validations:
-            first, last = validations[0], validations[-1]
-            lines.append(
-                f"Validation loss {first.validation_loss:.4f} after step {first.step}, "
-                f"{last.validation_loss:.4f} after step {last.step}."
-            )
+            ends = validations[:1] if len(validations) == 1 else [validations[0], validations[-1]]
+            losses = ", ".join(f"{record.validation_loss:.4f} after step {record.step}" for record in ends)
+            lines.append(f"Validation loss {losses}.")
     else:
         lines.append(f"The run was complete: all {outcome.total_steps} steps had been done before.")
     budget_bytes, peak_bytes = outcome.budget_bytes, outcome.measured_peak_bytes

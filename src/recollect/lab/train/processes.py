@@ -96,13 +96,14 @@ class Processes:
 
     def excess_reason(self, device: torch.device) -> str:
         """Return why a step may take more memory than predicted, and advice; nothing if it may not."""
+        is_gloo = self.mesh is not None and device.type == "cpu"
         shares_experts = self.layout.expert_model_parallel_size > 1
         reasons = {
             "ranks that share experts get more rows in some steps than in the recorded one": shares_experts,
-            "gloo holds what it sent a moment longer": self.mesh is not None and device.type == "cpu",
+            "gloo, which connects processes on CPUs, frees what it sent a moment late": is_gloo,
         }
         found = "; ".join(reason for reason, applies in reasons.items() if applies)
-        return f"{found}. Leave room for that with a smaller one" if found else ""
+        return f"{found}. Give a budget that is smaller by as much" if found else ""
 
     def check(self, config: TrainConfig, dimensions: TransformerConfig) -> None:
         """Check that a run can be spread like this, with the same answer in every process.
