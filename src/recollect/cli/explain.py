@@ -191,6 +191,7 @@ def show(explanation: Explanation, profile: Profile, console: Console, *, with_n
     wide.print(totals_table(explanation))
     for line in peak_lines(plans):
         print_line(wide, line)
+    wide.print()
     for name, explained in list(plans.items())[1:]:
         wide.print(layers_table(name, explained))
         if with_names:
@@ -236,7 +237,7 @@ def peak_lines(plans: Mapping[str, Explained]) -> list[str]:
     places = {plan.simulation.peak_note for plan in plans.values()}
     filled = {name: ", ".join(plan.tenants) for name, plan in plans.items()}
     if len(places) == 1:
-        return [f"All peaks are in {places.pop()}.", *(f"  {name}: {text}" for name, text in filled.items())]
+        return [f"All peaks are in {places.pop()}.", *(f"  {name}:\n    {text}" for name, text in filled.items())]
     return [f"The peak of {n!r} is in {plan.simulation.peak_note}: {filled[n]}." for n, plan in plans.items()]
 
 
