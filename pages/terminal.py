@@ -35,6 +35,7 @@ WIDTHS = (80, 120)
 _LARGE = "--size 8b --fake --hardware H100 --dtype bf16 --seq-length 4096"
 _LOG = ROOT / "tests" / "unit" / "doctor" / "texts" / "memory-fragmented.txt"
 _ROWS = 60
+_TIE = "\xa0"
 _FONT = "ui-monospace, Menlo, Consolas, 'DejaVu Sans Mono', monospace"
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _CONTROLS = re.compile(r"\x1b\[(?![0-9;]*m)[0-9;?]*[A-Za-z]|\x1b[()][A-Z0-9]")
@@ -128,11 +129,18 @@ def left_on_screen(written: str) -> str:
 
 
 def _as_typed(command: str, width: int) -> str:
-    """Return the command behind a prompt, over lines as a shell reads it."""
+    r"""Return the command behind a prompt, over lines as a shell reads it, each flag with its value.
+
+    Example:
+        >>> print(_as_typed("recollect plan --size 8b --fake", 24))
+        $ recollect plan \
+              --size 8b --fake
+    """
+    tied = re.sub(r"(?<= )(--\S+) (?!--)", rf"\1{_TIE}", command)
     lines = textwrap.wrap(
-        f"$ {command}", width - 2, subsequent_indent="      ", break_long_words=False, break_on_hyphens=False
+        f"$ {tied}", width - 2, subsequent_indent="      ", break_long_words=False, break_on_hyphens=False
     )
-    return " \\\n".join(lines)
+    return " \\\n".join(lines).replace(_TIE, " ")
 
 
 def draw(text: str, width: int) -> str:

@@ -44,3 +44,4 @@ def test_a_command_is_typed_over_lines_that_a_shell_joins() -> None:
     typed = terminal._as_typed("recollect plan " + "--flag value " * 12, 60)
     assert all(len(line) <= 60 for line in typed.splitlines())
     assert typed.count(" \\\n") == len(typed.splitlines()) - 1
+    assert not any(line.strip().startswith("value") for line in typed.splitlines())
