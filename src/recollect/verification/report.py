@@ -12,6 +12,9 @@ from recollect.notebooks import ShownInNotebooks
 from recollect.quantities import format_seconds
 from recollect.verification.compare import Difference
 
+# If rounds differ by more than this part of a step, their median says nothing.
+_NOISY_SPREAD = 0.5
+
 
 @dataclass(frozen=True, kw_only=True)
 class Report(ShownInNotebooks):
@@ -129,7 +132,9 @@ class Report(ShownInNotebooks):
     def _compared_slowdown(self) -> str:
         found = []
         if self.slowdowns:
-            found.append(f"{min(self.slowdowns):.1%} to {max(self.slowdowns):.1%} in {len(self.slowdowns)} rounds")
+            low, high = min(self.slowdowns), max(self.slowdowns)
+            noisy = ": times too noisy to judge it by" if high - low > _NOISY_SPREAD else ""
+            found.append(f"{low:.1%} to {high:.1%} in {len(self.slowdowns)} rounds{noisy}")
         if self.predicted_slowdown is not None:
             found.append(f"predicted {self.predicted_slowdown:.1%}")
         return f" ({', '.join(found)})" if found else ""
