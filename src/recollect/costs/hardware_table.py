@@ -21,9 +21,9 @@ H100); assumed for the others. 85 % of the bandwidth, 5 us per launch, and half 
 tile per multiprocessor, at a depth of 64) are assumptions, not measured here on any GPU.
 
 Links to the memory of a host have the rates that large copies from and to pinned memory reach, per device and direction.
-These are published figures, for one direction at a time; an H200 reached 50 GB/s out and 51 GB/s in here, with other programs on
-it. Both directions at once, devices that share a switch, and memory of another socket can halve them. `recollect calibrate` measures your own link, with both directions
-at once.
+These are published figures, for one direction at a time; an H200 reached 50 GB/s out and 51 GB/s in here, beside other
+programs. Both directions at once, devices that share a switch, and memory of another socket can halve them. `recollect
+calibrate` measures your own link, with both directions at once.
 
 | link | data sheet | out | in | source of what is reached (nvbandwidth) |
 |---|--:|--:|--:|---|
