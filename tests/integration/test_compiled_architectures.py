@@ -82,6 +82,11 @@ def gradients(model: nn.Module, batch: dict[str, Any], *, autocast: bool) -> lis
     return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
 
 
+# A norm written in ops is summed in fp32, in vectors whose width depends on whether what is stored beside it has 16 bits.
+# A sum that ends in another last bit moves the products in bf16 that follow by up to 2^-14 of the largest entry.
+ROUNDED = {("DeepSeek-V3", True): 2**-13}
+
+
 @pytest.mark.filterwarnings("ignore::recollect.errors.PlanMismatchWarning")
 @pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "autocast"])
 @pytest.mark.parametrize("case", CASES)
@@ -109,7 +114,17 @@ def test_gradients_are_those_of_compiled_layers(case: str, autocast: bool) -> No
         for _ in range(2):
             found = gradients(model, batch, autocast=autocast)
             assert len(found) == len(expected) > 0
-            assert all(map(torch.equal, found, expected))
+            if (case, autocast) in ROUNDED:
+                assert all(
+                    distance(one, other) <= ROUNDED[case, autocast] for one, other in zip(found, expected, strict=True)
+                )
+            else:
+                assert all(map(torch.equal, found, expected))
+
+
+def distance(one: Tensor, other: Tensor) -> float:
+    """The largest difference, as a part of the largest entry."""
+    return float((one - other).abs().max() / other.abs().max())
 
 
 class Block(nn.Module):

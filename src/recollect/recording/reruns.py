@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -56,7 +57,8 @@ def with_reruns(
 def _rerun_s(sample: UnitSample, device: torch.device) -> float:
     """Return the seconds that a second run adds to a unit's forward and backward; 0 if it cannot run alone."""
     devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices):
+    with torch.random.fork_rng(devices=devices), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # What is said of a copy says nothing of the model.
         try:
             sample = sample.whole()
             module = sample.copied_module()
