@@ -82,6 +82,11 @@ class EagerForward(PlacedForward):
         return (compiled_function(self.forward) or self.forward)(*args, **kwargs)
 
 
+def expect_compiler(model: nn.Module) -> None:
+    """Do not warn that a compiled model is recorded uncompiled: its plan will run layers inside the compiler."""
+    _told.add(model)
+
+
 def look_for_compiler(forward: PlacedForward) -> None:
     """Warn, once for a model, where a plan and `torch.compile` conflict; called in a module's first call.
 

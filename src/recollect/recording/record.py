@@ -16,6 +16,7 @@ from recollect.costs.hardware_table import choose_hardware
 from recollect.costs.host_copies import with_host_link
 from recollect.costs.modelled_costs import ModelledCosts
 from recollect.costs.op_costs import MeasuredCosts
+from recollect.engine.eager_forward import expect_compiler
 from recollect.engine.self_check import check_steps_can_be_recorded
 from recollect.errors import HardwareError, RecordError
 from recollect.loss.intercept import loss_in_chunks
@@ -144,6 +145,8 @@ def record(
     if collectives not in get_args(Collectives):
         raise RecordError(f"collectives: got {collectives!r}, expected {' or '.join(map(repr, get_args(Collectives)))}")
     check_engine(engine, model, fake=fake, split_backward=split_backward)
+    if engine == "compile":
+        expect_compiler(model)
     ranks = ALONE if fake else ranks_of(model, group, "record(model, batch)")
 
     loop = _Loop(model, batch, step, optimizer, loss_fn, holds_output, gradients, loss_chunks, split_backward)
