@@ -454,3 +454,11 @@ def test_one_graph_takes_what_it_can_carry_out(unit: UnitPlan) -> None:
         recollect.compile_options(Plan({}, loss_chunks=4))
     with pytest.raises(ArgumentError, match="recollect.compile_options"):
         recollect.compile_options(None)  # type: ignore[arg-type]
+
+
+def test_verify_of_wrapped_blocks_of_which_one_is_on_the_tape() -> None:
+    """Without its plan that one has to run uncompiled as well, though its user compiled it."""
+    model = each_block(built())
+    on_tape = UnitPlan({f"_orig_mod.{name}": word for name, word in KEPT.items()})
+    report = recollect.verify(model, ROWS, Plan({**WRAPPED.units, "blocks.0": on_tape}), time=False)
+    assert report.gradients_equal, report

@@ -51,8 +51,7 @@ def eager_forwards(
     above = {path for unit in units for path in ("", *paths_above(unit))} - units
     modules = [model.get_submodule(path) for path in sorted(above)]
     modules += [unit for unit in map(model.get_submodule, sorted(units)) if not has_compiled_forward(unit)]
-    is_expected = units <= set(compiled_paths)
-    return [EagerForward(module, is_expected) for module in modules if id(module) not in known and _may_place(module)]
+    return [EagerForward(module) for module in modules if id(module) not in known and _may_place(module)]
 
 
 def _may_place(module: nn.Module) -> bool:
@@ -62,16 +61,7 @@ def _may_place(module: nn.Module) -> bool:
 
 
 class EagerForward(PlacedForward):
-    """Runs a module without the compiler.
-
-    Args:
-        module: the module.
-        is_expected: all units are compiled as a plan says, and only the code between them is not.
-    """
-
-    def __init__(self, module: nn.Module, is_expected: bool) -> None:
-        super().__init__(module)
-        self.is_expected = is_expected
+    """Runs a module without the compiler."""
 
     @uncompiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -101,9 +91,10 @@ def look_for_compiler(forward: PlacedForward) -> None:
             reason=f"torch.compile was asked for one graph of {_compiled_of(forward)}, which a plan has run eagerly",
             advice="Compile it without fullgraph=True, or remove the plan.",
         )
-    model = forward.applied.model
+    model, plan = forward.applied.model, forward.applied.plan
     has_own = compiled_function(forward.forward) is not None
-    is_expected = isinstance(forward, EagerForward) and forward.is_expected
+    # A plan that has layers compiled was made to run the others uncompiled.
+    is_expected = plan is not None and plan.is_compiled
     if model in _told or is_expected or not (has_own or is_one_graph is not None):
         return
     _told.add(model)

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from recollect._torch_fsdp import is_fully_sharded
-from recollect.engine.compiled.compiled_engine import compile_forward
+from recollect.engine.compiled.compiled_engine import compile_forward, named_as_inside
 from recollect.errors import NotYetError, RecordError
 from recollect.planning.compiled_menu import Keeps, compiled_menu, undominated
 from recollect.plans.paths import unit_words
@@ -238,7 +238,8 @@ def _compiled(
         if _saved_by(cut) in saved:
             raise _KnownError  # before code is generated, which takes nearly all the time
 
-    forward = compile_forward(_with_own_code(module.forward), keeps, on_partition=note_cut)
+    inside = None if keeps is None else named_as_inside(keeps)
+    forward = compile_forward(_with_own_code(module.forward), inside, on_partition=note_cut)
     try:
         begin = time.perf_counter()
         if time_run(sample, module, device, forward) is None:
@@ -257,7 +258,7 @@ def _compiled(
     if len(cuts) != 1:
         raise _CannotCompileError(f"it becomes {len(cuts)} graphs, expected one")
     saved.add(_saved_by(cuts[0]))
-    index_of = _names_of(graph)
+    index_of = named_as_inside(_names_of(graph))
     kept = {index_of[name] for name in cuts[0].kept if name in index_of}
     record = VariantRecord(
         kept=tuple(sorted(index for index in kept if not graph.values[index].is_output)),

@@ -196,10 +196,17 @@ def compare_units(
 
 @contextmanager
 def without_choices(model: nn.Module, plan: Plan) -> Iterator[None]:
-    """Run compiled units compiled, with PyTorch's choice of values to keep; all others without a plan."""
+    """Run compiled units compiled, with PyTorch's choice of values to keep; all others as they are.
+
+    Beside compiled units, those on the tape stay there, and keep everything: their user may have compiled them, too.
+    """
     by_pytorch = UnitPlan({}, engine=EngineChoice.COMPILE)
-    units = {path: by_pytorch for path, unit in plan.units.items() if unit.engine is EngineChoice.COMPILE}
-    with apply(model, Plan(units)) if units else nullcontext():
+    units = {
+        path: by_pytorch if unit.engine is EngineChoice.COMPILE else UnitPlan(dict.fromkeys(unit.actions, Action.KEEP))
+        for path, unit in plan.units.items()
+        if unit.engine is EngineChoice.COMPILE or unit.actions
+    }
+    with apply(model, Plan(units)) if by_pytorch in units.values() else nullcontext():
         yield
 
 

@@ -213,3 +213,19 @@ def test_variants_of_a_unit_with_other_values_are_not_taken_over(monkeypatch: py
         profile = recollect.record(model, torch.randn(ROWS, WIDTH), engine="compile")
     variants = {call.path: profile.graph_of(call).variants for call in profile.calls}
     assert (len(variants["blocks.0"]), variants["blocks.1"]) == (1, ())
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", r"ignore:The \.grad attribute of a Tensor that is not a leaf")
+def test_blocks_that_their_user_wrapped_keep_the_same_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`torch.compile(block)` puts a wrapper around the block, whose name all names of values then begin with."""
+
+    def one_value(graph: UnitGraph) -> list[Keeps]:
+        return [{value.name: Action("keep" if "up.mm" in value.name else "recompute") for value in graph.values}]
+
+    monkeypatch.setattr("recollect.recording.record.with_variants", partial(with_variants, menu=one_value))
+    model = Stack()
+    for index, block in enumerate(list(model.blocks)):
+        model.blocks[index] = torch.compile(block)  # type: ignore[call-overload]
+    graph = unit_graph(recollect.record(model, torch.randn(ROWS, WIDTH), engine="compile"))
+    kept = [{graph.values[value].name for value in variant.kept} for variant in graph.variants[1:]]
+    assert kept == [{"_orig_mod.up.mm"}]

@@ -13,7 +13,7 @@ and the peak is the pool's. Compiled autograd: it compiles backward anew, withou
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from recollect.engine.together import Agreement
 
 Shapes = tuple[torch.Size, ...]
+_T = TypeVar("_T")
 
 
 def compiled_forwards(
@@ -60,9 +61,9 @@ def compiled_forwards(
     return forwards
 
 
-def named_as_inside(actions: Mapping[str, Action]) -> dict[str, Action]:
-    """Return the actions of a unit by names without the wrapper that `torch.compile(module)` puts around the module."""
-    return {name.removeprefix("_orig_mod."): action for name, action in actions.items()}
+def named_as_inside(by_name: Mapping[str, _T]) -> dict[str, _T]:
+    """Return what belongs to values of a unit by names without the wrapper that `torch.compile(module)` puts around it."""
+    return {name.removeprefix("_orig_mod."): its for name, its in by_name.items()}
 
 
 def compile_forward(
