@@ -83,8 +83,8 @@ def gradients(model: nn.Module, batch: dict[str, Any], *, autocast: bool) -> lis
 
 
 # A norm written in ops is summed in fp32, in vectors whose width depends on whether what is stored beside it has 16 bits.
-# A sum that ends in another last bit moves the products in bf16 that follow by up to 2^-14 of the largest entry.
-ROUNDED = {("DeepSeek-V3", True): 2**-13}
+# A sum that ends in another last bit may round the other way where bf16 follows, by 2^-8 of an entry.
+ROUNDED = {("DeepSeek-V3", True): 2**-8}
 
 
 @pytest.mark.filterwarnings("ignore::recollect.errors.PlanMismatchWarning")
