@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import recollect
+from compiled_blocks import compiled_without_plan
 from device_models import decoder
 from device_steps import RecordProperty
 from predictions import budgets
-from recollect.engine.compiled.compiled_engine import compile_forward
 from recollect.lab.models.architectures import llama_config
 from recollect.lab.models.gpt import GPTModel
 from recollect.measuring.meter import measure_peak
@@ -65,17 +65,6 @@ def _different(model: nn.Module, found: list[Tensor], expected: list[Tensor]) ->
     ]
 
 
-def _compiled_plain(model: nn.Module, paths: list[str], step: Callable[[], list[Tensor]]) -> list[Tensor]:
-    """Gradients with these units compiled, without a plan."""
-    units = [model.get_submodule(path) for path in paths]
-    for unit in units:
-        unit.forward = compile_forward(unit.forward, None)
-    gradients = step()
-    for unit in units:
-        del unit.forward
-    return gradients
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_each_variant(dtype: torch.dtype, device: torch.device, record_property: RecordProperty) -> None:
     """Bits of the layers compiled without a plan, and the predicted peak."""
@@ -84,7 +73,8 @@ def test_each_variant(dtype: torch.dtype, device: torch.device, record_property:
     calls = [call for call in profile.calls if call.repeated]
     graph = profile.graph_of(calls[0])
     assert len(graph.variants) >= 3
-    expected = _compiled_plain(model, [call.path for call in calls], lambda: _stepped(model, batch))
+    with compiled_without_plan(model, [call.path for call in calls]):
+        expected = _stepped(model, batch)
 
     def measured_bytes() -> int:
         """The growth of what a step asks for; what is allocated depends on free blocks."""

@@ -22,9 +22,12 @@ from zoo import ZOO
 
 MODELS = ("llama", "gpt2", "mixtral_grouped")
 every_model = pytest.mark.parametrize("name", MODELS)
-# A free block of CUDA's allocator that is up to 1 MiB larger than what was asked for is handed out whole.
-ROUNDED_UP = 0.02
 LOOPS: dict[str, dict[str, Any]] = {"lean": LEAN_LOOP, "holding": {}, "accumulating": {"gradients": "accumulated"}}
+
+
+def most_over(device: torch.device) -> float:
+    """The highest ratio of a peak to the predicted one: CUDA hands out free blocks whole that are up to 1 MiB too large."""
+    return 1.0 if device.type == "cpu" else 1.02
 
 
 def _everything(model: nn.Module, device: torch.device) -> Step:
@@ -169,8 +172,7 @@ def test_predicted_peaks(
     report = recollect.verify(model, batch, plan, **loop)
     record_property("predicted", plan.predicted_peak_bytes)
     record_property("measured", report.plan_peak_bytes)
-    rounded_up = 0 if device.type == "cpu" else ROUNDED_UP
-    assert 0.9 <= report.plan_peak_bytes / plan.predicted_peak_bytes <= 1 + rounded_up
+    assert 0.9 <= report.plan_peak_bytes / plan.predicted_peak_bytes <= most_over(device)
 
 
 def test_predicted_peak_of_ones_own_step(device: torch.device, record_property: RecordProperty) -> None:
@@ -191,8 +193,7 @@ def test_predicted_peak_of_ones_own_step(device: torch.device, record_property: 
     record_property("predicted", plan.predicted_peak_bytes)
     record_property("measured", report.plan_peak_bytes)
     assert report.gradients_equal, report
-    rounded_up = 0 if device.type == "cpu" else ROUNDED_UP
-    assert 0.9 <= report.plan_peak_bytes / plan.predicted_peak_bytes <= 1 + rounded_up
+    assert 0.9 <= report.plan_peak_bytes / plan.predicted_peak_bytes <= most_over(device)
 
 
 @every_model

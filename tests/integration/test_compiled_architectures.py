@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 import recollect
-from recollect.engine.compiled.compiled_engine import compile_forward
+from compiled_blocks import compiled_without_plan
 from recollect.lab.models.architectures import deepseek_v3_config, gpt_config, llama_config
 from recollect.lab.models.gpt import GPTModel
 from recollect.plans.plan import Plan
@@ -98,12 +98,8 @@ def test_gradients_are_those_of_compiled_layers(case: str, autocast: bool) -> No
     names = [value.name for value in graph.values if value.producer is not None]
     products = {name for name in names if "mm" in name.rpartition(".")[2] or "attention" in name.rpartition(".")[2]}
     kept: list[set[str]] = [set(), products]
-    units = [model.get_submodule(path) for path in paths]
-    for unit in units:
-        unit.forward = compile_forward(unit.forward, None)  # type: ignore[method-assign]
-    expected = gradients(model, batch, autocast=autocast)
-    for unit in units:
-        del unit.forward
+    with compiled_without_plan(model, paths):
+        expected = gradients(model, batch, autocast=autocast)
     plan = Plan(
         {
             path: UnitPlan({name: "keep" if name in keep else "recompute" for name in names}, engine="compile")

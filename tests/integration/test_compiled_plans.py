@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -19,10 +19,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils._pytree import tree_leaves
 
 import recollect
-from compiled_blocks import each_block, each_block_forward, each_block_in_place
+from compiled_blocks import compiled_without_plan, each_block, each_block_forward, each_block_in_place
 from compiled_units import names_of, saved_tensors, values_by_name, without_code
 from recollect._torch_parallel import fake_process_group, split_backward
-from recollect.engine.compiled.compiled_engine import compile_forward
 from recollect.engine.compiled.partitioner import PlanPartitioner
 from recollect.errors import (
     ArgumentError,
@@ -115,17 +114,6 @@ def same(found: Gradients, expected: Gradients) -> bool:
     return len(found) == len(expected) > 0 and all(map(torch.equal, found, expected))
 
 
-def compiled_plain(model: nn.Module, paths: Sequence[str], step: Callable[[], Gradients]) -> Gradients:
-    """Gradients with these units compiled, without a plan."""
-    units = [model.get_submodule(path) for path in paths]
-    for unit in units:
-        unit.forward = compile_forward(unit.forward, None)
-    gradients = step()
-    for unit in units:
-        del unit.forward
-    return gradients
-
-
 def graphs() -> int:
     return int(counters["stats"]["unique_graphs"])
 
@@ -133,7 +121,8 @@ def graphs() -> int:
 @pytest.fixture(name="plain")
 def plain_gradients() -> Gradients:
     model = built()
-    gradients = compiled_plain(model, list(PLAN.units), lambda: stepped(model))
+    with compiled_without_plan(model, PLAN.units):
+        gradients = stepped(model)
     torch._dynamo.reset()
     counters.clear()
     return gradients
@@ -176,7 +165,8 @@ def test_two_plans_on_a_llama(is_by_inductor: bool) -> None:
     calls: list[tuple[Any, Any]] = []
     hooks = [layer.register_forward_hook(lambda _, args, output: calls.append((args, output))) for layer in layers]
     if is_by_inductor:
-        expected = compiled_plain(model, paths, step)
+        with compiled_without_plan(model, paths):
+            expected = step()
         assert graphs() == 1
         with recollect.apply(model, planned("compile")):
             assert same(step(), expected)

@@ -1,8 +1,13 @@
-"""Compile the blocks of a model as its user may do, in each of three ways."""
+"""Compile the blocks of a model as its user may do, in each of three ways, or as a plan does."""
 
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
+
+from recollect.engine.compiled.compiled_engine import compile_forward
 
 
 def each_block(model: Any) -> Any:
@@ -24,3 +29,14 @@ def each_block_forward(model: Any) -> Any:
     for block in model.blocks:
         block.forward = torch.compile(block.forward)
     return model
+
+
+@contextmanager
+def compiled_without_plan(model: nn.Module, paths: Iterable[str]) -> Iterator[None]:
+    """Run units inside the compiler as plans do, but leave it to PyTorch what they keep."""
+    units = [model.get_submodule(path) for path in paths]
+    for unit in units:
+        unit.forward = compile_forward(unit.forward, None)  # type: ignore[method-assign]
+    yield
+    for unit in units:
+        del unit.forward
