@@ -43,7 +43,7 @@ MUTATIONS = (
         "folded-runs-cost-once",
         "an op of a call that stands for several runs costs the time of one",
         "simulation",
-        (("self.rerun_s.append(record.num_runs * op.time_s)", "self.rerun_s.append(op.time_s)"),),
+        (("self.rerun_s.append(num_runs * op.time_s)", "self.rerun_s.append(op.time_s)"),),
     ),
     Mutation(
         "private-copy-not-played",
@@ -85,7 +85,7 @@ MUTATIONS = (
         "usage-without-tape",
         "the time of a layer leaves out what watching its ops takes",
         "planning",
-        (("for op in again), 0.0) + tape_s,", "for op in again), 0.0),"),),
+        (("recompute_s=again_s + tape_s,", "recompute_s=again_s,"),),
     ),
     Mutation(
         "blocks-rounded-down",
@@ -108,7 +108,7 @@ MUTATIONS = (
         "reruns-cost-twice",
         "a unit that runs again as a whole costs its measured seconds and those of its ops",
         "simulation",
-        ((" or not self.profile.graph_of(record).rerun_s:", " or True:"),),
+        (("rerun_s[num_earlier:] = ", "rerun_s[len(self._step.rerun_s) :] = "),),
     ),
     Mutation(
         "tape-times-not-read",

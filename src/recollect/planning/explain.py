@@ -17,6 +17,7 @@ from recollect.arguments import check_kind
 from recollect.errors import BudgetTooSmallError
 from recollect.planning.planners import planner_for
 from recollect.planning.trips import link_of
+from recollect.plans.action import EngineChoice
 from recollect.plans.paths import compress_paths
 from recollect.plans.plan import Plan
 from recollect.plans.value_names import collective_kind
@@ -108,6 +109,10 @@ def usage_in(profile: Profile, decisions: Sequence[CallActions], lives: Lifetime
         tape_s = graph.watched_s(decisions[index].values.dropped) if index in on_tape else 0.0
         if (variant := decisions[index].variant) >= 0:
             tape_s = max(0.0, graph.variants[variant].step_s - graph.variants[0].step_s)
+        # One after the other: `sum` rounds in another way in newer Pythons.
+        again_s = reduce(add, (op.time_s for op in again), 0.0)
+        if again and graph.rerun_s and decisions[index].engine is EngineChoice.REGION:
+            again_s = graph.rerun_s
         names = _names(graph)
         accounts.append(
             LayerUsage(
@@ -119,8 +124,7 @@ def usage_in(profile: Profile, decisions: Sequence[CallActions], lives: Lifetime
                 ),
                 generator_bytes=kept[index][GENERATOR],
                 recomputed=tuple(op.name for op in again),
-                # One after the other: `sum` rounds in another way in newer Pythons.
-                recompute_s=reduce(add, (op.time_s for op in again), 0.0) + tape_s,
+                recompute_s=again_s + tape_s,
                 num_runs=call.num_runs,
             )
         )

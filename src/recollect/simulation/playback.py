@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, Final, Protocol, TypeAlias
 
-from recollect.plans.action import Action, EngineChoice
+from recollect.plans.action import Action
 from recollect.plans.trip import Timetable
 from recollect.profile import events
 from recollect.profile.events import BACKWARD, FORWARD, PHASE_NAMES
@@ -164,11 +164,9 @@ class Playback(HostRoom):
 
     def runs_again(self, call: int, op: OpRecord) -> None:
         """Count an op that runs a second time, in each of the runs that the call represents."""
-        record = self.profile.calls[call]
-        self.num_rerun += record.num_runs
-        # The ops of a unit that runs again as a whole take the time that was measured for all, if it was.
-        if self.decisions[call].engine is not EngineChoice.REGION or not self.profile.graph_of(record).rerun_s:
-            self.rerun_s.append(record.num_runs * op.time_s)
+        num_runs = self.profile.calls[call].num_runs
+        self.num_rerun += num_runs
+        self.rerun_s.append(num_runs * op.time_s)
         self.is_recomputing = op.name
 
     def _alloc(self, key: Key, nbytes: int) -> None:

@@ -263,8 +263,7 @@ class _Region:
         if self._ran_again:
             return
         self._ran_again = True
-        record = self._step.profile.calls[self._call]
-        self._step.rerun_s.append(record.num_runs * self._step.profile.graph_of(record).rerun_s)
+        num_earlier = len(self._step.rerun_s)
         present: dict[Key, Any] = {}
         change_bytes = 0
         for code, operands in self._forward:
@@ -282,6 +281,10 @@ class _Region:
                 change_bytes += operands[1] if code == BULK else 0
         # Bytes left over from these are freed when the run ends.
         self._play[BULK](0, -change_bytes)
+        record = self._step.profile.calls[self._call]
+        if rerun_s := self._step.profile.graph_of(record).rerun_s:
+            # Measured for the run as a whole, in place of its ops.
+            self._step.rerun_s[num_earlier:] = [record.num_runs * rerun_s]
 
     def _op_again(self, run: ProgramOp, present: dict[Key, Any]) -> None:
         self._step.runs_again(self._call, run.op)

@@ -97,8 +97,10 @@ def test_runs_again_up_to_the_last_saved_value() -> None:
 
 def test_seconds_of_a_measured_second_run_count_instead_of_those_of_its_ops() -> None:
     profile = profile_of()
-    simulation = played(replace(profile, graphs=(replace(GRAPH, rerun_s=5.0),)))
+    measured = replace(profile, graphs=(replace(GRAPH, rerun_s=5.0),))
+    simulation = played(measured)
     assert (simulation.recomputed_ops, simulation.recompute_s) == (3, 5.0)
+    assert layer_usage(measured, PLAN)[0].recompute_s == 5.0
 
 
 def test_values_die_as_in_forward_but_for_what_is_saved() -> None:
