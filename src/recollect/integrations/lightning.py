@@ -68,7 +68,7 @@ class BudgetHooks(BudgetCallback):
         model = trainer.strategy.model
         # Lightning has all processes wait for each other after `setup`.
         self._presence.check(is_after_barrier=True)
-        self.attached = self._attach(model, trainer.optimizers, pl_module, log)
+        self.attached = self._attach(model, trainer.optimizers, pl_module, log, self.engine)
         if pl_module.automatic_optimization:
             # Here it runs only forward, and may call the layers one by one. Otherwise it also runs backward.
             pl_module.training_step = _TrainingStep(pl_module, self.attached)

@@ -55,7 +55,7 @@ class BudgetCallback:
         optimizer: Any,
         model: nn.Module,
         log: Callable[[str], object],
-        engine: RecordedEngine | None = None,
+        engine: RecordedEngine,
     ) -> Attached:
         """Attach to the module that a trainer calls, and switch the model's cache off."""
         attached = attach(
@@ -64,7 +64,7 @@ class BudgetCallback:
             self.budget,
             on_larger=self.on_larger,
             units=in_wrapper(self.units, wrapped, model),
-            engine=engine or self.engine,
+            engine=engine,
             measure=self.measure,
             log=log,
         )

@@ -162,8 +162,8 @@ class MemoryBudget(trainers.BudgetCallback, TrainerCallback):
             self.attached = AttachedEngine(wrapped, self._section(args), log)
             self.attached.remove_too(trainers.CacheOff(model))
         else:
-            compiled = None if engine_of(args) == "tape" else engine_of(args)
-            self.attached = self._attach(wrapped, optimizer, model, log, compiled)
+            engine = engine_of(args)
+            self.attached = self._attach(wrapped, optimizer, model, log, self.engine if engine == "tape" else engine)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Log the numbers of a new plan, or of a higher measured peak, as the trainer logs its loss."""
@@ -183,7 +183,17 @@ class MemoryBudget(trainers.BudgetCallback, TrainerCallback):
         self._trainer = None
 
     def _section(self, args: Any) -> BudgetSection:
-        """Merge the callback's settings with DeepSpeed's configuration; the callback's defaults do not count."""
+        """Merge the callback's settings with DeepSpeed's configuration; the callback's defaults do not count.
+
+        Raises:
+            NotYetError: layers are to run on another engine than the tape.
+        """
+        if self.engine != "tape":
+            raise NotYetError(
+                settings={"engine": self.engine},
+                needs="layers that DeepSpeed's engine runs, and that are measured in a training loop",
+                advice=f'Leave out engine="{self.engine}", or train without DeepSpeed.',
+            )
         budget = None if self.budget == DEFAULT_BUDGET else self.budget
         on_larger: OnLarger | None = None if self.on_larger == "replan" else self.on_larger
         section = BudgetSection.of(args.hf_deepspeed_config.config).with_arguments(budget, on_larger, self.units)
