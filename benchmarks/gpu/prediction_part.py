@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import statistics
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 import torch
@@ -166,18 +167,16 @@ def measured(loop: Loop, profile: recollect.Profile, plans: dict[str, recollect.
             empty_cache(loop.device)
     seconds: dict[str, list[float]] = {name: [] for name in peaks}
     # Suspended in between, since a tape learns in its first steps what it has to watch.
-    applied, switches = [], {}
-    for name in peaks:
-        applied.append(recollect.apply(loop.model, plans[name]))
-        switches[name] = SwitchablePlan(applied[-1])
-    for round_number in range(_NUM_STEPS + num_rounds):
-        for name, switch in switches.items():
-            with switch.on():
-                elapsed_s = loop.seconds()
-            if round_number >= _NUM_STEPS:
-                seconds[name].append(elapsed_s)
-    for one in applied:
-        one.remove()
+    with ExitStack() as stack:
+        switches = {
+            name: SwitchablePlan(stack.enter_context(recollect.apply(loop.model, plans[name]))) for name in peaks
+        }
+        for round_number in range(_NUM_STEPS + num_rounds):
+            for name, switch in switches.items():
+                with switch.on():
+                    elapsed_s = loop.seconds()
+                if round_number >= _NUM_STEPS:
+                    seconds[name].append(elapsed_s)
     rows = []
     for name, peak in peaks.items():
         predicted_s = profile.step_s * (1 + (plans[name].predicted_slowdown or 0.0))
