@@ -61,7 +61,7 @@ def compiled_whole(function: Callable[..., Any], options: dict[str, Any]) -> Cal
 
 
 @contextmanager
-def uncached() -> Iterator[None]:
+def quiet_cache() -> Iterator[None]:
     """Keep PyTorch 2.11 from logging a traceback wherever a partitioner keeps its code out of the cache on disk."""
     logger = logging.getLogger("torch._inductor.codecache")
 

@@ -9,7 +9,6 @@ from torch import nn
 from recollect.applying import applied_to
 from recollect.arguments import check_kind
 from recollect.attaching.attached import Attached, OnLarger
-from recollect.engine.eager_forward import expect_compiler
 from recollect.engine.self_check import check_steps_can_be_recorded
 from recollect.errors import AlreadyAppliedError, NotYetError, RecollectError, RecordError
 from recollect.fitting import DEFAULT_BUDGET
@@ -145,10 +144,8 @@ def attach(
 
 
 def _checked(engine: RecordedEngine, model: nn.Module, ranks: Ranks) -> RecordedEngine:
-    """Return the engine, and expect it; refuse one that cannot be measured in a loop."""
+    """Return the engine; refuse one that cannot be measured in a loop."""
     check_engine(engine, model, fake=False, split_backward=False)
-    if engine == "compile":
-        expect_compiler(model)
     if engine != "tape" and not ranks.is_alone:
         raise NotYetError(
             settings={"engine": engine},

@@ -99,8 +99,7 @@ class PlannedStep:
     @property
     def is_compiling(self) -> bool:
         """Whether its next call compiles, which takes memory of the same allocator as tensors on a CPU."""
-        is_on_cpu = self.num_calls <= 1 and not self.profile.device.startswith("cuda")
-        return is_on_cpu and any(unit.engine is EngineChoice.COMPILE for unit in self.plan.units.values())
+        return self.plan.is_compiled and self.num_calls <= 1 and not self.profile.device.startswith("cuda")
 
     @property
     def fits(self) -> bool:

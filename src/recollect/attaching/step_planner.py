@@ -24,9 +24,8 @@ from recollect.progress import stage
 from recollect.quantities import parse_budget
 from recollect.ranks.group import Place
 from recollect.ranks.members import common_plan, with_common_times
-from recollect.recording.reruns import with_reruns
 from recollect.recording.step_recording import StepRecording
-from recollect.recording.variants import RecordedEngine, with_variants
+from recollect.recording.variants import RecordedEngine, with_engine
 from recollect.warning import warn_user
 
 # Memory that grows from step to step is reserved slightly ahead.
@@ -180,16 +179,15 @@ class StepPlanner:
             batch=f"{calls[0]}, {len(calls)} calls" if len(calls) > 1 else str(calls[0]),
             budget=budget,
         )
-        if self.engine != "tape":
-            profile = with_reruns(profile, recording.samples_of_graph, self.device)
+        seconds: list[float] = []
+        profile = with_engine(
+            self.engine,
+            profile,
+            recording.samples_of_graph,
+            self.device,
+            compiled=lambda _, compile_s: seconds.append(compile_s),
+        )
         if self.engine == "compile":
-            seconds: list[float] = []
-            profile = with_variants(
-                profile,
-                recording.samples_of_graph,
-                self.device,
-                compiled=lambda _, compile_s: seconds.append(compile_s),
-            )
             self.log(
                 f"recollect: compiled layers {len(seconds)} times in {sum(seconds):.0f} s, to measure what they take"
             )

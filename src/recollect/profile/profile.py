@@ -29,8 +29,9 @@ _FORMAT = "recollect.profile"
 _VERSION = 2
 
 # The CUDA caching allocator hands out multiples of this (PYTORCH_NO_CUDA_MEMORY_CACHING unset).
-# CUDA's caching allocator takes memory for blocks of 10 MiB or more in multiples of 2 MiB, and splits off no rest up to 1 MiB.
-_CUDA_BLOCK_BYTES, _LARGE_BLOCK_BYTES, _SEGMENT_BYTES, _WHOLE_REST_BYTES = 512, 10 << 20, 2 << 20, 1 << 20
+_CUDA_BLOCK_BYTES = 512
+# It takes memory for blocks of 10 MiB or more in multiples of 2 MiB, and splits off no rest up to 1 MiB.
+_LARGE_BLOCK_BYTES, _SEGMENT_BYTES, _WHOLE_REST_BYTES = 10 << 20, 2 << 20, 1 << 20
 
 _KINDS = {
     "other_tensors": "other tensors that the step reads",

@@ -16,7 +16,6 @@ from recollect.costs.hardware_table import choose_hardware
 from recollect.costs.host_copies import with_host_link
 from recollect.costs.modelled_costs import ModelledCosts
 from recollect.costs.op_costs import MeasuredCosts
-from recollect.engine.eager_forward import expect_compiler
 from recollect.engine.self_check import check_steps_can_be_recorded
 from recollect.errors import HardwareError, RecordError
 from recollect.loss.intercept import loss_in_chunks
@@ -39,11 +38,10 @@ from recollect.recording.model_step import (
 )
 from recollect.recording.optimizer_step import OptimizerStep, record_optimizer_step, reductions_of
 from recollect.recording.optimizers import Optimizers, check_optimizers
-from recollect.recording.reruns import with_reruns
 from recollect.recording.restored_state import free_gradients, undisturbed
 from recollect.recording.step_recorder import Costs
 from recollect.recording.step_recording import Collectives, Gradients, StepRecording
-from recollect.recording.variants import RecordedEngine, check_engine, with_variants
+from recollect.recording.variants import RecordedEngine, check_engine, with_engine
 from recollect.tensors import inner_tensors
 
 
@@ -145,8 +143,6 @@ def record(
     if collectives not in get_args(Collectives):
         raise RecordError(f"collectives: got {collectives!r}, expected {' or '.join(map(repr, get_args(Collectives)))}")
     check_engine(engine, model, fake=fake, split_backward=split_backward)
-    if engine == "compile":
-        expect_compiler(model)
     ranks = ALONE if fake else ranks_of(model, group, "record(model, batch)")
 
     loop = _Loop(model, batch, step, optimizer, loss_fn, holds_output, gradients, loss_chunks, split_backward)
@@ -165,11 +161,7 @@ def record(
         if host_link and not fake:
             profile = ranks.together(lambda: with_host_link(profile, loop.device), Place.START)
         profile = with_common_times(profile, ranks)
-        if engine != "tape":
-            profile = with_reruns(profile, recording.samples_of_graph, loop.device, ranks=ranks)
-        if engine == "compile":
-            profile = with_variants(profile, recording.samples_of_graph, loop.device, ranks=ranks)
-        return profile
+        return with_engine(engine, profile, recording.samples_of_graph, loop.device, ranks=ranks)
 
 
 def record_with(

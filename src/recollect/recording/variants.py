@@ -21,6 +21,7 @@ from torch import nn
 
 from recollect._torch_fsdp import is_fully_sharded
 from recollect.engine.compiled.compiled_engine import compile_forward, named_as_inside
+from recollect.engine.eager_forward import expect_compiler
 from recollect.errors import NotYetError, RecordError
 from recollect.planning.compiled_menu import Keeps, compiled_menu, undominated
 from recollect.plans.paths import unit_words
@@ -33,6 +34,7 @@ from recollect.progress import stage
 from recollect.quantities import parse_bytes
 from recollect.ranks.group import ALONE, Place, Ranks
 from recollect.ranks.members import with_common_times
+from recollect.recording.reruns import with_reruns
 from recollect.recording.unit_samples import UnitSample
 from recollect.recording.unit_times import rounds_within, time_run
 from recollect.recording.unit_trace import trace_unit
@@ -46,7 +48,7 @@ RecordedEngine: TypeAlias = Literal["tape", "region", "compile"]
 
 
 def check_engine(engine: str, model: nn.Module, *, fake: bool, split_backward: bool) -> None:
-    """Check that units can be measured on an engine in a step.
+    """Check that units can be measured on an engine in a step, and let a model be compiled that is for the compiler.
 
     Raises:
         RecordError: the engine is no known word.
@@ -66,6 +68,24 @@ def check_engine(engine: str, model: nn.Module, *, fake: bool, split_backward: b
         raise _not_yet(
             engine, "model", "sharded by FSDP2", "copies of units on gathered parameters", "Record before fully_shard"
         )
+    if engine == "compile":
+        expect_compiler(model)
+
+
+def with_engine(
+    engine: RecordedEngine,
+    profile: Profile,
+    samples: Mapping[int, UnitSample],
+    device: torch.device,
+    *,
+    ranks: Ranks = ALONE,
+    compiled: Callable[[str, float], object] = lambda path, compile_s: None,
+) -> Profile:
+    """Return a profile whose repeated units have what an engine takes besides the tape; see `with_reruns`, `with_variants`."""
+    if engine == "tape":
+        return profile
+    profile = with_reruns(profile, samples, device, ranks=ranks)
+    return with_variants(profile, samples, device, ranks=ranks, compiled=compiled) if engine == "compile" else profile
 
 
 def _not_yet(engine: str, name: str, value: object, needs: str, advice: str) -> NotYetError:
@@ -193,10 +213,10 @@ def _measured(
     """
     sample = sample.whole()
     # Here: it imports the compiler.
-    from recollect._torch_compile import uncached
+    from recollect._torch_compile import quiet_cache
 
     devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices), warnings.catch_warnings(), uncached():
+    with torch.random.fork_rng(devices=devices), warnings.catch_warnings(), quiet_cache():
         # Warnings of the compiler, and of values in the menu that the unit does not compute there.
         warnings.simplefilter("ignore")
         module = _copied(sample)

@@ -118,18 +118,6 @@ def test_attach_measures_at_the_end_of_a_step() -> None:
         assert any(graph.rerun_s for graph in handle.planned[0].profile.graphs)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"fake": True}, "engine='region', fake=True: not yet: times of code that never ran"),
-        ({"split_backward": True}, "engine='region', split_backward=True: not yet: .* the two halves"),
-    ],
-)
-def test_steps_that_cannot_be_measured_are_refused(settings: dict[str, bool], message: str) -> None:
-    with pytest.raises(NotYetError, match=message):
-        recollect.record(Stack(), torch.randn(ROWS, WIDTH), engine="region", **settings)  # type: ignore[arg-type]
-
-
 def test_attach_in_several_processes_is_refused() -> None:
     class Two(Ranks):
         is_alone = False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -178,13 +179,14 @@ def test_another_engine_is_an_error() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"fake": True}, "engine='compile', fake=True: not yet: times of code that never ran"),
-        ({"split_backward": True}, "engine='compile', split_backward=True: not yet: .* the two halves"),
+        ({"fake": True}, "fake=True: not yet: times of code that never ran"),
+        ({"split_backward": True}, "split_backward=True: not yet: .* the two halves"),
     ],
 )
-def test_steps_whose_variants_cannot_be_measured_are_refused(settings: dict[str, bool], message: str) -> None:
-    with pytest.raises(NotYetError, match=message):
-        recollect.record(Stack(), torch.randn(ROWS, WIDTH), engine="compile", **settings)  # type: ignore[arg-type]
+@pytest.mark.parametrize("engine", ["region", "compile"])
+def test_steps_that_cannot_be_measured_are_refused(engine: Any, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(NotYetError, match=f"engine='{engine}', {message}"):
+        recollect.record(Stack(), torch.randn(ROWS, WIDTH), engine=engine, **settings)
 
 
 def test_a_backward_that_keeps_its_graph_is_refused() -> None:
@@ -208,7 +210,7 @@ def test_variants_of_a_unit_with_other_values_are_not_taken_over(monkeypatch: py
 
     model = Stack(Chooses)
     model.blocks[1].activation = nn.functional.gelu
-    monkeypatch.setattr("recollect.recording.record.with_variants", partial(with_variants, menu=lambda _: ()))
+    monkeypatch.setattr("recollect.recording.variants.with_variants", partial(with_variants, menu=lambda _: ()))
     with pytest.warns(UserWarning, match=r"unit 'blocks\.1' cannot run .*: it computes other values than"):
         profile = recollect.record(model, torch.randn(ROWS, WIDTH), engine="compile")
     variants = {call.path: profile.graph_of(call).variants for call in profile.calls}
@@ -222,7 +224,7 @@ def test_blocks_that_their_user_wrapped_keep_the_same_values(monkeypatch: pytest
     def one_value(graph: UnitGraph) -> list[Keeps]:
         return [{value.name: Action("keep" if "up.mm" in value.name else "recompute") for value in graph.values}]
 
-    monkeypatch.setattr("recollect.recording.record.with_variants", partial(with_variants, menu=one_value))
+    monkeypatch.setattr("recollect.recording.variants.with_variants", partial(with_variants, menu=one_value))
     model = Stack()
     for index, block in enumerate(list(model.blocks)):
         model.blocks[index] = torch.compile(block)  # type: ignore[call-overload]
