@@ -177,6 +177,12 @@ def current_autograd_node() -> int:
     return -1 if node is None else int(node._sequence_nr())
 
 
+def accumulates_gradient() -> bool:
+    """Whether backward is adding up a parameter's gradient, or running the hooks for when it has."""
+    node: Any = torch._C._current_autograd_node()
+    return node is not None and node.name() == "torch::autograd::AccumulateGrad"
+
+
 def is_compiled_module(module: torch.nn.Module) -> bool:
     """Whether `torch.compile` compiled a module, its call or its `forward`; without importing the compiler."""
     is_called_compiled = (

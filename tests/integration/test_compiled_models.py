@@ -225,6 +225,19 @@ def test_compiled_forward_of_a_unit_is_kept_as_a_whole(traced: Counter[str]) -> 
     assert traced == {}
 
 
+def test_a_compiled_forward_is_named_where_layers_are_to_be_compiled() -> None:
+    """A plan cannot reach inside it; that of a module compiled in place it can."""
+    model = each_block_forward(built())
+    with (
+        pytest.warns(UserWarning, match=r"unit 'blocks\.0' and 2 more cannot run inside torch\.compile"),
+        pytest.warns(
+            BudgetWarning, match=r"^recollect: the forward of module .* in place \(module\.compile\(\)\) and plan"
+        ),
+    ):
+        profile = recollect.record(model, ROWS, engine="compile")
+    assert not any(graph.variants for graph in profile.graphs)
+
+
 def test_compiled_step(eager: Gradients, traced: Counter[str]) -> None:
     """The model in it runs eagerly, as under `torch.compiler.disable`; what is around it is compiled."""
     plain = built()

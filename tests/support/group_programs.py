@@ -5,6 +5,7 @@ python group_programs.py RANK FOLDER
 
 from __future__ import annotations
 
+import functools
 import gc
 import itertools
 import os
@@ -27,11 +28,13 @@ from recollect.engine.content import has_same_bits
 from recollect.lab.models.architectures import llama_config
 from recollect.lab.models.gpt import GPTModel
 from recollect.lab.parallel.tensor import tensor_parallel
+from recollect.planning.compiled_menu import compiled_menu
 from recollect.plans.action import Action
 from recollect.plans.unit_plan import digest_of
 from recollect.plans.value_names import collective_kind
 from recollect.ranks import group as group_module
 from recollect.ranks.group import Group
+from recollect.recording import variants
 from recollect.recording.step_recording import StepRecording
 from recollect.verification import verify as verify_module
 
@@ -84,7 +87,9 @@ def train(
         plans = [digest_of(step.plan.units) for step in attached.planned]
         return {
             "plans": plans,
+            "engines": sorted({str(unit.engine) for step in attached.planned for unit in step.plan.units.values()}),
             "recorded": attached.recorded_steps,
+            "timed_again": sum(graph.rerun_s > 0 for step in attached.planned for graph in step.profile.graphs),
             "asked": [after - before for before, after in itertools.pairwise([*asked_before, len(asked)])],
             "current": digest_of(attached.plan.units if attached.plan else {}),
             "collectives_again": sum(map(_collectives_again, attached.planned)),
@@ -108,20 +113,39 @@ def same_training(build: Callable[[], nn.Module], *, seed: int = RANK, **options
     return {**found, "equal": all(has_same_bits(_local(a), _local(b)) for a, b in pairs)}
 
 
+def compiled_training() -> dict[str, Any]:
+    """Layers are measured inside the compiler, for two sets of values, and run there from the second step on."""
+    own = variants.with_variants
+    variants.with_variants = functools.partial(own, menu=lambda graph: compiled_menu(graph)[:1])  # type: ignore[assignment]
+    plain, planned = replicated(), replicated()
+    train_alike(plain, (24, 24, 24))
+    try:
+        found = train(planned, 24, 24, 24, budget="95%", engine="compile")
+    finally:
+        variants.with_variants = own
+    close = [
+        torch.allclose(a, b, rtol=1e-4, atol=1e-5)
+        for a, b in zip(plain.parameters(), planned.parameters(), strict=True)
+    ]
+    checksums: list[Any] = [None, None]
+    dist.all_gather_object(checksums, [parameter.detach().double().sum().item() for parameter in planned.parameters()])
+    return {**found, "close": all(close), "alike": checksums[0] == checksums[1]}
+
+
 def _local(parameter: torch.Tensor) -> torch.Tensor:
     return getattr(parameter, "_local_tensor", parameter).detach()
 
 
-def fitted() -> dict[str, Any]:
-    made = sharded()
+def fitted(made: nn.Module, engine: Any = "tape") -> dict[str, Any]:
     torch.manual_seed(RANK)
     tokens = torch.randint(0, 64, (2, 24))
-    profile = recollect.record(made, {"tokens": tokens, "labels": tokens})
-    plan = recollect.fit(made, {"tokens": tokens, "labels": tokens}, "80%")
+    profile = recollect.record(made, {"tokens": tokens, "labels": tokens}, engine=engine)
+    plan = recollect.fit(made, {"tokens": tokens, "labels": tokens}, "85%", engine=engine)
     # The times of both are the same now, to the bit.
     return {
         "plan": digest_of(plan.units),
         "times": [profile.step_s, *(op.time_s for graph in profile.graphs for op in graph.ops)],
+        "again_s": [graph.rerun_s for graph in profile.graphs],
     }
 
 
@@ -264,6 +288,8 @@ def ends() -> dict[str, Any]:
 CASES: dict[str, Callable[[], dict[str, Any]]] = {
     "DDP": lambda: same_training(replicated),
     "FSDP2": lambda: same_training(sharded),
+    "DDP, region": lambda: same_training(replicated, engine="region"),
+    "DDP, compile": compiled_training,
     "TP and SP": lambda: same_training(split, seed=0, budget="82%"),
     "lengths": lambda: train(replicated(), *((24, 32, 24, 24) if RANK == 0 else (24, 24, 40, 24))),
     "steady": steady,
@@ -272,7 +298,8 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
     "verify units that are sharded": lambda: verified(sharded(), fits=False),
     "verify others": lambda: verified(replicated(), same=False),
     "verify alone": lambda: verified(model(), group="alone", compare="units"),
-    "fit": fitted,
+    "fit": lambda: fitted(sharded()),
+    "fit, region": lambda: fitted(replicated(), "region"),
     "alone": alone,
     "apply the same": lambda: applied(same=True),
     "apply others": lambda: applied(same=False),

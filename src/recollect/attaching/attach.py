@@ -10,12 +10,12 @@ from recollect.applying import applied_to
 from recollect.arguments import check_kind
 from recollect.attaching.attached import Attached, OnLarger
 from recollect.engine.self_check import check_steps_can_be_recorded
-from recollect.errors import AlreadyAppliedError, NotYetError, RecollectError, RecordError
+from recollect.errors import AlreadyAppliedError, RecollectError, RecordError
 from recollect.fitting import DEFAULT_BUDGET
 from recollect.measuring.device_memory import memory_bytes
 from recollect.measuring.host_memory import check_host_budget
 from recollect.quantities import check_budget, parse_bytes
-from recollect.ranks.group import Place, Ranks
+from recollect.ranks.group import Place
 from recollect.ranks.members import GroupChoice, check_alike, ranks_of
 from recollect.recording.model_step import device_of
 from recollect.recording.optimizers import check_optimizers, optimizers_in
@@ -117,6 +117,7 @@ def attach(
         device = device_of(whole, None)
         check_budget(budget, device_bytes=memory_bytes(device))
         check_host_budget(host_budget)
+        check_engine(engine, whole, fake=False, split_backward=False)
         check_host_engine(engine, host_budget)
         return Attached(
             whole,
@@ -126,7 +127,7 @@ def attach(
             device=device,
             on_larger=on_larger,
             host_bytes=parse_bytes(host_budget),
-            engine=_checked(engine, whole, ranks),
+            engine=engine,
             measure=measure,
             log=log or (lambda line: print(line, file=sys.stderr) if ranks.is_first else None),
             ranks=ranks,
@@ -141,18 +142,6 @@ def attach(
         attached.remove()
         raise
     return attached
-
-
-def _checked(engine: RecordedEngine, model: nn.Module, ranks: Ranks) -> RecordedEngine:
-    """Return the engine; refuse one that cannot be measured in a loop."""
-    check_engine(engine, model, fake=False, split_backward=False)
-    if engine != "tape" and not ranks.is_alone:
-        raise NotYetError(
-            settings={"engine": engine},
-            needs="layers of several processes that are measured in a training loop",
-            advice=f'Plan them by recollect.fit(model, batch, budget, engine="{engine}"); or leave out engine="{engine}".',
-        )
-    return engine
 
 
 class _Models(nn.Module):

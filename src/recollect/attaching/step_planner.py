@@ -23,7 +23,7 @@ from recollect.profile.profile import Profile
 from recollect.progress import stage
 from recollect.quantities import parse_budget
 from recollect.ranks.group import Place
-from recollect.ranks.members import common_plan, with_common_times
+from recollect.ranks.members import common_plan
 from recollect.recording.step_recording import StepRecording
 from recollect.recording.variants import RecordedEngine, with_engine
 from recollect.warning import warn_user
@@ -153,6 +153,7 @@ class StepPlanner:
         with stage("planning"):
             with self.placement.suspended():
                 profile = self.lockstep.together(lambda: self._profile(recording, calls, budget), is_end=True)
+                profile = self._measured(profile, recording)
             for seen in self.lockstep.ranks.gather(self.steps.seen, Place.STEP_END):
                 self.steps.note_seen(seen)
             index = len(self.recorded_steps)
@@ -179,19 +180,25 @@ class StepPlanner:
             batch=f"{calls[0]}, {len(calls)} calls" if len(calls) > 1 else str(calls[0]),
             budget=budget,
         )
+        return with_host_link(profile, self.device) if self.host_bytes else profile
+
+    def _measured(self, profile: Profile, recording: StepRecording) -> Profile:
+        """Return a profile with what the layers of a step that was recorded take on other engines."""
         seconds: list[float] = []
         profile = with_engine(
             self.engine,
             profile,
             recording.samples_of_graph,
             self.device,
+            ranks=self.lockstep.ranks,
+            place=Place.STEP_END,
             compiled=lambda _, compile_s: seconds.append(compile_s),
         )
         if self.engine == "compile":
             self.log(
                 f"recollect: compiled layers {len(seconds)} times in {sum(seconds):.0f} s, to measure what they take"
             )
-        return with_host_link(profile, self.device) if self.host_bytes else profile
+        return profile
 
     def see_to(self, step: StepUnderWay, departure: Departure, number: int) -> None:
         """Report the memory of a step that departed from its plan, and have the next steps planned.
@@ -308,7 +315,6 @@ class StepPlanner:
             reserve.completed(course, its) for course, its in zip(courses, lacking, strict=True)
         ]
         profile = reserve.with_room(profile, grouped(calls, spare), more_bytes)
-        profile = with_common_times(profile, ranks, place)
         planner = planner_for(profile, self.host_bytes)
         plain_bytes = max(ranks.gather(planner.plain_peak_bytes, place))
         budget_bytes = parse_budget(budget, reference_bytes=plain_bytes, device_bytes=profile.device_memory_bytes)

@@ -26,6 +26,8 @@ from recollect.warning import warn_user
 
 # Models already reported as compiled.
 _told: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+# Models recorded outside the compiler for plans that will run their layers inside it.
+_expected: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def eager_forwards(
@@ -74,7 +76,7 @@ class EagerForward(PlacedForward):
 
 def expect_compiler(model: nn.Module) -> None:
     """Do not warn that a compiled model is recorded uncompiled: its plan will run layers inside the compiler."""
-    _told.add(model)
+    _expected.add(model)
 
 
 def look_for_compiler(forward: PlacedForward) -> None:
@@ -94,14 +96,16 @@ def look_for_compiler(forward: PlacedForward) -> None:
     model, plan = forward.applied.model, forward.applied.plan
     has_own = compiled_function(forward.forward) is not None
     # A plan that has layers compiled was made to run the others uncompiled.
-    is_expected = plan is not None and plan.is_compiled
-    if model in _told or is_expected or not (has_own or is_one_graph is not None):
+    is_expected = model in _expected or (plan is not None and plan.is_compiled)
+    is_whole = has_own and not isinstance(forward, EagerForward) and without_compiler(forward.module) is forward.module
+    if model in _told or (is_expected and not is_whole) or not (has_own or is_one_graph is not None):
         return
     _told.add(model)
-    if has_own and not isinstance(forward, EagerForward) and without_compiler(forward.module) is forward.module:
+    if is_whole:
         warn_user(
             f"recollect: the forward of {_compiled_of(forward)} is compiled, and stays so under a plan: all that it saves is "
-            "kept, and what else it allocates is not seen. To have more recomputed, compile modules inside it instead.",
+            "kept, and what else it allocates is not seen. To have more recomputed, compile the module in place "
+            "(module.compile()) and plan it with engine='compile', or compile modules inside it instead.",
             BudgetWarning,
         )
         return

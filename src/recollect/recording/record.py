@@ -24,7 +24,7 @@ from recollect.plans.paths import unit_words
 from recollect.profile.profile import Profile
 from recollect.progress import stage
 from recollect.ranks.group import ALONE, Place
-from recollect.ranks.members import GroupChoice, check_alike, ranks_of, with_common_times
+from recollect.ranks.members import GroupChoice, check_alike, ranks_of
 from recollect.recording.fake_model import fake_run
 from recollect.recording.find_units import find_units
 from recollect.recording.model_step import (
@@ -160,7 +160,6 @@ def record(
         profile = ranks.together(lambda: loop.recorded(recording, optimizer_step), Place.START)
         if host_link and not fake:
             profile = ranks.together(lambda: with_host_link(profile, loop.device), Place.START)
-        profile = with_common_times(profile, ranks)
         return with_engine(engine, profile, recording.samples_of_graph, loop.device, ranks=ranks)
 
 

@@ -20,24 +20,19 @@ from recollect.plans.plan import Plan
 from recollect.plans.unit_plan import UnitPlan
 from recollect.profile.profile import Profile
 from recollect.progress import stage
-from recollect.ranks.group import ALONE, Place, Ranks
-from recollect.ranks.members import with_common_times
 from recollect.recording.unit_samples import UnitSample
 from recollect.recording.unit_times import rounds_within, time_run
 
 _AGAIN = Plan({"": UnitPlan({}, engine=EngineChoice.REGION)})
 
 
-def with_reruns(
-    profile: Profile, samples: Mapping[int, UnitSample], device: torch.device, *, ranks: Ranks = ALONE
-) -> Profile:
+def with_reruns(profile: Profile, samples: Mapping[int, UnitSample], device: torch.device) -> Profile:
     """Return a profile whose repeated units know what running them again as a whole takes, where a copy can run alone.
 
     Args:
         profile: of a step on the tape.
         samples: for each graph, a call of a unit that has it.
         device: where the step runs.
-        ranks: that recorded it together; units know it if they do in all of them, with common times.
     """
     repeated = sorted({call.graph for call in profile.calls if call.repeated} & samples.keys())
     found: dict[int, float] = {}
@@ -49,9 +44,7 @@ def with_reruns(
                 found[kind] = _rerun_s(samples[index], device)
                 done()
             graphs[index] = replace(graphs[index], rerun_s=found[kind])
-    in_all = ranks.all_of([graph.rerun_s > 0 for graph in graphs], Place.START)
-    graphs = [graph if there else replace(graph, rerun_s=0.0) for graph, there in zip(graphs, in_all, strict=True)]
-    return with_common_times(replace(profile, graphs=tuple(graphs)), ranks)
+    return replace(profile, graphs=tuple(graphs))
 
 
 def _rerun_s(sample: UnitSample, device: torch.device) -> float:

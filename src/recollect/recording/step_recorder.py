@@ -11,7 +11,14 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from recollect._torch_private import at_end_of_backward, current_autograd_node, current_backward, fake_mode, tree_leaves
+from recollect._torch_private import (
+    accumulates_gradient,
+    at_end_of_backward,
+    current_autograd_node,
+    current_backward,
+    fake_mode,
+    tree_leaves,
+)
 from recollect.costs.modelled_costs import ModelledCosts
 from recollect.costs.op_costs import MeasuredCosts, OpRun
 from recollect.engine.facts import OpFacts
@@ -144,7 +151,8 @@ class StepRecorder:
 
     def after_op(self, func: Any, facts: OpFacts, args: Any, kwargs: Any, output: Any, run: OpRun) -> None:
         """Add an op of a unit's forward; of any other op, add only its cost and the storages that it makes."""
-        if facts.is_collective:
+        # Hooks of parameters average gradients: a copy of the unit has none.
+        if facts.is_collective and not accumulates_gradient():
             self.communicating.add(self._backward_call if self.current is None else self.current)
         if facts.is_view or facts.is_lazy or facts.changes_layout_only:
             return

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import FunctionType
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, get_args
 
 import torch
 from torch import nn
@@ -79,13 +79,39 @@ def with_engine(
     device: torch.device,
     *,
     ranks: Ranks = ALONE,
+    place: Place = Place.START,
     compiled: Callable[[str, float], object] = lambda path, compile_s: None,
 ) -> Profile:
-    """Return a profile whose repeated units have what an engine takes besides the tape; see `with_reruns`, `with_variants`."""
+    """Return a profile with common times, whose repeated units have what an engine takes besides the tape in all processes.
+
+    With units inside `torch.compile`, the step is that in which they run as PyTorch chooses.
+
+    Args:
+        engine: see `record`.
+        profile: of a step outside the compiler, as this process recorded it.
+        samples: for each graph, a call of a unit that has it, or has the same ops on as many bytes.
+        device: where the step runs.
+        ranks: that recorded it together.
+        place: where they are.
+        compiled: called with a unit's path and the seconds that compiling it once took, for each variant.
+
+    Raises:
+        NotYetError: a backward of the step keeps its graph for another one, and units are to be compiled.
+
+    Warns:
+        UserWarning: units of some kind cannot be compiled, or have graph breaks.
+    """
+    profile = with_common_times(profile, ranks, place)
     if engine == "tape":
         return profile
-    profile = with_reruns(profile, samples, device, ranks=ranks)
-    return with_variants(profile, samples, device, ranks=ranks, compiled=compiled) if engine == "compile" else profile
+
+    def measured() -> Profile:
+        found = with_reruns(profile, samples, device)
+        return with_variants(found, samples, device, compiled=compiled) if engine == "compile" else found
+
+    found = with_common_times(_in_all(ranks.together(measured, place), ranks, place), ranks, place)
+    graphs = (replace(graph, variants=undominated(graph.variants, graph)) for graph in found.graphs)
+    return _compiled_step(replace(found, graphs=tuple(graphs)))
 
 
 def _not_yet(engine: str, name: str, value: object, needs: str, advice: str) -> NotYetError:
@@ -99,24 +125,22 @@ def with_variants(
     device: torch.device,
     *,
     menu: Callable[[UnitGraph], Sequence[Keeps]] = compiled_menu,
-    ranks: Ranks = ALONE,
     compiled: Callable[[str, float], object] = lambda path, compile_s: None,
 ) -> Profile:
-    """Return a profile whose repeated units have variants, and whose step is that with these units compiled as PyTorch chooses.
+    """Return a profile whose repeated units have a variant for each entry of a menu, as measured in this process.
 
     Args:
-        profile: of a step outside the compiler; if several ranks recorded it, with common times.
-        samples: for each graph, a call of a unit that has it, or has the same ops on as many bytes.
-        device: where the step runs.
+        profile: of a step outside the compiler.
+        samples: see `with_engine`.
+        device: see `with_engine`.
         menu: what to compile of a unit, besides PyTorch's own choice.
-        ranks: that recorded it together; units get variants if they do in all of them, with common times.
-        compiled: called with a unit's path and the seconds that compiling it once took, for each variant.
+        compiled: see `with_engine`.
 
     Raises:
-        NotYetError: a backward of the step keeps its graph for another one.
+        NotYetError: see `with_engine`.
 
     Warns:
-        UserWarning: units of some kind cannot be compiled, or have graph breaks.
+        UserWarning: see `with_engine`.
     """
     if any(True for _ in profile.log.operands(PEEK)):
         raise _not_yet(
@@ -151,24 +175,54 @@ def with_variants(
                     graphs[index] = replace(graphs[index], variants=found.variants, eager_s=found.eager_s)
                 else:
                     _warn(profile, [index], "it computes other values than another call of a module like it")
-    return _compiled_step(profile, graphs, ranks)
+    return replace(profile, graphs=tuple(graphs))
 
 
-def _compiled_step(profile: Profile, graphs: Sequence[UnitGraph], ranks: Ranks) -> Profile:
+def _in_all(profile: Profile, ranks: Ranks, place: Place) -> Profile:
+    """Return a profile whose units have only the measured second runs and the variants that they have in all processes.
+
+    Batches may differ, so that a unit has other graphs in other processes: its path and the names of its values count.
+    """
+    paths: dict[int, list[str]] = {}
+    for call in profile.calls:
+        paths.setdefault(call.graph, []).append(call.path)
+    own = {(path, key) for index, its in paths.items() for path in its for key in _measured_of(profile.graphs[index])}
+    common = own.intersection(*ranks.gather(own, place))
+
+    def left(index: int, graph: UnitGraph) -> UnitGraph:
+        keys = {key for key in _measured_of(graph) if all((path, key) in common for path in paths[index])}
+        kept = [variant for variant in graph.variants if _key_of(variant, graph) in keys]
+        return replace(
+            graph,
+            rerun_s=graph.rerun_s if _SECOND_RUN in keys else 0.0,
+            eager_s=graph.eager_s if _DEFAULT in keys else 0.0,
+            variants=tuple(kept) if _DEFAULT in keys else (),
+        )
+
+    return replace(profile, graphs=tuple(left(index, graph) for index, graph in enumerate(profile.graphs)))
+
+
+# What was measured of a unit, besides variants by the names of the values that they keep.
+_SECOND_RUN: Final = "a second run"
+_DEFAULT: Final = "PyTorch's choice"
+
+
+def _measured_of(graph: UnitGraph) -> set[str | frozenset[str]]:
+    again = {_SECOND_RUN} if graph.rerun_s else set()
+    return again | {_key_of(variant, graph) for variant in graph.variants}
+
+
+def _key_of(variant: VariantRecord, graph: UnitGraph) -> str | frozenset[str]:
+    return _DEFAULT if variant.is_default else frozenset(graph.values[index].name for index in variant.kept)
+
+
+def _compiled_step(profile: Profile) -> Profile:
     """Return the profile of the step in which all units with variants run compiled, as PyTorch chooses."""
-    in_all = ranks.all_of([bool(graph.variants) for graph in graphs], Place.START)
-    graphs = tuple(
-        graph if there else replace(graph, variants=(), eager_s=0.0)
-        for graph, there in zip(graphs, in_all, strict=True)
-    )
+    graphs = profile.graphs
     compiled = [(call.num_runs, graphs[call.graph]) for call in profile.calls if graphs[call.graph].variants]
     saved_s = math.fsum(number * (graph.eager_s - graph.variants[0].step_s) for number, graph in compiled)
     units_s = math.fsum(number * graph.variants[0].step_s for number, graph in compiled)
-    found = replace(profile, graphs=graphs, step_s=max(units_s, profile.step_s - saved_s))
-    found = with_common_times(found, ranks)
-    return replace(
-        found, graphs=tuple(replace(graph, variants=undominated(graph.variants, graph)) for graph in found.graphs)
-    )
+    return replace(profile, step_s=max(units_s, profile.step_s - saved_s))
 
 
 def _shape(graph: UnitGraph) -> list[tuple[str, int, int | None]]:

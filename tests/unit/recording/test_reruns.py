@@ -12,12 +12,10 @@ from torch import Tensor, nn
 import recollect
 from gradients import assert_same_gradients, gradients
 from predictions import budgets
-from recollect.attaching.attach import _checked
 from recollect.errors import NotYetError, PlanError
 from recollect.planning.choose import Planner
 from recollect.plans.action import EngineChoice
 from recollect.profile.profile import Profile
-from recollect.ranks.group import Ranks
 
 ROWS, WIDTH = 64, 32
 
@@ -116,14 +114,6 @@ def test_attach_measures_at_the_end_of_a_step() -> None:
             optimizer.step()
             optimizer.zero_grad()
         assert any(graph.rerun_s for graph in handle.planned[0].profile.graphs)
-
-
-def test_attach_in_several_processes_is_refused() -> None:
-    class Two(Ranks):
-        is_alone = False
-
-    with pytest.raises(NotYetError, match="engine='region': not yet: layers of several processes that are measured"):
-        _checked("region", Stack(), Two())
 
 
 def test_host_memory_is_for_the_tape(profile: Profile) -> None:

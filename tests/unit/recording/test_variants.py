@@ -18,7 +18,8 @@ from recollect.planning.compiled_menu import Keeps, compiled_menu
 from recollect.plans.action import Action
 from recollect.profile.graph import UnitGraph
 from recollect.profile.profile import Profile
-from recollect.recording.variants import with_variants
+from recollect.ranks.group import ALONE, Place, Ranks
+from recollect.recording.variants import _DEFAULT, _SECOND_RUN, _in_all, with_variants
 
 ROWS, WIDTH = 16, 32
 CPU = torch.device("cpu")
@@ -129,6 +130,34 @@ def test_the_step_is_that_of_compiled_units(compiled: Profile) -> None:
     assert graph.eager_s > 0 and all(variant.step_s > 0 for variant in graph.variants)
     units_s = sum(compiled.graph_of(call).variants[0].step_s for call in compiled.calls if call.repeated)
     assert compiled.step_s >= units_s
+
+
+class Beside(Ranks):
+    """This process, and one that measured less."""
+
+    is_alone = False
+
+    def __init__(self, lacks: Any) -> None:
+        self.lacks = lacks
+
+    def gather(self, value: Any, place: Place) -> list[Any]:
+        return [value, {key for key in value if not self.lacks(*key)}]
+
+
+def test_what_another_process_did_not_measure_is_not_planned(compiled: Profile) -> None:
+    whole = unit_graph(compiled)
+    last = frozenset(whole.values[index].name for index in whole.variants[-1].kept)
+
+    def left(lacks: Any) -> UnitGraph:
+        return unit_graph(_in_all(compiled, Beside(lacks), Place.START))
+
+    assert _in_all(compiled, ALONE, Place.START) == compiled
+    fewer = left(lambda path, key: key == last)
+    assert (fewer.variants, fewer.rerun_s) == (whole.variants[:-1], whole.rerun_s)
+    # Without PyTorch's own choice in all, the step cannot be the compiled one.
+    none = left(lambda path, key: key == _DEFAULT)
+    assert (none.variants, none.eager_s, none.rerun_s) == ((), 0.0, whole.rerun_s)
+    assert left(lambda path, key: key == _SECOND_RUN).rerun_s == 0
 
 
 def test_a_profile_with_variants_survives_a_file(compiled: Profile, tmp_path: Path) -> None:
