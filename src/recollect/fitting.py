@@ -22,11 +22,11 @@ from recollect.profile.profile import Profile
 from recollect.quantities import check_budget, parse_bytes
 from recollect.ranks.group import ALONE, Place
 from recollect.ranks.members import GroupChoice, check_alike, common_plan, ranks_of
+from recollect.recording.engines import RecordedEngine, check_host_engine
 from recollect.recording.model_step import LossFunction, check_step, device_of
 from recollect.recording.optimizers import Optimizers, check_optimizers, present_state_bytes
 from recollect.recording.record import record
 from recollect.recording.step_recording import Gradients
-from recollect.recording.variants import RecordedEngine, check_host_engine
 from recollect.tensors import tensors_in
 from recollect.warning import warn_user
 from recollect.weak_hooks import register_weakly

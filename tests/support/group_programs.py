@@ -34,7 +34,7 @@ from recollect.plans.unit_plan import digest_of
 from recollect.plans.value_names import collective_kind
 from recollect.ranks import group as group_module
 from recollect.ranks.group import Group
-from recollect.recording import variants
+from recollect.recording import engines
 from recollect.recording.step_recording import StepRecording
 from recollect.verification import verify as verify_module
 
@@ -115,14 +115,14 @@ def same_training(build: Callable[[], nn.Module], *, seed: int = RANK, **options
 
 def compiled_training() -> dict[str, Any]:
     """Layers are measured inside the compiler, for two sets of values, and run there from the second step on."""
-    own = variants.with_variants
-    variants.with_variants = functools.partial(own, menu=lambda graph: compiled_menu(graph)[:1])  # type: ignore[assignment]
+    own = engines.with_variants
+    engines.with_variants = functools.partial(own, menu=lambda graph: compiled_menu(graph)[:1])  # type: ignore[assignment]
     plain, planned = replicated(), replicated()
     train_alike(plain, (24, 24, 24))
     try:
         found = train(planned, 24, 24, 24, budget="95%", engine="compile")
     finally:
-        variants.with_variants = own
+        engines.with_variants = own
     close = [
         torch.allclose(a, b, rtol=1e-4, atol=1e-5)
         for a, b in zip(plain.parameters(), planned.parameters(), strict=True)

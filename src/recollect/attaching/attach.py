@@ -17,9 +17,9 @@ from recollect.measuring.host_memory import check_host_budget
 from recollect.quantities import check_budget, parse_bytes
 from recollect.ranks.group import Place
 from recollect.ranks.members import GroupChoice, check_alike, ranks_of
+from recollect.recording.engines import RecordedEngine, check_engine, check_host_engine
 from recollect.recording.model_step import device_of
 from recollect.recording.optimizers import check_optimizers, optimizers_in
-from recollect.recording.variants import RecordedEngine, check_engine, check_host_engine
 
 
 def attach(

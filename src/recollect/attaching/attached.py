@@ -37,10 +37,10 @@ from recollect.plans.paths import unit_words
 from recollect.plans.plan import Plan
 from recollect.plans.unit_plan import UnitPlan
 from recollect.ranks.group import ALONE, Ranks
+from recollect.recording.engines import RecordedEngine
 from recollect.recording.find_units import find_units
 from recollect.recording.model_step import step_tensors
 from recollect.recording.step_recording import StepRecording
-from recollect.recording.variants import RecordedEngine
 
 OnLarger: TypeAlias = Literal["replan", "warn", "raise"]
 

@@ -24,8 +24,8 @@ from recollect.progress import stage
 from recollect.quantities import parse_budget
 from recollect.ranks.group import Place
 from recollect.ranks.members import common_plan
+from recollect.recording.engines import RecordedEngine, with_engine
 from recollect.recording.step_recording import StepRecording
-from recollect.recording.variants import RecordedEngine, with_engine
 from recollect.warning import warn_user
 
 # Memory that grows from step to step is reserved slightly ahead.

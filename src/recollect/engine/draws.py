@@ -15,14 +15,14 @@ import random
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 
 from recollect._torch_private import desugars, is_fake_tensor, raises_version_first
 from recollect.engine.facts import OpFacts, OpMode, facts_of
-from recollect.engine.values import snapshot_targets
+from recollect.engine.values import is_watched, snapshot_targets
 from recollect.errors import RandomDrawError
 from recollect.tensors import tensors_in
 
@@ -218,6 +218,7 @@ class RegionDraws:
         self._seen: list[tuple[Any, Draw | None]] = []
         self._unseen: list[tuple[torch.Generator, torch.Tensor]] = []
         self._unseen_on_cpu = unseen_on_cpu
+        self._wrote = False
 
     @property
     def state_bytes(self) -> int:
@@ -237,6 +238,7 @@ class RegionDraws:
         mode = _FirstRun(self._seen, dict(states))
         with mode:
             yield
+        self._wrote |= mode.wrote
         known = {generator for generator, _ in self._unseen}
         self._unseen += [
             (generator, torch.frombuffer(bytearray(content), dtype=torch.uint8))
@@ -247,7 +249,9 @@ class RegionDraws:
     @contextmanager
     def second(self) -> Iterator[None]:
         """Have the module draw the same numbers, and leave the generators as they are."""
-        mode = _SecondRun(self._seen, moves_shared=bool(self._unseen))
+        # Where the first run drew nothing, and wrote to nothing of others, there is nothing to see to, op by op.
+        sees = self._wrote or self._unseen or any(draw is not None for _, draw in self._seen)
+        mode = _SecondRun(self._seen, moves_shared=bool(self._unseen)) if sees else nullcontext()
         if not self._unseen:
             with mode:
                 yield
@@ -265,6 +269,12 @@ class RegionDraws:
 
 
 class _RegionMode(OpMode):
+    """Sees to writes and random ops; `wrote` tells whether there were writes to what somebody holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wrote = False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if types and any(desugars(kind) for kind in types):
@@ -273,6 +283,7 @@ class _RegionMode(OpMode):
         if facts.writes:
             # Regions hold the values that they read (`region_state.py`).
             targets = [target for target in facts.written_by(args, kwargs) if target.layout is torch.strided]
+            self.wrote = self.wrote or any(is_watched(target.untyped_storage()) for target in targets)
             snapshot_targets(targets, is_raised=raises_version_first(func))
         if not facts.is_random or (facts.keeps and not takes_generator(func)):
             return func(*args, **kwargs)  # Collectives wait for each other: they must not also wait for a turn.

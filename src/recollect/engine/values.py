@@ -348,6 +348,11 @@ def watch(value: TapeValue, storage: torch.UntypedStorage) -> None:
     leaves.append(weakref.ref(value))
 
 
+def is_watched(storage: torch.UntypedStorage) -> bool:
+    """Whether a value that holds this storage would have to be copied before a write to it."""
+    return _LEAVES in vars(storage)
+
+
 def snapshot_targets(targets: Sequence[torch.Tensor], *, is_raised: bool) -> list[torch.UntypedStorage]:
     """Do `snapshot_leaves` for tensors that an op writes to; return their storages.
 

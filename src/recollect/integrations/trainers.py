@@ -13,7 +13,7 @@ from recollect.attaching.attached import Attached, OnLarger
 from recollect.errors import ConfigError
 from recollect.fitting import DEFAULT_BUDGET
 from recollect.ranks.members import Presence
-from recollect.recording.variants import RecordedEngine
+from recollect.recording.engines import RecordedEngine
 
 
 class BudgetCallback:

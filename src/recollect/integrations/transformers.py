@@ -31,7 +31,7 @@ from recollect.fitting import DEFAULT_BUDGET
 from recollect.integrations import trainers
 from recollect.integrations.deepspeed.engine import AttachedEngine, check_before
 from recollect.integrations.deepspeed.section import BudgetSection
-from recollect.recording.variants import RecordedEngine
+from recollect.recording.engines import RecordedEngine
 
 with needed("transformers", by="recollect.integrations.transformers"):
     import transformers

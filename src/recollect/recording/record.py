@@ -25,6 +25,7 @@ from recollect.profile.profile import Profile
 from recollect.progress import stage
 from recollect.ranks.group import ALONE, Place
 from recollect.ranks.members import GroupChoice, check_alike, ranks_of
+from recollect.recording.engines import RecordedEngine, check_engine, with_engine
 from recollect.recording.fake_model import fake_run
 from recollect.recording.find_units import find_units
 from recollect.recording.model_step import (
@@ -41,7 +42,6 @@ from recollect.recording.optimizers import Optimizers, check_optimizers
 from recollect.recording.restored_state import free_gradients, undisturbed
 from recollect.recording.step_recorder import Costs
 from recollect.recording.step_recording import Collectives, Gradients, StepRecording
-from recollect.recording.variants import RecordedEngine, check_engine, with_engine
 from recollect.tensors import inner_tensors
 
 

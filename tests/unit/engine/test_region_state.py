@@ -15,7 +15,8 @@ from torch.nn.utils.parametrizations import spectral_norm
 
 import recollect
 from gradients import assert_same_gradients
-from recollect.engine.region_state import SMALL_BYTES, small_buffer_bytes
+from recollect.engine.draws import RegionDraws
+from recollect.engine.region_state import SMALL_BYTES, _HeldTensors, small_buffer_bytes
 from recollect.errors import MutatedValueError
 from recollect.plans.plan import Plan
 from recollect.plans.unit_plan import UnitPlan
@@ -250,3 +251,19 @@ def test_code_that_no_mode_sees_draws_the_same(is_first: bool) -> None:
     model = model_of(hides)
     with recollect.apply(model, REGION):
         assert_same_gradients(expected, three_steps(model))
+
+
+def test_a_second_run_copies_what_others_hold_before_it_writes_to_it() -> None:
+    """One holds the buffer before the first run writes to it, another one afterwards."""
+    buffer, draws = torch.zeros(4), RegionDraws()
+    before, after = _HeldTensors("before"), _HeldTensors("after")
+    before.hold(buffer)
+    with draws.first():
+        buffer.add_(1)
+    after.hold(buffer)
+    with draws.second():
+        buffer.add_(1)
+    with before.restored():
+        assert buffer.tolist() == [0] * 4
+    with after.restored():
+        assert buffer.tolist() == [1] * 4

@@ -19,7 +19,8 @@ from recollect.plans.action import Action
 from recollect.profile.graph import UnitGraph
 from recollect.profile.profile import Profile
 from recollect.ranks.group import ALONE, Place, Ranks
-from recollect.recording.variants import _DEFAULT, _SECOND_RUN, _in_all, with_variants
+from recollect.recording.engines import _DEFAULT, _SECOND_RUN, _in_all
+from recollect.recording.variants import with_variants
 
 ROWS, WIDTH = 16, 32
 CPU = torch.device("cpu")
@@ -239,7 +240,7 @@ def test_variants_of_a_unit_with_other_values_are_not_taken_over(monkeypatch: py
 
     model = Stack(Chooses)
     model.blocks[1].activation = nn.functional.gelu
-    monkeypatch.setattr("recollect.recording.variants.with_variants", partial(with_variants, menu=lambda _: ()))
+    monkeypatch.setattr("recollect.recording.engines.with_variants", partial(with_variants, menu=lambda _: ()))
     with pytest.warns(UserWarning, match=r"unit 'blocks\.1' cannot run .*: it computes other values than"):
         profile = recollect.record(model, torch.randn(ROWS, WIDTH), engine="compile")
     variants = {call.path: profile.graph_of(call).variants for call in profile.calls}
@@ -253,7 +254,7 @@ def test_blocks_that_their_user_wrapped_keep_the_same_values(monkeypatch: pytest
     def one_value(graph: UnitGraph) -> list[Keeps]:
         return [{value.name: Action("keep" if "up.mm" in value.name else "recompute") for value in graph.values}]
 
-    monkeypatch.setattr("recollect.recording.variants.with_variants", partial(with_variants, menu=one_value))
+    monkeypatch.setattr("recollect.recording.engines.with_variants", partial(with_variants, menu=one_value))
     model = Stack()
     for index, block in enumerate(list(model.blocks)):
         model.blocks[index] = torch.compile(block)  # type: ignore[call-overload]
