@@ -11,10 +11,10 @@ the variant; so these still change memory, but no longer raise the peak while th
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, Final
 
-from recollect.profile.events import ALLOC, OP, RELEASE, RETURN, SAVE, WORK
+from recollect.profile.events import ALLOC, FREE, OP, RELEASE, RETURN, SAVE, WORK
 from recollect.simulation.playback import COMPILED, Actions, Playback, Token
 from recollect.simulation.program import BULK, Key, ProgramOp
 
@@ -38,11 +38,30 @@ class CompiledSchedule:
         # Those that have begun and whose backward may still come; the one whose forward runs.
         self._open: dict[int, _CompiledCall] = {}
         self._running: _CompiledCall | None = None
+        # Storages that recorded events make in the backward of a compiled call, until an event that a plan may change.
+        self._made: dict[Key, int] = {}
 
     def actions(self) -> Actions:
         """Return the handlers with those for compiled calls replaced."""
         own: Actions = {OP: self._op, SAVE: self._save, RETURN: self._return, RELEASE: self._release}
-        return {**self._play, **own, BULK: self._bulk, ALLOC: self._alloc, WORK: self._work}
+        found: Actions = {**self._play, **own, BULK: self._bulk}
+        if not self._step.program.bulk_codes:
+            found = {code: self._after_made(handler) for code, handler in found.items()}
+        return {**found, FREE: self._free, ALLOC: self._alloc, WORK: self._work}
+
+    def _after_made(self, handler: Callable[..., None]) -> Callable[..., None]:
+        """Return a handler of an event before which storages come that were made since the last one, and still are there.
+
+        So does a program that adds up such events in advance.
+        """
+
+        def handle(*operands: Any) -> None:
+            for key, nbytes in self._made.items():
+                self._play[ALLOC](key, nbytes)
+            self._made.clear()
+            handler(*operands)
+
+        return handle
 
     def _op(self, call: int, run: ProgramOp) -> None:
         if call not in self._calls:
@@ -80,12 +99,24 @@ class CompiledSchedule:
 
     def _alloc(self, key: Key, nbytes: int) -> None:
         # What compiled code makes in forward is in its variant; what lives on and dies in backward cancels out there.
-        if self._running is None:
+        if self._running is not None:
+            return
+        if self._is_in_backward():
+            self._made[key] = nbytes
+        else:
             self._play[ALLOC](key, nbytes)
 
+    def _free(self, key: Key) -> None:
+        if self._made.pop(key, None) is None:
+            self._play[FREE](key)
+
     def _work(self, *operands: Any) -> None:
-        if self._running is None and not any(call.is_in_backward for call in self._open.values()):
+        if self._running is None and not self._is_in_backward():
             self._play[WORK](*operands)
+
+    def _is_in_backward(self) -> bool:
+        """Whether recorded events are of a compiled call's backward."""
+        return any(call.is_in_backward for call in self._open.values())
 
 
 class _CompiledCall:
@@ -106,6 +137,7 @@ class _CompiledCall:
         self._num_released = 0
         graph = step.profile.graph_of(step.profile.calls[call])
         self._variant = variant = graph.variants[step.decisions[call].variant]
+        step.works_in(call, step.profile.block_bytes(variant.forward_bytes))
         play[BULK](step.profile.block_bytes(variant.forward_bytes), 0)
         step.spends(_FORWARD_PART * variant.step_s)
         for index, value in enumerate(graph.values):
@@ -138,6 +170,7 @@ class _CompiledCall:
         step, change_bytes = self._step, 0
         step.spends((1 - _FORWARD_PART) * self._variant.step_s)
         for most_bytes, change, let_go in self._variant.backward:
+            step.works_in(self.call, change_bytes + most_bytes)
             self._play[BULK](most_bytes, change, self.call)
             change_bytes += change
             self._held.pop(let_go, None)

@@ -239,6 +239,10 @@ class _TimedPlayback(ClockedPlayback):
         if working is not None:
             self.end(working)
 
+    def works_in(self, call: int, nbytes: int) -> None:
+        if nbytes > 0:
+            self.end(self.begin((call, -1), nbytes, op="compiled code"))
+
     def runs_again(self, call: int, op: OpRecord) -> None:
         super().runs_again(call, op)
         self.reruns.append((call, op, self.moment()))

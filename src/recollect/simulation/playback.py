@@ -162,6 +162,9 @@ class Playback(HostRoom):
     def spends(self, time_s: float) -> None:
         """Let time pass outside of ops; for subclasses that keep a clock."""
 
+    def works_in(self, call: int, nbytes: int) -> None:
+        """Note that a compiled call needs more bytes for a moment; for subclasses that see who has which."""
+
     def runs_again(self, call: int, op: OpRecord) -> None:
         """Count an op that runs a second time, in each of the runs that the call represents."""
         num_runs = self.profile.calls[call].num_runs

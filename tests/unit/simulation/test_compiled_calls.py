@@ -20,7 +20,7 @@ from recollect.profile.events import ALLOC, BACKWARD, DIES, FREE, OP, PHASE, REL
 from recollect.profile.graph import OpRecord, UnitCall, UnitGraph, ValueRecord
 from recollect.profile.profile import Profile
 from recollect.profile.variant import VariantRecord
-from recollect.simulation.decisions import CallActions, compiled_unit, decide, drop_all, plain_call
+from recollect.simulation.decisions import CallActions, compiled_unit, decide, drop_all
 from recollect.simulation.lifetimes import lifetimes
 from recollect.simulation.peak_sums import PeakSums
 from recollect.simulation.program import Program
@@ -135,11 +135,28 @@ def test_sums_over_units_are_whole_simulations(llama: Profile) -> None:
         assert (whole.peak_bytes, whole.recompute_s) == (summed.peak_bytes, summed.recompute_s)
 
 
-def test_the_picture_of_a_step_has_its_peak(llama: Profile) -> None:
-    decisions = [plain_call(llama.graph_of(call)) for call in llama.calls]
+@pytest.mark.parametrize("variant", [0, 1])
+def test_the_picture_of_a_step_has_its_peak(variant: int, llama: Profile) -> None:
+    """With what compiled code works in, and without what outside of it only passes."""
+    choice = CallActions(engine=EngineChoice.COMPILE, variant=variant)
+    decisions = [choice if llama.graph_of(call).variants else CallActions() for call in llama.calls]
     lives = lifetimes(llama, decisions)
-    assert lives.simulation.peak_bytes == simulate(llama, decisions).peak_bytes
+    whole = simulate(llama, decisions)
+    assert lives.simulation.peak_bytes == whole.peak_bytes
     assert set(lives.began) == {index for index, call in enumerate(llama.calls) if llama.graph_of(call).ops}
+    plan = Plan({c.path: compiled_unit(llama.graph_of(c), variant) for c in llama.calls if llama.graph_of(c).variants})
+    report = recollect.explain_peak(llama, plan)
+    assert sum(item.nbytes for item in report.items) == report.peak_bytes == whole.peak_bytes
+    assert any("compiled code runs" in item.name for item in report.items) == ("decoder" in report.where)
+
+
+def test_the_picture_of_a_peak_inside_compiled_code_adds_up() -> None:
+    profile = _one_unit()
+    # In forward, above the input; and in backward, above what is kept, the input, and the gradient of the output.
+    for variant, working_bytes, others_bytes in ((0, 500, 64), (1, 900, 10 + 64 + 32)):
+        report = recollect.explain_peak(profile, Plan({"a": compiled_unit(profile.graphs[0], variant)}))
+        assert {item.name: item.nbytes for item in report.items}["a while compiled code runs"] == working_bytes
+        assert sum(item.nbytes for item in report.items) == report.peak_bytes == 1000 + others_bytes + working_bytes
 
 
 def test_plans_choose_among_engines_within_their_budgets(llama: Profile) -> None:
