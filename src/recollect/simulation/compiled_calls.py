@@ -38,22 +38,21 @@ class CompiledSchedule:
         # Those that have begun and whose backward may still come; the one whose forward runs.
         self._open: dict[int, _CompiledCall] = {}
         self._running: _CompiledCall | None = None
-        # Storages that recorded events make in the backward of a compiled call, until an event that a plan may change.
+        # Where the program does not add up events in advance: the storages that they make in the backward of a compiled call,
+        # until an event that a plan may change.
+        self._adds_up = not step.program.bulk_codes
         self._made: dict[Key, int] = {}
 
     def actions(self) -> Actions:
         """Return the handlers with those for compiled calls replaced."""
         own: Actions = {OP: self._op, SAVE: self._save, RETURN: self._return, RELEASE: self._release}
         found: Actions = {**self._play, **own, BULK: self._bulk}
-        if not self._step.program.bulk_codes:
+        if self._adds_up:
             found = {code: self._after_made(handler) for code, handler in found.items()}
         return {**found, FREE: self._free, ALLOC: self._alloc, WORK: self._work}
 
     def _after_made(self, handler: Callable[..., None]) -> Callable[..., None]:
-        """Return a handler of an event before which storages come that were made since the last one, and still are there.
-
-        So does a program that adds up such events in advance.
-        """
+        """Return a handler of an event before which come the storages that were made since the last one and are still there."""
 
         def handle(*operands: Any) -> None:
             for key, nbytes in self._made.items():
@@ -101,7 +100,7 @@ class CompiledSchedule:
         # What compiled code makes in forward is in its variant; what lives on and dies in backward cancels out there.
         if self._running is not None:
             return
-        if self._is_in_backward():
+        if self._adds_up and self._is_in_backward():
             self._made[key] = nbytes
         else:
             self._play[ALLOC](key, nbytes)
