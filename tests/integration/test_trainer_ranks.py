@@ -9,8 +9,9 @@ from collections.abc import Iterator
 import pytest
 
 from asked_cases import AskedCases
-from metered_processes import LAYER_BYTES, check_row, metered, needs_meter
+from metered_processes import LAYER_BYTES, ROOT, check_row, metered, needs_meter
 from metered_trainers import FEW_STEPS, SHARDED_STEPS
+from rank_processes import run_ranks
 from tiers import long_but
 
 pytestmark = [
@@ -53,6 +54,11 @@ def test_two_budgets_are_the_same_error_in_both(name: str, cases: AskedCases) ->
     assert re.match(expected, first["error"]), first
     assert first["error"] == second["error"]
     assert max(first["seconds"], second["seconds"]) < 30
+
+
+@pytest.mark.long  # A minute: a layer is compiled in three ways.
+def test_compiled_layers_stay_so_in_two_processes() -> None:
+    run_ranks(2, ROOT / "tests/support/compiled_trainer_ranks.py")
 
 
 def test_a_process_without_a_budget_is_named_within_seconds(cases: AskedCases) -> None:
