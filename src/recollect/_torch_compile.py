@@ -10,6 +10,7 @@ import inspect
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -21,7 +22,9 @@ from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch._functorch import config as functorch_config
 from torch._functorch.compile_utils import fx_graph_cse
 from torch._inductor import config as inductor_config
+from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.custom_graph_pass import CustomPartitionerFn, get_hash_for_files
+from torch._inductor.graph import GraphLowering
 from torch.utils.checkpoint import CheckpointPolicy
 
 __all__ = ["CustomPartitionerFn", "get_hash_for_files"]
@@ -73,6 +76,54 @@ def quiet_cache() -> Iterator[None]:
         yield
     finally:
         logger.removeFilter(says_something)
+
+
+@contextmanager
+def on_fake_tensors(run_kernel: Callable[[str, Any], None]) -> Iterator[None]:
+    """Within the block, what is compiled is the code that allocates and calls kernels, to be run on fake tensors; no kernel is.
+
+    It allocates, frees and calls ops of libraries as on real tensors. Nothing of it gets into caches, in memory or on disk.
+
+    Args:
+        run_kernel: called in place of each kernel, with its code in C++ and its arguments.
+    """
+
+    def load(graph: Any) -> Any:
+        code, _ = graph.codegen()
+        names: dict[str, Any] = {"__name__": __name__}
+        exec(compile(code.value, "<code on fake tensors>", "exec"), names)  # noqa: S102 - Inductor's own text
+        # These make and look at memory itself, past what fake tensors see.
+        names |= {
+            "empty_strided_cpu": lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype),
+            "reinterpret_tensor": _reinterpreted,
+            "assert_size_stride": _nothing,
+            "assert_alignment": _nothing,
+        }
+        return SimpleNamespace(call=names["call"], __file__=None)
+
+    functions: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
+        (GraphLowering, "compile_to_module", load),
+        (AsyncCompile, "cpp_pybinding", lambda _, types, code: lambda *args: run_kernel(code, args)),
+    )
+    originals = [getattr(owner, name) for owner, name, _ in functions]
+    # No compiler of C++ is asked what it can do.
+    settings = {"force_disable_caches": True, "cpp.vec_isa_ok": True, "compile_threads": 1}
+    try:
+        for owner, name, function in functions:
+            setattr(owner, name, function)
+        with inductor_config.patch(settings):
+            yield
+    finally:
+        for (owner, name, _), original in zip(functions, originals, strict=True):
+            setattr(owner, name, original)
+
+
+def _reinterpreted(tensor: torch.Tensor, size: Any, stride: Any, offset: int = 0) -> torch.Tensor:
+    return tensor.as_strided(size, stride, tensor.storage_offset() + offset)
+
+
+def _nothing(*_: Any) -> None:
+    pass
 
 
 def settings_in_the_way() -> Iterator[tuple[str, object, str]]:

@@ -15,6 +15,7 @@ import torch
 from torch._C._autograd import _get_current_graph_task_keep_graph, _profiler_enabled
 from torch._C._functorch import peek_interpreter_stack
 from torch._library.custom_ops import OPDEFS
+from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -33,7 +34,14 @@ OLDEST_TESTED = "2.11.0"
 NEWEST_TESTED = "2.15.0"
 
 # Names that PyTorch defines. All others here without an underscore are also for other files.
-__all__ = ["FakeTensorMode", "TorchDispatchMode", "is_traceable_wrapper_subclass", "tree_leaves", "tree_map"]
+__all__ = [
+    "FakeTensorMode",
+    "HigherOrderOperator",
+    "TorchDispatchMode",
+    "is_traceable_wrapper_subclass",
+    "tree_leaves",
+    "tree_map",
+]
 
 # The errors that fake tensors raise when a step asks for their content, or for a shape that depends on it.
 DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)

@@ -5,6 +5,7 @@ the whole table; an op that overwrites in place does not read the old content; v
 """
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,6 +29,9 @@ DTYPES = {
 
 # Products that PyTorch's flop counter does not know.
 _BY_SHAPE = frozenset({"_grouped_mm", "_scaled_grouped_mm", "_scaled_grouped_mm_v2", "_scaled_mm_v2"})
+
+# What transformers calls for products of experts where the compiler traces them for the CPU.
+_GROUPED_IN_COMPILED_CODE = "transformers:grouped_mm_fallback"
 
 _OPS: dict[Kind, frozenset[str]] = {
     # Ops that read only some rows of their first argument: as many elements as they return or are told to look up.
@@ -66,7 +70,9 @@ def work_of(func: Any, facts: OpFacts, args: Any, kwargs: Any, output: Any) -> W
     if facts.is_view or facts.is_lazy or facts.changes_layout_only or facts.creates == "undefined":
         return FREE
     name = facts.name.removesuffix("_")
-    tensors = _distinct((args, kwargs))
+    # A tensor given for the result is not read: `mm(x, y, out=z)`.
+    facts = replace(facts, writes=()) if "out" in (kwargs or {}) else facts
+    tensors = _distinct((args, {key: value for key, value in (kwargs or {}).items() if key != "out"}))
     results = [t for t in _distinct(output) if not any(t is other for other in tensors)]
     traffic_bytes = float(_traffic_bytes(name, facts, args, tensors, results))
     flops = flops_of(func, args, kwargs, output)
@@ -176,8 +182,10 @@ def flops_of(func: Any, args: Any, kwargs: Any, output: Any) -> float:
     name = facts_of(func).name.removesuffix("_")
     if "scaled_dot_product" in name and "attention" in name:
         return _attention_flops(func, name, args, kwargs)
-    if name in _BY_SHAPE:
+    if name in _BY_SHAPE or name == _GROUPED_IN_COMPILED_CODE:
         return _grouped_flops(args[0], args[1])
+    if name == f"{_GROUPED_IN_COMPILED_CODE}_backward":
+        return 2 * _grouped_flops(args[0], args[1])
     formula = flop_registry.get(getattr(func, "overloadpacket", func))
     return float(formula(*args, **kwargs, out_val=output)) if formula is not None else 0.0
 

@@ -49,6 +49,10 @@ class PartsTrace:
             # Made directly, not by an op, so that dispatch modes do not see it.
             self._marks.append(torch.UntypedStorage(1, device="cpu"))
 
+    def address_of(self, storage: torch.UntypedStorage) -> int:
+        """Return the address of a storage that is alive, as it is in the events."""
+        return storage.data_ptr()
+
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Record the events of the block.

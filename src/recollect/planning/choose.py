@@ -47,6 +47,7 @@ HOST_ADVICE = 'Or let part of what backward needs go to host memory (host_budget
 
 # A chunked loss pays only if the logits are at least this fraction of the bytes that grow with the batch.
 _LARGE_PART = 0.1
+_ESTIMATED = "bytes and times of compiled units are estimates from their code, which never ran"
 
 
 @contextmanager
@@ -225,6 +226,8 @@ class Planner:
 
     def _predicted(self, chosen: Plan, simulation: Simulation, budget_bytes: int, bound_s: float) -> Plan:
         made = simulated_plan(self.profile, replace(chosen, budget_bytes=budget_bytes), simulation)
+        if made.is_compiled and self.profile.fake:
+            made = replace(made, note=_ESTIMATED)
         if self._has_engines or not is_all_on_tape(chosen) or not math.isfinite(bound_s) or self.profile.step_s <= 0:
             return made
         check_bound(bound_s, simulation.recompute_s, budget_bytes)

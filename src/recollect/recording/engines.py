@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from recollect._torch_fsdp import is_fully_sharded
+from recollect.costs.hardware import Hardware
 from recollect.engine.eager_forward import expect_compiler
 from recollect.errors import NotYetError, RecordError
 from recollect.planning.compiled_menu import undominated
@@ -22,6 +23,7 @@ from recollect.quantities import parse_bytes
 from recollect.ranks.group import ALONE, Place, Ranks
 from recollect.ranks.members import with_common_times
 from recollect.recording.reruns import with_reruns
+from recollect.recording.unit_runs import ModelledRuns, UnitRuns
 from recollect.recording.unit_samples import UnitSample
 from recollect.recording.variants import with_variants
 
@@ -40,8 +42,10 @@ def check_engine(engine: str, model: nn.Module, *, fake: bool, split_backward: b
         raise RecordError(f"engine: got {engine!r}, expected {', '.join(map(repr, get_args(RecordedEngine)))}")
     if engine == "tape":
         return
-    if fake:
-        raise _not_yet(engine, "fake", True, "times of code that never ran", "Record on the device, fake=False")
+    if fake and engine == "region":
+        raise _not_yet(
+            engine, "fake", True, "the tape's overhead, which is not modelled", "Record on the device, fake=False"
+        )
     if split_backward:
         raise _not_yet(
             engine, "split_backward", True, "units that find the two halves of the gradients apart", "Leave it out"
@@ -60,6 +64,7 @@ def with_engine(
     samples: Mapping[int, UnitSample],
     device: torch.device,
     *,
+    hardware: Hardware | None = None,
     ranks: Ranks = ALONE,
     place: Place = Place.START,
     compiled: Callable[[str, float], object] = lambda path, compile_s: None,
@@ -73,6 +78,7 @@ def with_engine(
         profile: of a step outside the compiler, as this process recorded it.
         samples: see `with_variants`.
         device: where the step runs.
+        hardware: whose times are modelled, in a step on fake tensors; what compiled code takes is then estimated.
         ranks: that recorded it together.
         place: where they are.
         compiled: see `with_variants`.
@@ -91,7 +97,9 @@ def with_engine(
         if engine == "region":
             return with_reruns(profile, samples, device)
         _check_backward(profile)
-        return with_variants(with_reruns(profile, samples, device), samples, device, compiled=compiled)
+        if hardware is not None:
+            return with_variants(profile, samples, ModelledRuns(device, hardware, profile.kernels), compiled=compiled)
+        return with_variants(with_reruns(profile, samples, device), samples, UnitRuns(device), compiled=compiled)
 
     found = with_common_times(_in_all(ranks.together(measured, place), ranks, place), ranks, place)
     graphs = (replace(graph, variants=undominated(graph.variants, graph)) for graph in found.graphs)

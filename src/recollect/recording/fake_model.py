@@ -13,10 +13,12 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from recollect._torch_fsdp import other_sharded_parameters
-from recollect._torch_private import FakeTensorMode, is_traceable_wrapper_subclass, tree_map
+from recollect._torch_private import FakeTensorMode, HigherOrderOperator, is_traceable_wrapper_subclass, tree_map
 from recollect.engine.facts import facts_of
 from recollect.recording.restored_state import restored_attributes, restored_generators
 
+_composite_attention = F.scaled_dot_product_attention
+OnOp = Callable[[Any, Any, Any, Any], None]
 _PRODUCTS = frozenset({"_grouped_mm", "_scaled_grouped_mm", "_scaled_grouped_mm_v2", "_scaled_mm_v2"})
 
 
@@ -30,13 +32,43 @@ class _FakeMode(FakeTensorMode):
 
     Args:
         kernels: type of the device whose kernels they stand for.
+        on_op: called after each op with the op, its arguments and its result, but not for ops that an op is made of.
     """
 
-    def __init__(self, kernels: str) -> None:
+    supports_higher_order_operators = True
+
+    def __init__(self, kernels: str, on_op: OnOp | None) -> None:
         super().__init__(allow_non_fake_inputs=True)
         self.kernels = kernels
+        self._on_op = on_op
+        self._depth = 0
+        self._in_rule = set[Any]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if isinstance(func, HigherOrderOperator):
+            output = self._run_outer(func, types, args, kwargs)
+        else:
+            self._depth += 1
+            try:
+                output = self._run(func, types, args, kwargs)
+            finally:
+                self._depth -= 1
+        if self._on_op is not None and not self._depth:
+            self._on_op(func, args, kwargs or {}, output)
+        return output
+
+    def _run_outer(self, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """Run an op that runs others by its rule for PyTorch's own mode, which subclasses lack; it may send the op back."""
+        rule = op.python_key_table.get(FakeTensorMode)
+        if rule is None or op in self._in_rule:
+            return super().__torch_dispatch__(op, types, args, kwargs)
+        self._in_rule.add(op)
+        try:
+            return rule(self, *args, **(kwargs or {}))
+        finally:
+            self._in_rule.discard(op)
+
+    def _run(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         name = facts_of(func).name
         if name in _PRODUCTS and args[0].dtype is not torch.bfloat16:
             given = dict(
@@ -96,12 +128,20 @@ def _attention(
         flash: Any = torch.ops.aten._scaled_dot_product_flash_attention
         mixed: torch.Tensor = flash(query, key, value, dropout_p, is_causal or are_last, scale=scale)[0]
         return mixed
-    return F.scaled_dot_product_attention(
-        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-    )
+    return _composite_attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
 
 
-_KERNELS: dict[Any, Callable[..., torch.Tensor]] = {F.dropout: _dropout, F.scaled_dot_product_attention: _attention}
+_KERNELS: dict[Any, Callable[..., torch.Tensor]] = {F.dropout: _dropout, _composite_attention: _attention}
+
+
+@contextmanager
+def _cuda_attention() -> Iterator[None]:
+    """Call CUDA's attention in code to be compiled, which sees no modes; the compiler has dropout of its own on all devices."""
+    F.scaled_dot_product_attention = _attention
+    try:
+        yield
+    finally:
+        F.scaled_dot_product_attention = _composite_attention
 
 
 def kernels_of(tensor: torch.Tensor) -> str:
@@ -116,13 +156,22 @@ def kernels_of(tensor: torch.Tensor) -> str:
 
 
 @contextmanager
-def fake_run(model: nn.Module, batch: Any, device: torch.device, *, kernels: str = "") -> Iterator[Any]:
+def fake_run(
+    model: nn.Module,
+    batch: Any,
+    device: torch.device,
+    *,
+    kernels: str = "",
+    compiles: bool = False,
+    on_op: OnOp | None = None,
+) -> Iterator[Any]:
     """Within the block, run a model on fake tensors in place of its parameters and buffers, and leave no traces.
 
     Everything computed from them is fake too, including results that the model keeps. The model's own tensors,
     which may be on the meta device, are restored at the end. Tied parameters stay tied.
 
-    `kernels`: type of the device that they stand for; default: that of `device`.
+    `kernels`: type of the device that they stand for; default: that of `device`. `compiles`: what runs is to be compiled.
+    `on_op`: see `_FakeMode`.
 
     Yields the batch, of fake tensors on `device`.
     """
@@ -142,8 +191,12 @@ def fake_run(model: nn.Module, batch: Any, device: torch.device, *, kernels: str
         restored_attributes(model),
         restored_generators(model),
         other_sharded_parameters(model) as use_others,
-        _FakeMode(kernels or device.type),
-        _CudaKernels() if kernels == "cuda" != device.type else nullcontext(),
+        _FakeMode(kernels or device.type, on_op),
+        nullcontext()
+        if kernels != "cuda" or device.type == "cuda"
+        else _cuda_attention()
+        if compiles
+        else _CudaKernels(),
     ):
         try:
             for module in model.modules():

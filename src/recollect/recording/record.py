@@ -102,7 +102,8 @@ def record(
         engine: "region" also measures a second run of each repeated layer as a whole, so that plans can choose it
             (`EngineChoice.REGION`). "compile" measures that, and these layers inside `torch.compile`, for each of several
             sets of values to keep (`EngineChoice.COMPILE`). The profile's step then runs them compiled. It compiles each
-            kind of layer up to eleven times, seconds to a minute each.
+            kind of layer up to eleven times, seconds to a minute each. With `fake`, nothing of it runs: bytes and times are
+            estimated from the code that would (`VariantRecord.is_estimated`).
         host_link: measure copies to host memory and back, too, once in a process, so that plans can have a `host_budget`. With
             `fake`, `hardware` says how fast they are.
         group: the processes that record together, whose profiles get the median of their times, so that they make the same plan
@@ -117,8 +118,8 @@ def record(
         AlreadyAppliedError: the model already recomputes.
         HardwareError: an unknown name or a malformed file; or given without `fake`, where times are measured.
         ChunkedLossError: the model's loss cannot be computed in chunks.
-        NotYetError: an engine other than the tape with `fake`, `split_backward` or FSDP2; `engine="compile"` with a backward
-            that keeps its graph.
+        NotYetError: an engine other than the tape with `split_backward` or FSDP2; `engine="compile"` with a backward that keeps
+            its graph; `engine="region"` with `fake`.
         RecordError: both or neither of `batch` and `step`; the model rejected the batch; the loss is not a scalar or does
             not require grad; an unknown word; with `fake`, the step depends on data; the parameters are not there yet, or are
             partitioned; a process of the group failed, or has another model; or this PyTorch lacks what recording needs.
@@ -160,7 +161,9 @@ def record(
         profile = ranks.together(lambda: loop.recorded(recording, optimizer_step), Place.START)
         if host_link and not fake:
             profile = ranks.together(lambda: with_host_link(profile, loop.device), Place.START)
-        return with_engine(engine, profile, recording.samples_of_graph, loop.device, ranks=ranks)
+        hardware = None if modelled is None else modelled.hardware
+        samples = recording.samples_of_graph
+        return with_engine(engine, profile, samples, loop.device, hardware=hardware, ranks=ranks)
 
 
 def record_with(

@@ -99,9 +99,7 @@ class StepRecording:
         self._modelled = self.costs if isinstance(self.costs, ModelledCosts) else None
         self.recorder = StepRecorder(self.costs, self.device)
         self._ranks = self.recorder.ranks = RanksWithParts.of(self.model, self.device, self._modelled)
-        self._samples = UnitSamples(
-            self.model, self.device, in_excerpts=self.in_loop, is_fake=self._modelled is not None
-        )
+        self._samples = UnitSamples(self.model, self.device, in_excerpts=self.in_loop)
         self._stack = ExitStack()
         self._persistent: dict[str, int] = {}
         self.returns = Returns(self.recorder)
@@ -133,6 +131,7 @@ class StepRecording:
             set_aside_bytes: bytes that a CUDA device holds only during this recording, to restore afterwards.
         """
         recorder = self.recorder
+        self._samples.takes_any = self.keeps_samples or self._modelled is None  # fake ones cannot be timed
         known: list[torch.Tensor] = []
         for kind, group in persistent.items():
             present = self._present(group)
@@ -286,9 +285,15 @@ class StepRecording:
             ranks=self._ranks,
             **({} if host_link is None else host_link.profile_fields()),
         )
-        return fold(self._timed(made, budget) if modelled is None else made)
+        # A copy of a unit that communicates cannot run alone.
+        samples = [sample for sample in self._samples.samples if sample.call not in recorder.communicating]
+        if self.keeps_samples:
+            by_call = {sample.call: sample for sample in samples}
+            pairs = [(made.calls[call].graph, first) for call, first in self._samples.first_alike.items()]
+            self.samples_of_graph = {graph: by_call[first] for graph, first in reversed(pairs) if first in by_call}
+        return fold(self._timed(made, samples, budget) if modelled is None else made)
 
-    def _timed(self, profile: Profile, budget: int | str | None) -> Profile:
+    def _timed(self, profile: Profile, samples: list[UnitSample], budget: int | str | None) -> Profile:
         """Return the profile with times of units that run alone, on copies, as far as they have room."""
         recorder = self.recorder
         limit_bytes = self._limit_bytes(profile, budget)
@@ -321,12 +326,7 @@ class StepRecording:
                 known.add(sample.call)
             return found
 
-        samples = [sample for sample in self._samples.samples if sample.call not in recorder.communicating]
         self._samples.samples.clear()
-        if self.keeps_samples:
-            by_call = {sample.call: sample for sample in samples}
-            pairs = [(profile.calls[call].graph, first) for call, first in first_alike.items()]
-            self.samples_of_graph = {graph: by_call[first] for graph, first in reversed(pairs) if first in by_call}
         timed = measure_unit_times(samples, self.device, room_bytes=room_bytes, rounds=rounds)
         times = {call: timed[first] for call, first in first_alike.items() if first in timed}
         return with_unit_times(

@@ -95,10 +95,17 @@ class UnitSample:
         args, kwargs = tree_map(
             lambda leaf: leaf.repeated() if isinstance(leaf, Excerpt) else leaf, (self.args, self.kwargs)
         )
+        return self.with_arguments(args, kwargs)
+
+    def with_arguments(self, args: Any, kwargs: Any) -> UnitSample:
+        """Return the sample with other tensors in place of its own."""
         return replace(self, args=args, kwargs=kwargs)
 
-    def copied_module(self) -> nn.Module:
+    def copied_module(self, *, shares_parameters: bool = False) -> nn.Module:
         """Return a copy of the module, without hooks.
+
+        Args:
+            shares_parameters: it has the module's own parameters and buffers.
 
         Raises:
             Exception: whatever the module's attributes raise when they are copied.
@@ -109,6 +116,9 @@ class UnitSample:
                 hooks = vars(module).get(name)
                 if hooks is not None:
                     without_hooks[id(hooks)] = type(hooks)()
+        if shares_parameters:
+            own = (*self.module.parameters(), *self.module.buffers())
+            without_hooks |= {id(tensor): tensor for tensor in own}
         return copy.deepcopy(self.module, without_hooks)
 
     def inputs(self, leaves: list[torch.Tensor]) -> tuple[Any, Any]:
@@ -135,29 +145,28 @@ class UnitSamples:
         model: the model whose units run.
         device: where they run.
         in_excerpts: whether to hold excerpts of large inputs, where there is little room.
-        is_fake: the step runs on fake tensors, which cannot be timed: takes none.
 
     Attributes:
+        takes_any: whether to.
         samples: one of each kind.
         first_alike: by call, the first call of its kind. Calls of a kind may have other graphs, such as the last one of several
             layers, whose output nothing reads.
     """
 
-    def __init__(
-        self, model: nn.Module, device: torch.device, *, in_excerpts: bool = False, is_fake: bool = False
-    ) -> None:
-        self._in_excerpts, self._is_fake = in_excerpts, is_fake
+    def __init__(self, model: nn.Module, device: torch.device, *, in_excerpts: bool = False) -> None:
+        self._in_excerpts = in_excerpts
         self._modules = dict(model.named_modules(remove_duplicate=False))
         # Looked up now: while the step is recorded, a unit has a placed forward.
         self._compiled = {path for path, module in self._modules.items() if has_compiled_forward(module)}
         self._device = device
         self._kinds: dict[Any, int] = {}
+        self.takes_any = True
         self.samples: list[UnitSample] = []
         self.first_alike: dict[int, int] = {}
 
     def take(self, path: str, call: int, args: Any, kwargs: Any) -> None:
         """Copy a call's inputs, unless there is a sample of its kind, or it cannot run alone."""
-        if self._is_fake:
+        if not self.takes_any:
             return
         module = without_compiler(self._modules[path])  # A unit runs eagerly, and so does a copy of it.
         kind = type(module), module.training, _shapes(module.parameters()), _shapes(tree_leaves((args, kwargs)))

@@ -27,7 +27,7 @@ from recollect._torch_private import tree_leaves
 from recollect.applying import apply_policy
 from recollect.engine.policy import DropAll, Policy
 from recollect.engine.tape import Tape
-from recollect.measuring.timing import timed_work
+from recollect.measuring.timing import timed, work_clock
 from recollect.profile import events
 from recollect.profile.profile import Profile
 from recollect.progress import stage
@@ -308,7 +308,11 @@ def _times_of(sample: UnitSample, device: torch.device, rounds: Rounds) -> UnitT
 
 
 def time_run(
-    sample: UnitSample, module: nn.Module, device: torch.device, forward: Callable[..., Any] | None = None
+    sample: UnitSample,
+    module: nn.Module,
+    device: torch.device,
+    forward: Callable[..., Any] | None = None,
+    clock: Callable[[], float] | None = None,
 ) -> tuple[float, float] | None:
     """Return the seconds of a unit's forward and backward; None if there is nothing to differentiate.
 
@@ -317,18 +321,20 @@ def time_run(
         module: a copy of it.
         device: where it runs.
         forward: to run in place of the module's own.
+        clock: tells the seconds so far; by default that of the device.
     """
+    clock = clock or work_clock(device)
     trained: list[Any] = [p for p in module.parameters() if p.requires_grad]
     args, kwargs = sample.inputs(trained)
     autocast = sample.autocast
     with torch.enable_grad(), torch.autocast(device.type, dtype=autocast, enabled=autocast is not None):
-        output, forward_s = timed_work(lambda: (forward or module)(*args, **kwargs), device)
+        output, forward_s = timed(lambda: (forward or module)(*args, **kwargs), device, clock=clock)
     ends = [t for t in tree_leaves(output) if isinstance(t, torch.Tensor) and t.requires_grad]
     if not ends or not trained:
         return None
     with torch.enable_grad():
         end = _End.apply([torch.ones_like(end) for end in ends], *ends)  # type: ignore[no-untyped-call]
-    _, backward_s = timed_work(lambda: torch.autograd.grad(end, trained, allow_unused=True), device)
+    _, backward_s = timed(lambda: torch.autograd.grad(end, trained, allow_unused=True), device, clock=clock)
     return forward_s, backward_s
 
 

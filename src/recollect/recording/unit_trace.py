@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -22,6 +23,21 @@ Part = list[tuple[int, int]]
 """Events of the allocator: (address, bytes; 0 for a free)."""
 
 
+class Trace(Protocol):
+    """Traces memory in parts: `PartsTrace`."""
+
+    parts: list[Part]
+
+    def mark(self) -> None:
+        """End a part."""
+
+    def recording(self) -> AbstractContextManager[None]:
+        """Trace the block."""
+
+    def address_of(self, storage: torch.UntypedStorage) -> int:
+        """Return the address of a storage in the events."""
+
+
 @dataclass(frozen=True)
 class UnitTrace:
     """What one run of a unit does to memory; see `VariantRecord` for the fields."""
@@ -32,19 +48,22 @@ class UnitTrace:
     backward: tuple[tuple[int, int, int], ...]
 
 
-def trace_unit(sample: UnitSample, forward: Callable[..., Any], device: torch.device) -> UnitTrace:
+def trace_unit(
+    sample: UnitSample, forward: Callable[..., Any], device: torch.device, trace: Trace | None = None
+) -> UnitTrace:
     """Run a unit once, forward and backward, and return what it does to memory.
 
     Args:
         sample: what the unit gets.
         forward: of a copy of the unit, whose parameters have no gradients yet. It has run before, so that it compiles no more.
         device: where it runs.
+        trace: a new one; by default of the device's allocator.
 
     Raises:
         MeterError: on the CPU, under another profiler.
         Exception: whatever the unit raises.
     """
-    trace = PartsTrace(device)
+    trace = trace or PartsTrace(device)
     run = _Run(trace)
     with trace.recording(), torch.enable_grad():
         args, kwargs = run.inputs_of(sample)
@@ -52,7 +71,7 @@ def trace_unit(sample: UnitSample, forward: Callable[..., Any], device: torch.de
         with torch.autocast(device.type, dtype=sample.autocast, enabled=sample.autocast is not None):
             output = forward(*args, **kwargs)
         leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
-        run.outputs = _addresses(leaves, sample.output_values)
+        run.outputs = run.addresses(leaves, sample.output_values)
         trace.mark()
         end = _Sink.apply(run, *[leaf for leaf in leaves if leaf.requires_grad])  # type: ignore[no-untyped-call]
         del args, kwargs, output, leaves
@@ -71,7 +90,7 @@ class _Run:
         gradients: addresses of the storages of outputs' gradients.
     """
 
-    trace: PartsTrace
+    trace: Trace
     inputs: dict[int, int] = field(default_factory=dict)
     outputs: dict[int, int] = field(default_factory=dict)
     gradients: set[int] = field(default_factory=set)
@@ -89,8 +108,16 @@ class _Run:
             return next(sourced) if leaf.requires_grad else leaf.clone()
 
         args, kwargs = tree_map(private, (args, kwargs))
-        self.inputs = _addresses(tree_leaves((args, kwargs)), sample.input_values)
+        self.inputs = self.addresses(tree_leaves((args, kwargs)), sample.input_values)
         return args, kwargs
+
+    def addresses(self, leaves: Iterable[Any], values: Iterable[int]) -> dict[int, int]:
+        """Return the value of each tensor among some leaves by the address of its storage."""
+        return {
+            self.trace.address_of(part.untyped_storage()): value
+            for leaf, value in zip(leaves, values, strict=True)
+            for part in strided_tensors([leaf])
+        }
 
     def finish(self) -> None:
         """Note that backward is over, the first time."""
@@ -115,15 +142,6 @@ class _Run:
             forward_bytes=forward_bytes,
             backward=tuple(_stretches(backward, sizes, held)),
         )
-
-
-def _addresses(leaves: Iterable[Any], values: Iterable[int]) -> dict[int, int]:
-    """Return the value of each tensor among some leaves by the address of its storage."""
-    return {
-        part.untyped_storage().data_ptr(): value
-        for leaf, value in zip(leaves, values, strict=True)
-        for part in strided_tensors([leaf])
-    }
 
 
 def _played(part: Part) -> tuple[dict[int, int], int]:
@@ -192,6 +210,7 @@ class _Sink(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         gradients = [torch.ones_like(like, device=ctx.device) for like in ctx.like]
-        ctx.run.gradients = {gradient.untyped_storage().data_ptr() for gradient in gradients}
-        ctx.run.trace.mark()
+        trace = ctx.run.trace
+        ctx.run.gradients = {trace.address_of(gradient.untyped_storage()) for gradient in gradients}
+        trace.mark()
         return (None, *gradients)

@@ -12,6 +12,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
@@ -27,9 +28,8 @@ from recollect.profile.graph import UnitGraph
 from recollect.profile.profile import Profile
 from recollect.profile.variant import VariantRecord
 from recollect.progress import stage
+from recollect.recording.unit_runs import UnitRuns
 from recollect.recording.unit_samples import UnitSample
-from recollect.recording.unit_times import rounds_within, time_run
-from recollect.recording.unit_trace import trace_unit
 from recollect.warning import warn_user
 
 if TYPE_CHECKING:
@@ -39,17 +39,17 @@ if TYPE_CHECKING:
 def with_variants(
     profile: Profile,
     samples: Mapping[int, UnitSample],
-    device: torch.device,
+    runs: UnitRuns,
     *,
     menu: Callable[[UnitGraph], Sequence[Keeps]] = compiled_menu,
     compiled: Callable[[str, float], object] = lambda path, compile_s: None,
 ) -> Profile:
-    """Return a profile whose repeated units have a variant for each entry of a menu, as measured in this process.
+    """Return a profile whose repeated units have a variant for each entry of a menu, as measured or modelled in this process.
 
     Args:
         profile: of a step outside the compiler.
         samples: for each graph, a call of a unit that has it, or has the same ops on as many bytes.
-        device: where the step runs.
+        runs: how copies of units run.
         menu: what to compile of a unit, besides PyTorch's own choice.
         compiled: called with a unit's path and the seconds that compiling it once took, for each variant.
 
@@ -72,7 +72,7 @@ def with_variants(
                 done()
 
             try:
-                found = _measured(samples[indices[0]], graphs[indices[0]], menus[kind], device, note)
+                found = _found(samples[indices[0]], graphs[indices[0]], menus[kind], runs, note)
             except _CannotCompileError as error:
                 _warn(profile, indices, str(error))
                 continue
@@ -102,7 +102,7 @@ class _CannotCompileError(Exception):
 
 
 @dataclass(frozen=True)
-class _Measured:
+class _Found:
     variants: tuple[VariantRecord, ...]
     eager_s: float
 
@@ -116,40 +116,34 @@ class _Compiled:
     compile_s: float
 
 
-def _measured(
-    sample: UnitSample, graph: UnitGraph, menu: Sequence[Keeps], device: torch.device, note: Callable[[float], None]
-) -> _Measured:
+def _found(
+    sample: UnitSample, graph: UnitGraph, menu: Sequence[Keeps], runs: UnitRuns, note: Callable[[float], None]
+) -> _Found:
     """Compile a unit in each way, trace each, and time all.
 
     Raises:
         _CannotCompileError: it cannot be compiled, or cannot run alone.
     """
-    sample = sample.whole()
     # Here: it imports the compiler.
     from recollect._torch_compile import quiet_cache
 
-    devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices), warnings.catch_warnings(), quiet_cache():
+    with ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        stack.enter_context(quiet_cache())
         # Warnings of the compiler, and of values in the menu that the unit does not compute there.
         warnings.simplefilter("ignore")
-        module = _copied(sample)
+        try:
+            sample, module = stack.enter_context(runs.copied(sample))
+        except Exception as error:  # the user's attributes may raise anything
+            raise _CannotCompileError(f"a copy of it cannot be made ({type(error).__name__}: {error})") from error
         found: list[_Compiled] = []
         saved = set[Any]()
         for keeps in (None, *menu):
-            one = _compiled(sample, module, graph, keeps, device, saved)
+            one = _compiled(sample, module, graph, keeps, runs, saved)
             note(one.compile_s if one is not None else 0.0)
             if one is not None:
                 found.append(one)
-        return _timed(sample, module, found, device)
-
-
-def _copied(sample: UnitSample) -> nn.Module:
-    try:
-        module = sample.copied_module()
-    except Exception as error:  # the user's attributes may raise anything
-        raise _CannotCompileError(f"a copy of it cannot be made ({type(error).__name__}: {error})") from error
-    module.zero_grad(set_to_none=True)
-    return module
+        return _timed(sample, module, found, runs)
 
 
 def _compiled(
@@ -157,7 +151,7 @@ def _compiled(
     module: nn.Module,
     graph: UnitGraph,
     keeps: Keeps | None,
-    device: torch.device,
+    runs: UnitRuns,
     saved: set[Any],
 ) -> _Compiled | None:
     """Compile a unit that keeps certain values, and trace it; None if its saved values are in `saved`, to which this adds them.
@@ -175,11 +169,11 @@ def _compiled(
     forward = compile_forward(_with_own_code(module.forward), inside, on_partition=note_cut)
     try:
         begin = time.perf_counter()
-        if time_run(sample, module, device, forward) is None:
+        if runs.time(sample, module, forward) is None:
             raise _CannotCompileError("there is nothing to differentiate in it")
         compile_s = time.perf_counter() - begin
-        time_run(sample, module, device, forward)  # It makes whatever is made once.
-        trace = trace_unit(sample, forward, device)
+        runs.time(sample, module, forward)  # It makes whatever is made once.
+        trace = runs.trace(sample, forward)
     except (torch.OutOfMemoryError, _CannotCompileError):
         raise
     except Exception as error:  # the compiler, and the user's module in it, may raise anything
@@ -201,6 +195,7 @@ def _compiled(
         backward=trace.backward,
         step_s=0.0,
         is_default=keeps is None,
+        is_estimated=runs.is_modelled,
     )
     return _Compiled(forward, record, compile_s)
 
@@ -235,16 +230,16 @@ def _with_own_code(forward: Callable[..., Any]) -> Callable[..., Any]:
     return FunctionType(run.__code__.replace(), run.__globals__, closure=run.__closure__)
 
 
-def _timed(sample: UnitSample, module: nn.Module, found: Sequence[_Compiled], device: torch.device) -> _Measured:
+def _timed(sample: UnitSample, module: nn.Module, found: Sequence[_Compiled], runs: UnitRuns) -> _Found:
     """Time a unit outside the compiler and inside it in each way, in turn."""
     forwards = [None, *(one.forward for one in found)]
 
     def one_round() -> Iterator[float]:
         for forward in forwards:
-            yield math.fsum(time_run(sample, module, device, forward) or ())
+            yield math.fsum(runs.time(sample, module, forward) or ())
 
     rounds = [list(one_round())]  # A warm-up.
-    rounds = [list(one_round()) for _ in range(rounds_within(math.fsum(rounds[0])))]
+    rounds = [list(one_round()) for _ in range(runs.rounds(math.fsum(rounds[0])))]
     eager_s, *compiled_s = (statistics.median(times) for times in zip(*rounds, strict=True))
     variants = (replace(one.record, step_s=step_s) for one, step_s in zip(found, compiled_s, strict=True))
-    return _Measured(tuple(variants), eager_s)
+    return _Found(tuple(variants), eager_s)

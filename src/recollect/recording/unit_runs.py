@@ -1,0 +1,171 @@
+"""Runs copies of units alone: on their device, where time and memory are measured; or on fake tensors, where both are modelled.
+
+On fake tensors nothing is computed, and compiled code is what Inductor generates for the CPU: it allocates and frees, and calls
+kernels that do nothing. Storages are followed from when they are made to their deaths. An op takes as long as a cost model
+says; a fused kernel as long as reading and writing its tensors once.
+"""
+
+from __future__ import annotations
+
+import gc
+import re
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from recollect.costs.hardware import Hardware, Kind
+from recollect.costs.op_work import touched_bytes, work_of
+from recollect.costs.roofline import Work, seconds
+from recollect.engine.facts import facts_of
+from recollect.profile.profile import block_bytes
+from recollect.recording.fake_model import fake_run
+from recollect.recording.unit_samples import UnitSample
+from recollect.recording.unit_times import rounds_within, time_run
+from recollect.recording.unit_trace import Part, UnitTrace, trace_unit
+from recollect.tensors import tensors_in
+
+# What takes longest in a fused kernel, by calls in its code.
+_KINDS: Final[tuple[tuple[re.Pattern[str], Kind], ...]] = (
+    (re.compile(r"rand\w*_cpu\("), "random"),
+    (re.compile(r"\b(exp|expm1|log|log1p|tanh|erf|sin|cos|sigmoid)\("), "transcendental"),
+)
+
+
+class UnitRuns:
+    """Runs copies of units on their device, and measures them."""
+
+    is_modelled = False
+    """Whether nothing is computed."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    @contextmanager
+    def copied(self, sample: UnitSample) -> Iterator[tuple[UnitSample, nn.Module]]:
+        """Yield a sample to run within the block, and a copy of its module; restore the random generators afterwards.
+
+        Raises:
+            Exception: whatever the module's attributes raise when they are copied.
+        """
+        with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
+            module = sample.copied_module()
+            module.zero_grad(set_to_none=True)
+            yield sample.whole(), module
+
+    def time(
+        self, sample: UnitSample, module: nn.Module, forward: Callable[..., Any] | None
+    ) -> tuple[float, float] | None:
+        """Return the seconds of forward and backward; None if there is nothing to differentiate. See `time_run`."""
+        return time_run(sample, module, self.device, forward)
+
+    def rounds(self, round_s: float) -> int:
+        """Return how many rounds to time where a round takes this long."""
+        return rounds_within(round_s)
+
+    def trace(self, sample: UnitSample, forward: Callable[..., Any]) -> UnitTrace:
+        """Return what a run does to memory; see `trace_unit`."""
+        return trace_unit(sample, forward, self.device)
+
+
+class ModelledRuns(UnitRuns):
+    """Runs copies of units on fake tensors.
+
+    Args:
+        device: where the fake tensors are.
+        hardware: whose times are modelled.
+        kernels: type of its device; see `fake_run`.
+    """
+
+    is_modelled = True
+
+    def __init__(self, device: torch.device, hardware: Hardware, kernels: str) -> None:
+        super().__init__(device)
+        self._hardware, self._kernels = hardware, kernels
+        self._seconds = 0.0
+        self._storages: _Storages | None = None
+
+    @contextmanager
+    def copied(self, sample: UnitSample) -> Iterator[tuple[UnitSample, nn.Module]]:
+        """Yield a sample on fake tensors, and a copy of its module that has them as parameters."""
+        from recollect._torch_compile import on_fake_tensors
+
+        module = sample.copied_module(shares_parameters=True)
+        batch = (sample.args, sample.kwargs)
+        fakes = fake_run(module, batch, self.device, kernels=self._kernels, compiles=True, on_op=self._note_op)
+        with fakes as (args, kwargs), on_fake_tensors(self._note_kernel):
+            yield sample.with_arguments(args, kwargs), module
+
+    def time(
+        self, sample: UnitSample, module: nn.Module, forward: Callable[..., Any] | None
+    ) -> tuple[float, float] | None:
+        """Return the modelled seconds of forward and backward."""
+        return time_run(sample, module, self.device, forward, clock=lambda: self._seconds)
+
+    def rounds(self, round_s: float) -> int:
+        """Return 1: all are alike."""
+        return 1
+
+    def trace(self, sample: UnitSample, forward: Callable[..., Any]) -> UnitTrace:
+        """Return what a run would do to memory."""
+        self._storages = _Storages(self.device)
+        try:
+            return trace_unit(sample, forward, self.device, self._storages)
+        finally:
+            self._storages = None
+
+    def _note_op(self, func: Any, args: Any, kwargs: Any, output: Any) -> None:
+        if isinstance(func, torch._ops.OpOverload):
+            self._seconds += seconds(work_of(func, facts_of(func), args, kwargs, output), self._hardware)
+        if self._storages is not None:
+            self._storages.note((args, kwargs), output)
+
+    def _note_kernel(self, code: str, args: Any) -> None:
+        tensors = {tensor.untyped_storage()._cdata: tensor for tensor in tensors_in(args)}.values()
+        moved_bytes = sum(map(touched_bytes, tensors))
+        kind: Kind = next((kind for pattern, kind in _KINDS if pattern.search(code)), "elementwise")
+        work = Work(kind, float(moved_bytes), float(max((t.numel() for t in tensors), default=0)))
+        self._seconds += seconds(work, self._hardware)
+
+
+class _Storages:
+    """Traces the storages that ops make, in parts, as `PartsTrace` does the allocator's memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.parts: list[Part] = [[]]
+        self._device = device
+        self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    def mark(self) -> None:
+        """End a part."""
+        self.parts.append([])
+
+    def address_of(self, storage: torch.UntypedStorage) -> int:
+        """Return a number that no other storage has meanwhile."""
+        number: int = storage._cdata
+        return number
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Record the events of the block."""
+        gc.collect()  # Garbage in reference cycles would be freed at some moment of the block.
+        yield
+        self._alive.clear()
+
+    def note(self, arguments: Any, output: Any) -> None:
+        """Note the storages that an op made."""
+        given = {tensor.untyped_storage()._cdata for tensor in tensors_in(arguments)}
+        for tensor in tensors_in(output):
+            storage = tensor.untyped_storage()
+            address = storage._cdata
+            if address not in given and address not in self._alive:
+                self._alive[address] = weakref.ref(storage, partial(self._note_death, address))
+                self.parts[-1].append((address, block_bytes(storage.nbytes(), self._device.type)))
+
+    def _note_death(self, address: int, _: object) -> None:
+        if self._alive.pop(address, None) is not None:
+            self.parts[-1].append((address, 0))
