@@ -76,9 +76,7 @@ def recorded(model: nn.Module, step: Step, inputs: Sequence[Tensor], *, units: I
     groups = {"parameters": list(model.parameters()), "buffers": list(model.buffers()), "batch": list(inputs)}
     persistent = {name: storage_bytes(tensors) for name, tensors in groups.items()}
     recorder.trackers.mark_persistent(tensor for tensors in groups.values() for tensor in tensors)
-    samples = UnitSamples(model, torch.device("cpu"))
-    samples.takes_any = False
-    tape = RecordingTape(DropAll(), recorder, samples)
+    tape = RecordingTape(DropAll(), recorder, UnitSamples(model, torch.device("cpu"), takes_any=False))
     with apply_policy(model, [unit.path for unit in found], tape):
         try:
             with costs.recording(), StepMode(recorder):

@@ -27,11 +27,13 @@ DTYPES = {
     torch.float8_e5m2fnuz: "fp8",
 }
 
-# Products that PyTorch's flop counter does not know.
-_BY_SHAPE = frozenset({"_grouped_mm", "_scaled_grouped_mm", "_scaled_grouped_mm_v2", "_scaled_mm_v2"})
-
 # What transformers calls for products of experts where the compiler traces them for the CPU.
-_GROUPED_IN_COMPILED_CODE = "transformers:grouped_mm_fallback"
+_EXPERTS_IN_COMPILED_CODE = "transformers:grouped_mm_fallback"
+
+# Products that PyTorch's flop counter does not know.
+_BY_SHAPE = frozenset(
+    {"_grouped_mm", "_scaled_grouped_mm", "_scaled_grouped_mm_v2", "_scaled_mm_v2", _EXPERTS_IN_COMPILED_CODE}
+)
 
 _OPS: dict[Kind, frozenset[str]] = {
     # Ops that read only some rows of their first argument: as many elements as they return or are told to look up.
@@ -70,9 +72,10 @@ def work_of(func: Any, facts: OpFacts, args: Any, kwargs: Any, output: Any) -> W
     if facts.is_view or facts.is_lazy or facts.changes_layout_only or facts.creates == "undefined":
         return FREE
     name = facts.name.removesuffix("_")
-    # A tensor given for the result is not read: `mm(x, y, out=z)`.
-    facts = replace(facts, writes=()) if "out" in (kwargs or {}) else facts
-    tensors = _distinct((args, {key: value for key, value in (kwargs or {}).items() if key != "out"}))
+    named = dict(kwargs or {})
+    if named.pop("out", None) is not None:  # `mm(x, y, out=z)` reads no z, and leaves x and y as they are
+        facts = replace(facts, writes=())
+    tensors = _distinct((args, named))
     results = [t for t in _distinct(output) if not any(t is other for other in tensors)]
     traffic_bytes = float(_traffic_bytes(name, facts, args, tensors, results))
     flops = flops_of(func, args, kwargs, output)
@@ -182,9 +185,9 @@ def flops_of(func: Any, args: Any, kwargs: Any, output: Any) -> float:
     name = facts_of(func).name.removesuffix("_")
     if "scaled_dot_product" in name and "attention" in name:
         return _attention_flops(func, name, args, kwargs)
-    if name in _BY_SHAPE or name == _GROUPED_IN_COMPILED_CODE:
+    if name in _BY_SHAPE:
         return _grouped_flops(args[0], args[1])
-    if name == f"{_GROUPED_IN_COMPILED_CODE}_backward":
+    if name == f"{_EXPERTS_IN_COMPILED_CODE}_backward":
         return 2 * _grouped_flops(args[0], args[1])
     formula = flop_registry.get(getattr(func, "overloadpacket", func))
     return float(formula(*args, **kwargs, out_val=output)) if formula is not None else 0.0

@@ -187,16 +187,13 @@ def fake_run(
             fakes[id(item)].requires_grad_(item.requires_grad)
         return fakes[id(item)]
 
+    cuda_kernels = _cuda_attention if compiles else _CudaKernels
     with (
         restored_attributes(model),
         restored_generators(model),
         other_sharded_parameters(model) as use_others,
         _FakeMode(kernels or device.type, on_op),
-        nullcontext()
-        if kernels != "cuda" or device.type == "cuda"
-        else _cuda_attention()
-        if compiles
-        else _CudaKernels(),
+        cuda_kernels() if kernels == "cuda" != device.type else nullcontext(),
     ):
         try:
             for module in model.modules():

@@ -151,9 +151,8 @@ def record(
 
     def prepared() -> tuple[StepRecording, OptimizerStep]:
         check_optimizers(model, optimizer)
-        recording, optimizer_step = loop.prepared(modelled or MeasuredCosts(loop.device), units, collectives)
-        recording.keeps_samples = engine != "tape"
-        return recording, optimizer_step
+        costs = modelled or MeasuredCosts(loop.device)
+        return loop.prepared(costs, units, collectives, keeps_samples=engine != "tape")
 
     with stage("recording the step"):
         recording, optimizer_step = ranks.together(prepared, Place.START)
@@ -206,11 +205,16 @@ class _Loop:
         self.is_elsewhere = all(parameter.device.type == "meta" for parameter in self.model.parameters())
 
     def prepared(
-        self, costs: Costs, units: Iterable[str] | None, collectives: Collectives
+        self, costs: Costs, units: Iterable[str] | None, collectives: Collectives, *, keeps_samples: bool = False
     ) -> tuple[StepRecording, OptimizerStep]:
-        replays = collectives == "replay"
-        found = find_units(self.model, units)
-        recording = StepRecording(self.model, found, costs, self.device, replays_collectives=replays)
+        recording = StepRecording(
+            self.model,
+            find_units(self.model, units),
+            costs,
+            self.device,
+            replays_collectives=collectives == "replay",
+            keeps_samples=keeps_samples,
+        )
         if self.is_elsewhere and isinstance(costs, ModelledCosts):
             recording.kernels = costs.hardware.device
         return recording, record_optimizer_step(self.optimizer, self.device)

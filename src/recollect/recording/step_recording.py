@@ -99,7 +99,8 @@ class StepRecording:
         self._modelled = self.costs if isinstance(self.costs, ModelledCosts) else None
         self.recorder = StepRecorder(self.costs, self.device)
         self._ranks = self.recorder.ranks = RanksWithParts.of(self.model, self.device, self._modelled)
-        self._samples = UnitSamples(self.model, self.device, in_excerpts=self.in_loop)
+        takes_any = self.keeps_samples or self._modelled is None  # Fake ones cannot be timed.
+        self._samples = UnitSamples(self.model, self.device, in_excerpts=self.in_loop, takes_any=takes_any)
         self._stack = ExitStack()
         self._persistent: dict[str, int] = {}
         self.returns = Returns(self.recorder)
@@ -131,7 +132,6 @@ class StepRecording:
             set_aside_bytes: bytes that a CUDA device holds only during this recording, to restore afterwards.
         """
         recorder = self.recorder
-        self._samples.takes_any = self.keeps_samples or self._modelled is None  # fake ones cannot be timed
         known: list[torch.Tensor] = []
         for kind, group in persistent.items():
             present = self._present(group)

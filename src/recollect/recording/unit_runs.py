@@ -12,12 +12,14 @@ import re
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
 import torch
 from torch import nn
 
+from recollect._torch_private import HigherOrderOperator
 from recollect.costs.hardware import Hardware, Kind
 from recollect.costs.op_work import touched_bytes, work_of
 from recollect.costs.roofline import Work, seconds
@@ -98,7 +100,7 @@ class ModelledRuns(UnitRuns):
         batch = (sample.args, sample.kwargs)
         fakes = fake_run(module, batch, self.device, kernels=self._kernels, compiles=True, on_op=self._note_op)
         with fakes as (args, kwargs), on_fake_tensors(self._note_kernel):
-            yield sample.with_arguments(args, kwargs), module
+            yield replace(sample, args=args, kwargs=kwargs), module
 
     def time(
         self, sample: UnitSample, module: nn.Module, forward: Callable[..., Any] | None
@@ -119,13 +121,13 @@ class ModelledRuns(UnitRuns):
             self._storages = None
 
     def _note_op(self, func: Any, args: Any, kwargs: Any, output: Any) -> None:
-        if isinstance(func, torch._ops.OpOverload):
+        if not isinstance(func, HigherOrderOperator):
             self._seconds += seconds(work_of(func, facts_of(func), args, kwargs, output), self._hardware)
         if self._storages is not None:
             self._storages.note((args, kwargs), output)
 
     def _note_kernel(self, code: str, args: Any) -> None:
-        tensors = {tensor.untyped_storage()._cdata: tensor for tensor in tensors_in(args)}.values()
+        tensors = {id(tensor.untyped_storage()): tensor for tensor in tensors_in(args)}.values()
         moved_bytes = sum(map(touched_bytes, tensors))
         kind: Kind = next((kind for pattern, kind in _KINDS if pattern.search(code)), "elementwise")
         work = Work(kind, float(moved_bytes), float(max((t.numel() for t in tensors), default=0)))
@@ -145,9 +147,8 @@ class _Storages:
         self.parts.append([])
 
     def address_of(self, storage: torch.UntypedStorage) -> int:
-        """Return a number that no other storage has meanwhile."""
-        number: int = storage._cdata
-        return number
+        """Return a number that no other storage has while this one is alive; fake ones have no memory."""
+        return id(storage)
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -158,10 +159,10 @@ class _Storages:
 
     def note(self, arguments: Any, output: Any) -> None:
         """Note the storages that an op made."""
-        given = {tensor.untyped_storage()._cdata for tensor in tensors_in(arguments)}
+        given = {self.address_of(tensor.untyped_storage()) for tensor in tensors_in(arguments)}
         for tensor in tensors_in(output):
             storage = tensor.untyped_storage()
-            address = storage._cdata
+            address = self.address_of(storage)
             if address not in given and address not in self._alive:
                 self._alive[address] = weakref.ref(storage, partial(self._note_death, address))
                 self.parts[-1].append((address, block_bytes(storage.nbytes(), self._device.type)))

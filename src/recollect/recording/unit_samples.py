@@ -95,10 +95,6 @@ class UnitSample:
         args, kwargs = tree_map(
             lambda leaf: leaf.repeated() if isinstance(leaf, Excerpt) else leaf, (self.args, self.kwargs)
         )
-        return self.with_arguments(args, kwargs)
-
-    def with_arguments(self, args: Any, kwargs: Any) -> UnitSample:
-        """Return the sample with other tensors in place of its own."""
         return replace(self, args=args, kwargs=kwargs)
 
     def copied_module(self, *, shares_parameters: bool = False) -> nn.Module:
@@ -145,28 +141,29 @@ class UnitSamples:
         model: the model whose units run.
         device: where they run.
         in_excerpts: whether to hold excerpts of large inputs, where there is little room.
+        takes_any: whether to take samples at all.
 
     Attributes:
-        takes_any: whether to.
         samples: one of each kind.
         first_alike: by call, the first call of its kind. Calls of a kind may have other graphs, such as the last one of several
             layers, whose output nothing reads.
     """
 
-    def __init__(self, model: nn.Module, device: torch.device, *, in_excerpts: bool = False) -> None:
-        self._in_excerpts = in_excerpts
+    def __init__(
+        self, model: nn.Module, device: torch.device, *, in_excerpts: bool = False, takes_any: bool = True
+    ) -> None:
+        self._in_excerpts, self._takes_any = in_excerpts, takes_any
         self._modules = dict(model.named_modules(remove_duplicate=False))
         # Looked up now: while the step is recorded, a unit has a placed forward.
         self._compiled = {path for path, module in self._modules.items() if has_compiled_forward(module)}
         self._device = device
         self._kinds: dict[Any, int] = {}
-        self.takes_any = True
         self.samples: list[UnitSample] = []
         self.first_alike: dict[int, int] = {}
 
     def take(self, path: str, call: int, args: Any, kwargs: Any) -> None:
         """Copy a call's inputs, unless there is a sample of its kind, or it cannot run alone."""
-        if not self.takes_any:
+        if not self._takes_any:
             return
         module = without_compiler(self._modules[path])  # A unit runs eagerly, and so does a copy of it.
         kind = type(module), module.training, _shapes(module.parameters()), _shapes(tree_leaves((args, kwargs)))

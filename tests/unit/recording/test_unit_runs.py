@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import recollect
+from blocks import Stack
 from recollect.costs.op_work import work_of
 from recollect.engine.facts import facts_of
 from recollect.profile.graph import UnitGraph
@@ -34,17 +35,10 @@ class Block(nn.Module):
         return x + self.dropout(self.down(functional.silu(self.up(x))))
 
 
-class Stack(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for block in self.blocks:
-            x = block(x)
-        return x.square().sum()
+def stack_of(block: type[nn.Module] = Block) -> Stack:
+    stack = Stack(WIDTH)
+    stack.blocks = nn.ModuleList(block() for _ in range(2))
+    return stack
 
 
 # What each thread of the CPU's attention works in, forward and backward, on these shapes; it is not in the code.
@@ -69,14 +63,15 @@ def bytes_by_kept(profile: Profile) -> dict[Any, Any]:
 @pytest.fixture(scope="module")
 def estimated() -> Profile:
     with torch.device("meta"):
-        model, x = Stack(), torch.randn(ROWS, WIDTH)
-    return recollect.record(model, x, fake=True, hardware="H100", engine="compile")
+        model, x = stack_of(), torch.randn(ROWS, WIDTH)
+    return recollect.record(model, x, loss_fn=torch.sum, fake=True, hardware="H100", engine="compile")
 
 
 def test_bytes_are_the_measured_ones(estimated: Profile) -> None:
     torch.manual_seed(0)
     found = bytes_by_kept(estimated)
-    expected = bytes_by_kept(recollect.record(Stack(), torch.randn(ROWS, WIDTH), engine="compile"))
+    x = torch.randn(ROWS, WIDTH)
+    expected = bytes_by_kept(recollect.record(stack_of(), x, loss_fn=torch.sum, engine="compile"))
     both = found.keys() & expected.keys()
     assert len(both) >= 2  # Times decide which of several stay.
     room_bytes = WORKSPACE_BYTES * torch.get_num_threads()
@@ -109,9 +104,8 @@ def test_attention_with_dropout_has_the_kernel_of_the_hardware() -> None:
             return x + self.down(self.up(mixed[0].transpose(0, 1).flatten(-2)))
 
     with torch.device("meta"):
-        model, x = Stack(), torch.randn(ROWS, WIDTH)
-        model.blocks = nn.ModuleList(Attends() for _ in range(2))
-    profile = recollect.record(model, x, fake=True, hardware="H100", engine="compile")
+        model, x = stack_of(Attends), torch.randn(ROWS, WIDTH)
+    profile = recollect.record(model, x, loss_fn=torch.sum, fake=True, hardware="H100", engine="compile")
     graph = next(graph for graph in profile.graphs if graph.variants)
     kept = {graph.values[value].name for variant in graph.variants for value in variant.kept}
     assert "_scaled_dot_product_flash_attention.0" in kept
