@@ -1,59 +1,26 @@
-"""Compare what compiled layers take as estimated on fake tensors and as measured, for each set of values in both.
+"""Compare what compiled layers take, as estimated on fake tensors and as measured, for each set of values in both.
 
-recollect calibrate --out hardware.json
-OMP_NUM_THREADS=1 python benchmarks/estimated.py --hardware hardware.json --models llama gpt --bf16
+    recollect calibrate --out hardware.json
+    OMP_NUM_THREADS=1 python benchmarks/estimated.py --hardware hardware.json --models reference dense --bf16
+
+Each line has a set of values: bytes as measured, and by how much the estimate is above them; the time, and the estimated one as
+a multiple of it.
 """
 
 from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import get_args
 
 import torch
-import transformers
 import tyro
-from torch import nn
 
 import recollect
-from recollect.lab.models.architectures import deepseek_v3_config, gpt_config, llama_config
-from recollect.lab.models.gpt import GPTModel
+from models import ModelName, build, model_inputs
 from recollect.profile.graph import UnitGraph
 from recollect.profile.variant import VariantRecord
-
-_SIZE: dict[str, Any] = {"num_layers": 2, "hidden_size": 256, "num_attention_heads": 4, "vocab_size": 512}
-_HF = {
-    "vocab_size": 512,
-    "hidden_size": 256,
-    "intermediate_size": 704,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-}
-_TOKENS = torch.arange(4 * 128).reshape(4, 128) * 7 % 512
-_Step = tuple[nn.Module, dict[str, Any]]
-
-
-def _reference(config: Any) -> _Step:
-    return GPTModel(config), {"tokens": _TOKENS, "labels": _TOKENS}
-
-
-def _hugging_face(kind: str, model: str, **settings: Any) -> _Step:
-    config = getattr(transformers, kind)(**settings)
-    return getattr(transformers, model)(config).train(), {"input_ids": _TOKENS, "labels": _TOKENS, "use_cache": False}
-
-
-_MODELS: dict[str, Callable[[], _Step]] = {
-    "gpt": lambda: _reference(gpt_config(**_SIZE, hidden_dropout=0.1, attention_dropout=0.1)),
-    "llama": lambda: _reference(llama_config(**_SIZE)),
-    "deepseek": lambda: _reference(deepseek_v3_config(**_SIZE)),
-    "mixtral": lambda: _hugging_face(
-        "MixtralConfig", "MixtralForCausalLM", **_HF, num_key_value_heads=2, num_local_experts=4
-    ),
-    "qwen2": lambda: _hugging_face("Qwen2Config", "Qwen2ForCausalLM", **_HF, num_key_value_heads=2),
-    "gpt2": lambda: _hugging_face("GPT2Config", "GPT2LMHeadModel", vocab_size=512, n_embd=256, n_layer=2, n_head=4),
-}
 
 
 @dataclass
@@ -62,7 +29,7 @@ class Comparison:
 
     hardware: str
     """File that `recollect calibrate` wrote on this machine."""
-    models: tuple[str, ...] = tuple(_MODELS)
+    models: tuple[ModelName, ...] = get_args(ModelName)
     bf16: bool = False
 
 
@@ -70,13 +37,16 @@ def main(asked: Comparison) -> None:
     torch.set_num_threads(1)
     for name in asked.models:
         torch.manual_seed(0)
-        model, batch = _MODELS[name]()
+        model = build(name, hidden_size=256, num_layers=2, num_heads=4, vocab_size=512)
         model = model.to(torch.bfloat16 if asked.bf16 else torch.float32)
+        batch = model_inputs(name, torch.randint(0, 512, (4, 128)))
         begin = time.perf_counter()
         estimated = recollect.record(model, batch, fake=True, hardware=asked.hardware, engine="compile")
         middle = time.perf_counter()
         measured = recollect.record(model, batch, engine="compile")
-        print(f"{name}: estimated in {middle - begin:.0f} s, measured in {time.perf_counter() - middle:.0f} s")
+        print(
+            f"{name}: estimated in {middle - begin:.0f} s, measured in {time.perf_counter() - middle:.0f} s", flush=True
+        )
         for one, other in zip(estimated.graphs, measured.graphs, strict=True):
             _compare(one, other)
 
