@@ -1,4 +1,4 @@
-"""Deals out room in host memory to offloaded values, by numbers alone.
+"""Deals out room in host memory to offloaded values, by numbers alone; and addresses to viewers that want some.
 
 The engine places copies where this says, and the simulator asks it in the same order, so that the engine needs exactly as much
 host memory as was predicted. This module knows nothing of PyTorch.
@@ -8,7 +8,7 @@ import math
 from bisect import bisect_left
 
 SLOT_ALIGNMENT = 64
-"""Slots begin at multiples of this many bytes."""
+"""Slots of copies begin at multiples of this many bytes."""
 
 
 class SlotList:
@@ -16,6 +16,7 @@ class SlotList:
 
     Args:
         most_bytes: length of the stretch; None for any length.
+        alignment: slots begin at multiples of this many bytes.
 
     Attributes:
         end_bytes: the end of all slots so far: the least size of the stretch.
@@ -29,7 +30,8 @@ class SlotList:
         (0, 64, 256)
     """
 
-    def __init__(self, most_bytes: int | None = None) -> None:
+    def __init__(self, most_bytes: int | None = None, *, alignment: int = SLOT_ALIGNMENT) -> None:
+        self._alignment = alignment
         # Begin and end of each hole, in order.
         self._holes: list[tuple[int, float]] = [(0, math.inf if most_bytes is None else most_bytes)]
         self._ends: dict[int, int] = {}
@@ -37,7 +39,7 @@ class SlotList:
 
     def take(self, nbytes: int) -> int | None:
         """Return where a new slot of one byte or more begins; None if there is no room."""
-        size = -(-nbytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
+        size = -(-nbytes // self._alignment) * self._alignment
         position = next((i for i, (begin, end) in enumerate(self._holes) if begin + size <= end), None)
         if position is None:
             return None

@@ -18,13 +18,13 @@ import numpy as np
 from recollect.arguments import check_kind
 from recollect.byte_format import format_bytes
 from recollect.fields import writing
-from recollect.pictures.arena import Arena
 from recollect.pictures.curves import positions
 from recollect.pictures.words import describe_profile
 from recollect.plans.text import label_paths
 from recollect.simulation.lifetimes import Lifetime
 from recollect.simulation.storage_names import StorageNames
 from recollect.simulation.timeline import PHASES, Timeline, before_the_step
+from recollect.slots import SlotList
 
 _MICROSECOND = (1e-6, "us")
 # Process 1 of a trace is the step; units are the next ones, and storages outside units the last.
@@ -34,6 +34,7 @@ _OUTSIDE = "outside of the units"
 _WORKING = "working memory"
 # The newest that the viewer reads, whatever Python writes by default.
 _PROTOCOL = 4
+_FIRST_ADDRESS = 1 << 40
 _Event = dict[str, Any]
 
 
@@ -192,12 +193,12 @@ def write_snapshot(over_time: Timeline, out: str | Path) -> Path:
 def _snapshot(over_time: Timeline) -> dict[str, Any]:
     at, _ = positions(over_time, _MICROSECOND)
     lives, names = over_time.lives, StorageNames(over_time.profile, over_time.lives)
-    arena, events = Arena(), list[_Event]()
+    room, events = SlotList(alignment=1), list[_Event]()
     # The blocks that are still alive, by address.
     alive: dict[int, _Event] = {}
 
     def allocate(nbytes: int, category: str, frames: list[_Event], time_us: float) -> _Event:
-        address = arena.take(nbytes)
+        address = _FIRST_ADDRESS + (room.take(nbytes) or 0)
         block = {"address": address, "size": nbytes, "requested_size": nbytes, "frames": frames}
         alive[address] = {**block, "state": "active_allocated"}
         made = {"action": "alloc", "addr": address, "size": nbytes, "stream": 0, "frames": frames}
@@ -219,13 +220,13 @@ def _snapshot(over_time: Timeline) -> dict[str, Any]:
             made_of[number] = allocate(storage.nbytes, category, frames, at[moment])
             continue
         made = {**made_of.pop(number), "time_us": int(at[moment])}
-        arena.give_back(made["addr"], storage.nbytes)
+        room.give_back(made["addr"] - _FIRST_ADDRESS)
         del alive[made["addr"]]
         events += [{**made, "action": action} for action in ("free_requested", "free_completed")]
     # The viewer requires this category if there are any.
     end = {"action": "snapshot", "addr": 0, "size": 0, "stream": 0, "time_us": int(at[-1]), "category": "unknown"}
     events.append({**end, "frames": [_frame("end of the step", 0, "as recollect predicts it")]})
-    return {"segments": [_segment(arena, alive)], "device_traces": [events]}
+    return {"segments": [_segment(room.end_bytes, alive)], "device_traces": [events]}
 
 
 def _frames(over_time: Timeline, storage: Lifetime, category: str, names: StorageNames) -> list[_Event]:
@@ -245,11 +246,12 @@ def _frame(place: str, line: int, name: str) -> _Event:
     return {"filename": place, "line": line, "name": name}
 
 
-def _segment(arena: Arena, alive: Mapping[int, _Event]) -> _Event:
+def _segment(total_bytes: int, alive: Mapping[int, _Event]) -> _Event:
     """Return the single segment that contains all addresses, in its final state."""
     blocks = list[_Event]()
-    end = arena.base
-    for address, nbytes in [*sorted((address, block["size"]) for address, block in alive.items()), (arena.end, 0)]:
+    end = _FIRST_ADDRESS
+    of_blocks = sorted((address, block["size"]) for address, block in alive.items())
+    for address, nbytes in [*of_blocks, (_FIRST_ADDRESS + total_bytes, 0)]:
         if address > end:
             gap = address - end
             blocks.append({"address": end, "size": gap, "requested_size": 0, "state": "inactive", "frames": []})
@@ -258,7 +260,7 @@ def _segment(arena: Arena, alive: Mapping[int, _Event]) -> _Event:
         end = address + nbytes
     alive_bytes = sum(block["size"] for block in alive.values())
     return {
-        "device": 0, "address": arena.base, "total_size": arena.end - arena.base, "allocated_size": alive_bytes,
+        "device": 0, "address": _FIRST_ADDRESS, "total_size": total_bytes, "allocated_size": alive_bytes,
         "active_size": alive_bytes, "requested_size": alive_bytes, "stream": 0, "segment_type": "large",
         "is_expandable": False, "frames": [], "blocks": blocks,
     }  # fmt: skip
