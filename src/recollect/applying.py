@@ -91,7 +91,7 @@ def apply(model: nn.Module, plan: Plan | Sequence[Plan], *, group: GroupChoice =
     def applied() -> Applied:
         for one in distinct:
             check_depth(model, one)
-        return apply_own(model, plan, compares=True) if isinstance(plan, Plan) else _apply_per_micro_batch(model, plans)
+        return apply_own(model, plan, compares=True)
 
     return ranks.together(applied, Place.START, undo=Applied.remove)
 
@@ -108,44 +108,34 @@ def _checked_plans(given: Any) -> list[Plan]:
     return plans
 
 
-def apply_own(model: nn.Module, plan: Plan, *around: PlacedForward, compares: bool = False) -> Applied:
+def apply_own(model: nn.Module, plan: Plan | Sequence[Plan], *around: PlacedForward, compares: bool = False) -> Applied:
     """Apply a plan that was made for this very model, by all of its ranks, and need not name all of its layers.
 
     Args:
         model: the model.
-        plan: for it.
+        plan: for it; or one for each micro-batch, of which those that share one share its forwards.
         around: forwards that are put in place, and removed, together with it.
         compares: ranks may have different plans, which the first call detects.
     """
-    agreement = Agreement(digest_of(plan.units), needs_all=needs_all_ranks(plan.units))
-    forwards = _unit_forwards(model, plan, agreement)
-    _check_not_applied(model, forwards)
-    eager = eager_forwards(model, plan.units, forwards, _compiled_paths([plan]))
-    others = [*eager, *loss_forwards(model, plan.loss_chunks)]
-    others += first_call_forwards(model, agreement) if compares else []
-    return Applied(model, [*forwards, *others, *around], plan)
-
-
-def _apply_per_micro_batch(model: nn.Module, plans: Sequence[Plan]) -> Applied:
-    """Apply a plan for each micro-batch; those that share one share its forwards."""
-    chunks = sorted({plan.loss_chunks for plan in plans})
+    plans = [plan] if isinstance(plan, Plan) else plan
+    chunks = sorted({one.loss_chunks for one in plans})
     if len(chunks) > 1:
         raise PlanError(
             f"cannot apply the plans: they compute the loss in {' and '.join(map(str, chunks))} chunks, expected the same "
             "loss_chunks for all micro-batches, since it is set on the model."
         )
     # Ranks compare the plans of all micro-batches together, in the first call.
-    agreement = Agreement(
-        "+".join(digest_of(plan.units) for plan in plans), needs_all=any(needs_all_ranks(plan.units) for plan in plans)
-    )
-    known = {id(plan): _unit_forwards(model, plan, agreement) for plan in plans}
+    needs_all = any(needs_all_ranks(one.units) for one in plans)
+    agreement = Agreement("+".join(digest_of(one.units) for one in plans), needs_all=needs_all)
+    known = {id(one): _unit_forwards(model, one, agreement) for one in plans}
     forwards = [forward for own in known.values() for forward in own]
     _check_not_applied(model, forwards)
-    turn = PlanPerMicroBatch(model, [known[id(plan)] for plan in plans])
-    paths = {path for plan in plans for path in plan.units}
-    eager = eager_forwards(model, paths, forwards, _compiled_paths(plans))
-    others = [*eager, *loss_forwards(model, chunks[0]), turn, *first_call_forwards(model, agreement)]
-    return Applied(model, [*forwards, *others], None)
+    paths = {path for one in plans for path in one.units}
+    others = [*eager_forwards(model, paths, forwards, _compiled_paths(plans)), *loss_forwards(model, chunks[0])]
+    if not isinstance(plan, Plan):
+        others.append(PlanPerMicroBatch(model, [known[id(one)] for one in plans]))
+    others += first_call_forwards(model, agreement) if compares else []
+    return Applied(model, [*forwards, *others, *around], plan if isinstance(plan, Plan) else None)
 
 
 def _unit_forwards(model: nn.Module, plan: Plan, agreement: Agreement) -> list[PlacedForward]:
