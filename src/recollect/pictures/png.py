@@ -309,31 +309,23 @@ def place_labels(figure: Any, axes: Any, marks: Sequence[Mark], lines: Sequence[
     taken += [_around(at[mark][0], at[mark][1], _MARK_RADIUS) for mark in marks]
     taken += [_around(x, y, _LINE_RADIUS) for line in lines for x, y in _between([at[corner] for corner in line])]
     for mark in sorted(named, key=lambda m: (m.x, m.y)):
-        best: tuple[float, Any, Any] | None = None
-        for rank, (right, up, align) in enumerate(_OFFSETS):
-            text = axes.annotate(
-                mark.name,
-                (mark.x, mark.y),
-                xytext=(right, up),
-                textcoords="offset points",
-                ha=align,
-                fontsize=9,
-                color=mark.color,
-                zorder=6,
-            )
-            box = text.get_window_extent(renderer)
+        style = {"textcoords": "offset points", "fontsize": 9, "color": mark.color, "zorder": 6}
+        text = axes.annotate(mark.name, (mark.x, mark.y), xytext=(0, 0), **style)
+        costs = []
+        for rank, offset in enumerate(_OFFSETS):
+            box = _moved(text, offset, renderer)
             nearest = min(named, key=lambda other: _distance(box, at[other]))
             cost = rank + sum(_overlap(box, other) for other in taken)
-            cost += _OUTSIDE_COST * _is_outside(box, axes.bbox) + _MISLEADING_COST * (nearest is not mark)
-            if best is None or cost < best[0]:
-                if best is not None:
-                    best[1].remove()
-                best = (cost, text, box)
-            else:
-                text.remove()
-        if best is not None:
-            taken.append(best[2])
-            _join(axes, mark, at[mark], best[2])
+            costs.append(cost + _OUTSIDE_COST * _is_outside(box, axes.bbox) + _MISLEADING_COST * (nearest is not mark))
+        taken.append(_moved(text, _OFFSETS[costs.index(min(costs))], renderer))
+        _join(axes, mark, at[mark], taken[-1])
+
+
+def _moved(text: Any, offset: tuple[int, int, str], renderer: Any) -> Any:
+    """Move a label to an offset from its mark; return the box that it takes up there."""
+    right, up, align = offset
+    text.set(position=(right, up), ha=align)
+    return text.get_window_extent(renderer)
 
 
 def _join(axes: Any, mark: Mark, point: Any, box: Any) -> None:
