@@ -26,7 +26,6 @@ from recollect.engine.policy import DropAll
 from recollect.engine.tape import Tape
 from recollect.engine.tape_mode import TapeMode
 from recollect.errors import ConfigError, NotYetError
-from recollect.plans.paths import paths_above
 from recollect.recording.find_units import NOT_CALLED
 
 _DETERMINISM_CHECKS: Final = ("default", "none")
@@ -284,7 +283,7 @@ def apply_activation_checkpointing(
             )
         context_fn = contexts_with(policy_fn)
     policy = auto_wrap_policy or functools.partial(_checked, check_fn)
-    paths = _outermost(_chosen(model, "", policy)[0])
+    paths = sorted(_chosen(model, "", policy)[0])
     if not paths:
         chooser = {"check_fn": check_fn} if auto_wrap_policy is None else {"auto_wrap_policy": auto_wrap_policy}
         raise ConfigError(
@@ -300,7 +299,7 @@ def _checked(check_fn: Callable[[nn.Module], bool], *, module: nn.Module, recurs
 
 
 def _chosen(module: nn.Module, path: str, policy: Callable[..., bool]) -> tuple[list[str], int]:
-    """Return the modules that a policy chooses inside a module, children first, and their numbers of parameters."""
+    """Ask a policy, children first; return the outermost modules that it chooses, and their numbers of parameters."""
     numel = sum(parameter.numel() for parameter in module.parameters())
     if not policy(module=module, recurse=True, nonwrapped_numel=numel):
         return [], 0
@@ -313,13 +312,8 @@ def _chosen(module: nn.Module, path: str, policy: Callable[..., bool]) -> tuple[
         chosen_numel += inside_numel
     if path and policy(module=module, recurse=False, nonwrapped_numel=numel - chosen_numel):
         if not isinstance(module, NOT_CALLED):
-            return [*paths, path], numel
+            return [path], numel
     return paths, chosen_numel
-
-
-def _outermost(paths: Sequence[str]) -> list[str]:
-    chosen = set(paths)
-    return sorted(path for path in chosen if chosen.isdisjoint(paths_above(path)))
 
 
 def _context_fn_of(wrapper: Callable[..., nn.Module] | None) -> Callable[[], Contexts] | None:
