@@ -21,6 +21,14 @@ _Model = Annotated[OmitArgPrefixes[ModelFlags], arg(name="model", prefix_name=Fa
 
 
 @dataclass(frozen=True, kw_only=True)
+class _Command:
+    """The flags that all commands have."""
+
+    debug: bool = False
+    """Show the traceback of an error."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class NodeFlags:
     """How devices are connected."""
 
@@ -70,7 +78,7 @@ class ClusterFlags(ParallelFlags):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Train:
+class Train(_Command):
     """Train a language model within a memory budget; Megatron's pretrain_gpt flags work (docs/megatron_flags.md)."""
 
     demo: bool = False
@@ -79,8 +87,6 @@ class Train:
     """Model, data, optimizer and run."""
     recompute: _Recompute = field(default_factory=RecomputeFlags)
     """What to recompute, as Megatron's flags, instead of --memory-budget."""
-    debug: bool = False
-    """Show the traceback of an error."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +131,7 @@ class RecordedStep(ModelStep):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MakePlan:
+class MakePlan(_Command):
     """Record a training step, choose what to keep and recompute, print the plan and write it to a file."""
 
     step: OmitArgPrefixes[RecordedStep] = field(default_factory=RecordedStep)
@@ -154,8 +160,6 @@ class MakePlan:
     """With --largest: try only multiples of this; default: 1 for micro-batches, 64 for lengths."""
     max_size: int | None = None
     """With --largest: try no larger size; default: 1048576, and what the --hf-config has positions for."""
-    debug: bool = False
-    """Show the traceback of an error."""
 
     @property
     def plan_file(self) -> Path | None:
@@ -184,7 +188,7 @@ class MakePlan:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DrawFrontier:
+class DrawFrontier(_Command):
     """Record a training step and show predicted peak against slowdown for every budget, as a table, a PNG or a page."""
 
     step: OmitArgPrefixes[RecordedStep] = field(default_factory=RecordedStep)
@@ -197,12 +201,10 @@ class DrawFrontier:
     """Draw the frontier to this file; needs matplotlib."""
     html: Path | None = None
     """Write an interactive page for a browser, with the memory of each plan over time; needs plotly."""
-    debug: bool = False
-    """Show the traceback of an error."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShowTimeline:
+class ShowTimeline(_Command):
     """Record a training step, show what is alive at its peak, and write its memory over time for other viewers."""
 
     step: OmitArgPrefixes[RecordedStep] = field(default_factory=RecordedStep)
@@ -215,8 +217,6 @@ class ShowTimeline:
     """Write a trace for Perfetto (ui.perfetto.dev) to this file, such as step.json."""
     snapshot: Path | None = None
     """Write a snapshot for PyTorch's memory viewer (pytorch.org/memory_viz) to this file, such as step.pickle."""
-    debug: bool = False
-    """Show the traceback of an error."""
 
     def __post_init__(self) -> None:
         if self.plan is not None and self.memory_budget is not None:
@@ -226,7 +226,7 @@ class ShowTimeline:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Calibrate:
+class Calibrate(_Command):
     """Measure this device in about a minute and write a file for --hardware, to model times on it."""
 
     device: str = "auto"
@@ -235,12 +235,10 @@ class Calibrate:
     """File for the measurements."""
     quick: bool = False
     """Use small tensors and three runs each: takes seconds and gives a rough answer."""
-    debug: bool = False
-    """Show the traceback of an error."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tokenize:
+class Tokenize(_Command):
     """Tokenize documents into Megatron's indexed dataset (.bin and .idx), for --data-path here and in Megatron."""
 
     data: tuple[Path, ...] = ()
@@ -251,12 +249,10 @@ class Tokenize:
     """A `tokenizer.json` of the `tokenizers` library; none: one token per byte."""
     output_prefix: Path
     """Path of the dataset, without .bin and .idx."""
-    debug: bool = False
-    """Show the traceback of an error."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bench:
+class Bench(_Command):
     """Measure recompute settings side by side: TFLOP/s, step time, tokens/s and peak memory; compare with stored results.
 
     The exit status is 1 if a setting is slower or larger than its golden result allows, or no longer fits.
@@ -287,8 +283,6 @@ class Bench:
     """Store the results in this file, for --golden."""
     out: tuple[Path, ...] = ()
     """Files for the results, by suffix: .md (the table), .csv and .json (all numbers)."""
-    debug: bool = False
-    """Show the traceback of an error."""
 
     def __post_init__(self) -> None:
         at_least(self, 1, "num_microbatches", "rounds", *(() if self.threads is None else ("threads",)))
@@ -300,7 +294,7 @@ class Bench:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Explain:
+class Explain(_Command):
     """Show what a Megatron configuration keeps and recomputes, layer by layer, and what a budget of the same peak would."""
 
     step: OmitArgPrefixes[RecordedStep] = field(default_factory=RecordedStep)
@@ -316,12 +310,10 @@ class Explain:
     Megatron's gradient buffer."""
     names: bool = False
     """Also list what is kept and recomputed by name."""
-    debug: bool = False
-    """Show the traceback of an error."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Doctor:
+class Doctor(_Command):
     """Name what went wrong in a training run, why, and what to do, from its log, its settings, or a memory snapshot.
 
     The exit status is 0 if something was recognised, 1 if nothing was, 2 if a file cannot be read.
@@ -332,13 +324,8 @@ class Doctor:
     files of one run are judged together. - or nothing: standard input."""
     json: bool = False
     """Print JSON instead of text."""
-    debug: bool = False
-    """Show the traceback of an error."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Env:
+class Env(_Command):
     """Print what a bug report needs: versions, devices, memory, allocators, and the environment variables that matter."""
-
-    debug: bool = False
-    """Show the traceback of an error."""
