@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 from functorch.compile import min_cut_rematerialization_partition  # type: ignore[import-untyped]
@@ -101,21 +102,14 @@ def on_fake_tensors(run_kernel: Callable[[str, Any], None]) -> Iterator[None]:
         }
         return SimpleNamespace(call=names["call"], __file__=None)
 
-    functions: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
-        (GraphLowering, "compile_to_module", load),
-        (AsyncCompile, "cpp_pybinding", lambda _, types, code: lambda *args: run_kernel(code, args)),
-    )
-    originals = [getattr(owner, name) for owner, name, _ in functions]
     # No compiler of C++ is asked what it can do.
     settings = {"force_disable_caches": True, "cpp.vec_isa_ok": True, "compile_threads": 1}
-    try:
-        for owner, name, function in functions:
-            setattr(owner, name, function)
-        with inductor_config.patch(settings):
-            yield
-    finally:
-        for (owner, name, _), original in zip(functions, originals, strict=True):
-            setattr(owner, name, original)
+    with (
+        mock.patch.object(GraphLowering, "compile_to_module", load),
+        mock.patch.object(AsyncCompile, "cpp_pybinding", lambda _, types, code: lambda *args: run_kernel(code, args)),
+        inductor_config.patch(settings),
+    ):
+        yield
 
 
 def _reinterpreted(tensor: torch.Tensor, size: Any, stride: Any, offset: int = 0) -> torch.Tensor:
