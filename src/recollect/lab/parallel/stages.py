@@ -1,11 +1,11 @@
-"""Cut a reference model into pipeline stages, each a separate module, and gather the stages of one rank.
+"""The stages of a reference model in a pipeline, each a separate module, and all stages of one rank.
 
 A rank's parameters have their names in the whole model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -138,32 +138,6 @@ class LossStage(StageModel):
         self.router_losses.append(self.sequence.shared(loss.detach()))
 
 
-def cut_stage(model: GPTModel, layers: range) -> LossStage:
-    """Return a stage that shares the parameters of a model.
-
-    Args:
-        model: the whole model.
-        layers: the layers of the stage.
-
-    Example:
-        >>> from recollect.lab.models.sizes import NAMED_CONFIGS
-        >>> model = GPTModel(NAMED_CONFIGS["llama-tiny"])
-        >>> stage = cut_stage(model, range(2, 4))
-        >>> stage.decoder.layers[0] is model.decoder.layers[2], stage.is_last
-        (True, True)
-    """
-    with torch.device("meta"):
-        stage = LossStage(model.config, layers)
-    stage.compute_dtype = model.compute_dtype
-    stage.decoder.layers = nn.ModuleList(model.decoder.layers[layer] for layer in layers)
-    # For the tokens in between, the last stage has its own process's copy of the embedding.
-    for name in {"embedding", "output_layer", "mtp"} & dict(stage.named_children()).keys():
-        setattr(stage, name, getattr(model, name))
-    if stage.is_last:
-        stage.decoder.final_layernorm = model.decoder.final_layernorm
-    return stage.train(model.training)
-
-
 class PipelineRank(GPTModel):
     """The stages of one rank. Parameters and buffers have the names that they have in the whole model.
 
@@ -235,24 +209,6 @@ class PipelineRank(GPTModel):
         for stage in self.stages.values():
             stage.train(mode)
         return self
-
-
-def pipeline_rank(
-    model: GPTModel, layers: Sequence[range], *, rank: int, ranks: int, spread: Callable[[GPTModel], object]
-) -> PipelineRank:
-    """Return the stages of a rank.
-
-    Args:
-        model: the whole model; afterwards parts of it are those of the stages.
-        layers: the layers of each stage of the pipeline; stage s is of rank s mod `ranks`.
-        rank: place of this rank in the pipeline.
-        ranks: of the pipeline.
-        spread: applies other parallelism to each stage, in place.
-    """
-    stages = {number: cut_stage(model, layers[number]) for number in range(rank, len(layers), ranks)}
-    for stage in stages.values():
-        spread(stage)
-    return PipelineRank(model.config, stages, layers)
 
 
 def _embedding_of(head: nn.Module) -> nn.Module:

@@ -17,7 +17,7 @@ from recollect.lab.models.gpt import GPTModel
 from recollect.lab.models.seed_weights import SeedWeights
 from recollect.lab.parallel.mesh import data_parallel, share_model
 from recollect.lab.parallel.pipeline_step import PipelineStep
-from recollect.lab.parallel.stages import pipeline_rank
+from recollect.lab.parallel.stages import LossStage, PipelineRank
 from recollect.lab.parallel.tensor import fused_parameters
 from recollect.lab.train.config import TrainConfig
 from recollect.lab.train.exchange import Exchange, PipelineExchange, RanksExchange
@@ -81,16 +81,16 @@ def _pipeline(model: GPTModel, weights: SeedWeights, config: TrainConfig, proces
     mesh = processes.mesh
     assert mesh is not None
     layers = processes.layout.layers_of_stages(model.config.num_layers)
-
-    def spread_stage(stage: GPTModel) -> None:
+    stages: dict[int, LossStage] = {}
+    for number in range(mesh.pipeline.get_local_rank(), len(layers), mesh.pipeline.size()):
+        with torch.device("meta"):
+            stage = stages[number] = LossStage(model.config, layers[number])
+        stage.compute_dtype = model.compute_dtype
         share_model(stage, processes.layout, mesh)
         if config.holds_parts:
             recollect.distribute_saved_activations(stage, mesh.tensor.get_group())
         _shard(stage, processes)
-
-    rank = pipeline_rank(
-        model, layers, rank=mesh.pipeline.get_local_rank(), ranks=mesh.pipeline.size(), spread=spread_stage
-    )
+    rank = PipelineRank(model.config, stages, layers)
     _draw(weights, rank, processes.layout.tensor_model_parallel_size)
     step = PipelineStep(
         rank,
