@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 
-from recollect.lab.parallel.stages import PipelineRank, StageModel
+from recollect.lab.parallel.stages import LossStage, PipelineRank
 from recollect.pipelines.schedule import PipelineSchedule, schedule_of
 from recollect.recording.restored_state import free_gathered
 
@@ -120,7 +120,7 @@ class PipelineStep:
         return [loss.detach() for loss in losses]
 
 
-def received(stage: StageModel, shape: Sequence[int]) -> Tensor:
+def received(stage: LossStage, shape: Sequence[int]) -> Tensor:
     """Return the tensors that a stage receives for a micro-batch, on the meta device.
 
     Args:
@@ -132,7 +132,7 @@ def received(stage: StageModel, shape: Sequence[int]) -> Tensor:
     return _between(stage, shape)
 
 
-def _between(stage: StageModel, shape: Sequence[int]) -> Tensor:
+def _between(stage: LossStage, shape: Sequence[int]) -> Tensor:
     """Return the residual stream of a micro-batch, of this rank's positions."""
     size, positions = shape
     return torch.empty(

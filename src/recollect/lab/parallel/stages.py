@@ -13,31 +13,36 @@ from torch import Tensor, nn
 
 from recollect.errors import DataError
 from recollect.lab.models.config import TransformerConfig
-from recollect.lab.models.gpt import GPTModel, GPTOutput, MultiTokenPrediction, TransformerLayer
+from recollect.lab.models.gpt import GPTModel, MultiTokenPrediction, TransformerLayer
 from recollect.lab.models.router import RouterStatistics
 
 
-class StageModel(GPTModel):
+class LossStage(GPTModel):
     """Some consecutive layers of a model, with the embedding before the first and norm, LM head and loss after the last.
 
-    With multi-token prediction, the last stage has a copy of the embedding as well. Backward of routers' losses starts at their
-    own stage; the loss that the last stage returns has only its own.
+    As a pipeline's schedule runs it: the last one returns its loss, and nothing else. With multi-token prediction, it has a
+    copy of the embedding as well. Backward of routers' losses starts at their own stage; the loss that the last stage returns
+    has only its own.
 
     Args:
         config: the whole model.
         layers: the layers of this stage.
 
+    Attributes:
+        router_losses: of each forward before the last stage, those of its routers; the step takes them.
+
     Example:
         >>> from recollect.lab.models.sizes import NAMED_CONFIGS
-        >>> last = StageModel(NAMED_CONFIGS["llama-tiny"], range(2, 4))
+        >>> last = LossStage(NAMED_CONFIGS["llama-tiny"], range(2, 4))
         >>> hidden = torch.randn(1, 16, 64)
-        >>> last(hidden, torch.zeros(1, 16, dtype=torch.int64)).loss.shape
+        >>> last(hidden, torch.zeros(1, 16, dtype=torch.int64)).shape
         torch.Size([])
     """
 
     def __init__(self, config: TransformerConfig, layers: range) -> None:
         super().__init__(config.changed(num_layers=len(layers), mtp_num_layers=None, first_last_layers_bf16=False))
         self.config = config
+        self.router_losses: list[Tensor] = []
         self.decoder.layers = nn.ModuleList(TransformerLayer(config, layer) for layer in layers)
         self.is_first, self.is_last = layers.start == 0, layers.stop == config.num_layers
         if self.is_last and config.mtp_num_layers is not None:
@@ -48,19 +53,17 @@ class StageModel(GPTModel):
             del self.output_layer
             self.decoder.final_layernorm = nn.Identity()  # type: ignore[assignment]
 
-    def forward(  # type: ignore[override]
-        self, x: Tensor, labels: Tensor | None = None, tokens: Tensor | None = None
-    ) -> Tensor | GPTOutput:
+    def forward(self, x: Tensor, labels: Tensor | None = None, tokens: Tensor | None = None) -> Tensor:  # type: ignore[override]
         """Run the stage.
 
         Args:
             x: of the first stage, token ids [B, T]; of others, the output of the stage before, [B, T, D] or this rank's part
                 of it along the sequence.
-            labels: [B, T]; of the last stage.
+            labels: [B, T]; of the last stage, others ignore them.
             tokens: [B, T] token ids; of a last stage with multi-token prediction, in training.
 
         Returns:
-            The residual stream, for the next stage; of the last one, see `GPTModel`.
+            The residual stream, for the next stage; of the last one the loss, or without labels the logits.
 
         Raises:
             DataError: a last stage with multi-token prediction got no tokens in training.
@@ -73,7 +76,8 @@ class StageModel(GPTModel):
             self._count(statistics)
             return self._with_losses(x_BTD, statistics)
         if labels is None:
-            return GPTOutput(self.output_layer(x_BTD), None)
+            logits_BTV: Tensor = self.output_layer(x_BTD)
+            return logits_BTV
         tokens = x if self.is_first else tokens
         if tokens is None:
             if self.mtp is not None and self.training:
@@ -82,7 +86,9 @@ class StageModel(GPTModel):
                     "between. Pass the tokens of the micro-batch to the last stage, too."
                 )
             tokens = labels  # which nothing reads
-        return self._losses(x_BTD, statistics, tokens, labels, rotary)
+        loss = self._losses(x_BTD, statistics, tokens, labels, rotary).loss
+        assert loss is not None
+        return loss
 
     def _with_losses(self, x_BTD: Tensor, statistics: list[RouterStatistics | None]) -> Tensor:
         """Return the residual stream; its backward also starts the backward of the routers' losses."""
@@ -90,12 +96,9 @@ class StageModel(GPTModel):
         if not losses:
             return x_BTD
         loss = torch.stack(losses).sum()
-        self.note_router_loss(loss)
+        self.router_losses.append(self.sequence.shared(loss.detach()))
         result: Any = _WithLoss.apply(x_BTD, loss)  # type: ignore[no-untyped-call]
         return cast(Tensor, result)
-
-    def note_router_loss(self, loss: Tensor) -> None:
-        """Take the losses, a scalar, of the routers of a stage before the last; no output includes them."""
 
 
 class _WithLoss(torch.autograd.Function):
@@ -108,34 +111,6 @@ class _WithLoss(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
         (one,) = ctx.saved_tensors
         return grad_outputs[0], one
-
-
-class LossStage(StageModel):
-    """A stage as a pipeline's schedule runs it: the last one returns its loss, and nothing else.
-
-    Args:
-        config: see `StageModel`.
-        layers: the layers of this stage.
-
-    Attributes:
-        router_losses: of each forward before the last stage, those of its routers; the step takes them.
-    """
-
-    def __init__(self, config: TransformerConfig, layers: range) -> None:
-        super().__init__(config, layers)
-        self.router_losses: list[Tensor] = []
-
-    def forward(self, x: Tensor, labels: Tensor | None = None, tokens: Tensor | None = None) -> Tensor:  # type: ignore[override]
-        """Run the stage; see `StageModel`. Stages before the last ignore labels, and all ignore the logits."""
-        result = super().forward(x, labels, tokens)
-        if isinstance(result, Tensor):
-            return result
-        assert isinstance(result, GPTOutput) and result.loss is not None
-        return result.loss
-
-    def note_router_loss(self, loss: Tensor) -> None:
-        """See `StageModel`."""
-        self.router_losses.append(self.sequence.shared(loss.detach()))
 
 
 class PipelineRank(GPTModel):

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from recollect.errors import DataError
-from recollect.lab.models.gpt import GPTModel, GPTOutput
+from recollect.lab.models.gpt import GPTModel
 from recollect.lab.models.sizes import NAMED_CONFIGS
-from recollect.lab.parallel.stages import StageModel
+from recollect.lab.parallel.stages import LossStage
 
 
 @pytest.mark.parametrize("size", ["llama-tiny", "gpt-tiny"])
@@ -19,7 +19,7 @@ def test_stages_one_after_the_other_are_the_model(size: str) -> None:
         NAMED_CONFIGS[size], hidden_dropout=0.0, attention_dropout=0.0, share_embeddings_and_output_weights=False
     )
     whole = GPTModel(config)
-    stages = [StageModel(config, layers) for layers in (range(1), range(1, 3), range(3, 4))]
+    stages = [LossStage(config, layers) for layers in (range(1), range(1, 3), range(3, 4))]
     for first, stage in zip((0, 1, 3), stages, strict=True):
         renamed = {
             name: whole.state_dict()[name.replace(f"layers.{index}.", f"layers.{first + index}.")]
@@ -29,11 +29,8 @@ def test_stages_one_after_the_other_are_the_model(size: str) -> None:
         stage.load_state_dict(renamed)
     tokens = torch.randint(256, (2, 16), generator=torch.Generator().manual_seed(0))
     hidden = stages[1](stages[0](tokens))
-    output = stages[2](hidden, tokens)
-    assert isinstance(output, GPTOutput)
-    assert torch.equal(output.logits, whole(tokens, tokens).logits)
-    assert torch.equal(output.loss, whole(tokens, tokens).loss)
-    assert stages[2](hidden).loss is None
+    assert torch.equal(stages[2](hidden), whole(tokens).logits)
+    assert torch.equal(stages[2](hidden, tokens), whole(tokens, tokens).loss)
 
 
 @pytest.mark.parametrize("size", ["mixtral-tiny", "deepseek-v3-tiny"])
@@ -42,15 +39,13 @@ def test_stages_with_experts_have_the_gradients_and_counts_of_the_model(size: st
     torch.manual_seed(0)
     config = replace(NAMED_CONFIGS[size], moe_aux_loss_coeff=0.1)
     whole = GPTModel(config)
-    stages = [StageModel(config, layers) for layers in (range(2), range(2, 4))]
+    stages = [LossStage(config, layers) for layers in (range(2), range(2, 4))]
     for number, stage in enumerate(stages):
         state = whole.state_dict()
         stage.load_state_dict({name: state[whole_name(name, number)] for name in stage.state_dict()})
     tokens = torch.randint(256, (2, 17), generator=torch.Generator().manual_seed(0))
     tokens, labels = tokens[:, :-1], tokens[:, 1:]
-    output = stages[1](stages[0](tokens), labels, tokens)
-    assert isinstance(output, GPTOutput)
-    output.loss.backward()
+    stages[1](stages[0](tokens), labels, tokens).backward()
     whole(tokens, labels).loss.backward()
     found: dict[str, torch.Tensor] = {}
     for number, stage in enumerate(stages):
@@ -75,8 +70,8 @@ def whole_name(name: str, stage: int) -> str:
 
 
 def test_a_last_stage_that_embeds_needs_the_tokens() -> None:
-    last = StageModel(NAMED_CONFIGS["deepseek-v3-tiny"], range(3, 4))
+    last = LossStage(NAMED_CONFIGS["deepseek-v3-tiny"], range(3, 4))
     hidden, labels = torch.randn(1, 16, 64), torch.zeros(1, 16, dtype=torch.int64)
     with pytest.raises(DataError, match="tokens: got None, expected token ids"):
         last(hidden, labels)
-    assert last.eval()(hidden, labels).loss.isfinite()
+    assert last.eval()(hidden, labels).isfinite()
