@@ -70,10 +70,16 @@ def build_trained(dimensions: TransformerConfig, config: TrainConfig, processes:
     weights = SeedWeights(model, config.step.seed, resolve_device(config.step.device))
     if processes.layout.pipeline_model_parallel_size > 1:
         return _pipeline(model, weights, config, processes)
-    wrapped = _spread(model, processes, weights)
-    if config.holds_parts and processes.mesh is not None:
-        recollect.distribute_saved_activations(wrapped, processes.mesh.tensor.get_group())
-    exchange = Exchange() if processes.mesh is None else RanksExchange(processes, processes.mesh, wrapped)
+    mesh, layout = processes.mesh, processes.layout
+    is_sharded = _spread(model, config, processes)
+    _draw(weights, model, layout.tensor_model_parallel_size)
+    wrapped: nn.Module = model
+    # DDP takes no DTensors either: their gradients are reduced after backward.
+    has_dtensors = is_sharded or layout.tensor_model_parallel_size > 1 or layout.expert_model_parallel_size > 1
+    if mesh is not None and mesh.gradients.size() > 1 and not has_dtensors:
+        group = mesh.gradients.get_group()
+        wrapped = DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=True)
+    exchange = Exchange() if mesh is None else RanksExchange(processes, mesh, wrapped)
     return Trained(model, wrapped, build_optimizer(model, config.optim), exchange)
 
 
@@ -86,10 +92,7 @@ def _pipeline(model: GPTModel, weights: SeedWeights, config: TrainConfig, proces
         with torch.device("meta"):
             stage = stages[number] = LossStage(model.config, layers[number])
         stage.compute_dtype = model.compute_dtype
-        share_model(stage, processes.layout, mesh)
-        if config.holds_parts:
-            recollect.distribute_saved_activations(stage, mesh.tensor.get_group())
-        _shard(stage, processes)
+        _spread(stage, config, processes)
     rank = PipelineRank(model.config, stages, layers)
     _draw(weights, rank, processes.layout.tensor_model_parallel_size)
     step = PipelineStep(
@@ -134,48 +137,29 @@ def _draw(weights: SeedWeights, model: GPTModel, tensor_ranks: int) -> None:
             setattr(module, place, torch.full_like(buffer, first, device=weights.device))
 
 
-def _spread(model: GPTModel, processes: Processes, weights: SeedWeights) -> nn.Module:
-    """Leave this process its part of a model, and give it weights.
-
-    Args:
-        model: the whole model, on the meta device; changed in place.
-        processes: the processes to spread it over.
-        weights: the weights of the whole model.
-
-    Returns:
-        The module to train: the model, or the wrapper that reduces its gradients.
-    """
-    mesh, layout = processes.mesh, processes.layout
-    if mesh is None:
-        _draw(weights, model, layout.tensor_model_parallel_size)
-        return model
-    share_model(model, layout, mesh)
-    is_sharded = _shard(model, processes)
-    _draw(weights, model, layout.tensor_model_parallel_size)
-    # DDP takes no DTensors either: their gradients are reduced after backward.
-    has_dtensors = layout.tensor_model_parallel_size > 1 or layout.expert_model_parallel_size > 1
-    if is_sharded or has_dtensors or mesh.gradients.size() == 1:
-        return model
-    return DistributedDataParallel(model, process_group=mesh.gradients.get_group(), gradient_as_bucket_view=True)
-
-
-def _shard(model: GPTModel, processes: Processes) -> bool:
-    """Leave this process its part of each parameter, gradient and optimizer state; return False if the run shares nothing.
+def _spread(model: GPTModel, config: TrainConfig, processes: Processes) -> bool:
+    """Leave this process its part of a model; return whether the run also shares parameters, gradients or optimizer state.
 
     ZeRO-1 is FSDP2 that frees weights only after backward. `ZeroRedundancyOptimizer` takes no DTensors, which excludes
     tensor parallelism.
 
     Args:
-        model: the whole model, or a stage of a pipeline; changed in place.
-        processes: the processes to share it among.
+        model: the whole model, or a stage of a pipeline, on the meta device; changed in place.
+        config: the run.
+        processes: the processes to spread it over.
     """
-    mesh = processes.mesh
-    if mesh is None or processes.sharding == "none" or mesh.gradients.size() == 1:
+    mesh, layout = processes.mesh, processes.layout
+    if mesh is None:
+        return False
+    share_model(model, layout, mesh)
+    if config.holds_parts:
+        recollect.distribute_saved_activations(model, mesh.tensor.get_group())
+    if processes.sharding == "none" or mesh.gradients.size() == 1:
         return False
     data_parallel(
         model,
         mesh.gradients,
-        expert_mesh=mesh.replicas if processes.layout.expert_model_parallel_size > 1 else None,
+        expert_mesh=mesh.replicas if layout.expert_model_parallel_size > 1 else None,
         reshard_after_forward=processes.sharding == "all",
     )
     return True
