@@ -216,15 +216,6 @@ class Chain:
             self.correct(candidate)
             excess_bytes = candidate.peak_bytes - budget_bytes
 
-    def _own_bytes(self, windows: Iterable[int]) -> list[NDArray[np.int64]]:
-        """Return, for each position and option, the peak over some windows minus the bytes that earlier units keep."""
-        own = [np.full(len(self._table.rows[row].options), -_NO_LIMIT) for row in self.order]
-        for window in windows:
-            position = self._places[window][0]
-            if position >= 0:
-                own[position] = np.maximum(own[position], self._own_in(window))
-        return own
-
     def _own_in(self, window: int) -> NDArray[np.int64]:
         """Return each option's peak in a window of its unit, minus the bytes kept before; on a line between those measured."""
         position, number = self._places[window]
@@ -237,13 +228,18 @@ class Chain:
     def _stages(self, windows: Iterable[int]) -> list[Stage]:
         """Return the stages of the program, constrained by some windows only."""
         rows = [self._table.rows[row] for row in self.order]
+        own = [np.full(len(row.options), -_NO_LIMIT) for row in rows]
+        for window in windows:
+            position = self._places[window][0]
+            if position >= 0:
+                own[position] = np.maximum(own[position], self._own_in(window))
         return [
             Stage(
                 kept_bytes=np.array([option.kept_bytes for option in row.options], dtype=np.int64),
                 recompute_s=row.num_runs * np.array([option.recompute_s for option in row.options]),
                 own_bytes=own_bytes,
             )
-            for row, own_bytes in zip(rows, self._own_bytes(windows), strict=True)
+            for row, own_bytes in zip(rows, own, strict=True)
         ]
 
     def stages_of(self, phase: int) -> list[Stage]:

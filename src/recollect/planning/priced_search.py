@@ -13,9 +13,10 @@ one, then fill the room that is left.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from itertools import accumulate
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -108,13 +109,11 @@ class PricedSearch:
         return PricedChain(KnownCosts(self._peak_sums, table), held=self._held, most_probes=_MOST_PROBES)
 
 
-@dataclass(frozen=True, slots=True)
-class _Unit:
-    """One position of the chain: the stage for backward; for forward, bytes kept and own bytes of each option."""
+class _Unit(NamedTuple):
+    """One position of the chain: a stage for each direction; forward keeps bytes besides values alive until the loss only."""
 
     backward: Stage
-    forward_kept_bytes: NDArray[np.int64]
-    forward_own_bytes: NDArray[np.int64]
+    forward: Stage
 
 
 class PricedChain(Chain):
@@ -169,11 +168,11 @@ class PricedChain(Chain):
         self._refused[:] = 0
 
     def _units(self) -> list[_Unit]:
-        windows = range(len(self._places))
-        stages = self._stages(window for window in windows if not self._is_forward[window])
-        forward_own = self._own_bytes(window for window in windows if self._is_forward[window])
-        unheld = [np.array(self._unheld[row], dtype=np.int64) for row in self.order]
-        return [_Unit(*unit) for unit in zip(stages, unheld, forward_own, strict=True)]
+        backward = self._stages(window for window, is_forward in enumerate(self._is_forward) if not is_forward)
+        return [
+            _Unit(stage, replace(forward, kept_bytes=np.array(self._unheld[row], dtype=np.int64)))
+            for row, stage, forward in zip(self.order, backward, self.stages_of(FORWARD), strict=True)
+        ]
 
     def _solve(self, budget_bytes: int) -> Choice | None:
         chosen = self._chosen(self._units(), budget_bytes)
@@ -229,10 +228,10 @@ class PricedChain(Chain):
 
 def _priced(unit: _Unit, price_s: float, budget_bytes: int) -> Stage:
     """Return the stage with the price of forward bytes in its cost, ruling out options too large for forward alone."""
-    is_too_much = unit.forward_own_bytes > budget_bytes
+    is_too_much = unit.forward.own_bytes > budget_bytes
     return replace(
         unit.backward,
-        recompute_s=unit.backward.recompute_s + price_s * unit.forward_kept_bytes,
+        recompute_s=unit.backward.recompute_s + price_s * unit.forward.kept_bytes,
         own_bytes=np.where(is_too_much, _NO_LIMIT // 2, unit.backward.own_bytes),
     )
 
@@ -240,16 +239,16 @@ def _priced(unit: _Unit, price_s: float, budget_bytes: int) -> Stage:
 def _usual_price_s(units: Sequence[_Unit]) -> float:
     """Return the average seconds that a byte of forward saves, to start the price search with."""
     seconds = sum(float(np.ptp(unit.backward.recompute_s)) for unit in units)
-    nbytes = sum(int(np.ptp(unit.forward_kept_bytes)) for unit in units)
+    nbytes = sum(int(np.ptp(unit.forward.kept_bytes)) for unit in units)
     return seconds / nbytes if seconds > 0 and nbytes > 0 else 1.0
 
 
 def _fits_forward(units: Sequence[_Unit], chosen: Sequence[int], budget_bytes: int) -> bool:
     kept_bytes = 0
     for unit, option in zip(units, chosen, strict=True):
-        if kept_bytes + unit.forward_own_bytes[option] > budget_bytes:
+        if kept_bytes + unit.forward.own_bytes[option] > budget_bytes:
             return False
-        kept_bytes += int(unit.forward_kept_bytes[option])
+        kept_bytes += int(unit.forward.kept_bytes[option])
     return True
 
 
@@ -265,13 +264,13 @@ def _mixed(units: Sequence[_Unit], fitting: list[int], unfitting: list[int], bud
 
 def _filled(units: Sequence[_Unit], chosen: list[int], budget_bytes: int) -> list[int]:
     """Return the choice with units switched to faster options while there is room, most seconds per byte first."""
-    smallest = min((int(b) for unit in units for b in np.diff(np.unique(unit.forward_kept_bytes))), default=1)
+    smallest = min((int(b) for unit in units for b in np.diff(np.unique(unit.forward.kept_bytes))), default=1)
     while True:
         room = _Room(units, chosen, budget_bytes)
         best: tuple[float, int, int] | None = None
         for position, unit in enumerate(units):
             here = chosen[position]
-            forward = np.maximum(0, unit.forward_kept_bytes - unit.forward_kept_bytes[here])
+            forward = np.maximum(0, unit.forward.kept_bytes - unit.forward.kept_bytes[here])
             backward = np.maximum(0, unit.backward.kept_bytes - unit.backward.kept_bytes[here])
             worth = room.saved_s(position) / (smallest + forward + _BACKWARD_WEIGHT * backward)
             worth[~room.fits(position)] = 0.0
@@ -290,17 +289,8 @@ class _Room:
         self.chosen = chosen
         self._units = units
         self._budget_bytes = budget_bytes
-        picked = list(zip(units, chosen, strict=True))
-        self._backward = _before_and_after(
-            [int(unit.backward.kept_bytes[option]) for unit, option in picked],
-            [int(unit.backward.own_bytes[option]) for unit, option in picked],
-            budget_bytes,
-        )
-        self._forward = _before_and_after(
-            [int(unit.forward_kept_bytes[option]) for unit, option in picked],
-            [int(unit.forward_own_bytes[option]) for unit, option in picked],
-            budget_bytes,
-        )
+        # In backward, and in forward.
+        self._bounds = [_before_and_after(stages, chosen, budget_bytes) for stages in zip(*units, strict=True)]
 
     def saved_s(self, position: int) -> NDArray[np.float64]:
         """Return the seconds that each option of a unit saves over the chosen one."""
@@ -310,19 +300,17 @@ class _Room:
 
     def fits(self, position: int) -> NDArray[np.bool_]:
         """Return whether each option of a unit fits the budget, here and in later units."""
-        unit, here = self._units[position], self.chosen[position]
-        fits = np.ones(len(unit.forward_kept_bytes), dtype=np.bool_)
-        for kept, own, (before, after) in (
-            (unit.backward.kept_bytes, unit.backward.own_bytes, self._backward),
-            (unit.forward_kept_bytes, unit.forward_own_bytes, self._forward),
-        ):
-            fits &= (own <= self._budget_bytes - before[position]) & (kept - kept[here] <= after[position])
+        here = self.chosen[position]
+        fits = np.ones(len(self._units[position].forward.kept_bytes), dtype=np.bool_)
+        for stage, (before, after) in zip(self._units[position], self._bounds, strict=True):
+            fits &= stage.own_bytes <= self._budget_bytes - before[position]
+            fits &= stage.kept_bytes - stage.kept_bytes[here] <= after[position]
         return fits
 
 
-def _before_and_after(kept: Sequence[int], own: Sequence[int], budget_bytes: int) -> tuple[list[int], list[int]]:
-    """Return, for each unit, the bytes kept before it, and how many more it could keep so that all later ones fit."""
-    before = [0, *accumulate(kept)]
-    free = [budget_bytes - start - working for start, working in zip(before, own, strict=False)]
+def _before_and_after(stages: Sequence[Stage], chosen: Sequence[int], budget_bytes: int) -> tuple[list[int], list[int]]:
+    """Return, for each stage, the bytes kept before it, and how many more it could keep so that all later ones fit."""
+    before = [0, *accumulate(int(stage.kept_bytes[option]) for stage, option in zip(stages, chosen, strict=True))]
+    free = [budget_bytes - start - int(s.own_bytes[o]) for start, s, o in zip(before, stages, chosen, strict=False)]
     after = [*accumulate(reversed(free[1:]), min)]
     return before, [*reversed(after), _NO_LIMIT]
