@@ -82,7 +82,7 @@ MUTATIONS = (
         "any-instead-of-all",
         "what one rank agrees to is taken for agreed by all",
         "ranks",
-        (("op=dist.ReduceOp.BAND", "op=dist.ReduceOp.BOR"),),
+        (("op=dist.ReduceOp.MIN", "op=dist.ReduceOp.MAX"),),
     ),
     Mutation(
         "missing-ranks-all-named",

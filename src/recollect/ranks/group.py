@@ -19,9 +19,8 @@ from recollect.progress import stage
 
 T = TypeVar("T")
 
-# The words in one exchange, and the bits in each.
-_WORDS: Final = 4
-_BITS: Final = 62
+# In one exchange.
+_MOST_FLAGS: Final = 248
 # Building a model, or loading data, may take one process a little longer than another.
 _LONGEST_WAIT_S: Final = 120
 
@@ -90,15 +89,12 @@ class Group(Ranks):
 
     def all_of(self, flags: Sequence[bool], place: Place) -> list[bool]:
         """See `Ranks`; of very many flags, the first ones count as not set."""
-        left_out = max(0, len(flags) - _WORDS * _BITS)
-        asked = [int(flag) for flag in flags[left_out:]]
-        words = [sum(flag << bit for bit, flag in enumerate(asked[i * _BITS : (i + 1) * _BITS])) for i in range(_WORDS)]
-        common = self._common(words, place)
-        return [False] * left_out + [bool(common[i // _BITS] >> i % _BITS & 1) for i in range(len(asked))]
+        left_out = max(0, len(flags) - _MOST_FLAGS)
+        return [False] * left_out + self._common(flags[left_out:], place)
 
     def gather(self, value: Any, place: Place) -> list[Any]:
         """See `Ranks`."""
-        self._common([0] * _WORDS, place)
+        self._common([], place)
         return self._gathered(value)
 
     def together(self, action: Callable[[], T], place: Place, *, undo: Callable[[T], object] | None = None) -> T:
@@ -122,18 +118,25 @@ class Group(Ranks):
             raise first from RecordError(where)
         raise RecordError(f"{where}: {first}") from problem
 
-    def _common(self, words: list[int], place: Place) -> list[int]:
-        """Return the bits that are set in all processes.
+    def _common(self, flags: Sequence[bool], place: Place) -> list[bool]:
+        """Return for each flag whether it is set in all processes.
 
         Raises:
             RecordError: they are not all at this place.
         """
-        places = list(Place)
-        numbers = torch.tensor([1 << places.index(place), *words], dtype=torch.int64)
-        self._talk(lambda: dist.all_reduce(numbers, op=dist.ReduceOp.BAND, group=self._group), place)
-        is_same, *common = (int(number) for number in numbers)
-        if is_same:
-            return common
+        asked = [*(place is other for other in Place), *flags]
+        common = torch.zeros(len(Place) + _MOST_FLAGS, dtype=torch.uint8)
+        common[: len(asked)] = torch.tensor(asked)
+        try:
+            dist.all_reduce(common, op=dist.ReduceOp.MIN, group=self._group)
+        except RuntimeError as error:
+            raise RecordError(
+                f"a process that {place.value} got no answer from the others of {_ranks(self.ranks)}: one of them has ended or "
+                f"hangs ({error}). Look for the first error in their output."
+            ) from error
+        is_place, answers = common[: len(Place)], common[len(Place) : len(asked)]
+        if is_place.any():
+            return [bool(answer) for answer in answers]
         found: list[Place] = self._gathered(place)
         where = {its: [r for r, other in zip(self.ranks, found, strict=True) if other is its] for its in found}
         raise RecordError(
@@ -146,15 +149,6 @@ class Group(Ranks):
         found: list[Any] = [None] * len(self.ranks)
         dist.all_gather_object(found, value, group=self._group)
         return found
-
-    def _talk(self, exchange: Callable[[], object], place: Place) -> None:
-        try:
-            exchange()
-        except RuntimeError as error:
-            raise RecordError(
-                f"a process that {place.value} got no answer from the others of {_ranks(self.ranks)}: one of them has ended or "
-                f"hangs ({error}). Look for the first error in their output."
-            ) from error
 
 
 def group_of(ranks: Sequence[int], call: str) -> Ranks:
