@@ -192,11 +192,11 @@ class Profile(ShownInNotebooks):
             **{f.name: getattr(self, f.name) for f in fields(self)[3:]},
             "persistent": dict(self.persistent),
             "class_names": dict(self.class_names),
-            "calls": [_encode(call) for call in self.calls],
-            "graphs": [_encode_graph(graph) for graph in self.graphs],
+            "calls": self.calls,
+            "graphs": self.graphs,
             "log": {"blocks": self.log.blocks, "sequence": self.log.sequence},
         }
-        return json.dumps(document, separators=(",", ":"), allow_nan=False)
+        return json.dumps(document, separators=(",", ":"), allow_nan=False, default=_encode)
 
     @classmethod
     def from_json(cls, text: str) -> Profile:
@@ -307,18 +307,10 @@ def _construct(kind: Callable[..., _Built], place: Field, **arguments: Any) -> _
 
 
 def _encode(record: UnitGraph | ValueRecord | OpRecord | PartRecord | VariantRecord | UnitCall) -> dict[str, Any]:
-    """Return a record of plain numbers, texts and tuples as JSON data, without fields that have their default."""
-    return {f.name: value for f in fields(record) if (value := getattr(record, f.name)) != f.default}
-
-
-def _encode_graph(graph: UnitGraph) -> dict[str, Any]:
-    """Return a unit's graph as JSON data."""
-    data = _encode(graph)
-    for name in ("values", "ops", "parts", "variants"):
-        if name in data:
-            data[name] = [_encode(record) for record in data[name]]
-    if graph.module_tape_s:
-        data["module_tape_s"] = dict(graph.module_tape_s)
+    """Return a record as JSON data, without fields that have their default."""
+    data = {f.name: value for f in fields(record) if (value := getattr(record, f.name)) != f.default}
+    if isinstance(record, UnitGraph) and record.module_tape_s:
+        data["module_tape_s"] = dict(record.module_tape_s)
     return data
 
 
