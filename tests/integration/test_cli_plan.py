@@ -35,6 +35,15 @@ def test_plan_is_printed_and_written(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert f"Written to {out}." in output
 
 
+def test_layers_may_run_on_other_engines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, step = str(tmp_path / "plan.json"), [*STEP, "--fake", "--engine", "compile"]
+    assert main(["plan", *step, "--memory-budget", "70%", "--out", out]) == 0
+    plan = recollect.Plan.load(out)
+    assert plan.is_compiled and str(plan) in capsys.readouterr().out
+    assert main(["timeline", *step, "--plan", out]) == 0
+    assert f"{format_bytes(plan.predicted_peak_bytes or 0)}" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("tool", "written"),
     [
@@ -124,6 +133,30 @@ def test_hugging_face_config_is_planned(tmp_path: Path) -> None:
             "--memory-budget: got 60% with the plan p.json, expected one of them.",
         ),
         (["frontier", *STEP, "--png", "{folder}"], "{folder}: cannot be written (Is a directory)"),
+        (
+            ["plan", *STEP, "--engine", "compile", "--largest", "micro-batch", "--memory-budget", "1GiB"],
+            "--largest: got micro-batch with --engine compile, expected none: plan the size that it finds without the flag.",
+        ),
+        (
+            ["plan", *STEP, "--engine", "region", "--write", "megatron", "--memory-budget", "1GiB"],
+            "--write: got megatron with --engine region, expected none: settings of other tools are compared on the tape.",
+        ),
+        (
+            ["plan", *STEP, "--engine", "compile", "--host-budget", "1GiB", "--memory-budget", "1GiB"],
+            "--engine compile, --host-budget 1GiB: not yet: copies to host memory. Leave out --host-budget",
+        ),
+        (
+            ["frontier", *STEP, "--engine", "region", "--host-budget", "1GiB"],
+            "--engine region, --host-budget 1GiB: not yet: copies to host memory. Leave out --host-budget",
+        ),
+        (
+            ["plan", *STEP, "--fake", "--engine", "compile", "--data-parallel-size", "2", "--memory-budget", "1GiB"],
+            "--engine compile: not yet: what layers take on other engines, on the devices of a cluster. Plan without",
+        ),
+        (
+            ["timeline", *STEP, "--fake", "--engine", "region"],
+            "--engine region, --fake: not yet: the tape's overhead, which is not modelled.",
+        ),
     ],
 )
 def test_errors_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], args: list[str], message: str) -> None:

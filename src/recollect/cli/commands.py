@@ -131,10 +131,19 @@ class RecordedStep(ModelStep):
 
 
 @dataclass(frozen=True, kw_only=True)
+class StepOnEngines(RecordedStep):
+    """The training step to record, and what its layers may run on."""
+
+    engine: Literal["tape", "region", "compile"] = "tape"
+    """What plans may choose for each layer: the tape; region: also a second run of the whole layer; compile: also
+    torch.compile, which is measured for minutes, or with --fake estimated in seconds (docs/compile.md)."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class MakePlan(_Command):
     """Record a training step, choose what to keep and recompute, print the plan and write it to a file."""
 
-    step: OmitArgPrefixes[RecordedStep] = field(default_factory=RecordedStep)
+    step: OmitArgPrefixes[StepOnEngines] = field(default_factory=StepOnEngines)
     """The training step."""
     cluster: OmitArgPrefixes[ClusterFlags] = field(default_factory=ClusterFlags)
     """With --fake: plan for many devices."""
@@ -169,6 +178,16 @@ class MakePlan(_Command):
         return Path("plan.json") if self.out is None else self.out
 
     def __post_init__(self) -> None:
+        engine = self.step.engine
+        if engine != "tape":
+            for name, advice in (
+                ("largest", "plan the size that it finds without the flag"),
+                ("write", "settings of other tools are compared on the tape"),
+            ):
+                if getattr(self, name) is not None:
+                    raise ValueError(
+                        f"{name}: got {getattr(self, name)} with --engine {engine}, expected none: {advice}."
+                    )
         if self.largest is None:
             for name in ("multiple_of", "max_size"):
                 if getattr(self, name) is not None:
@@ -191,7 +210,7 @@ class MakePlan(_Command):
 class DrawFrontier(_Command):
     """Record a training step and show predicted peak against slowdown for every budget, as a table, a PNG or a page."""
 
-    step: OmitArgPrefixes[RecordedStep] = field(default_factory=RecordedStep)
+    step: OmitArgPrefixes[StepOnEngines] = field(default_factory=StepOnEngines)
     """The training step."""
     loss_chunks: int = 1
     """Chunks in which LM head and loss are computed; 1: as in the model."""
@@ -207,7 +226,7 @@ class DrawFrontier(_Command):
 class ShowTimeline(_Command):
     """Record a training step, show what is alive at its peak, and write its memory over time for other viewers."""
 
-    step: OmitArgPrefixes[RecordedStep] = field(default_factory=RecordedStep)
+    step: OmitArgPrefixes[StepOnEngines] = field(default_factory=StepOnEngines)
     """The training step."""
     memory_budget: str | None = None
     """Bound on the peak of the whole step, such as 16GiB, 900MB or 60% of the peak without recompute; default: no recompute."""

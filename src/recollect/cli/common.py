@@ -26,6 +26,7 @@ from recollect.pictures.page import require_plotly
 from recollect.pictures.style import require_matplotlib
 from recollect.printing import print_line
 from recollect.profile.profile import Profile
+from recollect.recording.engines import RecordedEngine
 from recollect.recording.step_recording import Gradients
 
 
@@ -116,6 +117,7 @@ def step_recorder(
     holds_output: bool = True,
     gradients: Gradients = "held",
     host_link: bool = False,
+    engine: RecordedEngine = "tape",
 ) -> Callable[[int], Profile]:
     """Build the step and return a function that records it with a given number of loss chunks.
 
@@ -125,6 +127,7 @@ def step_recorder(
         holds_output: whether the loop holds the output; see `recollect.record`.
         gradients: the gradients of the last step; see `recollect.record`.
         host_link: whether to measure copies to host memory and back.
+        engine: what layers may run on; see `recollect.record`.
 
     Raises:
         RecollectError: a Hugging Face config cannot be read or used.
@@ -142,6 +145,7 @@ def step_recorder(
         gradients=gradients,
         loss_chunks=loss_chunks,
         host_link=host_link,
+        engine=engine,
     )
 
 

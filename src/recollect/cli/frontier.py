@@ -17,6 +17,7 @@ from recollect.pictures.words import percent
 from recollect.planning.frontier import Frontier
 from recollect.printing import print_line
 from recollect.quantities import parse_bytes
+from recollect.recording.engines import check_host_engine
 
 
 def run_frontier(command: DrawFrontier, console: Console) -> None:
@@ -26,8 +27,10 @@ def run_frontier(command: DrawFrontier, console: Console) -> None:
         RecollectError: a package for a picture is missing, a file cannot be written, or recording fails.
     """
     check_pictures(command.png, command.html)
+    engine = command.step.engine
+    check_host_engine(engine, command.host_budget)
     has_host = bool(parse_bytes(command.host_budget))
-    profile = step_recorder(command.step, host_link=has_host)(command.loss_chunks)
+    profile = step_recorder(command.step, host_link=has_host, engine=engine)(command.loss_chunks)
     frontier = recollect.frontier(profile, command.host_budget)
     print_line(console, describe_step(profile))
     console.print(frontier_table(frontier))

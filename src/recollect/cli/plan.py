@@ -30,6 +30,7 @@ from recollect.plans.plan import Plan
 from recollect.printing import columns_of, print_line
 from recollect.profile.profile import Profile
 from recollect.quantities import check_budget, parse_bytes
+from recollect.recording.engines import check_host_engine
 
 
 def run_plan(command: MakePlan, console: Console) -> None:
@@ -40,12 +41,20 @@ def run_plan(command: MakePlan, console: Console) -> None:
     """
     if command.plan_file is not None:
         check_folder(command.plan_file, "--out")
+    engine = command.step.engine
+    check_host_engine(engine, command.host_budget)
     if command.cluster.is_given:
         if parse_bytes(command.host_budget):
             raise NotYetError(
                 settings={"host_budget": command.host_budget},
                 needs="plans that offload, for the devices of a cluster",
                 advice="Plan without --host-budget; or plan one device of it, without the flags of a cluster.",
+            )
+        if engine != "tape":
+            raise NotYetError(
+                settings={"engine": engine},
+                needs="what layers take on other engines, on the devices of a cluster",
+                advice="Plan without --engine; or plan one device of it, without the flags of a cluster.",
             )
         run_cluster(command, console)
         return
@@ -59,7 +68,7 @@ def run_plan(command: MakePlan, console: Console) -> None:
     if command.write == "torchtitan" and step.hf_config is None:
         # Its policies count products, and its models have one for each of queries, keys, values, gate and up.
         config = step.model.dimensions(seq_length=step.seq_length).changed(separate_projections=True)
-    recorder = step_recorder(step, config, host_link=bool(parse_bytes(command.host_budget)))
+    recorder = step_recorder(step, config, host_link=bool(parse_bytes(command.host_budget)), engine=engine)
     if not step.fake:
         check_host_budget(command.host_budget)
     planned = plan_with_chunks(recorder, command.memory_budget, command.loss_chunks, command.host_budget)

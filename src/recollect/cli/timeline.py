@@ -28,7 +28,7 @@ def run_timeline(command: ShowTimeline, console: Console) -> None:
     for name, path in files.items():
         check_folder(path, f"--{name}")
     given = None if command.plan is None else Plan.load(command.plan)
-    profile = step_recorder(command.step)(1 if given is None else given.loss_chunks)
+    profile = step_recorder(command.step, engine=command.step.engine)(1 if given is None else given.loss_chunks)
     if command.memory_budget is not None:
         plan = recollect.plan(profile, command.memory_budget)
     else:

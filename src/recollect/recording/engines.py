@@ -124,7 +124,7 @@ def _check_backward(profile: Profile) -> None:
 
 
 def _not_yet(engine: str, name: str, value: object, needs: str, advice: str) -> NotYetError:
-    advice = f'{advice}; or leave out engine="{engine}": plans then recompute on the tape.'
+    advice = f"{advice}; or leave the engine at 'tape', on which plans then recompute."
     return NotYetError(settings={"engine": engine, name: value}, needs=needs, advice=advice)
 
 
