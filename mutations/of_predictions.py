@@ -332,6 +332,18 @@ MUTATIONS = (
         (("if not nbytes and address in held:", "if False:"),),
     ),
     Mutation(
+        "fake-deaths-not-noted",
+        "nothing that compiled code frees on fake tensors is seen to go",
+        "recording",
+        (("self.parts[-1].append((address, 0))", "pass"),),
+    ),
+    Mutation(
+        "estimates-not-said",
+        "what compiled units take by their code alone counts as measured",
+        "recording",
+        (("is_estimated=runs.is_modelled", "is_estimated=False"),),
+    ),
+    Mutation(
         "default-variant-left-out",
         "PyTorch's own choice for a compiled unit is left out where it is worse",
         "planning",
