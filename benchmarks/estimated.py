@@ -69,7 +69,12 @@ def _kept(variant: VariantRecord, graph: UnitGraph) -> bool | frozenset[str]:
 
 
 def _most(variant: VariantRecord) -> int:
-    return max((most_bytes for most_bytes, _, _ in variant.backward), default=0)
+    """Return the most bytes of backward above those at its begin, where others hold what the unit holds, too."""
+    most_bytes = now_bytes = 0
+    for stretch_bytes, change_bytes, _ in variant.backward:
+        most_bytes = max(most_bytes, now_bytes + stretch_bytes)
+        now_bytes += change_bytes
+    return most_bytes
 
 
 if __name__ == "__main__":
