@@ -186,8 +186,8 @@ MUTATIONS = (
         "recording",
         (
             (
-                "value.must_keep = value.stays = True\n            self._note_other(run)",
-                "pass\n            self._note_other(run)",
+                "keep_all(self.calls, written)  # Another unit's values: their recipes would not know of this write.",
+                "pass",
             ),
         ),
     ),

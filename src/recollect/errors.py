@@ -48,15 +48,6 @@ from typing import Any
 
 from recollect.byte_format import format_bytes, least_amount
 
-__all__ = [
-    "AlreadyAppliedError", "ArgumentError", "BenchError", "BudgetTooSmallError", "BudgetWarning", "CheckpointError",
-    "ChunkedLossError", "ConfigError", "ConfigWarning", "DataError", "DiagnosisError", "FreedValueError",
-    "HardwareError", "LargerStepError", "MeterError", "MissingFileError", "MissingPackageError", "MutatedValueError",
-    "NotYetError", "OffloadError", "PlanError", "PlanFormatError", "PlanMismatchWarning", "ProfileFormatError",
-    "ProfileMismatchWarning", "QuantityError", "RandomDrawError", "RecollectError", "RecomputeMismatchError",
-    "RecordError", "ScheduleError", "TorchVersionWarning", "UnknownNameError", "UnsupportedModelError",
-]  # fmt: skip
-
 
 def _used_by(unit: str, module: str, op: str) -> str:
     path = ".".join(part for part in (unit, module) if part) or "the model"
@@ -274,19 +265,28 @@ class MutatedValueError(RecollectError, RuntimeError):
         module: path of the module inside the unit; empty for the unit's own forward.
         op: the op that used it; empty if autograd saved the value itself.
         shape: shape of the tensor.
-        changes: number of writes since then; 0 if they were made through `.data` or NumPy, where nobody counts them.
+        changes: number of writes since then; 0 if nobody counts them: through `.data`, NumPy, or a tensor's address.
+        writer: what wrote to it in forward without telling autograd; empty if backward found the change.
     """
 
-    def __init__(self, *, unit: str, module: str, op: str, shape: tuple[int, ...], changes: int) -> None:
+    def __init__(
+        self, *, unit: str, module: str, op: str, shape: tuple[int, ...], changes: int, writer: str = ""
+    ) -> None:
         self.unit = unit
         self.module = module
         self.op = op
         self.shape = shape
         self.changes = changes
+        self.writer = writer
         how_often = f"{changes} time{'' if changes == 1 else 's'}" if changes else "(through `.data` or NumPy)"
+        when = f"in forward by {writer}, unknown to autograd," if writer else f"{how_often} before backward used it"
+        advice = (
+            "let PyTorch see the write (`mutates_args` of a custom op)" if writer else "run backward before the write"
+        )
         super().__init__(
-            f"a tensor of shape {list(shape)}, {_used_by(unit, module, op)}, was changed in place {how_often} before "
-            "backward used it. Write to a copy of it, or run backward before the write."
+            f"a tensor of shape {list(shape)}, {'made or ' * bool(writer and op)}{_used_by(unit, module, op)}, "
+            f"was changed in place {when}"
+            f"{' though backward needs what it held' * bool(writer)}. Write to a copy of it, or {advice}."
         )
 
 

@@ -206,6 +206,8 @@ def test_random_plans_of_single_parts(case: str) -> None:
 class _Part:
     part: str
 
+    drops_outputs = False
+
     def action(self, unit_path: str, value_name: str) -> Action:
         return Action.RECOMPUTE if self.part in f"{unit_path}.{value_name}" else Action.KEEP
 

@@ -68,6 +68,8 @@ def plain_step(model: nn.Module, data: Any) -> Step | None:
 class _Names:
     """A policy that recomputes all, and remembers what it is asked for."""
 
+    drops_outputs = False
+
     def __init__(self) -> None:
         self.names: dict[str, list[str]] = {}
 

@@ -16,6 +16,10 @@ class Uniform:
     values: Action
     output: Action = Action.KEEP
 
+    @property
+    def drops_outputs(self) -> bool:
+        return self.output is Action.RECOMPUTE
+
     def action(self, unit_path: str, value_name: str) -> Action:
         return self.values
 
@@ -34,6 +38,7 @@ class Random:
     """
 
     seed: int
+    drops_outputs = True
 
     def action(self, unit_path: str, value_name: str) -> Action:
         is_dropped = self._coin(unit_path, value_name) < (2, 5, 8)[self.seed % 3]
@@ -55,6 +60,10 @@ class Only:
 
     names: frozenset[str]
     output: Action = Action.KEEP
+
+    @property
+    def drops_outputs(self) -> bool:
+        return self.output is Action.RECOMPUTE
 
     def action(self, unit_path: str, value_name: str) -> Action:
         return _recompute_if(value_name in self.names)

@@ -23,8 +23,8 @@ _TINY_BYTES = 1024
 # In foreign memory larger than twice this, only the beginning and the end are compared.
 _PART_BYTES = 32 * 1024
 
-# Of a checksum: the product of a chunk with its weights is the only memory that it needs.
-_CHUNK_BYTES = 1 << 16
+# Of the table that a checksum sums up.
+_COLUMNS = 1024
 
 
 def has_same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
@@ -61,29 +61,33 @@ def checksums(tensors: Sequence[torch.Tensor]) -> list[int]:
 
     Example:
         >>> import torch
-        >>> one, other = torch.tensor([1.0, 2.0]), torch.tensor([2.0, 1.0])
+        >>> one, other = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([2.0, 1.0, 3.0])
         >>> first, second, third = checksums([one, other, one.clone()])
         >>> first == third, first == second
         (True, False)
     """
-    with disable_torch_dispatch(), torch.no_grad():
-        return [_checksum(tensor) for tensor in tensors]
+    return [checksum(tensor.untyped_storage()) for tensor in tensors]
 
 
-def _checksum(tensor: torch.Tensor) -> int:
-    storage = tensor.untyped_storage()
-    if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
+def checksum(storage: torch.UntypedStorage, begin: int = 0, end: int | None = None) -> int:
+    """Return a number for the bytes of a storage, or for a part of them; 0 while a CUDA graph is captured.
+
+    Numbers are summed along the rows and along the columns of a table, and the sums weighted, so that it also tells
+    swapped ones apart. The sums are the only memory that it needs.
+    """
+    if storage.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return 0
-    content = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, 0, (storage.nbytes(),), (1,))
-    if storage.nbytes() % 8 == 0 and storage.data_ptr() % 8 == 0:
-        content = content.view(torch.int64)
-    size = _CHUNK_BYTES // content.element_size()
-    # Odd numbers, by which a product modulo 2^64 loses no bit.
-    weights = torch.arange(1, 2 * min(size, len(content)), 2, dtype=torch.int64, device=tensor.device)
-    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    for chunk in content.split(size):
-        total = total * 31 + (chunk * weights[: len(chunk)]).sum()
-    return int(total)
+    with disable_torch_dispatch(), torch.no_grad():
+        num_bytes = (storage.nbytes() if end is None else end) - begin
+        content = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, begin, (num_bytes,), (1,))
+        if num_bytes % 8 == 0 and content.data_ptr() % 8 == 0:
+            content = content.view(torch.int64)
+        columns = min(_COLUMNS, max(len(content), 1))
+        whole = len(content) // columns * columns
+        table = content[:whole].view(-1, columns)
+        sums = torch.cat([table.sum(0), table.sum(1), content[whole:].to(torch.int64)])
+        # Odd numbers, by which a product modulo 2^64 loses no bit.
+        return int((sums * torch.arange(1, 2 * len(sums), 2, device=storage.device)).sum())
 
 
 def glance_at(tensor: torch.Tensor) -> bytes | int | None:

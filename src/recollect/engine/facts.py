@@ -39,6 +39,7 @@ class OpFacts:
     `is_collective`: every rank has to run it at the same time.
     `may_replay`: a collective that makes new tensors, so that it can run again where all ranks run it again; `keeps` is still
         set, for callers that do not know whether they do.
+    `writes_unseen`: its writes raise no version (c10d's collectives).
     `moves_storage`: changes which bytes a tensor refers to (`_MOVES`).
     `is_lift`: shows a tensor that Python made (`torch.tensor`) to PyTorch for the first time.
     `running_stats`: positions of statistics that the op updates without its schema saying so (batch norm), and of the
@@ -64,6 +65,7 @@ class OpFacts:
     follows_settings: bool = False
     is_collective: bool = False
     may_replay: bool = False
+    writes_unseen: bool = False
     moves_storage: bool = False
     is_lift: bool = False
     running_stats: tuple[tuple[int, ...], int] | None = None
@@ -109,6 +111,8 @@ _FUNCTIONAL_COLLECTIVES = frozenset(
     {"all_gather_into_tensor", "all_gather_into_tensor_coalesced", "reduce_scatter_tensor", "all_reduce", "broadcast"}
     | {"reduce_scatter_tensor_coalesced", "all_reduce_coalesced", "all_to_all_single", "shard_dim_alltoall"}
 )
+# The schemas of c10d's ops do not say that those with a trailing underscore write to their first argument, nor do these.
+_UNANNOTATED_WRITES = {"irecv": 0, "batch_p2p_ops": 3}
 # These pass on a collective's result: once it is there, or in a wrapper that waits for it when it is first read.
 _PASS_ON_COLLECTIVES = frozenset({"wait_tensor", "_wrap_tensor_autograd"})
 
@@ -123,6 +127,8 @@ _ATOMIC_ON_CUDA = frozenset(
 # If two sources have the same target, the last write wins; a scalar source has no order.
 _LAST_ONE_STAYS_ON_CUDA = frozenset({("scatter", "src"), ("scatter_", "src")})
 
+# An index tensor of these types is a mask: it marks elements instead of giving their positions.
+_MASKS = frozenset({torch.bool, torch.uint8})
 # Tagged as having data-dependent shapes, which is only true if an index is a mask.
 _GATHERS = frozenset({"index"})
 
@@ -178,6 +184,8 @@ def facts_of(func: Any) -> OpFacts:
         for position, argument in enumerate(schema.arguments)
         if argument.alias_info is not None and argument.alias_info.is_write and name not in _NO_WRITES
     )
+    if not writes and namespace in _COLLECTIVE_NAMESPACES:
+        writes = _unannotated_writes(namespace, name)
     is_unordered_on_cuda = name in _ATOMIC_ON_CUDA or (name, schema.overload_name) in _LAST_ONE_STAYS_ON_CUDA
     arguments = [argument.name for argument in schema.arguments]
     is_collective = namespace in _COLLECTIVE_NAMESPACES
@@ -214,10 +222,27 @@ def facts_of(func: Any) -> OpFacts:
         follows_settings=is_foreign or name in _FOLLOWS_SETTINGS,
         is_collective=is_collective,
         may_replay=is_collective and name in _FUNCTIONAL_COLLECTIVES and not writes,
+        writes_unseen=is_collective and bool(writes),
         moves_storage=name in _MOVES,
         is_lift=name in _LIFTS,
         running_stats=_RUNNING_STATS.get(name),
     )
+
+
+def _unannotated_writes(namespace: str, name: str) -> tuple[int, ...]:
+    if namespace == "c10d":
+        return (0,) if name.endswith("_") else ()
+    return (_UNANNOTATED_WRITES[name],) if name in _UNANNOTATED_WRITES else ()
+
+
+def must_keep_result(facts: OpFacts, args: Any, output: Any, kwargs: Any) -> bool:
+    """Whether to keep this call's result: rule 4, on CUDA or for masks, or a copy between devices (it would sync)."""
+    if facts.keeps_with_mask:
+        return any(index is not None and index.dtype in _MASKS for index in args[1])
+    if facts.keeps_on_cuda:
+        return any(tensor.is_cuda for tensor in tensors_in(output))
+    # PyTorch also names the device in copies that stay on it (the last op of `rms_norm` in bf16).
+    return facts.device_keyword and kwargs.get("device") is not None and bool(output.device != args[0].device)
 
 
 class OpMode(TorchDispatchMode):

@@ -14,11 +14,19 @@ from recollect._torch_functions import FunctionWatcher
 from recollect._torch_parallel import passes_ops_on
 from recollect.engine.facts import OpFacts
 from recollect.engine.function_call import FunctionCall
-from recollect.engine.function_run import FunctionRun, FunctionWatch, may_run_again
+from recollect.engine.function_run import FunctionRun, FunctionWatch
 from recollect.engine.policy import OpActions, TapeState
 from recollect.engine.tape_mode import TapeMode
 from recollect.engine.together import group_of
-from recollect.engine.values import StorageRecord, TapeValue, attach_record, forget_record, layout_of, watch
+from recollect.engine.unseen_writes import forget_overwritten
+from recollect.engine.values import (
+    StorageRecord,
+    TapeValue,
+    attach_record,
+    layout_of,
+    snapshot_leaves,
+    watch,
+)
 from recollect.plans.action import Action
 from recollect.replay import Node
 
@@ -42,13 +50,12 @@ class FunctionMode(TapeMode):
             return None
         if passes_ops_on(function):
             return _CollectiveFunction(self)
-        if not may_run_again(function):
-            return None
         run = FunctionRun(function, (*args, *kwargs.values()))
         if kwargs:
             run.keep("it takes arguments by name")
-        if run.wrote_unseen:
-            _forget_arguments(run)
+        for tensor in run.wrote_unseen:
+            snapshot_leaves(tensor.untyped_storage())
+        self._forget_overwritten(run)
         self._meet_owners(run)
         return _WatchedFunction(self, run)
 
@@ -62,10 +69,16 @@ class FunctionMode(TapeMode):
 
     def end_function(self, run: FunctionRun) -> None:
         """Decide what happens to the results of a call."""
-        if run.wrote_unseen:
-            _forget_arguments(run)
+        self._forget_overwritten(run)
         if not run.kept_because and run.made:
             self._drop(run)
+
+    def _forget_overwritten(self, run: FunctionRun) -> None:
+        """Forget the recipes of arguments that a Function writes to unseen."""
+        for tensor in run.wrote_unseen:
+            self._writes.add((self.unit_path, self.scope))
+            writer = f"the autograd Function {run.function.__name__}"
+            forget_overwritten(tensor, writer, (self.unit_path, self.scope, ""))
 
     def function_actions(self, run: FunctionRun, call: FunctionCall) -> OpActions:
         """Return the actions for the storages that a call made, in their order."""
@@ -99,6 +112,7 @@ class FunctionMode(TapeMode):
                 records[made.storage] = record
                 attach_record(made.tensor.untyped_storage(), record)
                 self.dropped.append(weakref.ref(made.tensor.untyped_storage()))
+                self.compare(made.tensor, made.tensor.untyped_storage(), record.layout)
             elif run.is_saved(made) and layout_of(made.tensor) not in (record.layout, *record.views):
                 # A view that the recipe makes, too: nothing else has to hold its base.
                 value = outputs[made.slot] = record.views[layout_of(made.tensor)] = TapeValue(None, node)
@@ -160,13 +174,8 @@ class _WatchedFunction:
     def end(self, output: Any, saved: list[torch.Tensor], has_written: bool) -> None:
         if self._is_seen:
             self._run.end(output, saved, has_written)
+        self._run.compare_arguments()
         self._mode.end_function(self._run)
-
-
-def _forget_arguments(run: FunctionRun) -> None:
-    """Forget the recipes of arguments that may be written to unseen: Functions that need them keep them."""
-    for tensor in run.arguments.tensors:
-        forget_record(tensor.untyped_storage())
 
 
 @contextmanager

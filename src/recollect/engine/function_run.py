@@ -48,8 +48,8 @@ _PRODUCT = ("deepspeed.runtime.zero.linear", "LinearFunctionForZeroStage3")
 # Functions whose arguments were compared before and after a call, by the constants of the call.
 _checked: weakref.WeakKeyDictionary[type, set[Any]] = weakref.WeakKeyDictionary()
 _MOST_CHECKS = 8
-# Functions found to change an argument unseen.
-_unseen_writers: weakref.WeakSet[type] = weakref.WeakSet()
+# Functions found to change arguments unseen: which of `seen_arguments`.
+_unseen_writers: weakref.WeakKeyDictionary[type, set[int]] = weakref.WeakKeyDictionary()
 
 
 def may_run_again(function: Any) -> bool:
@@ -71,7 +71,7 @@ class FunctionRun:
 
     Attributes:
         kept_because: why it cannot run again; empty if it can.
-        wrote_unseen: whether it may have written to its arguments unseen.
+        wrote_unseen: the arguments that it changes unseen; before it has run, those that are known.
         draws: the random numbers that it draws.
         arguments: its arguments, until `release`.
         autocast: where autocast is on.
@@ -85,7 +85,7 @@ class FunctionRun:
         self.args = args
         self.arguments = FunctionArguments(args)
         self.kept_because = ""
-        self.wrote_unseen = False
+        self.wrote_unseen: list[torch.Tensor] = []
         self.others: list[torch.Tensor] = []
         self.partitioned: list[nn.Parameter] = []
         self.saved: list[torch.Tensor] = []
@@ -105,21 +105,27 @@ class FunctionRun:
                 self._look_at_tensor(leaf)
             elif not isinstance(leaf, (*_PLAIN, *_PLAIN_TOO)):
                 self._look_at_object(leaf)
+        if not may_run_again(function):
+            self.keep("its package has state elsewhere")
+        self._given = [*self.arguments.tensors, *self.others, *self.partitioned]
+        self._versions = [_version(tensor) for tensor in self._given]
+        if function in _unseen_writers:
+            self.keep("it writes to its arguments out of sight")
+            positions = _unseen_writers[function]
+            self.wrote_unseen = [t for index, t in enumerate(self._plain_given()) if index in positions]
         if not self.kept_because:
             self._begin()
+        self._before = self._checksums_if_new()
 
     def _begin(self) -> None:
-        self._given = [*self.arguments.tensors, *self.others, *self.partitioned]
         for tensor in self._given:
             vars(tensor.untyped_storage())[_MARK] = self._given_mark
-        self._versions = [_version(tensor) for tensor in self._given]
         devices = {tensor.device for tensor in self._given}
         self.autocast = tuple(
             (kind, torch.get_autocast_dtype(kind))
             for kind in {device.type for device in devices} | {"cpu"}
             if torch.is_autocast_enabled(kind)
         )
-        self._before = self._checksums_if_new()
 
     def keep(self, reason: str) -> None:
         """Note why it cannot run again; the first reason stays."""
@@ -169,18 +175,17 @@ class FunctionRun:
 
     def _checksums_if_new(self) -> list[int] | None:
         """Return checksums of the arguments, if the Function has not been seen with these constants."""
-        if self.function in _unseen_writers:
-            self.wrote_unseen = True
-            self.keep("it writes to its arguments out of sight")
-            return None
-        if any(is_fake_tensor(tensor) for tensor in self._given):
+        if self.function in _unseen_writers or any(is_fake_tensor(tensor) for tensor in self._given):
             return None
         constants = tuple(leaf for leaf in self.arguments.leaves if isinstance(leaf, (int, float, bool, str)))
         known = _checked.setdefault(self.function, set())
         if constants in known or len(known) >= _MOST_CHECKS:
             return None
         self._check_key = constants
-        return checksums(self._given)
+        return checksums(self._plain_given())
+
+    def _plain_given(self) -> list[torch.Tensor]:
+        return [tensor for tensor in self._given if _is_strided(tensor) and not is_traceable_wrapper_subclass(tensor)]
 
     # While it runs
 
@@ -259,13 +264,6 @@ class FunctionRun:
             self.keep("it changed an argument")
         if any(_identities(thing) != identities for thing, identities in self._objects):
             self.keep("it changed an object")
-        if self._before is not None:
-            if checksums(self._given) == self._before:
-                _checked[self.function].add(self._check_key)
-            else:
-                _unseen_writers.add(self.function)
-                self.wrote_unseen = True
-                self.keep("it writes to its arguments out of sight")
         outputs = output if isinstance(output, (tuple, list)) else (output,)
         self._num_outputs = len(outputs)
         storages: list[torch.UntypedStorage] = []
@@ -281,6 +279,23 @@ class FunctionRun:
                     storages.append(storage)
                 self.made.append(Made(slot, tensor, index))
         self.num_storages = len(storages)
+
+    def compare_arguments(self) -> None:
+        """Find out whether it has changed arguments unseen, if they are compared at all."""
+        if self._before is None:
+            return
+        given, versions = self._plain_given(), dict(zip(map(id, self._given), self._versions, strict=True))
+        positions = {
+            index
+            for index, (tensor, before, now) in enumerate(zip(given, self._before, checksums(given), strict=True))
+            if now != before and _version(tensor) == versions[id(tensor)]
+        }
+        if not positions:
+            _checked[self.function].add(self._check_key)
+            return
+        _unseen_writers.setdefault(self.function, set()).update(positions)
+        self.wrote_unseen = [given[index] for index in positions]
+        self.keep("it writes to its arguments out of sight")
 
     def recipe(self, agreement: Agreement | None) -> FunctionCall:
         """Return the call that recomputes everything.

@@ -30,7 +30,13 @@ from recollect.warning import warn_user
 
 
 class Policy(Protocol):
-    """Decides what happens to values. Asked once for each name; the answer holds for all later calls."""
+    """Decides what happens to values. Asked once for each name; the answer holds for all later calls.
+
+    Attributes:
+        drops_outputs: it may drop a unit's output, which code between units may overwrite.
+    """
+
+    drops_outputs: bool
 
     def action(self, unit_path: str, value_name: str) -> Action:
         """Return the action for a value between forward and backward."""
@@ -65,6 +71,7 @@ class PlanPolicy:
             for name, action in unit.actions.items():
                 self._by_stem.setdefault((path, _without_count(name)), set()).add(action)
         self._has_warned = False
+        self.drops_outputs = any(unit.output is Action.RECOMPUTE for unit in units.values())
 
     def action(self, unit_path: str, value_name: str) -> Action:
         """Return the plan's action for this value."""
@@ -122,6 +129,7 @@ class DropAll:
 
     def __init__(self, but: Mapping[str, UnitPlan] | None = None) -> None:
         self._but = but
+        self.drops_outputs = any(unit.output is Action.RECOMPUTE for unit in (but or {}).values())
 
     def action(self, unit_path: str, value_name: str) -> Action:
         """Drop the value, unless the plan keeps it."""
@@ -172,6 +180,9 @@ class TapeState:
         shards: how values are held as parts; None if they are not.
         offload: the state for offloaded values; None if there are none.
         may_offload: some values are offloaded, or may be later.
+        compares: the first call of a unit compares content, to find writes that nothing else shows.
+        compared: the units of which one has.
+        overwritten: the units whose outputs something overwrites unseen before the next unit reads them.
     """
 
     def __init__(
@@ -182,8 +193,12 @@ class TapeState:
         agreement: Agreement | None = None,
         shards: Shards | None = None,
         offload: Offload | None = None,
+        compares: bool = True,
     ) -> None:
         self.policy = policy
+        self.compares = compares
+        self.compared: set[str] = set()
+        self.overwritten: set[str] = set()
         self.offload = offload
         self.may_offload = offload is not None
         self.agreement = agreement

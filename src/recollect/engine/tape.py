@@ -30,6 +30,7 @@ NOTE [ Rules of the tape ]
     a write that the tape sees waits for the copy. The times when it leaves and comes back depend only on units.
 """
 
+import functools
 import threading
 import weakref
 from collections.abc import Iterator
@@ -44,16 +45,18 @@ from recollect._torch_private import (
     below_autograd,
     current_backward,
     disable_autocast,
+    fake_mode,
     keeps_graph,
     untraced,
 )
 from recollect.engine.function_mode import FunctionMode
 from recollect.engine.function_run import may_run_again
 from recollect.engine.opcall import Replaying
-from recollect.engine.policy import TapeState
+from recollect.engine.policy import PlanPolicy, TapeState
 from recollect.engine.self_check import SwitchedOff, switched_off
 from recollect.engine.subclasses import strided_tensors
 from recollect.engine.tape_mode import TapeMode
+from recollect.engine.unseen_writes import Comparison
 from recollect.engine.values import TapeValue, forget_record, laid_out, record_of, watch
 from recollect.errors import UnsupportedModelError
 from recollect.plans.action import Action
@@ -77,6 +80,9 @@ class _LastStep(threading.local):
 
 
 _last_step = _LastStep()
+
+# What was compared when all was dropped that can be, modules and the code of functions: with outputs of units, or without.
+_compared: weakref.WeakKeyDictionary[Any, set[bool]] = weakref.WeakKeyDictionary()
 
 
 def forget_last_step() -> None:
@@ -106,20 +112,43 @@ class Tape(TapeState):
 
         Raises:
             UnsupportedModelError: it called a custom autograd Function, on a PyTorch where such calls are not seen.
+            MutatedValueError: it has written to a tensor unseen, whose old content cannot be had again.
         """
         if SwitchedOff.PLANS in switched_off():
             return forward(*args, **kwargs)
         outer = self.mode
         with self._watching(unit_path) if outer is None else _inside(outer, unit_path) as mode:
+            if outer is None and self._must_compare(unit_path, forward):
+                mode.comparison = Comparison(self.overwritten)
             output = mode.run_module("", forward, args, kwargs)
+            if outer is None and mode.comparison is not None:
+                mode.comparison.end()
+                self._note_compared(unit_path, forward)
             call, place = mode.call, mode.place
         if SwitchedOff.FUNCTIONS in switched_off():
             _check_no_functions(unit_path, args, kwargs, output)
         if self.policy.output_action(unit_path) is Action.KEEP:
             self._hold_outputs(unit_path, output, call)
+        elif unit_path in self.overwritten:
+            for tensor in strided_tensors(output):
+                forget_record(tensor.untyped_storage())
         if place is not None:
             place[0].end_call(place[1])
         return output
+
+    def is_compared(self, runs: Any) -> bool:
+        """Whether a module, or the code of a function, was compared when as much was dropped."""
+        return self.policy.drops_outputs in _compared.get(runs, ())
+
+    def _must_compare(self, unit_path: str, forward: Any) -> bool:
+        if not self.compares or unit_path in self.compared or fake_mode() is not None:
+            return False
+        return not self.is_compared(_what_runs(forward))
+
+    def _note_compared(self, unit_path: str, forward: Any) -> None:
+        self.compared.add(unit_path)
+        if self.policy.drops_outputs or not isinstance(self.policy, PlanPolicy):
+            _compared.setdefault(_what_runs(forward), set()).add(self.policy.drops_outputs)
 
     @contextmanager
     def _watching(self, unit_path: str) -> Iterator[TapeMode]:
@@ -190,6 +219,14 @@ class Tape(TapeState):
             found = self._passes[number] = KeptPass()
             at_end_of_backward(found.end_all)
         return found
+
+
+def _what_runs(forward: Any) -> Any:
+    """Return the module that a function is the forward of, else its code: that of a lambda is the same each time."""
+    while isinstance(forward, functools.partial):
+        forward = forward.func
+    module = getattr(forward, "__self__", None)
+    return module if isinstance(module, torch.nn.Module) else getattr(forward, "__code__", type(forward))
 
 
 def asks_again() -> bool:

@@ -25,19 +25,22 @@ from recollect._torch_private import (
 )
 from recollect.engine.content import glance_at
 from recollect.engine.draws import Draw, draws_unknown, first_run
-from recollect.engine.facts import OpFacts, OpMode, facts_of
+from recollect.engine.facts import OpFacts, OpMode, facts_of, must_keep_result
 from recollect.engine.offload.flight import is_constant
 from recollect.engine.offload.offloaded import settle
 from recollect.engine.opcall import Arguments, CollectiveCall, OpCall, WriteCall, current_settings
 from recollect.engine.policy import ALL_KEPT, ModuleKey, OpActions, OpKey, TapeState, Watch
 from recollect.engine.self_check import SwitchedOff, switched_off
 from recollect.engine.subclasses import PackedSubclass, held_whole
+from recollect.engine.unseen_writes import Comparison, forget_overwritten
 from recollect.engine.values import (
+    Layout,
     StorageRecord,
     TapeValue,
     attach_record,
     expect_bump,
     forget_record,
+    is_dropped,
     is_known,
     layout_of,
     record_of,
@@ -48,15 +51,12 @@ from recollect.engine.values import (
 from recollect.plans.action import Action
 from recollect.plans.value_names import value_stem
 from recollect.replay import Node, Recipes
-from recollect.tensors import tensors_in
 
 # Module globals, because they are looked up several times per op.
 _STRIDED = torch.strided
 _RECOMPUTE = Action.RECOMPUTE
 _SHARD = Action.SHARD
 _OFFLOAD = Action.OFFLOAD
-# An index tensor of these types is a mask: it marks elements instead of giving their positions.
-_MASKS = frozenset({torch.bool, torch.uint8})
 
 _EVERYTHING = Watch(ops=True, saves=True)
 
@@ -92,6 +92,8 @@ class TapeMode(OpMode):
         self._parameters: dict[int, TapeValue] = {}
         # The storages with a recipe.
         self.dropped: list[weakref.ref[torch.UntypedStorage]] = []
+        # Of what recipes make and read, to find writes that nothing else shows; None: there is none.
+        self.comparison: Comparison | None = None
 
     def run_module(self, module_path: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a module of the unit under its own names, watching its ops and saves only where that is useful."""
@@ -157,7 +159,7 @@ class TapeMode(OpMode):
         if agreement is not None:
             agreement.meet(name_of_group(args, kwargs))
         if torch.is_grad_enabled() or self.is_in_collective:
-            actions = self._op_actions(facts, not facts.writes or _is_dropped(args))
+            actions = self._op_actions(facts, not facts.writes or is_dropped(args[0] if args else None))
         if facts.writes:
             return self._run_write(func, facts, args, kwargs, actions if _RECOMPUTE in actions else ALL_KEPT)
         if not actions:
@@ -167,7 +169,7 @@ class TapeMode(OpMode):
             self._send_results(facts, output, actions)
             if _RECOMPUTE not in actions:
                 return output
-        if facts.may_keep and _must_keep_result(facts, args, output, kwargs):
+        if facts.may_keep and must_keep_result(facts, args, output, kwargs):
             return output
         if facts.is_random and draws_unknown(facts, func, args, kwargs):
             return output
@@ -208,6 +210,13 @@ class TapeMode(OpMode):
         record = StorageRecord(value, layout_of(result), result._version, facts.creates, self.call)
         attach_record(storage, record)
         self.dropped.append(weakref.ref(storage))
+        if facts.creates is None:  # Else something unseen may fill it.
+            self.compare(result, storage, record.layout)
+
+    def compare(self, tensor: torch.Tensor, storage: torch.UntypedStorage, layout: Layout) -> None:
+        """Compare the content of a tensor that a recipe makes or reads with what it was, if the unit's call does so."""
+        if self.comparison is not None:
+            self.comparison.note(tensor, storage, layout, (self.unit_path, self.scope, self._op))
 
     def hold_part(self, result: Any, facts: OpFacts, index: int) -> None:
         """Have a result, the `index`-th of its op, gathered from parts, unless it is an unfilled buffer."""
@@ -270,7 +279,9 @@ class TapeMode(OpMode):
         else:
             output = func(*args, **kwargs)
         for target, storage in zip(targets, storages, strict=True):
-            if write is None or (facts.keeps_on_cuda and target.is_cuda):
+            if facts.writes_unseen:
+                forget_overwritten(target, facts.name, (self.unit_path, self.scope, ""))
+            elif write is None or (facts.keeps_on_cuda and target.is_cuda):
                 forget_record(storage)
         record = record_of(storages[0]) if write is not None else None
         if write is not None and record is not None:
@@ -313,7 +324,10 @@ class TapeMode(OpMode):
         if record.created is not None:
             forget_record(storage)
             return None
-        return record.value_of(layout_of(tensor)) if record.is_current(tensor._version) else None
+        if not record.is_current(tensor._version):
+            return None
+        self.compare(tensor, storage, record.layout)
+        return record.value_of(layout_of(tensor)) if record_of(storage) is record else None
 
     def _value_in_mode(self, tensor: torch.Tensor) -> TapeValue:
         """Return the value of an op's argument: the dropped one if known, else one that holds the tensor."""
@@ -340,6 +354,8 @@ class TapeMode(OpMode):
         content = None if in_hook else glance_at(held)
         value = TapeValue(held, None, version, (self.unit_path, self.scope, op), content)
         if storage is not None:
+            if type(tensor) in (torch.Tensor, Parameter):
+                self.compare(tensor, storage, layout_of(tensor))
             watch(value, storage)
         return value
 
@@ -376,21 +392,3 @@ class TapeMode(OpMode):
 def _run_once(facts: OpFacts, func: Any, args: Any, kwargs: Any) -> tuple[Any, Draw | None]:
     """Run an op of forward; return its output, and the random numbers that it drew."""
     return first_run(facts, func, args, kwargs) if facts.is_random else (func(*args, **kwargs), None)
-
-
-def _is_dropped(args: Any) -> bool:
-    """Whether the first argument of an in-place op has a recipe; buffers and kept tensors are written to directly."""
-    target = args[0] if args else None
-    if not isinstance(target, torch.Tensor) or target.layout is not _STRIDED:
-        return False
-    return record_of(target.untyped_storage()) is not None
-
-
-def _must_keep_result(facts: OpFacts, args: Any, output: Any, kwargs: Any) -> bool:
-    """Whether to keep this call's result: rule 4, on CUDA or for masks, or a copy between devices (it would sync)."""
-    if facts.keeps_with_mask:
-        return any(index is not None and index.dtype in _MASKS for index in args[1])
-    if facts.keeps_on_cuda:
-        return any(tensor.is_cuda for tensor in tensors_in(output))
-    # PyTorch also names the device in copies that stay on it (the last op of `rms_norm` in bf16).
-    return facts.device_keyword and kwargs.get("device") is not None and bool(output.device != args[0].device)

@@ -21,6 +21,8 @@ from recollect.replay import Node, Recipes, Value
 
 _RECORD = "_recollect_record"
 _LEAVES = "_recollect_leaves"
+NOTES = "_recollect_notes"
+"""Where `unseen_writes.py` notes what a storage holds; a write that is seen removes it."""
 # Dead weak references are removed from a storage's list of leaves when it reaches this length. Parameters and buffers
 # outlive the values that stand for them, step after step; other storages rarely see more than a handful.
 _SWEEP_LENGTH = 16
@@ -276,6 +278,12 @@ def record_of(storage: torch.UntypedStorage) -> StorageRecord | None:
     return record
 
 
+def is_dropped(tensor: Any) -> bool:
+    """Whether this is a tensor that has a recipe; buffers and kept tensors are written to directly."""
+    is_strided = isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided
+    return is_strided and record_of(tensor.untyped_storage()) is not None
+
+
 def is_known(storage: torch.UntypedStorage) -> bool:
     """Whether a tensor on this storage was seen before, and is either dropped or held."""
     known = vars(storage)
@@ -353,6 +361,12 @@ def is_watched(storage: torch.UntypedStorage) -> bool:
     return _LEAVES in vars(storage)
 
 
+def leaves_of(storage: torch.UntypedStorage) -> list[TapeValue]:
+    """Return the values that hold a tensor on this storage."""
+    values = [reference() for reference in vars(storage).get(_LEAVES, ())]
+    return [value for value in values if value is not None and value.holds(storage)]
+
+
 def snapshot_targets(targets: Sequence[torch.Tensor], *, is_raised: bool) -> list[torch.UntypedStorage]:
     """Do `snapshot_leaves` for tensors that an op writes to; return their storages.
 
@@ -373,6 +387,7 @@ def snapshot_leaves(storage: torch.UntypedStorage, num_raised: int = 0) -> None:
         storage: the storage that the op writes to.
         num_raised: by how much this op has already raised its version counter.
     """
+    vars(storage).pop(NOTES, None)
     for reference in vars(storage).pop(_LEAVES, ()):
         value = reference()
         if value is not None:

@@ -27,7 +27,15 @@ from recollect.profile import events
 from recollect.recording.replicated_values import RanksWithParts
 from recollect.recording.runs_again import RunsAgain
 from recollect.recording.step_recorder import Mark, StepRecorder
-from recollect.recording.trackers import Persistent, RecordedCall, TrackedOther, TrackedValue, storage_of, tracker_of
+from recollect.recording.trackers import (
+    Persistent,
+    RecordedCall,
+    TrackedOther,
+    TrackedValue,
+    keep_all,
+    storage_of,
+    tracker_of,
+)
 from recollect.recording.unit_samples import UnitSamples
 
 
@@ -92,6 +100,10 @@ class RecordingTape(Tape):
         self.recorder = recorder
         self.samples = samples
         self.kept: weakref.WeakSet[TapeValue] = weakref.WeakSet()
+
+    def is_compared(self, runs: Any) -> bool:
+        """Compare again: this step may be a different one."""
+        return False
 
     def new_mode(self, unit_path: str) -> FunctionMode:
         """Return a mode that reports to the recorder."""
@@ -195,6 +207,8 @@ class _RecordingMode(FunctionMode):
                 recorder.calls[index].watched_modules.add(self.scope)
             if facts.is_lazy:
                 self._keep(args[0])
+            if facts.writes and not torch.is_grad_enabled():
+                keep_all(recorder.calls, facts.written_by(args, kwargs))
         output = super().__torch_dispatch__(func, types, args, kwargs)
         self._is_kept_op = False
         if index is not None and len(recorder.calls[index].ops) > num_ops:
@@ -288,8 +302,7 @@ class _RecordingMode(FunctionMode):
         """Record that arguments were written to."""
         super().end_function(run)
         # After an unseen write, the tape no longer has a recipe for them.
-        for tensor in run.arguments.tensors if run.wrote_unseen else ():
-            self._keep(tensor)
+        keep_all(self.recorder.calls, run.wrote_unseen)
 
     def function_actions(self, run: FunctionRun, call: FunctionCall) -> OpActions:
         """Record the Function as one op, and test whether a second run gives the same results."""

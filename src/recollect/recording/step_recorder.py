@@ -36,6 +36,7 @@ from recollect.recording.trackers import (
     TrackedOther,
     TrackedValue,
     Trackers,
+    keep_all,
     storage_of,
     tracker_of,
 )
@@ -163,11 +164,14 @@ class StepRecorder:
                 self.begin_phase(events.BACKWARD)
             elif self.current is None:
                 self.note_reads((args, kwargs))
+                keep_all(
+                    self.calls, facts.written_by(args, kwargs)
+                )  # Outputs of units, whose recipes do not know of it.
             self._note_other(run)
             if not self._note_sum(node, func, args, output):
                 self._track_others(node, args, kwargs, output)
         elif facts.writes:
-            self._note_write(self.current, args, kwargs, run)
+            self._note_write(self.current, facts, args, kwargs, run)
         else:
             self._note_op(self.current, facts, args, kwargs, output, run)
 
@@ -355,20 +359,19 @@ class StepRecorder:
         del self.other_runs[mark.runs :]
         del self.backward_of[mark.runs :]
 
-    def _note_write(self, index: int, args: Any, kwargs: Any, run: OpRun) -> None:
+    def _note_write(self, index: int, facts: OpFacts, args: Any, kwargs: Any, run: OpRun) -> None:
         call = self.calls[index]
-        target = storage_of(args[0]) if args else None
+        written = facts.written_by(args, kwargs)
+        target = next(map(storage_of, written), None)
         tracker = tracker_of(target)
         if target is None or not isinstance(tracker, TrackedValue) or tracker.call != index:
-            if isinstance(tracker, TrackedValue):
-                # Another unit's value: its recipe would not know of this write.
-                value = self.calls[tracker.call].values[tracker.value]
-                value.must_keep = value.stays = True
+            keep_all(self.calls, written)  # Another unit's values: their recipes would not know of this write.
             self._note_other(run)
             return
+        keep_all(self.calls, written[1:])  # The record says of one value what it held before.
         old = tracker.value
         # First, as other arguments may share the storage, which holds the result from here on.
-        others = self._inputs(storage_of(t) for t in tree_leaves((args[1:], kwargs)))
+        others = self._inputs(storage_of(t) for t in tree_leaves((args, kwargs)))
         call.values[old].mutated_later = True
         call.values.append(RecordedValue(self.pending_stem, target.nbytes(), producer=len(call.ops)))
         tracker.value = len(call.values) - 1

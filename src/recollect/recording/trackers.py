@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -320,3 +320,11 @@ class RecordedCall:
         if not isinstance(tracker, TrackedValue):
             return -1
         return tracker.value if tracker.call == index else self.origins.get((tracker.call, tracker.value), -1)
+
+
+def keep_all(calls: Sequence[RecordedCall], tensors: Iterable[torch.Tensor]) -> None:
+    """Have plans keep values that are overwritten in a way that their recipes do not know."""
+    for tracker in map(tracker_of, map(storage_of, tensors)):
+        if isinstance(tracker, TrackedValue):
+            value = calls[tracker.call].values[tracker.value]
+            value.must_keep = value.stays = True

@@ -290,7 +290,7 @@ def _times_of(sample: UnitSample, device: torch.device, rounds: Rounds) -> UnitT
     # The last one keeps everything, since it names no unit.
     policies: tuple[Policy | None, ...] = (None, DropAll(), *([DropAll(but={})] if rounds.has_idle else []))
     # One tape for all rounds, since it learns in the first one which modules to watch.
-    tapes = [None if policy is None else Tape(policy, runs_to_settle=1) for policy in policies]
+    tapes = [None if policy is None else Tape(policy, runs_to_settle=1, compares=False) for policy in policies]
     taken: list[list[tuple[float, float]]] = [[] for _ in policies]
     for _ in range(rounds.number + rounds.warms_up):
         for tape, pairs in zip(tapes, taken, strict=True):

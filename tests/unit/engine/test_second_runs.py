@@ -15,6 +15,7 @@ from library_ops import drop
 from policies import FULL
 from recollect.applying import apply_policy
 from recollect.errors import MutatedValueError
+from unseen_collectives import doubled_by_address, in_a_function, without_gradients
 from watch import Watch
 
 WIDTH = 8
@@ -102,6 +103,28 @@ def test_gradients_are_those_without_a_plan(function: Callable[[Tensor], Tensor]
     expected = step(unit)
     with apply_policy(unit, [""], FULL):
         assert_same_gradients(expected, step(unit))
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (
+            lambda hidden: in_a_function(hidden.exp(), doubled_by_address),
+            r"^a tensor of shape \[4, 8\], saved for backward in the model, was changed in place in forward by the autograd "
+            r"Function Written, unknown to autograd, though backward needs what it held\. Write to a copy of it, or let "
+            r"PyTorch see the write \(`mutates_args` of a custom op\)\.$",
+        ),
+        (
+            lambda hidden: without_gradients(hidden.sin(), doubled_by_address).cos(),
+            r"made or used by sin in the model, .* by something that PyTorch does not see, such as a kernel that was given",
+        ),
+    ],
+)
+def test_what_backward_needs_is_not_overwritten_by_address(function: Callable[[Tensor], Tensor], message: str) -> None:
+    """`exp` saves its own result; `sin` has a recipe, which makes something else."""
+    unit = Unit(function)
+    with apply_policy(unit, [""], FULL), pytest.raises(MutatedValueError, match=message):
+        unit(rows())
 
 
 def test_a_function_that_writes_unseen_to_what_others_hold_runs_once() -> None:

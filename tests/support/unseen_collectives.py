@@ -1,0 +1,164 @@
+"""Writes that raise no version, one kind each: those of c10d's collectives, and of kernels that get an address."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.distributed_c10d import _coalescing_manager
+
+from blocks import built
+from gradients import DifferentStepsError, assert_same_gradients, gradients
+from policies import FULL, NOTHING_KEPT, Random
+from recollect.applying import apply_policy
+from recollect.errors import MutatedValueError
+
+WIDTH = 8
+Write = Callable[[Tensor], Any]
+
+
+def doubled_by_address(x: Tensor) -> None:
+    count = x.untyped_storage().nbytes() // 4
+    numbers = (ctypes.c_float * count).from_address(x.untyped_storage().data_ptr())
+    numbers[:] = [2 * number for number in numbers]
+
+
+def received(x: Tensor) -> None:
+    other = 1 - dist.get_rank()
+    sent = dist.isend(x.clone(), other)
+    assert sent is not None
+    dist.recv(x, other)
+    sent.wait()
+
+
+def coalesced(x: Tensor) -> None:
+    with _coalescing_manager():
+        dist.all_reduce(x[0])
+        dist.all_reduce(x[1])
+
+
+COLLECTIVES: dict[str, Write] = {
+    "all_reduce": dist.all_reduce,
+    "of a view": lambda x: dist.all_reduce(x[1:].view(-1)),
+    "asynchronous": lambda x: dist.all_reduce(x, async_op=True).wait(),
+    "coalesced": coalesced,
+    "all_reduce_coalesced": lambda x: dist.all_reduce_coalesced([x[0], x[1]]),
+    "broadcast": lambda x: dist.broadcast(x, 0),
+    "reduce": lambda x: dist.reduce(x, 0),
+    "all_gather": lambda x: dist.all_gather([x[0], x[1]], x[2].clone()),
+    "all_gather_into_tensor": lambda x: dist.all_gather_into_tensor(x[:2], x[2:3].clone()),
+    "reduce_scatter": lambda x: dist.reduce_scatter_tensor(x[:2], x.clone()),
+    "all_to_all_single": lambda x: dist.all_to_all_single(x, x.clone()),
+    "scatter": lambda x: dist.scatter(x[0], [x[1].clone(), x[2].clone()] if dist.get_rank() == 0 else None),
+    "gather": lambda x: dist.gather(x[2].clone(), [x[0], x[1]] if dist.get_rank() == 0 else None),
+    "receive": received,
+    "in-place functional": lambda x: torch.ops._c10d_functional.wait_tensor(
+        torch.ops._c10d_functional.all_reduce_(x, "sum", dist.group.WORLD.group_name)
+    ),
+    "of a group object": lambda x: dist.group.WORLD.allreduce([x]).wait(),
+}
+UNSEEN: dict[str, Write] = {
+    "of a backend": lambda x: dist.group.WORLD._get_backend(x.device).allreduce([x]).wait(),
+    "by address": doubled_by_address,
+}
+
+
+class Written(torch.autograd.Function):
+    """Has its argument written to, and returns it; keeps what it gets, as it gets a function."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, write: Write) -> Tensor:
+        write(x)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0] * 2, None
+
+
+def in_a_function(x: Tensor, write: Write) -> Tensor:
+    output: Tensor = Written.apply(x, write)  # type: ignore[no-untyped-call]
+    return output
+
+
+def without_gradients(x: Tensor, write: Write) -> Tensor:
+    with torch.no_grad():
+        write(x)
+    return x
+
+
+def on_a_detached(x: Tensor, write: Write) -> Tensor:
+    write(x.detach())
+    return x
+
+
+HOW = (in_a_function, without_gradients, on_a_detached)
+
+
+class Unit(nn.Module):
+    """Writes to a value that is read before and after. [n, d] -> [n, d]."""
+
+    def __init__(self, write: Write, how: Callable[[Tensor, Write], Tensor], reads_before: bool) -> None:
+        super().__init__()
+        self.up, self.down, self.write, self.how = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), write, how
+        self.reads_before = reads_before
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.up(x)
+        early = (hidden + 1).tanh() if self.reads_before else 0
+        hidden = self.how(hidden, self.write)
+        return x + self.down((hidden.sigmoid() * early) if self.reads_before else hidden.sigmoid())
+
+
+class Between(nn.Module):
+    """Writes to a unit's output, between units. [n, d] -> scalar."""
+
+    def __init__(self, write: Write) -> None:
+        super().__init__()
+        self.units = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)) for _ in "ab"
+        )
+        self.write = write
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.units[0](x)
+        with torch.no_grad():
+            self.write(hidden)
+        output: Tensor = self.units[1](hidden).square().sum()
+        return output
+
+
+def outcome(model: nn.Module, units: list[str], policy: Any) -> str:
+    """Whether gradients with a plan are equal to those without, three times; else the first error."""
+    batch = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(0))
+
+    def loss(output: Tensor) -> Tensor:
+        return output.square().sum()
+
+    expected, found = gradients(model, batch, loss), []
+    with apply_policy(model, units, policy):
+        for _ in range(3):  # All of them, as the other rank takes part.
+            try:
+                assert_same_gradients(expected, gradients(model, batch, loss))
+            except (DifferentStepsError, MutatedValueError) as error:
+                found.append(str(error))
+    return found[0] if found else "equal"
+
+
+def every_kind() -> dict[str, Any]:
+    """Every kind, in every way, under the leanest plans and random ones: how it came out."""
+    found: dict[str, Any] = {}
+    for name, write in (COLLECTIVES | UNSEEN).items():
+        for policy in (FULL, NOTHING_KEPT, *map(Random, range(4))):
+            found.setdefault(f"{name}, between units", []).append(
+                outcome(built(lambda w=write: Between(w)), ["units.0", "units.1"], policy)
+            )
+            for how in HOW:
+                for reads_before in (False, True):
+                    model = built(lambda w=write, h=how, r=reads_before: Unit(w, h, r))
+                    found.setdefault(f"{name}, {how.__name__}", []).append(outcome(model, [""], policy))
+    return found
