@@ -19,7 +19,7 @@ from recollect.attaching.planned_step import PlannedStep
 from recollect.attaching.step_shape import Call
 from recollect.attaching.unit_watch import Course, UnitWatch
 from recollect.byte_format import format_bytes
-from recollect.measuring.device_memory import held_now
+from recollect.measuring.device_memory import held_now, tensor_bytes
 from recollect.profile.events import BACKWARD
 from recollect.simulation.timeline import timeline
 
@@ -32,9 +32,10 @@ _MOST_READINGS: Final = 3
 # Other libraries' threads, such as gloo's, release buffers slightly later: read again before reporting more memory.
 _READ_AGAIN: Final = 10
 _PAUSE_S: Final = 0.002
-# The share of time that reading the allocator may take: glibc walks all free memory.
+# The share of time that reading the allocator may take: glibc walks all free memory; and that counting tensors may take.
 _PRICE: Final = 0.001
-# Read at any cost in the first calls under a plan, then once in this many calls.
+_COUNT_PRICE: Final = 0.01
+# Read and count at any cost the first times, then read once in this many calls.
 _ALWAYS_READ: Final = 6
 _READ_EVERY: Final = 4
 
@@ -55,17 +56,12 @@ class Departure:
             planned: the step whose plan it began with.
             more_bytes: bytes needed beyond that step's; None if unknown.
         """
-        if more_bytes is None:
-            return (
-                f"{self.text}, so that it may have needed more than the budget of {format_bytes(planned.budget_bytes)}"
-            )
-        needed = planned.peak_bytes + more_bytes
-        if needed <= planned.budget_bytes:
+        needed, budget = planned.peak_bytes + (more_bytes or 0), format_bytes(planned.budget_bytes)
+        if more_bytes is not None and needed <= planned.budget_bytes:
             return ""
-        return (
-            f"{self.text}, so that it may have needed {format_bytes(needed)}, {format_bytes(needed - planned.budget_bytes)} "
-            f"more than the budget of {format_bytes(planned.budget_bytes)}"
-        )
+        known = more_bytes is not None
+        amounts = f"{format_bytes(needed)}, {format_bytes(needed - planned.budget_bytes)} " if known else ""
+        return f"{self.text}, so that it may have needed {amounts}more than the budget of {budget}"
 
 
 class StepUnderWay:
@@ -129,10 +125,14 @@ class StepUnderWay:
         return [(course or Course()).lacks(ran) for course, ran in zip(self._foreseen, self._ran, strict=True)]
 
     def skipped(self) -> dict[str, int]:
-        """Return the unit runs that the plan foresaw in the calls but that did not happen."""
+        """Return the unit runs that the plan foresaw but that did not happen: within calls, and in one that others replaced."""
         found: Counter[str] = Counter()
         for course, ran in zip(self._foreseen, self._ran, strict=True):
             found.update({} if course is None else ran.lacks(course))
+        # Nothing waits for backward where an unforeseen group of calls begins; only the largest such group counts as more.
+        others = (at for at, course in enumerate(self._foreseen) if course is None and not self.calls[at].is_open)
+        if self.planned is not None and (other := next(others, None)) is not None:
+            found.update(Course().lacks(self.planned.courses[min(other, len(self.planned.courses) - 1)]))
         return found
 
 
@@ -169,16 +169,28 @@ class CallWatch:
         self._joins_others = joins_others
         self._begin: int | None = None
         self._is_new = False
-        self._next_s = 0.0
+        self._next_s = self._next_count_s = 0.0
+        self._num_counts = self._other_bytes = 0
 
     def missing_room(self, planned: PlannedStep) -> int:
-        """Return how many more bytes are held before a step than before others under its plan, and than that allows."""
+        """Return how many more bytes tensors have before a step than before others under its plan, and than that allows."""
         self._read(planned)
-        if self._begin is None or planned.is_compiling:
+        if self._begin is None or planned.is_compiling or not planned.fits:
             return 0
-        planned.held_before = min(planned.held_before or self._begin, self._begin)
-        growth_bytes = self._begin - planned.held_before
-        return beyond_noise(growth_bytes - planned.more_bytes, planned) if growth_bytes > _GROWTH_BYTES else 0
+        # What has been allocated since the last count may be the loop's data, or this package's records and plans.
+        seems_missing = _missing(planned, self._begin - self._other_bytes)
+        may_count = self._num_counts < _ALWAYS_READ or time.perf_counter() > self._next_count_s
+        if planned.held_before and not (seems_missing and may_count):
+            return 0
+        begin_s = time.perf_counter()
+        now = tensor_bytes(self._device)
+        self._begin = held_now(self._device) or 0
+        self._other_bytes = self._begin - now
+        self._num_counts += bool(planned.held_before)
+        self._next_count_s = begin_s + (time.perf_counter() - begin_s) / _COUNT_PRICE
+        foreseen_bytes = planned.profile.persistent_bytes + planned.profile.last_step_bytes
+        planned.held_before = min(planned.held_before or foreseen_bytes, now)
+        return _missing(planned, now)
 
     def _read(self, planned: PlannedStep) -> None:
         """Read the meter before a call, unless that has been done; not before all calls if the allocator is slow."""
@@ -252,6 +264,12 @@ class CallWatch:
         if is_whole:
             known.append(now - self._begin)
         return beyond_noise(now - foreseen, planned)
+
+
+def _missing(planned: PlannedStep, held_bytes: int) -> int:
+    """Return the bytes held before a step beyond those that its plan has room for."""
+    growth_bytes = held_bytes - planned.held_before
+    return beyond_noise(growth_bytes - planned.more_bytes, planned) if growth_bytes > _GROWTH_BYTES else 0
 
 
 def beyond_noise(nbytes: int, planned: PlannedStep) -> int:

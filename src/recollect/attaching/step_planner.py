@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import torch
@@ -16,7 +16,7 @@ from recollect.attaching.step_shape import Call
 from recollect.attaching.unit_watch import Course
 from recollect.byte_format import format_bytes
 from recollect.costs.host_copies import with_host_link
-from recollect.errors import BudgetWarning
+from recollect.errors import BudgetTooSmallError, BudgetWarning
 from recollect.planning.classic import classic_plan
 from recollect.planning.planners import planner_for
 from recollect.profile.profile import Profile
@@ -147,18 +147,30 @@ class StepPlanner:
             number: its number.
         """
         begin = time.perf_counter()
-        budget = self.budget if self.budget_bytes is None else self.budget_bytes
         calls, courses = step.calls, step.courses()
+        # A percentage is of what repeats: the first step may be the only one without gradients.
+        is_first = len(self.recorded_steps) < 2 and not any(its.calls[0].has_gradients for its in self.steps.steps)
+        is_open = self.budget_bytes is None or (is_first and calls[0].has_gradients)
+        budget = self.budget if is_open else self.budget_bytes
         self.steps.note(calls, courses)
         with stage("planning"):
             with self.placement.suspended():
                 profile = self.lockstep.together(lambda: self._profile(recording, calls, budget), is_end=True)
                 profile = self._measured(profile, recording)
+            hints = []
+            if late_bytes := recording.late_gradients_bytes:
+                calls = [replace(call, has_gradients=True) for call in calls]
+                hints = [
+                    f"Call zero_grad() before forward, not after it, to free {format_bytes(late_bytes)} of gradients there."
+                ]
             for seen in self.lockstep.ranks.gather(self.steps.seen, Place.STEP_END):
                 self.steps.note_seen(seen)
             index = len(self.recorded_steps)
             self.recorded_steps.append(number)
-            planned = self._planned(profile, calls, courses, budget, index)
+            try:
+                planned = self._planned(profile, calls, courses, budget, index)
+            except BudgetTooSmallError as error:
+                raise error.changed(advice=(*hints, *error.advice)) from None
         self.budget_bytes = planned.budget_bytes
         if planned.fits and (excess := excess_of(recording, planned)):
             self.warn_once(excess, key=f"recording {calls[0]}")
@@ -169,7 +181,8 @@ class StepPlanner:
         self.lockstep.note_plan(planned)
         self._renew()
         self.placement.put(planned)
-        self.log(planned.line(time.perf_counter() - begin))
+        for line in (planned.line(time.perf_counter() - begin), *(f"recollect: {hint}" for hint in hints)):
+            self.log(line)
 
     def _profile(self, recording: StepRecording, calls: Sequence[Call], budget: int | str) -> Profile:
         """Stop recording a step, and return its profile."""
@@ -248,13 +261,14 @@ class StepPlanner:
     def _plan_again(self, step: PlannedStep, more_bytes: int) -> PlannedStep:
         """Plan a step again with current knowledge, and with room for more bytes than so far; return the new plan."""
         begin = time.perf_counter()
-        reserved_bytes = step.more_bytes + int(_MARGIN * more_bytes)
-        again = self._planned(step.profile, step.calls, step.courses, step.budget_bytes, step.number, reserved_bytes)
+        needed_bytes, ahead_bytes = step.more_bytes + more_bytes, int((_MARGIN - 1) * more_bytes)
+        planned = step.profile, step.calls, step.courses, step.budget_bytes, step.number
+        again = self._planned(*planned, needed_bytes, ahead_bytes)
         if step.held_before:
             again.held_before, again.state_bytes = step.held_before, step.state_bytes
         self.steps.steps = [again if known is step else known for known in self.steps.steps]
         again.unlike = step.unlike
-        why = f"room for {format_bytes(reserved_bytes)} more" if reserved_bytes else "the optimizer's state"
+        why = f"room for {format_bytes(again.more_bytes)} more" if again.more_bytes else "the optimizer's state"
         self.log(again.line(time.perf_counter() - begin, f", with {why},"))
         return again
 
@@ -300,8 +314,9 @@ class StepPlanner:
         budget: int | str,
         number: int,
         more_bytes: int = 0,
+        ahead_bytes: int = 0,
     ) -> PlannedStep:
-        """Return a recorded step with its plan, which has room for the extra work seen in other steps.
+        """Return a recorded step with its plan, which has room for the extra work seen in other steps, and more if that fits.
 
         This is the leanest plan if none fits and it is not the first. A budget in percent is of the process that
         needs the most, or of each one's own device.
@@ -314,12 +329,14 @@ class StepPlanner:
         spare: list[Mapping[str, int]] = [
             reserve.completed(course, its) for course, its in zip(courses, lacking, strict=True)
         ]
-        profile = reserve.with_room(profile, grouped(calls, spare), more_bytes)
+        profile = reserve.with_room(profile, grouped(calls, spare), more_bytes + ahead_bytes)
         planner = planner_for(profile, self.host_bytes)
         plain_bytes = max(ranks.gather(planner.plain_peak_bytes, place))
         budget_bytes = parse_budget(budget, reference_bytes=plain_bytes, device_bytes=profile.device_memory_bytes)
         own, problem = own_plan(planner, budget_bytes)
         problems = [found for found in ranks.gather(problem, place) if found is not None]
+        if problems and ahead_bytes:
+            return self._planned(profile, calls, courses, budget, number, more_bytes)
         if problems and not self.steps.steps:
             raise max(problems, key=lambda error: error.least_peak_bytes)
         chosen, worst_slowdown = common_plan(
@@ -336,7 +353,7 @@ class StepPlanner:
             worst_slowdown=worst_slowdown,
             courses=courses,
             spare=spare,
-            more_bytes=more_bytes,
+            more_bytes=more_bytes + ahead_bytes,
             state_bytes=reserve.optimizer_bytes(),
         )
         expect(planned)

@@ -13,6 +13,7 @@ from functools import lru_cache
 
 import torch
 
+from recollect.measuring.deaths import is_of_the_allocator, reachable_storages
 from recollect.measuring.meter import storage_bytes
 
 
@@ -82,7 +83,7 @@ class _MallInfo(ctypes.Structure):
 def held_now(device: torch.device) -> int | None:
     """Return the bytes in use, which the allocator itself tells in microseconds; None if it does not.
 
-    On the CPU these are all bytes from the C library, including PyTorch's tensors: only differences are meaningful.
+    On the CPU these are all bytes from the C library, also of other objects than tensors: only differences are meaningful.
 
     Args:
         device: CUDA, or the CPU on Linux with glibc.
@@ -101,6 +102,14 @@ def held_now(device: torch.device) -> int | None:
         return None
     info = read()
     return int(info.uordblks + info.hblkhd)
+
+
+def tensor_bytes(device: torch.device) -> int:
+    """Return the bytes of all tensors; on the CPU of those that Python can reach, after a look at each object there is."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    gc.collect()
+    return sum(storage.nbytes() for storage in filter(is_of_the_allocator, reachable_storages()))
 
 
 @lru_cache(maxsize=1)

@@ -12,15 +12,17 @@ import math
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
+from itertools import takewhile
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
 
+from recollect.byte_format import format_bytes
 from recollect.errors import ProfileFormatError
 from recollect.fields import Field, read_document, read_file, writing
 from recollect.notebooks import ShownInNotebooks
 from recollect.plans.paths import expand_classes
-from recollect.profile.events import StepLog, check_log
+from recollect.profile.events import ALLOC, PHASE, StepLog, check_log
 from recollect.profile.graph import OpRecord, PartRecord, UnitCall, UnitGraph, ValueRecord
 from recollect.profile.variant import VariantRecord
 
@@ -157,11 +159,18 @@ class Profile(ShownInNotebooks):
         return hash((self.graphs, self.calls, self.step_s, self.model_class, self.batch))
 
     def __repr__(self) -> str:
-        source = "fake" if self.fake else self.device
+        source, last_bytes = "fake" if self.fake else self.device, self.last_step_bytes
         return (
             f"Profile({self.model_class or 'model'} on {source}, batch {self.batch or 'unknown'}, "
-            f"{len(self.calls)} unit calls, {len(self.graphs)} distinct)"
+            f"{len(self.calls)} unit calls, {len(self.graphs)} distinct"
+            f"{f', {format_bytes(last_bytes)} of the step before it' if last_bytes else ''})"
         )
+
+    @property
+    def last_step_bytes(self) -> int:
+        """Bytes that the step before leaves alive into forward: its output, and gradients that are freed after forward."""
+        first = takewhile(lambda event: event[0] in (ALLOC, PHASE), self.log.events())
+        return sum(event[2] for event in first if event[0] == ALLOC)
 
     @property
     def persistent_bytes(self) -> int:

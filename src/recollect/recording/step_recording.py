@@ -18,7 +18,6 @@ from recollect.applying import apply_policy
 from recollect.costs.modelled_costs import ModelledCosts
 from recollect.engine.check_plan import device_name
 from recollect.engine.policy import DropAll
-from recollect.engine.subclasses import strided_tensors
 from recollect.engine.tape import forget_last_step
 from recollect.measuring.device_memory import memory_bytes
 from recollect.measuring.meter import storage_bytes
@@ -36,7 +35,7 @@ from recollect.recording.optimizers import Optimizers, state_tensors
 from recollect.recording.recording_tape import RecordingTape, StepMode
 from recollect.recording.replicated_values import RanksWithParts
 from recollect.recording.step_recorder import Costs, StepRecorder
-from recollect.recording.trackers import TrackedOther, UnrelatedMemory, filled_storages, tracker_of
+from recollect.recording.trackers import UnrelatedMemory, filled_storages, freed_gradients, storage_numbers
 from recollect.recording.unit_samples import UnitSample, UnitSamples
 from recollect.recording.unit_times import (
     TOGETHER,
@@ -82,6 +81,7 @@ class StepRecording:
         returns: when the models of the step return.
         left_bytes: bytes made by the step and the recording that were alive when the recording stopped, and what is
             left of the last step's gradients.
+        late_gradients_bytes: bytes of gradients that the next step frees by `zero_grad`, and this one had not yet.
         samples_of_graph: for each graph of the profile, a call of a unit that has it or is like it, as far as it can run alone.
     """
 
@@ -107,8 +107,10 @@ class StepRecording:
         self.samples_of_graph: dict[int, UnitSample] = {}
         self._ran_optimizer = False
         self._leftovers = Leftovers()
-        self._gradients: set[int] = set()
-        self._other_bytes = self.left_bytes = 0
+        # For each gradient's storage, and each parameter, where `zero_grad` frees the last step's; else 0, or missing.
+        self._gradients: dict[int, int] = {}
+        self._freed_at: dict[int, int] = {}
+        self._other_bytes = self.left_bytes = self.late_gradients_bytes = 0
         self._to_come = OptimizerStep(0, ())
         self.kernels = self.device.type
 
@@ -159,6 +161,7 @@ class StepRecording:
             if not self.in_loop:
                 enter(self.returns.seen_by_hooks(self.model, paths))
             enter(filled_storages(recorder.note_resize))
+            enter(freed_gradients(lambda p: self._freed_at.setdefault(id(p), len(recorder.events) - 1)))
             enter(self.costs.recording())
             enter(StepMode(recorder))
         except BaseException:
@@ -192,10 +195,15 @@ class StepRecording:
         """Stop recording; state that these optimizers made in the step counts as present from the start."""
         recorder = self.recorder
         self._stack.close()
-        self._gradients = self._numbers(p.grad for p in self.model.parameters() if p.grad is not None)
-        made = self._numbers(state_tensors(optimizers))
+        self._gradients = {
+            number: self._freed_at.get(id(p), 0)
+            for p in self.model.parameters()
+            for number in storage_numbers([p.grad])
+        }
+        made = storage_numbers(state_tensors(optimizers))
         self._to_come = still_to_come(optimizers, self.device)
         self._leftovers = leftovers(recorder.events, recorder.calls)
+        self.late_gradients_bytes = sum(self._leftovers.storages.get(n, 0) for n, at in self._gradients.items() if at)
         self._note_staying_outputs()
         recorder.is_over = True
         forget_last_step()
@@ -352,29 +360,24 @@ class StepRecording:
     def _with_last_step(self, gradients: Gradients) -> list[events.Event]:
         """Return the events with what the last step left behind, until it is replaced.
 
-        A gradient is freed before backward. A model's output lives until it is replaced (`Returns`). Anything else (a
-        loss, a gradient of the input) lives at most until the phase ends in which its successor is made.
+        A gradient is freed by `zero_grad`, else before backward. A model's output lives until it is replaced (`Returns`).
+        Anything else (a loss, a gradient of the input) lives at most until the phase ends in which its successor is made.
         """
         recorder, left, phases = self.recorder, self._leftovers, Phases(self.recorder.events)
         returned = self.returns.replaced_at(left.made_at)
 
         def replaced_at(key: Any) -> int:
             if key in self._gradients:
-                return phases.first_backward
+                return phases.next_after(self._gradients[key] or phases.first_backward - 1)
             end = phases.next_after(left.made_at[key])
             return min(end, returned.get(key, end))
 
         sizes: dict[Any, int] = {**left.values, **left.storages}
         if gradients != "held":
-            sizes = {key: nbytes for key, nbytes in sizes.items() if key not in self._gradients}
+            sizes = {key: nbytes for key, nbytes in sizes.items() if self._gradients.get(key, 1)}
         last = {recorder.num_storages + n: (nbytes, replaced_at(key)) for n, (key, nbytes) in enumerate(sizes.items())}
         recorder.num_storages += len(last)
         return with_last_step(recorder.events, last)
-
-    def _numbers(self, tensors: Iterable[torch.Tensor | None]) -> set[int]:
-        """Return the numbers of the storages that the step made for some tensors."""
-        trackers = (tracker_of(part.untyped_storage()) for part in strided_tensors(list(tensors)))
-        return {tracker.storage for tracker in trackers if isinstance(tracker, TrackedOther)}
 
     @uncompiled
     def _optimizer_begins(self, _optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -44,6 +44,12 @@ def tracker_of(storage: torch.UntypedStorage | None) -> Tracker | None:
     return getattr(storage, _TRACKER, None)
 
 
+def storage_numbers(tensors: Iterable[torch.Tensor | None]) -> set[int]:
+    """Return the numbers of the storages that the recorded step made for some tensors."""
+    trackers = (tracker_of(part.untyped_storage()) for part in strided_tensors(list(tensors)))
+    return {tracker.storage for tracker in trackers if isinstance(tracker, TrackedOther)}
+
+
 class Persistent:
     """Marks a storage that existed before the step: a parameter, a buffer, the batch; or that the recording itself made.
 
@@ -215,6 +221,25 @@ def filled_storages(note: Callable[[torch.UntypedStorage], object]) -> Iterator[
             torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
         else:
             del torch.UntypedStorage.resize_
+
+
+@contextmanager
+def freed_gradients(note: Callable[[torch.Tensor], object]) -> Iterator[None]:
+    """Within the block, hear of each parameter without a gradient whose gradient `zero_grad` would free."""
+    originals: Any = torch.optim.Optimizer.zero_grad, torch.nn.Module.zero_grad
+
+    def zero_grad(its: Any, set_to_none: bool = True) -> None:
+        is_module = isinstance(its, torch.nn.Module)
+        groups = [{"params": its.parameters()}] if is_module else its.param_groups
+        for parameter in (p for group in groups for p in group["params"] if set_to_none and p.grad is None):
+            note(parameter)
+        originals[is_module](its, set_to_none)
+
+    torch.optim.Optimizer.zero_grad = torch.nn.Module.zero_grad = zero_grad  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        torch.optim.Optimizer.zero_grad, torch.nn.Module.zero_grad = originals
 
 
 class UnrelatedMemory:
