@@ -29,6 +29,7 @@ from recollect.errors import (
     RecordError,
 )
 from recollect.measuring.meter import measure_peak
+from recollect.recording.restored_state import free_gradients
 
 pytestmark = pytest.mark.integration
 
@@ -205,16 +206,25 @@ def test_a_pair_and_a_single_call_of_one_shape_both_run_under_the_plan_of_the_pa
     assert {*named, f"2 calls of {pair.calls[0]}, as in step {(0, 2, 3)[pair.number]}"} <= set(lines)
 
 
-def test_gradients_alive_in_forward_are_recorded_once_more() -> None:
+@pytest.mark.parametrize("is_seen", [True, False])
+def test_gradients_alive_in_forward_are_foreseen_by_zero_grad_or_recorded_once_more(is_seen: bool) -> None:
+    lines: list[str] = []
+
     def run(model: nn.Module, optimizer: Optimizer) -> None:
         torch.manual_seed(3)
         for batch in batches((32,) * 4):
             loss = model(**batch).loss
-            optimizer.zero_grad()
+            optimizer.zero_grad() if is_seen else free_gradients(model.parameters())
             loss.backward()
             optimizer.step()
 
-    assert run_both(run).recorded_steps == [0, 1]
+    attached = run_both(run, log=lines.append)
+    assert attached.recorded_steps == ([0] if is_seen else [0, 1])
+    said = [line.startswith("recollect: zero_grad() before forward, not after it, would free ") for line in lines]
+    assert said == ([True, False] if is_seen else [False, False])
+    # A percentage is of the steps that repeat, which have gradients in forward.
+    repeated = attached.planned[-1]
+    assert repeated.budget_bytes == attached.budget_bytes == int(0.95 * repeated.plain_peak_bytes)
 
 
 def test_a_closure_that_the_optimizer_calls() -> None:

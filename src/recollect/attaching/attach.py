@@ -48,7 +48,7 @@ def attach(
             its modules is wrapped.
         optimizer: whose step ends a training step; several as a list, and then each must have stepped. Wrappers are unwrapped.
         budget: bytes of the whole step, as an int or text: "22GiB", "80GB", "90% of the device" (CUDA), "60%" of what the
-            first step needs without recompute.
+            first step needs without recompute when it is repeated.
         on_larger: what to do at a step that no plan was made for: "replan", "warn" (once, and go on with the current
             plan), or "raise".
         units: module paths of the layers to plan, where they are not found.

@@ -56,12 +56,12 @@ class Departure:
             planned: the step whose plan it began with.
             more_bytes: bytes needed beyond that step's; None if unknown.
         """
-        needed, budget = planned.peak_bytes + (more_bytes or 0), format_bytes(planned.budget_bytes)
-        if more_bytes is not None and needed <= planned.budget_bytes:
+        budget_bytes = planned.budget_bytes
+        over_bytes = None if more_bytes is None else planned.peak_bytes + more_bytes - budget_bytes
+        if over_bytes is not None and over_bytes <= 0:
             return ""
-        known = more_bytes is not None
-        amounts = f"{format_bytes(needed)}, {format_bytes(needed - planned.budget_bytes)} " if known else ""
-        return f"{self.text}, so that it may have needed {amounts}more than the budget of {budget}"
+        known = "" if over_bytes is None else f"{format_bytes(budget_bytes + over_bytes)}, {format_bytes(over_bytes)} "
+        return f"{self.text}, so that it may have needed {known}more than the budget of {format_bytes(budget_bytes)}"
 
 
 class StepUnderWay:
@@ -173,24 +173,26 @@ class CallWatch:
         self._num_counts = self._other_bytes = 0
 
     def missing_room(self, planned: PlannedStep) -> int:
-        """Return how many more bytes tensors have before a step than before others under its plan, and than that allows."""
+        """Return how many more bytes tensors have before a step than its plan foresees, and than that has room for."""
         self._read(planned)
         if self._begin is None or planned.is_compiling or not planned.fits:
             return 0
         # What has been allocated since the last count may be the loop's data, or this package's records and plans.
-        seems_missing = _missing(planned, self._begin - self._other_bytes)
+        seems_held = self._begin - self._other_bytes - planned.held_before
         may_count = self._num_counts < _ALWAYS_READ or time.perf_counter() > self._next_count_s
-        if planned.held_before and not (seems_missing and may_count):
+        if not may_count or seems_held <= max(planned.more_bytes, _GROWTH_BYTES):
             return 0
         begin_s = time.perf_counter()
         now = tensor_bytes(self._device)
         self._begin = held_now(self._device) or 0
         self._other_bytes = self._begin - now
-        self._num_counts += bool(planned.held_before)
+        self._num_counts += 1
         self._next_count_s = begin_s + (time.perf_counter() - begin_s) / _COUNT_PRICE
-        foreseen_bytes = planned.profile.persistent_bytes + planned.profile.last_step_bytes
-        planned.held_before = min(planned.held_before or foreseen_bytes, now)
-        return _missing(planned, now)
+        planned.held_before = min(planned.held_before, now)
+        growth_bytes = now - planned.held_before
+        missing_bytes = beyond_noise(growth_bytes - planned.more_bytes, planned) if growth_bytes > _GROWTH_BYTES else 0
+        self._is_new &= not missing_bytes  # Planning anew takes memory, too.
+        return missing_bytes
 
     def _read(self, planned: PlannedStep) -> None:
         """Read the meter before a call, unless that has been done; not before all calls if the allocator is slow."""
@@ -264,12 +266,6 @@ class CallWatch:
         if is_whole:
             known.append(now - self._begin)
         return beyond_noise(now - foreseen, planned)
-
-
-def _missing(planned: PlannedStep, held_bytes: int) -> int:
-    """Return the bytes held before a step beyond those that its plan has room for."""
-    growth_bytes = held_bytes - planned.held_before
-    return beyond_noise(growth_bytes - planned.more_bytes, planned) if growth_bytes > _GROWTH_BYTES else 0
 
 
 def beyond_noise(nbytes: int, planned: PlannedStep) -> int:

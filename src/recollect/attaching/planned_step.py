@@ -75,7 +75,7 @@ class PlannedStep:
     held: dict[tuple[int, Call], deque[int]] = field(default_factory=dict)
     """The last readings of the allocator for each call under the plan; this and what follows is for `CallWatch`."""
     held_before: int = 0
-    """The fewest bytes of tensors before a step under the plan, as counted; 0 if unknown."""
+    """The fewest bytes of tensors before a step under the plan, as foreseen or counted."""
     most_held_bytes: int | None = None
     """Bytes that its only call should hold when it returns; None if it has several."""
 

@@ -16,7 +16,7 @@ from recollect.attaching.step_shape import Call
 from recollect.attaching.unit_watch import Course
 from recollect.byte_format import format_bytes
 from recollect.costs.host_copies import with_host_link
-from recollect.errors import BudgetTooSmallError, BudgetWarning
+from recollect.errors import BudgetWarning
 from recollect.planning.classic import classic_plan
 from recollect.planning.planners import planner_for
 from recollect.profile.profile import Profile
@@ -149,28 +149,22 @@ class StepPlanner:
         begin = time.perf_counter()
         calls, courses = step.calls, step.courses()
         # A percentage is of what repeats: the first step may be the only one without gradients.
-        is_first = len(self.recorded_steps) < 2 and not any(its.calls[0].has_gradients for its in self.steps.steps)
-        is_open = self.budget_bytes is None or (is_first and calls[0].has_gradients)
-        budget = self.budget if is_open else self.budget_bytes
+        had_gradients = any(known.calls[0].has_gradients for known in self.steps.steps)
+        repeats = len(self.recorded_steps) > 1 or had_gradients or not calls[0].has_gradients
+        budget = self.budget_bytes if self.budget_bytes is not None and repeats else self.budget
         self.steps.note(calls, courses)
         with stage("planning"):
             with self.placement.suspended():
                 profile = self.lockstep.together(lambda: self._profile(recording, calls, budget), is_end=True)
                 profile = self._measured(profile, recording)
-            hints = []
             if late_bytes := recording.late_gradients_bytes:
                 calls = [replace(call, has_gradients=True) for call in calls]
-                hints = [
-                    f"Call zero_grad() before forward, not after it, to free {format_bytes(late_bytes)} of gradients there."
-                ]
+                self.log(f"recollect: zero_grad() before forward, not after it, would free {format_bytes(late_bytes)}")
             for seen in self.lockstep.ranks.gather(self.steps.seen, Place.STEP_END):
                 self.steps.note_seen(seen)
             index = len(self.recorded_steps)
             self.recorded_steps.append(number)
-            try:
-                planned = self._planned(profile, calls, courses, budget, index)
-            except BudgetTooSmallError as error:
-                raise error.changed(advice=(*hints, *error.advice)) from None
+            planned = self._planned(profile, calls, courses, budget, index)
         self.budget_bytes = planned.budget_bytes
         if planned.fits and (excess := excess_of(recording, planned)):
             self.warn_once(excess, key=f"recording {calls[0]}")
@@ -181,8 +175,7 @@ class StepPlanner:
         self.lockstep.note_plan(planned)
         self._renew()
         self.placement.put(planned)
-        for line in (planned.line(time.perf_counter() - begin), *(f"recollect: {hint}" for hint in hints)):
-            self.log(line)
+        self.log(planned.line(time.perf_counter() - begin))
 
     def _profile(self, recording: StepRecording, calls: Sequence[Call], budget: int | str) -> Profile:
         """Stop recording a step, and return its profile."""
@@ -261,11 +254,9 @@ class StepPlanner:
     def _plan_again(self, step: PlannedStep, more_bytes: int) -> PlannedStep:
         """Plan a step again with current knowledge, and with room for more bytes than so far; return the new plan."""
         begin = time.perf_counter()
-        needed_bytes, ahead_bytes = step.more_bytes + more_bytes, int((_MARGIN - 1) * more_bytes)
-        planned = step.profile, step.calls, step.courses, step.budget_bytes, step.number
-        again = self._planned(*planned, needed_bytes, ahead_bytes)
-        if step.held_before:
-            again.held_before, again.state_bytes = step.held_before, step.state_bytes
+        known = step.profile, step.calls, step.courses, step.budget_bytes, step.number
+        again = self._planned(*known, step.more_bytes + more_bytes, int((_MARGIN - 1) * more_bytes))
+        again.held_before, again.state_bytes = step.held_before, step.state_bytes
         self.steps.steps = [again if known is step else known for known in self.steps.steps]
         again.unlike = step.unlike
         why = f"room for {format_bytes(again.more_bytes)} more" if again.more_bytes else "the optimizer's state"
@@ -325,6 +316,7 @@ class StepPlanner:
             BudgetTooSmallError: no plan fits, in some process, and there is no earlier step.
         """
         ranks, place, reserve = self.lockstep.ranks, Place.STEP_END, self._reserve
+        held_before = profile.persistent_bytes + profile.last_step_bytes
         lacking = self.steps.spare(calls, courses)
         spare: list[Mapping[str, int]] = [
             reserve.completed(course, its) for course, its in zip(courses, lacking, strict=True)
@@ -355,6 +347,7 @@ class StepPlanner:
             spare=spare,
             more_bytes=more_bytes + ahead_bytes,
             state_bytes=reserve.optimizer_bytes(),
+            held_before=held_before,
         )
         expect(planned)
         if not planned.fits:

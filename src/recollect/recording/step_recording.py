@@ -107,9 +107,8 @@ class StepRecording:
         self.samples_of_graph: dict[int, UnitSample] = {}
         self._ran_optimizer = False
         self._leftovers = Leftovers()
-        # For each gradient's storage, and each parameter, where `zero_grad` frees the last step's; else 0, or missing.
-        self._gradients: dict[int, int] = {}
-        self._freed_at: dict[int, int] = {}
+        # Where `zero_grad` frees the last step's: by storage (0: nowhere), by parameter.
+        self._gradients, self._freed_at = dict[int, int](), dict[int, int]()
         self._other_bytes = self.left_bytes = self.late_gradients_bytes = 0
         self._to_come = OptimizerStep(0, ())
         self.kernels = self.device.type
@@ -195,11 +194,8 @@ class StepRecording:
         """Stop recording; state that these optimizers made in the step counts as present from the start."""
         recorder = self.recorder
         self._stack.close()
-        self._gradients = {
-            number: self._freed_at.get(id(p), 0)
-            for p in self.model.parameters()
-            for number in storage_numbers([p.grad])
-        }
+        freed_at = self._freed_at.get
+        self._gradients = {n: freed_at(id(p), 0) for p in self.model.parameters() for n in storage_numbers([p.grad])}
         made = storage_numbers(state_tensors(optimizers))
         self._to_come = still_to_come(optimizers, self.device)
         self._leftovers = leftovers(recorder.events, recorder.calls)

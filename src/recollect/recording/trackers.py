@@ -239,7 +239,7 @@ def freed_gradients(note: Callable[[torch.Tensor], object]) -> Iterator[None]:
     try:
         yield
     finally:
-        torch.optim.Optimizer.zero_grad, torch.nn.Module.zero_grad = originals
+        torch.optim.Optimizer.zero_grad, torch.nn.Module.zero_grad = originals  # type: ignore[method-assign]
 
 
 class UnrelatedMemory:
