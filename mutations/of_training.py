@@ -67,6 +67,30 @@ MUTATIONS = (
         (("return present_state_bytes(self._optimizers, self._device)", "return 0"),),
     ),
     Mutation(
+        "process-taken-for-tensors",
+        "what the process holds besides tensors counts as held beside the step",
+        "attaching",
+        (("now = tensor_bytes(self._device)", "now = self._begin"),),
+    ),
+    Mutation(
+        "late-zero-grad-unseen",
+        "where zero_grad frees the gradients of the steps that repeat is not seen in the first",
+        "recording",
+        (("freed_at = self._freed_at.get", "freed_at = {}.get"),),
+    ),
+    Mutation(
+        "percentage-of-the-first-step",
+        "a percentage stays one of a first step without gradients, which is not repeated",
+        "attaching",
+        (("self.budget_bytes is not None and repeats else", "self.budget_bytes is not None else"),),
+    ),
+    Mutation(
+        "replaced-calls-counted-twice",
+        "calls that no plan foresees need memory beside the planned ones that they replace",
+        "attaching",
+        (("found.update(Course().lacks(self.planned.courses", "found.copy().update(Course().lacks(self.planned.courses"),),
+    ),
+    Mutation(
         "larger-step-without-its-size",
         "the warning of a step that no plan covers does not say which one",
         "attaching",

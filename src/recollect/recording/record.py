@@ -90,7 +90,8 @@ def record(
         units: module paths of the layers to plan, where `find_units` does not find them.
         holds_output: with `batch`, the loop holds the model's output until the next one replaces it, as `out = ...` does.
         gradients: of the last step, when the next one begins. "held": alive until backward begins (`zero_grad` between
-            forward and backward); a plan for this holds for "freed", too. "freed": none (`zero_grad` before forward).
+            forward and backward); a plan for this holds for "freed", too, but its peak may be higher by their bytes than what
+            `attach` says, which sees the loop. "freed": none (`zero_grad` before forward).
             "accumulated": backward adds to them. With `step`, "held" leaves this to the step itself.
         split_backward: with `batch`, find the gradients of the batch first and those of the parameters then, as the stages of
             a zero-bubble pipeline do. The first stage, whose batch needs no gradient, runs a whole backward.

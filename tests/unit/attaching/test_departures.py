@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -146,6 +147,43 @@ def test_what_a_forward_holds_besides_is_read_from_the_allocator(model: Blocks) 
             warnings.simplefilter("ignore", BudgetWarning)
             step(model, optimizer)
         assert attached.recorded_steps == [0, 4]
+
+
+@pytest.mark.skipif(held_now(torch.device("cpu")) is None, reason="nothing tells what the process holds")
+@pytest.mark.parametrize("is_tensor", [False, True], ids=["NumPy's", "a tensor"])
+def test_only_tensors_count_as_held_beside_the_step(model: Blocks, is_tensor: bool) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    held: list[object] = []
+    with recollect.attach(model, optimizer, "90%", log=lambda _: None) as attached, warnings.catch_warnings():
+        warnings.simplefilter("ignore" if is_tensor else "error", BudgetWarning)
+        for number in range(4):
+            step(model, optimizer)
+            if number == 1:
+                held.append(torch.zeros(1 << 20) if is_tensor else np.zeros(1 << 20))
+        # Not with the margin, with which no plan fits.
+        assert attached.planned[0].more_bytes == (4 << 20 if is_tensor else 0)
+
+
+@pytest.mark.skipif(held_now(torch.device("cpu")) is None, reason="nothing tells what the process holds")
+def test_what_was_there_before_the_first_planned_step_counts_too(model: Blocks) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with recollect.attach(model, optimizer, "100%", log=lambda _: None) as attached:
+        step(model, optimizer)
+        held = torch.zeros(1 << 20)
+        with pytest.warns(BudgetWarning, match=r"[34]\.\d MiB of it for what came to be held beside the step since"):
+            step(model, optimizer)
+        assert 0.95 * held.nbytes < attached.planned[0].more_bytes <= held.nbytes
+
+
+def test_calls_after_the_planned_ones_need_no_more_where_nothing_waits_for_backward(model: Blocks) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with recollect.attach(model, optimizer, "100%", log=lambda _: None) as attached, warnings.catch_warnings():
+        warnings.simplefilter("error", BudgetWarning)
+        step(model, optimizer)
+        model(torch.randn(512, 32)).backward()
+        model(torch.randn(512, 32), flag=True).backward()
+        optimizer.step()
+        assert attached.recorded_steps == [0]
 
 
 @pytest.mark.skipif(held_now(torch.device("cpu")) is None, reason="nothing tells what the process holds")

@@ -177,6 +177,8 @@ def test_is_a_value() -> None:
 def test_repr_says_what_was_recorded() -> None:
     assert repr(stack(2)) == "Profile(Toy on cpu, batch 2 x 16, 4 unit calls, 3 distinct)"
     assert repr(profile()).startswith("Profile(Toy on fake,")
+    held = StepLog((((ALLOC, 0, 1024), (PHASE, 0), (WORK, 0), (ALLOC, 1, 8)),), ((0, -1),))
+    assert repr(replace(stack(2), log=held)).endswith(", 1.0 KiB of the step before it)")
 
 
 def edited(**changes: Any) -> str:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -14,6 +16,7 @@ from recollect.errors import BudgetTooSmallError, BudgetWarning
 from recollect.measuring.meter import measure_peak
 
 CPU = torch.device("cpu")
+Zero = Callable[[nn.Module, torch.optim.Optimizer], object]
 
 
 class Net(nn.Module):
@@ -49,20 +52,39 @@ def test_the_peak_of_a_step_is_measured_as_by_the_meter() -> None:
     assert plain.step_bytes == 0
 
 
-def train(budget: int | str, num_steps: int) -> Attached:
-    """Train with gradients that are alive in forward from the second step on, which is recorded, too."""
+def free(net: nn.Module, _: torch.optim.Optimizer) -> None:
+    """Free the gradients by hand, which nothing sees in the first step, so that the second one is recorded, too."""
+    for parameter in net.parameters():
+        parameter.grad = None
+
+
+def train(budget: int | str, num_steps: int, zero: Zero = free) -> Attached:
+    """Train with gradients that are alive in forward from the second step on."""
     torch.manual_seed(0)
     net = Net()
     optimizer = torch.optim.AdamW(net.parameters())
     attached = recollect.attach(net, optimizer, budget, log=lambda _: None)
     for _ in range(num_steps):
-        loss = net(torch.randn(400, 64))
-        for parameter in net.parameters():
-            parameter.grad = None  # Seen by nobody, unlike zero_grad, so that the first step does not tell.
+        loss = net(torch.randn(100, 64))
+        zero(net, optimizer)
         loss.backward()
         optimizer.step()
     attached.remove()
     return attached
+
+
+@pytest.mark.parametrize("zero", [lambda _, optimizer: optimizer.zero_grad(), lambda net, _: net.zero_grad()])
+def test_the_first_step_tells_when_zero_grad_frees_the_gradients_of_those_that_repeat(zero: Zero) -> None:
+    seen, by_hand = train("100%", 2, zero), train("100%", 2)
+    assert (seen.recorded_steps, by_hand.recorded_steps) == ([0], [0, 1])
+    # Beyond what the other model takes, which is counted too.
+    first, second = by_hand.planned
+    assert seen.planned[0].work_bytes == second.work_bytes > first.work_bytes
+    assert by_hand.budget_bytes == second.budget_bytes > first.budget_bytes, "a percentage is of what repeats"
+
+
+def test_gradients_that_are_set_to_zero_are_recorded_once_they_are_there() -> None:
+    assert train("100%", 2, lambda _, optimizer: optimizer.zero_grad(set_to_none=False)).recorded_steps == [0, 1]
 
 
 def least_bytes() -> int:
