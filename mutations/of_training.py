@@ -88,7 +88,12 @@ MUTATIONS = (
         "replaced-calls-counted-twice",
         "calls that no plan foresees need memory beside the planned ones that they replace",
         "attaching",
-        (("found.update(Course().lacks(self.planned.courses", "found.copy().update(Course().lacks(self.planned.courses"),),
+        (
+            (
+                "found.update(Course().lacks(self.planned.courses",
+                "found.copy().update(Course().lacks(self.planned.courses",
+            ),
+        ),
     ),
     Mutation(
         "larger-step-without-its-size",
