@@ -19,6 +19,9 @@ from recollect.integrations.megatron.rules import RecomputeConfig as RecomputeCo
 from recollect.loss.chunked import chunked_cross_entropy as chunked_cross_entropy
 from recollect.measuring.meter import PeakMeasurement as PeakMeasurement
 from recollect.measuring.meter import measure_peak as measure_peak
+from recollect.observing.coverage import Coverage as Coverage
+from recollect.observing.coverage import UnitCoverage as UnitCoverage
+from recollect.observing.coverage import coverage as coverage
 from recollect.pictures.viewers import write_snapshot as write_snapshot
 from recollect.pictures.viewers import write_trace as write_trace
 from recollect.pipelines.pipeline import PipelinePlan as PipelinePlan

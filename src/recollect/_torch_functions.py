@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 from torch.autograd.function import FunctionMeta
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import _CachingTorchDispatchMode
@@ -193,6 +193,12 @@ def _users_hooks() -> Any:
 def are_users_hooks_active() -> bool:
     """Whether there are saved-tensor hooks that are neither a plan's nor of PyTorch's checkpoints."""
     return _users_hooks() is not None
+
+
+def saves_on_cpu() -> bool:
+    """Whether PyTorch's `save_on_cpu` packs what is saved now."""
+    top = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return top is not None and getattr(top[0], "__qualname__", "").startswith(f"{save_on_cpu.__name__}.")
 
 
 def owner_of_hooks() -> object:

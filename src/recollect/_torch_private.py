@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
-from torch.autograd import forward_ad
+from torch.autograd import _get_sequence_nr, forward_ad
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map
@@ -185,6 +185,10 @@ def current_autograd_node() -> int:
     return -1 if node is None else int(node._sequence_nr())
 
 
+# The number that the next node of the graph will have, on this thread.
+next_autograd_node: Callable[[], int] = _get_sequence_nr
+
+
 def accumulates_gradient() -> bool:
     """Whether backward is adding up a parameter's gradient, or running the hooks for when it has."""
     node: Any = torch._C._current_autograd_node()
@@ -218,6 +222,12 @@ def without_compiler(module: torch.nn.Module) -> torch.nn.Module:
     """Return the module that `torch.compile(module)` wrapped in this one; the module itself if it is not compiled."""
     inner: torch.nn.Module = module._orig_mod if type(module).__name__ == "OptimizedModule" else module  # type: ignore[assignment]
     return inner
+
+
+def without_wrapper(module: torch.nn.Module) -> torch.nn.Module:
+    """Return the module that PyTorch's checkpoint wrapper, or its compiler, has wrapped; else the module itself."""
+    inner = getattr(module, "_checkpoint_wrapped_module", without_compiler(module))
+    return module if inner is module else without_wrapper(inner)
 
 
 def compiler_around() -> bool | None:

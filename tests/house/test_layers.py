@@ -42,6 +42,7 @@ LAYERS = (
     "loss",
     "applying",
     "recording",
+    "observing",
     "verification",
     "fitting",
     "checkpointing",

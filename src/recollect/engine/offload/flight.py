@@ -39,12 +39,14 @@ class HostUse(NamedTuple):
         stalled_s: seconds that computation has waited for copies, on the CPU.
         num_missed: values that were asked for, or written to, at another moment than the plan says.
         num_stayed: values that stayed on the device, as there was no room for them in host memory.
+        sent_bytes: bytes that left the device in all steps so far, by the path of the unit.
     """
 
     most_bytes: int
     stalled_s: float
     num_missed: int
     num_stayed: int
+    sent_bytes: Mapping[str, int]
 
 
 class Offload:
@@ -76,12 +78,14 @@ class Offload:
             device = next((parameter.device for parameter in parameters), torch.device("cpu"))
         self.host = Host(device, most_bytes)
         self.num_stayed = 0
+        self._sent_bytes: Counter[str] = Counter()
         self._flight = Flight()
 
     def use(self) -> HostUse:
         """Return the cost so far."""
         host = self.host
-        return HostUse(host.pool.most_taken_bytes, host.stalled_s, host.num_missed, self.num_stayed)
+        sent_bytes = dict(self._sent_bytes)
+        return HostUse(host.pool.most_taken_bytes, host.stalled_s, host.num_missed, self.num_stayed, sent_bytes)
 
     def begin_call(self, *, is_inside: bool) -> Place:
         """Return the flight that a unit's call belongs to, and its number there.
@@ -110,6 +114,7 @@ class Offload:
             self._warn_that_it_stays(unit, name)
             return None
         sent = Offloaded(self.host, tensor, slot, (unit, name))
+        self._sent_bytes[unit] += nbytes
         flight, call = place
         planned = self._units.get(unit)
         flight.add(sent, call, _NEXT if planned is None else planned.trips.get(name, _NEXT))
