@@ -168,10 +168,12 @@ def _deepspeed(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return deepspeed.checkpointing.checkpoint(layer, x)  # type: ignore[no-any-return]
 
 
-def _accelerated() -> nn.Module:
+def _accelerated(setting: dict[str, bool] | None) -> nn.Module:
+    """Return the model in DistributedDataParallel, as Accelerate does in a group of processes."""
     from accelerate import Accelerator
 
-    return Accelerator(cpu=True).prepare(_hugging_face(_llama(), {"use_reentrant": False}))  # type: ignore[no-any-return]
+    _process_group()
+    return Accelerator(cpu=True).prepare(_hugging_face(_llama(), setting))  # type: ignore[no-any-return]
 
 
 def _llama() -> Any:
@@ -242,7 +244,14 @@ def cases() -> list[Case]:
             reads_weights=False,
         ),
         Case("DeepSpeed, its function", lambda: _stack(_only((0, 1, 2), _deepspeed)), _stack, rows, listed, (0, 1, 2)),
-        Case("Accelerate", _accelerated, plain_llama, words, hf, everything),
+        Case(
+            "Accelerate, Hugging Face's switch",
+            lambda: _accelerated(new),
+            lambda: _accelerated(None),
+            words,
+            "module.model.layers",
+            everything,
+        ),
         Case(
             "Megatron, full block 3",
             lambda: _megatron(setting=full_block),
@@ -348,13 +357,14 @@ def run(case: Case) -> Row:
     """Count one setting by both means."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        held = held_bytes(case.model(), case.batch)
         model = case.model()
         found = recollect.coverage(model, case.batch)
         ours = counted(model, case.batch, case.layers)
         plain = counted(case.plain(), case.batch, case.layers)
         read_again = tuple(sorted((ours.readers - plain.readers).keys()))
         more = sum(ours.counts.values()) - sum(plain.counts.values())
-        return Row(case, found, more, read_again, held_bytes(model, case.batch))
+        return Row(case, found, more, read_again, held)
 
 
 def main() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from recollect._torch_private import is_compiled_module
 from recollect.applying import applied_to
 from recollect.byte_format import format_bytes
 from recollect.errors import NotYetError, RecordError
@@ -26,11 +27,14 @@ from recollect.recording.model_step import (
     check_step,
     describe_batch,
     device_of,
-    run_step,
+    find_loss,
+    loss_in,
+    run_model,
 )
 from recollect.recording.restored_state import free_gradients, undisturbed
 
 _COLUMNS = 100
+_WHOLE, _OUTSIDE = "the model", "all else"
 _HEADS = ("ops", "run again", "made again", "kept", "offloaded", "")
 
 
@@ -103,7 +107,7 @@ class Coverage(ShownInNotebooks):
         lines = [f"{self.model_class}{self.batch and f', {self.batch}'}", of, "", *self._table()]
         paths_of: dict[str, list[str]] = {}
         for unit in self.uncovered:
-            paths_of.setdefault(unit.reason, []).append(unit.name or "the model")
+            paths_of.setdefault(unit.reason, []).append(unit.name or _WHOLE)
         if paths_of:
             lines += ["", f"{num_uncovered} {'is' if num_uncovered == 1 else 'are'} not, because"]
         for reason, paths in paths_of.items():
@@ -116,8 +120,7 @@ class Coverage(ShownInNotebooks):
             sizes = map(format_bytes, (unit.recomputed_bytes, unit.kept_bytes, unit.offloaded_bytes))
             is_covered = "covered" if unit.covered else "NOT COVERED" if unit.is_layer else ""
             cells = (f"{unit.ops}", f"{unit.recomputed_ops}", *sizes, is_covered)
-            outside = "outside of layers" if unit is self.units[-1] else "the model"
-            alike.setdefault(cells, []).append(unit.name or outside)
+            alike.setdefault(cells, []).append(unit.name or (_OUTSIDE if unit is self.units[-1] else _WHOLE))
         rows = [("", *_HEADS), *((label_paths(paths), *cells) for cells, paths in alike.items())]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         return [
@@ -181,9 +184,8 @@ def coverage(
         raise RecordError("coverage(model, step=..., fake=True): got a step, expected a batch: a step runs on real tensors.")
     _check_plans(model, fake=fake)
     found, device = find_units(model, units), device_of(model, batch)
-    compiler = "torch._dynamo" in sys.modules
     with ExitStack() as stack:
-        if compiler:
+        if "torch._dynamo" in sys.modules:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         sent = _sent_bytes(model)
         if fake:
@@ -192,24 +194,41 @@ def coverage(
             stack.enter_context(undisturbed(model))
         watch = StepWatch(model, found, device)
         with watch.watching():
-            try:
-                step() if step is not None else run_step(model, batch, loss_fn, holds_output=False)
-            except RecordError:
-                # A loss without a graph is what a reentrant checkpoint can make of it: say so, rather than fail.
-                if not any(seen.calls_without_gradients for seen in watch.seen.values()):
-                    raise
+            has_run = _run_batch(model, batch, loss_fn, watch) if step is None else (step(), True)[1]
         for path, nbytes in _sent_bytes(model).items():
             watch.seen[path].offloaded_bytes += nbytes - sent.get(path, 0)
         rows = _rows(model, found, watch, is_on_cpu=device.type == "cpu")
         if step is None:
             free_gradients(model.parameters())
-    is_compiled = compiler and any(class_of(m) is not type(m) for m in model.modules())
     return Coverage(
         model_class=type(model).__name__,
         batch=describe_batch(batch) if step is None else "",
         units=rows,
-        note="Counted without torch.compile, which may choose to keep less." if is_compiled else "",
+        note=_note(model, has_run=has_run),
     )
+
+
+def _run_batch(model: nn.Module, batch: Any, loss_fn: LossFunction | None, watch: StepWatch) -> bool:
+    """Run forward and backward; return whether there was anything to do for backward.
+
+    There is not where reentrant checkpoints cut the whole graph, which is for the reasons to say.
+    """
+    name = type(model).__name__
+    output = run_model(model, batch)
+    loss = find_loss(output, name) if loss_fn is None else loss_fn(output)
+    del output
+    is_cut = any(seen.calls_without_gradients for seen in watch.seen.values())
+    if is_cut and isinstance(loss, torch.Tensor) and not loss.requires_grad:
+        return False
+    loss_in(loss, name, lambda loss: loss).backward()
+    return True
+
+
+def _note(model: nn.Module, *, has_run: bool) -> str:
+    if not has_run:
+        return "The loss does not require grad, so there is no backward."
+    is_compiled = any(is_compiled_module(module) for module in model.modules())
+    return "Counted without torch.compile, which may choose to keep less." if is_compiled else ""
 
 
 def _check_plans(model: nn.Module, *, fake: bool) -> None:

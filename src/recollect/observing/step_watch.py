@@ -2,7 +2,8 @@
 
 Nothing needs to be known of whoever recomputes or offloads. While backward runs, gradient formulas run with gradients
 switched off; what runs with gradients switched on is forward, again. It belongs to the unit whose module runs, or else to
-the unit that made the node of the graph that asked for it. A storage that is alive when backward begins is kept.
+the unit that made the node of the graph that asked for it. A storage that is alive when backward begins is kept. Of a
+backward that keeps its graph (`retain_graph`, `create_graph`), only what modules run again is seen.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch import nn
 from recollect._torch_functions import saves_on_cpu
 from recollect._torch_private import current_autograd_node, current_backward, desugars, keeps_graph, next_autograd_node
 from recollect.engine.facts import OpMode
+from recollect.measuring.deaths import is_of_the_allocator
 from recollect.measuring.meter import storages_of
 from recollect.recording.find_units import Unit
 from recollect.tensors import tensors_in
@@ -84,7 +86,6 @@ class StepWatch(OpMode):
         self._first_nodes, self._owners = [0], [self.outside]
         self._made: WeakKeyDictionary[torch.UntypedStorage, _Made] = WeakKeyDictionary()
         self._has_uncounted = False
-        self._without_graph: set[int] = set()
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -127,16 +128,16 @@ class StepWatch(OpMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if types and any(desugars(kind) for kind in types):
             return NotImplemented
-        backward = current_backward()
-        if backward >= 0:
+        is_forward = current_backward() < 0
+        if not is_forward:
             self._count_kept()
-        runs_again = backward >= 0 and self._runs_again(backward)
+        runs_again = not is_forward and self._runs_again()
         result = func(*args, **(kwargs or {}))
-        if self.is_foreign() or not (backward < 0 or runs_again):
+        if self.is_foreign() or not (is_forward or runs_again):
             return result
         given, made = tensors_in((args, kwargs)), tensors_in(result)
         is_counted = bool(made) and not getattr(func, "is_view", False)
-        if backward < 0:
+        if is_forward:
             self._current.ops += is_counted
             self._note(self._current, given, made)
         elif is_counted:
@@ -154,7 +155,8 @@ class StepWatch(OpMode):
             is_on_host = is_copy and tensor.device.type == "cpu" and tensor.is_floating_point()
             if tensor.device.type == self._device.type or is_on_host:
                 for storage in storages_of([tensor]):
-                    if storage not in self._made:
+                    # A mapped file is host memory, such as a plan's for what it offloads on the CPU.
+                    if storage not in self._made and is_of_the_allocator(storage):
                         self._made[storage] = _Made(unit, is_on_host)
                         self._has_uncounted = True
 
@@ -171,13 +173,10 @@ class StepWatch(OpMode):
                 made.by.kept_bytes += 0 if made.is_on_host else storage.nbytes()
                 made.by.offloaded_bytes += storage.nbytes() if made.is_on_host else 0
 
-    def _runs_again(self, backward: int) -> bool:
-        """Whether the op that runs in a backward is one of forward, not of a gradient's formula."""
-        if not torch.is_grad_enabled():
-            self._without_graph.add(backward)
-            return False
+    def _runs_again(self) -> bool:
+        """Whether the op that runs in backward is one of forward, not of a gradient's formula."""
         # Formulas that are to be differentiated themselves (`create_graph`) have gradients switched on, too.
-        return not keeps_graph() or backward in self._without_graph or bool(self._running)
+        return torch.is_grad_enabled() and (not keeps_graph() or bool(self._running))
 
     def _owner_of(self, node: int) -> Seen:
         return self._owners[max(0, bisect_right(self._first_nodes, node) - 1)]
