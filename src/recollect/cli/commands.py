@@ -245,6 +245,29 @@ class ShowTimeline(_Command):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ShowCoverage(_Command):
+    """Run one training step, and show which layers a setting recomputes or offloads, and why others are not covered."""
+
+    step: OmitArgPrefixes[RecordedStep] = field(default_factory=RecordedStep)
+    """The training step."""
+    recompute: _Recompute = field(default_factory=RecomputeFlags)
+    """The setting, as Megatron's flags."""
+    plan: Path | None = None
+    """Or a plan for that step that recollect plan wrote."""
+    gradient_checkpointing: FlagCreatePairsOff[bool] = False
+    """Or, with --hf-config, Hugging Face's own switch."""
+    json: Path | None = None
+    """Write all numbers to this file."""
+
+    def __post_init__(self) -> None:
+        given = (self.plan is not None, bool(self.recompute.fields()), self.gradient_checkpointing)
+        if sum(given) > 1:
+            raise ValueError("plan: got more than one setting, expected a plan, Megatron's flags or gradient_checkpointing.")
+        if self.gradient_checkpointing and self.step.hf_config is None:
+            raise ValueError("gradient_checkpointing: got it without hf_config, expected both: it is Hugging Face's switch.")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Calibrate(_Command):
     """Measure this device in about a minute and write a file for --hardware, to model times on it."""
 

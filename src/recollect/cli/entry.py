@@ -22,6 +22,7 @@ from recollect.cli.commands import (
     Env,
     Explain,
     MakePlan,
+    ShowCoverage,
     ShowTimeline,
     Tokenize,
     Train,
@@ -78,12 +79,15 @@ the six flags that matter most:
 
 All flags, in groups:
 """
-Command = Train | MakePlan | DrawFrontier | ShowTimeline | Calibrate | Tokenize | Bench | Explain | Doctor | Env
+Command = (
+    Train | MakePlan | DrawFrontier | ShowTimeline | ShowCoverage | Calibrate | Tokenize | Bench | Explain | Doctor | Env
+)
 _COMMANDS: dict[str, Any] = {
     "train": Train,
     "plan": MakePlan,
     "frontier": DrawFrontier,
     "timeline": ShowTimeline,
+    "coverage": ShowCoverage,
     "calibrate": Calibrate,
     "tokenize": Tokenize,
     "bench": Bench,

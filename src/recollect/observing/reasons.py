@@ -1,81 +1,52 @@
-"""Says why a unit is not covered, as far as it can be seen."""
+"""Says why a layer is not covered, as far as it can be seen."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Collection, Iterator
 
 from torch import nn
 
+from recollect._torch_private import without_wrapper
 from recollect.applying import applied_to
-from recollect.observing.step_watch import Seen
+from recollect.observing.step_watch import StepWatch
 from recollect.plans.paths import paths_above
-from recollect.recording.find_units import Unit, class_of
+from recollect.recording.find_units import Unit
 
-_WORDS = ("checkpoint", "recompute")
+_NO_GRADIENTS = (
+    "NO GRADIENTS: it ran under torch.no_grad() and never again, and its trained parameters get none. A reentrant checkpoint "
+    "does this if none of its inputs requires grad: pass use_reentrant=False, or call model.enable_input_require_grads()"
+)
 
 
-@dataclass(frozen=True)
-class Reasons:
-    """Knows what there is in a model that asks for recompute, and which classes of layers are covered."""
+def reason_of(model: nn.Module, unit: Unit, watch: StepWatch, covered: Collection[str], *, is_on_cpu: bool) -> str:
+    """Return why a layer is not covered; to be called right after the step, with its gradients.
 
-    model: nn.Module
-    """The model."""
-    covered: Sequence[str]
-    """Classes of which a layer is covered."""
-    is_on_cpu: bool
-    """Whether the step ran on the CPU."""
-
-    def of(self, unit: Unit, seen: Seen) -> str:
-        """Return why a unit that nothing covers is not covered; read right after the step, with its gradients."""
-        if not seen.calls:
-            return "it was not called in the step, other than by its forward itself"
-        trained = [parameter for parameter in unit.module.parameters() if parameter.requires_grad]
-        if trained and seen.calls == seen.calls_without_gradients:
-            if all(parameter.grad is None for parameter in trained):
-                return (
-                    "NO GRADIENTS: it ran under torch.no_grad() and never again, and its trained parameters get none. A "
-                    "reentrant checkpoint does this if none of its inputs requires grad: pass use_reentrant=False, or call "
-                    "model.enable_input_require_grads()"
-                )
-        elif not trained and not seen.kept_bytes:
-            return "it keeps nothing: no gradient goes through it"
-        return self._by_plan(unit.path) or self._by_hooks(seen) or self._by_switch(unit) or self._by_class(unit)
-
-    def _by_plan(self, path: str) -> str:
-        plans = [applied.plan for applied in applied_to(self.model) if applied.plan is not None]
-        if not plans:
-            return ""
-        is_named = any(path in plan.units for plan in plans)
+    `covered`: the classes of the layers that are.
+    """
+    seen = watch.counts[unit.path]
+    if not seen["calls"]:
+        return "it was not called in the step, other than by its forward itself"
+    trained = [parameter for parameter in unit.module.parameters() if parameter.requires_grad]
+    is_blind = seen["calls"] == watch.without_gradients[unit.path]
+    if trained and is_blind and all(parameter.grad is None for parameter in trained):
+        return _NO_GRADIENTS
+    if not trained and not seen["kept_bytes"]:
+        return "it keeps nothing: no gradient goes through it"
+    plans = [applied.plan for applied in applied_to(model) if applied.plan is not None]
+    if plans:
+        is_named = any(unit.path in plan.units for plan in plans)
         return "the plan keeps all of it" if is_named else "the plan does not name it, so it keeps all"
-
-    def _by_hooks(self, seen: Seen) -> str:
-        if not (seen.is_under_save_on_cpu and self.is_on_cpu):
-            return ""
+    if is_on_cpu and unit.path in watch.under_save_on_cpu:
         return "save_on_cpu copies nothing in a step on the CPU: what it saves is there already"
-
-    def _by_switch(self, unit: Unit) -> str:
-        found = list(_switches(self.model, unit))
-        if not found:
-            return ""
-        name, is_on, is_training = next((one for one in found if one[1]), found[0])
-        if not is_on:
-            return f"{name} is False"
-        if not is_training:
-            return f"{name} is True, but the module is in eval mode, where such switches do nothing: call model.train()"
-        return f"{name} is True, but nothing of it ran again{self._others(unit)}"
-
-    def _by_class(self, unit: Unit) -> str:
-        if self.covered:
-            return f"nothing of it ran again{self._others(unit)}"
-        return "nothing of it ran again, and nothing in the model asks for that"
-
-    def _others(self, unit: Unit) -> str:
-        own = class_of(unit.module).__name__
-        if not self.covered or own in self.covered:
-            return ""
-        return f"; it is a {own}, those that are covered are {' and '.join(self.covered)}"
+    found = list(_switches(model, unit))
+    name, is_on, is_training = next((one for one in found if one[1]), (*found, ("", False, True))[0])
+    if name and not is_on:
+        return f"{name} is False"
+    if name and not is_training:
+        return f"{name} is True, but the module is in eval mode, where such switches do nothing: call model.train()"
+    text = f"{name} is True, but nothing of it ran again" if name else "nothing of it ran again"
+    own = type(without_wrapper(unit.module)).__name__
+    if covered and own not in covered:
+        return f"{text}; it is a {own}, those that are covered are {' and '.join(covered)}"
+    return text if name or covered else f"{text}, and nothing in the model asks for that"
 
 
 def _switches(model: nn.Module, unit: Unit) -> Iterator[tuple[str, bool, bool]]:
@@ -84,9 +55,7 @@ def _switches(model: nn.Module, unit: Unit) -> Iterator[tuple[str, bool, bool]]:
     around = [(f"{path}." if path else "the model's ", model.get_submodule(path)) for path in above]
     inside = [(f"its {path}." if path else "its ", module) for path, module in unit.module.named_modules()]
     for label, module in (*inside, *around):
-        scopes: list[Mapping[str, Any]] = [vars(module), *map(vars, type(module).__mro__)]
-        names = dict.fromkeys(name for scope in scopes for name in scope if any(word in name for word in _WORDS))
-        for name in names:
-            value = next(scope[name] for scope in scopes if name in scope)
-            if isinstance(value, bool) and "support" not in name:
+        values = {name: value for scope in reversed(type(module).__mro__) for name, value in vars(scope).items()}
+        for name, value in {**values, **vars(module)}.items():
+            if isinstance(value, bool) and ("checkpoint" in name or "recompute" in name) and "support" not in name:
                 yield f"{label}{name}", value, module.training

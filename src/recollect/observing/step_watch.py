@@ -6,12 +6,10 @@ the unit that made the node of the graph that asked for it. A storage that is al
 backward that keeps its graph (`retain_graph`, `create_graph`), only what modules run again is seen.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -26,36 +24,7 @@ from recollect.measuring.meter import storages_of
 from recollect.recording.find_units import Unit
 from recollect.tensors import tensors_in
 
-
-@dataclass(eq=False, slots=True)
-class Seen:
-    """What was seen of a unit, or of all that is outside of units."""
-
-    calls: int = 0
-    """In forward."""
-    calls_without_gradients: int = 0
-    """Of these, under `torch.no_grad`, as a reentrant checkpoint runs forward."""
-    ops: int = 0
-    """Run in forward; views do not count."""
-    recomputed_ops: int = 0
-    """Run again in backward, likewise."""
-    recomputed_bytes: int = 0
-    """Made by these."""
-    kept_bytes: int = 0
-    """Made in forward, and alive on the device when backward begins."""
-    offloaded_bytes: int = 0
-    """Copies in host memory that are alive then."""
-    is_under_save_on_cpu: bool = False
-    """Whether `save_on_cpu` was around some of it."""
-
-
-@dataclass(slots=True)
-class _Made:
-    """A storage that forward made."""
-
-    by: Seen
-    is_on_host: bool
-    is_counted: bool = False
+OUTSIDE = "all else"
 
 
 class StepWatch(OpMode):
@@ -67,24 +36,24 @@ class StepWatch(OpMode):
         device: where it computes.
 
     Attributes:
-        seen: what was seen of each unit, by its path.
-        outside: the same for all other ops of forward, such as the loss.
+        counts: by the path of a unit, or `OUTSIDE`, the numbers of a `UnitCoverage`, by name.
+        without_gradients: by path, calls in forward under `torch.no_grad`, as in a reentrant checkpoint.
+        under_save_on_cpu: paths of units with `save_on_cpu` around some of it.
     """
 
     def __init__(self, model: nn.Module, units: Iterable[Unit], device: torch.device) -> None:
         super().__init__()
-        self.seen = {unit.path: Seen() for unit in units}
-        self.outside = Seen()
+        self.counts: dict[str, Counter[str]] = {path: Counter() for path in (*(unit.path for unit in units), OUTSIDE)}
+        self.without_gradients: Counter[str] = Counter()
+        self.under_save_on_cpu: set[str] = set()
         self._model = model
         self._device = device
-        self._unit_of: dict[int, Seen] = {}
-        for unit in units:
-            for module in unit.module.modules():
-                self._unit_of.setdefault(id(module), self.seen[unit.path])
-        self._running: list[tuple[nn.Module, Seen]] = []
+        self._unit_of = {id(module): unit.path for unit in units for module in unit.module.modules()}
+        self._running: list[tuple[nn.Module, str]] = []
         # Where the nodes of each stretch of forward begin in the order of all nodes, and whose they are.
-        self._first_nodes, self._owners = [0], [self.outside]
-        self._made: WeakKeyDictionary[torch.UntypedStorage, _Made] = WeakKeyDictionary()
+        self._first_nodes, self._owners = [0], [OUTSIDE]
+        # Whose each storage is, and as what it counts; None once it is counted.
+        self._made: WeakKeyDictionary[torch.UntypedStorage, tuple[str, str] | None] = WeakKeyDictionary()
         self._has_uncounted = False
 
     @contextmanager
@@ -105,9 +74,9 @@ class StepWatch(OpMode):
         unit = self._unit_of.get(id(module))
         if unit is None:
             return
-        if current_backward() < 0 and self._current is not unit:
-            unit.calls += 1
-            unit.calls_without_gradients += not torch.is_grad_enabled()
+        if current_backward() < 0 and self._current != unit:
+            self.counts[unit]["calls"] += 1
+            self.without_gradients[unit] += not torch.is_grad_enabled()
         self._running.append((module, unit))
         self._begin_stretch()
 
@@ -117,8 +86,8 @@ class StepWatch(OpMode):
             self._begin_stretch()
 
     @property
-    def _current(self) -> Seen:
-        return self._running[-1][1] if self._running else self.outside
+    def _current(self) -> str:
+        return self._running[-1][1] if self._running else OUTSIDE
 
     def _begin_stretch(self) -> None:
         if current_backward() < 0:
@@ -131,25 +100,28 @@ class StepWatch(OpMode):
         is_forward = current_backward() < 0
         if not is_forward:
             self._count_kept()
-        runs_again = not is_forward and self._runs_again()
+        # Formulas that are to be differentiated themselves (`create_graph`) have gradients switched on, too.
+        runs_again = not is_forward and torch.is_grad_enabled() and (not keeps_graph() or bool(self._running))
         result = func(*args, **(kwargs or {}))
         if self.is_foreign() or not (is_forward or runs_again):
             return result
         given, made = tensors_in((args, kwargs)), tensors_in(result)
         is_counted = bool(made) and not getattr(func, "is_view", False)
         if is_forward:
-            self._current.ops += is_counted
-            self._note(self._current, given, made)
+            self.counts[self._current]["ops"] += is_counted
+            self._note(given, made)
         elif is_counted:
-            unit = self._current if self._running else self._owner_of(current_autograd_node())
+            node = bisect_right(self._first_nodes, current_autograd_node())
+            unit = self._current if self._running else self._owners[max(0, node - 1)]
             old = set(map(id, storages_of(given)))
-            unit.recomputed_ops += 1
-            unit.recomputed_bytes += sum(s.nbytes() for s in storages_of(made) if id(s) not in old)
+            new_bytes = sum(storage.nbytes() for storage in storages_of(made) if id(storage) not in old)
+            self.counts[unit].update(recomputed_ops=1, recomputed_bytes=new_bytes)
         return result
 
-    def _note(self, unit: Seen, given: list[torch.Tensor], results: list[torch.Tensor]) -> None:
+    def _note(self, given: list[torch.Tensor], results: list[torch.Tensor]) -> None:
         """Note the storages that an op of forward made, and those that something made which modes do not see."""
-        unit.is_under_save_on_cpu |= saves_on_cpu()
+        if saves_on_cpu():
+            self.under_save_on_cpu.add(self._current)
         is_copy = self._device.type != "cpu" and any(tensor.device.type == self._device.type for tensor in given)
         for tensor in (*results, *(tensor for tensor in given if tensor.grad_fn is not None)):
             is_on_host = is_copy and tensor.device.type == "cpu" and tensor.is_floating_point()
@@ -157,7 +129,7 @@ class StepWatch(OpMode):
                 for storage in storages_of([tensor]):
                     # A mapped file is host memory, such as a plan's for what it offloads on the CPU.
                     if storage not in self._made and is_of_the_allocator(storage):
-                        self._made[storage] = _Made(unit, is_on_host)
+                        self._made[storage] = (self._current, "offloaded_bytes" if is_on_host else "kept_bytes")
                         self._has_uncounted = True
 
     def _count_kept(self) -> None:
@@ -167,16 +139,7 @@ class StepWatch(OpMode):
         self._has_uncounted = False
         # FSDP gathers parameters while units run.
         own = set(map(id, storages_of([*self._model.parameters(), *self._model.buffers()])))
-        for storage, made in list(self._made.items()):
-            if not made.is_counted and id(storage) not in own:
-                made.is_counted = True
-                made.by.kept_bytes += 0 if made.is_on_host else storage.nbytes()
-                made.by.offloaded_bytes += storage.nbytes() if made.is_on_host else 0
-
-    def _runs_again(self) -> bool:
-        """Whether the op that runs in backward is one of forward, not of a gradient's formula."""
-        # Formulas that are to be differentiated themselves (`create_graph`) have gradients switched on, too.
-        return torch.is_grad_enabled() and (not keeps_graph() or bool(self._running))
-
-    def _owner_of(self, node: int) -> Seen:
-        return self._owners[max(0, bisect_right(self._first_nodes, node) - 1)]
+        for storage, noted in list(self._made.items()):
+            if noted is not None and id(storage) not in own:
+                self.counts[noted[0]][noted[1]] += storage.nbytes()
+                self._made[storage] = None

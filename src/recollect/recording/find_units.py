@@ -73,16 +73,6 @@ def find_units(model: nn.Module, paths: Iterable[str] | None = None) -> list[Uni
     return units
 
 
-def class_of(module: nn.Module) -> type[nn.Module]:
-    """Return the class of a module, or of what PyTorch's checkpoint wrapper, or its compiler, has wrapped.
-
-    Example:
-        >>> class_of(nn.ReLU()).__name__
-        'ReLU'
-    """
-    return type(without_wrapper(module))
-
-
 def class_names(model: nn.Module) -> tuple[tuple[str, str], ...]:
     """Return the classes of the modules in each `nn.Sequential` that have a number for a name; see `Plan.class_names`.
 
@@ -183,8 +173,8 @@ def _outermost_repeated(
     if isinstance(parent, parents):
         plain = [(path, child) for path, child in children if not isinstance(child, _CONTAINERS)]
         counted = _called(parent, prefix) if containers_too else plain
-        count = Counter(class_of(child) for _, child in counted)
-        repeated = {path for path, child in counted if count[class_of(child)] > 1 and _has_children(child)}
+        count = Counter(type(without_wrapper(child)) for _, child in counted)
+        repeated = {p for p, child in counted if count[type(without_wrapper(child))] > 1 and _has_children(child)}
     for path, child in children:
         if not any(other == path or other.startswith(f"{path}.") for other in repeated):
             repeated |= _outermost_repeated(child, f"{path}.", parents, containers_too=containers_too)
