@@ -8,6 +8,30 @@ __all__ = ["MUTATIONS"]
 
 MUTATIONS = (
     Mutation(
+        "formulas-counted-as-recompute",
+        "coverage takes the formulas of gradients for ops that run again, where they have a graph of their own",
+        "observing",
+        ((" and (not keeps_graph() or bool(self._running))", ""),),
+    ),
+    Mutation(
+        "recompute-of-other-units",
+        "coverage gives ops that run again outside of modules to no unit",
+        "observing",
+        (("self._owners[max(0, node - 1)]", "OUTSIDE"),),
+    ),
+    Mutation(
+        "inputs-counted-as-made",
+        "coverage counts what views of inputs share with them as made by the unit",
+        "observing",
+        (("if not old.intersection(map(id, storages_of([tensor])))", ""),),
+    ),
+    Mutation(
+        "not-in-training-mode",
+        "coverage does not look at a model's mode",
+        "observing",
+        (("value, module.training", "value, True"),),
+    ),
+    Mutation(
         "snapshot-too-new-for-the-viewer",
         "a snapshot is pickled by a protocol that PyTorch's viewer does not read",
         "pictures",

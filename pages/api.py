@@ -67,7 +67,13 @@ TOPICS: dict[str, tuple[str, ...]] = {
         "recollect.PipelinePlan",
         "recollect.PipelineSchedule",
     ),
-    "What went wrong": ("recollect.diagnose", "recollect.Finding"),
+    "What went wrong": (
+        "recollect.diagnose",
+        "recollect.Finding",
+        "recollect.coverage",
+        "recollect.Coverage",
+        "recollect.UnitCoverage",
+    ),
     "Large vocabularies": ("recollect.chunked_cross_entropy",),
     "PyTorch's checkpointing, by its names": (
         "recollect.checkpoint",

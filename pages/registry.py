@@ -20,6 +20,10 @@ _EXPLAIN = (
     "recollect explain --size 70b --fake --hardware H100 --dtype bf16 --seq-length 4096"
     " --recompute-granularity selective --recompute-modules mlp"
 )
+_COVERAGE = (
+    "recollect coverage --size 70b --fake --dtype bf16 --seq-length 4096"
+    " --recompute-granularity full --recompute-method block --recompute-num-layers 16"
+)
 _CLUSTER = (
     "recollect plan --size 70b --num-layers 16 --seq-length 4096 --dtype bf16 --fake --hardware H100"
     " --tensor-model-parallel-size 4 --sequence-parallel --data-parallel-size 4 --use-distributed-optimizer"
@@ -103,6 +107,7 @@ FIGURES: tuple[Figure, ...] = (
     _part("docs/megatron.md", "python -m pages.megatron", _megatron_rules),
     _part("docs/megatron.md", "python -m pages.megatron", _megatron_not_yet),
     _part("docs/megatron_flags.md", "PYTHONPATH=src:tests/support python -m flag_table", _megatron_flags),
+    _part("docs/coverage.md", _COVERAGE, _printed(_COVERAGE), seconds=15),
     _part("docs/explain.md", _EXPLAIN, _printed(_EXPLAIN), seconds=15),
     _part("docs/how_to_read_a_plan.md", _PLAN, lambda: output_of(_PLAN).partition("Written")[0], seconds=6),
     _part("docs/parallel.md", _CLUSTER, lambda: output_of(_CLUSTER).partition("Written")[0], seconds=20),

@@ -155,6 +155,7 @@ def reference_models() -> Names:
 
 PREPARED: dict[str, Callable[[], Names]] = {
     "../README.md": dict,
+    "coverage.md": training,
     "fsdp.md": sharded,
     "get_started.md": dict,
     "how_to_read_a_plan.md": planned,

@@ -45,7 +45,7 @@ def reason_of(model: nn.Module, unit: Unit, watch: StepWatch, covered: Collectio
     text = f"{name} is True, but nothing of it ran again" if name else "nothing of it ran again"
     own = type(without_wrapper(unit.module)).__name__
     if covered and own not in covered:
-        return f"{text}; it is a {own}, those that are covered are {' and '.join(covered)}"
+        return f"{text}; its class is {own}, that of covered layers is {' or '.join(covered)}"
     return text if name or covered else f"{text}, and nothing in the model asks for that"
 
 

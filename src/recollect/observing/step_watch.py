@@ -6,6 +6,7 @@ the unit that made the node of the graph that asked for it. A storage that is al
 backward that keeps its graph (`retain_graph`, `create_graph`), only what modules run again is seen.
 """
 
+import warnings
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -20,7 +21,7 @@ from recollect._torch_functions import saves_on_cpu
 from recollect._torch_private import current_autograd_node, current_backward, desugars, keeps_graph, next_autograd_node
 from recollect.engine.facts import OpMode
 from recollect.measuring.deaths import is_of_the_allocator
-from recollect.measuring.meter import storages_of
+from recollect.measuring.meter import storage_bytes, storages_of
 from recollect.recording.find_units import Unit
 from recollect.tensors import tensors_in
 
@@ -64,7 +65,9 @@ class StepWatch(OpMode):
         before = hooks.register_module_forward_pre_hook(self._enter)
         after = hooks.register_module_forward_hook(self._leave, always_call=True)
         try:
-            with self:
+            with self, warnings.catch_warnings():
+                # They fire twice for modules that `torch.compile` wrapped, which is no second call here.
+                warnings.filterwarnings("ignore", r"Using `torch.compile\(module\)` when there are global hooks")
                 yield
         finally:
             before.remove()
@@ -105,25 +108,25 @@ class StepWatch(OpMode):
         result = func(*args, **(kwargs or {}))
         if self.is_foreign() or not (is_forward or runs_again):
             return result
-        given, made = tensors_in((args, kwargs)), tensors_in(result)
-        is_counted = bool(made) and not getattr(func, "is_view", False)
+        given, results = tensors_in((args, kwargs)), tensors_in(result)
+        old = set(map(id, storages_of(given)))
+        made = [tensor for tensor in results if not old.intersection(map(id, storages_of([tensor])))]
+        is_counted = bool(results) and not getattr(func, "is_view", False)
         if is_forward:
             self.counts[self._current]["ops"] += is_counted
             self._note(given, made)
         elif is_counted:
             node = bisect_right(self._first_nodes, current_autograd_node())
             unit = self._current if self._running else self._owners[max(0, node - 1)]
-            old = set(map(id, storages_of(given)))
-            new_bytes = sum(storage.nbytes() for storage in storages_of(made) if id(storage) not in old)
-            self.counts[unit].update(recomputed_ops=1, recomputed_bytes=new_bytes)
+            self.counts[unit].update(recomputed_ops=1, recomputed_bytes=storage_bytes(made))
         return result
 
-    def _note(self, given: list[torch.Tensor], results: list[torch.Tensor]) -> None:
+    def _note(self, given: list[torch.Tensor], made: list[torch.Tensor]) -> None:
         """Note the storages that an op of forward made, and those that something made which modes do not see."""
         if saves_on_cpu():
             self.under_save_on_cpu.add(self._current)
         is_copy = self._device.type != "cpu" and any(tensor.device.type == self._device.type for tensor in given)
-        for tensor in (*results, *(tensor for tensor in given if tensor.grad_fn is not None)):
+        for tensor in (*made, *(tensor for tensor in given if tensor.grad_fn is not None)):
             is_on_host = is_copy and tensor.device.type == "cpu" and tensor.is_floating_point()
             if tensor.device.type == self._device.type or is_on_host:
                 for storage in storages_of([tensor]):

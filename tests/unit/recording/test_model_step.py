@@ -160,7 +160,8 @@ def _without_grad(self: Scaled, x: Tensor) -> Tensor:
 def test_loss_that_needs_no_gradient(function: Callable[..., Tensor]) -> None:
     message = (
         r"^the loss of Scaled does not require grad: no parameter that it depends on is trained, or forward ran under "
-        r"torch\.no_grad\(\)\. Set requires_grad on what you train\.$"
+        r"torch\.no_grad\(\), as a reentrant checkpoint does whose inputs need none \(pass use_reentrant=False\)\. "
+        r"Set requires_grad on what you train\.$"
     )
     with pytest.raises(RecordError, match=message):
         run(function)

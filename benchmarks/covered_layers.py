@@ -1,9 +1,10 @@
 """Which layers do settings of other tools cover? `recollect.coverage` against counts by other means.
 
-    python benchmarks/coverage.py            # a minute, one core
+    python benchmarks/covered_layers.py            # a minute, one core
 
 For each setting, the same model also runs without it. An op that runs more often in backward than without the setting has run
-again; one that reads a layer's parameters shows whose it is. Kept bytes are what PyTorch's allocator holds after forward.
+again; one that reads a layer's parameters shows whose it is. What PyTorch's allocator holds after forward is what is kept, and
+a state of the random generator for each call of a checkpoint that saves one. The exit status is 1 if anything differs.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import argparse
 import functools
 import logging
 import os
+import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable
@@ -34,6 +36,7 @@ from recollect.lab.models.gpt import GPTModel
 
 WIDTH = 32
 NUM_LAYERS = 4
+GENERATOR_BYTES = torch.get_rng_state().nbytes
 
 
 class Single(nn.Module):
@@ -82,9 +85,13 @@ class Case:
     layers: str
     """The path of the list of layers, up to their numbers."""
     covered: tuple[int, ...]
-    """The numbers of those that the setting covers, as its tool documents it."""
+    """The numbers of those that the setting covers."""
     reads_weights: bool = True
     """Whether what runs again reads parameters that a layer's name leads to; FSDP2 gathers others."""
+    first_number: int = 0
+    """Layers of other lists, before it."""
+    gathered_bytes: int = 0
+    """Parameters of the root, which FSDP2 gathers and does not free after forward."""
 
 
 def _plainly(_: int, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -109,18 +116,51 @@ def _hugging_face(config: Any, setting: dict[str, bool] | None, *, training: boo
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)
-    model: Any = AutoModelForCausalLM.from_config(config)
+    return _switched_on(AutoModelForCausalLM.from_config(config), setting).train(training)
+
+
+def _switched_on(model: Any, setting: dict[str, bool] | None) -> nn.Module:
     if setting is not None:
-        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-        enable(setting)
-    return model.train(training)  # type: ignore[no-any-return]
+        (getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable)(setting)
+    return model  # type: ignore[no-any-return]
+
+
+def _mllama(setting: dict[str, bool] | None) -> nn.Module:
+    """Llama 3.2 Vision, whose vision layers are of a class that the switch does not reach in transformers 5.24."""
+    from transformers import MllamaConfig, MllamaForConditionalGeneration
+
+    sizes = {"hidden_size": WIDTH, "intermediate_size": 2 * WIDTH, "num_hidden_layers": 4}
+    vision = {"attention_heads": 2, "image_size": 28, "patch_size": 14, "vision_output_dim": 3 * WIDTH, "max_num_tiles": 2}
+    vision |= {"num_global_layers": 2, "intermediate_layers_indices": [1, 2]}
+    text = {"num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 64, "cross_attention_layers": [1, 3]}
+    text |= {"use_cache": False, "pad_token_id": 0, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+    torch.manual_seed(0)
+    model: Any = MllamaForConditionalGeneration(
+        MllamaConfig(
+            vision_config={**sizes, **vision, "supported_aspect_ratios": [[1, 1], [1, 2]]},
+            text_config={**sizes, **text},
+        )
+    )
+    return _switched_on(model, setting).train()
+
+
+def _picture() -> dict[str, torch.Tensor]:
+    tokens = torch.arange(3, 19)[None]
+    return {
+        "input_ids": tokens,
+        "labels": tokens,
+        "pixel_values": torch.randn(1, 1, 2, 3, 28, 28),
+        "aspect_ratio_ids": torch.tensor([[2]]),
+        "aspect_ratio_mask": torch.ones(1, 1, 2, dtype=torch.int64),
+        "cross_attention_mask": torch.ones(1, 16, 1, 2, dtype=torch.int64),
+    }
 
 
 def _megatron(*, setting: Any = None, budget: str = "") -> nn.Module:
     torch.manual_seed(0)
     model = GPTModel(llama_config(num_layers=NUM_LAYERS, hidden_size=WIDTH, num_attention_heads=2, vocab_size=64))
     if setting is not None or budget:
-        profile = recollect.record(model, _tokens("tokens"))
+        profile = recollect.record(model, _tokens("tokens"), fake=True)
         plan = recollect.megatron_plan(profile, setting) if budget == "" else recollect.plan(profile, budget)
         recollect.apply(model, plan)
     return model
@@ -209,6 +249,15 @@ def cases() -> list[Case]:
             hf,
             (),
         ),
+        Case(
+            "Hugging Face, Llama 3.2 Vision",
+            lambda: _mllama(new),
+            lambda: _mllama(None),
+            _picture(),
+            "model.language_model.layers",
+            (6, 7, 8, 9),
+            first_number=6,
+        ),
         Case("torch checkpoint, 2 of 4", lambda: _stack(_only((1, 3), again)), _stack, rows, listed, (1, 3)),
         Case(
             "torch checkpoint, keeps products",
@@ -242,6 +291,7 @@ def cases() -> list[Case]:
             listed,
             (0, 2),
             reads_weights=False,
+            gathered_bytes=4 * (WIDTH * WIDTH + WIDTH + WIDTH + 1),
         ),
         Case("DeepSpeed, its function", lambda: _stack(_only((0, 1, 2), _deepspeed)), _stack, rows, listed, (0, 1, 2)),
         Case(
@@ -270,7 +320,7 @@ def cases() -> list[Case]:
             reads_weights=False,
         ),
         Case(
-            "recollect.plan, 70 %", lambda: _megatron(budget="70%"), _megatron, ours, "decoder.layers", everything
+            "recollect.plan, 70 %", lambda: _megatron(budget="70%"), _megatron, ours, "decoder.layers", (0, 1, 2)
         ),
         Case("nothing", _stack, _stack, rows, listed, ()),
     ]
@@ -352,6 +402,19 @@ class Row:
         """Bytes that `coverage` saw kept."""
         return sum(unit.kept_bytes for unit in self.found.units)
 
+    @property
+    def agrees(self) -> bool:
+        """Whether all counts say the same."""
+        # The loss, and the gradient that backward begins with.
+        other_bytes = self.held_bytes + 8 - self.bytes_found - self.case.gathered_bytes
+        return (
+            self.covered == self.case.covered
+            and self.covered == (self.read_again if self.case.reads_weights else self.covered)
+            and self.ops_found == max(0, self.recomputed_ops)
+            and other_bytes >= 0
+            and other_bytes % GENERATOR_BYTES == 0
+        )
+
 
 def run(case: Case) -> Row:
     """Count one setting by both means."""
@@ -362,24 +425,29 @@ def run(case: Case) -> Row:
         found = recollect.coverage(model, case.batch)
         ours = counted(model, case.batch, case.layers)
         plain = counted(case.plain(), case.batch, case.layers)
-        read_again = tuple(sorted((ours.readers - plain.readers).keys()))
+        read_again = tuple(sorted(case.first_number + number for number in ours.readers - plain.readers))
         more = sum(ours.counts.values()) - sum(plain.counts.values())
         return Row(case, found, more, read_again, held)
 
 
-def main() -> None:
-    """Print a row for each setting."""
+def main() -> int:
+    """Print a row for each setting; return 1 if counts differ."""
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     torch.set_num_threads(1)
-    print("| setting | layers covered | weights read again | ops run again | counted apart | kept | allocator holds |")
-    print("|---|---|---|--:|--:|--:|--:|")
+    print("| setting | layers | covered | weights read again | ops run again | counted apart | kept | in the allocator | |")
+    print("|---|--:|---|---|--:|--:|--:|--:|---|")
+    all_agree = True
     for case in cases():
         row = run(case)
+        all_agree &= row.agrees
+        covered, read = (", ".join(map(str, numbers)) or "none" for numbers in (row.covered, row.read_again))
         print(
-            f"| {case.name} | {row.covered} | {row.read_again} | {row.ops_found} | {row.recomputed_ops} | "
-            f"{row.bytes_found:,} | {row.held_bytes:,} |"
+            f"| {case.name} | {len(row.found.layers)} | {covered} | {read if case.reads_weights else '-'} | {row.ops_found} | "
+            f"{max(0, row.recomputed_ops)} | {row.bytes_found:,} | {row.held_bytes:,} | "
+            f"{'equal' if row.agrees else 'DIFFERENT'} |"
         )
+    return not all_agree
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
