@@ -20,19 +20,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-os.environ.update({"DS_ACCELERATOR": "cpu", "MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"})
-for _name, _value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_PORT", "29577")):
-    os.environ.setdefault(_name, _value)
-
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import recollect
-from recollect.byte_format import format_bytes
 from recollect.lab.models.architectures import llama_config
 from recollect.lab.models.gpt import GPTModel
+
+# DeepSpeed and Accelerate read these.
+os.environ.update({"DS_ACCELERATOR": "cpu", "MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"})
+for _name, _value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_PORT", "29577")):
+    os.environ.setdefault(_name, _value)
 
 WIDTH = 32
 NUM_LAYERS = 4
@@ -130,7 +130,13 @@ def _mllama(setting: dict[str, bool] | None) -> nn.Module:
     from transformers import MllamaConfig, MllamaForConditionalGeneration
 
     sizes = {"hidden_size": WIDTH, "intermediate_size": 2 * WIDTH, "num_hidden_layers": 4}
-    vision = {"attention_heads": 2, "image_size": 28, "patch_size": 14, "vision_output_dim": 3 * WIDTH, "max_num_tiles": 2}
+    vision = {
+        "attention_heads": 2,
+        "image_size": 28,
+        "patch_size": 14,
+        "vision_output_dim": 3 * WIDTH,
+        "max_num_tiles": 2,
+    }
     vision |= {"num_global_layers": 2, "intermediate_layers_indices": [1, 2]}
     text = {"num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 64, "cross_attention_layers": [1, 3]}
     text |= {"use_cache": False, "pad_token_id": 0, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
@@ -319,9 +325,7 @@ def cases() -> list[Case]:
             everything,
             reads_weights=False,
         ),
-        Case(
-            "recollect.plan, 70 %", lambda: _megatron(budget="70%"), _megatron, ours, "decoder.layers", (0, 1, 2)
-        ),
+        Case("recollect.plan, 70 %", lambda: _megatron(budget="70%"), _megatron, ours, "decoder.layers", (0, 1, 2)),
         Case("nothing", _stack, _stack, rows, listed, ()),
     ]
 
@@ -434,7 +438,9 @@ def main() -> int:
     """Print a row for each setting; return 1 if counts differ."""
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     torch.set_num_threads(1)
-    print("| setting | layers | covered | weights read again | ops run again | counted apart | kept | in the allocator | |")
+    print(
+        "| setting | layers | covered | weights read again | ops run again | counted apart | kept | in the allocator | |"
+    )
     print("|---|--:|---|---|--:|--:|--:|--:|---|")
     all_agree = True
     for case in cases():

@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
-from torch.autograd import _get_sequence_nr, forward_ad
+from torch.autograd import forward_ad
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map
@@ -186,7 +186,7 @@ def current_autograd_node() -> int:
 
 
 # The number that the next node of the graph will have, on this thread.
-next_autograd_node: Callable[[], int] = _get_sequence_nr
+next_autograd_node: Callable[[], int] = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
 
 
 def accumulates_gradient() -> bool:

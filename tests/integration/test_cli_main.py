@@ -25,7 +25,19 @@ pytestmark = pytest.mark.integration
 
 
 PLAN = ["plan", "--memory-budget", "60%"]
-COMMANDS = ("train", "plan", "frontier", "timeline", "coverage", "calibrate", "tokenize", "bench", "explain", "doctor", "env")
+COMMANDS = (
+    "train",
+    "plan",
+    "frontier",
+    "timeline",
+    "coverage",
+    "calibrate",
+    "tokenize",
+    "bench",
+    "explain",
+    "doctor",
+    "env",
+)
 
 
 @pytest.mark.parametrize("args", [[], *([command] for command in COMMANDS)])

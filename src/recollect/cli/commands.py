@@ -262,9 +262,13 @@ class ShowCoverage(_Command):
     def __post_init__(self) -> None:
         given = (self.plan is not None, bool(self.recompute.fields()), self.gradient_checkpointing)
         if sum(given) > 1:
-            raise ValueError("plan: got more than one setting, expected a plan, Megatron's flags or gradient_checkpointing.")
+            raise ValueError(
+                "plan: got more than one setting, expected a plan, Megatron's flags or gradient_checkpointing."
+            )
         if self.gradient_checkpointing and self.step.hf_config is None:
-            raise ValueError("gradient_checkpointing: got it without hf_config, expected both: it is Hugging Face's switch.")
+            raise ValueError(
+                "gradient_checkpointing: got it without hf_config, expected both: it is Hugging Face's switch."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -80,7 +80,17 @@ the six flags that matter most:
 All flags, in groups:
 """
 Command = (
-    Train | MakePlan | DrawFrontier | ShowTimeline | ShowCoverage | Calibrate | Tokenize | Bench | Explain | Doctor | Env
+    Train
+    | MakePlan
+    | DrawFrontier
+    | ShowTimeline
+    | ShowCoverage
+    | Calibrate
+    | Tokenize
+    | Bench
+    | Explain
+    | Doctor
+    | Env
 )
 _COMMANDS: dict[str, Any] = {
     "train": Train,

@@ -160,7 +160,9 @@ def coverage(
     """
     check_step(model, batch, step, "coverage(model, batch)")
     if fake and step is not None:
-        raise RecordError("coverage(model, step=..., fake=True): got a step, expected a batch: a step runs on real tensors.")
+        raise RecordError(
+            "coverage(model, step=..., fake=True): got a step, expected a batch: a step runs on real tensors."
+        )
     _check_plans(model, fake=fake)
     found, device = find_units(model, units), device_of(model, batch)
     with ExitStack() as stack:
@@ -189,17 +191,13 @@ def coverage(
 
 def _check_plans(model: nn.Module, *, fake: bool) -> None:
     for plan in (applied.plan for applied in applied_to(model) if applied.plan is not None):
-        if EngineChoice.COMPILE in {unit.engine for unit in plan.units.values()}:
+        is_compiled = EngineChoice.COMPILE in {unit.engine for unit in plan.units.values()}
+        if is_compiled or (fake and plan.offloads):
+            part = "the compiled layers" if is_compiled else "copies of fake tensors to the host memory"
             raise NotYetError(
-                settings={"engine": "compile"},
-                needs="a look into the compiled layers of the plan that is applied",
-                advice="print(plan) says what they keep.",
-            )
-        if fake and plan.offloads:
-            raise NotYetError(
-                settings={"fake": True},
-                needs="copies of fake tensors to host memory, as in the plan that is applied",
-                advice="Call coverage on real tensors.",
+                settings={"engine": "compile"} if is_compiled else {"fake": True},
+                needs=f"{part} of the plan that is applied",
+                advice="print(plan) says what its layers keep.",
             )
 
 
@@ -210,7 +208,8 @@ def _sent_bytes(model: nn.Module) -> dict[str, int]:
 
 
 def _rows(model: nn.Module, units: list[Unit], watch: StepWatch, *, is_on_cpu: bool) -> Iterator[UnitCoverage]:
-    rows = {unit.path: UnitCoverage(name=unit.path, is_layer=unit.is_layer, **watch.counts[unit.path]) for unit in units}
+    counts: dict[str, Any] = {**watch.counts}
+    rows = {unit.path: UnitCoverage(name=unit.path, is_layer=unit.is_layer, **counts[unit.path]) for unit in units}
     classes = {unit.path: type(without_wrapper(unit.module)).__name__ for unit in units}
     covered = dict.fromkeys(classes[path] for path, row in rows.items() if row.is_layer and row.covered)
     for unit in units:
@@ -218,4 +217,4 @@ def _rows(model: nn.Module, units: list[Unit], watch: StepWatch, *, is_on_cpu: b
         if row.is_layer and not row.covered:
             row = replace(row, reason=reason_of(model, unit, watch, covered, is_on_cpu=is_on_cpu))
         yield row
-    yield UnitCoverage(name=OUTSIDE, **watch.counts[OUTSIDE])
+    yield UnitCoverage(name=OUTSIDE, **counts[OUTSIDE])

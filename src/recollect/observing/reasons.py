@@ -41,7 +41,7 @@ def reason_of(model: nn.Module, unit: Unit, watch: StepWatch, covered: Collectio
     if name and not is_on:
         return f"{name} is False"
     if name and not is_training:
-        return f"{name} is True, but the module is in eval mode, where such switches do nothing: call model.train()"
+        return f"{name} is True, but it is in eval mode, where such switches do nothing: call model.train()"
     text = f"{name} is True, but nothing of it ran again" if name else "nothing of it ran again"
     own = type(without_wrapper(unit.module)).__name__
     if covered and own not in covered:

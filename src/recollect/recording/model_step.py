@@ -102,8 +102,8 @@ def loss_in(output: Any, name: str, loss_fn: LossFunction | None) -> torch.Tenso
     if not loss.requires_grad:
         raise RecordError(
             f"the loss of {name} does not require grad: no parameter that it depends on is trained, or forward ran under "
-            "torch.no_grad(), as a reentrant checkpoint does whose inputs need none (pass use_reentrant=False). Set requires_grad "
-            "on what you train."
+            "torch.no_grad(), as a reentrant checkpoint does whose inputs need none (pass use_reentrant=False). Set "
+            "requires_grad on what you train."
         )
     return loss
 
