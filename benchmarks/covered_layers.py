@@ -166,7 +166,7 @@ def _megatron(*, setting: Any = None, budget: str = "") -> nn.Module:
     torch.manual_seed(0)
     model = GPTModel(llama_config(num_layers=NUM_LAYERS, hidden_size=WIDTH, num_attention_heads=2, vocab_size=64))
     if setting is not None or budget:
-        profile = recollect.record(model, _tokens("tokens"), fake=True)
+        profile = recollect.record(model, _tokens("tokens"), fake=True, hardware="H100")
         plan = recollect.megatron_plan(profile, setting) if budget == "" else recollect.plan(profile, budget)
         recollect.apply(model, plan)
     return model
@@ -325,7 +325,7 @@ def cases() -> list[Case]:
             everything,
             reads_weights=False,
         ),
-        Case("recollect.plan, 70 %", lambda: _megatron(budget="70%"), _megatron, ours, "decoder.layers", (0, 1, 2)),
+        Case("recollect.plan, 70 %", lambda: _megatron(budget="70%"), _megatron, ours, "decoder.layers", everything),
         Case("nothing", _stack, _stack, rows, listed, ()),
     ]
 

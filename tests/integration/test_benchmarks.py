@@ -42,6 +42,13 @@ def values(found: list[dict[str, str]], metric: str) -> dict[str, float]:
 
 
 @pytest.mark.long
+def test_covered_layers() -> None:
+    """It fails itself if counts differ."""
+    pytest.importorskip("deepspeed")
+    assert run("covered_layers.py").count("| equal |") == 15
+
+
+@pytest.mark.long
 def test_overhead(tmp_path: Path) -> None:
     sizes = ["--num-layers", "2", "--real-hidden-size", "32", "--real-num-layers", "2", "--real-seq-length", "16"]
     no_time = ["--tiny-minutes", "0", "--real-minutes", "0", "--least-rounds", "2", "--threads", "1"]
