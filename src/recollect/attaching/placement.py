@@ -15,7 +15,13 @@ from typing import Any, Final, Protocol
 import torch
 from torch import nn
 
-from recollect._torch_private import num_dispatch_modes, profiler_is_active, uncompiled, untraced
+from recollect._torch_private import (
+    num_dispatch_modes,
+    profiler_is_active,
+    transforms_are_active,
+    uncompiled,
+    untraced,
+)
 from recollect.applying import apply_own, apply_policy
 from recollect.attaching.planned_step import PlannedStep
 from recollect.attaching.unit_watch import UnitWatch
@@ -104,7 +110,7 @@ class Watcher:
 
     def run(self, path: str, module: nn.Module, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run the replacement for a module's call; report the call if it is an outermost one."""
-        if self.is_inside or not torch.is_grad_enabled():
+        if self.is_inside or not torch.is_grad_enabled() or transforms_are_active():
             return self._noted(module, function, args, kwargs)
         self.is_inside = True
         self.backwards = Backwards()

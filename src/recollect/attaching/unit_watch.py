@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import nn
 
-from recollect._torch_private import uncompiled
+from recollect._torch_private import transforms_are_active, uncompiled
 from recollect.engine.placed_forward import PlacedForward
 from recollect.engine.policy import DropAll
 from recollect.engine.tape import Tape
@@ -124,7 +124,7 @@ class WatchedUnit(PlacedForward):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the unit as planned, if the plan foresees this run."""
         watch = self.watch
-        if not watch.is_on or not _is_grad_enabled():
+        if not watch.is_on or not _is_grad_enabled() or transforms_are_active():
             return self.forward(*args, **kwargs)
         self.left -= 1
         first = args[0] if args else None

@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from recollect._torch_private import current_autograd_node, uncompiled
+from recollect._torch_private import current_autograd_node, transforms_are_active, uncompiled
 from recollect.engine.subclasses import strided_tensors
 from recollect.plans.paths import paths_above
 from recollect.profile import events
@@ -331,14 +331,14 @@ class Returns:
 
     @uncompiled
     def _begin(self, module: nn.Module, _args: Any) -> None:
-        # Backward may run a module again.
-        if self._outermost is None and current_autograd_node() < 0:
+        # Backward may run a module again; what a function transform makes has no storage.
+        if self._outermost is None and current_autograd_node() < 0 and not transforms_are_active():
             self._outermost = module
             self._recorder.begin_forward()
 
     @uncompiled
     def _end(self, module: nn.Module, _args: Any, output: Any) -> None:
-        if self._outermost is not module:
+        if self._outermost is not module or transforms_are_active():
             return
         self._outermost = None
         caller = module, torch.is_grad_enabled()
