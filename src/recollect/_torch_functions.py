@@ -183,6 +183,22 @@ class CheckpointHooks(saved_tensors_hooks):
         super().__exit__(*error)
 
 
+_disable_hooks = torch._C._autograd._saved_tensors_hooks_disable
+
+
+def _disable_hooks_around(message: str, fail_if_non_empty: bool = True) -> None:
+    """Disable saved-tensor hooks, also a plan's: what `torch.func.grad` and its kin save inside a unit is kept.
+
+    In PyTorch that is an error while any hooks are active, and still is for a user's.
+    """
+    top: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    is_ours = top is not None and isinstance(top[0], functools.partial) and getattr(top[0], "_user_hooks", top) is None
+    _disable_hooks(message, fail_if_non_empty and not is_ours)
+
+
+torch._C._autograd._saved_tensors_hooks_disable = _disable_hooks_around
+
+
 def _users_hooks() -> Any:
     hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
     while hooks is not None and getattr(hooks[0], "_checkpoint_internal", False):

@@ -99,6 +99,9 @@ function_mode_stack: Callable[[], list[Any]] = torch.overrides._get_current_func
 # The same for saved-tensor hooks.
 push_saved_tensors_hooks: Callable[[Any, Any], None] = torch._C._autograd._push_saved_tensors_default_hooks
 
+# Whether such hooks may be pushed: not inside `torch.func.grad` and its kin.
+may_push_hooks: Callable[[], bool] = torch._C._autograd._saved_tensors_hooks_is_enabled
+
 
 def has_saved_tensors_hooks() -> bool:
     """Whether any saved-tensor hooks are active."""
@@ -137,6 +140,11 @@ disable_autocast: Callable[[], AbstractContextManager[Any]] = torch._C._DisableA
 
 # The mode that makes new tensors fake; None if there is none. No public name tells it.
 fake_mode: Callable[[], object] = functools.partial(torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.FAKE)
+
+# The mode that traces ops for `make_fx`, as in `torch.func.linearize`; None if nothing is traced.
+tracing_mode: Callable[[], object] = functools.partial(
+    torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.PROXY
+)
 
 
 def is_fake_tensor(tensor: torch.Tensor) -> bool:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 
-from recollect._torch_private import TorchDispatchMode, fake_mode, untraced
+from recollect._torch_private import TorchDispatchMode, fake_mode, tracing_mode, untraced
 from recollect.tensors import tensors_in
 
 
@@ -268,8 +268,8 @@ class OpMode(TorchDispatchMode):
         self._fakes = fake_mode()
 
     def is_foreign(self) -> bool:
-        """Whether this is no part of the step but a trial on fake tensors, as DTensors make before an op's first run."""
-        return fake_mode() is not self._fakes
+        """Whether this is no part of the step but a trial on fake tensors, as DTensors make before an op's first run, or traced."""
+        return fake_mode() is not self._fakes or tracing_mode() is not None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)  # type: ignore[no-untyped-call]
