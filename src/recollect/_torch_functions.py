@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
@@ -16,9 +16,9 @@ from torch.autograd.function import FunctionMeta
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_unflatten
-from torch.utils.checkpoint import _CachingTorchDispatchMode
+from torch.utils.checkpoint import _CachingTorchDispatchMode, noop_context_fn
 
-from recollect._torch_private import owner_of_hook
+from recollect._torch_private import owner_of_hook, top_saved_tensors_hooks
 
 __all__ = ["tree_flatten", "tree_unflatten"]  # Names that PyTorch defines, as in `_torch_private.py`.
 
@@ -155,9 +155,10 @@ for _code in (_look_up.__code__, _Call.__call__.__code__, _Call.set_up.__code__)
     )
 
 
-def runs_python_backward() -> bool:
-    """Whether the backward formula that is running is written in Python, as compiled code's is."""
-    return isinstance(torch._C._current_autograd_node(), torch.autograd.function.BackwardCFunction)
+def python_backward() -> type | None:
+    """Return the Function whose backward is running, as of compiled code; None if it is one of PyTorch's own in C++."""
+    node: Any = torch._C._current_autograd_node()
+    return node._forward_cls if isinstance(node, torch.autograd.function.BackwardCFunction) else None
 
 
 class CheckpointHooks(saved_tensors_hooks):
@@ -186,21 +187,18 @@ class CheckpointHooks(saved_tensors_hooks):
 _disable_hooks = torch._C._autograd._saved_tensors_hooks_disable
 
 
-def _disable_hooks_around(message: str, fail_if_non_empty: bool = True) -> None:
-    """Disable saved-tensor hooks, also a plan's: what `torch.func.grad` and its kin save inside a unit is kept.
-
-    In PyTorch that is an error while any hooks are active, and still is for a user's.
-    """
-    top: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
+def _disable_hooks_of_plans(message: str, fail_if_non_empty: bool = True) -> None:
+    """Let `torch.func.grad` and its kin run inside units, where what they save is kept; a user's hooks are an error still."""
+    top = top_saved_tensors_hooks()
     is_ours = top is not None and isinstance(top[0], functools.partial) and getattr(top[0], "_user_hooks", top) is None
     _disable_hooks(message, fail_if_non_empty and not is_ours)
 
 
-torch._C._autograd._saved_tensors_hooks_disable = _disable_hooks_around
+torch._C._autograd._saved_tensors_hooks_disable = _disable_hooks_of_plans
 
 
 def _users_hooks() -> Any:
-    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    hooks = top_saved_tensors_hooks()
     while hooks is not None and getattr(hooks[0], "_checkpoint_internal", False):
         hooks = getattr(hooks[0], "_user_hooks", None)
     return hooks
@@ -219,7 +217,7 @@ def saves_on_cpu() -> bool:
 
 def owner_of_hooks() -> object:
     """Return the object whose method packs saved tensors; None if no hooks are active, or hooks that are not methods."""
-    top = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    top = top_saved_tensors_hooks()
     return None if top is None else owner_of_hook(top[0])
 
 
@@ -229,3 +227,21 @@ def selective_policy(context: object) -> Callable[..., Any] | None:
     A subclass may do more than consult its policy.
     """
     return context.policy_fn if type(context) is _CachingTorchDispatchMode else None
+
+
+Checkpoint = Generator[None, None, None]
+"""The code of `torch.utils.checkpoint` around its function, for which it yields."""
+
+
+def have_checkpoints_begin(begin: Callable[[Checkpoint, bool], Checkpoint]) -> None:
+    """Have `begin` replace the code of each checkpoint with gradients on, unless it is reentrant; told if it has a context.
+
+    Models keep `checkpoint` itself under names of their own.
+    """
+    before = torch.utils.checkpoint._checkpoint_without_reentrant_generator
+
+    def run(function: Any, preserve: bool, context_fn: Any, *args: Any, **kwargs: Any) -> Checkpoint:
+        own: Checkpoint = before(function, preserve, context_fn, *args, **kwargs)
+        return begin(own, context_fn is not noop_context_fn) if torch.is_grad_enabled() else own
+
+    torch.utils.checkpoint._checkpoint_without_reentrant_generator = run

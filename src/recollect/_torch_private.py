@@ -99,13 +99,16 @@ function_mode_stack: Callable[[], list[Any]] = torch.overrides._get_current_func
 # The same for saved-tensor hooks.
 push_saved_tensors_hooks: Callable[[Any, Any], None] = torch._C._autograd._push_saved_tensors_default_hooks
 
-# Whether such hooks may be pushed: not inside `torch.func.grad` and its kin.
-may_push_hooks: Callable[[], bool] = torch._C._autograd._saved_tensors_hooks_is_enabled
+
+# The innermost pair of active saved-tensor hooks; None if there are none.
+top_saved_tensors_hooks: Callable[[], Any] = functools.partial(
+    torch._C._autograd._top_saved_tensors_default_hooks, False
+)
 
 
 def has_saved_tensors_hooks() -> bool:
-    """Whether any saved-tensor hooks are active."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+    """Whether any saved-tensor hooks are active, or none may be, as inside `torch.func.grad`."""
+    return top_saved_tensors_hooks() is not None or not torch._C._autograd._saved_tensors_hooks_is_enabled()
 
 
 def owner_of_hook(pack: Any) -> object:
@@ -115,11 +118,12 @@ def owner_of_hook(pack: Any) -> object:
 
 def pop_saved_tensors_hooks(owner: object) -> tuple[Any, Any] | None:
     """Take a pair of hooks off the stack and return it, if its pack hook, a method of `owner`, is on top."""
-    top: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    top = top_saved_tensors_hooks()
     if top is None or owner_of_hook(top[0]) is not owner:
         return None
     torch._C._autograd._pop_saved_tensors_default_hooks()
-    return top
+    pair: tuple[Any, Any] = top
+    return pair
 
 
 # Let views and aliases made inside a dispatch mode share the version counter of their base, as they do outside.

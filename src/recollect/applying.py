@@ -234,15 +234,15 @@ def _check_not_applied(model: nn.Module, forwards: Iterable[PlacedForward]) -> N
     for name, module in model.named_modules():
         own = vars(module).get("forward")
         if isinstance(own, PlacedForward) and not isinstance(own, EagerForward) and id(module) in inside:
-            raise _already_applied(name, "a recollect plan", "call applied.remove() first")
+            raise already_applied(name, "a recollect plan", "call applied.remove() first")
         if is_checkpoint_wrapper(module):
-            raise _already_applied(name, "torch's CheckpointWrapper", "build the model without checkpoint_wrapper")
+            raise already_applied(name, "torch's CheckpointWrapper", "build the model without checkpoint_wrapper")
         # In diffusers the model has the flag, not its blocks.
         if getattr(module, "gradient_checkpointing", False) is True and (
             id(module) in inside or any(id(part) in planned for part in module.modules())
         ):
             remedy = f"call model.{_switch_of(model)}() first"
-            raise _already_applied(name, "Hugging Face's gradient checkpointing", remedy)
+            raise already_applied(name, "Hugging Face's gradient checkpointing", remedy)
 
 
 def _switch_of(model: nn.Module) -> str:
@@ -252,7 +252,8 @@ def _switch_of(model: nn.Module) -> str:
     return next(there, "gradient_checkpointing_disable")
 
 
-def _already_applied(path: str, by: str, remedy: str) -> AlreadyAppliedError:
+def already_applied(path: str, by: str, remedy: str) -> AlreadyAppliedError:
+    """Return the error about a module that recomputes by another mechanism, which `remedy` ends."""
     return AlreadyAppliedError(
         f"cannot apply a plan: {unit_words(path, 'module')} recomputes already, by {by}; a value would be recomputed twice. "
         f"To have recollect decide, {remedy}."

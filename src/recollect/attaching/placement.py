@@ -15,13 +15,7 @@ from typing import Any, Final, Protocol
 import torch
 from torch import nn
 
-from recollect._torch_private import (
-    num_dispatch_modes,
-    profiler_is_active,
-    transforms_are_active,
-    uncompiled,
-    untraced,
-)
+from recollect._torch_private import num_dispatch_modes, profiler_is_active, transforms_are_active, uncompiled, untraced
 from recollect.applying import apply_own, apply_policy
 from recollect.attaching.planned_step import PlannedStep
 from recollect.attaching.unit_watch import UnitWatch

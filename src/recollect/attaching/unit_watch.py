@@ -16,14 +16,16 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import nn
 
-from recollect._torch_private import transforms_are_active, uncompiled
+from recollect._torch_functions import python_backward
+from recollect._torch_private import current_autograd_node, uncompiled
+from recollect.applying import already_applied
+from recollect.engine.own_checkpoints import running_unit, tell_once
 from recollect.engine.placed_forward import PlacedForward
 from recollect.engine.policy import DropAll
 from recollect.engine.tape import Tape
 
 _ANY_NUMBER: Final = sys.maxsize
 # Looked up in every run of a unit.
-_is_grad_enabled = torch.is_grad_enabled
 _Tensor = torch.Tensor
 
 
@@ -124,8 +126,15 @@ class WatchedUnit(PlacedForward):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the unit as planned, if the plan foresees this run."""
         watch = self.watch
-        if not watch.is_on or not _is_grad_enabled() or transforms_are_active():
+        if not watch.is_on or not self.recomputes():
             return self.forward(*args, **kwargs)
+        if current_autograd_node() >= 0:
+            watch.meet_other(self)
+        with running_unit():
+            return self._run(args, kwargs)
+
+    def _run(self, args: Any, kwargs: Any) -> Any:
+        watch = self.watch
         self.left -= 1
         first = args[0] if args else None
         if type(first) is _Tensor:
@@ -200,6 +209,21 @@ class UnitWatch:
             return 1
         return -any(unit.left > 0 for unit in self.units)
 
+    def meet_other(self, unit: WatchedUnit) -> None:
+        """Tell that something else than a plan runs a unit again in backward.
+
+        Raises:
+            AlreadyAppliedError: what it does depends on what the unit saves, and so on the plan.
+        """
+        function = python_backward()
+        if function is None:
+            by = "hooks of its own on saved tensors"
+            raise already_applied(unit.path, by, "call it without them")
+        tell_once(
+            f"{function.__module__}.{function.__qualname__} runs layers again in backward, and no plan can change that. "
+            "To have recollect decide, call torch.utils.checkpoint with use_reentrant=False, or the layers themselves."
+        )
+
     def run_unforeseen(self, unit: WatchedUnit, args: Any, kwargs: Any) -> Any:
         """Run a unit more often, or on larger inputs, than the plan allows; or any unit after that."""
         is_foreseen = unit.left >= 0 and unit.numel <= unit.most_numel
@@ -209,7 +233,7 @@ class UnitWatch:
             self._has_departed = self.is_lean = True
             self._departs(unit.path)
         forward = unit.forward
-        if (is_foreseen and self._keeps_to_plan) or not unit.recomputes():
+        if is_foreseen and self._keeps_to_plan:
             return forward(*args, **kwargs)
         # Without the forward that a plan put in place.
         while isinstance(forward, PlacedForward):

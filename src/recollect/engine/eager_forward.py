@@ -19,6 +19,7 @@ from recollect._torch_private import (
     uncompiled,
     without_compiler,
 )
+from recollect.engine.own_checkpoints import running_unit
 from recollect.engine.placed_forward import PlacedForward, unit_module
 from recollect.errors import BudgetWarning, ConfigError, ConfigWarning
 from recollect.plans.paths import paths_above, unit_words
@@ -51,9 +52,9 @@ def eager_forwards(
     known |= {id(part) for path in compiled_paths for part in unit_module(model, path).modules()}
     units = set(unit_paths) if known else set()
     above = {path for unit in units for path in ("", *paths_above(unit))} - units
-    modules = [model.get_submodule(path) for path in sorted(above)]
-    modules += [unit for unit in map(model.get_submodule, sorted(units)) if not has_compiled_forward(unit)]
-    return [EagerForward(module) for module in modules if id(module) not in known and _may_place(module)]
+    forwards = [EagerForward(model.get_submodule(path)) for path in sorted(above)]
+    forwards += [KeptUnit(unit) for unit in map(model.get_submodule, sorted(units)) if not has_compiled_forward(unit)]
+    return [forward for forward in forwards if id(forward.module) not in known and _may_place(forward.module)]
 
 
 def _may_place(module: nn.Module) -> bool:
@@ -72,6 +73,16 @@ class EagerForward(PlacedForward):
             return self.forward(*args, **kwargs)
         look_for_compiler(self)
         return (compiled_function(self.forward) or self.forward)(*args, **kwargs)
+
+
+class KeptUnit(EagerForward):
+    """Does the same for a unit."""
+
+    @uncompiled
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run it as a unit."""
+        with running_unit():
+            return super().__call__(*args, **kwargs)
 
 
 def expect_compiler(model: nn.Module) -> None:

@@ -268,7 +268,7 @@ class OpMode(TorchDispatchMode):
         self._fakes = fake_mode()
 
     def is_foreign(self) -> bool:
-        """Whether this is no part of the step but a trial on fake tensors, as DTensors make before an op's first run, or traced."""
+        """Whether this is no part of the step but a trial on fake tensors, as DTensors make before an op runs, or traced."""
         return fake_mode() is not self._fakes or tracing_mode() is not None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

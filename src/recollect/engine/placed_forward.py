@@ -6,9 +6,10 @@ The micro-batches of a pipeline's stage may have plans of their own: one after t
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
@@ -32,6 +33,8 @@ class PlacedForward:
     """Stands in for a module's bound `forward`; copied and pickled as the plain method, without the plan."""
 
     applied: Applied
+    # All that are in place, on any model.
+    placed: ClassVar[weakref.WeakSet[PlacedForward]] = weakref.WeakSet()
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -63,6 +66,7 @@ class PlacedForward:
     def put(self) -> None:
         """Place this on the module."""
         self.is_on = True
+        self.placed.add(self)
         if not self.is_placed:
             # Read it now: another forward may have been placed since this object was made.
             self.forward = self.module.forward
@@ -73,6 +77,7 @@ class PlacedForward:
     def take_off(self) -> None:
         """Restore the module's earlier forward."""
         self.is_on = False
+        self.placed.discard(self)
         if vars(self.module).get("forward") is not self:
             return  # Another forward wraps this one: stay in place, switched off, and pass calls through.
         self.is_placed = False

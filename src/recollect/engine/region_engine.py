@@ -29,6 +29,7 @@ from recollect._torch_private import function_mode_stack, uncompiled
 from recollect.engine.draws import HostDraws, RegionDraws
 from recollect.engine.eager_forward import look_for_compiler
 from recollect.engine.opcall import current_settings
+from recollect.engine.own_checkpoints import running_unit
 from recollect.engine.placed_forward import PlacedForward, unit_module
 from recollect.engine.region_state import ModuleState, WrittenBuffers
 from recollect.engine.self_check import SwitchedOff, switched_off
@@ -61,9 +62,10 @@ class _RegionForward(PlacedForward):
         if not self.has_looked:
             look_for_compiler(self)
         runs = _Runs(self.written, self.forward, (args, kwargs))
-        return checkpoint(
-            runs.run, *args, use_reentrant=False, preserve_rng_state=False, context_fn=runs.contexts, **kwargs
-        )
+        with running_unit():
+            return checkpoint(
+                runs.run, *args, use_reentrant=False, preserve_rng_state=False, context_fn=runs.contexts, **kwargs
+            )
 
 
 class _Runs:
@@ -120,4 +122,5 @@ class _Runs:
             stack.callback(setattr, self, "arguments", None)
             stack.enter_context(self.draws.second())
             stack.enter_context(self.host_draws.second())
+            stack.enter_context(running_unit())
             yield

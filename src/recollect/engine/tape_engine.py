@@ -13,6 +13,7 @@ from recollect._torch_private import has_compiled_forward, is_compiled_module, u
 from recollect.engine.compiled.compiled_engine import compiled_forwards
 from recollect.engine.eager_forward import look_for_compiler
 from recollect.engine.offload.flight import HostUse, Offload
+from recollect.engine.own_checkpoints import running_unit
 from recollect.engine.placed_forward import PlacedForward, unit_module
 from recollect.engine.policy import PlanPolicy
 from recollect.engine.region_engine import region_forwards
@@ -117,7 +118,8 @@ class _UnitForward(PlacedForward):
             return self.forward(*args, **kwargs)
         if not self.has_looked:
             look_for_compiler(self)
-        return self.tape.run(self.path, self.forward, args, kwargs)
+        with running_unit():
+            return self.tape.run(self.path, self.forward, args, kwargs)
 
 
 class _ScopeForward(PlacedForward):

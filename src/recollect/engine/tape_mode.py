@@ -16,7 +16,6 @@ from recollect._torch_private import (
     has_saved_tensors_hooks,
     is_opaque_subclass,
     is_traceable_wrapper_subclass,
-    may_push_hooks,
     pop_dispatch_mode,
     pop_saved_tensors_hooks,
     push_dispatch_mode,
@@ -124,7 +123,7 @@ class TapeMode(OpMode):
             self.is_watching = True
         elif self.is_watching and not ops:
             self.is_watching = not pop_dispatch_mode(self)
-        if saves and self._hooks is not None and not has_saved_tensors_hooks() and may_push_hooks():
+        if saves and self._hooks is not None and not has_saved_tensors_hooks():
             push_saved_tensors_hooks(*self._hooks)
             self._hooks = None
         elif self._hooks is None and not saves and self._may_unhook:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from recollect._torch_fsdp import freed_after_forward, is_fully_sharded
-from recollect._torch_functions import runs_python_backward
+from recollect._torch_functions import python_backward
 from recollect._torch_private import current_autograd_node, desugars, is_fake_tensor, tree_leaves, untraced
 from recollect.engine.facts import OpFacts, OpMode, facts_of
 from recollect.engine.function_call import FunctionCall
@@ -160,7 +160,7 @@ class RecordingTape(Tape):
         if not isinstance(tracker_of(storage), Persistent) or storage is None:
             return tensor
         if not torch.is_grad_enabled():  # Else backward builds a graph, which holds it.
-            if not runs_python_backward():
+            if python_backward() is None:
                 return tensor
             # A copy, as the tape may hold the tensor itself to compute other values from it.
             with self.recorder.unseen():
