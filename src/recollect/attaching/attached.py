@@ -100,7 +100,6 @@ class Attached:
         self._state = State.IDLE
         self._recording: StepRecording | None = None
         self._now = StepUnderWay()
-        self._is_disturbed = False
         _handles.add(self)
 
     @property
@@ -194,28 +193,18 @@ class Attached:
         is_planned, active = self._state is State.PLANNED, self._placement.active
         if is_planned and step.is_first and active is not None:
             self._meter.begin(active, self.num_steps)
-        self._watch.begin(step, is_planned=is_planned, is_on=self._state is not State.IDLE)
+        self._watch.begin(step, is_planned=is_planned)
 
     def _begin_step(self) -> None:
         """Watch the model as it is built now."""
-        if self._structure.look() and not self._structure.recomputes():
+        if self._structure.look():
             self._placement.remove()
             self._units = find_units(self.model, self._named_units)
             self._placement.begin(self.unit_paths)
-        self._is_disturbed = self._structure.recomputes()
-        if self._is_disturbed:
-            self._planner.warn_once(
-                "layers recompute by a mechanism of their own (checkpoint wrappers, or Hugging Face's switch), which "
-                "was switched on after attach: values are recomputed twice, and the plan does not hold. Switch it off",
-                key="other mechanism",
-            )
 
     def _decide(self, call: Call) -> None:
         """Choose the plan, recorder or policy for a call, and put it in place."""
-        is_disturbed, chosen = self._choice()
-        if is_disturbed:
-            self._state = State.IDLE
-            return
+        chosen = self._choice()
         is_first = self._now.is_first
         is_refused = chosen is None and bool(self.planned) and self._on_larger != "replan"
         wants_recording = is_first and not is_refused and (chosen is None or self._planner.missed.attempts_left > 0)
@@ -238,23 +227,20 @@ class Attached:
             self._placement.put_leanest(self._lean_units(call, self.planned if self._lockstep.ranks.is_alone else []))
             self._state = State.LEAN
 
-    def _choice(self) -> tuple[bool, PlannedStep | None]:
-        """Return whether the plan is disturbed, in some process; and the fastest planned step that covers the calls so far."""
-        step, active, is_disturbed = self._now, self._placement.active, self._is_disturbed
+    def _choice(self) -> PlannedStep | None:
+        """Return the fastest planned step that covers the calls so far, in all processes."""
+        step, active = self._now, self._placement.active
         if self._lockstep.ranks.is_alone:
-            chosen = self._planner.steps.choice(
+            return self._planner.steps.choice(
                 step.calls, active, lambda: self._on_larger == "replan" and self._can_record()
             )
-            return is_disturbed, chosen
         missed = self._planner.missed.attempts_left > 0
         covering = self._planner.steps.covering(step.calls)
-        is_calm, steps, has_missed = self._lockstep.at_call(
-            covering, self.num_steps, is_first=step.is_first, is_calm=not is_disturbed, missed=missed
-        )
+        steps, has_missed = self._lockstep.at_call(covering, self.num_steps, is_first=step.is_first, missed=missed)
         if has_missed and not missed:
             self._planner.missed.note([], attempts=1)  # Another one did; this one takes part in its recording.
         stays = active in steps and not step.is_first
-        return not is_calm, active if stays else next(iter(steps), None)
+        return active if stays else next(iter(steps), None)
 
     def _departs(self, path: str) -> None:
         """Note the first run of a unit that the plan does not foresee."""

@@ -207,19 +207,18 @@ class CallWatch:
         self._begin = held_now(self._device)
         self._next_s = begin_s + 2 * (time.perf_counter() - begin_s) / _PRICE
 
-    def begin(self, step: StepUnderWay, *, is_planned: bool, is_on: bool) -> None:
+    def begin(self, step: StepUnderWay, *, is_planned: bool) -> None:
         """Say which runs of units a call may have.
 
         Args:
             step: the step whose last call so far this is.
             is_planned: the plan in place is meant for it.
-            is_on: a plan or policy is in place, so that its runs count.
         """
         active = self._placement.active if is_planned else None
         foreseen = None if active is None else active.foreseen(step.calls)
         if active is None or foreseen is None:
             step.foresee(None)
-            self._placement.units.allow_all(is_on=is_on)
+            self._placement.units.allow_all()
             return
         course, spare = foreseen
         step.foresee(course)

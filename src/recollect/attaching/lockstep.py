@@ -58,20 +58,19 @@ class Lockstep:
         self._replicas = [module for module in model.modules() if is_data_parallel(module)]
 
     def at_call(
-        self, covering: Sequence[PlannedStep], step: int, *, is_first: bool, is_calm: bool, missed: bool
-    ) -> tuple[bool, list[PlannedStep], bool]:
+        self, covering: Sequence[PlannedStep], step: int, *, is_first: bool, missed: bool
+    ) -> tuple[list[PlannedStep], bool]:
         """Exchange the facts about a call in all processes; use only this one's if they have agreed not to ask in this step.
 
         Args:
             covering: steps that cover the calls of this process.
             step: its number.
             is_first: the call is the first of its step.
-            is_calm: nothing disturbs the plan in this process.
             missed: a step of this process was not covered, and has to be recorded.
 
         Returns:
-            Whether nothing disturbs the plan; steps that cover the calls so far, the least recompute first; and whether in some
-            process a step was not covered, and has to be recorded.
+            Steps that cover the calls so far, the least recompute first; and whether in some process a step was not covered, and
+            has to be recorded.
 
         Raises:
             RecordError: a process may have fewer batches than others, or calls the model less often.
@@ -85,17 +84,17 @@ class Lockstep:
         if is_first:
             self.asks = step >= self._next_step
         if not self.asks:
-            return is_calm, _least_recompute_first(covering), missed
+            return _least_recompute_first(covering), missed
         self.place = Place.FIRST_CALL if is_first else Place.LATER_CALL
         own = {planned.number: planned for planned in covering}
-        flags = [*(number in own for number in range(self._num_recorded)), is_calm, not missed]
-        *is_common, all_calm, none_missed = self.ranks.all_of(flags, self.place)
+        flags = [*(number in own for number in range(self._num_recorded)), not missed]
+        *is_common, none_missed = self.ranks.all_of(flags, self.place)
         steps = _least_recompute_first(own[number] for number, is_so in enumerate(is_common) if is_so)
-        is_steady = self._may_differ and all_calm and none_missed and bool(steps)
+        is_steady = self._may_differ and none_missed and bool(steps)
         self._num_steady = self._num_steady + is_first if is_steady else 0
         if is_first and self._num_steady >= _STEADY_STEPS:
             self._next_step = step + _ASKS_EVERY
-        return all_calm, steps, not none_missed
+        return steps, not none_missed
 
     def note_plan(self, planned: PlannedStep) -> None:
         """Note a step that all have recorded."""

@@ -4,7 +4,7 @@ A plan holds for the recorded step and for smaller ones. A step is a sequence of
 them; once nothing waits for backward, a new group begins. A call is covered if a recorded group begins with the same
 calls, in shapes at least as large, with equal arguments, from gradients that were alive then if they are now.
 
-A model that is built otherwise than before (layers, parameters, hooks, another way to recompute) is noticed between steps. As
+A model that is built otherwise than before (layers, parameters, hooks) is noticed between steps. As
 that is looked for in every step, it takes microseconds: PyTorch says when something is registered in a module, and the rest
 shows in the lengths of dictionaries and tensors.
 """
@@ -25,12 +25,10 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
-from recollect._torch_parallel import is_checkpoint_wrapper
 from recollect._torch_private import tree_leaves
 from recollect.engine.together import is_partitioned
 from recollect.weak_hooks import register_weakly
 
-_FLAG = "gradient_checkpointing"
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks")
 
 
@@ -182,7 +180,7 @@ class Structure:
     """How a model is built.
 
     Args:
-        model: without another mechanism that recomputes.
+        model: any.
 
     Attributes:
         parameters: the parameters of the model, when `look` last found a change.
@@ -215,10 +213,6 @@ class Structure:
         self.version += has_changed
         return has_changed
 
-    def recomputes(self) -> bool:
-        """Return whether layers recompute by checkpoint wrappers, or Hugging Face's switch."""
-        return any(flags.get(_FLAG) is True for flags in self._flags) or self._has_wrappers
-
     def _note(self, module: nn.Module, name: str, registered: Any) -> None:
         """Note that something is about to be registered in one of the modules, in place of something else."""
         if id(module) in self._ids and not any(
@@ -243,8 +237,6 @@ class Structure:
             m._parameters for m in self._modules
         ]
         self._hooks: list[dict[int, Any]] = [getattr(module, name) for module in self._modules for name in _HOOKS]
-        self._flags = [vars(module) for module in self._modules if _FLAG in vars(module)]
-        self._has_wrappers = any(map(is_checkpoint_wrapper, self._modules))
         self._seen_shape = self._shape()
         self._num_hooks = sum(map(len, self._hooks))
         self._is_stale = False

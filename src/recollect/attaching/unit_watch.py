@@ -190,9 +190,9 @@ class UnitWatch:
             unit.left, unit.spare = unit.allowed, spare.get(unit.path, 0)
             unit.numel = 0
 
-    def allow_all(self, *, is_on: bool) -> None:
-        """Begin a call that is recorded, or without a plan; `is_on`: count its runs."""
-        self.is_on, self.is_lean = is_on, False
+    def allow_all(self) -> None:
+        """Begin a call that is recorded, or without a plan."""
+        self.is_on, self.is_lean = True, False
         for unit in self.units:
             unit.allowed = unit.left = unit.most_numel = _ANY_NUMBER
             unit.numel = unit.spare = 0

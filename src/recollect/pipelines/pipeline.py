@@ -146,7 +146,7 @@ class RecordedPieces:
                 begun = (*parts.parts[FORWARD], *parts.parts[INPUT])
                 first = replace(profile, log=StepLog(blocks=(begun,), sequence=((0, -1),)))
                 first_s = simulate(first, decisions).recompute_s
-            self._added[key] = plan, (first_s, whole_s - first_s)
+            self._added[key] = plan, (first_s, max(0.0, whole_s - first_s))
         return self._added[key][1]
 
 

@@ -30,14 +30,13 @@ def engine_options(graph: UnitGraph, *, output: Action = Action.KEEP) -> tuple[O
     again = Option(Stored(), frozenset(), output_bytes, graph.rerun_s or graph.forward_s, engine=EngineChoice.REGION)
     if not graph.variants:
         return _sorted([again, *hull[:-1]], hull[-1]) if graph.rerun_s else hull
-    default_s = graph.variants[0].step_s
-    eager_s = graph.eager_s - default_s
+    eager_s = graph.beyond_default_s(graph.eager_s)
     compiled = [
         Option(
             stored=Stored.whole_values(variant.kept),
             recompute_ops=frozenset(),
             kept_bytes=variant.own_bytes + output_bytes,
-            recompute_s=variant.step_s - default_s,
+            recompute_s=graph.beyond_default_s(variant.step_s),
             engine=EngineChoice.COMPILE,
             variant=number,
         )

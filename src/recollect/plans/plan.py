@@ -101,8 +101,8 @@ class Plan(ShownInNotebooks):
             nbytes = getattr(self, name)
             if nbytes is not None and nbytes < 0:
                 raise PlanError(f"{name}: got {nbytes}, expected 0 or more")
-        # Compiled units may be faster than with PyTorch's own choice.
-        least = {"predicted_slowdown": -1 if self.is_compiled else 0}
+        # Where units were compiled for the profile, others may be faster than with the compiler's own choice.
+        least = {"predicted_slowdown": -1}
         for name in ("predicted_slowdown", "bound_slowdown", "host_wait_slowdown", "low_factor", "high_factor"):
             slowdown = getattr(self, name)
             if slowdown is not None and not (math.isfinite(slowdown) and slowdown >= least.get(name, 0)):

@@ -180,6 +180,11 @@ class UnitGraph:
         modules = {module_of(self.values[value].name) for value in dropped}
         return self.tape_s + math.fsum(seconds for module, seconds in self.module_tape_s if module in modules)
 
+    def beyond_default_s(self, seconds: float) -> float:
+        """Return the seconds beyond those of the compiler's own choice; 0 if they differ by rounding, as of modelled times."""
+        default_s = self.variants[0].step_s
+        return 0.0 if math.isclose(seconds, default_s) else seconds - default_s
+
     @property
     def saved_values(self) -> list[int]:
         """Indices of values that autograd saves in the step without recompute, except inputs of the unit and other leaves."""

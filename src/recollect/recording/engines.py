@@ -170,6 +170,6 @@ def _compiled_step(profile: Profile) -> Profile:
     """Return the profile of the step in which all units with variants run compiled, as PyTorch chooses."""
     graphs = profile.graphs
     compiled = [(call.num_runs, graphs[call.graph]) for call in profile.calls if graphs[call.graph].variants]
-    saved_s = math.fsum(number * (graph.eager_s - graph.variants[0].step_s) for number, graph in compiled)
+    saved_s = math.fsum(number * graph.beyond_default_s(graph.eager_s) for number, graph in compiled)
     units_s = math.fsum(number * graph.variants[0].step_s for number, graph in compiled)
     return replace(profile, step_s=max(units_s, profile.step_s - saved_s))

@@ -244,8 +244,7 @@ def _caller(window: Window | None) -> int:
 
 def _engine_s(graph: UnitGraph, num_runs: int) -> tuple[float, ...]:
     """Return the seconds that each variant of a unit adds to PyTorch's own choice, and, last, that the eager unit adds."""
-    default_s = graph.variants[0].step_s
-    return tuple(num_runs * (s - default_s) for s in (*[v.step_s for v in graph.variants], graph.eager_s))
+    return tuple(num_runs * graph.beyond_default_s(s) for s in (*[v.step_s for v in graph.variants], graph.eager_s))
 
 
 def _lasting(profile: Profile) -> list[frozenset[int]]:

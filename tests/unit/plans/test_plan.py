@@ -339,7 +339,7 @@ def test_unit_messages(arguments: dict[str, Any], message: str) -> None:
     ("arguments", "message"),
     [
         ({"budget_bytes": -1}, "budget_bytes: got -1, expected 0 or more"),
-        ({"predicted_slowdown": float("nan")}, "predicted_slowdown: got nan, expected a finite number, 0 or more"),
+        ({"predicted_slowdown": float("nan")}, "predicted_slowdown: got nan, expected a finite number, -1 or more"),
         ({"bound_slowdown": -0.1}, "bound_slowdown: got -0.1"),
     ],
 )
@@ -370,7 +370,7 @@ def unit(**changes: Any) -> dict[str, Any]:
         (document(units={}), "units: got {}, expected an array"),
         (document(budget_bytes="16GiB"), 'budget_bytes: got "16GiB", expected an integer, 0 or more'),
         (document(predicted_slowdown="3 %"), 'predicted_slowdown: got "3 %", expected a finite number'),
-        (document(predicted_slowdown=-1), "predicted_slowdown: got -1.0, expected a finite number, 0 or more"),
+        (document(predicted_slowdown=-2), "predicted_slowdown: got -2.0, expected a finite number, -1 or more"),
         (document(note=3), "note: got 3, expected a string"),
         (document(class_names={"0": 3}), r"class_names\.0: got 3, expected a string"),
         (document(class_names={"a.0-1.b.0-1": "ReLU"}), "class_names: 'a.0-1.b.0-1': two ranges in one path"),

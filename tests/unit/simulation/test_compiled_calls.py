@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import replace
 
@@ -24,7 +25,7 @@ from recollect.simulation.decisions import CallActions, compiled_unit, decide, d
 from recollect.simulation.lifetimes import lifetimes
 from recollect.simulation.peak_sums import PeakSums
 from recollect.simulation.program import Program
-from recollect.simulation.simulate import simulate
+from recollect.simulation.simulate import simulate, simulated_plan
 from recollect.simulation.windows import windows
 
 _TWO_VARIANTS = (
@@ -67,6 +68,16 @@ def test_eager_units_take_longer_than_compiled_ones() -> None:
     profile = _one_unit()
     assert simulate(profile, [CallActions()]).recompute_s == 1.0
     assert simulate(profile, [drop_all(profile.graphs[0])]).recompute_s == 2.0
+
+
+@pytest.mark.parametrize(
+    ("eager_s", "slowdown"), [(math.nextafter(4.0, 0.0), 0.0), (3.0, -0.1)], ids=["by rounding", "measured"]
+)
+def test_eager_units_that_are_faster_than_compiled_ones(eager_s: float, slowdown: float) -> None:
+    profile = _one_unit()
+    profile = replace(profile, graphs=(replace(profile.graphs[0], eager_s=eager_s),))
+    made = simulated_plan(profile, Plan({}), simulate(profile, [CallActions()]))
+    assert made.predicted_slowdown == slowdown
 
 
 def test_a_plan_finds_the_variant_that_keeps_what_it_keeps() -> None:
