@@ -340,29 +340,26 @@ def test_a_model_in_eval_mode_is_named() -> None:
     assert attached.recorded_steps == [0, 1]
 
 
-# Layers run other ops under checkpoint (without a cache), of which a plan may or may not drop something.
-@pytest.mark.filterwarnings("ignore::recollect.errors.PlanMismatchWarning")
-def test_another_mechanism_switched_on_later_is_noticed() -> None:
-    model, optimizer, _ = attached_to_llama()
-    first, second = batches((32, 32))
-    model(**first).loss.backward()
-    optimizer.step()
-    hugging_face_flag.enable(model)
-    with pytest.warns(BudgetWarning, match=r"layers recompute by a mechanism of their own .* switched on after attach"):
-        model(**second).loss.backward()
-
-
-# Layers run other ops under checkpoint (without a cache), of which a plan may or may not drop something.
-@pytest.mark.filterwarnings("ignore::recollect.errors.PlanMismatchWarning")
-def test_checkpoint_wrappers_put_on_later_are_noticed() -> None:
-    model, optimizer, _ = attached_to_llama()
-    first, second = batches((32, 32))
-    model(**first).loss.backward()
-    optimizer.step()
+def put_wrappers_on(model: Any) -> None:
     for number, layer in enumerate(model.model.layers):
         model.model.layers[number] = checkpoint_wrapper(layer)
-    with pytest.warns(BudgetWarning, match=r"layers recompute by a mechanism of their own"):
-        model(**second).loss.backward()
+
+
+@pytest.mark.parametrize(
+    ("switch", "name"),
+    [
+        (hugging_face_flag.enable, "Hugging Face's gradient checkpointing"),
+        (put_wrappers_on, "torch's CheckpointWrapper"),
+    ],
+)
+def test_another_mechanism_switched_on_later_is_refused(switch: Callable[[Any], None], name: str) -> None:
+    model, optimizer, _ = attached_to_llama()
+    first, second = batches((32, 32))
+    model(**first).loss.backward()
+    optimizer.step()
+    switch(model)
+    with pytest.raises(AlreadyAppliedError, match=f"recomputes already, by {name}"):
+        model(**second)
 
 
 class Passing(TorchDispatchMode):

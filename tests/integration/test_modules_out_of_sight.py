@@ -247,8 +247,8 @@ def test_a_module_that_fails_leaves_the_tape_in_order() -> None:
             assert_same_gradients(expected[fails], gradients(model, batch(), square))
 
 
+@pytest.mark.filterwarnings("ignore:recollect. torch.utils.checkpoint has no effect")
 def test_a_checkpoint_that_begins_later_inside_a_unit() -> None:
-    """Its hooks stay on top of the tape's, also where these were off when it began: it counts what is saved."""
     checkpoints = False
 
     class Checkpointed(nn.Module):

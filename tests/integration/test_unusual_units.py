@@ -329,10 +329,12 @@ FUNCTIONS = (
     custom_op_on_kept,
     one_element,
     partly_without_gradient,
+    functions_of_functions,
 )
 
 
 @every_plan
+@pytest.mark.filterwarnings("ignore:recollect. torch.utils.checkpoint has no effect")
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
 def test_function(function: Callable[[Unit, Tensor], Tensor], policy: Policy) -> None:
     check(lambda: Unit(function), policy)
@@ -353,13 +355,6 @@ def test_a_buffer_is_filled_again_if_all_of_it_was_filled_in_sight(
 
 def test_layout_of_a_kept_value_is_changed_in_place() -> None:
     check(lambda: Unit(layout_in_place), Only(frozenset({"add"})))
-
-
-@pytest.mark.parametrize("policy", [FULL, NOTHING_KEPT])
-def test_function_transforms_are_refused_by_pytorch(policy: Policy) -> None:
-    """`torch.func` cannot be used under saved-tensor hooks, nor under non-reentrant checkpoint for the same reason."""
-    with pytest.raises(RuntimeError, match="don't yet support saved tensor hooks"):
-        check(lambda: Unit(functions_of_functions), policy)
 
 
 def _recurrent(unit: Any, hidden: Tensor) -> Tensor:

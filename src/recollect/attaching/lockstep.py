@@ -69,8 +69,8 @@ class Lockstep:
             missed: a step of this process was not covered, and has to be recorded.
 
         Returns:
-            Steps that cover the calls so far, the least recompute first; and whether in some process a step was not covered, and
-            has to be recorded.
+            Steps that cover the calls so far, the least recompute first; and whether a step of some process was not
+            covered, and has to be recorded.
 
         Raises:
             RecordError: a process may have fewer batches than others, or calls the model less often.

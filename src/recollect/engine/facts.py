@@ -202,7 +202,7 @@ def facts_of(func: Any) -> OpFacts:
         writes=writes,
         # A custom op can read the generator without a tag that says so (flash-attn's dropout does).
         is_random=torch.Tag.nondeterministic_seeded in tags or is_foreign,
-        keeps=not (returns or writes)
+        keeps=not (writes or any("Tensor" in str(r.type) for r in returns))
         or name in _INDEX_LIKE
         or name in _GRAD_DEPENDENT
         or is_collective

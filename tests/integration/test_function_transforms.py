@@ -1,0 +1,94 @@
+"""Function transforms and forward-mode differentiation anywhere in a step: bit for bit as without recollect."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, func, nn
+from torch.autograd import forward_ad
+
+import recollect
+
+Function = Callable[[Tensor], Tensor]
+
+
+def dual(function: Function, x: Tensor) -> Any:
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(function(forward_ad.make_dual(x, x.detach().cos()))).tangent
+
+
+TRANSFORMS: dict[str, Callable[[Function, Tensor], Any]] = {
+    "jvp": lambda f, x: func.jvp(f, (x,), (x.detach().cos(),))[1],
+    "vjp": lambda f, x: func.vjp(f, x)[1](x.detach().cos())[0],
+    "linearize": lambda f, x: func.linearize(f, x)[1](x.detach().cos()),
+    "vmap": lambda f, x: func.vmap(f)(x),
+    "grads of rows": lambda f, x: func.vmap(func.grad(lambda row: f(row).square().sum()))(x),
+    "jacrev": lambda f, x: func.jacrev(f)(x).sum((0, 1)),
+    "jacfwd": lambda f, x: func.jacfwd(f)(x).sum((0, 1)),
+    "hessian": lambda f, x: func.hessian(lambda v: f(v).square().mean())(x).sum((0, 1)),
+    "dual numbers": dual,
+}
+
+
+class Block(nn.Module):
+    def __init__(self, transform: Callable[[Function, Tensor], Any]) -> None:
+        super().__init__()
+        self.up, self.down, self.transform = nn.Linear(8, 32), nn.Linear(32, 8), transform
+
+    def inner(self, hidden: Tensor) -> Any:
+        return self.down(nn.functional.gelu(self.up(hidden)))
+
+    def forward(self, hidden: Tensor) -> Any:
+        return hidden + self.transform(self.inner, hidden.sin())
+
+
+def steps(
+    extra: Any, *, inside: bool = False, begins: int = 0, handles: Callable[..., Any] | None = None
+) -> list[Tensor]:
+    """Return the losses and gradients of three steps, in which a transform runs inside the layers, or through the model."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block(extra if inside else lambda f, x: f(x)) for _ in range(3)))
+    optimizer, batch = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9), torch.randn(4, 8)
+    handle = None if handles is None else handles(model, optimizer)
+    found: list[Tensor] = []
+    for step in range(3):
+        loss = model(batch).square().mean()
+        if not inside and step >= begins:
+            loss = loss + extra(model, batch).square().mean()
+            with torch.no_grad():
+                extra(model, batch)
+        loss.backward()
+        found += [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+        optimizer.step()
+        optimizer.zero_grad()
+    if handle is not None:
+        handle.remove()
+    return found
+
+
+def attached(model: nn.Module, optimizer: Any) -> Any:
+    return recollect.attach(model, optimizer, "1MiB", log=lambda _: None)
+
+
+def planned(model: nn.Module, _: Any) -> Any:
+    return recollect.apply(
+        model, recollect.classic_plan(recollect.record(model, torch.randn(4, 8), loss_fn=torch.sum), "full")
+    )
+
+
+PLACES = {"through it": {}, "through it, later": {"begins": 2}, "inside layers": {"inside": True}}
+
+
+@pytest.mark.filterwarnings(
+    "ignore:.*torch.jit.script. is deprecated:DeprecationWarning", "ignore:Attempted to insert a get_attr"
+)
+@pytest.mark.parametrize("handles", [attached, planned])
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_a_step_with_transforms_is_the_same(name: str, place: str, handles: Callable[..., Any]) -> None:
+    expected = steps(TRANSFORMS[name], **PLACES[place])
+    assert all(tensor.isfinite().all() for tensor in expected)
+    assert all(map(torch.equal, steps(TRANSFORMS[name], **PLACES[place], handles=handles), expected))
