@@ -361,4 +361,10 @@ MUTATIONS = (
         "ranks",
         (("yield from (graph.eager_s, *(variant", "yield from (1.0, *(variant"),),
     ),
+    Mutation(
+        "rounding-below-zero",
+        "two modelled times that differ by rounding make a slowdown below zero",
+        "profile",
+        (("return 0.0 if math.isclose(seconds, default_s) else seconds - default_s", "return seconds - default_s"),),
+    ),
 )

@@ -245,12 +245,53 @@ MUTATIONS = (
         "applied-twice",
         "a second plan is put on a model that has one",
         "applying.py",
-        (('raise _already_applied(name, "a recollect plan", "call applied.remove() first")', "pass"),),
+        (('raise already_applied(name, "a recollect plan", "call applied.remove() first")', "pass"),),
     ),
     Mutation(
         "freed-output-dropped",
         "a plan may drop an output whose parameters FSDP2 frees after forward",
         "applying.py",
         (("if unit.output is Action.RECOMPUTE and any(", "if False and any("),),
+    ),
+    Mutation(
+        "own-checkpoint-inside",
+        "a model's own checkpoint inside a unit recomputes what the plan keeps",
+        "engine",
+        (
+            (
+                "return _inside_unit() if _units.running else _outside_units(checkpoint)",
+                "return _outside_units(checkpoint)",
+            ),
+        ),
+    ),
+    Mutation(
+        "own-checkpoint-around",
+        "a model's own checkpoint around units runs them again",
+        "engine",
+        (("has_units = _units.begun > begun", "has_units = False"),),
+    ),
+    Mutation(
+        "own-checkpoint-elsewhere",
+        "what a checkpoint saves in which no unit runs is kept",
+        "engine",
+        (("has_units = _units.begun > begun", "has_units = True"),),
+    ),
+    Mutation(
+        "transform-recorded",
+        "a call of the model under a function transform is recorded as any other",
+        "recording",
+        (("if self._outermost is not module or transforms_are_active():", "if self._outermost is not module:"),),
+    ),
+    Mutation(
+        "transform-in-unit",
+        "a function transform inside a unit is an error",
+        "_torch_functions.py",
+        (("fail_if_non_empty and not is_ours", "fail_if_non_empty"),),
+    ),
+    Mutation(
+        "trace-in-unit",
+        "the tape's own ops are traced by torch.func.linearize",
+        "engine",
+        ((" or tracing_mode() is not None", ""),),
     ),
 )

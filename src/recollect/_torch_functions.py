@@ -157,8 +157,7 @@ for _code in (_look_up.__code__, _Call.__call__.__code__, _Call.set_up.__code__)
 
 def python_backward() -> type | None:
     """Return the Function whose backward is running, as of compiled code; None if it is one of PyTorch's own in C++."""
-    node: Any = torch._C._current_autograd_node()
-    return node._forward_cls if isinstance(node, torch.autograd.function.BackwardCFunction) else None
+    return getattr(torch._C._current_autograd_node(), "_forward_cls", None)
 
 
 class CheckpointHooks(saved_tensors_hooks):
@@ -238,10 +237,11 @@ def have_checkpoints_begin(begin: Callable[[Checkpoint, bool], Checkpoint]) -> N
 
     Models keep `checkpoint` itself under names of their own.
     """
-    before = torch.utils.checkpoint._checkpoint_without_reentrant_generator
+    module: Any = torch.utils.checkpoint
+    before = module._checkpoint_without_reentrant_generator
 
     def run(function: Any, preserve: bool, context_fn: Any, *args: Any, **kwargs: Any) -> Checkpoint:
         own: Checkpoint = before(function, preserve, context_fn, *args, **kwargs)
         return begin(own, context_fn is not noop_context_fn) if torch.is_grad_enabled() else own
 
-    torch.utils.checkpoint._checkpoint_without_reentrant_generator = run
+    module._checkpoint_without_reentrant_generator = run

@@ -108,7 +108,8 @@ top_saved_tensors_hooks: Callable[[], Any] = functools.partial(
 
 def has_saved_tensors_hooks() -> bool:
     """Whether any saved-tensor hooks are active, or none may be, as inside `torch.func.grad`."""
-    return top_saved_tensors_hooks() is not None or not torch._C._autograd._saved_tensors_hooks_is_enabled()
+    hooks: Any = torch._C._autograd
+    return top_saved_tensors_hooks() is not None or not hooks._saved_tensors_hooks_is_enabled()
 
 
 def owner_of_hook(pack: Any) -> object:
