@@ -62,7 +62,7 @@ class Shown:
 
 
 COMMANDS = {
-    "plan": Shown(f"recollect plan {_LARGE} --memory-budget 72GiB"),
+    "plan": Shown(f"recollect plan {_LARGE} --memory-budget 72GiB --out plan.json"),
     "frontier": Shown(f"recollect frontier {_LARGE}", seconds=15),
     "explain": Shown(
         f"recollect explain {_LARGE} --recompute-granularity selective --recompute-modules mlp", seconds=15

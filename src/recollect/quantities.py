@@ -27,6 +27,8 @@ _LARGEST_BYTES = 10**30
 _LONGEST_TEXT = 64
 # A budget of so few bytes, as text without a suffix, is a percentage whose sign was forgotten.
 _MOST_PERCENT = 100
+# A larger float is a number of bytes, such as 16e9.
+_MOST_GIB = 1e6
 
 
 def parse_bytes(value: str | int) -> int:
@@ -136,7 +138,8 @@ def _refuse_lone_number(value: object) -> None:
         return
     raise QuantityError(
         value,
-        f"has no unit; write {percent!r} for that part of the peak without recompute, or an amount such as '16GiB'",
+        f"has no unit; write {percent!r} for that part of the peak without recompute, or an amount such as "
+        f"'{str(value).strip()}GiB'",
     )
 
 
@@ -186,7 +189,12 @@ def _whole_bytes(value: object) -> int:
     try:
         number = operator.index(value)  # type: ignore[arg-type]
     except TypeError:
-        raise QuantityError(value, f"a {type(value).__name__} is no number of bytes; {_EXPECTED}") from None
+        expected = _EXPECTED
+        if isinstance(value, float) and 0 < value < math.inf:
+            expected = (
+                f"write {value:.0f}" if value > _MOST_GIB else f"write '{value:g}GiB', or a whole number of bytes"
+            )
+        raise QuantityError(value, f"a {type(value).__name__} is no number of bytes; {expected}") from None
     return _checked(value, number)
 
 

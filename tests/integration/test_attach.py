@@ -23,6 +23,7 @@ from recollect.attaching.attached import Attached
 from recollect.engine.content import has_same_bits
 from recollect.errors import (
     AlreadyAppliedError,
+    ArgumentError,
     BudgetTooSmallError,
     BudgetWarning,
     LargerStepError,
@@ -152,9 +153,17 @@ def test_what_is_held_beside_the_step_is_named_where_nothing_fits_any_more() -> 
 
 
 def test_what_cannot_fit_at_first_is_an_error_of_the_optimizers_step() -> None:
-    model, optimizer, _ = attached_to_llama("10KiB")
-    with pytest.raises(BudgetTooSmallError):
+    """It ends in one frame of ours; the handle cannot be copied, which the error of that says."""
+    model, optimizer, attached = attached_to_llama("10KiB")
+    message = r"^recollect\.attach\(budget='10KiB'\), after the first step: 10\.0 KiB .* is below .* Call attached\.remove\(\) b"
+    with pytest.raises(BudgetTooSmallError, match=message) as refused:
         commonest_loop(32)(model, optimizer)
+    assert [frame.name for frame in refused.traceback][-2:] == ["wrapper", "_after_optimizer"]
+    for copied in (pickle.dumps, copy.deepcopy):
+        with pytest.raises(
+            ArgumentError, match=r"^cannot copy or pickle <attached to .* Save its plan, plan\.save\(path\)"
+        ):
+            copied(attached)
 
 
 def test_larger_steps_can_be_refused_or_warned_of() -> None:
@@ -414,8 +423,10 @@ def test_messages() -> None:
     with pytest.raises(RecordError, match="model '1' is a str, expected a torch.nn.Module"):
         recollect.attach([model, "critic"], optimizer)  # type: ignore[list-item]
     with recollect.attach(model, optimizer, "95%"):
-        with pytest.raises(AlreadyAppliedError, match="it has a plan already"):
+        with pytest.raises(AlreadyAppliedError, match=r"has a plan already\. Remove it first: attached\.remove\(\)\."):
             recollect.attach(model, optimizer, "95%")
+        with pytest.raises(AlreadyAppliedError, match=r"remove that plan first: attached\.remove\(\)\."):
+            recollect.record(model, torch.ones(1, 4, dtype=torch.int64))
     hugging_face_flag.enable(model)
     with pytest.raises(AlreadyAppliedError, match="Hugging Face's gradient checkpointing"):
         recollect.attach(model, optimizer, "95%")

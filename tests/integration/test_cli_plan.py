@@ -100,6 +100,11 @@ def test_hugging_face_config_is_planned(tmp_path: Path) -> None:
     [
         (["plan", *STEP, "--memory-budget", "1KiB"], "is below the least possible peak"),
         (["plan", *STEP, "--memory-budget", "lots"], "'lots': "),
+        (
+            ["plan", "--size", "70b", "--memory-budget", "80GiB"],
+            "no --fake: the model's parameters take 257.0 GiB and its gradients ",
+        ),
+        (["plan", "--size", "llama-8B", "--memory-budget", "60%"], "Did you mean 8b? See"),
         # Found before the step is built: there is no such config.
         (["plan", "--hf-config", "none.json", "--memory-budget", "60"], "'60': has no unit; write '60%' for"),
         (
@@ -197,6 +202,16 @@ def test_a_picture_comes_without_a_plan_file(tmp_path: Path, monkeypatch: pytest
     monkeypatch.chdir(tmp_path)
     assert main(["plan", *STEP, "--fake", "--memory-budget", "70%", "--png", "memory.png"]) == 0
     assert [path.name for path in tmp_path.iterdir()] == ["memory.png"]
+
+
+def test_plans_without_a_name_replace_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "plan.json").write_text("mine")
+    assert main(["plan", *STEP, "--fake", "--memory-budget", "70%"]) == 0
+    assert f"Written to {tmp_path / 'plan-2.json'}." in capsys.readouterr().out
+    assert (tmp_path / "plan.json").read_text() == "mine"
 
 
 def test_timeline_is_printed_and_written_for_other_viewers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

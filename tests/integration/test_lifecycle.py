@@ -212,7 +212,10 @@ def test_a_second_plan_is_refused_and_the_first_stays() -> None:
     expected = step_of(LLAMA, model)
     with apply_policy(model, [f"{layer}.mlp" for layer in LLAMA.layers], FULL):
         for units in (LLAMA.layers, [f"{LLAMA.layers[0]}.mlp.act_fn"], [f"{LLAMA.layers[0]}.mlp"]):
-            with pytest.raises(AlreadyAppliedError, match=r"module 'model\.layers\.0\.mlp.*call applied\.remove\(\)"):
+            with pytest.raises(
+                AlreadyAppliedError,
+                match=r"module 'model\.layers\.0\.mlp.*remove that plan first: for .*: applied\.remove\(\)",
+            ):
                 apply_policy(model, units, FULL)
         assert_same_gradients(expected, step_of(LLAMA, model))
         with apply_policy(model, [f"{layer}.self_attn" for layer in LLAMA.layers], Random(1)):

@@ -101,6 +101,14 @@ PLAN = recollect.plan(PROFILE, "100%")
             lambda: recollect.attach(ADAMW, MODEL),
             "recollect.attach(model, optimizer, budget): got an object of class AdamW",
         ),  # type: ignore[arg-type]
+        (
+            lambda: recollect.attach(MODEL, ADAMW, 60_000, units="layers"),
+            "units: got the text 'layers', expected a list of ",
+        ),
+        (
+            lambda: recollect.record(MODEL, TOKENS, units="0"),
+            "units: got the text '0', expected a list of module paths. Write units=['0'].",
+        ),
         (lambda: recollect.attach("model", ADAMW), "got the text 'model' as model"),  # type: ignore[arg-type]
         (
             lambda: recollect.timeline(PLAN, PROFILE),  # type: ignore[arg-type]

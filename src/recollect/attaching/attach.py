@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from recollect.applying import applied_to
+from recollect.applying import removal_of
 from recollect.arguments import check_kind
 from recollect.attaching.attached import Attached, OnLarger
 from recollect.engine.self_check import check_steps_can_be_recorded
@@ -109,10 +109,9 @@ def attach(
         if not optimizers:
             raise RecordError("attach: got no optimizer, expected the one whose step ends a training step.")
         check_optimizers(whole, optimizers)
-        if applied_to(whole):
+        if removal := removal_of(whole):
             raise AlreadyAppliedError(
-                f"cannot attach to {type(whole).__name__}: it has a plan already. Remove it first: "
-                "for applied in recollect.applied_to(model): applied.remove()."
+                f"cannot attach to {type(whole).__name__}: it has a plan already. Remove it first: {removal}."
             )
         device = device_of(whole, None)
         check_budget(budget, device_bytes=memory_bytes(device))

@@ -22,17 +22,19 @@ import torch
 from torch import nn
 
 from recollect._torch_private import uncompiled
+from recollect.arguments import listed
 from recollect.attaching.held import CallWatch, Departure, StepUnderWay
 from recollect.attaching.lockstep import Lockstep
 from recollect.attaching.placement import Placement, Removable, State, Watcher, obstacle
 from recollect.attaching.planned_step import PlannedStep, report_of
 from recollect.attaching.reserve import LeanStart
-from recollect.attaching.step_end import OptimizersSeen, StepEnd, without_backward
+from recollect.attaching.step_end import OptimizersSeen, StepEnd, to_user, without_backward
 from recollect.attaching.step_meter import StepMeter
 from recollect.attaching.step_planner import StepPlanner
 from recollect.attaching.step_shape import Call, Structure, describe_call
 from recollect.costs.op_costs import MeasuredCosts
-from recollect.errors import LargerStepError
+from recollect.engine.placed_forward import Handle
+from recollect.errors import LargerStepError, RecollectError
 from recollect.plans.paths import unit_words
 from recollect.plans.plan import Plan
 from recollect.plans.unit_plan import UnitPlan
@@ -47,7 +49,7 @@ OnLarger: TypeAlias = Literal["replan", "warn", "raise"]
 _handles: weakref.WeakSet[Attached] = weakref.WeakSet()
 
 
-class Attached:
+class Attached(Handle):
     """The handle that `attach` returns.
 
     Attributes:
@@ -73,7 +75,7 @@ class Attached:
         self.model = model
         self.budget = budget
         self.num_steps = 0
-        self._named_units = None if units is None else list(units)
+        self._named_units = listed(units)
         self._units = find_units(model, self._named_units)
         self._device = device
         self._on_larger: OnLarger = on_larger
@@ -163,12 +165,6 @@ class Attached:
     def remove_too(self, handle: Removable) -> None:
         """Have `remove` remove something else as well."""
         self._hooks.append(handle)
-
-    def __enter__(self) -> Attached:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.remove()
 
     def __repr__(self) -> str:
         return f"<attached to {type(self.model).__name__}, {len(self.planned)} plans>"
@@ -325,7 +321,10 @@ class Attached:
             )
         if self._now.calls and self._end.is_reached:
             self._end.begin_next()
-            self.end_step(type(optimizer).__name__)
+            try:
+                self.end_step(type(optimizer).__name__)
+            except RecollectError as error:
+                raise to_user(error, self.budget) from None
 
     def _take_over(self, optimizer: torch.optim.Optimizer, has_stepped: bool) -> None:
         """Watch an optimizer that the loop has made in place of another."""

@@ -50,6 +50,8 @@ class Removable(Protocol):
 class EntryForward(PlacedForward):
     """Tells a watcher of a module's outermost calls; recomputes nothing."""
 
+    removal = "attached.remove()"
+
     def __init__(self, module: nn.Module, path: str, watcher: Watcher) -> None:
         super().__init__(module)
         self.path = path

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from recollect.errors import RecordError
+from recollect.errors import BudgetTooSmallError, RecollectError, RecordError
 from recollect.weak_hooks import register_weakly
 
 # Loading or clipping weights between calls is no optimizer step; updating them again and again is.
@@ -86,6 +86,14 @@ class StepEnd:
 
     def _version_now(self) -> int:
         return -1 if self._watched is None else self._watched._version
+
+
+def to_user(error: RecollectError, budget: int | str) -> RecollectError:
+    """Return an error of the first step without our frames, which would hide the user's; and say where it comes from."""
+    if isinstance(error, BudgetTooSmallError):
+        remedy = "Call attached.remove() before you attach with a different budget."
+        error.args = (f"recollect.attach(budget={budget!r}), after the first step: {error} {remedy}",)
+    return error.with_traceback(None)
 
 
 def without_backward(model: nn.Module, stepped: str, num_calls: int, *, is_first: bool) -> str:

@@ -1,7 +1,5 @@
 """`recollect plan --fake --tensor-model-parallel-size ...`: plan for a cluster on a machine without one."""
 
-from pathlib import Path
-
 from rich.console import Console
 
 from recollect.cli.commands import MakePlan, RecordedStep

@@ -154,7 +154,8 @@ class MakePlan(_Command):
     loss_chunks: Literal["auto"] | int = 1
     """Chunks in which LM head and loss are computed; 1: as in the model, auto: as many as the fastest plan needs."""
     out: Path | None = None
-    """File for the plan; default: plan.json, or none if --png or --html asks for a picture."""
+    """File for the plan; default: plan.json here, or plan-2.json and so on if that is there already; none if --png or --html
+    asks for a picture."""
     write: Literal["megatron", "bridge", "torchtitan"] | None = None
     """Print the settings of another tool that come nearest to the plan, too: flags of Megatron, lines of a recipe of
     Megatron-Bridge, or a word of torchtitan."""
@@ -175,7 +176,11 @@ class MakePlan(_Command):
         """File for the plan, if there is to be one."""
         if self.out is None and (self.png is not None or self.html is not None):
             return None
-        return Path("plan.json") if self.out is None else self.out
+        if self.out is not None:
+            return self.out
+        names = (Path.cwd() / f"plan{number}.json" for number in ("", *range(-2, -10_000, -1)))
+        # A plan for several devices is one file for each, plan.0.json and so on.
+        return next(path for path in names if not any(path.parent.glob(f"{path.stem}.*json")))
 
     def __post_init__(self) -> None:
         engine = self.step.engine

@@ -13,8 +13,9 @@ from rich.console import Console
 from torch import Tensor, nn
 
 import recollect
+from recollect.byte_format import format_bytes
 from recollect.cli.commands import ModelStep, RecordedStep
-from recollect.errors import RecollectError
+from recollect.errors import ConfigError, RecollectError
 from recollect.extras import needed
 from recollect.fields import writing
 from recollect.lab.models.config import TransformerConfig
@@ -22,6 +23,8 @@ from recollect.lab.models.gpt import GPTModel
 from recollect.lab.train.files import write_text
 from recollect.lab.train.optim_flags import OptimFlags
 from recollect.lab.train.optimizer_step import build_optimizer, resolve_device
+from recollect.measuring.device_memory import memory_bytes
+from recollect.measuring.host_memory import host_memory_bytes
 from recollect.pictures.page import require_plotly
 from recollect.pictures.style import require_matplotlib
 from recollect.printing import print_line
@@ -134,6 +137,8 @@ def step_recorder(
     """
     # A fake step needs only shapes.
     device = torch.device("meta") if flags.fake else resolve_device(flags.device)
+    if not flags.fake:
+        _check_room(build_step(flags, torch.device("meta"), config)[0], device)
     model, batch, optimizer = build_step(flags, device, config)
     return lambda loss_chunks: recollect.record(
         model,
@@ -147,6 +152,18 @@ def step_recorder(
         host_link=host_link,
         engine=engine,
     )
+
+
+def _check_room(model: nn.Module, device: torch.device) -> None:
+    """Check that a model on meta would fit on a device, where systems end a process that asks for too much without a word."""
+    nbytes, there = sum(p.nbytes for p in model.parameters()), memory_bytes(device) or host_memory_bytes()
+    if 2 * nbytes > there:
+        raise ConfigError(
+            settings={"fake": False},
+            reason=f"the model's parameters take {format_bytes(nbytes)} and its gradients as much, and {device} has "
+            f"{format_bytes(there)}",
+            advice="Add --fake, which records any model without its memory.",
+        )
 
 
 def _hugging_face_model(path: Path) -> nn.Module:

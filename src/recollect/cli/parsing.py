@@ -134,7 +134,7 @@ def _reason(said: str, args: Sequence[str], flags: Mapping[str, str], prog: str)
     takes = next((after for line, after in zip(lines, lines[1:], strict=False) if line == "Argument helptext:"), "")
     text = " ".join(lines).partition(" For full helptext")[0]
     if found := re.match(r"Unrecognized options: (\S+?)(?:,|$| )", text):
-        near = difflib.get_close_matches(found[1], [*flags.values(), "--help"], n=1)
+        near = _near(found[1], [*flags.values(), "--help"])
         return f"{found[1]}: no such flag of {prog}.{f' Did you mean {near[0]}?' if near else ''}"
     if found := re.match(r"Missing from .*?: (--\S+) \S+ (.*) \(required\)", text):
         return f"{found[1]}: missing. {found[2]}"
@@ -142,7 +142,7 @@ def _reason(said: str, args: Sequence[str], flags: Mapping[str, str], prog: str)
         return f"{_as_written(found[1], args)}: got no value, expected one."
     if found := re.match(r"invalid choice '(.*)' for argument '(\S+)'\. Expected one of \((.*)\)", text):
         choices = [choice for choice in re.findall(r"'(.*?)'", found[3]) if choice != _NONE]
-        near = difflib.get_close_matches(found[1], choices, n=1)
+        near = _near(found[1], choices)
         meant = f" Did you mean {near[0]}?" if near else ""
         return f"{_as_written(found[2], args)}: got {found[1]!r}, expected one of {', '.join(choices)}.{meant}"
     if found := re.match(r"Error parsing (--\S+): ", text):
@@ -151,6 +151,13 @@ def _reason(said: str, args: Sequence[str], flags: Mapping[str, str], prog: str)
         return f"{flag}: got {value!r}, expected {takes.rpartition(', ')[2].partition(' ')[2]}."
     reason = re.sub(r"^Error parsing \S+: ", "", text)
     return in_flags(ValueError(reason), flags, args)
+
+
+def _near(word: str, known: Sequence[str]) -> list[str]:
+    """Return the known word that someone may have meant, whatever the case: the longest in it, or one that looks like it."""
+    found = {one.lower(): one for one in known}
+    inside = sorted((one for one in found if one in word.lower()), key=len)[-1:]
+    return [found[one] for one in inside or difflib.get_close_matches(word.lower(), found, n=1)]
 
 
 def _as_written(names: str, args: Sequence[str]) -> str:

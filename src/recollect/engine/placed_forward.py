@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import functools
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar
 
 import torch
 from torch import nn
@@ -22,7 +23,7 @@ from recollect._torch_private import (
 )
 from recollect.arguments import check_kind
 from recollect.engine.offload.flight import HostUse
-from recollect.errors import ConfigError, UnknownNameError
+from recollect.errors import ArgumentError, ConfigError, UnknownNameError
 from recollect.plans.plan import Plan
 
 if TYPE_CHECKING:
@@ -35,6 +36,8 @@ class PlacedForward:
     applied: Applied
     # All that are in place, on any model.
     placed: ClassVar[weakref.WeakSet[PlacedForward]] = weakref.WeakSet()
+    removal = "for applied in recollect.applied_to(model): applied.remove()"
+    """How users remove it, in errors."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -87,7 +90,30 @@ class PlacedForward:
             del vars(self.module)["forward"]
 
 
-class Applied:
+class Handle(ABC):
+    """Something in place on a model of this process, until `remove()` or the end of a with-block."""
+
+    @abstractmethod
+    def remove(self) -> None:
+        """Undo it; do nothing the second time."""
+
+    def __enter__(self: _Handle) -> _Handle:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+    def __reduce__(self) -> NoReturn:
+        raise ArgumentError(
+            f"cannot copy or pickle {self!r}: it belongs to a model in this process. Save its plan, plan.save(path), and pass "
+            "that on: recollect.apply(model, recollect.Plan.load(path))."
+        )
+
+
+_Handle = TypeVar("_Handle", bound=Handle)
+
+
+class Applied(Handle):
     """A plan applied to a model. `remove()`, or the end of a with-block, removes it.
 
     Example:
@@ -193,12 +219,6 @@ class Applied:
         for forward in reversed(self._forwards):
             forward.take_off()
         self._forwards = []
-
-    def __enter__(self) -> Applied:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.remove()
 
     def __repr__(self) -> str:
         state = "applied to" if self._forwards else "removed from"

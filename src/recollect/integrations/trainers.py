@@ -8,6 +8,7 @@ from typing import Any
 from packaging.version import Version
 from torch import nn
 
+from recollect.arguments import listed
 from recollect.attaching.attach import attach
 from recollect.attaching.attached import Attached, OnLarger
 from recollect.errors import ConfigError
@@ -31,7 +32,7 @@ class BudgetCallback:
         self._check_library()
         self.budget = budget
         self.on_larger: OnLarger = on_larger
-        self.units = None if units is None else list(units)
+        self.units = listed(units)
         self.engine: RecordedEngine = engine
         self.measure = measure
         self.attached: Attached | None = None

@@ -62,10 +62,11 @@ def loss_forwards(model: nn.Module, num_chunks: int, *, without_gradients: bool 
     if num_chunks < 1:
         raise ChunkedLossError(f"loss_chunks: got {num_chunks}, expected 1 or more.")
     for module in model.modules():
-        if isinstance(vars(module).get("forward"), (_ChunksForward, _LossForward)):
+        own = vars(module).get("forward")
+        if isinstance(own, (_ChunksForward, _LossForward)):
             raise AlreadyAppliedError(
-                f"cannot apply a plan: {type(module).__name__} computes its loss in chunks already, by a recollect plan. Call "
-                "applied.remove() first."
+                f"cannot apply a plan: {type(module).__name__} computes its loss in chunks already, by a recollect plan. "
+                f"Remove it first: {own.removal}."
             )
     for module in model.modules():
         if type(vars(module).get("loss_chunks")) is int:

@@ -251,7 +251,7 @@ def advice(
         >>> profile = Profile((), (), StepLog(), 1.0, persistent={"parameters": 600, "optimizer_state": 1200})
         >>> print(*advice(profile, budget_bytes=1500, least_peak_bytes=2000, peak_call="head"))
         What lives through the whole step takes 1.8 KiB by itself (parameters 600 B, optimizer state 1.2 KiB), which no \
-recompute changes: shard it (FSDP), use an optimizer with less state, or bf16 parameters.
+recompute changes: shard it (FSDP), or use an optimizer with less state or bf16 parameters.
     """
     fixed = {kind: nbytes for kind, nbytes in profile.persistent.items() if nbytes}
     made_bytes = lasting_bytes(profile)
@@ -260,9 +260,10 @@ recompute changes: shard it (FSDP), use an optimizer with less state, or bf16 pa
     fixed_bytes = sum(fixed.values())
     if fixed_bytes >= budget_bytes:
         parts = ", ".join(f"{kind_text(kind)} {format_bytes(nbytes)}" for kind, nbytes in fixed.items())
+        narrower = " or bf16 parameters" if profile.parameter_itemsize not in (1, 2) else ""
         return (
             f"What lives through the whole step takes {format_bytes(fixed_bytes)} by itself ({parts}), which no recompute "
-            "changes: shard it (FSDP), use an optimizer with less state, or bf16 parameters.",
+            f"changes: shard it (FSDP), or use an optimizer with less state{narrower}.",
         )
     if peak_call == "the optimizer step":
         return (

@@ -77,6 +77,7 @@ class Profile(ShownInNotebooks):
         low_factor, high_factor: of what recompute adds: as little and as much as the rounds say in which units were timed; 0 if
             they were not.
         outputs: the events with which the log would say that an output of the model died.
+        parameter_itemsize: bytes of an element of a parameter, of the widest one; 0 if unknown.
         class_names: of modules that have a number for a name, as in an `nn.Sequential`; see `Plan.class_names`.
 
     Raises:
@@ -108,6 +109,7 @@ class Profile(ShownInNotebooks):
     high_factor: float = 0.0
     outputs: tuple[tuple[int, ...], ...] = ()
     class_names: tuple[tuple[str, str], ...] = ()
+    parameter_itemsize: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "persistent", MappingProxyType(dict(self.persistent)))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from recollect._torch_private import without_wrapper
+from recollect.arguments import listed
 from recollect.errors import UnknownNameError, UnsupportedModelError
 from recollect.plans.paths import compress_classes, unit_words
 
@@ -90,7 +91,7 @@ def class_names(model: nn.Module) -> tuple[tuple[str, str], ...]:
 
 def _named_layers(model: nn.Module, paths: Iterable[str]) -> set[str]:
     known = dict(model.named_modules(remove_duplicate=False))
-    chosen = set(paths)
+    chosen = set(listed(paths) or [])
     for path in chosen:
         if path not in known:
             raise UnknownNameError(kind="unit", name=path, known=known, where=type(model).__name__)

@@ -1,7 +1,8 @@
 """Run the step that most loops have: pass the batch to the model, find the loss in its output, go backward."""
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -16,6 +17,7 @@ from recollect.recording.optimizers import Optimizers, copied_weights, state_ten
 from recollect.recording.step_recording import Gradients
 from recollect.tensors import tensors_in
 
+_MOST_SHOWN: Final = 8
 LossFunction = Callable[[Any], torch.Tensor]
 
 
@@ -83,7 +85,7 @@ def run_model(model: nn.Module, batch: Any) -> Any:
             raise
         raise RecordError(
             f"{name} rejected the batch ({describe_batch(batch)}): {type(error).__name__}: {error}. A dict is passed as "
-            "keywords, a tuple as positions, anything else as the only argument."
+            "keywords, a tuple or list as positions, anything else as the only argument."
         ) from error
 
 
@@ -169,7 +171,9 @@ def describe_batch(batch: Any) -> str:
     if isinstance(batch, Mapping):
         return ", ".join(f"{key} {describe_batch(item)}" for key, item in batch.items())
     if isinstance(batch, (tuple, list)):
-        return ", ".join(describe_batch(item) for item in batch)
+        runs = [(text, sum(1 for _ in alike)) for text, alike in itertools.groupby(map(describe_batch, batch))]
+        shown = [text if number == 1 else f"{text} ({number} times)" for text, number in runs[:_MOST_SHOWN]]
+        return ", ".join([*shown, f"and {len(runs) - _MOST_SHOWN} more"] if len(runs) > _MOST_SHOWN else shown)
     return type(batch).__name__
 
 

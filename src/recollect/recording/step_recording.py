@@ -283,6 +283,7 @@ class StepRecording:
             torch_version=torch.__version__,
             model_class=type(self.model).__name__,
             class_names=class_names(self.model),
+            parameter_itemsize=max((p.element_size() for p in self.model.parameters()), default=0),
             batch=batch,
             loss_chunks=loss_chunks,
             outputs=tuple(self.returns.deaths()),

@@ -39,7 +39,7 @@ def test_what_lives_through_the_step_is_named_with_its_bytes() -> None:
     (said,) = advice(profile, budget_bytes=3048, least_peak_bytes=9000, peak_call="layers.0")
     assert said == (
         "What lives through the whole step takes 3.0 KiB by itself (parameters 1000 B, optimizer state 2.0 KiB), which no "
-        "recompute changes: shard it (FSDP), use an optimizer with less state, or bf16 parameters."
+        "recompute changes: shard it (FSDP), or use an optimizer with less state or bf16 parameters."
     )
     assert "by itself" not in advice(profile, budget_bytes=3049, least_peak_bytes=9000, peak_call="layers.0")[0]
 
@@ -50,7 +50,9 @@ def test_gradients_that_the_step_makes_live_to_its_end_too() -> None:
     num_bytes = sum(parameter.nbytes for parameter in model.parameters())
     assert lasting_bytes(profile) == num_bytes
     error = refused(profile, 2 * num_bytes)
-    assert f"gradients {format_bytes(num_bytes)}" in str(error)
+    assert f"gradients {format_bytes(num_bytes)}" in str(error) and "or bf16 parameters." in str(error)
+    half = refused(recollect.record(model.bfloat16(), batch, fake=True), num_bytes // 4)
+    assert "by itself" in str(half) and "bf16 parameters" not in str(half)
 
 
 def test_optimizer_step() -> None:

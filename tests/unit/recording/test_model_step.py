@@ -179,7 +179,7 @@ def test_model_that_rejects_the_batch(kind: type[Exception]) -> None:
     cause = kind("too long")
     message = (
         rf"^Scaled rejected the batch \(ids int64\[4, 8\], mask float32\[3, 2\]\): {kind.__name__}: '?too long'?\. A dict "
-        r"is passed as keywords, a tuple as positions, anything else as the only argument\.$"
+        r"is passed as keywords, a tuple or list as positions, anything else as the only argument\.$"
     )
     with pytest.raises(RecordError, match=message) as caught:
         run(_raise(cause), {"ids": TOKENS, "mask": ROWS})
@@ -215,6 +215,12 @@ def test_other_errors_pass_as_they_are(error: Exception) -> None:
         ((ROWS.bfloat16(), TOKENS), "bfloat16[3, 2], int64[4, 8]"),
         ({"tokens": TOKENS, "pair": [ROWS, None]}, "tokens int64[4, 8], pair float32[3, 2], NoneType"),
         ({}, ""),
+        ([[1] * 512, TOKENS], "int (512 times), int64[4, 8]"),
+        (
+            (*range(3), *(torch.zeros(size) for size in range(20))),
+            "int (3 times), float32[0], float32[1], float32[2], float32[3], "
+            "float32[4], float32[5], float32[6], and 13 more",
+        ),
         (Output(LOSS), "Output"),
     ],
 )

@@ -320,7 +320,7 @@ def test_random_values_can_be_dropped() -> None:
 def test_batch_that_the_model_rejects() -> None:
     message = (
         r"^GPTModel rejected the batch \(input_ids int64\[2, 3\]\): TypeError: .*unexpected keyword argument 'input_ids'\. A "
-        "dict is passed as keywords, a tuple as positions, anything else as the only argument"
+        "dict is passed as keywords, a tuple or list as positions, anything else as the only argument"
     )
     for fake in (False, True):
         with pytest.raises(RecordError, match=message):

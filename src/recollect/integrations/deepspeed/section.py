@@ -28,6 +28,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from recollect.arguments import listed
 from recollect.errors import ConfigError, ConfigWarning, NotYetError
 from recollect.extras import needed
 from recollect.integrations.megatron.compile import megatron_plan
@@ -123,11 +124,7 @@ class BudgetSection:
         Raises:
             ConfigError: the two places contradict each other.
         """
-        given = {
-            "memory_budget": memory_budget,
-            "on_larger": on_larger,
-            "units": None if units is None else list(units),
-        }
+        given = {"memory_budget": memory_budget, "on_larger": on_larger, "units": listed(units)}
         defaults = BudgetSection()
         merged: dict[str, Any] = {}
         for name, argument in given.items():
