@@ -169,18 +169,8 @@ def applied_to(model: nn.Module) -> list[Applied]:
         >>> recollect.applied_to(nn.Linear(2, 2))
         []
     """
-    return list(dict.fromkeys(forward.applied for forward in _placed_on(model)))
-
-
-def removal_of(model: nn.Module) -> str:
-    """Return how users remove the plan that is applied to a model, in code; "" if there is none."""
-    # Of a plan and what `attach` has put around it, the latter, which sorts first.
-    return min((forward.removal for forward in _placed_on(model)), default="")
-
-
-def _placed_on(model: nn.Module) -> list[PlacedForward]:
     forwards = (vars(module).get("forward") for module in model.modules())
-    return [forward for forward in forwards if isinstance(forward, PlacedForward)]
+    return list(dict.fromkeys(forward.applied for forward in forwards if isinstance(forward, PlacedForward)))
 
 
 @contextmanager
@@ -244,7 +234,7 @@ def _check_not_applied(model: nn.Module, forwards: Iterable[PlacedForward]) -> N
     for name, module in model.named_modules():
         own = vars(module).get("forward")
         if isinstance(own, PlacedForward) and not isinstance(own, EagerForward) and id(module) in inside:
-            raise already_applied(name, "a recollect plan", f"remove that plan first: {own.removal}")
+            raise already_applied(name, "a recollect plan", f"remove that plan first: {own.applied.removal}")
         if is_checkpoint_wrapper(module):
             raise already_applied(name, "torch's CheckpointWrapper", "build the model without checkpoint_wrapper")
         # In diffusers the model has the flag, not its blocks.

@@ -27,7 +27,7 @@ _LARGEST_BYTES = 10**30
 _LONGEST_TEXT = 64
 # A budget of so few bytes, as text without a suffix, is a percentage whose sign was forgotten.
 _MOST_PERCENT = 100
-# A larger float is a number of bytes, such as 16e9.
+# A smaller float is meant in GiB.
 _MOST_GIB = 1e6
 
 
@@ -189,11 +189,8 @@ def _whole_bytes(value: object) -> int:
     try:
         number = operator.index(value)  # type: ignore[arg-type]
     except TypeError:
-        expected = _EXPECTED
-        if isinstance(value, float) and 0 < value < math.inf:
-            expected = (
-                f"write {value:.0f}" if value > _MOST_GIB else f"write '{value:g}GiB', or a whole number of bytes"
-            )
+        is_small = isinstance(value, float) and 0 < value < _MOST_GIB
+        expected = f"write '{value:g}GiB', or a whole number of bytes" if is_small else _EXPECTED
         raise QuantityError(value, f"a {type(value).__name__} is no number of bytes; {expected}") from None
     return _checked(value, number)
 

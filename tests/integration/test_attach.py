@@ -155,7 +155,9 @@ def test_what_is_held_beside_the_step_is_named_where_nothing_fits_any_more() -> 
 def test_what_cannot_fit_at_first_is_an_error_of_the_optimizers_step() -> None:
     """It ends in one frame of ours; the handle cannot be copied, which the error of that says."""
     model, optimizer, attached = attached_to_llama("10KiB")
-    message = r"^recollect\.attach\(budget='10KiB'\), after the first step: 10\.0 KiB .* is below .* Call attached\.remove\(\) b"
+    message = (
+        r"^recollect\.attach\(budget='10KiB'\), after the first step: 10\.0 KiB .* is below .* Call attached\.remove"
+    )
     with pytest.raises(BudgetTooSmallError, match=message) as refused:
         commonest_loop(32)(model, optimizer)
     assert [frame.name for frame in refused.traceback][-2:] == ["wrapper", "_after_optimizer"]

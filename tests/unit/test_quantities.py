@@ -71,7 +71,7 @@ def test_parse_bytes(text: str | int, expected_bytes: int) -> None:
         ("9" * 65, "longer than 64 characters;"),
         (True, "True: a bool is no number of bytes;"),
         (22.5, "22.5: a float is no number of bytes; write '22.5GiB', or a whole number of bytes"),
-        (16e9, "16000000000.0: a float is no number of bytes; write 16000000000"),
+        (16e9, "16000000000.0: a float is no number of bytes; write a whole number of bytes"),
         (float("nan"), "nan: a float is no number of bytes;"),
         (None, "None: a NoneType is no number of bytes;"),
     ],

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from recollect.applying import removal_of
+from recollect.applying import applied_to
 from recollect.arguments import check_kind
 from recollect.attaching.attached import Attached, OnLarger
 from recollect.engine.self_check import check_steps_can_be_recorded
@@ -109,9 +109,9 @@ def attach(
         if not optimizers:
             raise RecordError("attach: got no optimizer, expected the one whose step ends a training step.")
         check_optimizers(whole, optimizers)
-        if removal := removal_of(whole):
+        if placed := applied_to(whole):
             raise AlreadyAppliedError(
-                f"cannot attach to {type(whole).__name__}: it has a plan already. Remove it first: {removal}."
+                f"cannot attach to {type(whole).__name__}: it has a plan already. Remove it first: {placed[0].removal}."
             )
         device = device_of(whole, None)
         check_budget(budget, device_bytes=memory_bytes(device))

@@ -50,8 +50,6 @@ class Removable(Protocol):
 class EntryForward(PlacedForward):
     """Tells a watcher of a module's outermost calls; recomputes nothing."""
 
-    removal = "attached.remove()"
-
     def __init__(self, module: nn.Module, path: str, watcher: Watcher) -> None:
         super().__init__(module)
         self.path = path
@@ -217,6 +215,7 @@ class Placement:
         modules = entry_modules(self.model, unit_paths).items()
         entries = [EntryForward(entry, path, self._watcher) for path, entry in modules]
         self._watching = Applied(self.model, [*self.units.units, *entries], None)
+        self._watching.removal = "attached.remove()"
 
     def suspended(self) -> AbstractContextManager[None]:
         """Remove the watch during a with-block, so that plans can be put below it."""

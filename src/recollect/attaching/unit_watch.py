@@ -115,8 +115,6 @@ class WatchedUnit(PlacedForward):
         most_numel: the largest for which the plan holds.
     """
 
-    removal = "attached.remove()"
-
     def __init__(self, module: nn.Module, path: str, watch: UnitWatch) -> None:
         super().__init__(module)
         self.path = path

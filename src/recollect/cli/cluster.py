@@ -1,5 +1,7 @@
 """`recollect plan --fake --tensor-model-parallel-size ...`: plan for a cluster on a machine without one."""
 
+from pathlib import Path
+
 from rich.console import Console
 
 from recollect.cli.commands import MakePlan, RecordedStep

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import weakref
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar
@@ -29,6 +28,8 @@ from recollect.plans.plan import Plan
 if TYPE_CHECKING:
     from torch.distributed.pipelining import PipelineStage
 
+_Handle = TypeVar("_Handle", bound="Handle")
+
 
 class PlacedForward:
     """Stands in for a module's bound `forward`; copied and pickled as the plain method, without the plan."""
@@ -36,8 +37,6 @@ class PlacedForward:
     applied: Applied
     # All that are in place, on any model.
     placed: ClassVar[weakref.WeakSet[PlacedForward]] = weakref.WeakSet()
-    removal = "for applied in recollect.applied_to(model): applied.remove()"
-    """How users remove it, in errors."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -90,12 +89,12 @@ class PlacedForward:
             del vars(self.module)["forward"]
 
 
-class Handle(ABC):
+class Handle:
     """Something in place on a model of this process, until `remove()` or the end of a with-block."""
 
-    @abstractmethod
     def remove(self) -> None:
         """Undo it; do nothing the second time."""
+        raise NotImplementedError
 
     def __enter__(self: _Handle) -> _Handle:
         return self
@@ -108,9 +107,6 @@ class Handle(ABC):
             f"cannot copy or pickle {self!r}: it belongs to a model in this process. Save its plan, plan.save(path), and pass "
             "that on: recollect.apply(model, recollect.Plan.load(path))."
         )
-
-
-_Handle = TypeVar("_Handle", bound=Handle)
 
 
 class Applied(Handle):
@@ -126,6 +122,9 @@ class Applied(Handle):
         ...     applied.plan is plan
         True
     """
+
+    removal = "for applied in recollect.applied_to(model): applied.remove()"
+    """How users remove it, in errors."""
 
     def __init__(self, model: nn.Module, forwards: Iterable[PlacedForward], plan: Plan | None) -> None:
         self.model = model

@@ -66,7 +66,7 @@ def loss_forwards(model: nn.Module, num_chunks: int, *, without_gradients: bool 
         if isinstance(own, (_ChunksForward, _LossForward)):
             raise AlreadyAppliedError(
                 f"cannot apply a plan: {type(module).__name__} computes its loss in chunks already, by a recollect plan. "
-                f"Remove it first: {own.removal}."
+                f"Remove it first: {own.applied.removal}."
             )
     for module in model.modules():
         if type(vars(module).get("loss_chunks")) is int:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from recollect.applying import apply_policy, removal_of
+from recollect.applying import applied_to, apply_policy
 from recollect.attaching.attached import Attached, OnLarger
 from recollect.byte_format import format_bytes
 from recollect.engine.policy import DropAll
@@ -229,9 +229,9 @@ def _check_model(deepspeed: Any, model: nn.Module, units: Iterable[str] | None) 
                 "some of it again",
                 advice=f"Drop the call of {name}.checkpointing.configure, and call the layers themselves.",
             )
-    if removal := removal_of(model):
+    if placed := applied_to(model):
         raise AlreadyAppliedError(
-            f"cannot keep {kind} within a memory budget: it has a plan already. Remove it first: {removal}."
+            f"cannot keep {kind} within a memory budget: it has a plan already. Remove it first: {placed[0].removal}."
         )
     # Raises if the model recomputes by itself.
     apply_policy(model, [unit.path for unit in find_units(model, units)], DropAll()).remove()
