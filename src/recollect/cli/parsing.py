@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import difflib
 import functools
 import io
 import operator
@@ -26,6 +25,7 @@ from tyro.constructors import (
 from recollect.errors import BudgetTooSmallError, RecollectError, settings_text
 from recollect.integrations.megatron.arguments import NO_VALUE
 from recollect.lab.train.model_flags import FIELD_OF_FLAG
+from recollect.spelling import nearest
 
 REGISTRY: Final = ConstructorRegistry()
 _NONE: Final = "None"
@@ -134,16 +134,16 @@ def _reason(said: str, args: Sequence[str], flags: Mapping[str, str], prog: str)
     takes = next((after for line, after in zip(lines, lines[1:], strict=False) if line == "Argument helptext:"), "")
     text = " ".join(lines).partition(" For full helptext")[0]
     if found := re.match(r"Unrecognized options: (\S+?)(?:,|$| )", text):
-        near = _near(found[1], [*flags.values(), "--help"])
-        return f"{found[1]}: no such flag of {prog}.{f' Did you mean {near[0]}?' if near else ''}"
+        near = nearest(found[1], [*flags.values(), "--help"])
+        return f"{found[1]}: no such flag of {prog}.{f' Did you mean {near}?' if near else ''}"
     if found := re.match(r"Missing from .*?: (--\S+) \S+ (.*) \(required\)", text):
         return f"{found[1]}: missing. {found[2]}"
     if found := re.match(r"Missing value for argument '(\S+)'", text):
         return f"{_as_written(found[1], args)}: got no value, expected one."
     if found := re.match(r"invalid choice '(.*)' for argument '(\S+)'\. Expected one of \((.*)\)", text):
         choices = [choice for choice in re.findall(r"'(.*?)'", found[3]) if choice != _NONE]
-        near = _near(found[1], choices)
-        meant = f" Did you mean {near[0]}?" if near else ""
+        near = nearest(found[1], choices)
+        meant = f" Did you mean {near}?" if near else ""
         return f"{_as_written(found[2], args)}: got {found[1]!r}, expected one of {', '.join(choices)}.{meant}"
     if found := re.match(r"Error parsing (--\S+): ", text):
         flag = _as_written(found[1], args)
@@ -151,13 +151,6 @@ def _reason(said: str, args: Sequence[str], flags: Mapping[str, str], prog: str)
         return f"{flag}: got {value!r}, expected {takes.rpartition(', ')[2].partition(' ')[2]}."
     reason = re.sub(r"^Error parsing \S+: ", "", text)
     return in_flags(ValueError(reason), flags, args)
-
-
-def _near(word: str, known: Sequence[str]) -> list[str]:
-    """Return the known word that someone may have meant, whatever the case: the longest in it, or one that looks like it."""
-    found = {one.lower(): one for one in known}
-    inside = sorted((one for one in found if one in word.lower()), key=len)[-1:]
-    return [found[one] for one in inside or difflib.get_close_matches(word.lower(), found, n=1)]
 
 
 def _as_written(names: str, args: Sequence[str]) -> str:

@@ -5,12 +5,12 @@ The rules are in rules.yaml; `docs/megatron.md` has the table generated from the
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, TypeAlias
 
 from recollect.integrations.megatron.settings import RecomputeSettings, TrainingSetting
+from recollect.spelling import nearest
 
 Answer = Literal["error", "warning", "free", "same", "not yet"]
 """How recollect answers: raises; warns; has no such limit; does silently what Megatron does; lacks the feature."""
@@ -155,5 +155,5 @@ def found(source: object, *names: str) -> dict[str, object]:
 
 def did_you_mean(name: object, known: Iterable[str]) -> str:
     """Return "Did you mean ...? " if a known name is similar, else ""."""
-    close = difflib.get_close_matches(str(name), list(known), n=1)
-    return f"Did you mean {close[0]!r}? " if close else ""
+    close = nearest(name, known)
+    return f"Did you mean {close!r}? " if close else ""
