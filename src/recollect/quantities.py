@@ -27,8 +27,6 @@ _LARGEST_BYTES = 10**30
 _LONGEST_TEXT = 64
 # A budget of so few bytes, as text without a suffix, is a percentage whose sign was forgotten.
 _MOST_PERCENT = 100
-# A smaller float is meant in GiB.
-_MOST_GIB = 1e6
 
 
 def parse_bytes(value: str | int) -> int:
@@ -189,7 +187,7 @@ def _whole_bytes(value: object) -> int:
     try:
         number = operator.index(value)  # type: ignore[arg-type]
     except TypeError:
-        is_small = isinstance(value, float) and 0 < value < _MOST_GIB
+        is_small = isinstance(value, float) and 0 < value < 1e6
         expected = f"write '{value:g}GiB', or a whole number of bytes" if is_small else _EXPECTED
         raise QuantityError(value, f"a {type(value).__name__} is no number of bytes; {expected}") from None
     return _checked(value, number)

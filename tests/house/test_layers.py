@@ -10,7 +10,6 @@ SOURCE = Path(__file__).parents[2] / "src"
 # From the bottom to the top; what stands beside the packages is named by its file.
 LAYERS = (
     "byte_format",
-    "spelling",
     "lazy_names",
     "notebooks",
     "errors",

@@ -12,19 +12,24 @@ from recollect.attaching.unit_watch import Course, Runs, largest
 from recollect.byte_format import format_bytes
 from recollect.errors import BudgetTooSmallError
 from recollect.notebooks import Lines
-from recollect.planning.choose import Planner
+from recollect.planning.choose import CACHE_ADVICE, Planner
 from recollect.planning.planners import OffloadPlanner
 from recollect.plans.action import EngineChoice
 from recollect.plans.plan import Plan
 from recollect.plans.unit_plan import needs_all_ranks
 from recollect.profile.profile import Profile, kind_text
 from recollect.simulation.timeline import explain_peak
+from recollect.verification.report import SLOWDOWNS
 
 # Of two recordings of the same step, the later one may be this part of the other.
 _NEARLY: Final = 0.99
 _NOT_COUNTED = (
     "not counted: evaluation and generation; what other threads, processes and libraries allocate without PyTorch; "
     "on the CPU also shared memory and mapped files"
+)
+_UNMEASURED = (
+    "not measured, for want of a step without a plan: "
+    "print(recollect.verify(model, None, attached.plan, step=train_step, optimizer=optimizer)) measures it"
 )
 # At most this many courses are remembered for a sequence of calls, those that need most memory; others add to the
 # reserve.
@@ -211,6 +216,8 @@ def report_of(
             f"{step.plan.range_text}; {step.measured_text()}"
         )
     last = planned[-1]
+    lines.append(f"slowdown {SLOWDOWNS.get(last.plan, _UNMEASURED)}")
+    lines += [CACHE_ADVICE] if last.profile.makes_cache else []
     counted = ", ".join(f"{kind_text(kind)} {format_bytes(n)}" for kind, n in last.profile.persistent.items() if n)
     peak = explain_peak(last.profile, last.plan)
     filled = f"fullest in {peak.where}: {', '.join(peak.tenants())}"

@@ -176,11 +176,9 @@ class MakePlan(_Command):
         """File for the plan, if there is to be one."""
         if self.out is None and (self.png is not None or self.html is not None):
             return None
-        if self.out is not None:
-            return self.out
         names = (Path.cwd() / f"plan{number}.json" for number in ("", *range(-2, -10_000, -1)))
         # A plan for several devices is one file for each, plan.0.json and so on.
-        return next(path for path in names if not any(path.parent.glob(f"{path.stem}.*json")))
+        return self.out or next(path for path in names if not any(path.parent.glob(f"{path.stem}.*json")))
 
     def __post_init__(self) -> None:
         engine = self.step.engine

@@ -158,12 +158,12 @@ def _check_room(model: nn.Module, device: torch.device) -> None:
     """Check that a model on meta would fit on a device, where systems end a process that asks for too much without a word."""
     nbytes, there = sum(p.nbytes for p in model.parameters()), memory_bytes(device) or host_memory_bytes()
     if 2 * nbytes > there:
-        raise ConfigError(
-            settings={"fake": False},
-            reason=f"the model's parameters take {format_bytes(nbytes)} and its gradients as much, and {device} has "
-            f"{format_bytes(there)}",
-            advice="Add --fake, which records any model without its memory.",
+        need = f"the model's parameters take {format_bytes(nbytes)} and its gradients as much"
+        reason, advice = (
+            f"{need}, and {device} has {format_bytes(there)}",
+            "Add --fake, which records it without memory.",
         )
+        raise ConfigError(settings={"fake": False}, reason=reason, advice=advice)
 
 
 def _hugging_face_model(path: Path) -> nn.Module:

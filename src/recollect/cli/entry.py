@@ -1,5 +1,6 @@
 """Entry point: parse the command, show its help, run it, and report errors in one line."""
 
+import difflib
 import functools
 import importlib
 import operator
@@ -32,7 +33,6 @@ from recollect.integrations.megatron.arguments import describes_model, read_argu
 from recollect.lab.train.config import demo_config, pretrain_gpt_config
 from recollect.lab.train.launched import is_shown_here, shared_warnings
 from recollect.printing import print_line
-from recollect.spelling import nearest
 from recollect.warning import warn_user
 
 TRAIN_HELP = """\
@@ -173,8 +173,8 @@ def _parse(args: list[str]) -> Command:
     name = args[0] if args else ""
     command: Command
     if name and not name.startswith("-") and name not in _COMMANDS:
-        close = nearest(name, _COMMANDS)
-        meant = f" Did you mean recollect {close}?" if close else ""
+        close = difflib.get_close_matches(name, _COMMANDS, n=1)
+        meant = f" Did you mean recollect {close[0]}?" if close else ""
         raise RecollectError(f"recollect {name}: no such command, expected one of {', '.join(_COMMANDS)}.{meant}")
     if name not in _COMMANDS:
         # Prints help or an error.

@@ -24,8 +24,8 @@ from tyro.constructors import (
 
 from recollect.errors import BudgetTooSmallError, RecollectError, settings_text
 from recollect.integrations.megatron.arguments import NO_VALUE
+from recollect.integrations.megatron.rule import did_you_mean
 from recollect.lab.train.model_flags import FIELD_OF_FLAG
-from recollect.spelling import nearest
 
 REGISTRY: Final = ConstructorRegistry()
 _NONE: Final = "None"
@@ -134,17 +134,15 @@ def _reason(said: str, args: Sequence[str], flags: Mapping[str, str], prog: str)
     takes = next((after for line, after in zip(lines, lines[1:], strict=False) if line == "Argument helptext:"), "")
     text = " ".join(lines).partition(" For full helptext")[0]
     if found := re.match(r"Unrecognized options: (\S+?)(?:,|$| )", text):
-        near = nearest(found[1], [*flags.values(), "--help"])
-        return f"{found[1]}: no such flag of {prog}.{f' Did you mean {near}?' if near else ''}"
+        return f"{found[1]}: no such flag of {prog}. {did_you_mean(found[1], [*flags.values(), '--help'])}".rstrip()
     if found := re.match(r"Missing from .*?: (--\S+) \S+ (.*) \(required\)", text):
         return f"{found[1]}: missing. {found[2]}"
     if found := re.match(r"Missing value for argument '(\S+)'", text):
         return f"{_as_written(found[1], args)}: got no value, expected one."
     if found := re.match(r"invalid choice '(.*)' for argument '(\S+)'\. Expected one of \((.*)\)", text):
         choices = [choice for choice in re.findall(r"'(.*?)'", found[3]) if choice != _NONE]
-        near = nearest(found[1], choices)
-        meant = f" Did you mean {near}?" if near else ""
-        return f"{_as_written(found[2], args)}: got {found[1]!r}, expected one of {', '.join(choices)}.{meant}"
+        expected = f"expected one of {', '.join(choices)}. {did_you_mean(found[1], choices)}".rstrip()
+        return f"{_as_written(found[2], args)}: got {found[1]!r}, {expected}"
     if found := re.match(r"Error parsing (--\S+): ", text):
         flag = _as_written(found[1], args)
         value = next((word for word, before in zip(args[1:], args, strict=False) if before == flag), "")

@@ -12,6 +12,7 @@ The GH200 has NVLink 4 where 32 of them are connected by switches; where four sh
 Links between a device and host memory are in `hardware_table.py`.
 """
 
+import difflib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +21,6 @@ from typing import Literal
 from recollect.costs.hardware import Hardware
 from recollect.costs.hardware_table import GPUS, HARDWARE, read_table
 from recollect.errors import ConfigError, HardwareError
-from recollect.spelling import nearest
 
 CollectiveKind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
 
@@ -156,7 +156,7 @@ def _link(name: str) -> Link:
     by_name = {known.lower(): link for known, link in LINKS.items()}
     found = by_name.get(name.lower())
     if found is None:
-        close = nearest(name, LINKS)
-        meant = f" Did you mean {close!r}?" if close else ""
+        close = difflib.get_close_matches(name.lower(), by_name, n=1)
+        meant = f" Did you mean {by_name[close[0]].name!r}?" if close else ""
         raise HardwareError(f"link: got {name!r}, expected one of {', '.join(LINKS)}.{meant}")
     return found

@@ -92,9 +92,7 @@ class PlacedForward:
 class Handle:
     """Something in place on a model of this process, until `remove()` or the end of a with-block."""
 
-    def remove(self) -> None:
-        """Undo it; do nothing the second time."""
-        raise NotImplementedError
+    remove: Callable[[], None]
 
     def __enter__(self: _Handle) -> _Handle:
         return self

@@ -44,6 +44,7 @@ _SMALL_GAP_OF_STEP = 0.001
 
 HOST_ADVICE = 'Or let part of what backward needs go to host memory (host_budget="64GiB", or as much as there is).'
 """For callers that plan without it."""
+CACHE_ADVICE = "The output holds a cache for generation (past_key_values): free it by model.config.use_cache = False."
 
 # A chunked loss pays only if the logits are at least this fraction of the bytes that grow with the batch.
 _LARGE_PART = 0.1
@@ -270,7 +271,7 @@ recompute changes: shard it (FSDP), or use an optimizer with less state or bf16 
             "The peak is the workspace of the optimizer's step, which no recompute changes: make the optimizer with "
             "foreach=False (one parameter at a time) or fused=True, or use one with less state.",
         )
-    found = []
+    found = [CACHE_ADVICE] if profile.makes_cache else []
     logits_bytes = _logits_bytes(profile, peak_call)
     if logits_bytes >= _LARGE_PART * (least_peak_bytes - fixed_bytes):
         found.append(

@@ -15,6 +15,7 @@ References:
     square root. https://arxiv.org/abs/1604.06174
 """
 
+import difflib
 import math
 from typing import Literal
 
@@ -25,7 +26,6 @@ from recollect.plans.plan import Plan
 from recollect.profile.profile import Profile
 from recollect.simulation.decisions import compiled_unit, keep_all_unit, recompute_all_unit
 from recollect.simulation.simulate import predicted_plan
-from recollect.spelling import nearest
 
 ClassicName = Literal["keep_all", "full", "every_nth", "sqrt"]
 CLASSIC_NAMES: tuple[ClassicName, ...] = ("keep_all", "full", "every_nth", "sqrt")
@@ -78,8 +78,8 @@ def classic_plan(profile: Profile, name: ClassicName, n: int | None = None) -> P
 def _stride(profile: Profile, name: str, n: int | None) -> tuple[int, str]:
     """Return how many layers share one kept input (0: keep everything), and the note of the plan."""
     if name not in CLASSIC_NAMES:
-        close = nearest(name, CLASSIC_NAMES)
-        meant = f" Did you mean {close!r}?" if close else ""
+        close = difflib.get_close_matches(str(name), CLASSIC_NAMES, n=1)
+        meant = f" Did you mean {close[0]!r}?" if close else ""
         raise ValueError(f"classic plan: got {name!r}, expected one of {', '.join(CLASSIC_NAMES)}.{meant}")
     if name != "every_nth":
         if n is not None:

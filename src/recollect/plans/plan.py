@@ -172,12 +172,12 @@ class Plan(ShownInNotebooks):
 
     @property
     def range_text(self) -> str:
-        """That range in percent, to print behind the slowdown, as in " (8.0 to 15.2)"; says where it is too wide to plan by."""
+        """That range in percent, to print behind the slowdown; says where it is too wide to plan by."""
         if self.slowdown_range is None:
             return ""
         low, high = self.slowdown_range
         is_noisy = high > _NOISY_FACTOR * low and high - low > _NOISY_SLOWDOWN
-        return f" ({100 * low:.1f} to {100 * high:.1f}{': times too noisy to plan by' if is_noisy else ''})"
+        return f" ({100 * low:.1f} to {100 * high:.1f} between timing rounds{': too noisy to plan by' if is_noisy else ''})"
 
     @property
     def is_compiled(self) -> bool:

@@ -78,6 +78,7 @@ class Profile(ShownInNotebooks):
             they were not.
         outputs: the events with which the log would say that an output of the model died.
         parameter_itemsize: bytes of an element of a parameter, of the widest one; 0 if unknown.
+        makes_cache: the model's output holds keys and values for generation, as a Hugging Face model's does by default.
         class_names: of modules that have a number for a name, as in an `nn.Sequential`; see `Plan.class_names`.
 
     Raises:
@@ -110,6 +111,7 @@ class Profile(ShownInNotebooks):
     outputs: tuple[tuple[int, ...], ...] = ()
     class_names: tuple[tuple[str, str], ...] = ()
     parameter_itemsize: int = 0
+    makes_cache: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "persistent", MappingProxyType(dict(self.persistent)))

@@ -74,13 +74,9 @@ def find_units(model: nn.Module, paths: Iterable[str] | None = None) -> list[Uni
 
 
 def listed(paths: Iterable[str] | None) -> list[str] | None:
-    """Return module paths as a list; None stays None.
-
-    Raises:
-        ArgumentError: they are one text, whose letters would each be taken for a path.
-    """
+    """Return module paths as a list; refuse a text, whose letters would each be taken for a path."""
     if isinstance(paths, str):
-        raise ArgumentError(f"units: got the text {paths!r}, expected a list of module paths. Write units=[{paths!r}].")
+        raise ArgumentError(f"units: got the text {paths!r}, expected a list of module paths. Write [{paths!r}].")
     return None if paths is None else list(paths)
 
 

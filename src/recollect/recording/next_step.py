@@ -34,6 +34,9 @@ from recollect.tensors import tensors_held
 _Caller: TypeAlias = tuple[nn.Module, bool]
 """A module that is called, and whether gradients are on."""
 
+# Of Hugging Face's outputs.
+_CACHES = frozenset({"past_key_values", "cache"})
+
 
 @dataclass(frozen=True)
 class Leftovers:
@@ -285,6 +288,7 @@ class Returns:
     def __init__(self, recorder: StepRecorder) -> None:
         self._recorder = recorder
         self._outermost: nn.Module | None = None
+        self.makes_cache = False
         # The log position where each one returned, and the call an output comes from.
         self._positions: dict[_Caller, list[int]] = {}
         self._outputs: dict[Any, tuple[_Caller, int]] = {}
@@ -341,6 +345,7 @@ class Returns:
         if self._outermost is not module or transforms_are_active():
             return
         self._outermost = None
+        self.makes_cache |= isinstance(output, Mapping) and not _CACHES.isdisjoint(output)
         caller = module, torch.is_grad_enabled()
         positions = self._positions.setdefault(caller, [])
         for tensor in strided_tensors(tensors_held(output)):

@@ -287,6 +287,7 @@ class StepRecording:
             batch=batch,
             loss_chunks=loss_chunks,
             outputs=tuple(self.returns.deaths()),
+            makes_cache=self.returns.makes_cache,
             ranks=self._ranks,
             **({} if host_link is None else host_link.profile_fields()),
         )
@@ -380,8 +381,7 @@ class StepRecording:
     def _optimizer_begins(self, _optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._ran_optimizer = True
         self.recorder.begin_phase(events.OPTIMIZER)
-        # The optimizer itself comes first.
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")  # After the optimizer itself.
         if closure is None:
             return None
         run = self._within_step(closure)

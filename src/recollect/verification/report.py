@@ -5,15 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
+from weakref import WeakKeyDictionary
 
 from recollect.byte_format import format_bytes
 from recollect.engine.offload.flight import HostUse
 from recollect.notebooks import ShownInNotebooks
+from recollect.plans.plan import Plan
 from recollect.quantities import format_seconds
 from recollect.verification.compare import Difference
 
 # If rounds differ by more than this part of a step, their median says nothing.
 _NOISY_SPREAD = 0.5
+SLOWDOWNS: WeakKeyDictionary[Plan, str] = WeakKeyDictionary()
+"""The measured slowdowns of plans, in words, for those who report on them later."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +121,7 @@ class Report(ShownInNotebooks):
         if self.host is not None:
             rows.append(("host memory", f"{format_bytes(self.host.most_bytes)}{self._compared_host(self.host)}"))
         if self.measured_slowdown is not None:
-            rows.append(("slowdown", f"{self.measured_slowdown:.1%}{self._compared_slowdown()}"))
+            rows.append(("slowdown", self.slowdown_text()))
         if self.rank is not None:
             rows.append(("ranks", self._compared_ranks()))
         return rows
@@ -129,7 +133,8 @@ class Report(ShownInNotebooks):
         measured = "within 0.01%" if abs(off) < 1e-4 else f"measured {abs(off):.2%} {'less' if off < 0 else 'more'}"
         return f" (predicted {format_bytes(self.predicted_peak_bytes)}, {measured})"
 
-    def _compared_slowdown(self) -> str:
+    def slowdown_text(self) -> str:
+        """Return the measured slowdown in words, with the rounds and the prediction."""
         found = []
         if self.slowdowns:
             low, high = min(self.slowdowns), max(self.slowdowns)
@@ -137,7 +142,7 @@ class Report(ShownInNotebooks):
             found.append(f"{low:.1%} to {high:.1%} in {len(self.slowdowns)} rounds{noisy}")
         if self.predicted_slowdown is not None:
             found.append(f"predicted {self.predicted_slowdown:.1%}")
-        return f" ({', '.join(found)})" if found else ""
+        return f"{self.measured_slowdown or 0:.1%}" + (f" ({', '.join(found)})" if found else "")
 
     def _compared_host(self, host: HostUse) -> str:
         found = [] if self.predicted_host_bytes is None else [f"predicted {format_bytes(self.predicted_host_bytes)}"]

@@ -30,7 +30,7 @@ from recollect.recording.optimizers import Optimizers, check_optimizers
 from recollect.recording.record import record
 from recollect.recording.step_recording import Gradients
 from recollect.verification.compare import Computed, Findings, compare_runs, compare_units, furthest, without_choices
-from recollect.verification.report import Report, report_of_ranks
+from recollect.verification.report import SLOWDOWNS, Report, report_of_ranks
 from recollect.verification.steps import BatchStep, OwnStep, VerifiedStep
 
 # The number of rounds, each a step without the plan and one under it, and their spread, as a part of the step, that suffices.
@@ -192,7 +192,7 @@ class _Check:
         findings = replace(findings, num_compared=findings.num_compared - ("the loss" in expected.gradients))
         del got
         slowdowns = self._slowdowns(plan, plan_s / plain_s - 1) if self.is_timed else ()
-        return self._report(
+        made = self._report(
             plan,
             "step",
             findings,
@@ -207,6 +207,9 @@ class _Check:
             ),
             host=host,
         )
+        if slowdowns:
+            SLOWDOWNS[plan] = made.slowdown_text()
+        return made
 
     def _reference(self, plan: Plan) -> Computed:
         """Run the step that the plan's is compared with."""

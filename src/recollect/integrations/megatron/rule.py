@@ -5,12 +5,12 @@ The rules are in rules.yaml; `docs/megatron.md` has the table generated from the
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, TypeAlias
 
 from recollect.integrations.megatron.settings import RecomputeSettings, TrainingSetting
-from recollect.spelling import nearest
 
 Answer = Literal["error", "warning", "free", "same", "not yet"]
 """How recollect answers: raises; warns; has no such limit; does silently what Megatron does; lacks the feature."""
@@ -154,6 +154,8 @@ def found(source: object, *names: str) -> dict[str, object]:
 
 
 def did_you_mean(name: object, known: Iterable[str]) -> str:
-    """Return "Did you mean ...? " if a known name is similar, else ""."""
-    close = nearest(name, known)
-    return f"Did you mean {close!r}? " if close else ""
+    """Return "Did you mean ...? " if a known name is in this one, or similar, whatever the case; else ""."""
+    given, found = str(name).lower(), {one.lower(): one for one in known}
+    inside = sorted((one for one in found if one in given), key=len)[-1:]
+    close = inside or difflib.get_close_matches(given, found, n=1)
+    return f"Did you mean {found[close[0]]!r}? " if close else ""

@@ -5,6 +5,7 @@ Only `provide`, `plan` and `apply` import PyTorch.
 
 from __future__ import annotations
 
+import difflib
 from dataclasses import MISSING, fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -14,7 +15,6 @@ from recollect.integrations.megatron.rules import RecomputeConfig, refuse_not_ye
 from recollect.integrations.megatron.settings import TrainingSetting
 from recollect.lab.models.config import TransformerConfig
 from recollect.lab.models.sizes import NAMED_CONFIGS
-from recollect.spelling import nearest
 from recollect.warning import warn_user
 
 if TYPE_CHECKING:
@@ -88,8 +88,8 @@ class GPTModelProvider:
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in vars(self):
-            near = nearest(name, vars(self))
-            hint = f"Did you mean {near}?" if near else "docs/megatron_flags.md lists them."
+            near = difflib.get_close_matches(name, vars(self), n=1)
+            hint = f"Did you mean {near[0]}?" if near else "docs/megatron_flags.md lists them."
             raise AttributeError(
                 f"{type(self).__name__}.{name}: got {value!r}, but there is no such field. {hint}", name=name, obj=self
             )
