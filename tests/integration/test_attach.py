@@ -101,6 +101,10 @@ def test_one_line_and_the_same_weights(capsys: pytest.CaptureFixture[str]) -> No
     assert line.startswith("recollect: ") and " budget, predicted peak " in line and "planned for 4 x 64 in " in line
     report = attached.report()
     assert "4 steps, 1 of them recorded" in report and "not counted: " in report and "optimizer state" in report
+    assert (
+        "The output holds a cache for generation (past_key_values): free it by model.config.use_cache = False."
+        in report
+    )
     assert repr(attached) == "<attached to LlamaForCausalLM, 1 plans>"
 
 

@@ -149,7 +149,7 @@ def test_help_lists_the_commands(args: list[str], capsys: pytest.CaptureFixture[
     ("args", "message"),
     [
         (["--foo"], "--foo: no such flag of recollect."),
-        (["train", "--stepz", "3"], "--stepz: no such flag of recollect train. Did you mean --steps?"),
+        (["train", "--stepz", "3"], "--stepz: no such flag of recollect train. Did you mean '--steps'?"),
         (["train", "--steps", "0"], "--steps: got 0, expected at least 1."),
         (["train", "--steps"], "--steps: got no value, expected one."),
         (["train", "--lr", "high"], "--lr: got 'high', expected FLOAT."),
@@ -165,7 +165,7 @@ def test_help_lists_the_commands(args: list[str], capsys: pytest.CaptureFixture[
         ([*PLAN, "--seq-length", "0"], "--seq-length: got 0, expected at least 1."),
         ([*PLAN, "--num-layers", "0"], "--num-layers: got 0, expected at least 1."),
         ([*PLAN, "--num-layers", "two"], "--num-layers: got 'two', expected INT."),
-        ([*PLAN, "--dtype", "bfl6"], "--dtype: got 'bfl6', expected one of fp32, bf16. Did you mean bf16?"),
+        ([*PLAN, "--dtype", "bfl6"], "--dtype: got 'bfl6', expected one of fp32, bf16. Did you mean 'bf16'?"),
         (
             [*PLAN, "--num-experts", "4", "--moe-router-topk", "9"],
             "--moe-router-topk: got 9, expected at most --num-experts = 4.",

@@ -104,7 +104,7 @@ def test_hugging_face_config_is_planned(tmp_path: Path) -> None:
             ["plan", "--size", "70b", "--memory-budget", "80GiB"],
             "no --fake: the model's parameters take 257.0 GiB and its gradients ",
         ),
-        (["plan", "--size", "llama-8B", "--memory-budget", "60%"], "Did you mean 8b? See"),
+        (["plan", "--size", "llama-8B", "--memory-budget", "60%"], "Did you mean '8b'? See"),
         # Found before the step is built: there is no such config.
         (["plan", "--hf-config", "none.json", "--memory-budget", "60"], "'60': has no unit; write '60%' for"),
         (

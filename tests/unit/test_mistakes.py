@@ -107,7 +107,7 @@ PLAN = recollect.plan(PROFILE, "100%")
         ),
         (
             lambda: recollect.record(MODEL, TOKENS, units="0"),
-            "units: got the text '0', expected a list of module paths. Write units=['0'].",
+            "units: got the text '0', expected a list of paths. Write units=['0'].",
         ),
         (lambda: recollect.attach("model", ADAMW), "got the text 'model' as model"),  # type: ignore[arg-type]
         (

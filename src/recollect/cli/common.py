@@ -133,12 +133,20 @@ def step_recorder(
         engine: what layers may run on; see `recollect.record`.
 
     Raises:
-        RecollectError: a Hugging Face config cannot be read or used.
+        RecollectError: a Hugging Face config cannot be read or used, or the device has no room for the model.
     """
     # A fake step needs only shapes.
     device = torch.device("meta") if flags.fake else resolve_device(flags.device)
-    if not flags.fake:
-        _check_room(build_step(flags, torch.device("meta"), config)[0], device)
+    if not flags.fake:  # Systems end a process that asks for too much without a word.
+        nbytes = sum(parameter.nbytes for parameter in build_step(flags, torch.device("meta"), config)[0].parameters())
+        there = memory_bytes(device) or host_memory_bytes()
+        if 2 * nbytes > there:
+            need = f"the model's parameters take {format_bytes(nbytes)} and its gradients as much"
+            reason, advice = (
+                f"{need}, and {device} has {format_bytes(there)}",
+                "Add --fake, which records it without memory.",
+            )
+            raise ConfigError(settings={"fake": False}, reason=reason, advice=advice)
     model, batch, optimizer = build_step(flags, device, config)
     return lambda loss_chunks: recollect.record(
         model,
@@ -152,18 +160,6 @@ def step_recorder(
         host_link=host_link,
         engine=engine,
     )
-
-
-def _check_room(model: nn.Module, device: torch.device) -> None:
-    """Check that a model on meta would fit on a device, where systems end a process that asks for too much without a word."""
-    nbytes, there = sum(p.nbytes for p in model.parameters()), memory_bytes(device) or host_memory_bytes()
-    if 2 * nbytes > there:
-        need = f"the model's parameters take {format_bytes(nbytes)} and its gradients as much"
-        reason, advice = (
-            f"{need}, and {device} has {format_bytes(there)}",
-            "Add --fake, which records it without memory.",
-        )
-        raise ConfigError(settings={"fake": False}, reason=reason, advice=advice)
 
 
 def _hugging_face_model(path: Path) -> nn.Module:

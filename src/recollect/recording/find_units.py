@@ -76,7 +76,7 @@ def find_units(model: nn.Module, paths: Iterable[str] | None = None) -> list[Uni
 def listed(paths: Iterable[str] | None) -> list[str] | None:
     """Return module paths as a list; refuse a text, whose letters would each be taken for a path."""
     if isinstance(paths, str):
-        raise ArgumentError(f"units: got the text {paths!r}, expected a list of module paths. Write [{paths!r}].")
+        raise ArgumentError(f"units: got the text {paths!r}, expected a list of paths. Write units=[{paths!r}].")
     return None if paths is None else list(paths)
 
 

@@ -49,6 +49,26 @@ def test_all_calls_are_named() -> None:
     assert "\n2 calls of 4 x 32 x 16 and 1 x 32 x 16, as in step 0: predicted peak " in report
 
 
+def test_a_slowdown_that_was_measured_is_told() -> None:
+    model = Residual()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def step() -> None:
+        model(X).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    with recollect.attach(model, optimizer, "90%", log=lambda line: None) as attached:
+        step()
+        assert attached.plan is not None
+        assert (
+            "\nslowdown not measured, for want of a step without a plan: print(recollect.verify(" in attached.report()
+        )
+        verified = recollect.verify(model, None, attached.plan, step=step, optimizer=optimizer)
+        assert f"\nslowdown {verified.slowdown_text()}\n" in attached.report()
+        assert "past_key_values" not in attached.report()
+
+
 @pytest.mark.parametrize(
     ("second", "unlike"),
     [

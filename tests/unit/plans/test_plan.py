@@ -59,8 +59,11 @@ def test_prints_what_each_group_of_layers_keeps() -> None:
 @pytest.mark.parametrize(
     ("factors", "text"),
     [
-        ((0.5, 1.5), "predicted slowdown 3.1 % (1.6 to 4.7)\nno plan"),
-        ((0.1, 9.0), "predicted slowdown 3.1 % (0.3 to 28.1: times too noisy to plan by)\nno plan"),
+        ((0.5, 1.5), "predicted slowdown 3.1 % (1.6 to 4.7 between timing rounds)\nno plan"),
+        (
+            (0.1, 9.0),
+            "predicted slowdown 3.1 % (0.3 to 28.1 between timing rounds: too noisy to plan\n    by)\nno plan",
+        ),
     ],
 )
 def test_prints_how_sure_the_slowdown_is(factors: tuple[float, float], text: str) -> None:
