@@ -155,6 +155,7 @@ def reference_models() -> Names:
 
 PREPARED: dict[str, Callable[[], Names]] = {
     "../README.md": dict,
+    "bugs_of_others.md": dict,
     "coverage.md": training,
     "fsdp.md": sharded,
     "get_started.md": dict,
@@ -175,7 +176,7 @@ PREPARED: dict[str, Callable[[], Names]] = {
     "usage.md": training,
     "which_budget.md": planned,
 }
-CONTINUED = {"../README.md", "get_started.md"}
+CONTINUED = {"../README.md", "bugs_of_others.md", "get_started.md"}
 
 
 def run(page: str, line: int, block: str, names: Names) -> None:
