@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
-import subprocess
-import sys
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +40,49 @@ def values(found: list[dict[str, str]], metric: str) -> dict[str, float]:
     }
 
 
+TINY = "--hidden-size 32 --num-layers 2 --seq-length 32 --vocab-size 64 --threads 1"
+REAL = "--num-layers 2 --real-hidden-size 32 --real-num-layers 2 --real-seq-length 16"
+# Flags of sizes at which nothing takes long, what has numbers in the file of results, and what is printed.
+PROGRAMS = {
+    "overhead": (
+        f"{REAL} --tiny-minutes 0 --real-minutes 0 --least-rounds 2 --threads 1",
+        ("tiny_added_time", "tiny_added_time_ratio_to_sac", "real_slowdown_fp32", "real_slowdown_bf16"),
+        "of the added time",
+    ),
+    "frontier": (
+        "--quick --models dense",
+        ("peak", "budget", "recollect_peak_at_equal_peak", "gradients_equal"),
+        "| budget | recollect |",
+    ),
+    # Inductor compiles C++ for a minute; who partitions and what is kept does not hang on it.
+    "compiled": (
+        "--quick --only 'blocks, full' --backend aot_eager",
+        ("compile_time", "gradients_largest_difference", "peak"),
+        "| compiled blocks, full |",
+    ),
+    "cost_model": (
+        f"{TINY} --calibration-s 0 --recordings 1 --budgets 0.5",
+        ("step_ratio", "op_error_median", "op_error_90", "slowdown_50", "promised_slowdown_50", "regret_50"),
+        "regret",
+    ),
+    "planner": (
+        "--profiles 'Mixtral, 4 layers' --parts 0.5 --large tiny --large-num-budgets 2",
+        ("gap_worst", "plan_worst", "plan_all_budgets", "record"),
+        "tiny: recorded on fake tensors in",
+    ),
+    "step_times": (
+        f"{TINY} --least-rounds 1 --models gpt2",
+        ("predicted_step_time", "measured_step_time", "predicted_slowdown", "measured_slowdown"),
+        "in the median",
+    ),
+    "loss_chunks": (
+        "--vocab-sizes 2048 --hidden-size 32 --seq-length 64 --threads 1 --minutes 0 --least-rounds 1",
+        ("peak", "gradients_off_by", "time_over_one_piece", "loss_logits_time"),
+        "gradients off by",
+    ),
+}
+
+
 @pytest.mark.long
 def test_covered_layers() -> None:
     """It fails itself if counts differ."""
@@ -49,68 +91,14 @@ def test_covered_layers() -> None:
 
 
 @pytest.mark.long
-def test_overhead(tmp_path: Path) -> None:
-    sizes = ["--num-layers", "2", "--real-hidden-size", "32", "--real-num-layers", "2", "--real-seq-length", "16"]
-    no_time = ["--tiny-minutes", "0", "--real-minutes", "0", "--least-rounds", "2", "--threads", "1"]
-    # As users start it; the other ones import too much.
-    command = [sys.executable, BENCHMARKS / "overhead.py", *sizes, *no_time, "--out", tmp_path]
-    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    found = rows(tmp_path / "overhead.csv")
-    added = values(found, "tiny_added_time")
-    assert len(added) == 8
-    assert added["checkpoint"] > 0
-    per_layer = values(found, "tiny_added_time_per_layer")
-    assert per_layer["checkpoint"] == pytest.approx(added["checkpoint"] / 2)
-    assert set(values(found, "tiny_added_time_ratio_to_sac")) == {"tape, keeps matmuls", "tape, keeps nothing"}
-    assert set(values(found, "real_slowdown_fp32")) == set(values(found, "real_slowdown_bf16")) == {"tape, keeps all"}
-    assert json.loads(found[0]["config"])["real_hidden_size"] == 32
-    assert "of the added time" in output
-
-
-@pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
-def test_frontier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    output = run("frontier.py", "--quick", "--models", "dense", "--out", str(tmp_path))
-    found = rows(tmp_path / "frontier.csv")
-    peaks, equal = values(found, "peak"), values(found, "gradients_equal")
-    ours = {name for name in equal if name.startswith("recollect")}
-    peers = {"full", "every 2nd layer", "every 4th layer", "uniform 2", "uniform 4", "block 1/4", "block 3/4"}
-    peers |= {"SAC attention", "SAC 2nd matmul", "torchtitan SAC", "SAC matmuls"}
-    peers |= {f"Megatron {names}" for names in ("core_attn", "mlp", "layernorm", "core_attn+mlp", "mlp+layernorm")}
-    milp = {name for name in equal if name.startswith("sac_milp")}
-    assert set(equal) == ours | peers | milp
-    # Discarded norms add a gradient up in another order, as Megatron's do.
-    assert {name for name in equal if not equal[name]} == {"Megatron layernorm", "Megatron mlp+layernorm"}
-    assert len(ours) > 5
-    # More is kept with fewer layers checkpointed, and with more ops saved.
-    assert peaks["full"] < peaks["every 2nd layer"] < peaks["every 4th layer"]
-    assert peaks["SAC attention"] < peaks["SAC 2nd matmul"] < peaks["SAC matmuls"]
-    # The same is saved; early stop lets go of its last tensors a little later.
-    assert peaks["SAC 2nd matmul"] == pytest.approx(peaks["torchtitan SAC"], rel=0.03)
-    at_equal_peak = values(found, "recollect_peak_at_equal_peak")
-    assert peers - {"full", "SAC attention", "block 3/4"} <= set(at_equal_peak)
-    for name, peak_bytes in at_equal_peak.items():
-        assert peak_bytes <= {**peaks, **values(found, "budget")}[name]
-    # What sac_milp cannot do, or is not installed for, is a row with its reason.
-    failed = {row["contestant"]: row["value"] for row in found if row["metric"] == "failed"}
-    assert len(milp) + len(failed) == 5
-    assert all("infeasible" in reason or "pulp" in reason for reason in failed.values())
-    assert set(values(found, "budget")) == {f"budget {percent}%" for percent in (75, 50, 35, 25, 15)}
-    assert "| budget | recollect |" in output
-    assert "OVER BUDGET" not in output
-    (picture,) = tmp_path.glob("*.png")
-    drawn = picture.read_bytes()
-    assert drawn.startswith(b"\x89PNG")
-    picture.unlink()
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    import frontier
-
-    monkeypatch.setattr(frontier.signal, "signal", lambda *_: None)
-    frontier.main(["--quick", "--redraw", "--models", "dense", "--out", str(tmp_path)])
-    assert picture.read_bytes() == drawn
-    assert len(rows(tmp_path / "frontier.csv")) == len(found)
-    frontier.main(["--redraw", "--models", "moe", "--out", str(tmp_path)])
-    assert "no step times of moe at these sizes: d=384, 16 layers" in " ".join(capsys.readouterr().out.split())
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_benchmark_runs(name: str, tmp_path: Path) -> None:
+    flags, metrics, said = PROGRAMS[name]
+    output = run(f"{name}.py", *shlex.split(flags), "--out", str(tmp_path))
+    found = rows(tmp_path / f"{name}.csv")
+    assert [metric for metric in metrics if not values(found, metric)] == []
+    assert said in output and "OVER BUDGET" not in output
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -192,54 +180,6 @@ def test_discarded_output_is_empty_until_backward(monkeypatch: pytest.MonkeyPatc
     assert not any(tensor.any() for tensor in taken)
 
 
-@pytest.mark.long
-def test_compiled(tmp_path: Path) -> None:
-    # Inductor compiles C++ for a minute; who partitions and what is kept does not hang on it.
-    output = run("compiled.py", "--quick", "--only", "blocks, full", "--backend", "aot_eager", "--out", str(tmp_path))
-    found = rows(tmp_path / "compiled.csv")
-    name = "compiled blocks, full"
-    assert set(values(found, "compile_time")) == {name}
-    assert values(found, "gradients_largest_difference")[name] < 1e-3
-    peaks = values(found, "peak")
-    assert peaks[f"recollect, eager / {name}"] <= peaks[name] < peaks["eager, no recompute"]
-    assert peaks[f"recollect, compiled blocks / {name}"] <= peaks[name]
-    assert "| compiled blocks, full |" in output
-
-
-@pytest.mark.long
-def test_cost_model(tmp_path: Path) -> None:
-    sizes = ["--hidden-size", "128", "--num-layers", "2", "--vocab-size", "64", "--seq-length", "32"]
-    output = run(
-        "cost_model.py", *sizes, "--calibration-s", "0", "--recordings", "1", "--budgets", "0.5", "--out", str(tmp_path)
-    )
-    found = rows(tmp_path / "cost_model.csv")
-    models = {"reference Llama", "HF Llama", "Mixtral", "DeepSeek-V3", "GPT-2 (dropout)"}
-    ratios = values(found, "step_ratio")
-    assert set(ratios) == models
-    # Tiny ops, a quick calibration, any machine: the order of magnitude.
-    assert all(0.05 < ratio < 20 for ratio in ratios.values())
-    for metric in ("op_error_median", "op_error_90", "slowdown_50", "promised_slowdown_50"):
-        assert set(values(found, metric)) == models
-    regret = values(found, "regret_50")
-    assert set(regret) == {f"{name}{who}" for name in models for who in ("", ", times of an H100", ", all ops alike")}
-    assert json.loads(found[0]["config"])["threads"] == 1
-    assert "regret" in output
-
-
-@pytest.mark.long
-def test_planner(tmp_path: Path) -> None:
-    flags = ["--profiles", "Mixtral, 4 layers", "--parts", "0.5", "--large", "tiny", "--large-num-budgets", "2"]
-    output = run("planner.py", *flags, "--out", str(tmp_path))
-    found = rows(tmp_path / "planner.csv")
-    gaps = values(found, "gap_worst")
-    assert set(gaps) == {"Mixtral, 4 layers", "Mixtral, 4 layers, no optimizer", "all"}
-    # The issue's target is 2 % of the step; op times are measured here, next to other work.
-    assert all(0 <= gap < 0.05 for gap in gaps.values())
-    assert all(plan_s > 0 for plan_s in values(found, "plan_worst").values())
-    assert set(values(found, "plan_all_budgets")) == set(values(found, "record")) == {"tiny"}
-    assert "tiny: recorded on fake tensors in" in output
-
-
 def test_every_tool_of_the_table_has_a_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     import tool_loops
@@ -291,31 +231,6 @@ def test_the_last_rows_of_a_configuration_are_read(tmp_path: Path, monkeypatch: 
     assert read_last(path, {"seed": False}, "peak") == ([Number("peak", "1", "full", "12")], ("a machine", "2.13"))
     assert read_last(path, {"seed": False}, "slowdown")[0] == [Number("slowdown", "1", "full", "0.5")]
     assert read_last(path, {"seed": False}, "rounds") == ([], None)
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_slowdowns_are_smoothed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    import comparison
-
-    assert comparison.falling([5.0, 3.0, 4.0, 1.0]) == [5.0, 3.5, 3.5, 1.0]
-    assert comparison.falling([1.0, 2.0, 6.0]) == [3.0, 3.0, 3.0]
-
-
-@pytest.mark.long
-def test_step_times(tmp_path: Path) -> None:
-    sizes = ["--hidden-size", "32", "--num-layers", "2", "--seq-length", "32", "--vocab-size", "64", "--threads", "1"]
-    output = run("step_times.py", *sizes, "--least-rounds", "1", "--models", "gpt2", "--out", str(tmp_path))
-    assert "in the median" in output
-    found = rows(tmp_path / "step_times.csv")
-    predicted, measured = values(found, "predicted_step_time"), values(found, "measured_step_time")
-    assert len(predicted) == len(measured) == 9
-    assert all(seconds > 0 for seconds in [*predicted.values(), *measured.values()])
-    assert (
-        values(found, "predicted_slowdown")["gpt2, keep all"]
-        == values(found, "measured_slowdown")["gpt2, keep all"]
-        == 0
-    )
 
 
 @pytest.mark.long

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch import Tensor, nn
 
 import recollect
@@ -125,75 +124,6 @@ class Recurrent(nn.Module):
         return x
 
 
-class Block(nn.Module):
-    """Has parameters, but no modules."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Parameter(torch.randn(WIDTH, 4 * WIDTH) / WIDTH)
-        self.down = nn.Parameter(torch.randn(4 * WIDTH, WIDTH) / WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + nn.functional.gelu(x @ self.up) @ self.down
-
-
-class Down(nn.Module):
-    def __init__(self, wide: int, out: int) -> None:
-        super().__init__()
-        self.resnets = nn.ModuleList([Residual(wide, out), Residual(out, out)])
-        self.smaller = nn.AvgPool2d(2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for resnet in self.resnets:
-            x = resnet(x)
-        result: Tensor = self.smaller(x)
-        return result
-
-
-class Residual(nn.Module):
-    def __init__(self, wide: int, out: int) -> None:
-        super().__init__()
-        self.convolution = nn.Conv2d(wide, out, 3, padding=1)
-        self.norm = nn.GroupNorm(2, out)
-        self.skip = nn.Conv2d(wide, out, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.skip(x) + nn.functional.silu(self.norm(self.convolution(x)))
-        return result
-
-
-class Up(Down):
-    """The same, under another name."""
-
-
-class Diffusion(nn.Module):
-    """Lists of one down and one up block, a middle, and blocks of resnets in them, as in diffusers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.down_blocks = nn.ModuleList([Down(3, 8)])
-        self.mid_block = Residual(8, 8)
-        self.up_blocks = nn.ModuleList([Up(8, 4)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.mid_block(self.down_blocks[0](x))
-        result: Tensor = self.up_blocks[0](x)
-        return result
-
-
-class Autoencoder(nn.Module):
-    """Two parts of classes of their own, without any structure that repeats."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder = FeedForward()
-        self.decoder = Attention()
-
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.decoder(self.encoder(x))
-        return result
-
-
 class Functional(nn.Module):
     """Everything in its own forward."""
 
@@ -212,34 +142,6 @@ def flat_stack() -> nn.Module:
     return nn.Sequential(*layers, nn.Linear(WIDTH, 4))
 
 
-def albert() -> nn.Module:
-    config = transformers.AlbertConfig(
-        vocab_size=50,
-        embedding_size=16,
-        hidden_size=WIDTH,
-        intermediate_size=64,
-        num_hidden_layers=4,
-        num_attention_heads=2,
-    )
-    return transformers.AlbertForMaskedLM(config)
-
-
-def swin() -> nn.Module:
-    config = transformers.SwinConfig(
-        image_size=16, patch_size=2, embed_dim=8, depths=[2, 2], num_heads=[2, 2], window_size=4, num_labels=3
-    )
-    return transformers.SwinForImageClassification(config)
-
-
-def convnext() -> nn.Module:
-    config = transformers.ConvNextConfig(hidden_sizes=[8, 16], depths=[2, 2], num_stages=2, patch_size=2, num_labels=3)
-    return transformers.ConvNextForImageClassification(config)
-
-
-def labelled_images() -> Batch:
-    return {"pixel_values": torch.randn(4, 3, 16, 16), "labels": torch.arange(4) % 3}
-
-
 def images() -> Batch:
     return torch.randn(4, 3, 16, 16)
 
@@ -250,11 +152,6 @@ def sequences() -> Batch:
 
 def tokens() -> Batch:
     return torch.randint(0, 50, (16, 24))
-
-
-def token_labels() -> Batch:
-    ids = tokens()
-    return {"input_ids": ids, "labels": ids}
 
 
 def numbered(prefix: str, count: int) -> tuple[str, ...]:
@@ -272,28 +169,10 @@ MODELS: dict[str, Found] = {
     "pairs in lists": Found(
         Pairs, sequences, tuple(f"layers.{layer}.{part}" for layer in range(3) for part in range(2))
     ),
-    "list of Sequential": Found(
-        lambda: Chain(*(nn.Sequential(Attention(), FeedForward()) for _ in range(3))), sequences, numbered("layers", 3)
-    ),
-    "Sequential of Sequential": Found(
-        lambda: nn.Sequential(convolutions(3, 8), convolutions(8, 8), nn.Flatten(), nn.Linear(2048, 4)),
-        images,
-        ("0", "1"),
-    ),
     "U-Net of Sequential": Found(UNet, images, ("down1", "down2", "middle", "up2", "up1")),
     "one block, repeated": Found(Repeated, tokens, ("block",)),
-    "ALBERT": Found(albert, token_labels, ("albert.encoder.albert_layer_groups.0.albert_layers.0",)),
     "list of LSTM": Found(Recurrent, sequences, numbered("layers", 3)),
-    "blocks of parameters": Found(lambda: Chain(*(Block() for _ in range(3))), sequences, numbered("layers", 3)),
     "flat stack": Found(flat_stack, sequences, ("",)),
-    "down, middle, up": Found(
-        Diffusion,
-        images,
-        (*numbered("down_blocks.0.resnets", 2), *numbered("up_blocks.0.resnets", 2)),
-    ),
-    "Swin": Found(swin, labelled_images, numbered("swin.encoder.layers", 2)),
-    "ConvNeXt": Found(convnext, labelled_images, numbered("convnext.encoder.stages", 2)),
-    "parts of different classes": Found(Autoencoder, sequences, ("encoder", "decoder")),
     "no parts": Found(Functional, sequences, ("",)),
 }
 
