@@ -15,8 +15,11 @@ Row = Mapping[str, Any]
 
 _HEAD = """# Architectures of transformers
 
-    python benchmarks/model_zoo.py          # goes on where the last run ended
-    python benchmarks/model_zoo.py --page   # this page, from the rows there are
+<!-- not run: takes minutes -->
+```sh
+python benchmarks/model_zoo.py          # goes on where the last run ended
+python benchmarks/model_zoo.py --page   # this page, from the rows there are
+```
 
 Each class that transformers lists for a task, unmodified, with random weights and a configuration shrunk by the names of
 its fields (width 64, three layers, four heads). Its step is recorded, planned for a budget at 60 % of the way from the

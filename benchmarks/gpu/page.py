@@ -20,8 +20,11 @@ PAGE = _ROOT / "docs" / "gpu.md"
 
 _HEAD = """# Measured on GPUs
 
-    scripts/gpu --out benchmarks/results/gpu   # where there is a CUDA device; each part takes less than eight minutes
-    scripts/gpu --page                         # this page, from the rows there
+<!-- not run: needs a GPU -->
+```sh
+scripts/gpu --out benchmarks/results/gpu   # where there is a CUDA device; each part takes less than eight minutes
+scripts/gpu --page                         # this page, from the rows there
+```
 
 `scripts/gpu --help` lists the parts, and `scripts/gpu --dry-run` runs them all at tiny sizes on a CPU. Needed are a checkout,
 torch 2.11 or later, transformers, NumPy, SciPy, PyYAML, Rich, matplotlib and pytest; no network.

@@ -40,7 +40,7 @@ def values(found: list[dict[str, str]], metric: str) -> dict[str, float]:
     }
 
 
-TINY = "--hidden-size 32 --num-layers 2 --seq-length 32 --vocab-size 64 --threads 1"
+TINY = "--hidden-size 32 --num-layers 2 --seq-length 32 --vocab-size 64"
 REAL = "--num-layers 2 --real-hidden-size 32 --real-num-layers 2 --real-seq-length 16"
 # Flags of sizes at which nothing takes long, what has numbers in the file of results, and what is printed.
 PROGRAMS = {
@@ -71,7 +71,7 @@ PROGRAMS = {
         "tiny: recorded on fake tensors in",
     ),
     "step_times": (
-        f"{TINY} --least-rounds 1 --models gpt2",
+        f"{TINY} --threads 1 --least-rounds 1 --models gpt2",
         ("predicted_step_time", "measured_step_time", "predicted_slowdown", "measured_slowdown"),
         "in the median",
     ),

@@ -1,6 +1,6 @@
 """Classic failures of activation checkpointing, each shown once with PyTorch's own and once with recollect.
 
-More of them run on the page of bugs of others (`test_guides.py`); two that need two processes are in `test_failures_parallel.py`.
+More are on the page of bugs of others, which `test_guides.py` runs; those of two processes in `test_failures_parallel.py`.
 """
 
 from __future__ import annotations

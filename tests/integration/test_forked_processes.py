@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import signal
-import subprocess
 from pathlib import Path
 
 import pytest
 
-from forked_processes import ForkedProcess, run_forked
+from forked_processes import run_forked
 
 pytestmark = pytest.mark.integration
 
@@ -31,21 +29,3 @@ def test_a_script_runs_as_if_it_had_been_started(tmp_path: Path) -> None:
     done = run_forked(program, 1, "two", cwd=tmp_path, OWN="set")
     assert done.stdout == f"__main__ ['1', 'two'] {tmp_path} set beside\n"
     assert (done.returncode, done.stderr) == (3, "True True\n")
-
-
-def test_errors_and_signals_end_it(tmp_path: Path) -> None:
-    done = run_forked(script(tmp_path, "raise ValueError('no')"))
-    assert done.returncode == 1
-    assert done.stderr.endswith("ValueError: no\n")
-    sleeping = script(tmp_path, "print('begun', flush=True)\nimport time\ntime.sleep(600)")
-    process = ForkedProcess(sleeping)
-    assert process.poll() is None
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
-    assert process.poll() == process.returncode == -signal.SIGKILL
-    process = ForkedProcess(sleeping)
-    with pytest.raises(subprocess.TimeoutExpired):
-        process.communicate(timeout=0.2)
-    process.terminate()
-    process.communicate()
-    assert process.communicate()[1] == "" and process.returncode == -signal.SIGTERM

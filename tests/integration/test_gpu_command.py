@@ -93,13 +93,6 @@ def test_tests_of_the_gpu_pass_where_a_cpu_can_run_them(dry_run: tuple[Path, str
 
 
 @pytest.mark.long
-def test_hardware_file_is_one(dry_run: tuple[Path, str]) -> None:
-    from recollect.costs.hardware import Hardware
-
-    assert Hardware.load(dry_run[0] / "cpu-hardware.json").device == "cpu"
-
-
-@pytest.mark.long
 @pytest.mark.usefixtures("benchmarks")
 def test_page_shows_every_part(dry_run: tuple[Path, str]) -> None:
     from gpu.page import page
@@ -168,15 +161,6 @@ def test_bad_arguments(arguments: tuple[str, ...], message: str, capsys: pytest.
         status = ended.code
     assert status == 2
     assert message in capsys.readouterr().err
-
-
-@pytest.mark.usefixtures("benchmarks")
-def test_a_name_can_stand_for_several_parts() -> None:
-    from gpu.command import parse
-
-    names = dict.fromkeys(PARTS, "")
-    assert parse(["frontier", "tests"], names).parts == [*PARTS[7:11], "tests"]
-    assert parse([], names).parts == list(PARTS)
 
 
 @pytest.mark.usefixtures("benchmarks")
@@ -249,30 +233,3 @@ def test_cases_that_fail_are_rows(tmp_path: Path) -> None:
         ("failed", "two", "KeyError: 'key'"),
         ("left_out", "four", "no time"),
     ]
-
-
-@pytest.mark.usefixtures("benchmarks")
-@pytest.mark.parametrize(
-    ("name", "slug"),
-    [
-        ("NVIDIA H100 80GB HBM3", "h100-80gb-hbm3"),
-        ("NVIDIA GeForce RTX 4090", "geforce-rtx-4090"),
-        ("AMD EPYC 9B45, 2 cores", "cpu"),
-    ],
-)
-def test_files_are_named_by_device(name: str, slug: str) -> None:
-    from gpu.part import device_slug
-
-    assert device_slug(name) == slug
-
-
-@pytest.mark.usefixtures("benchmarks")
-def test_big_models_of_the_claims_are_cut_to_what_fits() -> None:
-    from claims import modelled_models
-    from gpu.claims_part import cut
-
-    for model in modelled_models():
-        small = cut(model)
-        assert small.config.num_layers <= 16
-        assert small.config.hidden_size == model.config.hidden_size
-        assert small.settings

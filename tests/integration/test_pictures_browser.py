@@ -119,16 +119,6 @@ def test_page_draws_itself(browser: Any, page: Path, tmp_path: Path, width: int,
     assert (tmp_path / "page.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_looks_of_a_page_can_be_wrong(browser: Any, page: Path) -> None:
-    show(browser, page, width=320)
-    browser.execute_script("document.querySelector('h1').style.cssText = 'white-space: nowrap; overflow: hidden'")
-    browser.execute_script("document.querySelector('#reading').style.color = '#999'")
-    browser.execute_script("document.querySelector('#memory .xtitle').setAttribute('transform', 'translate(99)')")
-    clipped, pale = clipped_texts(browser), pale_texts(browser)
-    assert [text.split(":")[0] for text in clipped] == ["H1", "text"], clipped
-    assert len(pale) == 1 and pale[0].startswith("2.8: plan "), pale
-
-
 def test_hover_reads_the_plan(browser: Any, page: Path, frontier: Frontier) -> None:
     show(browser, page)
     point = frontier.points[3]

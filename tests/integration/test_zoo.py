@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gradients import DifferentStepsError, assert_same_gradients, gradients, step_of
+from gradients import DifferentStepsError, assert_same_gradients, step_of
 from recollect.engine.content import has_same_bits
 from zoo import ZOO, Case
 
@@ -28,13 +28,6 @@ def test_seed_matters_where_the_entry_says_so(case: Case) -> None:
     model = case.model()
     one, other = step_of(case, model, seed=1), step_of(case, model, seed=2)
     assert all(has_same_bits(one[name], other[name]) for name in one) != case.is_random
-
-
-def test_batch_statistics_are_compared_after_the_step() -> None:
-    case = ZOO["resnet"]
-    step = step_of(case, case.model())
-    assert step["buffer stages.0.norm1.num_batches_tracked"] == 1
-    assert step["buffer stages.0.norm1.running_mean"].any()
 
 
 def test_difference_names_the_first_tensor_and_the_distance() -> None:
@@ -61,21 +54,3 @@ def test_smallest_difference_raises(change: str) -> None:
     assert_same_gradients(expected, {"loss": expected["loss"].clone()})
     with pytest.raises(DifferentStepsError):
         assert_same_gradients(expected, got)
-
-
-def test_a_wrong_gradient_is_seen() -> None:
-    case = ZOO["transformer"]
-    model = case.model()
-    expected = step_of(case, model)
-    with torch.no_grad():
-        next(model.parameters())[0, 0] += 1e-3
-    with pytest.raises(DifferentStepsError):
-        assert_same_gradients(expected, step_of(case, model))
-
-
-def test_gradients_of_inputs_are_compared() -> None:
-    case = ZOO["resnet"]
-    batch = case.data()
-    assert isinstance(batch, torch.Tensor)
-    step = gradients(case.model(), batch.requires_grad_(), case.loss_fn)
-    assert step["gradient of input 0"].shape == batch.shape

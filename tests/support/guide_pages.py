@@ -1,4 +1,4 @@
-"""Runs the Python of pages of the documentation as it stands: `python guide_pages.py usage.md loss.md`.
+"""Runs the Python of pages of the documentation as it stands: `python guide_pages.py usage.md loss.md`; finds their commands.
 
 Each block runs alone, in an empty folder. What a page takes for granted, such as a model and a batch, is made anew for each
 block, and small. On a page of `CONTINUED` a block has the names of the earlier ones, and its output is printed. Prints a line
@@ -11,11 +11,13 @@ import contextlib
 import io
 import os
 import re
+import shlex
 import sys
 import tempfile
 import textwrap
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,27 @@ import recollect
 
 DOCS = Path(__file__).parents[2] / "docs"
 _BLOCK = re.compile(r"^( *)```python\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
+_SHELL = re.compile(r"(?:^<!-- not run: (.*) -->\n)?^```sh\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 Names = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Command:
+    """A line of a shell on a page; one that is broken by a backslash is one."""
+
+    line: str
+    not_run: str
+    """Why tests do not run it, as a comment in front of its block says."""
+
+    @property
+    def words(self) -> list[str]:
+        return shlex.split(self.line, comments=True)
+
+
+def commands(text: str) -> list[Command]:
+    """Return the commands of a page."""
+    found = [(match[1] or "", match[2].replace("\\\n", " ").splitlines()) for match in _SHELL.finditer(text)]
+    return [Command(line, reason) for reason, lines in found for line in lines if line]
 
 
 def blocks(text: str) -> list[tuple[int, str]]:

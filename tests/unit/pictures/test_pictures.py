@@ -132,18 +132,6 @@ def test_memory_png_shows_each_category(profile: Profile, tmp_path: Path) -> Non
         assert has_color(pixels, CATEGORY_COLORS[category]), category
 
 
-def test_frontier_of_one_point_is_drawn(profile: Profile, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    pytest.importorskip("plotly")
-    plan = recollect.classic_plan(profile, "keep_all")
-    peak_bytes = plan.predicted_peak_bytes or 0
-    alone = Frontier(points=(FrontierPoint(peak_bytes, 0.0, plan),), plain_peak_bytes=peak_bytes)
-    draw_frontier(profile, alone, tmp_path / "one.png")
-    assert has_color(picture(tmp_path / "one.png"), "#333333")
-    write_frontier_page(profile, alone, tmp_path / "one.html")
-    assert len(data_of(tmp_path / "one.html")["plans"]) == 1
-
-
 def test_labels_stay_inside_and_apart() -> None:
     pytest.importorskip("matplotlib")
     figure, axes = new_figure(9, 5)
@@ -165,19 +153,6 @@ def test_labels_stay_inside_and_apart() -> None:
         assert axes.bbox.x0 <= box.x0 <= box.x1 <= axes.bbox.x1
         assert axes.bbox.y0 <= box.y0 <= box.y1 <= axes.bbox.y1
     assert not any(one.overlaps(other) for one, other in itertools.combinations(boxes, 2))
-
-
-def test_a_label_far_from_its_mark_gets_a_line() -> None:
-    pytest.importorskip("matplotlib")
-    from matplotlib.lines import Line2D
-
-    figure, axes = new_figure(9, 5)
-    axes.set(xlim=(0, 1), ylim=(0, 1))
-    crowd = [Mark(0.5 + 0.002 * i, 0.5, str(i), "#aa0000") for i in range(6)]
-    place_labels(figure, axes, [*crowd, Mark(0.1, 0.1, "alone")])
-    lines = [artist for artist in axes.get_children() if isinstance(artist, Line2D) and artist.get_color() == "#aa0000"]
-    assert 0 < len(lines) < len(crowd)
-    assert {line.get_xdata()[0] for line in lines} <= {mark.x for mark in crowd}
 
 
 def test_equal_classics_are_one_mark(frontier: Frontier) -> None:

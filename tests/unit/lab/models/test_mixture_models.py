@@ -43,14 +43,6 @@ def test_models_have_as_many_parameters_as_their_configuration_says(name: str, c
         assert GPTModel(config).num_parameters == config.num_parameters
 
 
-def test_queries_without_a_latent_vector() -> None:
-    config = named("deepseek-v3-tiny", q_lora_rank=None)
-    model = model_of("deepseek-v3-tiny", q_lora_rank=None)
-    assert model.num_parameters == config.num_parameters
-    model(*batch_of()).loss.backward()
-    assert all(parameter.grad is not None for parameter in model.parameters())
-
-
 def test_modules_have_megatrons_names() -> None:
     modules = {name for name, _ in model_of("deepseek-v3-tiny").named_modules()}
     dense, sparse = "decoder.layers.0", "decoder.layers.1"
@@ -214,10 +206,6 @@ def test_tokens_are_counted_in_training_only_and_added_up() -> None:
     biases = [module.expert_bias for module in model.modules() if isinstance(module, TopKRouter)]
     assert all(bias is not None and {abs(round(b, 6)) for b in bias.tolist()} <= {0.0, 0.001} for bias in biases)
     assert any(bias is not None and bias.any() for bias in biases)
-
-
-def test_update_without_biases_does_nothing() -> None:
-    model_of("mixtral-tiny").update_expert_bias()
 
 
 def test_bf16_activations_over_fp32_weights() -> None:
