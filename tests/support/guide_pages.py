@@ -19,6 +19,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -109,6 +110,22 @@ def sentences() -> Names:
     return {**training(), "model": model, "sentences": answers(), "tokenizer": tokenizer()}
 
 
+def tools() -> Names:
+    """The same, with Accelerate, and what starts DeepSpeed; of torchtitan the names only, as its function is not called."""
+    import json
+
+    from accelerate import Accelerator
+
+    alone = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29512", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    os.environ.update({"DS_ACCELERATOR": "cpu", **alone})
+    zero = {"stage": 2, "reduce_bucket_size": 500_000, "allgather_bucket_size": 500_000}
+    optimizer = {"type": "AdamW", "params": {"torch_adam": True}}
+    config = {"train_micro_batch_size_per_gpu": 4, "optimizer": optimizer, "zero_optimization": zero}
+    Path("ds_config.json").write_text(json.dumps(config), encoding="utf-8")
+    titan = {"Trainer": SimpleNamespace(Config=object), "llama3_8b": object}
+    return {**training(), "accelerator": Accelerator(cpu=True), **titan}
+
+
 def lightning() -> Names:
     from lightning_trainers import Automatic, loader
 
@@ -178,10 +195,12 @@ def reference_models() -> Names:
 PREPARED: dict[str, Callable[[], Names]] = {
     "../README.md": dict,
     "bugs_of_others.md": dict,
+    "compile.md": training,
     "coverage.md": training,
     "fsdp.md": sharded,
     "get_started.md": dict,
     "how_to_read_a_plan.md": planned,
+    "index.md": training,
     "hugging_face.md": training,
     "largest_batch.md": training,
     "lightning.md": lightning,
@@ -195,6 +214,7 @@ PREPARED: dict[str, Callable[[], Names]] = {
     "peft_trl.md": sentences,
     "pictures.md": planned,
     "pipelines.md": stages,
+    "trainers.md": tools,
     "usage.md": training,
     "which_budget.md": planned,
 }
