@@ -27,6 +27,8 @@ _LARGEST_BYTES = 10**30
 _LONGEST_TEXT = 64
 # A budget of so few bytes, as text without a suffix, is a percentage whose sign was forgotten.
 _MOST_PERCENT = 100
+# No step fits into fewer bytes; 1 asks for the least peak, which the error then tells.
+_FEWEST_BYTES = 1024
 
 
 def parse_bytes(value: str | int) -> int:
@@ -108,19 +110,25 @@ def parse_budget(value: str | int, *, reference_bytes: int | None, device_bytes:
 
 
 def check_budget(value: str | int, *, device_bytes: int | None) -> None:
-    """Check that a budget can be parsed, before the peak that a percentage refers to is known.
+    """Check that a budget can be parsed and is no mistake, before the peak that a percentage refers to is known.
 
     Args:
         value: as for `parse_budget`.
         device_bytes: size of the device's memory; None or 0 if unknown. A wrong size above 0 does no harm.
 
     Raises:
-        QuantityError: as `parse_budget`.
+        QuantityError: as `parse_budget`; nothing; or so few bytes that their unit was forgotten. One byte asks for the least
+            peak, which the `BudgetTooSmallError` then tells.
 
     Example:
         >>> check_budget("60%", device_bytes=None)
     """
-    parse_budget(value, reference_bytes=0, device_bytes=device_bytes)
+    # Any peak will do that is large enough for each part of it to be some bytes.
+    peak_bytes = _LARGEST_BYTES // 10**9
+    num_bytes = parse_budget(value, reference_bytes=peak_bytes, device_bytes=device_bytes and peak_bytes)
+    if num_bytes != 1 and num_bytes < _FEWEST_BYTES:
+        meant = f"did you mean '{num_bytes}GiB'?" if num_bytes else "write a percentage such as '60%', or '16GiB'"
+        raise QuantityError(value, f"no step fits into {num_bytes} bytes; {meant}")
 
 
 def _refuse_lone_number(value: object) -> None:

@@ -128,7 +128,17 @@ def test_check_budget_of_a_device() -> None:
     check_budget("90% of the device", device_bytes=1)
     with pytest.raises(QuantityError, match="the device's memory is known of"):
         check_budget("90% of the device", device_bytes=None)
-    check_budget("101", device_bytes=None)
+    check_budget("1024", device_bytes=None)
+
+
+@pytest.mark.parametrize("value", [0, "0%", "-10%", 20, "20 B"])
+def test_check_budget_refuses_what_is_a_mistake(value: Any) -> None:
+    said = {0: "write a percentage such as '60%'", "0%": "no step fits into 0 bytes", "-10%": "negative; write"}
+    with pytest.raises(
+        QuantityError, match=f"{value}'?: .*{said.get(value, re.escape(chr(39) + '20GiB' + chr(39) + '?'))}"
+    ):
+        check_budget(value, device_bytes=None)
+    check_budget(1, device_bytes=None)  # Asks for the least peak.
 
 
 @pytest.mark.parametrize("value", ["90% of the device", "90 % of device", " 90.0%  of the  Device ", "90%of device"])

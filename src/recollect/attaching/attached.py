@@ -25,7 +25,7 @@ from recollect._torch_private import uncompiled
 from recollect.attaching.held import CallWatch, Departure, StepUnderWay
 from recollect.attaching.lockstep import Lockstep
 from recollect.attaching.placement import Placement, Removable, State, Watcher, obstacle
-from recollect.attaching.planned_step import PlannedStep, report_of
+from recollect.attaching.planned_step import PlannedStep, report_of, unforeseen
 from recollect.attaching.reserve import LeanStart
 from recollect.attaching.step_end import OptimizersSeen, StepEnd, to_user, without_backward
 from recollect.attaching.step_meter import StepMeter
@@ -34,7 +34,6 @@ from recollect.attaching.step_shape import Call, Structure, describe_call
 from recollect.costs.op_costs import MeasuredCosts
 from recollect.engine.placed_forward import Handle
 from recollect.errors import LargerStepError, RecollectError
-from recollect.plans.paths import unit_words
 from recollect.plans.plan import Plan
 from recollect.plans.unit_plan import UnitPlan
 from recollect.ranks.group import ALONE, Ranks
@@ -89,11 +88,12 @@ class Attached(Handle):
         watched = [] if ends_by_hand else self._optimizers
         self._end = StepEnd(model, watched)
         self._hooks: list[Removable] = [o.register_step_post_hook(self._after_optimizer) for o in watched]
-        self._optimizers_seen = None if ends_by_hand else OptimizersSeen(self._optimizers, self._take_over)
-        self._hooks += [hook for hook in (self._optimizers_seen, self._structure) if hook is not None]
         self._planner = StepPlanner(
             self._placement, self._optimizers, budget, self._lockstep, log, device, host_bytes, engine
         )
+        told = model, self._optimizers, self._take_over, self._planner.warn_once
+        self._optimizers_seen = None if ends_by_hand else OptimizersSeen(*told)
+        self._hooks += [hook for hook in (self._optimizers_seen, self._structure) if hook is not None]
         self._meter = StepMeter(device, on_cpu=measure, log=log)
         self._watch = CallWatch(
             self._placement, device, keeps_to_plan=on_larger == "warn", joins_others=not ranks.is_alone
@@ -237,12 +237,12 @@ class Attached(Handle):
         stays = active in steps and not step.is_first
         return active if stays else next(iter(steps), None)
 
-    def _departs(self, path: str) -> None:
-        """Note the first run of a unit that the plan does not foresee."""
-        self._now.departure = Departure(f"ran {unit_words(path)} more often than the plan foresees, or on more")
+    def _departs(self, text: str) -> None:
+        """Note, in words, the first run of a unit that the plan does not foresee."""
+        self._now.departure = Departure(text)
         if self._on_larger == "raise":
             raise LargerStepError(
-                f"a step {self._now.departure.text}: it does more than the steps that were planned, at equal shapes. Pass "
+                f"a step {text}: it does more than the steps that were planned, at equal shapes. Pass "
                 "on_larger='replan', or a first step that does as much as any."
             )
 
@@ -271,9 +271,6 @@ class Attached(Handle):
     def _start_recording(self, call: Call) -> None:
         lean_units = self._lean_units(call, self.planned)
         self._placement.put(None)
-        if not self.model.training and not any(module.training for module in self.model.modules()):
-            text = "the model is in eval mode; a step in training mode will be recorded and planned anew"
-            self._planner.warn_once(text)
 
         def begin() -> StepRecording:
             tensors = step_tensors(self.model, None, self._optimizers, parameters=self._structure.parameters)
@@ -359,13 +356,13 @@ class Attached(Handle):
             if step.departure is None and step.had_more_backwards():
                 step.departure = Departure("ran backward more often than the plan foresees, or for a graph of its own")
             if step.departure is not None:
-                self._planner.see_to(step, step.departure, number)
-            if excess:
-                self._planner.missed.note(step.calls, attempts=1)
-                self._planner.warn_once(excess, key="drift")
+                self._planner.see_to(step, step.departure, number, self._meter.peak_bytes)
+            elif excess is not None:
+                self._planner.see_to_excess(excess, step.calls)
         elif state is State.LEAN:
             missed, courses = self._planner.missed, step.courses()
-            self._planner.see_to(step, Departure("called the model otherwise than the plan foresees"), number)
+            text = "" if step.planned is None else unforeseen(step.planned, step.calls)
+            self._planner.see_to(step, step.departure or Departure(text), number, self._meter.peak_bytes)
             if not missed.was_over:  # Otherwise an earlier step was missed, and this one may do less.
                 missed.note(step.calls, courses, attempts=missed.attempts_left)
             self._planner.steps.note(step.calls, courses)

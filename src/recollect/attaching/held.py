@@ -49,19 +49,24 @@ class Departure:
     more_bytes: int | None = None
     """Bytes beyond those expected by the allocator's count; None if the count did not show the departure."""
 
-    def excess(self, planned: PlannedStep, more_bytes: int | None) -> str:
+    def excess(self, planned: PlannedStep, more_bytes: int | None, measured_bytes: int) -> str:
         """Return the message about the step; "" if it needed no more than the budget.
 
         Args:
             planned: the step whose plan it began with.
-            more_bytes: bytes needed beyond that step's; None if unknown.
+            more_bytes: bytes needed beyond that step's, at least; None if unknown.
+            measured_bytes: its measured peak; 0 if it was not measured.
         """
-        budget_bytes = planned.budget_bytes
-        over_bytes = None if more_bytes is None else planned.peak_bytes + more_bytes - budget_bytes
-        if over_bytes is not None and over_bytes <= 0:
+        budget = f"the budget of {format_bytes(planned.budget_bytes)}"
+        if more_bytes is None and not measured_bytes:
+            return f"{self.text}. It may have needed more than {budget}"
+        needed = measured_bytes or planned.peak_bytes + (more_bytes or 0)
+        if needed <= planned.budget_bytes:
             return ""
-        known = "" if over_bytes is None else f"{format_bytes(budget_bytes + over_bytes)}, {format_bytes(over_bytes)} "
-        return f"{self.text}, so that it may have needed {known}more than the budget of {format_bytes(budget_bytes)}"
+        over = f"{format_bytes(needed)}, {format_bytes(needed - planned.budget_bytes)} more than {budget}"
+        if measured_bytes:
+            return f"{self.text}. Its measured peak was {over}"
+        return f"{self.text}. It may have needed {over}, and yet more if it did more than call the model"
 
 
 class StepUnderWay:
@@ -139,6 +144,7 @@ class StepUnderWay:
 def expect(planned: PlannedStep) -> None:
     """Note the bytes that the first call of a step should hold under its plan when it returns."""
     over_time = timeline(planned.profile, planned.plan)
+    planned.begin_bytes = int(over_time.total_bytes[0]) if len(over_time.total_bytes) else 0
     backward = np.flatnonzero(over_time.phases == BACKWARD)
     if len(planned.calls) > 1 or not len(backward) or not backward[0]:
         return

@@ -261,7 +261,7 @@ def excess_of(recording: StepRecording, planned: PlannedStep) -> str:
         planned: the step.
     """
     peak_bytes = recording.peak_bytes
-    if peak_bytes <= planned.budget_bytes + _OWN_BYTES:
+    if peak_bytes <= max(planned.budget_bytes, planned.peak_bytes) + _OWN_BYTES:
         return ""
     return (
         f"while it was recorded, a step of {planned.calls[0]} needed {format_bytes(peak_bytes)}, "

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from recollect.attaching.step_shape import Call, covering, groups_of, shape_text
+from recollect.attaching.step_shape import CONTEXT, Call, covering, groups_of, shape_text
 from recollect.attaching.unit_watch import Course, Runs, largest
 from recollect.byte_format import format_bytes
 from recollect.errors import BudgetTooSmallError
@@ -81,6 +81,8 @@ class PlannedStep:
     """The last readings of the allocator for each call under the plan; this and what follows is for `CallWatch`."""
     held_before: int = 0
     """The fewest bytes of tensors before a step under the plan, as foreseen or counted."""
+    begin_bytes: int = 0
+    """Bytes of tensors that should be in memory when it begins."""
     most_held_bytes: int | None = None
     """Bytes that its only call should hold when it returns; None if it has several."""
 
@@ -117,13 +119,19 @@ class PlannedStep:
         calls = " and ".join(f"{number} calls of {call}" if number > 1 else call for call, number in counts.items())
         return f"{calls} (unlike {self.unlike})" if self.unlike else calls
 
+    @property
+    def slowdown_text(self) -> str:
+        """The predicted slowdown, its range, and whose times these are if they were not measured."""
+        times = self.profile.times_text
+        return f"{self.plan.predicted_slowdown or 0.0:+.1%}{self.plan.range_text}{f' by {times}' if times else ''}"
+
     def line(self, seconds: float, again: str = "") -> str:
         """Return the line that describes the plan, how long planning took, and why it was done `again`."""
-        slowdown, host_bytes = self.plan.predicted_slowdown or 0.0, self.plan.predicted_host_bytes
+        host_bytes = self.plan.predicted_host_bytes
         host = f"host memory {format_bytes(host_bytes)}, " if host_bytes else ""
         return (
             f"recollect: {format_bytes(self.budget_bytes)} budget, predicted peak {format_bytes(self.peak_bytes)}, {host}"
-            f"step {slowdown:+.1%}{self.plan.range_text}, full recompute {self.full_slowdown:+.0%}, "
+            f"step {self.slowdown_text}, full recompute {self.full_slowdown:+.0%}, "
             f"planned {'again ' if again else ''}for {self}{again} in {seconds:.1f} s"
         )
 
@@ -212,8 +220,8 @@ def report_of(
     for step in planned:
         lines.append(
             f"{step}, as in step {recorded_steps[step.number]}: predicted peak {format_bytes(step.peak_bytes)} "
-            f"({format_bytes(step.plain_peak_bytes)} without recompute), {step.plan.predicted_slowdown or 0.0:+.1%}"
-            f"{step.plan.range_text}; {step.measured_text()}"
+            f"({format_bytes(step.plain_peak_bytes)} without recompute), {step.slowdown_text}; "
+            f"{step.measured_text()}"
         )
     last = planned[-1]
     lines.append(f"slowdown {SLOWDOWNS.get(last.plan, _UNMEASURED)}")
@@ -348,19 +356,8 @@ def grouped(calls: Sequence[Call], spare: Sequence[Mapping[str, int]]) -> list[M
 def difference(one: PlannedStep, other: PlannedStep) -> str:
     """Return how two steps differ, in words."""
     for mine, its in zip(one.calls, other.calls, strict=False):
-        if mine.shapes != its.shapes:
-            pairs = zip(mine.shapes, its.shapes, strict=False)
-            other_shapes = (f"shapes {shape_text(a)} and {shape_text(b)}" for a, b in pairs if a != b)
-            return next(other_shapes, "the number of tensors")
-        if mine.context != its.context:
-            return "how the model is built, or its mode"
-        if mine.arguments != its.arguments:
-            changed = [pair for pair in zip(mine.arguments, its.arguments, strict=False) if pair[0] != pair[1]]
-            return "arguments " + ", ".join(f"{a!r} and {b!r}" for a, b in changed[:3])
-        if (mine.trained, mine.traced) != (its.trained, its.traced):
-            return "what requires a gradient"
-        if mine.has_gradients != its.has_gradients:
-            return "gradients that are there before it"
+        if text := _unlike(mine, its):
+            return text
     if len(one.calls) != len(other.calls):
         return "the number of calls"
     ran = [[course.units.keys() for course in step.courses] for step in (one, other)]
@@ -368,3 +365,31 @@ def difference(one: PlannedStep, other: PlannedStep) -> str:
     if ran[0] == ran[1] and more_bytes:
         return f"{format_bytes(abs(more_bytes))} {'more' if more_bytes > 0 else 'less'} that live through it"
     return "what runs in it"
+
+
+def _unlike(mine: Call, its: Call) -> str:
+    """Return how two calls differ, in words; "" if they do not."""
+    if mine.shapes != its.shapes:
+        pairs = zip(mine.shapes, its.shapes, strict=False)
+        other_shapes = (f"shapes {shape_text(a)} and {shape_text(b)}" for a, b in pairs if a != b)
+        return next(other_shapes, "the number of tensors")
+    for name, one, other in zip(CONTEXT, mine.context, its.context, strict=False):
+        if one != other:
+            return name if name == CONTEXT[-1] else f"{name} {one} and {other}"
+    if mine.arguments != its.arguments:
+        changed = [pair for pair in zip(mine.arguments, its.arguments, strict=False) if pair[0] != pair[1]]
+        return "arguments " + (", ".join(f"{a!r} and {b!r}" for a, b in changed[:3]) or "that one of them lacks")
+    if (mine.trained, mine.traced) != (its.trained, its.traced):
+        return "what requires a gradient"
+    if mine.has_gradients != its.has_gradients:
+        return "gradients that are there before it"
+    return "" if mine.is_open == its.is_open else "whether an earlier call waits for its backward"
+
+
+def unforeseen(planned: PlannedStep, calls: Sequence[Call]) -> str:
+    """Return what the calls of a step do that a plan does not foresee, in words."""
+    index = next((i for i in range(len(calls)) if planned.foreseen(calls[: i + 1]) is None), len(calls) - 1)
+    if index >= len(planned.calls):
+        return f"called the model {len(calls)} times, and its plan foresees {len(planned.calls)}"
+    known, call = planned.calls[index], calls[index]
+    return f"differs in call {index + 1} of the model from its plan: {_unlike(known, call) or 'its place in the step'}"

@@ -8,6 +8,7 @@ A step that has no plan yet runs under the leanest of those for steps that are f
 
 import math
 import weakref
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Final
@@ -133,6 +134,22 @@ class Reserve:
         new_bytes = storage_bytes([p for p in trained if id(p) not in known])
         ratio = storage_bytes(state_tensors(self._optimizers)) / max(1, storage_bytes(with_state))
         return storage_bytes(trained) + int(new_bytes * ratio)
+
+
+def varying_bytes(profile: Profile, calls: Sequence[Call]) -> int:
+    """Return by how much steps with these calls may differ, as far as their first one shows it; 0 if it does not.
+
+    If calls are alike and their units had as many values, of other sizes, then shapes within the units depend on data.
+    """
+    if any(not call.is_alike(calls[0]) or call.shapes != calls[0].shapes for call in calls):
+        return 0
+    saved, whole = defaultdict[object, list[int]](list), defaultdict[object, list[int]](list)
+    for call in profile.calls:
+        values = profile.graph_of(call).values
+        saved[call.path, len(values)].append(sum(value.nbytes for value in values if value.saved))
+        whole[call.path, len(values)].append(sum(value.nbytes for value in values))
+    kept_bytes = sum(max(sizes) - min(sizes) for sizes in saved.values())
+    return kept_bytes + max((max(sizes) - min(sizes) for sizes in whole.values()), default=0)
 
 
 def _kind(module: nn.Module) -> tuple[object, ...]:

@@ -126,16 +126,25 @@ class OptimizersSeen:
     Otherwise the new one takes its place at the end of a step in which the old one did not step. An optimizer that
     steps inside another one, or around it, is none.
 
+    Where all of an optimizer's parameters are frozen or gone, as after `get_peft_model`, any that trains the model replaces it.
+
     Args:
+        model: which they train.
         optimizers: the optimizers whose steps end a training step; changed in place.
         took_over: told of the new one, and whether it has stepped already.
+        warn: takes a message about one that steps again and again beside them.
     """
 
     def __init__(
-        self, optimizers: list[torch.optim.Optimizer], took_over: Callable[[torch.optim.Optimizer, bool], None]
+        self,
+        model: nn.Module,
+        optimizers: list[torch.optim.Optimizer],
+        took_over: Callable[[torch.optim.Optimizer, bool], None],
+        warn: Callable[[str], None],
     ) -> None:
-        self._optimizers = optimizers
-        self._took_over = took_over
+        self._model, self._optimizers = model, optimizers
+        self._took_over, self._warn = took_over, warn
+        self._foreign_steps = 0
         # Since the last call of the model, and within the step of an optimizer that is known.
         self._has_stepped = self._is_stepping = False
         # Before it has stepped once, it is the wrong optimizer, not an old one.
@@ -172,13 +181,23 @@ class OptimizersSeen:
 
     def _after(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
         index = self._place_of(optimizer)
-        if index is None:
-            return
-        if self._optimizers[index] is optimizer:
+        if index is not None and self._optimizers[index] is optimizer:
             self._has_stepped, self._is_stepping = True, False
-        elif not self._has_stepped and index in self._stepped_once:
+            self._foreign_steps = 0
+        elif self._is_stepping or self._has_stepped:
+            return
+        elif index in self._stepped_once:
             self._optimizers[index] = optimizer
             self._took_over(optimizer, True)
+        elif _parameters_of(optimizer) & self._trained():
+            self._foreign_steps += 1
+            if self._foreign_steps == _MOST_FOREIGN_UPDATES + 1:
+                known = ", ".join(type(found).__name__ for found in self._optimizers)
+                self._warn(
+                    f"{type(optimizer).__name__}, which attach does not know, stepped over parameters of "
+                    f"{type(self._model).__name__} {self._foreign_steps} times in a row without a step of {known}: no step "
+                    "ends, and none is planned. Call attach when the model is complete, with all optimizers that step"
+                )
 
     def _place_of(self, optimizer: torch.optim.Optimizer) -> int | None:
         """Return the known optimizer that this one is, or the one whose parameters it steps over."""
@@ -187,8 +206,20 @@ class OptimizersSeen:
                 return index
         if self._is_stepping:
             return None
-        own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        own = _parameters_of(optimizer)
         for index, known in enumerate(self._optimizers):
-            if any(id(parameter) in own for group in known.param_groups for parameter in group["params"]):
+            if not own.isdisjoint(_parameters_of(known)):
                 return index
+        if own & (trained := self._trained()):
+            for index, known in enumerate(self._optimizers):
+                if trained.isdisjoint(_parameters_of(known)):
+                    self._stepped_once.add(index)
+                    return index
         return None
+
+    def _trained(self) -> set[int]:
+        return {id(parameter) for parameter in self._model.parameters() if parameter.requires_grad}
+
+
+def _parameters_of(optimizer: torch.optim.Optimizer) -> set[int]:
+    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}

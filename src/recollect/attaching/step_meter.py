@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 
@@ -15,6 +15,13 @@ from recollect.measuring.meter import peak_on_cpu
 _MEASURED_EVERY: Final = 100
 
 
+class Excess(NamedTuple):
+    """The message about a measured peak above what was planned for, and the bytes that later steps need; None if unknown."""
+
+    text: str
+    more_bytes: int | None
+
+
 class StepMeter:
     """Measures steps that run under a plan.
 
@@ -25,6 +32,9 @@ class StepMeter:
         device: where the steps run.
         on_cpu: whether to measure on the CPU, too.
         log: takes a line for each plan that has been measured.
+
+    Attributes:
+        peak_bytes: the peak of the last step; 0 if it is not known.
     """
 
     def __init__(self, device: torch.device, *, on_cpu: bool, log: Callable[[str], object]) -> None:
@@ -33,7 +43,8 @@ class StepMeter:
         self._planned: PlannedStep | None = None
         self._trace = ExitStack()
         self._found: list[int] = []
-        self._before_bytes = self._seen_bytes = 0
+        self.peak_bytes = self._before_bytes = self._seen_bytes = self._begin_bytes = 0
+        self._is_compiling = False
 
     def restart(self) -> None:
         """Reset the count on CUDA: memory used to time units is no step's peak."""
@@ -48,7 +59,9 @@ class StepMeter:
             number: of the step.
         """
         self._planned = planned
+        self._is_compiling = planned.plan.is_compiled and planned.num_calls <= 1
         if self._is_cuda:
+            self._begin_bytes = torch.cuda.memory_allocated(self._device)
             if not planned.measured_bytes:
                 self.restart()
             self._before_bytes = torch.cuda.max_memory_allocated(self._device)
@@ -56,43 +69,52 @@ class StepMeter:
             # A profiler has the trace to itself; a later step will be measured.
             self._found = [] if profiler_is_active() else self._trace.enter_context(peak_on_cpu())
 
-    def end(self, steps: Sequence[PlannedStep]) -> str:
+    def end(self, steps: Sequence[PlannedStep]) -> Excess | None:
         """End the measurement of a step, and note the result.
 
         Args:
             steps: all planned steps.
 
         Returns:
-            In words, how much more was held than planned; "" if it was not more, or no more than before.
+            How much more was held than planned; None if it was not more, or no more than before.
         """
         planned, self._planned = self._planned, None
         self._trace.close()
+        self.peak_bytes = 0
         if planned is None:
-            return ""
+            return None
         peak_bytes = torch.cuda.max_memory_allocated(self._device) if self._is_cuda else max(self._found, default=0)
+        self._begin_bytes = self._begin_bytes if self._is_cuda else min(self._found, default=0)
         self._found = []
         # CUDA's count from before the step belongs to another step.
-        if peak_bytes > max(self._before_bytes, planned.measured_bytes):
+        if peak_bytes > self._before_bytes or peak_bytes <= planned.budget_bytes:
+            self.peak_bytes = peak_bytes
+        if peak_bytes > max(self._before_bytes, planned.measured_bytes) and not self._is_compiling:
             is_new = not planned.measured_bytes or planned.measured_bytes <= planned.budget_bytes < peak_bytes
             planned.measured_bytes = peak_bytes
             if is_new:
                 self._log(planned.measured_line())
-        return self._excess(peak_bytes, steps)
+        return self._excess(peak_bytes, planned, steps)
 
     def abandon(self) -> None:
         """Forget a step that does not end."""
         self._planned, self._found = None, []
         self._trace.close()
 
-    def _excess(self, peak_bytes: int, steps: Sequence[PlannedStep]) -> str:
+    def _excess(self, peak_bytes: int, planned: PlannedStep, steps: Sequence[PlannedStep]) -> Excess | None:
         # Of any step, since CUDA's peak stays; and above the budget, since blocks may be slightly larger than predicted.
         expected_bytes = max((max(step.budget_bytes, step.peak_bytes) for step in steps), default=peak_bytes)
         if peak_bytes <= max(expected_bytes, self._seen_bytes):
-            return ""
+            return None
+        more_bytes = peak_bytes - expected_bytes
+        text = f"{'the device' if self._is_cuda else 'the process'} held {format_bytes(peak_bytes)} at its peak, "
+        text += f"{format_bytes(more_bytes)} more than was planned for: "
+        if self._is_compiling:
+            return Excess(f"{text}PyTorch compiled layers for a new plan, which needs memory once", 0)
         self._seen_bytes = peak_bytes
-        held_by = "the device held" if self._is_cuda else "the process held"
-        return (
-            f"{held_by} {format_bytes(peak_bytes)} at its peak, {format_bytes(peak_bytes - expected_bytes)} more "
-            "than was planned for: something besides the recorded step needs memory (evaluation, generation, another "
-            "model). The next step will be recorded and planned anew"
-        )
+        if self.peak_bytes and 2 * (self._begin_bytes - planned.begin_bytes) < more_bytes:
+            compiled, other = "compiled layers use buffers that no prediction knows", "its shapes may depend on data"
+            text += compiled if planned.plan.is_compiled else f"{other}, as its calls are like the recorded ones"
+            return Excess(f"{text}. Steps like it are planned again, with room for that", more_bytes)
+        text += "something besides the recorded step needs memory (evaluation, generation, another model). "
+        return Excess(f"{text}The next step will be recorded and planned anew", None)

@@ -11,7 +11,8 @@ from recollect.attaching.held import Departure, StepUnderWay, beyond_noise, expe
 from recollect.attaching.lockstep import Lockstep
 from recollect.attaching.placement import Placement, excess_of
 from recollect.attaching.planned_step import PlannedStep, PlannedSteps, difference, grouped, own_plan
-from recollect.attaching.reserve import Reserve
+from recollect.attaching.reserve import Reserve, varying_bytes
+from recollect.attaching.step_meter import Excess
 from recollect.attaching.step_shape import Call
 from recollect.attaching.unit_watch import Course
 from recollect.byte_format import format_bytes
@@ -147,6 +148,13 @@ class StepPlanner:
             number: its number.
         """
         begin = time.perf_counter()
+        modes = [call.context[1] for call in step.calls]
+        if not any([*modes, *(module.training for module in self.placement.model.modules())]):
+            self.warn_once(
+                f"step {number} ran in eval mode, in which dropout holds less: call model.train() first if that is not meant; "
+                "a step in training mode will be recorded and planned anew",
+                key="eval",
+            )
         calls, courses = step.calls, step.courses()
         # A percentage is of what repeats: the first step may be the only one without gradients.
         had_gradients = any(known.calls[0].has_gradients for known in self.steps.steps)
@@ -164,9 +172,11 @@ class StepPlanner:
                 self.steps.note_seen(seen)
             index = len(self.recorded_steps)
             self.recorded_steps.append(number)
-            planned = self._planned(profile, calls, courses, budget, index)
+            planned = self._planned(
+                profile, calls, courses, budget, index, int(_MARGIN * varying_bytes(profile, calls))
+            )
         self.budget_bytes = planned.budget_bytes
-        if planned.fits and (excess := excess_of(recording, planned)):
+        if excess := excess_of(recording, planned):
             self.warn_once(excess, key=f"recording {calls[0]}")
         self.missed.end_attempt(is_met=self.lockstep.all_end(self.missed.is_met_by(planned)))
         if alike := [step for step in self.steps.steps if str(step).partition(" (")[0] == str(planned)]:
@@ -206,13 +216,14 @@ class StepPlanner:
             )
         return profile
 
-    def see_to(self, step: StepUnderWay, departure: Departure, number: int) -> None:
+    def see_to(self, step: StepUnderWay, departure: Departure, number: int, measured_bytes: int) -> None:
         """Report the memory of a step that departed from its plan, and have the next steps planned.
 
         Args:
             step: the course it took.
             departure: how it departed from its plan.
             number: its number.
+            measured_bytes: its measured peak; 0 if it was not measured.
         """
         active = step.planned
         if active is None:
@@ -225,7 +236,7 @@ class StepPlanner:
             more_bytes = reserve.needed_bytes(active.profile, grouped(step.calls, beyond))
             if more_bytes is not None:
                 more_bytes -= reserve.held_bytes(active.profile, active.plan, step.skipped())
-        if said := departure.excess(active, more_bytes):
+        if said := departure.excess(active, more_bytes, measured_bytes):
             self.warn_once(f"step {number} {said}. What follows is planned for that, too", key=f"step {number}")
         is_read = departure.more_bytes is not None
         # Memory that the allocator showed once may appear in the next step, too, where it can be recorded.
@@ -240,6 +251,15 @@ class StepPlanner:
             self.placement.put(self._plan_again(active, departure.more_bytes or 0))
         else:
             self.missed.note(step.calls, courses, did_more=any(beyond))
+
+    def see_to_excess(self, excess: Excess, calls: Sequence[Call]) -> None:
+        """Report a measured peak above the budget, and plan with room for it, or have the next step recorded."""
+        self.warn_once(excess.text, key="compiling" if excess.more_bytes == 0 else "drift")
+        active = self.placement.active
+        if excess.more_bytes and active is not None and self.lockstep.ranks.is_alone:
+            self.placement.put(self._plan_again(active, excess.more_bytes))
+        elif excess.more_bytes != 0:
+            self.missed.note(calls, attempts=1)
 
     def make_room(self, more_bytes: int) -> None:
         """Plan the step whose plan is in place anew, since more is in memory before it than earlier."""

@@ -29,6 +29,8 @@ from recollect._torch_private import tree_leaves
 from recollect.engine.together import is_partitioned
 from recollect.weak_hooks import register_weakly
 
+CONTEXT: Final = ("data types", "training mode", "autocast", "how the model is built")
+"""Names of the facts of a call's context."""
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks")
 
 

@@ -23,6 +23,7 @@ from recollect.engine.own_checkpoints import running_unit, tell_once
 from recollect.engine.placed_forward import PlacedForward
 from recollect.engine.policy import DropAll
 from recollect.engine.tape import Tape
+from recollect.plans.paths import unit_words
 
 _ANY_NUMBER: Final = sys.maxsize
 # Looked up in every run of a unit.
@@ -154,7 +155,7 @@ class UnitWatch:
     Args:
         model: the model whose units are watched.
         unit_paths: paths of the units.
-        departs: called with the path of the first unit in a step whose run no plan foresees; may raise.
+        departs: called with what the first unit in a step did that no plan foresees, in words; may raise.
 
     Attributes:
         units: one for each.
@@ -231,7 +232,10 @@ class UnitWatch:
             unit.spare -= 1
         elif not is_foreseen and not self._has_departed:
             self._has_departed = self.is_lean = True
-            self._departs(unit.path)
+            often = "often", f"run {unit.allowed - unit.left}", unit.allowed
+            how, got, most = often if unit.left < 0 else ("elements", unit.numel, unit.most_numel)
+            text = f"more {how} than its plan foresees (got {got}, expected at most {most})"
+            self._departs(f"ran {unit_words(unit.path)} {'' if unit.left < 0 else 'on '}{text}")
         forward = unit.forward
         if is_foreseen and self._keeps_to_plan:
             return forward(*args, **kwargs)

@@ -40,8 +40,7 @@ def wide_console(console: Console, width: int) -> Console:
 
 def describe_step(profile: Profile) -> str:
     """Return model and batch of a recorded step, and the hardware of its times, in one line."""
-    times = f"times {'modelled for' if profile.fake else 'measured on'} {profile.device_name}"
-    return f"{profile.model_class}, {profile.batch}; {times}"
+    return f"{profile.model_class}, {profile.batch}; {profile.times_text or f'times measured on {profile.device_name}'}"
 
 
 def check_folder(path: Path, flag: str = "") -> None:

@@ -204,7 +204,10 @@ def show(explanation: Explanation, profile: Profile, console: Console, *, with_n
 
 def _plans(explanation: Explanation) -> dict[str, Explained]:
     """Return the plans by their names, first that without recompute."""
-    plans = {"no recompute": explanation.plain, explanation.given.plan.note or "given": explanation.given}
+    given = explanation.given.plan
+    # The note of a plan made for a budget is no name.
+    name = "given" if given.budget_bytes is not None else given.note or "given"
+    plans = {"no recompute": explanation.plain, name: explanation.given}
     return plans if explanation.budget is None else {**plans, _BUDGET: explanation.budget}
 
 

@@ -61,8 +61,10 @@ def _words(stack: str, numbers: Collection[int]) -> str:
     return f"{len(numbers)} layer{'' if len(numbers) == 1 else 's'} ({' '.join(paths)})"
 
 
-def device_name(device: torch.device) -> str:
-    """Return a device's model name, such as "NVIDIA H100 80GB HBM3", or "cpu"."""
+def device_name(device: torch.device, model: nn.Module | None = None) -> str:
+    """Return a device's model name, such as "NVIDIA H100 80GB HBM3", or "cpu"; "meta" if that is where the model is."""
+    if model is not None and any(parameter.is_meta for parameter in model.parameters()):
+        return "meta"
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 

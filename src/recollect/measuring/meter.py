@@ -227,7 +227,9 @@ def _measure_cpu(fn: Callable[[], T], baseline_bytes: int | None) -> PeakMeasure
 
 @contextmanager
 def peak_on_cpu() -> Iterator[list[int]]:
-    """Measure the most bytes alive in the block, of all tensors that Python can reach; yields a list, which has them after it.
+    """Measure the most bytes alive in the block, of all tensors that Python can reach, and the bytes alive when it began.
+
+    Yields a list, which has both after the block.
 
     Raises:
         MeterError: a profiler is active on this thread.
@@ -244,7 +246,7 @@ def peak_on_cpu() -> Iterator[list[int]]:
     found, before = list[int](), Deaths(filter(is_of_the_allocator, reachable_storages()))
     with _traced(before) as events:
         yield found
-    found.append(before.start_bytes + added_up(events, before.bytes_at)[0])
+    found += [before.start_bytes + added_up(events, before.bytes_at)[0], before.start_bytes]
 
 
 @contextmanager

@@ -227,8 +227,8 @@ class Planner:
 
     def _predicted(self, chosen: Plan, simulation: Simulation, budget_bytes: int, bound_s: float) -> Plan:
         made = simulated_plan(self.profile, replace(chosen, budget_bytes=budget_bytes), simulation)
-        if made.is_compiled and self.profile.fake:
-            made = replace(made, note=_ESTIMATED)
+        if note := _ESTIMATED if made.is_compiled and self.profile.fake else self.profile.times_text:
+            made = replace(made, note=note)
         if self._has_engines or not is_all_on_tape(chosen) or not math.isfinite(bound_s) or self.profile.step_s <= 0:
             return made
         check_bound(bound_s, simulation.recompute_s, budget_bytes)

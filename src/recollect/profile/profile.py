@@ -177,6 +177,13 @@ class Profile(ShownInNotebooks):
         return sum(event[2] for event in first if event[0] == ALLOC)
 
     @property
+    def times_text(self) -> str:
+        """Whose times these are if nothing was measured, as in "times modelled for NVIDIA H100"; "" if they were measured."""
+        if self.fake:
+            return f"times modelled for {self.device_name or self.device}"
+        return "times of the meta device, which computes nothing" if self.device_name == "meta" else ""
+
+    @property
     def persistent_bytes(self) -> int:
         """Bytes alive through the whole step."""
         return sum(self.persistent.values())

@@ -276,7 +276,7 @@ class StepRecording:
             persistent=persistent,
             device=str(self.device),
             kernels=self.kernels,
-            device_name=device_name(self.device) if modelled is None else modelled.hardware.name,
+            device_name=device_name(self.device, self.model) if modelled is None else modelled.hardware.name,
             device_memory_bytes=memory_bytes(self.device) if modelled is None else modelled.hardware.memory_bytes,
             calibration_bytes=unseen_bytes,
             fake=modelled is not None,

@@ -18,6 +18,8 @@ from recollect.verification.compare import Difference
 _NOISY_SPREAD = 0.5
 SLOWDOWNS: WeakKeyDictionary[Plan, str] = WeakKeyDictionary()
 """The measured slowdowns of plans, in words, for those who report on them later."""
+# A measured peak that is more than this part above the predicted one needs a reason.
+_MUCH_MORE = 0.01
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +57,7 @@ class Report(ShownInNotebooks):
         host: the cost of offloaded values in a step: host memory, seconds of waiting for copies, and values that were asked for
             at another moment than planned; None if there are none, or units ran alone, where edges are missed by design.
         predicted_host_bytes: the plan's prediction of that memory.
+        left_gradients_bytes: gradients that a step of your own leaves in memory for its next run.
         rank: in a group of processes, the one whose peaks these are, since its peak under the plan is the largest. The slowdown
             is that of the slowest, and differences are those of the first that has some, which they name. None alone.
         by_rank: in a group, the findings of each process, by its rank; the same in all of them. Empty alone.
@@ -80,6 +83,7 @@ class Report(ShownInNotebooks):
     first_state_difference: tuple[str, float] | None = None
     host: HostUse | None = None
     predicted_host_bytes: int | None = None
+    left_gradients_bytes: int = 0
     rank: int | None = None
     by_rank: Mapping[int, Report] = field(default_factory=dict)
 
@@ -115,6 +119,13 @@ class Report(ShownInNotebooks):
         plain = "did not fit" if self.plain_peak_bytes is None else format_bytes(self.plain_peak_bytes)
         rows.append(("peak without", plain))
         rows.append(("peak with plan", f"{format_bytes(self.plan_peak_bytes)}{self._compared_peak()}"))
+        more_bytes = self.plan_peak_bytes - (self.predicted_peak_bytes or self.plan_peak_bytes)
+        if _MUCH_MORE * self.plan_peak_bytes < more_bytes <= self.left_gradients_bytes:
+            left = format_bytes(self.left_gradients_bytes)
+            rows += [
+                ("", f"the step begins with gradients of its last run ({left}), and was recorded without:"),
+                ("", "have it begin with zero_grad(), or record it again now, with them"),
+            ]
         if self.plan_reserved_bytes is not None and self.plan_fragmentation_bytes is not None:
             fragmentation = format_bytes(self.plan_fragmentation_bytes)
             rows.append(("reserved", f"{format_bytes(self.plan_reserved_bytes)} ({fragmentation} fragmentation)"))

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from recollect.engine.content import has_same_bits
+from recollect.measuring.meter import storage_bytes
 from recollect.recording.model_step import LossFunction, loss_in, prepare_gradients, run_forward, run_model
 from recollect.recording.optimizers import Optimizers, optimizers_in
 from recollect.recording.restored_state import (
@@ -35,6 +36,8 @@ class _RepeatedStep:
     def __post_init__(self) -> None:
         self._random_state = torch.random.get_rng_state()
         self._has_begun = False
+        # Gradients in memory when the second step of the loop begins.
+        self.left_gradients_bytes = 0
         # Called when another one begins.
         self.done: Callable[[], object] = lambda: None
 
@@ -152,6 +155,8 @@ class OwnStep(_RepeatedStep):
         """Run two steps, so that the second one finds the values that the first one leaves behind."""
         with restored_buffers(self.model):
             for _ in range(2):
+                gradients = (parameter.grad for parameter in self.model.parameters())
+                self.left_gradients_bytes = storage_bytes(g for g in gradients if g is not None)
                 self._seed()
                 self.step()
 

@@ -255,6 +255,7 @@ class _Check:
             loss_chunks=plan.loss_chunks,
             plain_difference=findings.plain_difference,
             predicted_host_bytes=plan.predicted_host_bytes,
+            left_gradients_bytes=self.step.left_gradients_bytes,
             **of_step,
         )
 

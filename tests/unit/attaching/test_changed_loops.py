@@ -8,7 +8,7 @@ from torch import nn
 
 import recollect
 from recollect.attaching.attached import Attached
-from recollect.errors import LargerStepError
+from recollect.errors import BudgetWarning, LargerStepError
 from residual_model import Model
 
 
@@ -38,6 +38,48 @@ def test_steps_end_with_an_optimizer_that_takes_the_place_of_the_one_that_was_pa
             step(model, optimizer)
         assert attached.num_steps == 4
         assert held is not optimizer
+
+
+class Adapted(nn.Module):
+    """Adds a product of two small matrices to a layer's result, as LoRA does."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.layer, self.down, self.up = layer, nn.Linear(layer.in_features, 2), nn.Linear(2, layer.out_features)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) + self.up(self.down(x))
+
+
+@pytest.mark.parametrize("num_before", [0, 1], ids=["before the first step", "later"])
+def test_adapters_that_are_put_in_later_are_planned_with_their_optimizer(num_before: int) -> None:
+    model = Model()
+    optimizer = adam(model)
+    with attached_to(model, optimizer) as attached:
+        for _ in range(num_before):
+            step(model, optimizer)
+        model.requires_grad_(False)
+        linears = [(m, n, c) for m in model.modules() for n, c in m.named_children() if isinstance(c, nn.Linear)]
+        for module, name, child in linears:
+            setattr(module, name, Adapted(child))
+        adapters = torch.optim.Adam(p for p in model.parameters() if p.requires_grad)
+        for _ in range(3):
+            step(model, adapters)
+        assert attached.num_steps == num_before + 3
+        assert attached.recorded_steps[0] == 0 and attached.recorded_steps[-1] >= num_before
+
+
+def test_an_optimizer_that_attach_does_not_know_is_named() -> None:
+    model = Model()
+    first, *others = model.parameters()
+    with attached_to(model, torch.optim.SGD([first], 0.1)) as attached:
+        unknown = torch.optim.Adam(others)
+        with pytest.warns(
+            BudgetWarning, match="Adam, which attach .* Model 4 times in a row without a step of SGD: no"
+        ):
+            for _ in range(4):
+                step(model, unknown)
+        assert attached.num_steps == 0
 
 
 def test_a_step_under_autocast_has_a_plan_of_its_own() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,12 +13,19 @@ import torch
 from torch import Tensor, nn
 
 import recollect
+from recollect.attaching.held import Departure
+from recollect.attaching.planned_step import unforeseen
 from recollect.attaching.reserve import Reserve
+from recollect.attaching.step_meter import StepMeter
 from recollect.attaching.step_planner import Missed, is_little
-from recollect.attaching.step_shape import Structure
+from recollect.attaching.step_shape import Structure, describe_call
 from recollect.attaching.unit_watch import Course, Runs
+from recollect.byte_format import format_bytes
 from recollect.errors import BudgetWarning, LargerStepError
 from recollect.measuring.device_memory import held_now
+from recollect.measuring.meter import peak_on_cpu
+from recollect.plans.action import EngineChoice
+from recollect.plans.unit_plan import UnitPlan
 
 
 class Blocks(nn.Module):
@@ -54,9 +63,97 @@ def test_a_departure_raises_where_larger_steps_do(model: Blocks) -> None:
         step(model, optimizer)
         model.runs = [0, 1, 2]
         with pytest.raises(
-            LargerStepError, match=r"a step ran unit 'blocks.2' more often than the plan foresees, or on more"
+            LargerStepError,
+            match=r"ran unit 'blocks.2' more often than its plan foresees \(got run 1, expected at most 0\)",
         ):
             step(model, optimizer)
+
+
+def test_how_the_calls_of_a_step_differ_from_its_plan_is_said(model: Blocks) -> None:
+    def said(*rows: int, **arguments: object) -> str:
+        inputs = enumerate(torch.zeros(number, 32) for number in rows)
+        calls = [describe_call("", model, (x,), arguments, Structure(model), "cpu", is_open=i > 0) for i, x in inputs]
+        return unforeseen(planned, calls).removeprefix("differs in call 1 of the model from its plan: ")
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with recollect.attach(model, optimizer, "90%", log=lambda _: None) as attached:
+        step(model, optimizer, flag=True)
+        (planned,) = attached.planned
+    assert said(512, 512, flag=True) == "called the model 2 times, and its plan foresees 1"
+    assert said(513, flag=True) == "shapes 512 x 32 and 513 x 32"
+    assert said(512, flag=False) == "arguments True and False"
+    assert said(512) == "arguments that one of them lacks"
+    with torch.autocast("cpu", torch.bfloat16):
+        assert said(512, flag=True) == "autocast None and torch.bfloat16"
+    model.eval()
+    assert said(512, flag=True) == "training mode True and False"
+    excess = Departure("ran more").excess
+    budget, limit = f"budget of {format_bytes(planned.budget_bytes)}", planned.budget_bytes
+    assert excess(planned, None, 0) == f"ran more. It may have needed more than the {budget}"
+    assert excess(planned, 1 << 40, limit) == "", "what is measured counts"
+    over = f"{format_bytes(limit + 2**20)}, 1.0 MiB more than the {budget}"
+    assert excess(planned, 0, limit + 2**20) == f"ran more. Its measured peak was {over}"
+    estimate = excess(planned, limit + 2**20 - planned.peak_bytes, 0)
+    assert estimate == f"ran more. It may have needed {over}, and yet more if it did more than call the model"
+
+
+def test_an_inner_loop_in_eval_mode_is_not_said_to_be_the_step(model: Blocks) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with recollect.attach(model, optimizer, "1GiB", log=lambda _: None), warnings.catch_warnings():
+        warnings.simplefilter("error", BudgetWarning)
+        model.eval()(torch.randn(64, 32)).backward()
+        model.train()(torch.randn(64, 32)).backward()
+        model.eval()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("rows", [(8, 8), (8, 200)], ids=["the same", "others"])
+def test_room_is_left_where_calls_that_are_alike_have_values_of_other_sizes(rows: tuple[int, int]) -> None:
+    class Sliced(Blocks):
+        def forward(self, x: Tensor, flag: bool = False, way: str = "") -> Tensor:
+            for block in self.blocks:
+                x = torch.cat([block(x[: self.rows]), x[self.rows :]])
+            return x.square().mean()
+
+    model = Sliced()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with recollect.attach(model, optimizer, "1GiB", log=lambda _: None) as attached:
+        losses = []
+        for model.rows in rows:
+            losses.append(model(torch.randn(512, 32)))
+        sum(losses).backward()
+        optimizer.step()
+        assert (attached.planned[0].more_bytes > 0) == (rows[0] != rows[1])
+
+
+@pytest.mark.parametrize(
+    ("engine", "num_calls", "beside", "said", "more"),
+    [
+        ("tape", 2, 0, "its shapes may depend on data, .* planned again, with room for that", True),
+        ("compile", 1, 0, "PyTorch compiled layers for a new plan, which needs memory once", 0),
+        ("compile", 2, 0, "compiled layers use buffers that no prediction knows", True),
+        ("compile", 2, 1 << 40, r"something besides the recorded step needs memory \(evaluation", None),
+    ],
+    ids=["data", "compiling", "compiled", "besides"],
+)
+def test_the_cause_of_a_measured_excess_is_said(
+    model: Blocks, engine: str, num_calls: int, beside: int, said: str, more: int | None
+) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with recollect.attach(model, optimizer, "90%", log=lambda _: None) as attached:
+        step(model, optimizer)
+        (planned,) = attached.planned
+    units = {path: UnitPlan({}, engine=EngineChoice(engine)) for path in planned.plan.units}
+    planned = replace(planned, plan=replace(planned.plan, units=units), num_calls=num_calls)
+    meter = StepMeter(torch.device("cpu"), on_cpu=True, log=lambda _: None)
+    with peak_on_cpu() as found:
+        pass
+    planned.begin_bytes = found[1] - beside
+    meter.begin(planned, 1)
+    torch.zeros(planned.budget_bytes // 4 + 1024)
+    excess = meter.end([planned])
+    assert excess is not None and re.search(f"the process held .* more than was planned for: .*{said}", excess.text)
+    assert excess.more_bytes == more or (more is True and excess.more_bytes > 0)
 
 
 def test_fewer_and_other_units_of_one_kind_need_one_recorded_step(model: Blocks) -> None:
@@ -115,7 +212,7 @@ def test_more_backwards_than_planned_are_said_and_recorded(model: Blocks) -> Non
         loss.backward(retain_graph=True)
         loss.backward()
         with pytest.warns(
-            BudgetWarning, match=r"step 1 ran backward more often .* so that it may have needed more than the budget of"
+            BudgetWarning, match=r"step 1 ran backward more often .*. It may have needed more than the budget of"
         ):
             optimizer.step()
         optimizer.zero_grad()
@@ -140,7 +237,7 @@ def test_what_a_forward_holds_besides_is_read_from_the_allocator(model: Blocks) 
             step(model, optimizer)
         is_holding = True
         with pytest.warns(
-            BudgetWarning, match=r"step 3 held more after forward than its plan foresees, so that it may have"
+            BudgetWarning, match=r"step 3 held more after forward than its plan foresees. It may have needed"
         ):
             step(model, optimizer)
         with warnings.catch_warnings():

@@ -53,3 +53,17 @@ def test_a_model_that_is_one_unit_is_recorded_from_its_first_call_on() -> None:
         optimizer.step()
         assert [call.path for call in attached.planned[0].profile.calls] == [""]
         assert attached.plan is not None and "" in attached.plan.units
+
+
+def test_times_that_nobody_measured_are_named() -> None:
+    lines: list[str] = []
+    with torch.device("meta"):
+        model, x = nn.Sequential(*layers()), torch.randn(64, 32)
+    optimizer = torch.optim.SGD(model.parameters())
+    with recollect.attach(model, optimizer, "90%", log=lines.append) as attached:
+        model(x).sum().backward()
+        optimizer.step()
+        said = " by times of the meta device, which computes nothing"
+        assert said in lines[0] and said in attached.report()
+    profile = recollect.record(model, x, loss_fn=torch.sum, fake=True, hardware="H100")
+    assert str(recollect.plan(profile, "90%")).endswith("\ntimes modelled for NVIDIA H100 SXM")

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import recollect
 from blocks import Stack
+from recollect.byte_format import format_bytes
 from recollect.plans.plan import Plan
 from recollect.verification import verify as of_verify
 from watch import Watch
@@ -47,6 +48,24 @@ def test_the_optimizer_of_a_step_is_where_it_was() -> None:
     assert before.keys() == after["state"].keys() and before
     for number, state in before.items():
         assert all(torch.equal(tensor, after["state"][number][name]) for name, tensor in state.items())
+
+
+@pytest.mark.parametrize("is_left", [True, False])
+def test_gradients_that_a_step_leaves_are_named_where_they_are_more_than_planned(is_left: bool) -> None:
+    torch.manual_seed(0)
+    model = Stack(width=64, depth=3)
+
+    def step() -> None:
+        mean_square(model(ROWS.repeat(1, 4))).backward()
+        if not is_left:
+            model.zero_grad()
+
+    plan = recollect.classic_plan(recollect.record(model, step=step), "full")
+    model.zero_grad()
+    report = str(recollect.verify(model, None, plan, step=step, time=False))
+    said = "gradients of its last run ({}), and was recorded without:\n{}have it begin with zero_grad(), or record it"
+    nbytes = sum(parameter.nbytes for parameter in model.parameters())
+    assert (said.format(format_bytes(nbytes), " " * 17) in report) == is_left
 
 
 def test_a_plan_that_runs_more_ops_is_slower(monkeypatch: pytest.MonkeyPatch) -> None:
