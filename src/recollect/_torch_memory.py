@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,8 +21,9 @@ from torch._C._profiler import (
     _ExperimentalConfig,
 )
 
-from recollect._torch_private import NEWEST_TESTED, OLDEST_TESTED
+from recollect._torch_private import NEWEST_TESTED, OLDEST_TESTED, profiler_is_active
 from recollect.errors import MeterError
+from recollect.thread_end import at_end_of_thread
 
 # An amount that nobody else allocates.
 _PROBE_BYTES = 3
@@ -39,7 +41,9 @@ class AllocatorTrace:
     """
 
     def start(self) -> None:
-        """Begin to record."""
+        """Begin to record, until `stop` or the end of the thread: a profiler that outlives it crashes the process."""
+        _let_forked_processes_end()
+        self._end = at_end_of_thread(_close)
         config = ProfilerConfig(ProfilerState.KINETO, False, True, False, False, False, _ExperimentalConfig())
         with _quiet_first_profile():
             _prepare_profiler(config, {ProfilerActivity.CPU})
@@ -49,7 +53,11 @@ class AllocatorTrace:
 
     def stop(self) -> list[tuple[int, int]]:
         """End the recording and return (address, bytes) per event in order of time; a free has negative bytes."""
-        pending = list(reversed(_disable_profiler().experimental_event_tree()))
+        result = _close()
+        self._end.detach()
+        if result is None:
+            return []
+        pending = list(reversed(result.experimental_event_tree()))
         events: list[tuple[int, int, int]] = []
         while pending:
             event = pending.pop()
@@ -68,6 +76,19 @@ class AllocatorTrace:
                 )
             found.remove(probe)
         return found
+
+
+@functools.cache
+def _let_forked_processes_end() -> None:
+    """Have forked processes end without C++'s destructors: Kineto's waits there for a thread that only this process has."""
+    library = ctypes.CDLL(None)
+    if hasattr(library, "on_exit"):  # glibc calls `_exit(status, None)`
+        os.register_at_fork(after_in_child=lambda: library.on_exit(library._exit, None))
+
+
+def _close() -> Any:
+    """End the recording of this thread; None if there is none, as when the thread has ended since."""
+    return _disable_profiler() if profiler_is_active() else None
 
 
 class CudaAllocatorTrace:

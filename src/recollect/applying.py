@@ -35,8 +35,10 @@ from recollect.plans.unit_plan import UnitPlan, digest_of, needs_all_ranks
 from recollect.plans.value_names import module_of
 from recollect.ranks.group import ALONE, Place
 from recollect.ranks.members import GroupChoice, check_same_plans, ranks_of
+from recollect.tracebacks import lets_go
 
 
+@lets_go
 def apply(model: nn.Module, plan: Plan | Sequence[Plan], *, group: GroupChoice = None) -> Applied:
     """Make the model's units keep and recompute values as the plan says, starting with the next forward.
 

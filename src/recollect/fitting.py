@@ -28,6 +28,7 @@ from recollect.recording.optimizers import Optimizers, check_optimizers, present
 from recollect.recording.record import record
 from recollect.recording.step_recording import Gradients
 from recollect.tensors import tensors_in
+from recollect.tracebacks import lets_go
 from recollect.warning import warn_user
 from recollect.weak_hooks import register_weakly
 
@@ -101,6 +102,7 @@ class _FittedForward(PlacedForward):
             )
 
 
+@lets_go
 def fit(
     model: nn.Module,
     batch: Any = None,

@@ -16,8 +16,10 @@ from recollect.recording.model_step import LossFunction
 from recollect.recording.optimizers import Optimizers, check_optimizers
 from recollect.recording.record import record
 from recollect.recording.step_recording import Gradients
+from recollect.tracebacks import lets_go
 
 
+@lets_go
 def largest_batch(
     model: nn.Module,
     make_batch: Callable[[int], Any],

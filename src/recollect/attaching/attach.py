@@ -8,7 +8,8 @@ from torch import nn
 
 from recollect.applying import applied_to
 from recollect.arguments import check_kind
-from recollect.attaching.attached import Attached, OnLarger
+from recollect.attaching.attached import Attached
+from recollect.attaching.held import OnLarger
 from recollect.engine.self_check import check_steps_can_be_recorded
 from recollect.errors import AlreadyAppliedError, RecollectError, RecordError
 from recollect.fitting import DEFAULT_BUDGET
@@ -20,8 +21,10 @@ from recollect.ranks.members import GroupChoice, check_alike, ranks_of
 from recollect.recording.engines import RecordedEngine, check_engine, check_host_engine
 from recollect.recording.model_step import device_of
 from recollect.recording.optimizers import check_optimizers, optimizers_in
+from recollect.tracebacks import lets_go
 
 
+@lets_go
 def attach(
     model: nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module],
     optimizer: Any,

@@ -16,13 +16,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import torch
 from torch import nn
 
 from recollect._torch_private import uncompiled
-from recollect.attaching.held import CallWatch, Departure, StepUnderWay
+from recollect.attaching.held import CallWatch, Departure, OnLarger, StepUnderWay
 from recollect.attaching.lockstep import Lockstep
 from recollect.attaching.placement import Placement, Removable, State, Watcher, obstacle
 from recollect.attaching.planned_step import PlannedStep, report_of, unforeseen
@@ -41,8 +41,7 @@ from recollect.recording.engines import RecordedEngine
 from recollect.recording.find_units import find_units, listed
 from recollect.recording.model_step import step_tensors
 from recollect.recording.step_recording import StepRecording
-
-OnLarger: TypeAlias = Literal["replan", "warn", "raise"]
+from recollect.tracebacks import lets_go
 
 _handles: weakref.WeakSet[Attached] = weakref.WeakSet()
 
@@ -78,8 +77,8 @@ class Attached(Handle):
         self._device = device
         self._on_larger: OnLarger = on_larger
         self._lockstep = Lockstep(model, ranks, may_differ=on_larger == "replan")
-        self._watcher = Watcher(self._begin_call, lambda: self._watch.end(self._now), self._abandon_step)
-        self._placement = Placement(model, self._watcher, self._departs)
+        self._watcher = Watcher(self._begin_call, lambda: self._watch.end(self._now), self._abandon_step, self._departs)
+        self._placement = Placement(model, self._watcher)
         self._placement.begin(self.unit_paths)
         self._structure = Structure(model)
         self._lean_start = LeanStart(self._lockstep, self._structure, device)
@@ -98,9 +97,9 @@ class Attached(Handle):
         self._watch = CallWatch(
             self._placement, device, keeps_to_plan=on_larger == "warn", joins_others=not ranks.is_alone
         )
-        self._state = State.IDLE
         self._recording: StepRecording | None = None
         self._now = StepUnderWay()
+        self._state = State.IDLE
         _handles.add(self)
 
     @property
@@ -158,6 +157,7 @@ class Attached(Handle):
         """Remove the plan and stop watching; do nothing the second time."""
         self._abandon_step()
         self._placement.remove()
+        self._watcher.forget()
         while self._hooks:
             self._hooks.pop().remove()
 
@@ -250,7 +250,7 @@ class Attached(Handle):
         """Whether an earlier call of this step still waits for its backward."""
         # After a backward, a graph may still be open (a gradient penalty); the recorder knows, later steps follow its order.
         recording = self._recording
-        is_open = recording.recorder.num_open_handles > 0 if recording else not self._watcher.saw_backward
+        is_open = recording.recorder.event_log.has_open_needs if recording else not self._watcher.saw_backward
         return is_open and len(self._now.calls) > 0
 
     def _can_record(self) -> bool:
@@ -307,6 +307,7 @@ class Attached(Handle):
         self._placement.units.begin_step()
 
     @uncompiled
+    @lets_go
     def _after_optimizer(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
         """Note that an optimizer stepped; end the step if all have."""
         self._end.note_optimizer(optimizer)

@@ -9,7 +9,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, Literal, TypeAlias
 
 import numpy as np
 import torch
@@ -38,6 +38,8 @@ _COUNT_PRICE: Final = 0.01
 # Read and count at any cost the first times, then read once in this many calls.
 _ALWAYS_READ: Final = 6
 _READ_EVERY: Final = 4
+
+OnLarger: TypeAlias = Literal["replan", "warn", "raise"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,6 @@ In the user's loop, the watch sees the outermost calls, with gradients on, of mo
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -26,6 +25,8 @@ from recollect.plans.unit_plan import UnitPlan
 from recollect.recording.next_step import Returns, entry_modules
 from recollect.recording.step_recording import StepRecording
 from recollect.tensors import tensors_held
+from recollect.thread_end import at_end_of_thread
+from recollect.tracebacks import lets_go
 
 # Small inputs that the recording itself copies: much for a toy's step, negligible for any other.
 _OWN_BYTES: Final = 32 << 10
@@ -56,6 +57,7 @@ class EntryForward(PlacedForward):
         self.watcher = watcher
 
     @uncompiled
+    @lets_go
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's own forward, and tell the watcher."""
         if not self.is_on:
@@ -76,6 +78,7 @@ class Watcher:
         end: told when it has returned.
         abandon: told of a call that raised, and of the end of the thread that records a step: PyTorch's modes and profiler
             must not outlive their thread.
+        departs: told of the first run of a unit in a step that no plan foresees; may raise.
 
     Attributes:
         is_inside: a call with gradients is running.
@@ -84,16 +87,25 @@ class Watcher:
     """
 
     def __init__(
-        self, begin: Callable[[str, nn.Module, Any, Any], None], end: Callable[[], None], abandon: Callable[[], None]
+        self,
+        begin: Callable[[str, nn.Module, Any, Any], object],
+        end: Callable[[], object],
+        abandon: Callable[[], object],
+        departs: Callable[[str], object],
     ) -> None:
         self.begin = begin
         self.end = end
         self.abandon = abandon
+        self.departs = departs
         self.backwards = Backwards()
         self._returns: Returns | None = None
         self._thread_end: weakref.finalize[[], set[None]] | None = None
         self.is_inside = False
         self.saw_backward = True
+
+    def forget(self) -> None:
+        """Tell nobody any more."""
+        self.begin = self.end = self.abandon = self.departs = _nobody
 
     def tell(self, returns: Returns | None) -> None:
         """Tell a recording of all calls from here on; None: there is none under way."""
@@ -142,36 +154,8 @@ class Watcher:
         return self._returns.run(module, function, args, kwargs)
 
 
-class _Here(threading.local):
-    """State that lives as long as the thread that uses it."""
-
-    def __init__(self) -> None:
-        self.anchor: set[None] = set()
-
-
-_here = _Here()
-
-
-def at_end_of_thread(action: Callable[[], object]) -> weakref.finalize[[], set[None]]:
-    """Have this thread do something when it ends; the main thread ends with the process.
-
-    Returns:
-        A handle, whose `detach` forgets it.
-
-    Example:
-        >>> import threading
-        >>> from recollect.attaching.placement import at_end_of_thread
-        >>> done = []
-        >>> thread = threading.Thread(target=lambda: at_end_of_thread(lambda: done.append("ended")))
-        >>> thread.start()
-        >>> thread.join()
-        >>> done
-        ['ended']
-    """
-    handle = weakref.finalize(_here.anchor, action)
-    # Other threads still running when the process ends can do nothing more, nor can the main thread in their place.
-    handle.atexit = threading.current_thread() is threading.main_thread()
-    return handle
+def _nobody(*_: object) -> None:
+    """Does nothing."""
 
 
 class State(Enum):
@@ -189,7 +173,6 @@ class Placement:
     Args:
         model: the model that is watched.
         watcher: told of the model's calls.
-        departs: see `UnitWatch`.
 
     Attributes:
         unit_paths: paths of the units.
@@ -197,10 +180,10 @@ class Placement:
         active: the step whose plan is in place.
     """
 
-    def __init__(self, model: nn.Module, watcher: Watcher, departs: Callable[[str], None]) -> None:
+    def __init__(self, model: nn.Module, watcher: Watcher) -> None:
         self.model = model
         self.active: PlannedStep | None = None
-        self._watcher, self._departs = watcher, departs
+        self._watcher = watcher
         self._applied: Applied | None = None
 
     def begin(self, unit_paths: Sequence[str]) -> None:
@@ -211,7 +194,7 @@ class Placement:
         """
         apply_policy(self.model, unit_paths, DropAll()).remove()  # Only to check whether this is possible.
         self.unit_paths = list(unit_paths)
-        self.units = UnitWatch(self.model, unit_paths, self._departs)
+        self.units = UnitWatch(self.model, unit_paths, self._watcher)
         modules = entry_modules(self.model, unit_paths).items()
         entries = [EntryForward(entry, path, self._watcher) for path, entry in modules]
         self._watching = Applied(self.model, [*self.units.units, *entries], None)
@@ -236,6 +219,7 @@ class Placement:
         """Remove everything."""
         self.put(None)
         self._watching.remove()
+        self.units.units.clear()
 
     def _replace(self, make: Callable[[], Applied] | None) -> None:
         with self.suspended():

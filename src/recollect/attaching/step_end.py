@@ -155,7 +155,8 @@ class OptimizersSeen:
         ]
 
     def remove(self) -> None:
-        """Stop listening."""
+        """Stop listening, and forget whom to tell."""
+        self._took_over = lambda _optimizer, _has_stepped: None
         for handle in self._handles:
             handle.remove()
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -149,13 +149,19 @@ class WatchedUnit(PlacedForward):
         return self.forward(*args, **kwargs)
 
 
+class Departs(Protocol):
+    """Is told of departures."""
+
+    departs: Callable[[str], object]
+
+
 class UnitWatch:
     """State shared by a model's watched units: the runs allowed in the current call.
 
     Args:
         model: the model whose units are watched.
         unit_paths: paths of the units.
-        departs: called with what the first unit in a step did that no plan foresees, in words; may raise.
+        watcher: whose `departs` is called with what the first unit in a step did that no plan foresees, in words; may raise.
 
     Attributes:
         units: one for each.
@@ -163,11 +169,11 @@ class UnitWatch:
         is_lean: the rest of the step runs at its leanest.
     """
 
-    def __init__(self, model: nn.Module, unit_paths: Iterable[str], departs: Callable[[str], None]) -> None:
+    def __init__(self, model: nn.Module, unit_paths: Iterable[str], watcher: Departs) -> None:
         modules = dict(model.named_modules(remove_duplicate=False))
         self.units = [WatchedUnit(modules[path], path, self) for path in unit_paths]
         self.is_on = self.is_lean = False
-        self._departs = departs
+        self._watcher = watcher
         self._has_departed = False
         self._keeps_to_plan = False
         self._tape = Tape(DropAll())
@@ -235,7 +241,7 @@ class UnitWatch:
             often = "often", f"run {unit.allowed - unit.left}", unit.allowed
             how, got, most = often if unit.left < 0 else ("elements", unit.numel, unit.most_numel)
             text = f"more {how} than its plan foresees (got {got}, expected at most {most})"
-            self._departs(f"ran {unit_words(unit.path)} {'' if unit.left < 0 else 'on '}{text}")
+            self._watcher.departs(f"ran {unit_words(unit.path)} {'' if unit.left < 0 else 'on '}{text}")
         forward = unit.forward
         if is_foreseen and self._keeps_to_plan:
             return forward(*args, **kwargs)

@@ -211,7 +211,7 @@ class TapeState:
         # The mode of the unit that is running on each thread.
         self._local = threading.local()
         # Of each backward that keeps its graph, held by that backward alone: if it fails, nothing stays behind.
-        self._passes: weakref.WeakValueDictionary[int, KeptPass] = weakref.WeakValueDictionary()
+        self._passes: dict[int, weakref.ref[KeptPass]] = {}
 
     def learn(self, seen: dict[ModuleKey, Watch]) -> None:
         """Learn from one call of a unit which ops and saves of its modules need watching: rule 9."""

@@ -214,9 +214,11 @@ class Tape(TapeState):
     def _kept_pass(self) -> KeptPass:
         """Return the copies that the running backward computes."""
         number = current_backward()
-        found = self._passes.get(number)
+        known = self._passes.get(number)
+        found = None if known is None else known()
         if found is None:
-            found = self._passes[number] = KeptPass()
+            found = KeptPass()
+            self._passes = {number: weakref.ref(found), **{n: r for n, r in self._passes.items() if r() is not None}}
             at_end_of_backward(found.end_all)
         return found
 

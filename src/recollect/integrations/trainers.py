@@ -9,7 +9,8 @@ from packaging.version import Version
 from torch import nn
 
 from recollect.attaching.attach import attach
-from recollect.attaching.attached import Attached, OnLarger
+from recollect.attaching.attached import Attached
+from recollect.attaching.held import OnLarger
 from recollect.errors import ConfigError
 from recollect.fitting import DEFAULT_BUDGET
 from recollect.ranks.members import Presence

@@ -25,7 +25,8 @@ from torch import nn
 from recollect._torch_fsdp import is_fully_sharded
 from recollect._torch_parallel import is_data_parallel
 from recollect.attaching.attach import attach
-from recollect.attaching.attached import Attached, OnLarger
+from recollect.attaching.attached import Attached
+from recollect.attaching.held import OnLarger
 from recollect.errors import ConfigError, NotYetError
 from recollect.extras import needed
 from recollect.fitting import DEFAULT_BUDGET

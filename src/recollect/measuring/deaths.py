@@ -1,7 +1,7 @@
 """Adds up the allocator's events on the CPU, together with the deaths of storages from before them, which it finds.
 
-The allocator reports frees only of memory that it saw allocated. A weak reference to each older storage reports its death; to
-place it among the events, the callback allocates one byte, whose event marks the place.
+The allocator reports frees only of memory that it saw allocated. To place the death of an older storage among the events, one
+byte is allocated at the start, and dies with it. A callback of a weak reference would lose an interrupt of the program.
 """
 
 import gc
@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 import torch
 
-from recollect._torch_private import disable_torch_function, is_traceable_wrapper_subclass, untraced
+from recollect._torch_private import disable_torch_function, is_traceable_wrapper_subclass
 
 
 def reachable_storages() -> list[torch.UntypedStorage]:
@@ -43,56 +43,60 @@ def is_of_the_allocator(storage: torch.UntypedStorage) -> bool:
     return storage.resizable() and not storage.is_shared()
 
 
-class _StorageReference(weakref.ref[torch.UntypedStorage]):
-    """A weak reference that remembers the size of its storage."""
-
-    num_bytes: int
+_MARK = "_recollect_mark"
+OLDER = -1
+"""The address, among events, of storages from before them."""
 
 
 class Deaths:
-    """Records the deaths of storages that were alive at the start, until `stop`.
+    """Records the deaths of storages that were alive at the start, between `start` and `stop`.
 
     Args:
         storages: those that are alive.
 
     Attributes:
         start_bytes: bytes of all of them at the start.
-        bytes_at: bytes freed, by the address of the allocation that marks the moment.
     """
 
     def __init__(self, storages: Iterable[torch.UntypedStorage]) -> None:
-        self.bytes_at: dict[int, int] = {}
-        # Kept to the end of the trace, so that no later allocation can have the address of a mark.
-        self._marks: list[torch.UntypedStorage] = []
-        self._references: list[_StorageReference] = []
-        for storage in storages:
-            reference = _StorageReference(storage, self._note_death)
-            reference.num_bytes = storage.nbytes()
-            self._references.append(reference)
-        self.start_bytes = sum(reference.num_bytes for reference in self._references)
+        self._sizes = [(weakref.ref(storage), storage.nbytes()) for storage in storages]
+        self._bytes_at: dict[int, int] = {}
+        self.start_bytes = sum(num_bytes for _, num_bytes in self._sizes)
 
-    @untraced
-    def _note_death(self, reference: _StorageReference) -> None:
-        # Made directly, not by an op, so that dispatch modes of the measured program do not see it.
-        mark = torch.UntypedStorage(1, device="cpu")
-        self._marks.append(mark)
-        self.bytes_at[mark.data_ptr()] = reference.num_bytes
+    def start(self) -> None:
+        """Have a mark die with each storage; the allocator is traced from before this until `stop` is called."""
+        for reference, num_bytes in self._sizes:
+            storage = reference()
+            if storage is not None:
+                # Made directly, not by an op, so that dispatch modes of the measured program do not see it.
+                mark = vars(storage)[_MARK] = torch.UntypedStorage(1, device="cpu")
+                self._bytes_at[mark.data_ptr()] = num_bytes
 
     def stop(self) -> None:
-        """Record no more deaths."""
-        self._references.clear()
+        """Remove the marks."""
+        for reference, _ in self._sizes:
+            storage = reference()
+            if storage is not None:
+                vars(storage).pop(_MARK, None)
+
+    def placed(self, events: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+        """Return the events, with deaths in place of those of the marks."""
+        found, bytes_at = list[tuple[int, int]](), dict(self._bytes_at)
+        for address, num_bytes in events:
+            if address not in bytes_at:
+                found.append((address, num_bytes))
+            elif num_bytes < 0:  # From here on the address may be used again.
+                found.append((OLDER, -bytes_at.pop(address)))
+        return found
 
 
-def added_up(events: list[tuple[int, int]], deaths: dict[int, int]) -> tuple[int, int, int]:
+def added_up(events: list[tuple[int, int]]) -> tuple[int, int, int]:
     """Return the peak and the final bytes, relative to the start, and the number of events counted."""
-    # The last allocation at a mark's address is the mark, because marks live on to the end of the trace.
-    last = {address: at for at, (address, num_bytes) in enumerate(events) if num_bytes == 1 and address in deaths}
-    died_bytes = {at: deaths[address] for address, at in last.items()}
     alive: dict[int, int] = {}
     total_bytes = peak_bytes = num_events = 0
-    for at, (address, num_bytes) in enumerate(events):
-        if at in died_bytes:
-            total_bytes -= died_bytes[at]
+    for address, num_bytes in events:
+        if address == OLDER:
+            total_bytes += num_bytes
         elif num_bytes > 0:
             # An address that is allocated again was freed, but on an untraced thread.
             total_bytes += num_bytes - alive.get(address, 0)

@@ -19,7 +19,7 @@ from recollect._torch_memory import AllocatorTrace, quiet_allocator
 from recollect._torch_private import profiler_is_active
 from recollect.byte_format import format_bytes
 from recollect.errors import MeterError
-from recollect.measuring.deaths import Deaths, added_up, is_of_the_allocator, reachable_storages
+from recollect.measuring.deaths import OLDER, Deaths, added_up, is_of_the_allocator, reachable_storages
 from recollect.quantities import parse_bytes
 from recollect.tensors import inner_tensors, sparse_parts
 
@@ -213,7 +213,7 @@ def _measure_cpu(fn: Callable[[], T], baseline_bytes: int | None) -> PeakMeasure
     watch = Deaths(reachable_storages())
     with _traced(watch) as events:
         result = fn()
-    peak_bytes, end_bytes, num_events = added_up(events, watch.bytes_at)
+    peak_bytes, end_bytes, num_events = added_up(events)
     start_bytes = watch.start_bytes if baseline_bytes is None else baseline_bytes
     return PeakMeasurement(
         device="cpu",
@@ -246,7 +246,7 @@ def peak_on_cpu() -> Iterator[list[int]]:
     found, before = list[int](), Deaths(filter(is_of_the_allocator, reachable_storages()))
     with _traced(before) as events:
         yield found
-    found += [before.start_bytes + added_up(events, before.bytes_at)[0], before.start_bytes]
+    found += [before.start_bytes + added_up(events)[0], before.start_bytes]
 
 
 @contextmanager
@@ -254,12 +254,13 @@ def _traced(before: Deaths) -> Iterator[list[tuple[int, int]]]:
     """Trace the CPU's allocator, and deaths of older storages; yields a list, which has all events after the block."""
     events, trace = list[tuple[int, int]](), AllocatorTrace()
     with quiet_allocator():
-        trace.start()
         try:
+            trace.start()
+            before.start()
             yield events
         finally:
+            events += before.placed(trace.stop())
             before.stop()
-            events += trace.stop()
 
 
 class CpuOpPeaks:
@@ -292,7 +293,7 @@ class CpuOpPeaks:
         if self._adds_up:
             marks = {mark.data_ptr() for mark in self._marks}
             events = [event for event in self._events if abs(event[1]) != 1 or event[0] not in marks]
-            self.step_bytes = before.start_bytes + added_up(events, before.bytes_at)[0]
+            self.step_bytes = before.start_bytes + added_up(events)[0]
 
     def begin(self) -> None:
         """Mark the start of an op, or its end."""
@@ -310,8 +311,8 @@ class CpuOpPeaks:
         peaks: list[int] = []
         for begin, end in zip(order[::2], order[1::2], strict=True):
             total_bytes = peak_bytes = 0
-            for _, num_bytes in self._events[begin + 1 : end]:
-                total_bytes += num_bytes
+            for address, num_bytes in self._events[begin + 1 : end]:
+                total_bytes += num_bytes if address != OLDER else 0
                 peak_bytes = max(peak_bytes, total_bytes)
             peaks.append(peak_bytes)
         self._marks, self._events = [], []

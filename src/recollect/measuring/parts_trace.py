@@ -73,8 +73,8 @@ class PartsTrace:
             raise MeterError("record: a profiler is active on this thread. Record outside of it.")
         trace = AllocatorTrace()
         with quiet_allocator():
-            trace.start()
             try:
+                trace.start()
                 yield
             finally:
                 events = trace.stop()

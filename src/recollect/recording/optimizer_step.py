@@ -28,6 +28,7 @@ from recollect._torch_private import FakeTensorMode, TorchDispatchMode
 from recollect.measuring.meter import storages_of
 from recollect.profile import events
 from recollect.profile.profile import block_bytes
+from recollect.recording.event_log import Death, settled
 from recollect.recording.optimizers import (
     Optimizers,
     on_device,
@@ -203,8 +204,7 @@ def _tried_out(
         _give_gradients(probe, is_sparse=is_sparse)
         with watcher:
             probe.step(*closures)
-    watcher.is_over = True
-    return tuple(watcher.events)
+    return tuple(settled(watcher.events))
 
 
 def _from_present_state(optimizer: torch.optim.Optimizer, device: torch.device, error: Exception) -> OptimizerStep:
@@ -224,11 +224,10 @@ class _Watcher(TorchDispatchMode):
 
     def __init__(self, device: torch.device, bytes_of: Callable[[torch.Tensor, torch.UntypedStorage], int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.events: list[tuple[int, ...]] = []
-        self.is_over = False
+        self.events: list[Any] = []
+        self._deaths: list[Death] = []
         self._device = device
         self._bytes_of = bytes_of
-        self._num_storages = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
@@ -237,14 +236,12 @@ class _Watcher(TorchDispatchMode):
             for storage in storages_of([tensor]):
                 if hasattr(storage, _TRACKER) or any(storage is other for other in known):
                     continue
-                setattr(storage, _TRACKER, TrackedOther(self._log, self._num_storages, -1))
-                self._log(events.ALLOC, self._num_storages, self._bytes_of(tensor, storage))
-                self._num_storages += 1
+                number = len(self._deaths)
+                self._deaths.append(Death(storage, self.events.append))
+                self._deaths[-1].tracker = TrackedOther(number, -1)
+                setattr(storage, _TRACKER, number)
+                self.events.append((events.ALLOC, number, self._bytes_of(tensor, storage)))
         return output
-
-    def _log(self, *event: int) -> None:
-        if not self.is_over:
-            self.events.append(event)
 
 
 def _strided(tree: Any) -> list[torch.Tensor]:

@@ -5,6 +5,7 @@ import traceback
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, get_args
 
 import torch
@@ -43,8 +44,10 @@ from recollect.recording.restored_state import free_gradients, undisturbed
 from recollect.recording.step_recorder import Costs
 from recollect.recording.step_recording import Collectives, Gradients, StepRecording
 from recollect.tensors import inner_tensors
+from recollect.tracebacks import lets_go
 
 
+@lets_go
 def record(
     model: nn.Module,
     batch: Any = None,
@@ -158,7 +161,8 @@ def record(
     with stage("recording the step"):
         recording, optimizer_step = ranks.together(prepared, Place.START)
         check_alike(ranks, model, {"loss_chunks": loss_chunks, "collectives": collectives, "engine": engine})
-        profile = ranks.together(lambda: loop.recorded(recording, optimizer_step), Place.START)
+        # Not a lambda, which would hold the model where the loss or the step raises an error.
+        profile = ranks.together(partial(loop.recorded, recording, optimizer_step), Place.START)
         if host_link and not fake:
             profile = ranks.together(lambda: with_host_link(profile, loop.device), Place.START)
         hardware = None if modelled is None else modelled.hardware

@@ -24,6 +24,7 @@ from recollect.engine.values import UNWATCHED, TapeValue, forget_record, laid_ou
 from recollect.plans.action import Action
 from recollect.plans.value_names import result_names, value_stem
 from recollect.profile import events
+from recollect.recording.event_log import Need
 from recollect.recording.replicated_values import RanksWithParts
 from recollect.recording.runs_again import RunsAgain
 from recollect.recording.step_recorder import Mark, StepRecorder
@@ -32,32 +33,12 @@ from recollect.recording.trackers import (
     RecordedCall,
     TrackedOther,
     TrackedValue,
+    hold_need,
     keep_all,
     storage_of,
     tracker_of,
 )
 from recollect.recording.unit_samples import UnitSamples
-
-
-class _Need:
-    """Lives as long as backward needs a saved value, and logs when it no longer does.
-
-    Autograd holds it until it releases saved tensors; so does the tensor given to backward, until that dies: a compiled
-    backward goes on using tensors that autograd has released.
-    """
-
-    __slots__ = ("index", "recorder")
-
-    def __init__(self, recorder: StepRecorder) -> None:
-        self.recorder = recorder
-        self.index = recorder.num_handles
-        recorder.num_handles += 1
-        recorder.num_open_handles += 1
-
-    @untraced
-    def __del__(self) -> None:
-        self.recorder.num_open_handles -= 1
-        self.recorder.log(events.RELEASE, self.index)
 
 
 class _Handle:
@@ -71,12 +52,12 @@ class _Handle:
     def __init__(self, packed: Any) -> None:
         self.packed = packed
         self.saver = -1
-        self.need: _Need | None = None
+        self.need: Need | None = None
 
     def open(self, recorder: StepRecorder, saver: int) -> int:
         """Become part of the record, as a value that call `saver` saved; return its number there."""
         self.saver = saver
-        self.need = _Need(recorder)
+        self.need = recorder.event_log.needed()
         return self.need.index
 
 
@@ -87,7 +68,7 @@ class RecordingTape(Tape):
     something needs it.
 
     Attributes:
-        kept: values to keep that nothing has needed so far.
+        kept: values to keep that nothing has needed so far, by `id`.
     """
 
     def __init__(
@@ -99,7 +80,7 @@ class RecordingTape(Tape):
         )
         self.recorder = recorder
         self.samples = samples
-        self.kept: weakref.WeakSet[TapeValue] = weakref.WeakSet()
+        self.kept: dict[int, weakref.ref[TapeValue]] = {}
 
     def is_compared(self, runs: Any) -> bool:
         """Compare again: this step may be a different one."""
@@ -154,7 +135,7 @@ class RecordingTape(Tape):
             self.recorder.trackers.mark_persistent([tensor])
         return tensor if packed.need is None else self._needed(tensor, packed.need)
 
-    def _needed(self, tensor: torch.Tensor, need: _Need) -> torch.Tensor:
+    def _needed(self, tensor: torch.Tensor, need: Need) -> torch.Tensor:
         """Return the tensor for backward; the need dies with the tensor if that may outlive autograd's hold on it."""
         storage = storage_of(tensor)
         if not isinstance(tracker_of(storage), Persistent) or storage is None:
@@ -170,9 +151,7 @@ class RecordingTape(Tape):
                     whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage.clone())
             self.recorder.trackers.mark_persistent([whole])
             tensor = whole.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
-        tracker = tracker_of(storage_of(tensor))
-        if isinstance(tracker, Persistent):
-            tracker.held.append(need)
+        hold_need(tensor.untyped_storage(), need)
         return tensor
 
     def alias(self, tensor: torch.Tensor, in_hook: bool) -> tuple[torch.Tensor, int]:
@@ -239,8 +218,9 @@ class _RecordingMode(FunctionMode):
         """Return the value of a tensor that has a recipe; hold it from now on if the policy keeps it, and it is needed."""
         known = super()._known_value(tensor, storage)
         record = record_of(storage)
-        if known is not None and record is not None and record.base in self._kept and not self._is_kept_op:
-            self._kept.discard(record.base)
+        wanted = None if known is None or record is None else self._kept.get(id(record.base))
+        if wanted is not None and record is not None and wanted() is record.base and not self._is_kept_op:
+            del self._kept[id(record.base)]
             with self.recorder.unseen(), torch.no_grad():
                 held, version = self.tape.alias(tensor, True)
                 record.base.hold(laid_out(held, record.layout), version)
@@ -271,7 +251,7 @@ class _RecordingMode(FunctionMode):
             if tensor.device.type == "cpu" and record is not None and record.base.node is not None:
                 op.state_bytes = getattr(record.base.node.call, "state_bytes", 0)
             if record is not None and self._is_kept(call.values[tracker.value].name):
-                self._kept.add(record.base)
+                self._kept[id(record.base)] = weakref.ref(record.base)
             if op.mutates and record is not None:
                 # Recompute of the op that fills a buffer brings back the buffer: `empty` need not be kept.
                 call.values[op.inputs[0]].must_keep = False

@@ -1,8 +1,8 @@
 """Collect the ops, values and memory events of one training step.
 
 Two modes see every op (`recording_tape.py`): first, inside a unit's forward, the tape's own mode, which names all values
-and drops them; then, around the whole step, `StepMode`, which measures ops. An object attached to each storage dies with it
-(`trackers.py`), so deaths are logged exactly when they happen.
+and drops them; then, around the whole step, `StepMode`, which measures ops. A weak reference to each storage is
+added to the events when that dies (`trackers.py`), so deaths are logged exactly when they happen.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,6 +26,8 @@ from recollect.engine.subclasses import strided_tensors
 from recollect.engine.tape import asks_again
 from recollect.plans.value_names import result_names
 from recollect.profile import events
+from recollect.profile.events import ALLOC, Event
+from recollect.recording.event_log import EventLog, settled
 from recollect.recording.replicated_values import RanksWithParts
 from recollect.recording.trackers import (
     Filled,
@@ -58,8 +60,8 @@ class StepRecorder:
 
     def __init__(self, costs: Costs, device: torch.device) -> None:
         self.costs = costs
-        self.trackers = Trackers()
-        self.events: list[tuple[int, ...]] = []
+        self.event_log = EventLog()
+        self.trackers = Trackers(self.event_log)
         self.calls: list[RecordedCall] = []
         self.other_runs: list[OpRun] = []
         # For each of them, the call whose backward it runs in, as far as one can tell; -1 if in none.
@@ -73,8 +75,6 @@ class StepRecorder:
         self.is_recomputing = False
         self.is_over = False
         self.has_run_backward = False
-        self.num_handles = 0
-        self.num_open_handles = 0
         self.num_storages = 0
         # Custom autograd Functions that did not make the same when they ran again, by the keys of their costs.
         self.differing: set[Any] = set()
@@ -89,10 +89,19 @@ class StepRecorder:
         self._kept_backward = self._peeking_node = -1
         self._peeked: list[int] = []
 
+    @property
+    def events(self) -> list[Event]:
+        """The events so far."""
+        return self.event_log.settle()
+
+    @events.setter
+    def events(self, changed: list[Event]) -> None:
+        self.event_log.replace(changed)
+
     def log(self, *event: int) -> None:
         """Add an event, unless the step is over."""
         if not self.is_over:
-            self.events.append(event)
+            self.event_log.append(event)
 
     @contextmanager
     def unseen(self) -> Iterator[None]:
@@ -198,10 +207,10 @@ class StepRecorder:
         self._track(total, node, events.SUM if sums else events.ALLOC, *sums)
         return True
 
-    def _track(self, storage: torch.UntypedStorage, node: int, event: int = events.ALLOC, *operands: int) -> None:
+    def _track(self, storage: torch.UntypedStorage, node: int, event: int = ALLOC, *operands: int) -> None:
         """Log a new storage from outside of the units, and track it; `node`: the formula of autograd that made it."""
         self.log(event, self.num_storages, *operands, storage.nbytes())
-        self.trackers.attach(storage, TrackedOther(self.log, self.num_storages, node))
+        self.trackers.attach(storage, TrackedOther(self.num_storages, node))
         self.num_storages += 1
 
     def note_reads(self, arguments: Any) -> None:
@@ -299,7 +308,7 @@ class StepRecorder:
             name = names[position] if len(names) > 1 else self.pending_stem
             stays = facts.creates is not None
             call.values.append(RecordedValue(name, storage.nbytes(), producer=len(call.ops), stays=stays))
-            self.trackers.attach(storage, TrackedValue(self.log, index, len(call.values) - 1))
+            self.trackers.attach(storage, TrackedValue(index, len(call.values) - 1))
         outputs = tuple(range(first, len(call.values)))
         call.ops.append(RecordedOp(self.pending_stem, inputs, outputs, run))
         self.log(events.OP, index, len(call.ops) - 1)
@@ -311,7 +320,7 @@ class StepRecorder:
         call = self.calls[self.current]
         name = f"unseen#{len(call.values)}"
         call.values.append(RecordedValue(name, storage.nbytes(), len(call.ops), must_keep=True, stays=True))
-        tracker = TrackedValue(self.log, self.current, len(call.values) - 1)
+        tracker = TrackedValue(self.current, len(call.values) - 1)
         self.trackers.attach(storage, tracker)
         call.ops.append(RecordedOp(name, (), (tracker.value,), run=None))
         self.log(events.OP, self.current, len(call.ops) - 1)
@@ -340,7 +349,7 @@ class StepRecorder:
         for name, storage in zip(result_names(self.pending_stem, len(results)), results, strict=True):
             call.values.append(RecordedValue(name, storage.nbytes(), producer=len(call.ops), must_keep=must_keep))
             # The tracker that it replaces logs a death, which is removed with the rest of its ops' log.
-            self.trackers.attach(storage, TrackedValue(self.log, self.current, len(call.values) - 1))
+            self.trackers.attach(storage, TrackedValue(self.current, len(call.values) - 1))
         outputs = tuple(range(first, len(call.values)))
         call.ops.append(RecordedOp(self.pending_stem, read, outputs, run, state_bytes=state_bytes))
         self._replace_events(mark, (events.OP, self.current, len(call.ops) - 1))
@@ -396,5 +405,10 @@ class StepRecorder:
 
     def close(self) -> None:
         """Stop logging, and release the storages."""
-        self.is_over = True
+        self.end()
         self.trackers.detach()
+
+    def end(self) -> None:
+        """Stop logging."""
+        self.is_over = True
+        self.events = settled(self.events)

@@ -198,10 +198,10 @@ class StepRecording:
         self._gradients = {n: freed_at(id(p), 0) for p in self.model.parameters() for n in storage_numbers([p.grad])}
         made = storage_numbers(state_tensors(optimizers))
         self._to_come = still_to_come(optimizers, self.device)
+        recorder.end()
         self._leftovers = leftovers(recorder.events, recorder.calls)
         self.late_gradients_bytes = sum(self._leftovers.storages.get(n, 0) for n, at in self._gradients.items() if at)
         self._note_staying_outputs()
-        recorder.is_over = True
         forget_last_step()
         self.left_bytes = self._leftovers.total_bytes + self._sample_bytes
         # Fake tensors take no memory.

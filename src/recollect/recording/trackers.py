@@ -1,4 +1,4 @@
-"""Objects attached to storages while a step is recorded, which log their deaths and fillings.
+"""What is attached to storages while a step is recorded, to log their deaths and fillings.
 
 Also the bytes of storages without trackers, which the step does not use, and holds a unit's call while it is recorded: its
 values and ops, of which `assemble` makes a graph.
@@ -23,8 +23,11 @@ from recollect.measuring.deaths import is_of_the_allocator, reachable_storages
 from recollect.measuring.device_memory import allocated_bytes
 from recollect.measuring.meter import storages_of
 from recollect.profile import events
+from recollect.profile.events import Event
+from recollect.recording.event_log import Death, EventLog, Need
 
 _TRACKER = "_recollect_tracker"
+_NEEDS = "_recollect_needs"
 
 Log: TypeAlias = Callable[..., None]
 """Adds an event to the record: `StepRecorder.log`."""
@@ -40,8 +43,9 @@ def storage_of(tensor: Any) -> torch.UntypedStorage | None:
 
 
 def tracker_of(storage: torch.UntypedStorage | None) -> Tracker | None:
-    """Return the object attached to a storage."""
-    return getattr(storage, _TRACKER, None)
+    """Return what tracks a storage."""
+    death = getattr(storage, _TRACKER, None)
+    return None if death is None else death.tracker
 
 
 def storage_numbers(tensors: Iterable[torch.Tensor | None]) -> set[int]:
@@ -51,30 +55,34 @@ def storage_numbers(tensors: Iterable[torch.Tensor | None]) -> set[int]:
 
 
 class Persistent:
-    """Marks a storage that existed before the step: a parameter, a buffer, the batch; or that the recording itself made.
+    """Marks a storage that existed before the step: a parameter, a buffer, the batch; or that the recording itself made."""
 
-    `held`: dies with the storage.
-    """
+    __slots__ = ()
 
-    __slots__ = ("held",)
-
-    def __init__(self) -> None:
-        self.held: list[object] = []
+    def end(self) -> None:
+        """Return no event: its death is none."""
 
 
 class Trackers:
     """Attaches trackers to storages, and detaches them when the recording is over.
 
     A storage may outlive the step, and be met by the recording of another one.
+
+    Args:
+        log: where deaths are added.
     """
 
-    def __init__(self) -> None:
-        self._storages: list[weakref.ref[torch.UntypedStorage]] = []
+    def __init__(self, log: EventLog) -> None:
+        self._log = log
 
     def attach(self, storage: torch.UntypedStorage, tracker: Tracker) -> None:
-        """Attach a tracker to a storage; it dies with the storage."""
-        setattr(storage, _TRACKER, tracker)
-        self._storages.append(weakref.ref(storage))
+        """Have a tracker say what the death of a storage means, in place of an earlier one, which ends here."""
+        old: Death | None = getattr(storage, _TRACKER, None)
+        if old is not None:
+            if (end := old.tracker.end()) is not None:
+                self._log.append(end)
+            old.tracker = Persistent()
+        setattr(storage, _TRACKER, self._log.death_of(storage, tracker))
 
     def mark_persistent(self, tensors: Iterable[torch.Tensor]) -> None:
         """Mark the storages of some tensors as older than the step, or as none of its own."""
@@ -83,11 +91,16 @@ class Trackers:
 
     def detach(self) -> None:
         """Detach them all."""
-        for reference in self._storages:
-            storage = reference()
-            if storage is not None:
+        for death in self._log.close():
+            storage = death()
+            if isinstance(storage, torch.UntypedStorage):
                 vars(storage).pop(_TRACKER, None)
-        self._storages.clear()
+                vars(storage).pop(_NEEDS, None)
+
+
+def hold_need(storage: torch.UntypedStorage, need: Need) -> None:
+    """Have a need live as long as a storage."""
+    vars(storage).setdefault(_NEEDS, []).append(need)
 
 
 class _Tracked:
@@ -99,10 +112,9 @@ class _Tracked:
     `value`: which of its unit's values the storage holds now; -1 if no unit made it.
     """
 
-    __slots__ = ("_copied_content", "_copy", "log", "value")
+    __slots__ = ("_copied_content", "_copy", "value")
 
-    def __init__(self, log: Log, value: int = -1) -> None:
-        self.log = log
+    def __init__(self, value: int = -1) -> None:
         self.value = value
         self._copy: weakref.ref[torch.UntypedStorage] | None = None
         self._copied_content = (-1, -1)
@@ -131,13 +143,13 @@ class TrackedValue(_Tracked):
 
     __slots__ = ("call",)
 
-    def __init__(self, log: Log, call: int, value: int) -> None:
-        super().__init__(log, value)
+    def __init__(self, call: int, value: int) -> None:
+        super().__init__(value)
         self.call = call
 
-    @untraced
-    def __del__(self) -> None:
-        self.log(events.DIES, self.call, self.value)
+    def end(self) -> Event:
+        """Return the event of its death."""
+        return events.DIES, self.call, self.value
 
 
 class TrackedOther(_Tracked):
@@ -148,8 +160,8 @@ class TrackedOther(_Tracked):
 
     __slots__ = ("made", "storage", "used")
 
-    def __init__(self, log: Log, storage: int, made: int) -> None:
-        super().__init__(log)
+    def __init__(self, storage: int, made: int) -> None:
+        super().__init__()
         self.storage = storage
         self.made = made
         self.used = -1
@@ -159,10 +171,9 @@ class TrackedOther(_Tracked):
         number, self.storage = self.storage, -1
         return number
 
-    @untraced
-    def __del__(self) -> None:
-        if self.storage >= 0:
-            self.log(events.FREE, self.storage)
+    def end(self) -> Event | None:
+        """Return the event of its death; None if another tracker logs it."""
+        return (events.FREE, self.storage) if self.storage >= 0 else None
 
 
 @dataclass(slots=True, eq=False)
@@ -189,13 +200,13 @@ class Filled:
             self.log(events.FREE, self.storage)
         self.storage = -1
 
-    @untraced
-    def __del__(self) -> None:
-        self.empty()
+    def end(self) -> Event | None:
+        """Return the event of its death; None if it holds nothing."""
+        return (events.FREE, self.storage) if self.storage >= 0 else None
 
 
 Tracker: TypeAlias = TrackedValue | TrackedOther | Filled | Persistent
-"""The object attached to a storage."""
+"""What tracks a storage."""
 
 
 @contextmanager

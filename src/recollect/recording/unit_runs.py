@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import gc
 import re
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import nn
@@ -24,7 +22,9 @@ from recollect.costs.hardware import Hardware, Kind
 from recollect.costs.op_work import touched_bytes, work_of
 from recollect.costs.roofline import Work, seconds
 from recollect.engine.facts import facts_of
+from recollect.profile.events import Event
 from recollect.profile.profile import block_bytes
+from recollect.recording.event_log import Death, settled
 from recollect.recording.fake_model import fake_run
 from recollect.recording.unit_samples import UnitSample
 from recollect.recording.unit_times import rounds_within, time_run
@@ -134,17 +134,32 @@ class ModelledRuns(UnitRuns):
         self._seconds += seconds(work, self._hardware)
 
 
+class _Freed(NamedTuple):
+    address: int
+
+    def end(self) -> Event:
+        return self.address, 0
+
+
 class _Storages:
     """Traces the storages that ops make, in parts, as `PartsTrace` does the allocator's memory."""
 
     def __init__(self, device: torch.device) -> None:
         self.parts: list[Part] = [[]]
         self._device = device
-        self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._alive: dict[int, Death] = {}
+        # Of the last part.
+        self._events: list[Any] = []
 
     def mark(self) -> None:
         """End a part."""
+        self._settle()
         self.parts.append([])
+
+    def _settle(self) -> None:
+        fresh = self._events[:]
+        del self._events[: len(fresh)]
+        self.parts[-1] += ((address, nbytes) for address, nbytes in settled(fresh))
 
     def address_of(self, storage: torch.UntypedStorage) -> int:
         """Return a number that no other storage has while this one is alive; fake ones have no memory."""
@@ -155,6 +170,7 @@ class _Storages:
         """Record the events of the block."""
         gc.collect()  # Garbage in reference cycles would be freed at some moment of the block.
         yield
+        self._settle()
         self._alive.clear()
 
     def note(self, arguments: Any, output: Any) -> None:
@@ -163,10 +179,8 @@ class _Storages:
         for tensor in tensors_in(output):
             storage = tensor.untyped_storage()
             address = self.address_of(storage)
-            if address not in given and address not in self._alive:
-                self._alive[address] = weakref.ref(storage, partial(self._note_death, address))
-                self.parts[-1].append((address, block_bytes(storage.nbytes(), self._device.type)))
-
-    def _note_death(self, address: int, _: object) -> None:
-        if self._alive.pop(address, None) is not None:
-            self.parts[-1].append((address, 0))
+            known = self._alive.get(address)
+            if address not in given and (known is None or known() is None):
+                death = self._alive[address] = Death(storage, self._events.append)
+                death.tracker = _Freed(address)
+                self._events.append((address, block_bytes(storage.nbytes(), self._device.type)))

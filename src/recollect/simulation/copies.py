@@ -3,6 +3,7 @@
 And finds when the values are away: they are kept values whose bytes are gone for a while, and nothing else changes.
 """
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,17 +18,39 @@ from recollect.simulation.windows import EdgeTable
 from recollect.slots import SlotList
 
 
+class Death(weakref.ref[Any]):
+    """Refers weakly to an object that is played, and is added to `HostRoom.dead` when that dies.
+
+    No code in Python runs then: a KeyboardInterrupt that came in a destructor would be lost.
+    """
+
+    __slots__ = ()
+
+    def end(self, room: Any) -> None:
+        """Count what the object held as free, before anything else is counted."""
+        raise NotImplementedError
+
+
 class HostRoom:
     """Host memory of offloaded values while a step is played.
 
     Attributes:
         slots: room for each.
         num_missed: values that were asked for before they were to leave, or to come back.
+        dead: those that died, and still have to end; `died` adds one.
     """
 
     def __init__(self) -> None:
         self.slots = SlotList()
         self.num_missed = 0
+        self.dead: list[Death] = []
+        self.died = self.dead.append
+
+    def settle(self) -> None:
+        """End those that died."""
+        for death in self.dead:
+            death.end(self)
+        self.dead.clear()
 
     def sent(self, key: Key) -> None:
         """Note that a copy out begins."""
@@ -38,6 +61,19 @@ class HostRoom:
     def asked(self, key: Key, *, is_back: bool) -> None:
         """Note that something asks for a value."""
         self.num_missed += not is_back
+
+
+class _CopyDeath(Death):
+    __slots__ = ("nbytes", "slot")
+
+    nbytes: int
+    slot: int | None
+
+    def end(self, room: HostRoom) -> None:
+        if self.slot is not None:
+            room.slots.give_back(self.slot)
+            self.slot = None
+            room.host_changed(-self.nbytes)
 
 
 class SimulatedCopy:
@@ -51,16 +87,17 @@ class SimulatedCopy:
         make: allocates them again.
     """
 
-    __slots__ = ("__weakref__", "_arrived", "_host", "_key", "_make", "_nbytes", "_slot", "_token")
+    __slots__ = ("__weakref__", "_arrived", "_death", "_host", "_key", "_make", "_token")
 
     def __init__(self, host: HostRoom, key: Key, nbytes: int, token: object, make: Callable[[], object]) -> None:
         self._host = host
         self._key = key
         self._make = make
-        self._nbytes = nbytes
         self._token: object = token
         self._arrived: object = None
-        self._slot = host.slots.take(nbytes)
+        host.settle()
+        death = self._death = _CopyDeath(self, host.died)
+        death.nbytes, death.slot = nbytes, host.slots.take(nbytes)
         host.host_changed(nbytes)
 
     def leave(self) -> None:
@@ -71,7 +108,7 @@ class SimulatedCopy:
         """Take up room on the device again, and none in host memory."""
         if self._token is None and self._arrived is None:
             self._arrived = self._make()
-            self._give_back()
+            self._death.end(self._host)
 
     def __call__(self, tensors: list[Any], may_overwrite_first: bool) -> Sequence[Any]:
         """Return the bytes on the device, which should have left and be back."""
@@ -79,17 +116,8 @@ class SimulatedCopy:
         self.come_back()
         found = self._token or self._arrived
         self._token = self._arrived = None
-        self._give_back()
+        self._death.end(self._host)
         return (found,)
-
-    def _give_back(self) -> None:
-        if self._slot is not None:
-            self._host.slots.give_back(self._slot)
-            self._slot = None
-            self._host.host_changed(-self._nbytes)
-
-    def __del__(self) -> None:
-        self._give_back()
 
 
 class Holes:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,7 +14,7 @@ from recollect.profile.events import BACKWARD, FORWARD, OPTIMIZER, WORK
 from recollect.profile.graph import OpRecord
 from recollect.profile.profile import Profile
 from recollect.simulation.decisions import CallActions, calls_on_tape
-from recollect.simulation.playback import Owner, Playback, Token
+from recollect.simulation.playback import Freed, Owner, Playback, Token
 from recollect.simulation.program import Key, Program
 from recollect.simulation.simulate import Simulation, run
 from recollect.simulation.windows import edges_for
@@ -80,7 +82,7 @@ def lifetimes(profile: Profile, decisions: Sequence[CallActions]) -> Lifetimes:
     """
     playback = _TimedPlayback(EveryEvent(profile, edges=edges_for(profile, decisions)), decisions)
     simulation = run(playback)
-    playback.is_over = True
+    playback.settle()
     if playback.phase == FORWARD:
         playback.losses.append((playback.last_return, len(playback.times_s)))
     times_s = np.array(playback.times_s)
@@ -126,17 +128,23 @@ class EveryEvent(Program):
         return frozenset()
 
 
+class _Ended(Freed):
+    __slots__ = ("made",)
+
+    made: Lifetime
+
+    def end(self, room: _TimedPlayback) -> None:
+        super().end(room)
+        room.end(self.made)
+
+
 class _TimedToken(Token):
-    __slots__ = ("made", "watch")
+    __slots__ = ()
 
     def __init__(self, playback: _TimedPlayback, nbytes: int, owner: Owner) -> None:
         super().__init__(playback, nbytes, owner)
-        self.watch = playback
-        self.made = playback.begin(owner, nbytes)
-
-    def __del__(self) -> None:
-        super().__del__()
-        self.watch.end(self.made)
+        death = self.death = _Ended(self, playback.died)
+        death.nbytes, death.made = nbytes, playback.begin(owner, nbytes)
 
 
 class ClockedPlayback(Playback):
@@ -175,6 +183,7 @@ class ClockedPlayback(Playback):
 
     def spends(self, time_s: float) -> None:
         """Let time pass."""
+        self.settle()
         self.clock_s += time_s
 
     def _edge(self, phase: int, call: int) -> None:
@@ -197,7 +206,6 @@ class _TimedPlayback(ClockedPlayback):
 
     def __init__(self, program: EveryEvent, decisions: Sequence[CallActions]) -> None:
         super().__init__(program, decisions)
-        self.is_over = False
         self.times_s: list[float] = []
         self.phases: list[int] = []
         self.calls: list[int] = []
@@ -226,20 +234,28 @@ class _TimedPlayback(ClockedPlayback):
 
     def end(self, made: Lifetime) -> None:
         """Record that it is freed."""
-        if not self.is_over:
-            made.died = self.moment()
+        made.died = self.moment()
 
     def host_changed(self, nbytes: int) -> None:
-        if not self.is_over:
-            self.host_changes.append((len(self.times_s) - 1, nbytes))
+        self.host_changes.append((len(self.times_s) - 1, nbytes))
+
+    def actions(self) -> dict[int, Callable[..., None]]:
+        """Return handlers that end first what died: at the time, and in the call, in which it did."""
+        return {code: partial(self._settled, handler) for code, handler in super().actions().items()}
+
+    def _settled(self, handler: Callable[..., None], *operands: Any) -> None:
+        self.settle()
+        handler(*operands)
 
     def _work(self, nbytes: int, time_s: float, name: str) -> None:
+        self.settle()
         working = self.begin((self.call, -1), nbytes, op=name) if nbytes else None
         super()._work(nbytes, time_s, name)
         if working is not None:
             self.end(working)
 
     def works_in(self, call: int, nbytes: int) -> None:
+        self.settle()
         if nbytes > 0:
             self.end(self.begin((call, -1), nbytes, op="compiled code"))
 

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from recollect.plans.action import EngineChoice
 from recollect.profile.events import ALLOC, OPTIMIZER
 from recollect.simulation.call_groups import OUTSIDE, Division, Group
-from recollect.simulation.copies import Holes
+from recollect.simulation.copies import Death, Holes
 from recollect.simulation.decisions import CallActions, calls_on_tape
 from recollect.simulation.playback import Playback, Token
 from recollect.simulation.program import Instruction, Key, Program, ProgramOp
@@ -255,21 +255,28 @@ class _Layout:
         ]
 
 
+class _LetGo(Death):
+    __slots__ = ("number",)
+
+    number: int
+
+    def end(self, room: _PartPlayback) -> None:
+        room.lets_go(self.number)
+
+
 class _Shared(Token):
     """A value that other groups may hold too: its owner counts its bytes when it is made, and the sum frees them."""
 
-    __slots__ = ("number",)
+    __slots__ = ()
 
-    playback: _PartPlayback
+    death: _LetGo
 
     def __init__(self, playback: _PartPlayback, number: int) -> None:
-        self.playback = playback
+        playback.settle()
         self.nbytes = 0
-        self.number = number
+        self.death = _LetGo(self, playback.died)
+        self.death.number = number
         playback.held.add(number)
-
-    def __del__(self) -> None:
-        self.playback.lets_go(self.number)
 
 
 class _PartPlayback(Playback):
@@ -306,11 +313,7 @@ class _PartPlayback(Playback):
             self._come_or_go(*change[1:])
             change = next(changes)
         self._ends.update((number, -1) for number in self.held)
-        self._is_between = True
         columns = np.array(self._pieces, dtype=np.int64).reshape(-1, 3)
-        # Break the reference cycle between playback and tokens.
-        self.tensors.clear()
-        self.handles.clear()
         return _Trace(
             runs=columns[:, 0].copy(),
             most_bytes=columns[:, 1].copy(),
@@ -326,7 +329,7 @@ class _PartPlayback(Playback):
         """Record that this group no longer holds a shared value."""
         self.held.discard(number)
         if not self._is_between:
-            self._end_piece()
+            self._note_piece()
             self._ends[number] = len(self._pieces)
             self._pieces.append((self._run, 0, 0))
 
@@ -335,11 +338,17 @@ class _PartPlayback(Playback):
         if comes:
             self.tensors[key] = _Shared(self, number)
             return
+        self.settle()
         self._is_between = True
         del self.tensors[key]
+        self.settle()
         self._is_between = False
 
     def _end_piece(self) -> None:
+        self.settle()
+        self._note_piece()
+
+    def _note_piece(self) -> None:
         most_bytes, change_bytes = self.window_peak_bytes - self._start_bytes, self.alive_bytes - self._start_bytes
         if most_bytes or change_bytes:
             self._pieces.append((self._run, most_bytes, change_bytes))

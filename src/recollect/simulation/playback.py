@@ -18,7 +18,7 @@ from recollect.profile import events
 from recollect.profile.events import BACKWARD, FORWARD, PHASE_NAMES
 from recollect.profile.graph import OpRecord
 from recollect.replay import KeptPass, Node, Recipes, Value
-from recollect.simulation.copies import HostRoom, SimulatedCopy
+from recollect.simulation.copies import Death, HostRoom, SimulatedCopy
 from recollect.simulation.decisions import CallActions
 from recollect.simulation.program import BULK, EDGE, WINDOW, Key, Program, ProgramOp
 
@@ -39,21 +39,35 @@ class Saved(Protocol):
         """Return the bytes that backward asks for, computing them first if needed."""
 
 
+class Freed(Death):
+    """The end of a token."""
+
+    __slots__ = ("nbytes",)
+
+    nbytes: int
+
+    def end(self, room: Any) -> None:
+        """Count its bytes no longer."""
+        room.alive_bytes -= self.nbytes
+
+
 class Token:
     """Bytes that stay alive as long as anything refers to this object."""
 
-    __slots__ = ("nbytes", "playback")
+    __slots__ = ("__weakref__", "death", "nbytes")
+
+    death: Death
 
     def __init__(self, playback: Playback, nbytes: int, owner: Owner) -> None:
-        self.playback = playback
+        if playback.dead:
+            playback.settle()
         self.nbytes = nbytes
+        death = self.death = Freed(self, playback.died)
+        death.nbytes = nbytes
         # Inlined, since it runs for every value of every simulation.
         playback.alive_bytes += nbytes
         if playback.alive_bytes > playback.window_peak_bytes:
             playback.note_peak()
-
-    def __del__(self) -> None:
-        self.playback.alive_bytes -= self.nbytes
 
 
 class Playback(HostRoom):
@@ -98,7 +112,7 @@ class Playback(HostRoom):
         self.recipes: defaultdict[int, Recipes] = defaultdict(Recipes)
         self.kept_pass = KeptPass()
         self.peeked: dict[int, object] = {}
-        self.copies: weakref.WeakValueDictionary[Key, SimulatedCopy] = weakref.WeakValueDictionary()
+        self.copies: dict[Key, weakref.ref[SimulatedCopy]] = {}
         self._timetable = Timetable()
 
     def actions(self) -> dict[int, Callable[..., None]]:
@@ -134,6 +148,8 @@ class Playback(HostRoom):
             self._bulk(op.working_bytes, 0)
 
     def _bulk(self, most_bytes: int, change_bytes: int, _call: int = -1) -> None:
+        if self.dead:
+            self.settle()
         if self.alive_bytes + most_bytes > self.window_peak_bytes:
             self.alive_bytes += most_bytes
             self.note_peak()
@@ -141,6 +157,7 @@ class Playback(HostRoom):
         self.alive_bytes += change_bytes
 
     def _end_window(self) -> None:
+        self.settle()
         self.window_peaks.append(self.window_peak_bytes)
         self.window_peak_bytes = self.alive_bytes
 
@@ -167,6 +184,7 @@ class Playback(HostRoom):
 
     def runs_again(self, call: int, op: OpRecord) -> None:
         """Count an op that runs a second time, in each of the runs that the call represents."""
+        self.settle()
         num_runs = self.profile.calls[call].num_runs
         self.num_rerun += num_runs
         self.rerun_s.append(num_runs * op.time_s)
@@ -206,7 +224,8 @@ class Playback(HostRoom):
             token = self.tensors.get((call, value))
             if value in trips and isinstance(token, Token):
                 again = partial(self.make, (call, value), token.nbytes)
-                copy = self.copies[call, value] = SimulatedCopy(self, (call, value), token.nbytes, token, again)
+                copy = SimulatedCopy(self, (call, value), token.nbytes, token, again)
+                self.copies[call, value] = weakref.ref(copy)
                 self.sent((call, value))
                 self._timetable.add(copy, call, trips[value])
                 node = Node(copy, (), recipes=self.recipes[call])
@@ -218,8 +237,8 @@ class Playback(HostRoom):
         token = self.tensors.pop(old, None)
         if not isinstance(token, Token):
             return
-        if old in self.copies:
-            self.copies[old].leave()  # Host memory has the old content.
+        if old in self.copies and (copy := self.copies[old]()) is not None:
+            copy.leave()  # Host memory has the old content.
         for reference in self.leaves.pop(old, ()):
             leaf = reference()
             if leaf is not None:
@@ -304,9 +323,11 @@ class Playback(HostRoom):
                 recorded = self.dropped.pop((call, index), None) if value.is_output and index not in stays else None
                 if recorded is not None:
                     recorded.tensor, recorded.node, recorded.is_viewed = self.bytes_of((call, index)), None, True
+        self.settle()
         self.call = -1
 
     def _begin_phase(self, phase: int) -> None:
+        self.settle()
         if phase != self.phase:
             # A new phase begins a new window.
             self.window_peak_bytes = self.alive_bytes

@@ -244,7 +244,7 @@ class _Region:
         graph = step.profile.graph_of(step.profile.calls[call])
         states = [nbytes for nbytes in (*(op.state_bytes for op in graph.ops), graph.buffer_bytes) if nbytes]
         self._state = [step.generator_state(call, nbytes) for nbytes in states]
-        self._saved: weakref.WeakValueDictionary[int, _SavedByRegion] = weakref.WeakValueDictionary()
+        self._saved: dict[int, weakref.ref[_SavedByRegion]] = {}
         self._ran_again = False
 
     def hold(self, keys: Iterable[Key]) -> None:
@@ -255,7 +255,8 @@ class _Region:
 
     def saves(self, handle: int) -> _SavedByRegion:
         """Return the stand-in for a tensor that the region saves."""
-        saved = self._saved[handle] = _SavedByRegion(self)
+        saved = _SavedByRegion(self)
+        self._saved[handle] = weakref.ref(saved)
         return saved
 
     def run_again(self) -> None:
@@ -274,7 +275,8 @@ class _Region:
             elif code in (FREE, DIES):
                 present.pop(operands[0], None)
             elif code == SAVE:
-                if (saved := self._saved.get(operands[2])) is not None:
+                reference = self._saved.get(operands[2])
+                if reference is not None and (saved := reference()) is not None:
                     saved.bytes = present.get(operands[1])
             else:
                 self._play[code](*operands)

@@ -29,6 +29,7 @@ from recollect.recording.optimizer_step import record_optimizer_step
 from recollect.recording.optimizers import Optimizers, check_optimizers
 from recollect.recording.record import record
 from recollect.recording.step_recording import Gradients
+from recollect.tracebacks import lets_go
 from recollect.verification.compare import Computed, Findings, compare_runs, compare_units, furthest, without_choices
 from recollect.verification.report import SLOWDOWNS, Report, report_of_ranks
 from recollect.verification.steps import BatchStep, OwnStep, VerifiedStep
@@ -41,6 +42,7 @@ _SETTLED: Final = 0.02
 _USABLE: Final = 0.9
 
 
+@lets_go
 def verify(
     model: nn.Module,
     batch: Any,

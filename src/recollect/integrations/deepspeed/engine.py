@@ -21,7 +21,8 @@ import torch
 from torch import nn
 
 from recollect.applying import applied_to, apply_policy
-from recollect.attaching.attached import Attached, OnLarger
+from recollect.attaching.attached import Attached
+from recollect.attaching.held import OnLarger
 from recollect.byte_format import format_bytes
 from recollect.engine.policy import DropAll
 from recollect.errors import AlreadyAppliedError, BudgetTooSmallError, ConfigError, NotYetError

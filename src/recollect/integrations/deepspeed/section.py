@@ -39,7 +39,7 @@ from recollect.recording.find_units import listed
 from recollect.warning import warn_user
 
 if TYPE_CHECKING:
-    from recollect.attaching.attached import OnLarger
+    from recollect.attaching.held import OnLarger
 
 _SECTION = "recollect"
 _NEEDS = {

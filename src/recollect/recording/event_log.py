@@ -1,0 +1,104 @@
+"""The events of a step that is recorded, with the deaths of objects at the moments at which they happen.
+
+A weak reference is added to the list by C itself when its object dies. No code in Python runs then: a KeyboardInterrupt that
+came in a destructor or a callback would be printed and forgotten, and the training would go on.
+"""
+
+import weakref
+from collections.abc import Iterable
+from typing import Any, NamedTuple, Protocol
+
+from recollect.profile import events
+from recollect.profile.events import Event
+
+
+class Ends(Protocol):
+    """Says what a death means."""
+
+    def end(self) -> Event | None:
+        """Return the event, which is asked for later; None if there is none."""
+
+
+class Death(weakref.ref[Any]):
+    """Refers weakly to an object; added to a list when that dies, if made with the list's `append`.
+
+    `tracker`: says what that means.
+    """
+
+    __slots__ = ("tracker",)
+
+    tracker: Ends
+
+
+class Need:
+    """Lives as long as backward needs a saved value.
+
+    Autograd holds it until it releases saved tensors; so does the tensor given to backward, until that dies: a compiled
+    backward goes on using tensors that autograd has released.
+    """
+
+    __slots__ = ("__weakref__", "index")
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+
+class _Released(NamedTuple):
+    number: int
+
+    def end(self) -> Event:
+        return events.RELEASE, self.number
+
+
+def settled(recorded: Iterable[Any]) -> list[Event]:
+    """Return events in which deaths are replaced by what they meant."""
+    found = (event.tracker.end() if type(event) is Death else event for event in recorded)
+    return [event for event in found if event is not None]
+
+
+class EventLog:
+    """Events, in order."""
+
+    def __init__(self) -> None:
+        self._events: list[Any] = []
+        self._num_settled = 0
+        self.append = self._events.append
+        self._deaths: list[Death] = []
+        self._needs: list[Death] = []
+
+    def settle(self) -> list[Event]:
+        """Return the list of the events so far."""
+        fresh = self._events[self._num_settled :]
+        found = settled(fresh)
+        # Objects may have died meanwhile.
+        self._events[self._num_settled : self._num_settled + len(fresh)] = found
+        self._num_settled += len(found)
+        return self._events
+
+    def replace(self, events: list[Event]) -> None:
+        """Become this list, which deaths are not added to."""
+        self._events, self._num_settled = events, len(events)
+
+    def death_of(self, thing: object, tracker: Ends) -> Death:
+        """Add what a tracker says when an object dies; return the reference to it."""
+        death = Death(thing, self.append)
+        death.tracker = tracker
+        self._deaths.append(death)
+        return death
+
+    def needed(self) -> Need:
+        """Add the end of what this returns."""
+        need = Need(len(self._needs))
+        self._needs.append(self.death_of(need, _Released(need.index)))
+        return need
+
+    @property
+    def has_open_needs(self) -> bool:
+        """Whether backward still needs a saved value."""
+        return any(death() is not None for death in self._needs)
+
+    def close(self) -> list[Death]:
+        """Forget the references that have added nothing; return those whose objects live."""
+        alive = [death for death in self._deaths if death() is not None]
+        self._deaths, self._needs = [], []
+        return alive
