@@ -245,7 +245,12 @@ MUTATIONS = (
         "applied-twice",
         "a second plan is put on a model that has one",
         "applying.py",
-        (('raise already_applied(name, "a recollect plan", "call applied.remove() first")', "pass"),),
+        (
+            (
+                'raise already_applied(name, "a recollect plan", f"remove that plan first: {own.applied.removal}")',
+                "pass",
+            ),
+        ),
     ),
     Mutation(
         "freed-output-dropped",

@@ -1,6 +1,7 @@
 """Check the type of an argument; the most common mistake is to swap two of them."""
 
 import os
+from collections.abc import Iterable
 from typing import Final
 
 from recollect.errors import ArgumentError
@@ -38,6 +39,13 @@ def check_kind(call: str, name: str, value: object, kind: type, expected: str) -
     else:
         got = f"an object of class {type(value).__name__}"
     raise ArgumentError(f"recollect.{call}: got {got} as {name}, expected one of class {expected}. {advice}")
+
+
+def listed(paths: Iterable[str] | None) -> list[str] | None:
+    """Return module paths as a list; refuse a text, whose letters would each be taken for a path."""
+    if isinstance(paths, str):
+        raise ArgumentError(f"units: got the text {paths!r}, expected a list of paths. Write units=[{paths!r}].")
+    return None if paths is None else list(paths)
 
 
 def _shown(text: str) -> str:

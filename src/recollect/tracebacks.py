@@ -19,17 +19,6 @@ def lets_go(function: Callable[P, T]) -> Callable[P, T]:
     """Have the errors of a function hold none of recollect's local variables; what the user's own functions hold is theirs.
 
     Who keeps an error, as a notebook and a debugger do, would keep the model with it.
-
-    Example:
-        >>> @lets_go
-        ... def fail(model):
-        ...     raise ValueError("no")
-        >>> try:
-        ...     fail([1, 2])
-        ... except ValueError as error:
-        ...     error.__traceback__.tb_next.tb_frame.f_locals["args"]
-        Traceback (most recent call last):
-        KeyError: 'args'
     """
 
     @functools.wraps(function)

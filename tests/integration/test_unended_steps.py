@@ -1,4 +1,4 @@
-"""A process or a thread that ends while `attach` records a step, before the optimizer's, ends as it would without."""
+"""A process or a thread that ends while `attach` records or measures a step, before the optimizer's, ends as without."""
 
 from __future__ import annotations
 
@@ -28,10 +28,13 @@ class Fails(torch.autograd.Function):
     def backward(ctx, gradient):
         raise ValueError("in backward")
 
-def begin():
+def begin(measure=False):
     model = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(3)])
     optimizer = torch.optim.AdamW(model.parameters())
-    attached = recollect.attach(model, optimizer, "95%", log=lambda line: None)
+    attached = recollect.attach(model, optimizer, "95%", measure=measure, log=lambda line: None)
+    if measure:
+        model(torch.randn(4, 8)).square().mean().backward()
+        optimizer.step()
     return model, optimizer, attached, model(torch.randn(4, 8)).square().mean()
 
 """
@@ -43,10 +46,19 @@ ENDS = {
     "exit after backward": ("begin()[3].backward(); sys.exit(4)", 4, ""),
     "exception in backward": ("Fails.apply(begin()[3]).backward()", 1, "ValueError: in backward\n"),
     # Python raises the signal again when it has finished.
+    "exception, measured": ("begin(True); raise ValueError('between')", 1, "ValueError: between\n"),
+    "exception in backward, measured": ("Fails.apply(begin(True)[3]).backward()", 1, "ValueError: in backward\n"),
+    "end, measured": ("begin(True)", 0, ""),
+    # Kineto's thread is not there in a process that was forked.
+    "exit of a forked process": (
+        "begin(True)[3].backward(); time.sleep(1); os.fork() or sys.exit(3); sys.exit(os.waitstatus_to_exitcode(os.wait()[1]))",
+        3,
+        "",
+    ),
     "interrupt": ("begin(); raise KeyboardInterrupt", -signal.SIGINT, "KeyboardInterrupt\n"),
 }
 # An exception in backward: see the thread below.
-QUICK = ("end",)
+QUICK = ("end", "exception, measured", "exit of a forked process")
 
 
 def ended(text: str) -> tuple[int, str, str]:
@@ -67,7 +79,7 @@ def test_a_process_ends_with_its_own_status(body: str, status: int, last: str) -
     assert last or not errors, errors
 
 
-@pytest.mark.parametrize("how", [*long(["end"]), "exception in backward"])
+@pytest.mark.parametrize("how", [*long(["end", "end, measured"]), "exception in backward, measured"])
 def test_a_thread_ends_and_the_process_after_it(how: str) -> None:
     body, _, last = ENDS[how]
     text = f"""

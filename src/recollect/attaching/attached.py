@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from recollect._torch_private import uncompiled
+from recollect.arguments import listed
 from recollect.attaching.held import CallWatch, Departure, OnLarger, StepUnderWay
 from recollect.attaching.lockstep import Lockstep
 from recollect.attaching.placement import Placement, Removable, State, Watcher, obstacle
@@ -38,7 +39,7 @@ from recollect.plans.plan import Plan
 from recollect.plans.unit_plan import UnitPlan
 from recollect.ranks.group import ALONE, Ranks
 from recollect.recording.engines import RecordedEngine
-from recollect.recording.find_units import find_units, listed
+from recollect.recording.find_units import find_units
 from recollect.recording.model_step import step_tensors
 from recollect.recording.step_recording import StepRecording
 from recollect.tracebacks import lets_go

@@ -252,7 +252,7 @@ def recorded_under(profile: Profile, policy: Policy) -> Simulation:
 class _Copy(Token):
     """Bytes of a copy, shared by everything that holds it."""
 
-    __slots__ = ("__weakref__",)
+    __slots__ = ()
 
 
 class _Copying(Playback):
@@ -260,14 +260,16 @@ class _Copying(Playback):
 
     def __init__(self, program: Program, decisions: Mapping[int, CallActions], on_tape: Collection[int]) -> None:
         super().__init__(program, decisions, on_tape)
-        self._copies: weakref.WeakValueDictionary[Key, _Copy] = weakref.WeakValueDictionary()
+        self._copies: dict[Key, weakref.ref[_Copy]] = {}
 
     def bytes_of(self, key: Key) -> object:
         """Return a copy."""
         own = self.tensors.get(key)
         if not isinstance(own, Token):
             return super().bytes_of(key)
-        copy = self._copies.get(key)
+        known = self._copies.get(key)
+        copy = None if known is None else known()
         if copy is None:
-            copy = self._copies[key] = _Copy(self, own.nbytes, key)
+            copy = _Copy(self, own.nbytes, key)
+            self._copies[key] = weakref.ref(copy)
         return copy

@@ -8,6 +8,7 @@ from typing import Any
 from packaging.version import Version
 from torch import nn
 
+from recollect.arguments import listed
 from recollect.attaching.attach import attach
 from recollect.attaching.attached import Attached
 from recollect.attaching.held import OnLarger
@@ -15,7 +16,6 @@ from recollect.errors import ConfigError
 from recollect.fitting import DEFAULT_BUDGET
 from recollect.ranks.members import Presence
 from recollect.recording.engines import RecordedEngine
-from recollect.recording.find_units import listed
 
 
 class BudgetCallback:

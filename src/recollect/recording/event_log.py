@@ -6,28 +6,21 @@ came in a destructor or a callback would be printed and forgotten, and the train
 
 import weakref
 from collections.abc import Iterable
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 from recollect.profile import events
 from recollect.profile.events import Event
 
 
-class Ends(Protocol):
-    """Says what a death means."""
-
-    def end(self) -> Event | None:
-        """Return the event, which is asked for later; None if there is none."""
-
-
 class Death(weakref.ref[Any]):
     """Refers weakly to an object; added to a list when that dies, if made with the list's `append`.
 
-    `tracker`: says what that means.
+    `means`: an event, or what returns it from `end()` when the list is settled.
     """
 
-    __slots__ = ("tracker",)
+    __slots__ = ("means",)
 
-    tracker: Ends
+    means: Any
 
 
 class Need:
@@ -43,28 +36,37 @@ class Need:
         self.index = index
 
 
-class _Released(NamedTuple):
-    number: int
-
-    def end(self) -> Event:
-        return events.RELEASE, self.number
-
-
 def settled(recorded: Iterable[Any]) -> list[Event]:
-    """Return events in which deaths are replaced by what they meant."""
-    found = (event.tracker.end() if type(event) is Death else event for event in recorded)
-    return [event for event in found if event is not None]
+    """Return events in which deaths are replaced by what they mean; some mean nothing."""
+    found = (event.means if type(event) is Death else event for event in recorded)
+    events_or_none = (event if isinstance(event, tuple) else event.end() for event in found)
+    return [event for event in events_or_none if event is not None]
 
 
 class EventLog:
-    """Events, in order."""
+    """Events, in order.
+
+    Attributes:
+        is_over: nothing is added any more.
+    """
 
     def __init__(self) -> None:
+        self.is_over = False
         self._events: list[Any] = []
         self._num_settled = 0
         self.append = self._events.append
         self._deaths: list[Death] = []
         self._needs: list[Death] = []
+
+    def log(self, *event: int) -> None:
+        """Add an event, unless the step is over."""
+        if not self.is_over:
+            self.append(event)
+
+    def end(self) -> None:
+        """Add nothing any more."""
+        self.is_over = True
+        self.replace(settled(self.settle()))
 
     def settle(self) -> list[Event]:
         """Return the list of the events so far."""
@@ -79,17 +81,17 @@ class EventLog:
         """Become this list, which deaths are not added to."""
         self._events, self._num_settled = events, len(events)
 
-    def death_of(self, thing: object, tracker: Ends) -> Death:
-        """Add what a tracker says when an object dies; return the reference to it."""
+    def death_of(self, thing: object, means: Any) -> Death:
+        """Have an object's death added; return the reference to it."""
         death = Death(thing, self.append)
-        death.tracker = tracker
+        death.means = means
         self._deaths.append(death)
         return death
 
     def needed(self) -> Need:
         """Add the end of what this returns."""
         need = Need(len(self._needs))
-        self._needs.append(self.death_of(need, _Released(need.index)))
+        self._needs.append(self.death_of(need, (events.RELEASE, need.index)))
         return need
 
     @property

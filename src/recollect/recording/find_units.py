@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from torch import nn
 
 from recollect._torch_private import without_wrapper
-from recollect.errors import ArgumentError, UnknownNameError, UnsupportedModelError
+from recollect.arguments import listed
+from recollect.errors import UnknownNameError, UnsupportedModelError
 from recollect.plans.paths import compress_classes, unit_words
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
@@ -71,13 +72,6 @@ def find_units(model: nn.Module, paths: Iterable[str] | None = None) -> list[Uni
             "Name that one; its plan holds for every run of the module."
         )
     return units
-
-
-def listed(paths: Iterable[str] | None) -> list[str] | None:
-    """Return module paths as a list; refuse a text, whose letters would each be taken for a path."""
-    if isinstance(paths, str):
-        raise ArgumentError(f"units: got the text {paths!r}, expected a list of paths. Write units=[{paths!r}].")
-    return None if paths is None else list(paths)
 
 
 def class_names(model: nn.Module) -> tuple[tuple[str, str], ...]:

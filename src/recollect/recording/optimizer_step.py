@@ -238,7 +238,7 @@ class _Watcher(TorchDispatchMode):
                     continue
                 number = len(self._deaths)
                 self._deaths.append(Death(storage, self.events.append))
-                self._deaths[-1].tracker = TrackedOther(number, -1)
+                self._deaths[-1].means = TrackedOther(number, -1)
                 setattr(storage, _TRACKER, number)
                 self.events.append((events.ALLOC, number, self._bytes_of(tensor, storage)))
         return output

@@ -349,7 +349,7 @@ class StepMode(OpMode):
         recorder = self.recorder
         if types and any(desugars(kind) for kind in types):
             return NotImplemented  # As the tape does.
-        if recorder.is_recomputing or recorder.is_over or self.is_foreign():
+        if recorder.is_recomputing or recorder.event_log.is_over or self.is_foreign():
             return func(*args, **kwargs)
         facts = facts_of(func)
         if func is torch.ops.aten.detach.default and current_autograd_node() >= 0:

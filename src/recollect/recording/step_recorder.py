@@ -27,7 +27,7 @@ from recollect.engine.tape import asks_again
 from recollect.plans.value_names import result_names
 from recollect.profile import events
 from recollect.profile.events import ALLOC, Event
-from recollect.recording.event_log import EventLog, settled
+from recollect.recording.event_log import EventLog
 from recollect.recording.replicated_values import RanksWithParts
 from recollect.recording.trackers import (
     Filled,
@@ -61,6 +61,7 @@ class StepRecorder:
     def __init__(self, costs: Costs, device: torch.device) -> None:
         self.costs = costs
         self.event_log = EventLog()
+        self.log = self.event_log.log
         self.trackers = Trackers(self.event_log)
         self.calls: list[RecordedCall] = []
         self.other_runs: list[OpRun] = []
@@ -73,7 +74,6 @@ class StepRecorder:
         self.current: int | None = None
         self.pending_stem = ""
         self.is_recomputing = False
-        self.is_over = False
         self.has_run_backward = False
         self.num_storages = 0
         # Custom autograd Functions that did not make the same when they ran again, by the keys of their costs.
@@ -93,15 +93,6 @@ class StepRecorder:
     def events(self) -> list[Event]:
         """The events so far."""
         return self.event_log.settle()
-
-    @events.setter
-    def events(self, changed: list[Event]) -> None:
-        self.event_log.replace(changed)
-
-    def log(self, *event: int) -> None:
-        """Add an event, unless the step is over."""
-        if not self.is_over:
-            self.event_log.append(event)
 
     @contextmanager
     def unseen(self) -> Iterator[None]:
@@ -156,8 +147,8 @@ class StepRecorder:
 
     def add_optimizer_step(self, step: Iterable[tuple[int, ...]]) -> None:
         """Add an optimizer step, whose storages are numbered from 0, to the recorded events."""
-        self.events.append((events.PHASE, events.OPTIMIZER))
-        self.events += [(code, self.num_storages + number, *rest) for code, number, *rest in step]
+        added = [(code, self.num_storages + number, *rest) for code, number, *rest in step]
+        self.event_log.replace([*self.events, (events.PHASE, events.OPTIMIZER), *added])
 
     def after_op(self, func: Any, facts: OpFacts, args: Any, kwargs: Any, output: Any, run: OpRun) -> None:
         """Add an op of a unit's forward; of any other op, add only its cost and the storages that it makes."""
@@ -252,7 +243,7 @@ class StepRecorder:
         tracker = tracker_of(storage)
         # The storages of fake tensors say that they are on meta, whatever their tensors say.
         is_here = storage.device == self._device or (storage.device.type == "meta" and fake_mode() is not None)
-        if self.is_over or isinstance(tracker, (TrackedValue, Persistent)) or not is_here:
+        if self.event_log.is_over or isinstance(tracker, (TrackedValue, Persistent)) or not is_here:
             return
         if not isinstance(tracker, Filled):
             tracker = Filled(self.log, -1 if tracker is None else tracker.hand_over())
@@ -341,7 +332,7 @@ class StepRecorder:
         state_bytes: int,
     ) -> None:
         """Add a call of a custom autograd Function as one op, in place of the ops that it has run since `mark`."""
-        if self.current is None or self.is_over:
+        if self.current is None or self.event_log.is_over:
             return
         call = self.calls[self.current]
         read = self._inputs(inputs)
@@ -405,10 +396,5 @@ class StepRecorder:
 
     def close(self) -> None:
         """Stop logging, and release the storages."""
-        self.end()
+        self.event_log.end()
         self.trackers.detach()
-
-    def end(self) -> None:
-        """Stop logging."""
-        self.is_over = True
-        self.events = settled(self.events)

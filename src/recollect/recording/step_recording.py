@@ -198,7 +198,7 @@ class StepRecording:
         self._gradients = {n: freed_at(id(p), 0) for p in self.model.parameters() for n in storage_numbers([p.grad])}
         made = storage_numbers(state_tensors(optimizers))
         self._to_come = still_to_come(optimizers, self.device)
-        recorder.end()
+        recorder.event_log.end()
         self._leftovers = leftovers(recorder.events, recorder.calls)
         self.late_gradients_bytes = sum(self._leftovers.storages.get(n, 0) for n, at in self._gradients.items() if at)
         self._note_staying_outputs()
@@ -210,11 +210,9 @@ class StepRecording:
         if made:
             made_bytes = sum(self._leftovers.storages.get(number, 0) for number in made)
             self._persistent["optimizer_state"] = self._persistent.get("optimizer_state", 0) + made_bytes
-            recorder.events = [
-                event
-                for event in recorder.events
-                if event[0] not in (events.ALLOC, events.FREE) or event[1] not in made
-            ]
+            memory = events.ALLOC, events.FREE
+            rest = [event for event in recorder.events if event[0] not in memory or event[1] not in made]
+            recorder.event_log.replace(rest)
             kept = {number: nbytes for number, nbytes in self._leftovers.storages.items() if number not in made}
             self._leftovers = replace(self._leftovers, storages=kept)
 
@@ -257,7 +255,7 @@ class StepRecording:
         recorder, modelled = self.recorder, self._modelled
         unseen_bytes = _UNSEEN_ON_CUDA_BYTES if self.device.type == "cuda" else _UNSEEN_BYTES
         unseen_bytes = unseen_bytes if modelled is None else 0
-        recorder.events = self._with_last_step(gradients)
+        recorder.event_log.replace(self._with_last_step(gradients))
         persistent = dict(self._persistent)
         for kind, nbytes in (("other_tensors", recorder.read_bytes), ("other_allocations", self._other_bytes)):
             if nbytes and not (kind == "other_tensors" and self.device.type == "cuda"):

@@ -45,7 +45,7 @@ def storage_of(tensor: Any) -> torch.UntypedStorage | None:
 def tracker_of(storage: torch.UntypedStorage | None) -> Tracker | None:
     """Return what tracks a storage."""
     death = getattr(storage, _TRACKER, None)
-    return None if death is None else death.tracker
+    return None if death is None else death.means
 
 
 def storage_numbers(tensors: Iterable[torch.Tensor | None]) -> set[int]:
@@ -79,9 +79,9 @@ class Trackers:
         """Have a tracker say what the death of a storage means, in place of an earlier one, which ends here."""
         old: Death | None = getattr(storage, _TRACKER, None)
         if old is not None:
-            if (end := old.tracker.end()) is not None:
+            if (end := old.means.end()) is not None:
                 self._log.append(end)
-            old.tracker = Persistent()
+            old.means = Persistent()
         setattr(storage, _TRACKER, self._log.death_of(storage, tracker))
 
     def mark_persistent(self, tensors: Iterable[torch.Tensor]) -> None:

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -22,7 +22,6 @@ from recollect.costs.hardware import Hardware, Kind
 from recollect.costs.op_work import touched_bytes, work_of
 from recollect.costs.roofline import Work, seconds
 from recollect.engine.facts import facts_of
-from recollect.profile.events import Event
 from recollect.profile.profile import block_bytes
 from recollect.recording.event_log import Death, settled
 from recollect.recording.fake_model import fake_run
@@ -134,13 +133,6 @@ class ModelledRuns(UnitRuns):
         self._seconds += seconds(work, self._hardware)
 
 
-class _Freed(NamedTuple):
-    address: int
-
-    def end(self) -> Event:
-        return self.address, 0
-
-
 class _Storages:
     """Traces the storages that ops make, in parts, as `PartsTrace` does the allocator's memory."""
 
@@ -182,5 +174,5 @@ class _Storages:
             known = self._alive.get(address)
             if address not in given and (known is None or known() is None):
                 death = self._alive[address] = Death(storage, self._events.append)
-                death.tracker = _Freed(address)
+                death.means = (address, 0)
                 self._events.append((address, block_bytes(storage.nbytes(), self._device.type)))

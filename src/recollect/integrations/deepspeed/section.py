@@ -28,6 +28,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from recollect.arguments import listed
 from recollect.errors import ConfigError, ConfigWarning, NotYetError
 from recollect.extras import needed
 from recollect.integrations.megatron.compile import megatron_plan
@@ -35,7 +36,6 @@ from recollect.integrations.megatron.rule import did_you_mean
 from recollect.integrations.megatron.rules import RecomputeConfig
 from recollect.plans.plan import Plan
 from recollect.profile.profile import Profile
-from recollect.recording.find_units import listed
 from recollect.warning import warn_user
 
 if TYPE_CHECKING:

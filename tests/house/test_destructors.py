@@ -1,0 +1,40 @@
+"""No code in Python runs where an object dies: an interrupt of the program that came there would be printed and forgotten."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2] / "src"
+RUN_CODE = {
+    f"weakref.{name}" for name in ("finalize", "WeakMethod", "WeakSet", "WeakKeyDictionary", "WeakValueDictionary")
+}
+# Copies have to be over before their memory is free; the rest is rare: ends of threads, and registries of modules and classes.
+EXCEPT = {
+    "engine/offload/carriers.py", "engine/offload/flight.py", "engine/offload/offloaded.py", "thread_end.py",
+    "attaching/attached.py", "engine/eager_forward.py", "engine/function_run.py",
+    "engine/together.py", "lab/models/fp8.py",
+}  # fmt: skip
+
+
+def destructors(source: str) -> list[str]:
+    """Functions and weak references of a module that run code in Python when an object dies."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef) and node.name == "__del__":
+            found.append(node.name)
+        elif isinstance(node, ast.Call):
+            called = ast.unparse(node.func)
+            if called in RUN_CODE or (called == "weakref.ref" and len(node.args) > 1):
+                found.append(called)
+    return found
+
+
+def test_no_code_runs_where_an_object_dies() -> None:
+    found = {str(path.relative_to(ROOT / "recollect")): destructors(path.read_text()) for path in ROOT.rglob("*.py")}
+    assert {name for name, its in found.items() if its} == EXCEPT
+
+
+def test_the_check_can_fail() -> None:
+    source = "class A:\n  def __del__(self): ...\nseen = weakref.WeakSet()\nweakref.ref(a, print), weakref.ref(a)"
+    assert sorted(destructors(source)) == ["__del__", "weakref.WeakSet", "weakref.ref"]

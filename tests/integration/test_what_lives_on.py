@@ -1,0 +1,122 @@
+"""After success or an error, and `remove()`, nothing of recollect holds a model, an optimizer or a handle."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import recollect
+
+pytestmark = pytest.mark.integration
+
+X = torch.randn(2048, 16)
+
+
+class Loop:
+    """A model with an optimizer; `arguments` are those of `record`."""
+
+    def __init__(self) -> None:
+        layers = [nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)) for _ in range(3)]
+        self.model = nn.Sequential(*layers)
+        self.optimizer = torch.optim.AdamW(self.model.parameters())
+        self.arguments: dict[str, Any] = {"optimizer": self.optimizer, "loss_fn": torch.sum}
+        self.seen: list[weakref.ref[Any]] = [weakref.ref(self.model), weakref.ref(self.optimizer)]
+
+    def attach(self, budget: str = "90%", steps: int = 2, x: torch.Tensor = X, **keywords: Any) -> None:
+        """Attach, train, and remove."""
+        attached = recollect.attach(self.model, self.optimizer, budget, log=str, **keywords)
+        self.seen.append(weakref.ref(attached))
+        try:
+            for number in range(steps):
+                self.model(X if number == 0 else x).sum().backward()
+                self.optimizer.step()
+            self.model(x[:, :8] if not steps else x)
+        finally:
+            attached.remove()
+
+    def plan(self, budget: str = "90%") -> recollect.Plan:
+        """Record and plan."""
+        return recollect.plan(recollect.record(self.model, X, **self.arguments), budget=budget)
+
+    def fit(self, budget: str = "90%") -> None:
+        """Fit, and remove."""
+        recollect.fit(self.model, X, budget, **self.arguments)
+        recollect.applied_to(self.model)[0].remove()
+
+    def apply(self) -> None:
+        """Apply a plan, train, and remove it."""
+        with recollect.apply(self.model, self.plan()):
+            self.model(X).sum().backward()
+
+
+def fail(_: object) -> None:
+    raise ZeroDivisionError
+
+
+ENDS: dict[str, tuple[Callable[[Loop], object], str]] = {
+    "attach": (Loop.attach, ""),
+    "attach, measured": (lambda loop: loop.attach(measure=True), ""),
+    "attach, no room": (lambda loop: loop.attach("1KiB"), "BudgetTooSmallError"),
+    "attach, no budget": (lambda loop: loop.attach("many"), "QuantityError"),
+    "attach, no such unit": (lambda loop: loop.attach(units=["nope"]), "UnknownNameError"),
+    "attach, a wrong batch": (lambda loop: loop.attach(steps=0), "RuntimeError"),
+    "attach, larger": (lambda loop: loop.attach(x=torch.cat([X, X]), on_larger="raise"), "LargerStepError"),
+    "record": (lambda loop: recollect.record(loop.model, X, **loop.arguments), ""),
+    "record, no loss": (lambda loop: recollect.record(loop.model, X), "RecordError"),
+    "record, a wrong loss": (lambda loop: recollect.record(loop.model, X, loss_fn=fail), "ZeroDivisionError"),
+    "plan, no room": (lambda loop: loop.plan("1KiB"), "BudgetTooSmallError"),
+    "fit": (Loop.fit, ""),
+    "fit, no room": (lambda loop: loop.fit("1KiB"), "BudgetTooSmallError"),
+    "apply": (Loop.apply, ""),
+    "apply, no plan": (lambda loop: recollect.apply(loop.model, 5), "ArgumentError"),  # type: ignore[arg-type]
+    "verify": (lambda loop: recollect.verify(loop.model, X, loop.plan(), **loop.arguments), ""),
+    "verify, a wrong batch": (lambda loop: recollect.verify(loop.model, X[:, :8], recollect.Plan({})), "RecordError"),
+    "largest_batch": (
+        lambda loop: recollect.largest_batch(loop.model, lambda n: X[:n], "1GiB", max_size=2, **loop.arguments),
+        "",
+    ),
+    "largest_batch, no function": (lambda loop: recollect.largest_batch(loop.model, X, "1GiB"), "ArgumentError"),  # type: ignore[arg-type]
+}  # fmt: skip
+
+
+@pytest.fixture
+def uncollected() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def outcome(how: Callable[[Loop], object]) -> tuple[list[weakref.ref[Any]], BaseException | None]:
+    loop = Loop()
+    try:
+        how(loop)
+    except Exception as error:
+        return loop.seen, error
+    return loop.seen, None
+
+
+def forget_frames_of_others(error: BaseException | None) -> None:
+    """What the test's own functions and PyTorch's hold is theirs; a running frame is not forgotten."""
+    while error is not None:
+        step = error.__traceback__
+        while step is not None:
+            if "/src/recollect/" not in step.tb_frame.f_code.co_filename:
+                step.tb_frame.clear()
+            step = step.tb_next
+        error = error.__cause__ or error.__context__
+
+
+@pytest.mark.usefixtures("uncollected")
+@pytest.mark.parametrize("how, expected", ENDS.values(), ids=ENDS)
+def test_nothing_lives_on_even_if_the_error_is_kept(how: Callable[[Loop], object], expected: str) -> None:
+    seen, error = outcome(how)
+    assert type(error).__name__ == (expected or "NoneType")
+    forget_frames_of_others(error)
+    assert [type(found()).__name__ for found in seen if found() is not None] == []
