@@ -261,7 +261,8 @@ def resizes(unit: Unit, hidden: Tensor) -> Tensor:
 
 def functions_of_functions(unit: Unit, hidden: Tensor) -> Tensor:
     jacobian = torch.func.vmap(torch.func.jacrev(torch.tanh))(hidden)
-    return (jacobian @ hidden.unsqueeze(-1)).squeeze(-1).sin()
+    slope = torch.func.linearize(torch.tanh, hidden)[1](hidden)
+    return (jacobian @ hidden.unsqueeze(-1)).squeeze(-1).sin() + slope
 
 
 def foreach(unit: Unit, hidden: Tensor) -> Tensor:
@@ -334,7 +335,7 @@ FUNCTIONS = (
 
 
 @every_plan
-@pytest.mark.filterwarnings("ignore:recollect. torch.utils.checkpoint has no effect")
+@pytest.mark.filterwarnings("ignore:recollect. torch.utils.checkpoint has no effect", "ignore:Attempted to insert")
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
 def test_function(function: Callable[[Unit, Tensor], Tensor], policy: Policy) -> None:
     check(lambda: Unit(function), policy)
