@@ -51,7 +51,8 @@ def attach(
             its modules is wrapped.
         optimizer: whose step ends a training step; several as a list, and then each must have stepped. Wrappers are unwrapped.
         budget: bytes of the whole step, as an int or text: "22GiB", "80GB", "90% of the device" (CUDA), "60%" of what the
-            first step needs without recompute when it is repeated.
+            first step needs without recompute when it is repeated. 1 byte asks for the
+            least peak: the first step's error tells it.
         on_larger: what to do at a step that no plan was made for: "replan", "warn" (once, and go on with the current
             plan), or "raise".
         units: module paths of the layers to plan, where they are not found.
@@ -75,7 +76,7 @@ def attach(
             a process of the group fails, does not call, has another model, or calls the model less often in a step; or this
             PyTorch lacks what a recording needs.
         ConfigError: two processes of the group have different budgets, units or `on_larger`; or host memory is too small.
-        QuantityError: the budget is no amount of bytes, or a percentage of a device whose memory is not known.
+        QuantityError: the budget is no amount of bytes, or too few for any step, or a percentage of a device whose memory is not known.
         AlreadyAppliedError: the model already recomputes.
         UnsupportedModelError, UnknownNameError: see `record`.
         BudgetTooSmallError: raised by the optimizer's first step if no plan fits it.
@@ -84,8 +85,8 @@ def attach(
     Warns:
         BudgetWarning: a later step fits under no plan, or is larger and `on_larger` is "warn"; a step needed more than the
             budget while it was recorded, or may have, since it did work that no plan foresees; too many steps differ for
-            more to be recorded; the model is in eval mode; it recomputes by another mechanism, too; the optimizer
-            stepped, and the model was not called.
+            more to be recorded; a recorded step ran in eval mode; it recomputes by another mechanism, too; the optimizer
+            stepped, and the model was not called; or only one stepped that was not passed.
         TorchVersionWarning: once in a process, with a PyTorch that is newer than those that are tested, or that differs.
 
     Example:

@@ -243,7 +243,7 @@ class Attached(Handle):
         self._now.departure = Departure(text)
         if self._on_larger == "raise":
             raise LargerStepError(
-                f"a step {text}: it does more than the steps that were planned, at equal shapes. Pass "
+                f"a step {self._now.departure.text}: it does more than the steps that were planned, at equal shapes. Pass "
                 "on_larger='replan', or a first step that does as much as any."
             )
 

@@ -346,4 +346,5 @@ class OffloadPlanner(Planner):
             to_host_bytes_per_s=self._link.to_host_bytes_per_s,
             from_host_bytes_per_s=self._link.from_host_bytes_per_s,
             host_wait_slowdown=found.wait_s / self.profile.step_s,
+            note=self.profile.times_text,
         )
