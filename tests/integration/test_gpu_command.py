@@ -36,6 +36,11 @@ def rows(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+def rows_of(out: Path, part: str, metric: str) -> list[dict[str, str]]:
+    (path,) = out.glob(f"*-{part}.csv")
+    return [row for row in rows(path) if row["metric"] == metric]
+
+
 @pytest.fixture(scope="module")
 def dry_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """The folder of a dry run of all parts, and what it printed."""
@@ -60,6 +65,10 @@ def test_every_part_runs(dry_run: tuple[Path, str]) -> None:
     assert printed.rstrip().endswith(f"rows and logs: {out}")
     for name in PARTS:
         assert f"== part {name}: " in (out / f"{name}.log").read_text(encoding="utf-8")
+    outcomes = [row["value"].partition(":")[0] for row in rows_of(out, "tests", "outcome")]
+    assert set(outcomes) == {"passed", "skipped"} and outcomes.count("passed") > 50
+    over = [row["value"] for row in rows_of(out, "prediction", "over_budget")]
+    assert len(over) >= 16 and set(over) == {"0"}
 
 
 @pytest.mark.long
@@ -74,22 +83,6 @@ def test_rows_say_where_they_come_from(dry_run: tuple[Path, str], part: str) -> 
         assert {"python", "torch", "transformers"} <= set(config["versions"])
         assert row["torch"] == torch.__version__
     assert not [row for row in found if row["metric"] in ("failed", "out_of_memory", "left_out")]
-
-
-@pytest.mark.long
-def test_no_plan_is_over_its_budget(dry_run: tuple[Path, str]) -> None:
-    (path,) = dry_run[0].glob("*-prediction.csv")
-    found = [row for row in rows(path) if row["metric"] == "over_budget"]
-    assert len(found) >= 16
-    assert {row["value"] for row in found} == {"0"}
-
-
-@pytest.mark.long
-def test_tests_of_the_gpu_pass_where_a_cpu_can_run_them(dry_run: tuple[Path, str]) -> None:
-    (path,) = dry_run[0].glob("*-tests.csv")
-    outcomes = [row["value"].partition(":")[0] for row in rows(path) if row["metric"] == "outcome"]
-    assert set(outcomes) == {"passed", "skipped"}
-    assert outcomes.count("passed") > 50
 
 
 @pytest.mark.long

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -18,7 +17,6 @@ from recollect.planning.bound import LowerBound
 from recollect.planning.choose import Planner
 from recollect.planning.explain import explain_plan, kept_outside_bytes, layer_usage
 from recollect.plans.plan import Plan
-from recollect.plans.unit_plan import UnitPlan
 from recollect.profile.profile import Profile
 from recollect.simulation.decisions import decide
 from recollect.simulation.lifetimes import lifetimes
@@ -26,7 +24,7 @@ from recollect.simulation.peak_sums import PeakSums
 from recollect.simulation.program import Program
 from recollect.simulation.simulate import simulate
 from recollect.simulation.windows import windows
-from recorded_steps import Phases, measured_bytes, recorded
+from recorded_steps import Phases, measured_bytes, random_plan, recorded
 
 pytestmark = pytest.mark.integration
 
@@ -144,19 +142,6 @@ def step(request: pytest.FixtureRequest) -> Recorded:
 
     profile = recorded(model, once, [batch], units=layers)
     return Recorded(profile, lambda plan: measured_bytes(profile, model, once, plan))
-
-
-def random_plan(profile: Profile, seed: int) -> Plan:
-    """A coin for each value of each layer; an output that the next call reads may be dropped."""
-    rng = random.Random(seed)
-    droppable = {call.path for call in profile.calls if call.chained}
-    units = {}
-    for call in profile.calls:
-        values = [value for value in profile.graph_of(call).values if value.producer is not None]
-        actions = {v.name: "keep" if v.must_keep or rng.random() < 0.5 else "recompute" for v in values}
-        drops_output = call.path in droppable and rng.random() < 0.3
-        units.setdefault(call.path, UnitPlan(actions, output="recompute" if drops_output else "keep"))
-    return Plan(units)
 
 
 def test_peaks_are_those_measured(step: Recorded) -> None:

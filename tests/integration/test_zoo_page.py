@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ import pytest
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path.append(str(BENCHMARKS))
 
-from allocator_meter import can_be_built  # noqa: E402
 from architectures.page import PAGE, page, read_rows  # noqa: E402
 
 pytestmark = pytest.mark.integration
@@ -49,19 +47,3 @@ def test_page_counts_verdicts_and_shows_reasons() -> None:
     assert "| B | crashed: X: a/b (c) |" in text
     assert "Not checked: C." in text
     assert "Nothing has been run yet" in page({})
-
-
-@pytest.mark.long
-@pytest.mark.skipif(not can_be_built(), reason="the meter is built by a C compiler on Linux")
-def test_a_class_is_checked_in_a_process_of_its_own(tmp_path: Path) -> None:
-    program = (
-        "import sys; sys.path.insert(0, sys.argv[1]); import model_zoo as zoo\n"
-        "from pathlib import Path\n"
-        "zoo._check_all(zoo.Flags(classes=('GPT2LMHeadModel',)), Path(sys.argv[2]))"
-    )
-    command = [sys.executable, "-c", program, str(BENCHMARKS), str(tmp_path / "zoo.jsonl")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    (found,) = read_rows(tmp_path / "zoo.jsonl").values()
-    assert found["class_name"] == "GPT2LMHeadModel"
-    assert 0 < found["least_bytes"] < found["measured_bytes"] < found["plain_bytes"]

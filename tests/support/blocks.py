@@ -61,15 +61,13 @@ class Experts(nn.Module):
         self.register_buffer("bias", torch.zeros(2))
         self.register_buffer("loads", torch.zeros(2))
         self.auxiliary_losses: list[Tensor] = []
-        self.balances = True
 
     def forward(self, hidden: Tensor) -> Tensor:
         weights = self.gate(hidden).sigmoid()
         choice = (weights + self.bias).argmax(-1)
         load = torch.bincount(choice, minlength=2)
         self.loads += load
-        if self.balances:
-            self.bias += 0.5 * (load.float().mean() - load).sign()
+        self.bias += 0.5 * (load.float().mean() - load).sign()
         self.auxiliary_losses.append((weights.mean(0) * load).sum())
         output = hidden.clone()
         for index, expert in enumerate(self.experts):

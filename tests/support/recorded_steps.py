@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ from recollect.engine.facts import OpFacts
 from recollect.engine.policy import DropAll
 from recollect.measuring.meter import measure_peak, storage_bytes
 from recollect.plans.plan import Plan
+from recollect.plans.unit_plan import UnitPlan
 from recollect.profile import events
 from recollect.profile.profile import Profile
 from recollect.recording.assemble import assemble
@@ -95,3 +97,16 @@ def measured_bytes(profile: Profile, model: nn.Module, step: Step, plan: Plan | 
         found = measure_peak(lambda: step(Phases()), device="cpu")
     model.zero_grad(set_to_none=True)
     return profile.persistent_bytes + found.peak_growth_bytes
+
+
+def random_plan(profile: Profile, seed: int) -> Plan:
+    """A coin for each value of each unit; an output that the next call reads may be dropped."""
+    rng = random.Random(seed)
+    droppable = {call.path for call in profile.calls if call.chained}
+    units: dict[str, UnitPlan] = {}
+    for call in profile.calls:
+        values = [value for value in profile.graph_of(call).values if value.producer is not None]
+        actions = {v.name: "keep" if v.must_keep or rng.random() < 0.5 else "recompute" for v in values}
+        drops_output = call.path in droppable and rng.random() < 0.3
+        units.setdefault(call.path, UnitPlan(actions, output="recompute" if drops_output else "keep"))
+    return Plan(units)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 
 import pytest
@@ -11,15 +10,13 @@ from torch import Tensor
 
 from blocks import Stack
 from recollect.planning.choose import Planner
-from recollect.plans.action import Action
 from recollect.plans.plan import Plan
-from recollect.plans.unit_plan import UnitPlan
 from recollect.profile.events import StepLog
 from recollect.profile.profile import Profile
 from recollect.profile.repeated_steps import fold
 from recollect.simulation.decisions import decide
 from recollect.simulation.simulate import Simulation, simulate
-from recorded_steps import Phases, measured_bytes, recorded
+from recorded_steps import Phases, measured_bytes, random_plan, recorded
 
 NUM_MICRO_STEPS = 7
 
@@ -106,16 +103,6 @@ def whole(request: pytest.FixtureRequest) -> Whole:
         return measured_bytes(profile, model, lambda phases: loop(model, batch, phases), plan)
 
     return profile, measure, num_stored
-
-
-def random_plan(profile: Profile, seed: int) -> Plan:
-    rng = random.Random(seed)
-    units = {}
-    for call in profile.calls:
-        values = [v for v in profile.graph_of(call).values if v.producer is not None]
-        actions = {v.name: "keep" if v.must_keep or rng.random() < 0.4 else "recompute" for v in values}
-        units.setdefault(call.path, UnitPlan(actions, output=rng.choice((Action.KEEP, Action.KEEP, Action.RECOMPUTE))))
-    return Plan(units)
 
 
 def played(profile: Profile, plan: Plan) -> Simulation:
