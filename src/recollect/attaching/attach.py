@@ -76,7 +76,8 @@ def attach(
             a process of the group fails, does not call, has another model, or calls the model less often in a step; or this
             PyTorch lacks what a recording needs.
         ConfigError: two processes of the group have different budgets, units or `on_larger`; or host memory is too small.
-        QuantityError: the budget is no amount of bytes, or too few for any step, or a percentage of a device whose memory is not known.
+        QuantityError: the budget is not a number of bytes, or too few for any step, or a percentage of a device whose memory
+            is not known.
         AlreadyAppliedError: the model already recomputes.
         UnsupportedModelError, UnknownNameError: see `record`.
         BudgetTooSmallError: raised by the optimizer's first step if no plan fits it.
