@@ -12,6 +12,7 @@ import pytest
 import recollect
 
 ROOT = Path(__file__).parents[2]
+PHONE = {"width": 390, "height": 844, "deviceScaleFactor": 1, "mobile": True}
 sys.path.append(str(ROOT))
 
 pytest.importorskip("mkdocs")
@@ -74,9 +75,25 @@ def test_nothing_is_fetched_from_the_network(site: Path) -> None:
     assert {name: urls for name, urls in found.items() if urls} == {}
 
 
-@pytest.mark.skipif(
+needs_browser = pytest.mark.skipif(
     CHROMIUM is None or DRIVER is None, reason="needs Chromium and chromedriver, which are not installed"
 )
+
+
+@needs_browser
+def test_on_a_phone_the_budget_of_the_front_page_is_in_sight(site: Path, tmp_path: Path) -> None:
+    pytest.importorskip("selenium")
+    with open_browser(tmp_path) as browser:
+        browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", PHONE)
+        browser.get((site / "index.html").as_uri())
+        code, icons = browser.execute_script(
+            "return [[...document.querySelectorAll('.hero pre > code')].map(one => one.scrollWidth - one.clientWidth),"
+            "[...document.querySelectorAll('.md-clipboard')].filter(one => one.offsetParent).length]"
+        )
+        assert len(code) == 3 and max(code) <= 0 and icons == 0
+
+
+@needs_browser
 def test_the_search_works_in_a_folder(site: Path, tmp_path: Path) -> None:
     pytest.importorskip("selenium")
     from selenium.webdriver.support.ui import WebDriverWait
