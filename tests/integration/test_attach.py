@@ -141,7 +141,9 @@ def test_the_peak_of_every_step_is_within_the_budget() -> None:
 
 def test_what_cannot_fit_later_says_so_and_runs_at_its_leanest() -> None:
     with (
-        pytest.warns(BudgetWarning, match=r"while it was recorded, a step of 4 x 128 needed .* as nothing leaner was known"),
+        pytest.warns(
+            BudgetWarning, match=r"while it was recorded, a step of 4 x 128 needed .* as nothing leaner was known"
+        ),
         pytest.warns(BudgetWarning, match=r"no plan fits a step of 4 x 128 into .*: it needs .* at its leanest"),
     ):
         attached = run_both(commonest_loop(32, 128), "90%")

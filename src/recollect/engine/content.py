@@ -70,12 +70,12 @@ def checksums(tensors: Sequence[torch.Tensor]) -> list[int]:
 
 
 def checksum(storage: torch.UntypedStorage, begin: int = 0, end: int | None = None) -> int:
-    """Return a number for the bytes of a storage, or for a part of them; 0 while a CUDA graph is captured.
+    """Return a number for the bytes of a storage, or for a part of them; 0 on meta, and while a CUDA graph is captured.
 
     Numbers are summed along the rows and along the columns of a table, and the sums weighted, so that it also tells
     swapped ones apart. The sums are the only memory that it needs.
     """
-    if storage.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    if storage.device.type == "meta" or (storage.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
         return 0
     with disable_torch_dispatch(), torch.no_grad():
         num_bytes = (storage.nbytes() if end is None else end) - begin

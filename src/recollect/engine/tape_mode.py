@@ -210,7 +210,9 @@ class TapeMode(OpMode):
         record = StorageRecord(value, layout_of(result), result._version, facts.creates, self.call)
         attach_record(storage, record)
         self.dropped.append(weakref.ref(storage))
-        if facts.creates is None and not facts.is_collective:  # Else something unseen may fill it, or it is not there yet.
+        if (
+            facts.creates is None and not facts.is_collective
+        ):  # Else something unseen may fill it, or it is not there yet.
             self.compare(result, storage, record.layout)
 
     def compare(self, tensor: torch.Tensor, storage: torch.UntypedStorage, layout: Layout) -> None:

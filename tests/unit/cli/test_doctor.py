@@ -122,6 +122,6 @@ class Names(dict[str, object]):
 
 def test_the_example_of_the_page() -> None:
     text = (ROOT / "docs" / "doctor.md").read_text(encoding="utf-8")
-    path, shown = re.findall(r"    \$ recollect doctor (\S+)\n((?:    .*\n)+)", text)[0]
+    path, shown = re.findall(r"```sh\nrecollect doctor (\S+)\n```\n\n```\n((?:[^`].*\n)+)```", text)[0]
     printed = report(recollect.diagnose(ROOT / path))
-    assert printed.startswith(re.sub(r"^    ", "", shown, flags=re.MULTILINE))
+    assert printed.startswith(shown)

@@ -161,6 +161,7 @@ def test_a_switch_that_cannot_be_set_back_is_named(monkeypatch: pytest.MonkeyPat
 def test_a_trace_that_shows_nothing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("_prepare_profiler", "_enable_profiler"):
         monkeypatch.setattr(_torch_memory, name, lambda *args: None)
+    monkeypatch.setattr(_torch_memory, "profiler_is_active", lambda: True)
     monkeypatch.setattr(_torch_memory, "_disable_profiler", type("", (), {"experimental_event_tree": list}))
     with pytest.raises(
         MeterError, match=r"^the allocator's trace of torch .* does not show what is allocated, .* Install torch 2\.11"
