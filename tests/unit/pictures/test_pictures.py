@@ -22,7 +22,7 @@ from recollect.pictures.curves import memory_curve
 from recollect.pictures.page import write_frontier_page, write_plan_page
 from recollect.pictures.png import Mark, draw_frontier, draw_memory, place_labels
 from recollect.pictures.style import CATEGORY_COLORS, new_figure
-from recollect.pictures.words import bound_corners, classics_of, describe_profile
+from recollect.pictures.words import bound_corners, classics_of
 from recollect.planning.bound import LowerBound
 from recollect.planning.frontier import Frontier, FrontierPoint
 from recollect.plans.plan import Plan
@@ -163,12 +163,6 @@ def test_equal_classics_are_one_mark(frontier: Frontier) -> None:
         FrontierPoint(20, 0, plan, "keep_all"),
     ]
     assert [p.name for p in classics_of(replace(frontier, classics=tuple(same)))] == ["full = sqrt"]
-
-
-def test_title_names_model_batch_and_hardware(profile: Profile) -> None:
-    assert describe_profile(profile).startswith(
-        f"batch tokens int64[4, 32], labels int64[4, 32] · modelled for {profile.device_name} · "
-    )
 
 
 class Scripts(HTMLParser):

@@ -143,13 +143,6 @@ def test_more_positions_than_are_learned_are_refused() -> None:
     assert rotary(tokens_of(rotary.config, length=9)).logits.shape == (2, 9, 256)
 
 
-def test_tied_matrix_counts_once() -> None:
-    config = named("llama-tiny", share_embeddings_and_output_weights=True)
-    model = GPTModel(config)
-    assert model.num_parameters == config.num_parameters == NAMED_CONFIGS["llama-tiny"].num_parameters - 256 * 64
-    assert model.output_layer.weight is model.embedding.word_embeddings.weight
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_loss_is_fp32_ignores_minus_100_and_starts_near_uniform(name: str) -> None:
     torch.manual_seed(0)
