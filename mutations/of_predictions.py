@@ -13,7 +13,7 @@ MUTATIONS = (
         "simulation",
         (
             ("playback.alive_bytes += nbytes", "playback.alive_bytes += nbytes + 1"),
-            ("self.playback.alive_bytes -= self.nbytes", "self.playback.alive_bytes -= self.nbytes + 1"),
+            ("room.alive_bytes -= self.nbytes", "room.alive_bytes -= self.nbytes + 1"),
         ),
     ),
     Mutation(
@@ -195,7 +195,7 @@ MUTATIONS = (
         "deaths-not-measured",
         "what was there before and dies meanwhile still counts in a measured peak",
         "measuring",
-        (("total_bytes -= died_bytes[at]", "pass"),),
+        (("found.append((OLDER, -bytes_at.pop(address)))", "bytes_at.pop(address)"),),
     ),
     Mutation(
         "baseline-ignored",
@@ -335,7 +335,7 @@ MUTATIONS = (
         "fake-deaths-not-noted",
         "nothing that compiled code frees on fake tensors is seen to go",
         "recording",
-        (("self.parts[-1].append((address, 0))", "pass"),),
+        (("death.means = (address, 0)", "death.means = (0, 0)"),),
     ),
     Mutation(
         "estimates-not-said",

@@ -12,7 +12,7 @@ RUN_CODE = {
 # Copies have to be over before their memory is free; the rest is rare: ends of threads, and registries of modules and classes.
 EXCEPT = {
     "engine/offload/carriers.py", "engine/offload/flight.py", "engine/offload/offloaded.py", "thread_end.py",
-    "attaching/attached.py", "engine/eager_forward.py", "engine/function_run.py",
+    "attaching/attached.py", "engine/eager_forward.py", "engine/function_run.py", "engine/placed_forward.py", "engine/tape.py",
     "engine/together.py", "lab/models/fp8.py",
 }  # fmt: skip
 
