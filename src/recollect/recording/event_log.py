@@ -48,12 +48,13 @@ class EventLog:
 
     Attributes:
         is_over: nothing is added any more.
+        num_settled: how many of the first ones hold no deaths.
     """
 
     def __init__(self) -> None:
         self.is_over = False
         self._events: list[Any] = []
-        self._num_settled = 0
+        self.num_settled = 0
         self.append = self._events.append
         self._deaths: list[Death] = []
         self._needs: list[Death] = []
@@ -70,16 +71,21 @@ class EventLog:
 
     def settle(self) -> list[Event]:
         """Return the list of the events so far."""
-        fresh = self._events[self._num_settled :]
+        fresh = self._events[self.num_settled :]
         found = settled(fresh)
         # Objects may have died meanwhile.
-        self._events[self._num_settled : self._num_settled + len(fresh)] = found
-        self._num_settled += len(found)
+        self._events[self.num_settled : self.num_settled + len(fresh)] = found
+        self.num_settled += len(found)
         return self._events
 
     def replace(self, events: list[Event]) -> None:
         """Become this list, which deaths are not added to."""
-        self._events, self._num_settled = events, len(events)
+        self._events, self.num_settled = events, len(events)
+
+    def replace_since(self, start: int, events: list[Event]) -> None:
+        """Replace the settled events from one on; deaths that have been added since stay."""
+        self._events[start : self.num_settled] = events
+        self.num_settled = start + len(events)
 
     def death_of(self, thing: object, means: Any) -> Death:
         """Have an object's death added; return the reference to it."""

@@ -347,7 +347,7 @@ class StepRecorder:
 
     def _replace_events(self, mark: Mark, op: tuple[int, ...]) -> None:
         """Replace the log of its inner ops by one op; their results that are still alive follow it."""
-        since = self.events[mark.events :]
+        since = self.event_log.settle()[mark.events : self.event_log.num_settled]
         dead = {event[1] for event in since if event[0] == events.FREE}
         others = [
             event
@@ -355,7 +355,7 @@ class StepRecorder:
             if event[0] != events.WORK
             and not (event[0] in (events.ALLOC, events.FREE) and event[1] >= mark.storages and event[1] in dead)
         ]
-        self.events[mark.events :] = [op, *others]
+        self.event_log.replace_since(mark.events, [op, *others])
         del self.other_runs[mark.runs :]
         del self.backward_of[mark.runs :]
 
