@@ -25,6 +25,10 @@ from recollect.errors import ConfigWarning
 from recollect.warning import warn_user
 
 _TAPE: Final = Tape(DropAll())
+_NO_EFFECT: Final = (
+    "torch.utils.checkpoint has no effect on layers that recollect plans: the plan decides what they recompute. Call them "
+    "without it, and this warning goes away."
+)
 
 
 class _Units(threading.local):
@@ -60,11 +64,6 @@ class _KeepingMode(TapeMode):
         return None
 
 
-def _inside_unit() -> Checkpoint:
-    _tell()
-    yield
-
-
 def _outside_units(checkpoint: Checkpoint) -> Checkpoint:
     """Hold what is saved in both ways until the checkpoint ends, when it is known whether a unit ran in it."""
     begun, mode, saved = _units.begun, _KeepingMode(_TAPE, ""), list[list[Any]]()
@@ -89,20 +88,17 @@ def _outside_units(checkpoint: Checkpoint) -> Checkpoint:
         saved.clear()  # The graph holds the hooks.
         next(checkpoint, None)
     if has_units:
-        _tell()
-
-
-def _tell() -> None:
-    tell_once(
-        "torch.utils.checkpoint has no effect on layers that recollect plans: the plan decides what they recompute. Call them "
-        "without it, and this warning goes away."
-    )
+        tell_once(_NO_EFFECT)
 
 
 def _begin(checkpoint: Checkpoint, has_context: bool) -> Checkpoint:
     if not PlacedForward.placed or (_units.running and has_context):
-        return checkpoint
-    return _inside_unit() if _units.running else _outside_units(checkpoint)
+        yield from checkpoint
+    elif _units.running:
+        tell_once(_NO_EFFECT)
+        yield
+    else:
+        yield from _outside_units(checkpoint)
 
 
 have_checkpoints_begin(_begin)
