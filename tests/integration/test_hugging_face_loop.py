@@ -13,7 +13,7 @@ import hugging_face_flag  # noqa: E402
 import recollect  # noqa: E402
 from hugging_face_trainers import VOCABULARY, gpt2, llama, lora  # noqa: E402
 from recollect.engine.content import has_same_bits  # noqa: E402
-from recollect.errors import AlreadyAppliedError, BudgetWarning, ConfigError  # noqa: E402
+from recollect.errors import AlreadyAppliedError, ConfigError  # noqa: E402
 from recollect.integrations.transformers import enable_memory_budget  # noqa: E402
 
 pytestmark = pytest.mark.integration
@@ -91,9 +91,7 @@ def test_models_that_recompute_by_themselves_are_refused_and_left_alone() -> Non
     with enable_memory_budget(model, optimizer, "70%", log=lambda line: None):
         step(model, optimizer)
         hugging_face_flag.enable(model)
-        with pytest.warns(
-            BudgetWarning, match="Hugging Face's switch.*switched on after attach: values are recomputed twice"
-        ):
+        with pytest.raises(AlreadyAppliedError, match=text):
             step(model, optimizer)
     assert recollect.applied_to(model) == []
 
