@@ -77,6 +77,8 @@ def checksum(storage: torch.UntypedStorage, begin: int = 0, end: int | None = No
     """
     if storage.device.type == "meta" or (storage.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
         return 0
+    if not _has_memory(storage):
+        return 0
     with disable_torch_dispatch(), torch.no_grad():
         num_bytes = (storage.nbytes() if end is None else end) - begin
         content = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, begin, (num_bytes,), (1,))
@@ -88,6 +90,14 @@ def checksum(storage: torch.UntypedStorage, begin: int = 0, end: int | None = No
         sums = torch.cat([table.sum(0), table.sum(1), content[whole:].to(torch.int64)])
         # Odd numbers, by which a product modulo 2^64 loses no bit.
         return int((sums * torch.arange(1, 2 * len(sums), 2, device=storage.device)).sum())
+
+
+def _has_memory(storage: torch.UntypedStorage) -> bool:
+    """Whether there is something at a storage's address: not for the zeros that transforms make, which have sizes only."""
+    try:
+        return storage.data_ptr() != 0
+    except RuntimeError:
+        return False
 
 
 def glance_at(tensor: torch.Tensor) -> bytes | int | None:

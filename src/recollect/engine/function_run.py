@@ -22,7 +22,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from recollect._torch_private import desugars, is_fake_tensor, is_traceable_wrapper_subclass, tree_leaves
+from recollect._torch_private import (
+    desugars,
+    is_fake_tensor,
+    is_traceable_wrapper_subclass,
+    transforms_are_active,
+    tree_leaves,
+)
 from recollect.engine.content import checksums
 from recollect.engine.draws import RegionDraws, draws_unknown
 from recollect.engine.facts import OpFacts, OpMode, facts_of
@@ -176,6 +182,8 @@ class FunctionRun:
     def _checksums_if_new(self) -> list[int] | None:
         """Return checksums of the arguments, if the Function has not been seen with these constants."""
         if self.function in _unseen_writers or any(is_fake_tensor(tensor) for tensor in self._given):
+            return None
+        if transforms_are_active():
             return None
         constants = tuple(leaf for leaf in self.arguments.leaves if isinstance(leaf, (int, float, bool, str)))
         known = _checked.setdefault(self.function, set())

@@ -21,6 +21,7 @@ from recollect._torch_private import (
     push_dispatch_mode,
     push_saved_tensors_hooks,
     raises_version_first,
+    transforms_are_active,
     untraced,
 )
 from recollect.engine.content import glance_at
@@ -217,7 +218,8 @@ class TapeMode(OpMode):
 
     def compare(self, tensor: torch.Tensor, storage: torch.UntypedStorage, layout: Layout) -> None:
         """Compare the content of a tensor that a recipe makes or reads with what it was, if the unit's call does so."""
-        if self.comparison is not None:
+        # Within a function transform, tensors stand for others.
+        if self.comparison is not None and not transforms_are_active():
             self.comparison.note(tensor, storage, layout, (self.unit_path, self.scope, self._op))
 
     def hold_part(self, result: Any, facts: OpFacts, index: int) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from recollect.engine.content import glance_at, has_same_bits
+from recollect.engine.content import checksums, glance_at, has_same_bits
 
 NAN = torch.tensor([float("nan"), 1.0])
 ZERO = torch.tensor([0.0])
@@ -67,3 +67,8 @@ def test_jagged_tensors() -> None:
     one = jagged(1.0)
     assert has_same_bits(one, one.clone())
     assert not has_same_bits(one, one * 3)
+
+
+def test_zeros_without_memory_have_no_content() -> None:
+    """PyTorch's linearize makes them; a read at their address ends the process."""
+    assert checksums([torch._efficientzerotensor((4,))]) == [0]
