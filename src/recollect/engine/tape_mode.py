@@ -330,7 +330,9 @@ class TapeMode(OpMode):
             return None
         if not record.is_current(tensor._version):
             return None
-        self.compare(tensor, storage, record.layout)
+        made = record.base.node
+        if made is None or type(made.call) is not CollectiveCall:  # Else autograd may save it before it is there.
+            self.compare(tensor, storage, record.layout)
         return record.value_of(layout_of(tensor)) if record_of(storage) is record else None
 
     def _value_in_mode(self, tensor: torch.Tensor) -> TapeValue:
