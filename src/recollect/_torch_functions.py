@@ -228,6 +228,7 @@ def selective_policy(context: object) -> Callable[..., Any] | None:
     return context.policy_fn if type(context) is _CachingTorchDispatchMode else None
 
 
+_CHECKPOINT_CODE = "_checkpoint_without_reentrant_generator"
 Checkpoint = Generator[None, None, None]
 """The code of `torch.utils.checkpoint` around its function, for which it yields."""
 
@@ -238,10 +239,13 @@ def have_checkpoints_begin(begin: Callable[[Checkpoint, bool], Checkpoint]) -> N
     Models keep `checkpoint` itself under names of their own.
     """
     module: Any = torch.utils.checkpoint
-    before = module._checkpoint_without_reentrant_generator
+    # Since torch 2.14 it takes its options by keyword, under a name of its own.
+    name = f"{_CHECKPOINT_CODE}_impl" if hasattr(module, f"{_CHECKPOINT_CODE}_impl") else _CHECKPOINT_CODE
+    before = getattr(module, name)
 
-    def run(function: Any, preserve: bool, context_fn: Any, *args: Any, **kwargs: Any) -> Checkpoint:
-        own: Checkpoint = before(function, preserve, context_fn, *args, **kwargs)
+    def run(*args: Any, **options: Any) -> Checkpoint:
+        own: Checkpoint = before(*args, **options)
+        context_fn = options["context_fn"] if "context_fn" in options else args[2]
         return begin(own, context_fn is not noop_context_fn) if torch.is_grad_enabled() else own
 
-    module._checkpoint_without_reentrant_generator = run
+    setattr(module, name, run)

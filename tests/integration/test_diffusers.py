@@ -13,7 +13,8 @@ from asked_cases import AskedCases  # noqa: E402
 from diffusers_loops import train, transformer, unet  # noqa: E402
 from metered_processes import check_row, metered, needs_meter  # noqa: E402
 from metered_trainers import FEW_STEPS, NUM_STEPS  # noqa: E402
-from recollect.errors import AlreadyAppliedError, BudgetWarning  # noqa: E402
+from recollect.engine.own_checkpoints import tell_once  # noqa: E402
+from recollect.errors import AlreadyAppliedError, ConfigWarning  # noqa: E402
 from tiers import long  # noqa: E402
 
 pytestmark = pytest.mark.integration
@@ -44,9 +45,10 @@ def test_the_models_own_checkpointing_is_refused(build: Any) -> None:
     assert train(model, "100%", "no", num_steps=1) == 1
 
 
-def test_checkpointing_that_is_switched_on_later_is_warned_about() -> None:
+def test_checkpointing_that_is_switched_on_later_has_no_effect() -> None:
+    tell_once.cache_clear()
     model = transformer()
     hook = model.register_forward_hook(lambda *_: model.enable_gradient_checkpointing())
-    with pytest.warns(BudgetWarning, match="switched on after attach: values are recomputed twice.*Switch it off"):
+    with pytest.warns(ConfigWarning, match="torch.utils.checkpoint has no effect"):
         train(model, "100%", "no", num_steps=2)
     hook.remove()

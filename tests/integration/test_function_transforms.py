@@ -81,9 +81,7 @@ def planned(model: nn.Module, _: Any) -> Any:
     return recollect.apply(model, recollect.classic_plan(profile, "full"))
 
 
-@pytest.mark.filterwarnings(
-    "ignore:.*torch.jit.script. is deprecated:DeprecationWarning", "ignore:Attempted to insert a get_attr"
-)
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script. is deprecated", "ignore:Attempted to insert a get_attr")
 @pytest.mark.parametrize("handles", [attached, planned])
 @pytest.mark.parametrize("where", ["in each step", "in a later step", "in its forward", "inside layers"])
 @pytest.mark.parametrize("name", TRANSFORMS)

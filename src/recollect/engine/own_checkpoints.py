@@ -12,9 +12,8 @@ from contextlib import closing, contextmanager
 from typing import Any, Final
 
 import torch
-from torch.autograd.graph import saved_tensors_hooks
 
-from recollect._torch_functions import Checkpoint, have_checkpoints_begin
+from recollect._torch_functions import Checkpoint, CheckpointHooks, have_checkpoints_begin
 from recollect._torch_private import top_saved_tensors_hooks, untraced
 from recollect.engine.placed_forward import PlacedForward
 from recollect.engine.policy import DropAll
@@ -77,10 +76,11 @@ def _outside_units(checkpoint: Checkpoint) -> Checkpoint:
             return saved[-1]
 
         @untraced
-        def give(held: list[Any]) -> Any:
-            return unpack(held[1]) if held[0] is None else _TAPE.unpack(held[0])
+        def give(held: list[Any]) -> torch.Tensor:
+            tensor: torch.Tensor = unpack(held[1]) if held[0] is None else _TAPE.unpack(held[0])
+            return tensor
 
-        with saved_tensors_hooks(hold, give):
+        with CheckpointHooks(hold, give):
             yield
         has_units = _units.begun > begun
         for held in saved:
