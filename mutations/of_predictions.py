@@ -195,7 +195,19 @@ MUTATIONS = (
         "deaths-not-measured",
         "what was there before and dies meanwhile still counts in a measured peak",
         "measuring",
-        (("found.append((OLDER, -bytes_at.pop(address)))", "bytes_at.pop(address)"),),
+        (("if address == OLDER:\n            total_bytes += num_bytes", "if address == OLDER:\n            pass"),),
+    ),
+    Mutation(
+        "trace-left-open",
+        "the allocator's trace outlives the thread that began it",
+        "_torch_memory.py",
+        (("at_end_of_thread(_close)", "at_end_of_thread(bool)"),),
+    ),
+    Mutation(
+        "forked-process-waits",
+        "a forked process waits at its end for a thread of Kineto that it does not have",
+        "_torch_memory.py",
+        (("        _let_forked_processes_end()\n", ""),),
     ),
     Mutation(
         "baseline-ignored",
@@ -335,7 +347,7 @@ MUTATIONS = (
         "fake-deaths-not-noted",
         "nothing that compiled code frees on fake tensors is seen to go",
         "recording",
-        (("death.means = (address, 0)", "death.means = (0, 0)"),),
+        (("Death(storage, self._events.append)", "Death(storage)"),),
     ),
     Mutation(
         "estimates-not-said",

@@ -8,6 +8,18 @@ __all__ = ["MUTATIONS"]
 
 MUTATIONS = (
     Mutation(
+        "removed-holds-model",
+        "what attach put around a model holds it after remove(), until garbage is collected",
+        "attaching",
+        (("        self._watcher.forget()\n", ""),),
+    ),
+    Mutation(
+        "error-holds-model",
+        "an error that is kept holds the model",
+        "tracebacks.py",
+        (("            _clear(error)\n", ""),),
+    ),
+    Mutation(
         "larger-batch-not-noticed",
         "a plan covers larger batches than it was made for",
         "attaching",
