@@ -99,7 +99,6 @@ def apply(model: nn.Module, plan: Plan | Sequence[Plan], *, group: GroupChoice =
 
 
 def _checked_plans(given: Any) -> list[Plan]:
-    """Return the plans of all micro-batches, or the one."""
     plans = list(given) if isinstance(given, (list, tuple)) else [given]
     if not plans:
         raise ArgumentError(
@@ -141,7 +140,6 @@ def apply_own(model: nn.Module, plan: Plan | Sequence[Plan], *around: PlacedForw
 
 
 def _unit_forwards(model: nn.Module, plan: Plan, agreement: Agreement) -> list[PlacedForward]:
-    """Return the forwards that make a model's units follow a plan, still to be placed."""
     modules = {path: unit_module(model, path) for path in plan.units}
     for path, unit in plan.units.items():
         if unit.engine is EngineChoice.COMPILE:
@@ -202,7 +200,6 @@ def _by_engine(units: Mapping[str, UnitPlan]) -> dict[EngineChoice, dict[str, Un
 
 
 def _compiled_paths(plans: Iterable[Plan]) -> set[str]:
-    """Return the units that all plans have compiled."""
     compiled = [{path for path, unit in plan.units.items() if unit.engine is EngineChoice.COMPILE} for plan in plans]
     return set.intersection(*compiled)
 

@@ -8,9 +8,6 @@ _PREFIXES = "KMGTP"
 def format_bytes(num_bytes: int) -> str:
     """Print bytes for people.
 
-    Args:
-        num_bytes: any int; a difference may be negative.
-
     Returns:
         One decimal and a power-of-1024 suffix; below 1 KiB, the exact number.
 
@@ -35,9 +32,6 @@ def format_bytes(num_bytes: int) -> str:
 
 def least_amount(num_bytes: int) -> str:
     """Print bytes as an amount to paste as a budget: rounded up, so that it is enough.
-
-    Args:
-        num_bytes: 0 or more.
 
     Returns:
         At most one decimal and a power-of-1024 suffix, without a space, as `recollect.quantities.parse_bytes` reads it.

@@ -54,11 +54,6 @@ def read_file(path: str | Path, *, expected: str, advice: str, error: type[Excep
 def writing(path: object, error: type[Exception] = RecollectError, flag: str = "") -> Iterator[None]:
     """Say why a file cannot be written, where the block writes it.
 
-    Args:
-        path: of the file.
-        error: class of the exception to raise.
-        flag: of the command line that the path was given by.
-
     Raises:
         error: it cannot be written.
     """
@@ -157,7 +152,6 @@ class Field:
         return self.get(key) if self.keys() and self.data.get(key) is not None else None
 
     def array(self) -> list[Field]:
-        """Return the places of the array here."""
         if not isinstance(self.data, list):
             self.fail("an array")
         return [Field(item, self._child(index), self.error) for index, item in enumerate(self.data)]
@@ -168,36 +162,30 @@ class Field:
         return [] if found is None else found.array()
 
     def text(self) -> str:
-        """Return the string here."""
         if not isinstance(self.data, str):
             self.fail("a string")
         return self.data
 
     def integer(self, *, least: int | None = None) -> int:
-        """Return the integer here."""
         if type(self.data) is not int or (least is not None and self.data < least):
             self.fail("an integer" if least is None else f"an integer, {least} or more")
         return self.data
 
     def integers(self) -> tuple[int, ...]:
-        """Return the array of integers here."""
         # Checked as a whole, since an event log has hundreds of thousands of them.
         if not isinstance(self.data, list) or not all(type(item) is int for item in self.data):
             self.fail("an array of integers")
         return tuple(self.data)
 
     def pairs(self) -> tuple[tuple[str, str], ...]:
-        """Return the object of strings here, as pairs of key and string."""
         return tuple((key, self.get(key).text()) for key in self.keys())
 
     def number(self) -> float:
-        """Return the finite number here."""
         if type(self.data) not in (int, float) or not math.isfinite(self.data):
             self.fail("a finite number")
         return float(self.data)
 
     def flag(self) -> bool:
-        """Return the bool here."""
         if not isinstance(self.data, bool):
             self.fail("true or false")
         return self.data

@@ -46,14 +46,7 @@ def _left_out(model: nn.Module, *, has_optimizer: bool) -> list[str]:
 
 
 class _FittedForward(PlacedForward):
-    """Wraps a model's forward and checks its arguments; recomputes nothing.
-
-    Args:
-        model: the model that was fitted.
-        batch: the batch it was recorded with; None if that was the loop's own step.
-        has_optimizer: an optimizer was counted.
-        device: where the model runs.
-    """
+    """Wraps a model's forward and checks its arguments; recomputes nothing."""
 
     def __init__(self, model: nn.Module, batch: Any, *, has_optimizer: bool, device: torch.device) -> None:
         super().__init__(model)
@@ -67,7 +60,6 @@ class _FittedForward(PlacedForward):
 
     @uncompiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model's own forward."""
         if self.recomputes():
             self._look(args, kwargs)
         return self.forward(*args, **kwargs)

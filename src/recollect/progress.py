@@ -75,7 +75,6 @@ class _Stage:
     begin_s: float = field(default_factory=time.monotonic)
 
     def count(self, separator: str) -> str:
-        """Return how many parts are done."""
         return f"{self.done}{separator}{self.total}"
 
     def left(self) -> str:
@@ -105,25 +104,21 @@ class _Line:
         self._wait(_DELAY_S if is_terminal else _EVERY_S)
 
     def begin(self, text: str, total: int | None) -> _Stage:
-        """Begin a stage within those under way."""
         begun = _Stage(text, total)
         self._stages.append(begun)
         self._draw()
         return begun
 
     def advance(self, begun: _Stage) -> None:
-        """Note that a part of a stage is done."""
         begun.done += 1
         self._draw()
 
     def end(self) -> None:
-        """End the innermost stage."""
         self._stages.pop()
         if self._stages:
             self._draw()
 
     def close(self) -> None:
-        """Remove the line for good."""
         self._timer.cancel()
         with self._lock:
             self._is_closed = True
@@ -184,7 +179,6 @@ class _Line:
         return ", ".join([text, *count, f"{so_far} so far", *left])
 
     def _drawn(self) -> Table:
-        """Return the line as it is now."""
         from rich.progress_bar import ProgressBar
         from rich.table import Table
         from rich.text import Text

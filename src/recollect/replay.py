@@ -57,7 +57,6 @@ class Value:
         return value
 
     def is_saved(self) -> None:
-        """Note that backward will ask for this value once more."""
         if self.node is not None and self.node.recipes is not None:
             self.node.recipes.saved.append(weakref.ref(self))
 
@@ -142,7 +141,6 @@ class KeptPass:
         self._copies_of: dict[Recipes, list[Value]] = {}
 
     def get(self, value: Value) -> Any:
-        """Return the tensor of a dropped value."""
         if value not in self._copies:
             self._copy_calls(value)
         copy, asks_left = self._copies.pop(value)
@@ -151,12 +149,10 @@ class KeptPass:
         return copy.get()
 
     def end(self, recipes: Recipes) -> None:
-        """Release the copies that the pass holds for one call."""
         for value in self._copies_of.pop(recipes, ()):
             self._copies.pop(value, None)
 
     def end_all(self) -> None:
-        """Release all copies that the pass holds."""
         self._copies.clear()
         self._copies_of.clear()
 

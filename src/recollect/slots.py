@@ -54,7 +54,6 @@ class SlotList:
         return begin
 
     def give_back(self, begin: int) -> None:
-        """Free the slot that begins there."""
         end: float = self._ends.pop(begin)
         position = bisect_left(self._holes, (begin, 0))
         if position < len(self._holes) and self._holes[position][0] == end:

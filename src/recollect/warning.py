@@ -11,10 +11,6 @@ def warn_user(message: str, category: type[Warning] = UserWarning) -> None:
     """Warn at the innermost line outside of recollect and PyTorch; at the outermost one if all are inside.
 
     Python's own `skip_file_prefixes` needs Python 3.12.
-
-    Args:
-        message: the text.
-        category: the kind of warning, which filters match.
     """
     level, frame = 1, inspect.currentframe()
     while frame and frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in _NOT_USERS:

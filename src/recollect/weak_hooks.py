@@ -12,12 +12,7 @@ _registered: list[tuple[weakref.ref[Any], RemovableHandle]] = []
 
 
 def register_weakly(register: Callable[[Any], RemovableHandle], method: Callable[..., Any]) -> RemovableHandle:
-    """Register a bound method as a hook that does nothing once its object has died, and that `torch.compile` does not trace.
-
-    Args:
-        register: takes a hook, and returns its handle.
-        method: the method that the hook calls.
-    """
+    """Register a bound method as a hook that does nothing once its object has died, and that `torch.compile` does not trace."""
     # Here rather than as they die, when an interrupt of the program would be lost.
     for found in [found for found in _registered if found[0]() is None]:
         found[1].remove()

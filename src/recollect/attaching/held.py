@@ -91,16 +91,13 @@ class StepUnderWay:
 
     @property
     def is_first(self) -> bool:
-        """Whether there is one call so far."""
         return len(self.calls) == 1
 
     def begin_call(self, call: Call, backwards: Backwards) -> None:
-        """Note a call that is about to run."""
         self.calls.append(call)
         self._backwards.append(backwards)
 
     def foresee(self, course: Course | None) -> None:
-        """Note the course that the call's plan covers."""
         self._foreseen.append(course)
 
     def is_last_foreseen(self) -> bool:

@@ -41,10 +41,6 @@ class Lockstep:
         model: the model that they train.
         ranks: the processes.
         may_differ: they may decide separately for some steps; not if one might have to raise alone.
-
-    Attributes:
-        place: the place in the loop where they ask.
-        asks: whether this process asks the others in the step under way.
     """
 
     def __init__(self, model: nn.Module, ranks: Ranks, *, may_differ: bool) -> None:
@@ -61,12 +57,6 @@ class Lockstep:
         self, covering: Sequence[PlannedStep], step: int, *, is_first: bool, missed: bool
     ) -> tuple[list[PlannedStep], bool]:
         """Exchange the facts about a call in all processes; use only this one's if they have agreed not to ask in this step.
-
-        Args:
-            covering: steps that cover the calls of this process.
-            step: its number.
-            is_first: the call is the first of its step.
-            missed: a step of this process was not covered, and has to be recorded.
 
         Returns:
             Steps that cover the calls so far, the least recompute first; and whether a step of some process was not
@@ -97,7 +87,6 @@ class Lockstep:
         return steps, not none_missed
 
     def note_plan(self, planned: PlannedStep) -> None:
-        """Note a step that all have recorded."""
         self._num_recorded += 1
         self._may_differ = self._may_differ and not planned.needs_all_ranks
 

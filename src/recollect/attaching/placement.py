@@ -43,9 +43,7 @@ class Backwards:
 class Removable(Protocol):
     """Something that can be undone."""
 
-    def remove(self) -> None:
-        """Undo it."""
-        ...
+    def remove(self) -> None: ...
 
 
 class EntryForward(PlacedForward):
@@ -104,7 +102,6 @@ class Watcher:
         self.saw_backward = True
 
     def forget(self) -> None:
-        """Tell nobody any more."""
         self.begin = self.end = self.abandon = self.departs = _nobody
 
     def tell(self, returns: Returns | None) -> None:
@@ -133,7 +130,6 @@ class Watcher:
         return output
 
     def _watch_backward(self, output: Any) -> None:
-        """Note when backward reaches an output."""
         backwards = self.backwards
 
         @untraced
@@ -173,11 +169,6 @@ class Placement:
     Args:
         model: the model that is watched.
         watcher: told of the model's calls.
-
-    Attributes:
-        unit_paths: paths of the units.
-        units: watches them.
-        active: the step whose plan is in place.
     """
 
     def __init__(self, model: nn.Module, watcher: Watcher) -> None:
@@ -216,7 +207,6 @@ class Placement:
         self.active = None
 
     def remove(self) -> None:
-        """Remove everything."""
         self.put(None)
         self._watching.remove()
         self.units.units.clear()
@@ -238,12 +228,7 @@ def obstacle(device: torch.device) -> str:
 
 
 def excess_of(recording: StepRecording, planned: PlannedStep) -> str:
-    """Return the message about a step that exceeded the budget while it was recorded; "" if it did not.
-
-    Args:
-        recording: the recording that has ended.
-        planned: the step.
-    """
+    """Return the message about a step that exceeded the budget while it was recorded; "" if it did not."""
     peak_bytes = recording.peak_bytes
     if peak_bytes <= max(planned.budget_bytes, planned.peak_bytes) + _OWN_BYTES:
         return ""

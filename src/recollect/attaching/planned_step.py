@@ -93,7 +93,6 @@ class PlannedStep:
 
     @property
     def peak_bytes(self) -> int:
-        """Predicted peak under the plan."""
         return self.plan.predicted_peak_bytes or 0
 
     @property
@@ -110,7 +109,6 @@ class PlannedStep:
 
     @property
     def fits(self) -> bool:
-        """Whether the plan keeps the step within the budget."""
         return self.peak_bytes <= self.budget_bytes
 
     def __str__(self) -> str:
@@ -148,7 +146,6 @@ class PlannedStep:
         return found
 
     def measured_text(self) -> str:
-        """Return the measured peak in words, and whether the budget held."""
         if not self.measured_bytes:
             return "not measured" + (
                 ", which on a CPU measure=True asks for" if self.profile.device == "cpu" else " yet"
@@ -158,7 +155,6 @@ class PlannedStep:
         return f"measured peak {format_bytes(self.measured_bytes)}: {held}"
 
     def measured_line(self) -> str:
-        """Return the line that compares the measurement with the prediction."""
         return (
             f"recollect: {format_bytes(self.budget_bytes)} budget, predicted peak {format_bytes(self.peak_bytes)}, "
             f"{self.measured_text()}, for {self}"
@@ -213,7 +209,6 @@ def own_plan(planner: Planner | OffloadPlanner, budget_bytes: int) -> tuple[Plan
 def report_of(
     planned: Sequence[PlannedStep], budget_bytes: int | None, num_steps: int, recorded_steps: Sequence[int]
 ) -> Lines:
-    """Return a report of some lines."""
     if budget_bytes is None:
         return Lines("recollect: no step was recorded yet; the first one ends with the optimizer's step")
     lines = [f"{format_bytes(budget_bytes)} budget, {num_steps} steps, {len(recorded_steps)} of them recorded"]
@@ -263,13 +258,7 @@ class PlannedSteps:
     def choice(
         self, calls: Sequence[Call], active: PlannedStep | None, may_record: Callable[[], bool]
     ) -> PlannedStep | None:
-        """Return the fastest step that covers the calls so far; None if there is none, or one is worth recording.
-
-        Args:
-            calls: the calls of this step.
-            active: the step whose plan is in place.
-            may_record: whether this step can be recorded, where a much smaller one would be worth it.
-        """
+        """Return the fastest step that covers the calls so far; None if there is none, or one is worth recording."""
         is_first = len(calls) == 1
         if not is_first and active is not None and active.follows(calls):
             return active  # The order of calls is the recorded one, so the open calls are known from there.
@@ -301,7 +290,6 @@ class PlannedSteps:
         self._learn_arguments(planned)
 
     def note(self, calls: Sequence[Call], courses: Sequence[Course]) -> None:
-        """Note the units that ran in the calls of a step."""
         for call, course in zip(calls, courses, strict=True):
             key = call.entry, call.context
             # Sizes of their inputs follow from shapes, which differ between steps and processes.
@@ -354,7 +342,6 @@ def grouped(calls: Sequence[Call], spare: Sequence[Mapping[str, int]]) -> list[M
 
 
 def difference(one: PlannedStep, other: PlannedStep) -> str:
-    """Return how two steps differ, in words."""
     for mine, its in zip(one.calls, other.calls, strict=False):
         if text := _unlike(mine, its):
             return text
@@ -387,7 +374,6 @@ def _unlike(mine: Call, its: Call) -> str:
 
 
 def unforeseen(planned: PlannedStep, calls: Sequence[Call]) -> str:
-    """Return what the calls of a step do that a plan does not foresee, in words."""
     index = next((i for i in range(len(calls)) if planned.foreseen(calls[: i + 1]) is None), len(calls) - 1)
     if index >= len(planned.calls):
         return f"called the model {len(calls)} times, and its plan foresees {len(planned.calls)}"

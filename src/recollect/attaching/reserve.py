@@ -42,14 +42,7 @@ _KIND: Final = "units_of_other_steps"
 
 
 class Reserve:
-    """Knows the memory of a model's unit runs at their leanest, from profiles of steps that ran units like them.
-
-    Args:
-        model: with its units.
-        unit_paths: paths of the units.
-        optimizers: the optimizers whose state of a unit's parameters exists once it has run.
-        device: where the model runs.
-    """
+    """Knows the memory of a model's unit runs at their leanest, from profiles of steps that ran units like them."""
 
     def __init__(
         self,
@@ -107,17 +100,10 @@ class Reserve:
         return max(runs, default=0) + working_bytes + self._state_bytes(path for path in paths if path not in graphs)
 
     def optimizer_bytes(self) -> int:
-        """Return the bytes of the state that the optimizers have now on the device."""
         return present_state_bytes(self._optimizers, self._device)
 
     def held_bytes(self, profile: Profile, plan: Plan, skipped: Mapping[str, int]) -> int:
-        """Return the bytes that unit runs hold under a plan between their forward and backward.
-
-        Args:
-            profile: the step that the plan was made for.
-            plan: for it.
-            skipped: the runs.
-        """
+        """Return the bytes that unit runs hold under a plan between their forward and backward."""
         graphs = {call.path: profile.graph_of(call) for call in profile.calls}
         total = 0
         for path, number in skipped.items():
@@ -263,7 +249,6 @@ class _Copying(Playback):
         self._copies: dict[Key, weakref.ref[_Copy]] = {}
 
     def bytes_of(self, key: Key) -> object:
-        """Return a copy."""
         own = self.tensors.get(key)
         if not isinstance(own, Token):
             return super().bytes_of(key)

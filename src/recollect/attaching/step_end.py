@@ -42,7 +42,6 @@ class StepEnd:
         return len(self._stepped) == len(self._optimizers)
 
     def begin_next(self) -> None:
-        """Wait for the end of the next step."""
         self._stepped.clear()
 
     def note_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
@@ -161,7 +160,6 @@ class OptimizersSeen:
             handle.remove()
 
     def note_call(self) -> None:
-        """Note that the model is about to be called."""
         self._has_stepped = self._is_stepping = False
 
     def _before(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:

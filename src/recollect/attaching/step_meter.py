@@ -27,14 +27,6 @@ class StepMeter:
 
     CUDA counts all the time; its counter starts anew at the first step under each plan, and when a step was recorded, which
     resets it, too. On the CPU a trace of the allocator is added up.
-
-    Args:
-        device: where the steps run.
-        on_cpu: whether to measure on the CPU, too.
-        log: takes a line for each plan that has been measured.
-
-    Attributes:
-        peak_bytes: the peak of the last step; 0 if it is not known.
     """
 
     def __init__(self, device: torch.device, *, on_cpu: bool, log: Callable[[str], object]) -> None:
@@ -52,12 +44,7 @@ class StepMeter:
             torch.cuda.reset_peak_memory_stats(self._device)
 
     def begin(self, planned: PlannedStep, number: int) -> None:
-        """Begin to measure a step, before its first call.
-
-        Args:
-            planned: the step whose plan is in place.
-            number: of the step.
-        """
+        """Begin to measure a step, before its first call."""
         self._planned = planned
         self._is_compiling = planned.plan.is_compiled and planned.num_calls <= 1
         if self._is_cuda:
@@ -71,9 +58,6 @@ class StepMeter:
 
     def end(self, steps: Sequence[PlannedStep]) -> Excess | None:
         """End the measurement of a step, and note the result.
-
-        Args:
-            steps: all planned steps.
 
         Returns:
             How much more was held than planned; None if it was not more, or no more than before.
@@ -97,7 +81,6 @@ class StepMeter:
         return self._excess(peak_bytes, planned, steps)
 
     def abandon(self) -> None:
-        """Forget a step that does not end."""
         self._planned, self._found = None, []
         self._trace.close()
 

@@ -89,7 +89,6 @@ class Missed:
         return is_little(planned.courses, planned.spare)
 
     def end_attempt(self, *, is_met: bool) -> None:
-        """Note that a step was recorded for it."""
         self.attempts_left = 0 if is_met else max(0, self.attempts_left - 1)
         self.did_more &= self.attempts_left > 0
         self.was_over &= self.attempts_left > 0
@@ -102,24 +101,7 @@ def is_little(courses: Sequence[Course], spare: Sequence[Mapping[str, int]]) -> 
 
 @dataclass(eq=False)
 class StepPlanner:
-    """Knows the planned steps of a model, and plans more.
-
-    Args:
-        placement: of plans on the model.
-        optimizers: that train it.
-        budget: the budget of each step.
-        lockstep: the lockstep of the processes that run one plan.
-        log: takes a line for each plan.
-        device: where the model runs.
-        host_bytes: most bytes that may be in host memory.
-        engine: what layers are measured for besides the tape.
-
-    Attributes:
-        budget_bytes: None until the first plan is made.
-        recorded_steps: numbers of the steps that were recorded, from 0.
-        steps: the steps that were planned.
-        missed: steps that no plan covered.
-    """
+    """Knows the planned steps of a model, and plans more."""
 
     placement: Placement
     optimizers: Sequence[torch.optim.Optimizer]
@@ -140,13 +122,7 @@ class StepPlanner:
         self._tried: set[int] = set()
 
     def plan(self, recording: StepRecording, step: StepUnderWay, number: int) -> None:
-        """Plan a step that was recorded, and put the plan in place.
-
-        Args:
-            recording: its recording, which ends here.
-            step: the course it took.
-            number: its number.
-        """
+        """Plan a step that was recorded, and put the plan in place."""
         begin = time.perf_counter()
         modes = [call.context[1] for call in step.calls]
         if not any([*modes, *(module.training for module in self.placement.model.modules())]):
@@ -188,7 +164,6 @@ class StepPlanner:
         self.log(planned.line(time.perf_counter() - begin))
 
     def _profile(self, recording: StepRecording, calls: Sequence[Call], budget: int | str) -> Profile:
-        """Stop recording a step, and return its profile."""
         recording.stop(self.optimizers)
         profile = recording.profile(
             optimizer_step=None,
@@ -199,7 +174,6 @@ class StepPlanner:
         return with_host_link(profile, self.device) if self.host_bytes else profile
 
     def _measured(self, profile: Profile, recording: StepRecording) -> Profile:
-        """Return a profile with what the layers of a step that was recorded take on other engines."""
         seconds: list[float] = []
         profile = with_engine(
             self.engine,
@@ -217,14 +191,7 @@ class StepPlanner:
         return profile
 
     def see_to(self, step: StepUnderWay, departure: Departure, number: int, measured_bytes: int) -> None:
-        """Report the memory of a step that departed from its plan, and have the next steps planned.
-
-        Args:
-            step: the course it took.
-            departure: how it departed from its plan.
-            number: its number.
-            measured_bytes: its measured peak; 0 if it was not measured.
-        """
+        """Report the memory of a step that departed from its plan, and have the next steps planned."""
         active = step.planned
         if active is None:
             return
@@ -312,7 +279,6 @@ class StepPlanner:
         return True
 
     def warn_once(self, text: str, *, key: str | None = None) -> None:
-        """Warn of something, unless that has been done."""
         if (key or text) not in self._warned:
             self._warned.add(key or text)
             warn_user(f"recollect: {text}.", BudgetWarning)

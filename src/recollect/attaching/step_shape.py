@@ -57,7 +57,6 @@ class Call:
 
     @property
     def numel(self) -> int:
-        """Number of elements in its arguments."""
         return sum(math.prod(shape) for shape in self.shapes)
 
     def __str__(self) -> str:
@@ -104,10 +103,6 @@ def groups_of(calls: Sequence[Call]) -> list[list[Call]]:
 def covering(recorded: Sequence[Call], calls: Sequence[Call]) -> list[int]:
     """Return the recorded calls that represent the last of these calls: the groups begin alike, and none is larger.
 
-    Args:
-        recorded: the calls of the recorded step.
-        calls: so far; the last one is about to run.
-
     Example:
         >>> recorded = [Call("", ((4, 512),), ())]
         >>> covering(recorded, [Call("", ((4, 300),), ())]), covering(recorded, [Call("", ((4, 513),), ())])
@@ -141,17 +136,7 @@ def describe_call(
     *,
     is_open: bool,
 ) -> Call:
-    """Return the shape of a call, which decides which plan covers it.
-
-    Args:
-        path: the path of the module that is called.
-        module: the module that is called.
-        args: its arguments.
-        kwargs: the same.
-        structure: the structure of the whole model.
-        device_type: where it runs.
-        is_open: an earlier call still waits for its backward.
-    """
+    """Return the shape of a call, which decides which plan covers it."""
     leaves = tree_leaves((args, kwargs))
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     autocast = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
@@ -181,9 +166,6 @@ def _bits(flags: Iterable[bool]) -> int:
 class Structure:
     """How a model is built.
 
-    Args:
-        model: any.
-
     Attributes:
         parameters: the parameters of the model, when `look` last found a change.
         version: how often it did.
@@ -200,7 +182,6 @@ class Structure:
         self._read()
 
     def remove(self) -> None:
-        """Stop listening."""
         for handle in self._handles:
             handle.remove()
 
@@ -216,7 +197,6 @@ class Structure:
         return has_changed
 
     def _note(self, module: nn.Module, name: str, registered: Any) -> None:
-        """Note that something is about to be registered in one of the modules, in place of something else."""
         if id(module) in self._ids and not any(
             vars(module)[kind].get(name) is registered for kind in ("_modules", "_parameters")
         ):

@@ -80,7 +80,6 @@ class Course:
 
     @property
     def num_runs(self) -> int:
-        """Runs of all units."""
         return sum(runs.number for runs in self.units.values())
 
 
@@ -125,7 +124,6 @@ class WatchedUnit(PlacedForward):
 
     @uncompiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the unit as planned, if the plan foresees this run."""
         watch = self.watch
         if not watch.is_on or not self.recomputes():
             return self.forward(*args, **kwargs)
@@ -205,7 +203,6 @@ class UnitWatch:
             unit.numel = unit.spare = 0
 
     def course(self) -> Course:
-        """Return the course of the call so far."""
         return Course(
             {unit.path: Runs(unit.allowed - unit.left, unit.numel) for unit in self.units if unit.left != unit.allowed}
         )

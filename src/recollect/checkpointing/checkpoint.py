@@ -162,7 +162,6 @@ def _policy_tape(contexts: Contexts, respect_saved_tensors_hooks: bool | None) -
 
 
 def _decorated(options: dict[str, Any], function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that runs as a checkpoint each time."""
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:

@@ -81,7 +81,6 @@ class PolicyTape(Tape):
         self.new_policy()
 
     def new_policy(self) -> PolicyFunction:
-        """Return a policy for one run of a unit."""
         policy = selective_policy(self.context_fn()[0])
         if policy is None:
             raise ConfigError(
@@ -92,7 +91,6 @@ class PolicyTape(Tape):
         return policy
 
     def new_mode(self, unit_path: str) -> FunctionMode:
-        """Return a mode for one call of a unit, which asks the policy."""
         return _PolicyMode(self, unit_path)
 
 
@@ -132,7 +130,6 @@ class _PolicyMode(FunctionMode):
         return output
 
     def _offload(self, tensor: torch.Tensor, facts: OpFacts, index: int, names: tuple[str, ...]) -> None:
-        """Offload a result of the op that has just run, which is kept."""
         tape = self._asking
         tape.offloaded.setdefault(self.unit_path, set()).add(names[index] if index < len(names) else names[0])
         if tape.only_asks:
@@ -143,7 +140,6 @@ class _PolicyMode(FunctionMode):
         self.send_away(tensor, facts, index)
 
     def _keep(self, tensor: torch.Tensor, *, is_view: bool) -> None:
-        """Keep the contents of a tensor's storage."""
         storage = tensor.untyped_storage()
         maker = self._makers.get(id(storage))
         if maker is not None:
@@ -163,7 +159,6 @@ class _PolicyMode(FunctionMode):
         return super()._op_actions(facts, asks)
 
     def _asked(self, func: Any, args: Any, kwargs: dict[str, Any], output: Any) -> Action:
-        """Ask the policy about an op that has just run."""
         context = SelectiveCheckpointContext(is_recompute=False)
         context.op_output = output  # PyTorch 2.11 does not take it as an argument.
         answer = self._policy(context, func, *args, **kwargs)

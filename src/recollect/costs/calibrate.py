@@ -179,7 +179,6 @@ def _cuda_seconds(run: Callable[[], None]) -> float:
 
 
 def _blank(device: torch.device) -> Hardware:
-    """Return the device with placeholder rates."""
     return Hardware(
         name=_device_name(device),
         device=device.type,

@@ -133,7 +133,6 @@ def hardware_of_device(device_name: str) -> Hardware | None:
 
 
 def processor_model() -> str:
-    """Return the name of this machine's processor."""
     name = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():

@@ -69,7 +69,6 @@ class Cluster:
     """Devices in one node."""
 
     def link_of(self, ranks: Sequence[int]) -> Link:
-        """Return the slowest link that a group of ranks has between them."""
         nodes = {rank // self.devices_per_node for rank in ranks}
         return self.within if len(nodes) == 1 else self.between
 

@@ -47,13 +47,7 @@ class Collective(NamedTuple):
 
 
 def collective_of(func: Any, args: Any, output: Any) -> Collective | None:
-    """Return the traffic of an op; None unless it is a collective.
-
-    Args:
-        func: the op overload.
-        args: its positional arguments.
-        output: its result.
-    """
+    """Return the traffic of an op; None unless it is a collective."""
     found = _OPS.get(_name(func))
     if found is None:
         return None
@@ -102,7 +96,6 @@ class ModelledCosts:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Count the collectives of the block."""
         self.traffic.clear()
         yield
 

@@ -75,7 +75,6 @@ class MeasuredCosts:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Record the block as one step."""
         with self._memory.recording():
             yield
         if self._is_inside_op:

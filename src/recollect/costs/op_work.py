@@ -60,15 +60,7 @@ _OPS: dict[Kind, frozenset[str]] = {
 
 
 def work_of(func: Any, facts: OpFacts, args: Any, kwargs: Any, output: Any) -> Work:
-    """Return the work of one run of an op, on real or fake tensors.
-
-    Args:
-        func: the op overload.
-        facts: `recollect.engine.facts.facts_of(func)`.
-        args: its positional arguments.
-        kwargs: its keyword arguments.
-        output: its result.
-    """
+    """Return the work of one run of an op, on real or fake tensors."""
     if facts.is_view or facts.is_lazy or facts.changes_layout_only or facts.creates == "undefined":
         return FREE
     name = facts.name.removesuffix("_")
@@ -96,7 +88,6 @@ def work_of(func: Any, facts: OpFacts, args: Any, kwargs: Any, output: Any) -> W
 
 
 def _distinct(values: Any) -> list[torch.Tensor]:
-    """Return the distinct tensors among arguments or results."""
     found: dict[int, torch.Tensor] = {}
     for leaf in tree_leaves(values):
         if isinstance(leaf, torch.Tensor):

@@ -94,10 +94,6 @@ class Case:
     def add_file(self, path: Path, name: str = "") -> None:
         """Read a file.
 
-        Args:
-            path: the path of the file.
-            name: to call it by in the evidence; default: its path.
-
         Raises:
             DiagnosisError: see `diagnose`.
         """
@@ -128,12 +124,6 @@ class Case:
 
     def add_text(self, lines: Iterable[str], name: str, whole: str = "", *, suffix: str = "") -> None:
         """Read a text, or the YAML, TOML or JSON that it turns out to be.
-
-        Args:
-            lines: the lines of the text.
-            name: to call it by in the evidence.
-            whole: the text, if it is short enough to be a configuration.
-            suffix: the suffix of the file, which may say that it must be one.
 
         Raises:
             DiagnosisError: it must be YAML or TOML and is not.

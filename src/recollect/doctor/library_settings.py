@@ -16,15 +16,11 @@ _ADAPTERS = ("lora_r", "lora_rank", "lora_target_modules", "lora_target", "use_p
 
 
 def is_checkpointing(settings: Settings) -> bool:
-    """Return whether the model's own gradient checkpointing is on."""
     return any(settings.values.get(name) is True for name in _SWITCHES)
 
 
 def findings(settings: Settings) -> Iterator[Finding]:
     """Yield the findings in one scope's settings; uncertain ones have not ended a run yet.
-
-    Args:
-        settings: the settings of a run, from all its files together.
 
     Yields:
         Clashes first.

@@ -41,10 +41,6 @@ def is_megatron(settings: Settings) -> bool:
 def findings(settings: Settings, log: InLog) -> Iterator[Finding]:
     """Yield the findings in the settings of one scope.
 
-    Args:
-        settings: for which `is_megatron` holds.
-        log: the log of a run with them.
-
     Yields:
         Clashes first.
     """

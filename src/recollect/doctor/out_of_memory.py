@@ -70,7 +70,6 @@ class MemoryMessage:
 
     @property
     def room_bytes(self) -> int | None:
-        """Bytes that are in no tensor of any process."""
         if self.free_bytes is None or self.unallocated_bytes is None:
             return None
         return self.free_bytes + self.unallocated_bytes
@@ -168,7 +167,6 @@ def _reason(
 
 
 def _place(traceback: tuple[str, ...]) -> tuple[Rule | None, str]:
-    """Return the rule of the innermost frame that has one, and that frame with its line of code."""
     for i in range(len(traceback) - 1, -1, -1):
         line = traceback[i]
         if (place := next((rule for rule in _PLACES if rule.is_frame(line)), None)) is not None:

@@ -44,7 +44,6 @@ class Passage:
 
     @property
     def text(self) -> str:
-        """All of it."""
         return "\n".join((*self.before, self.line, *self.after))
 
     @property
@@ -62,11 +61,6 @@ class Passage:
 
 def passages(lines: Iterable[str], name: str, is_wanted: Callable[[str], bool]) -> Iterator[Passage]:
     """Yield a passage for each wanted line, holding only the lines around it.
-
-    Args:
-        lines: the lines of the text, with or without line ends.
-        name: the name of the text, for the places.
-        is_wanted: whether a line is the middle of a passage.
 
     Yields:
         Passages in order.
@@ -156,11 +150,9 @@ class Rule:
     """Whether a run ends by it."""
 
     def is_in(self, line: str) -> bool:
-        """Return whether the pattern is found in a line."""
         return _compiled(self.pattern).search(line) is not None
 
     def is_frame(self, line: str) -> bool:
-        """Return whether the frame's pattern is found in a line."""
         return _compiled(self.frame).search(line) is not None
 
     def match(self, passage: Passage) -> dict[str, Any] | None:
@@ -171,13 +163,7 @@ class Rule:
         return found.groupdict()
 
     def finding(self, *evidence: str, certainty: Certainty | None = None, **values: object) -> Finding:
-        """Return this rule's finding at the place where it matched.
-
-        Args:
-            *evidence: the evidence, and where it was seen.
-            certainty: if other than the rule's.
-            **values: for the {names} in the texts.
-        """
+        """Return this rule's finding at the place where it matched."""
         return Finding(
             rule=self.name,
             certainty=certainty or self.certainty,

@@ -62,7 +62,6 @@ class LogNumbers:
         self._highest: tuple[float, float, str] = (0.0, 0.0, "")
 
     def look(self, line: str, place: str) -> None:
-        """Take the numbers of a line."""
         if "memory (MB)" in line and (found := _MEMORY.search(line)):
             allocated, reserved = float(found[1]), float(found[2])
             if reserved > self._highest[1]:
@@ -73,7 +72,6 @@ class LogNumbers:
             self.expandable = f"{place}: {line.strip()[:200]}"
 
     def findings(self) -> Iterator[Finding]:
-        """Yield the findings in them."""
         allocated, reserved, line = self._highest
         if reserved > _GAP_MATTERS * allocated > 0:
             mib = 2**20
@@ -86,15 +84,7 @@ class LogNumbers:
 
 
 class TextScan:
-    """The findings and settings of one text.
-
-    Args:
-        lines: the lines of the text.
-        name: the name of the text, for the evidence.
-
-    Attributes:
-        num_lines: number of lines that were read.
-    """
+    """The findings and settings of one text."""
 
     def __init__(self, lines: Iterable[str], name: str) -> None:
         self.name = name
@@ -110,7 +100,6 @@ class TextScan:
             self._take(passage)
 
     def settings(self) -> list[Settings]:
-        """Return the settings that the text mentions."""
         return self._in_text.settings(self.name)
 
     def findings(self) -> Iterator[Finding]:

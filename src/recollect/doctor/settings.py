@@ -134,7 +134,6 @@ def _scopes(data: Mapping[Any, Any], place: str, outer: Mapping[str, Any], level
 
 
 def renamed(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values by the names that the rules use."""
     found = {ALIASES.get(name, name): value for name, value in values.items()}
     if found.get("num_moe_experts") is None and type(found.get("num_experts")) is int:  # Megatron's flag
         found["num_moe_experts"] = found["num_experts"]
@@ -171,7 +170,6 @@ class SettingsInText:
         ] = []  # words of a command that may continue on the next line, with their line numbers
 
     def look(self, line: str, number: int) -> None:
-        """Take the settings of a line."""
         if self._words or "--" in line:
             self._look_at_command(line, number)
         elif " ..." in line:

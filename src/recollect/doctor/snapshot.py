@@ -63,12 +63,10 @@ class Snapshot:
 
     @property
     def peak_bytes(self) -> int:
-        """Bytes allocated at the highest point."""
         return sum(block.size_bytes for block in self.peak)
 
     @property
     def unallocated_bytes(self) -> int:
-        """Bytes that PyTorch holds in no tensor."""
         return sum(self.free_blocks_bytes)
 
 
@@ -84,9 +82,6 @@ class _PlainUnpickler(pickle.Unpickler):
 
 def read_pickle(path: Path) -> Any:
     """Read plain data.
-
-    Args:
-        path: the path of a pickle.
 
     Returns:
         Dictionaries, lists, tuples, numbers, texts, None.
@@ -123,7 +118,6 @@ def read_json(path: Path) -> Any:
 
 
 def is_snapshot(data: object) -> bool:
-    """Return whether data look like a snapshot."""
     return isinstance(data, Mapping) and isinstance(data.get("segments"), Sequence)
 
 
@@ -133,9 +127,6 @@ def snapshot_of(data: Mapping[str, Any], place: str) -> list[Snapshot]:
     Args:
         data: as from `torch.cuda.memory._snapshot()`.
         place: the file's name.
-
-    Returns:
-        One or more, by device.
 
     Raises:
         DiagnosisError: data of another form.
@@ -217,7 +208,6 @@ def _peak(live: Mapping[int, Block], trace: Sequence[Mapping[str, Any]]) -> tupl
 
 
 def _growth(event: Mapping[str, Any]) -> int:
-    """Return by how much an event changes the allocated bytes."""
     sign = {"alloc": 1, "free_completed": -1}.get(event.get("action", ""), 0)
     return sign * int(event["size"]) if sign else 0
 

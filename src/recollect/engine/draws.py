@@ -54,7 +54,6 @@ class Draw:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the states held."""
         return self.state.nbytes + (0 if self.after is None else self.after.nbytes)
 
     def own_generator(self) -> torch.Generator:
@@ -133,7 +132,6 @@ def first_run(facts: OpFacts, func: Any, args: Any, kwargs: dict[str, Any]) -> t
 
 
 def takes_generator(func: Any) -> bool:
-    """Whether an op can be told which generator to draw from."""
     return _place_of_generator(func) is not None
 
 
@@ -143,7 +141,6 @@ def draws_unknown(facts: OpFacts, func: Any, args: Any, kwargs: dict[str, Any]) 
 
 
 def _run(func: Any, args: Any, kwargs: dict[str, Any], generator: torch.Generator) -> Any:
-    """Run an op with this generator in place of the one in its arguments."""
     place = _place_of_generator(func)
     assert place is not None
     overload, position = place
@@ -290,7 +287,6 @@ class _RegionMode(OpMode):
         return self.draw(func, args, kwargs)
 
     def draw(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run a random op."""
         raise NotImplementedError
 
 
@@ -380,7 +376,6 @@ def _host_content(states: tuple[Any, Any]) -> tuple[Any, ...]:
 
 
 def set_host_states(states: tuple[Any, Any]) -> None:
-    """Set the generators of the whole process to these states."""
     random.setstate(states[0])
     if states[1] is not None:
         sys.modules["numpy"].random.set_state(states[1])

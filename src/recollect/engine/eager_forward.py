@@ -41,12 +41,6 @@ def eager_forwards(
 
     A compiled `forward` of a unit is left alone: it is kept as a whole. So are the modules inside units that a plan
     has compiled.
-
-    Args:
-        model: the model whose units are planned.
-        unit_paths: the paths of all of them.
-        placed: their forwards; where there are none, nothing runs eagerly.
-        compiled_paths: of units that a plan has compiled.
     """
     known = {id(forward.module) for forward in placed}
     known |= {id(part) for path in compiled_paths for part in unit_module(model, path).modules()}
@@ -80,7 +74,6 @@ class KeptUnit(EagerForward):
 
     @uncompiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run it as a unit."""
         with running_unit():
             return super().__call__(*args, **kwargs)
 

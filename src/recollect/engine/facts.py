@@ -71,7 +71,6 @@ class OpFacts:
     running_stats: tuple[tuple[int, ...], int] | None = None
 
     def written_by(self, args: Any, kwargs: Any) -> list[torch.Tensor]:
-        """Return the tensors that a call writes to in place."""
         found = (
             kwargs.get(where) if isinstance(where, str) else args[where] if where < len(args) else None
             for where in self.writes

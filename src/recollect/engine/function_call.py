@@ -46,7 +46,6 @@ class FunctionArguments:
 
     @property
     def leaves(self) -> list[Any]:
-        """All arguments, out of their containers."""
         return self._leaves
 
     def release(self) -> None:

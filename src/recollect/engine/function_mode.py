@@ -45,7 +45,6 @@ class FunctionMode(TapeMode):
         return super().run_module(module_path, forward, args, kwargs)
 
     def watch_function(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FunctionWatcher | None:
-        """Watch a call of a Function, to drop those of its results that the plan drops."""
         if not self.is_watching or self.function is not None:
             return None
         if passes_ops_on(function):
@@ -68,13 +67,11 @@ class FunctionMode(TapeMode):
                 self.tape.agreement.meet(group)
 
     def end_function(self, run: FunctionRun) -> None:
-        """Decide what happens to the results of a call."""
         self._forget_overwritten(run)
         if not run.kept_because and run.made:
             self._drop(run)
 
     def _forget_overwritten(self, run: FunctionRun) -> None:
-        """Forget the recipes of arguments that a Function writes to unseen."""
         for tensor in run.wrote_unseen:
             self._writes.add((self.unit_path, self.scope))
             writer = f"the autograd Function {run.function.__name__}"

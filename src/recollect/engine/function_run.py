@@ -59,7 +59,6 @@ _unseen_writers: weakref.WeakKeyDictionary[type, set[int]] = weakref.WeakKeyDict
 
 
 def may_run_again(function: Any) -> bool:
-    """Whether a Function may run again, as far as its class tells."""
     is_product = (function.__module__, function.__name__) == _PRODUCT
     return is_product or function.__module__.partition(".")[0] not in _FOREIGN
 
@@ -198,7 +197,6 @@ class FunctionRun:
     # While it runs
 
     def before_op(self, func: Any, facts: OpFacts, args: Any, kwargs: dict[str, Any]) -> None:
-        """Look at an op that is about to run."""
         if torch.is_grad_enabled():
             self.keep("it switches gradients on")
         if not isinstance(func, torch._ops.OpOverload):
@@ -219,7 +217,6 @@ class FunctionRun:
             self.keep(f"it runs {facts.name} with an unknown generator")
 
     def after_op(self, facts: OpFacts, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-        """Look at the results of an op."""
         arguments = [tensor.untyped_storage() for tensor in tensors_in((args, kwargs)) if _is_strided(tensor)]
         for tensor in tensors_in(output):
             if facts.keeps and not (tensor.is_floating_point() or tensor.is_complex()):
@@ -318,17 +315,14 @@ class FunctionRun:
 
     @property
     def name(self) -> str:
-        """The Function's name, as in value names."""
         name: str = self.function.__name__
         return name.replace(".", "_").replace("#", "_")
 
     def is_saved(self, made: Made) -> bool:
-        """Whether a result is a saved tensor, not an output."""
         return made.slot >= self._num_outputs
 
     @property
     def num_slots(self) -> int:
-        """Number of outputs and saved tensors."""
         return self._num_outputs + len(self.saved)
 
 

@@ -58,7 +58,6 @@ class Settings:
     same on an op's first run and on later ones."""
 
     def has(self, values: tuple[Any, ...], modes: tuple[Any, ...]) -> bool:
-        """Whether these are the same settings."""
         return self.values == values and self.modes == modes
 
     @contextmanager
@@ -190,7 +189,6 @@ class Arguments:
 
 
 def _fill(arguments: list[Any], tensors: list[Any]) -> list[Any]:
-    """Return the arguments with their slots replaced by tensors."""
     return [tensors[a.index] if type(a) is _Slot else _fill(a, tensors) if type(a) is _Slots else a for a in arguments]
 
 

@@ -66,7 +66,6 @@ class PlacedForward:
         return getattr, (self.module, "forward")
 
     def put(self) -> None:
-        """Place this on the module."""
         self.is_on = True
         self.placed.add(self)
         if not self.is_placed:
@@ -77,7 +76,6 @@ class PlacedForward:
             self.is_placed = True
 
     def take_off(self) -> None:
-        """Restore the module's earlier forward."""
         self.is_on = False
         self.placed.discard(self)
         if vars(self.module).get("forward") is not self:
@@ -227,10 +225,6 @@ class PlanPerMicroBatch(PlacedForward):
 
     Nothing changes while training runs: the forwards of all plans stay in place, one around the other, and those that are
     off pass calls through. Backward needs no switching, since each graph has the recipes of the plan under which it was made.
-
-    Args:
-        module: the module that runs once for each micro-batch.
-        forwards: for each micro-batch, the forwards of its plan, which are placed before this one.
     """
 
     def __init__(self, module: nn.Module, forwards: Sequence[Sequence[PlacedForward]]) -> None:
@@ -245,7 +239,6 @@ class PlanPerMicroBatch(PlacedForward):
             _switch(own, is_on=False)
 
     def begin(self, micro_batch: int) -> None:
-        """Take the plan of this micro-batch for the next forward."""
         if not 0 <= micro_batch < len(self._forwards):
             raise ConfigError(
                 settings={"micro_batch": micro_batch},
@@ -256,7 +249,6 @@ class PlanPerMicroBatch(PlacedForward):
 
     @uncompiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module under the plan whose turn it is."""
         if not self.recomputes():
             return self.forward(*args, **kwargs)
         own = self._forwards[self._next]

@@ -94,7 +94,6 @@ class PlanPolicy:
         return (unit_path, module_path) in self._acting
 
     def output_action(self, unit_path: str) -> Action:
-        """Return the plan's action for the unit's output."""
         unit = self._units.get(unit_path)
         return Action.KEEP if unit is None else unit.output
 
@@ -144,7 +143,6 @@ class DropAll:
         return self._but is None or unit_path in self._but
 
     def output_action(self, unit_path: str) -> Action:
-        """Drop a unit's output if the plan does."""
         unit = None if self._but is None else self._but.get(unit_path)
         return Action.KEEP if unit is None else unit.output
 

@@ -45,9 +45,6 @@ _UNCHANGING = frozenset({int, float, bool, str, bytes, type(None)})
 class _Copies:
     """Copies containers, which forward may change, with those inside them, each once; other contents stay the same.
 
-    Attributes:
-        tensors: those that were met on the way.
-
     Example:
         >>> history, shared = [1, [2]], {"x": [3]}
         >>> one, other = (copies := _Copies()).of((history, shared)), copies.of(shared)
@@ -97,11 +94,7 @@ def _is_put_in_place(tensor: object) -> bool:
 
 
 class _HeldTensors:
-    """The tensors that one call of a region may read, as they are when it begins.
-
-    Args:
-        unit_path: the path of the region, for messages.
-    """
+    """The tensors that one call of a region may read, as they are when it begins."""
 
     def __init__(self, unit_path: str) -> None:
         self._unit_path = unit_path
@@ -172,7 +165,6 @@ class WrittenBuffers:
         return _is_small(buffer) or self.large is None or name in self.large
 
     def learn(self, names: Iterable[str]) -> None:
-        """Add large buffers that forward wrote to."""
         self.large = {*(self.large or ()), *names}
 
 
@@ -208,12 +200,7 @@ class ModuleParts:
 
 
 class ModuleState:
-    """A module, and those below it, when its forward begins; and the arguments that it is called with.
-
-    Args:
-        written: the writes known in the module.
-        arguments: the arguments of the call.
-    """
+    """A module, and those below it, when its forward begins; and the arguments that it is called with."""
 
     def __init__(self, written: WrittenBuffers, arguments: Any) -> None:
         self._written = written

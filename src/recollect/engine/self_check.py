@@ -121,7 +121,6 @@ def _holds(hook: Hook) -> bool:
 
 
 def hooks() -> list[Hook]:
-    """Return all hooks, with their checks."""
     return [
         Hook("calls of custom autograd Functions are seen", _functions_are_seen, SwitchedOff.FUNCTIONS),
         Hook(

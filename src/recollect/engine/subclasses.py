@@ -37,7 +37,6 @@ class PackedSubclass:
 
 
 def held_whole(tensor: torch.Tensor, label: tuple[str, str, str]) -> TapeValue:
-    """Return a value that holds a subclass that cannot be taken apart."""
     with torch.no_grad():
         return TapeValue(tensor.detach(), None, tensor._version, label)
 

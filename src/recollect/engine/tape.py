@@ -100,11 +100,9 @@ class Tape(TapeState):
 
     @property
     def mode(self) -> TapeMode | None:
-        """The mode of the unit running on this thread, if any."""
         return getattr(self._local, "mode", None)
 
     def new_mode(self, unit_path: str) -> FunctionMode:
-        """Return a mode for one call of a unit."""
         return FunctionMode(self, unit_path)
 
     def run(self, unit_path: str, forward: Any, args: Any, kwargs: Any) -> Any:
@@ -197,7 +195,6 @@ class Tape(TapeState):
 
     @untraced
     def unpack(self, packed: Any) -> torch.Tensor:
-        """Give backward a tensor that was saved, recomputing it if it was dropped."""
         _LastStep.went_backward = True
         if type(packed) is not TapeValue:
             rebuilt: torch.Tensor = packed.rebuild(self.unpack)
@@ -212,7 +209,6 @@ class Tape(TapeState):
         return tensor
 
     def _kept_pass(self) -> KeptPass:
-        """Return the copies that the running backward computes."""
         number = current_backward()
         known = self._passes.get(number)
         found = None if known is None else known()

@@ -109,7 +109,6 @@ class _UnitForward(PlacedForward):
         self.path = path
 
     def host_use(self) -> HostUse | None:
-        """The cost of offloaded values so far."""
         return None if self.tape.offload is None else self.tape.offload.use()
 
     @uncompiled

@@ -376,7 +376,6 @@ class TapeMode(OpMode):
 
     @untraced
     def pack(self, tensor: torch.Tensor) -> Any:
-        """Return the stand-in for a tensor that autograd saves."""
         if type(tensor) is Parameter:
             return self._parameter(tensor, in_hook=True)
         if type(tensor) is not torch.Tensor:

@@ -138,7 +138,6 @@ class _FirstCall(PlacedForward):
 
     @uncompiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model's own forward."""
         if not self.recomputes():
             return self.forward(*args, **kwargs)
         self.take_off()
@@ -228,7 +227,6 @@ class Shards:
         self._num_seen: Counter[tuple[str, str]] = Counter()
 
     def part_bytes(self, nbytes: int) -> int:
-        """Return the bytes of each rank's part of a value."""
         return -(-nbytes // self.size)
 
     def call(self, tensor: torch.Tensor, agreement: Agreement, unit: str, name: str) -> tuple[Gather, TapeValue]:
@@ -272,7 +270,6 @@ class Gather:
     layout: Layout
 
     def __call__(self, tensors: list[Any], may_overwrite_first: bool) -> tuple[torch.Tensor]:
-        """Gather, as all ranks of the group do."""
         return (laid_out(gathered(tensors[0], self.shards.size, self.shards.name), self.layout),)
 
 
@@ -294,7 +291,6 @@ def content_of(tensor: torch.Tensor) -> int | None:
 
 
 def is_partitioned(tensor: Any) -> TypeGuard[nn.Parameter]:
-    """Whether a tensor is a parameter that this rank has a part of."""
     return isinstance(tensor, nn.Parameter) and hasattr(tensor, "ds_tensor")
 
 

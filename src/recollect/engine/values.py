@@ -68,7 +68,6 @@ class TapeValue(Value):
         self.stream = None if tensor is None else stream_of(tensor)
 
     def take(self, tensor: Any) -> None:
-        """Become available on the current stream."""
         self.tensor = tensor
         self.node = None
         self.stream = None if tensor is None else stream_of(tensor)
@@ -109,7 +108,6 @@ class TapeValue(Value):
         self.is_viewed = True
 
     def holds(self, storage: torch.UntypedStorage) -> bool:
-        """Whether this value holds a tensor on this storage."""
         tensor: torch.Tensor | None = self.tensor
         return tensor is not None and tensor.layout is torch.strided and tensor.untyped_storage() is storage
 
@@ -233,7 +231,6 @@ class StorageRecord:
         return False
 
     def value_of(self, layout: Layout) -> TapeValue:
-        """Return the value of a tensor on this storage."""
         if layout == self.layout:
             return self.base
         view = self.views.get(layout)
@@ -267,13 +264,11 @@ def laid_out(tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return all of a tensor's storage, as bytes."""
     storage = tensor.untyped_storage()
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, 0, (storage.nbytes(),), (1,))
 
 
 def record_of(storage: torch.UntypedStorage) -> StorageRecord | None:
-    """Return the tape's knowledge of a storage."""
     record: StorageRecord | None = vars(storage).get(_RECORD)
     return record
 
@@ -368,12 +363,7 @@ def leaves_of(storage: torch.UntypedStorage) -> list[TapeValue]:
 
 
 def snapshot_targets(targets: Sequence[torch.Tensor], *, is_raised: bool) -> list[torch.UntypedStorage]:
-    """Do `snapshot_leaves` for tensors that an op writes to; return their storages.
-
-    Args:
-        targets: the tensors that the op writes to.
-        is_raised: whether this op has already raised their versions.
-    """
+    """Do `snapshot_leaves` for tensors that an op writes to; return their storages."""
     storages = [tensor.untyped_storage() for tensor in targets]
     for storage in storages:
         snapshot_leaves(storage, sum(other is storage for other in storages) if is_raised else 0)

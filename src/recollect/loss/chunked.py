@@ -133,7 +133,6 @@ class _Settings:
 
     @property
     def wide_dtype(self) -> torch.dtype:
-        """The dtype of losses and sums."""
         return torch.float64 if self.dtype is torch.float64 else torch.float32
 
 

@@ -85,7 +85,6 @@ class DeferredLogits(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Record an operation on the logits, or raise."""
         kwargs = kwargs or {}
         name = getattr(func, "__name__", str(func))
         if func is F.cross_entropy:
@@ -118,7 +117,6 @@ class DeferredLogits(Tensor):
 
 
 def refusal(call: LossCall | None, what: str) -> ChunkedLossError:
-    """Return the error for an op that needs the logits themselves."""
     name, chunks = ("the model", "chunks") if call is None else (call.model_name, f"{call.num_chunks} chunks")
     return ChunkedLossError(
         f"cannot compute the loss of {name} in {chunks}: its code {what}, expected a cast, a product with or a quotient by a "

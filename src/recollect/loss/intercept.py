@@ -92,13 +92,11 @@ class _ChunksForward(PlacedForward):
         self.num_chunks = num_chunks
 
     def put(self) -> None:
-        """Set the attribute."""
         super().put()
         self.own_chunks = self.module.loss_chunks
         vars(self.module)["loss_chunks"] = self.num_chunks
 
     def take_off(self) -> None:
-        """Restore the attribute."""
         vars(self.module)["loss_chunks"] = self.own_chunks
         super().take_off()
 

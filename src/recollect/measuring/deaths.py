@@ -51,9 +51,6 @@ OLDER = -1
 class Deaths:
     """Records the deaths of storages that were alive at the start, between `start` and `stop`.
 
-    Args:
-        storages: those that are alive.
-
     Attributes:
         start_bytes: bytes of all of them at the start.
     """
@@ -73,14 +70,12 @@ class Deaths:
                 self._bytes_at[mark.data_ptr()] = num_bytes
 
     def stop(self) -> None:
-        """Remove the marks."""
         for reference, _ in self._sizes:
             storage = reference()
             if storage is not None:
                 vars(storage).pop(_MARK, None)
 
     def placed(self, events: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-        """Return the events, with deaths in place of those of the marks."""
         found, bytes_at = list[tuple[int, int]](), dict(self._bytes_at)
         for address, num_bytes in events:
             if address not in bytes_at:

@@ -296,7 +296,6 @@ class CpuOpPeaks:
             self.step_bytes = before.start_bytes + added_up(events)[0]
 
     def begin(self) -> None:
-        """Mark the start of an op, or its end."""
         # Made directly, not by an op, so that dispatch modes do not see it.
         self._marks.append(torch.UntypedStorage(1, device="cpu"))
 
@@ -344,15 +343,12 @@ class CudaOpPeaks:
         self.step_bytes = max(self.step_bytes, torch.cuda.max_memory_allocated(self._device))
 
     def begin(self) -> None:
-        """Reset the peak counter."""
         self._note()
         torch.cuda.reset_peak_memory_stats(self._device)
         self._start_bytes = torch.cuda.memory_allocated(self._device)
 
     def end(self) -> None:
-        """Read the counter."""
         self._peaks_bytes.append(torch.cuda.max_memory_allocated(self._device) - self._start_bytes)
 
     def peaks_bytes(self) -> list[int]:
-        """Return the peak growth of each op."""
         return self._peaks_bytes

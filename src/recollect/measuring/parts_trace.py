@@ -15,9 +15,6 @@ from recollect.profile.profile import block_bytes
 class PartsTrace:
     """Traces work that calls `mark` where a part ends and the next one begins.
 
-    Args:
-        device: a CPU or CUDA device.
-
     Attributes:
         parts: after the work, for each part the events in order: (address, bytes that an allocation takes; 0 for a free).
 
@@ -42,7 +39,6 @@ class PartsTrace:
         self._marks: list[torch.UntypedStorage] = []
 
     def mark(self) -> None:
-        """End a part."""
         if self._cuda is not None:
             self._ends.append(len(self._cuda.events()))
         else:
@@ -50,7 +46,6 @@ class PartsTrace:
             self._marks.append(torch.UntypedStorage(1, device="cpu"))
 
     def address_of(self, storage: torch.UntypedStorage) -> int:
-        """Return the address of a storage that is alive, as it is in the events."""
         return storage.data_ptr()
 
     @contextmanager

@@ -47,7 +47,6 @@ def work_clock(device: torch.device) -> Callable[[], float]:
 
 
 def waits_for_others() -> bool:
-    """Whether this process trains together with others that its ops may have to wait for."""
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 

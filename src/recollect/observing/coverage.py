@@ -110,7 +110,6 @@ class Coverage(ShownInNotebooks):
 
 
 def _grouped(names: Iterable[tuple[Any, str]]) -> dict[Any, str]:
-    """Return a label of all names with the same key, by key."""
     found: dict[Any, list[str]] = {}
     for key, name in names:
         found.setdefault(key, []).append(name or "the model")

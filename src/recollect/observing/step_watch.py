@@ -31,11 +31,6 @@ OUTSIDE = "all else"
 class StepWatch(OpMode):
     """Sees the ops of a step, and the modules that run them.
 
-    Args:
-        model: the model.
-        units: its units.
-        device: where it computes.
-
     Attributes:
         counts: by the path of a unit, or `OUTSIDE`, the numbers of a `UnitCoverage`, by name.
         without_gradients: by path, calls in forward under `torch.no_grad`, as in a reentrant checkpoint.
@@ -59,7 +54,6 @@ class StepWatch(OpMode):
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Watch the ops and modules of a block."""
         # Hooks on all modules: the model's own lists of hooks stay as they are.
         hooks = nn.modules.module
         before = hooks.register_module_forward_pre_hook(self._enter)
@@ -136,7 +130,6 @@ class StepWatch(OpMode):
                         self._has_uncounted = True
 
     def _count_kept(self) -> None:
-        """Count what is alive, once a backward has begun."""
         if not self._has_uncounted:
             return
         self._has_uncounted = False

@@ -47,13 +47,7 @@ class MemoryCurve:
 
 
 def memory_curve(timeline: Timeline, *, num_points: int, time_unit: TimeUnit) -> MemoryCurve:
-    """Return the curve of a step.
-
-    Args:
-        timeline: the step.
-        num_points: number of intervals.
-        time_unit: unit of the axis.
-    """
+    """Return the curve of a step."""
     at, axis = positions(timeline, time_unit)
     end = float(at[-1])
     edges = np.linspace(0.0, end, num_points + 1)
@@ -77,7 +71,6 @@ def memory_curve(timeline: Timeline, *, num_points: int, time_unit: TimeUnit) ->
 
 
 def positions(timeline: Timeline, time_unit: TimeUnit) -> tuple[NDArray[np.float64], str]:
-    """Return the position of each moment on the axis, and the axis' label."""
     unit_s, unit = time_unit
     at = timeline.time_s / unit_s
     if at[-1] <= 0:

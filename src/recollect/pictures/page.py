@@ -85,11 +85,6 @@ def write_frontier_page(
 def write_plan_page(profile: Profile, plan: Plan, out: str | Path) -> None:
     """Write a page with the memory of one plan over time, and the values alive at its peak.
 
-    Args:
-        profile: the recorded step.
-        plan: any plan for it.
-        out: the HTML file.
-
     Raises:
         RecollectError: plotly is not installed, or the file cannot be written.
     """
@@ -222,7 +217,6 @@ def _alive(report: PeakReport) -> list[dict[str, Any]]:
 
 
 def _series(values: Any) -> float | list[float]:
-    """Return rounded values, or one number if all are equal."""
     rounded = [_rounded(float(value)) for value in np.asarray(values)]
     return rounded[0] if len(set(rounded)) == 1 else rounded
 
@@ -258,12 +252,7 @@ def _slug_of(name: str) -> str:
 
 
 def _meaning_of(name: str, point: FrontierPoint) -> str:
-    """Explain a plan's name.
-
-    Args:
-        name: as `name_points` gave it, or the point's own.
-        point: the plan.
-    """
+    """Explain a plan's name."""
     note = point.plan.note
     if _keeps_all(point):
         return "keeps everything for backward and recomputes nothing"
@@ -277,12 +266,7 @@ def _meaning_of(name: str, point: FrontierPoint) -> str:
 
 
 def _next_steps(point: FrontierPoint, step_flags: Sequence[str]) -> tuple[str, str]:
-    """Return the command that writes this plan, "" if there is none, and the code that trains with it.
-
-    Args:
-        point: the plan.
-        step_flags: flags of `recollect plan` that describe the recorded step; none: it was recorded in Python.
-    """
+    """Return the command that writes this plan, "" if there is none, and the code that trains with it."""
     note = point.plan.note
     amount = least_amount(point.peak_bytes)
     if _keeps_all(point):

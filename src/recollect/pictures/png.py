@@ -140,11 +140,6 @@ def _draw_bound(axes: Any, frontier: Frontier, unit_bytes: int) -> None:
 def draw_memory(profile: Profile, plan: Plan, out: str | Path) -> None:
     """Draw the memory of a step over time under a plan, by category, with the budget and the values alive at the peak.
 
-    Args:
-        profile: the recorded step.
-        plan: any plan for it.
-        out: the PNG file.
-
     Raises:
         RecollectError: matplotlib is not installed, or the file cannot be written.
     """
@@ -355,7 +350,6 @@ def _between(points: Sequence[Any]) -> list[tuple[float, float]]:
 
 
 def _distance(box: Any, point: Any) -> float:
-    """Return the distance in pixels from a point to a box."""
     x, y = point
     return math.hypot(max(box.x0 - x, 0.0, x - box.x1), max(box.y0 - y, 0.0, y - box.y1))
 

@@ -69,7 +69,6 @@ def require_matplotlib() -> None:
 
 
 def set_title(axes: Any, title: str, note: str) -> None:
-    """Set the title, with a note below it."""
     axes.set_title(title, loc="left", fontsize=12, fontweight="bold", color=INK, pad=22)
     shown = note if len(note) <= _MOST_CHARACTERS else note[: _MOST_CHARACTERS - 3] + "..."
     # parse_math=False: a dollar sign in a name is a dollar sign.

@@ -186,11 +186,9 @@ class Pipeline:
         return [self.rank(number, is_whole=False) for number in range(len(self.schedule.ranks))]
 
     def pieces_of_rank(self, number: int) -> list[int]:
-        """Return the pieces of all stages of a rank."""
         return [piece for stage in self.schedule.stages_of(number) for piece in self.pieces_of[stage]]
 
     def plans_of_pieces(self, plans: Sequence[Plan]) -> tuple[Plan, ...]:
-        """Return the plan of each piece, from the ranks' plans."""
         found = {
             piece: stage_plan(plan, number, self.recorded.pieces[piece].whole.profile)
             for rank, plan in enumerate(plans)
@@ -274,12 +272,6 @@ class Pipeline:
     ) -> PipelinePlan:
         """Return the plans of the stages with their own slowdowns, and the step's times.
 
-        Args:
-            plans: the plans of the pieces.
-            peaks_bytes: the peaks of the ranks.
-            send_s: see `played_s`.
-            budget_bytes: the budget of each device.
-
         Raises:
             ScheduleError: the ranks wait for each other for ever.
         """
@@ -362,7 +354,6 @@ def _all(own: StagePlans) -> Sequence[Plan]:
 
 
 def _peak_bytes(step: RankStep, plans: Sequence[StagePlans]) -> int:
-    """Return the peak of a rank under the plans of its stages."""
     known: dict[tuple[int, int], list[CallActions]] = {}
     decisions: list[CallActions] = []
     for number, micro_batch, profile in step.forwards:

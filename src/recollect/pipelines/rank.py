@@ -36,12 +36,10 @@ class RankStage:
 
     @property
     def receives_input(self) -> bool:
-        """Whether its input comes from another rank."""
         return not (self.is_first or self.previous_is_here or self.previous_is_inside)
 
     @property
     def sends_output(self) -> bool:
-        """Whether its output goes to another rank."""
         return not (self.is_last or self.next_is_here or self.next_is_inside)
 
 
@@ -163,7 +161,6 @@ class Buffers:
         self._num_holders: dict[int, int] = {}
 
     def receive(self, action: PipelineAction) -> None:
-        """Make the buffer that an action needs, if any, unless it already exists."""
         stage = self._rank.stages[action.stage]
         is_forward = action.kind == FORWARD
         key = action.stage, action.micro_batch
@@ -188,7 +185,6 @@ class Buffers:
         return self._rank.stages[number].is_last
 
     def make(self, holders: Sequence[object], nbytes: int) -> None:
-        """Make a buffer."""
         storage = self._allocate(nbytes)
         self._num_holders[storage] = len(holders)
         for holder in holders:

@@ -38,12 +38,7 @@ def rank_planner(rank: Rank) -> Planner:
 
 
 def rank_bound(rank: Rank, step: RankStep) -> LowerBound:
-    """Return the bound on the recompute of any plan of a rank.
-
-    Args:
-        rank: the work of the rank.
-        step: `rank_step(rank)`.
-    """
+    """Return the bound on the recompute of any plan of a rank."""
     moments = _Moments(rank, step)
     return LowerBound(step.profile, steps=moments, fixed_bytes=moments.fixed_bytes)
 
@@ -69,7 +64,6 @@ class _Kind:
         self.num_micro_batches = 0
 
     def moments_of(self, kind: str) -> list[int]:
-        """Return the numbers of the moments in the actions of a kind."""
         later = min((start for start in self.start.values() if start > self.start[kind]), default=math.inf)
         return [number for number, event in enumerate(self.events.tolist()) if self.start[kind] <= event < later]
 
@@ -114,7 +108,6 @@ class _Moments:
 
     @property
     def most_s(self) -> float:
-        """Seconds of recompute if all runs again."""
         return math.fsum(kind.num_micro_batches * kind.step.most_s for kind in self._kinds.values())
 
     def everything_kept(self) -> StepChoice:

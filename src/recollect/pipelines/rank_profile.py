@@ -78,7 +78,6 @@ def rank_step(rank: Rank) -> RankStep:
 
 
 def stage_plan(plan: Plan, number: int, profile: Profile) -> Plan:
-    """Return the part of a rank's plan for one of its stages, with the stage's own paths."""
     units = {
         call.path: plan.units[path] for call in profile.calls if (path := unit_path(number, call.path)) in plan.units
     }
@@ -86,7 +85,6 @@ def stage_plan(plan: Plan, number: int, profile: Profile) -> Plan:
 
 
 def unit_path(number: int, path: str) -> str:
-    """Return the path of a stage's unit in the step of its rank."""
     return f"{number}.{path}" if path else str(number)
 
 
@@ -199,7 +197,6 @@ class _Writer:
         self._first_graph.update((id(parts), first) for parts in found)
 
     def add(self, action: PipelineAction) -> None:
-        """Add a forward, with calls of its own, or the backward of one, or half of it."""
         key = action.stage, action.micro_batch
         stage = self._rank.stages[action.stage]
         if self._buffers:
@@ -258,7 +255,6 @@ class _Writer:
         self._open[key] = found
 
     def _send_gradient(self, key: tuple[int, int], stage: RankStage, found: _InFlight) -> None:
-        """Release the gradient of a stage's input when its loop does."""
         frees = self._renumbered(found.parts.left_behind, found)
         number = key[0]
         if stage.previous_is_inside or (self._buffers and stage.previous_is_here):

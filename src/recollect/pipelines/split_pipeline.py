@@ -161,7 +161,6 @@ class _Search:
         self._budget_bytes = parse_budget(budget, reference_bytes=self._plain_peak_bytes, device_bytes=device_bytes)
 
     def result(self) -> PipelineSplit:
-        """Return the best split of all descents."""
         best = min(self._descend(start) for start in dict.fromkeys([self._even, self._fastest_plain()]))
         if best.shortfall_bytes:
             sizes = ", ".join(map(str, best.sizes))

@@ -31,7 +31,6 @@ class RecordedStage:
     """With one in two halves; None if no schedule splits it."""
 
     def parts_of(self, kind: str) -> StageParts:
-        """Return the parts with a backward of this kind."""
         found = self.whole if kind == BACKWARD else self.halves
         assert found is not None
         return found
@@ -117,7 +116,6 @@ class StageParts:
 
     @cached_property
     def input_bytes(self) -> int:
-        """Bytes of the micro-batch."""
         return self.profile.persistent.get("batch", 0)
 
     @property

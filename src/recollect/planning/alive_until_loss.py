@@ -42,7 +42,6 @@ def held_values(profile: Profile) -> tuple[frozenset[int], ...]:
 
 
 def _forwards(profile: Profile) -> Iterator[list[Event]]:
-    """Yield the events of each forward of the step."""
     events: list[Event] = []
     phase = FORWARD
     for event in profile.log.events():

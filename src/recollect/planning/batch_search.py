@@ -52,12 +52,10 @@ class TriedSize:
 
     @property
     def peak_bytes(self) -> int | None:
-        """Predicted peak under the plan."""
         return None if self.plan is None else self.plan.predicted_peak_bytes
 
     @property
     def slowdown(self) -> float | None:
-        """Predicted slowdown under the plan."""
         return None if self.plan is None else self.plan.predicted_slowdown
 
     @property
@@ -123,14 +121,6 @@ def search_batches(
     along: str = "size",
 ) -> LargestBatch:
     """Find the largest and the fastest batch within a budget, by recording a few sizes.
-
-    Args:
-        record: records the step of a size.
-        budget: see `recollect.largest_batch`.
-        tokens_each: see `recollect.largest_batch`.
-        multiple_of: see `recollect.largest_batch`.
-        max_size: see `recollect.largest_batch`.
-        along: see `recollect.largest_batch`.
 
     Raises:
         BudgetTooSmallError, ConfigError, QuantityError, RecordError: see `recollect.largest_batch`.

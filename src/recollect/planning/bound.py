@@ -188,7 +188,6 @@ class LowerBound:
         return added > 1.0 and not self._offloads
 
     def _raised(self, budget: float, most_price: float) -> tuple[float, bool]:
-        """Return the highest bound that these prices allow, and whether higher ones could raise it."""
         fixed, room = self._fixed_bytes / self._bytes, budget + self._away
         highest = -math.inf
         is_held_down = False

@@ -48,10 +48,6 @@ class Chain:
             simulated plan contains them.
         working: working sets measured by chains over other tables of the same profile; this chain adds to them.
 
-    Attributes:
-        costs: of choices of the table.
-        order: the rows in forward order.
-
     Complexity: (options per unit / identical units) simulations once; then, for each budget, up to eight rounds of one
         program and one simulation.
     """
@@ -181,7 +177,6 @@ class Chain:
         )
 
     def correct(self, candidate: Candidate) -> None:
-        """Correct the model by the simulated peaks of a candidate."""
         earlier = self._earlier(candidate.choice)
         for window, (position, number) in enumerate(self._places):
             if position >= 0:

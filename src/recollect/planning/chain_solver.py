@@ -106,7 +106,6 @@ class ChainSolver:
 
     @cached_property
     def _working_bytes(self) -> list[int]:
-        """Workspace for recomputing each layer."""
         return working_bytes(self.profile, self._options_of)
 
     @cached_property
@@ -120,7 +119,6 @@ class ChainSolver:
         return ChainSolver(self.profile, like=self, lean=self.leanest)
 
     def measured(self) -> Chain:
-        """Return the measured options of units that keep their outputs."""
         return self._chain(frozenset())
 
     def best(self, budget_bytes: int, enough_s: float) -> Candidate | None:
@@ -210,7 +208,6 @@ class ChainSolver:
         return self._chains[dropped]
 
     def _best_known(self, budget_bytes: int) -> Candidate | None:
-        """Return the fastest candidate of all chains within the budget."""
         known = (found for chain in self._chains.values() for found in chain.costs.known())
         return min((found for found in known if found.peak_bytes <= budget_bytes), key=_by_time, default=None)
 
@@ -258,12 +255,10 @@ def unit_options(graph: UnitGraph, *, output: Action = Action.KEEP, most_options
 
 
 def _spread(options: Sequence[Option], most: int) -> Sequence[Option]:
-    """Return at most this many of the options, evenly spread."""
     return options if len(options) <= most else [options[len(options) * i // most] for i in range(most)]
 
 
 def _without_modules(graph: UnitGraph, option: Option) -> Iterator[Stored]:
-    """Yield the stored values if one of the recomputing modules keeps its values instead."""
     computed: dict[str, set[int]] = {}
     for op in sorted(option.recompute_ops):
         computed.setdefault(module_of(graph.ops[op].name), set()).update(graph.ops[op].outputs)

@@ -72,10 +72,6 @@ class StepCut:
 class CheapestStep:
     """The cheapest choices of one step, at any prices.
 
-    Args:
-        profile: the recorded step.
-        times: this profile's moments that can have a price.
-
     Complexity: a maximum flow among a node for each op and value of the step at each priced moment. 80 layers: 15 ms for one
         priced moment, 60 ms for twelve.
 
@@ -255,7 +251,6 @@ class _Charges:
         self._seconds = np.array(self.all_s)
 
     def add_to(self, edges: _Edges) -> None:
-        """Add a node for each charge."""
         first = edges.num_nodes
         edges.num_nodes += len(self._seconds)
         edges.add(self._ops[:, 0], first + self._ops[:, 1], np.inf)
@@ -263,7 +258,6 @@ class _Charges:
         edges.add(first + np.arange(len(self._seconds)), edges.sink, self._seconds)
 
     def seconds(self, runs: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Return the charges that are due if these ops run again."""
         is_due = np.zeros(len(self._seconds), dtype=bool)
         is_due[self._ops[np.isin(self._ops[:, 0], runs), 1]] = True
         is_due[self._units[is_due[self._units[:, 0]], 1]] = True

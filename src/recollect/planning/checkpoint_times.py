@@ -105,7 +105,6 @@ def _at(chosen: NDArray[np.int64], changes: Iterable[tuple[int, int, int]], num_
 def _one_per_storage(
     can_cost: NDArray[np.bool_], needed: NDArray[np.bool_], first_in_storage: NDArray[np.int64]
 ) -> NDArray[np.bool_]:
-    """Return the values that can cost memory, at most one per storage."""
     found: NDArray[np.bool_] = can_cost.copy()
     for first in np.unique(first_in_storage[first_in_storage != np.arange(len(first_in_storage))]):
         latest_first = np.flatnonzero(first_in_storage == first)[::-1]
@@ -118,7 +117,6 @@ def _one_per_storage(
 def _candidates(
     profile: Profile, fixed_bytes: NDArray[np.int64], demanded_bytes: NDArray[np.int64], phases: NDArray[np.int64]
 ) -> set[int]:
-    """Return the positions of the events to look at."""
     chosen: set[int] = set()
     starts = [window.start for window in windows(profile)]
     for start, end in itertools.pairwise([*starts, len(fixed_bytes)]):

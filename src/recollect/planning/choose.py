@@ -138,7 +138,6 @@ class Planner:
 
     @property
     def plain_peak_bytes(self) -> int:
-        """Return the predicted peak of the step that keeps everything."""
         return self._plain.peak_bytes
 
     @without_collections()

@@ -71,12 +71,7 @@ def compiled_menu(graph: UnitGraph) -> tuple[Keeps, ...]:
 
 
 def keeps_of(graph: UnitGraph, kept: Collection[int]) -> dict[str, Action]:
-    """Return a compiled unit's action for each of its values, by name, if it keeps some and drops all others that it can.
-
-    Args:
-        graph: the unit.
-        kept: indices of the values.
-    """
+    """Return a compiled unit's action for each of its values, by name, if it keeps some and drops all others that it can."""
     return compiled_actions(graph, {*kept, *(index for index, value in enumerate(graph.values) if value.must_keep)})
 
 
@@ -97,12 +92,7 @@ def with_compiled_costs(graph: UnitGraph) -> UnitGraph:
 
 
 def undominated(variants: Sequence[VariantRecord], values: UnitGraph) -> tuple[VariantRecord, ...]:
-    """Return PyTorch's own choice, and the variants that no other beats in every number; of equal ones the first.
-
-    Args:
-        variants: PyTorch's own choice first.
-        values: the unit.
-    """
+    """Return PyTorch's own choice, and the variants that no other beats in every number; of equal ones the first."""
     left: list[VariantRecord] = []
     for number, variant in enumerate(variants):
         others = (*left, *variants[number + 1 :])

@@ -65,24 +65,19 @@ class Stored(NamedTuple):
 
     @classmethod
     def whole_values(cls, values: Iterable[int]) -> Stored:
-        """Return these values, each as a whole."""
         return cls(frozenset(values))
 
     @property
     def values(self) -> frozenset[int]:
-        """The values that are stored in any way."""
         return self.whole | self.parts if self.parts else self.whole
 
     def toggled(self, value: int) -> Stored:
-        """Return the same with one value kept as a whole, or not if it is."""
         return Stored(self.whole ^ {value}, self.parts)
 
     def toggled_part(self, value: int) -> Stored:
-        """Return the same with one value kept as a part, or not if it is."""
         return Stored(self.whole, self.parts ^ {value})
 
     def with_whole(self, values: Iterable[int]) -> Stored:
-        """Return the same with these values kept as a whole, too."""
         return Stored(self.whole.union(values), self.parts)
 
     def without(self, values: Iterable[int]) -> Stored:
@@ -120,7 +115,6 @@ class Option:
 
     @property
     def key(self) -> tuple[Stored, Action, EngineChoice, int]:
-        """The key that distinguishes the options of one unit."""
         return self.stored, self.output, self.engine, self.variant
 
 
@@ -181,10 +175,6 @@ def unit_hull(graph: UnitGraph, *, output: Action = Action.KEEP) -> tuple[Option
 
 class Evaluator:
     """Evaluates sets of kept values for one unit.
-
-    Args:
-        graph: the unit.
-        output: as in `unit_hull`.
 
     Example:
         >>> from recollect.profile.graph import OpRecord, ValueRecord

@@ -100,18 +100,7 @@ def _best_start(units: LeanUnits, num_alive: Mapping[str, int]) -> list[Option]:
 
 
 class _Descent:
-    """Lowers the peaks of one step.
-
-    Args:
-        units: the units of the step.
-        options: those to begin with.
-
-    Attributes:
-        options: the present option of each unit.
-        peaks: the simulated peaks with these options.
-        best: the options with the lowest peak so far.
-        best_bytes: that peak.
-    """
+    """Lowers the peaks of one step."""
 
     def __init__(self, units: LeanUnits, options: Sequence[Option]) -> None:
         self._units = units
@@ -213,7 +202,6 @@ class _Descent:
         return self._team_of[row] if output == self._first_output[row] else (row,)
 
     def _measure(self, mover: _Team, option: Option) -> tuple[list[Option], _Peaks]:
-        """Simulate an option of these rows and remember its effect."""
         options = self._changed(mover, option)
         peaks = self._units.peaks(options)
         change = peaks - self.peaks - self._kept_changes(mover, [option])[0]
@@ -224,7 +212,6 @@ class _Descent:
         return [option if row in mover else known for row, known in enumerate(self.options)]
 
     def _kept_changes(self, mover: _Team, options: Sequence[Option]) -> _Peaks:
-        """Return, for each of these options, how the bytes kept change in each window."""
         num_alive = self._units.num_alive[:, list(mover)]
         kept_bytes = np.array([option.kept_bytes for option in options])
         now = num_alive @ np.array([self.options[row].kept_bytes for row in mover])

@@ -65,16 +65,13 @@ class LeanUnits:
 
     @property
     def is_spent(self) -> bool:
-        """Whether the time for simulations is used up."""
         return self._num_left <= 0
 
     @cached_property
     def working_bytes(self) -> list[int]:
-        """Workspace for recomputing each layer."""
         return working_bytes(self.profile, everything_dropped)
 
     def option(self, row: int, stored: Stored, output: Action) -> Option:
-        """Return the option of a unit that stores these values, as far as useful."""
         graph = self.rows[row].graph
         key = graph, stored, output
         if key not in self._options:
@@ -87,7 +84,6 @@ class LeanUnits:
         return [self.option(row, Stored(), output), self.option(row, Stored.whole_values(saved), output)]
 
     def neighbors(self, row: int, option: Option) -> list[Option]:
-        """Return the options that differ in one value."""
         graph = self.rows[row].graph
         parts = [part.value for part in self.profile.graphs[graph].parts]
         stored = *map(option.stored.toggled, self._worth_keeping(graph)), *map(option.stored.toggled_part, parts)
@@ -107,11 +103,9 @@ class LeanUnits:
         return [self.option(row, stored, Action.RECOMPUTE) for stored in dict.fromkeys((Stored(), inner, *others))]
 
     def reads_dropped(self, row: int, options: Sequence[Option]) -> bool:
-        """Return whether a unit reads an output that is dropped."""
         return any(options[source].output == Action.RECOMPUTE for source in self.table.sources[row])
 
     def peaks(self, options: Sequence[Option]) -> NDArray[np.float64]:
-        """Return the peak of each window."""
         self._num_left -= 1
         peaks = self._peak_sums.peaks(self.table.decisions_of(options))
         return np.array(peaks.window_peaks, dtype=np.float64)
@@ -145,12 +139,7 @@ def worth_keeping(graph: UnitGraph) -> list[int]:
 
 
 def checkpoints(graph: UnitGraph, inputs: Collection[int]) -> list[int]:
-    """Return the values, no larger than the unit's output, that suffice to compute it; the smallest first.
-
-    Args:
-        graph: the unit.
-        inputs: the values that other units compute.
-    """
+    """Return the values, no larger than the unit's output, that suffice to compute it; the smallest first."""
     outputs = {index for index, value in enumerate(graph.values) if value.is_output and value.producer is not None}
     most_bytes = sum(graph.values[index].nbytes for index in outputs)
 

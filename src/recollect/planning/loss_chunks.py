@@ -66,9 +66,6 @@ def plan_with_chunks(
         loss_chunks: a number, or "auto" to try 1, 4, 16 and 64 and take the smallest of those that are equally fast.
         host_budget: host memory for offloaded values; see `plan`.
 
-    Returns:
-        The plan and the profile it was made from.
-
     Raises:
         BudgetTooSmallError: no plan fits with any number; carries the lowest peak of all.
         ChunkedLossError, RecordError, QuantityError: as `record` and `plan`. With "auto", a model whose loss cannot be
@@ -113,10 +110,6 @@ def plan_with_chunks(
 
 def fewest_chunks(plan: Callable[[int, int | str], _Step], budget: int | str) -> _Step:
     """Plan a step of several devices with the smallest number of loss chunks that is as fast as larger numbers.
-
-    Args:
-        plan: plans the step with a number of chunks, for a budget.
-        budget: the budget of each device; a percentage is of the fullest one with the whole loss.
 
     Raises:
         BudgetTooSmallError: no plan fits with any number; has the lowest peak of all.

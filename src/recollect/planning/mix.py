@@ -105,7 +105,6 @@ class _Mix:
         self._tolerance = _ROUNDING * self._budget
 
     def chosen(self) -> list[int] | None:
-        """Return the fastest choice found."""
         free = np.arange(len(self._unit_of))
         point = self._point(free, self._budget * np.ones(len(self._loads)))
         if point is None:

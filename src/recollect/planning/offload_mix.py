@@ -58,12 +58,6 @@ def offload_mix(
 ) -> list[NDArray[np.float64]] | None:
     """Return the share of each option of each unit in the fastest mix; None if none fits the budget.
 
-    Args:
-        units: in forward order.
-        link: the cost of copies.
-        budget_bytes: limit on each window.
-        host_bytes: limit on the offloaded bytes.
-
     Complexity: a linear program with an unknown for each option, and five for each unit.
     """
     program = _Program(units, link, budget_bytes, host_bytes)
@@ -136,7 +130,6 @@ class _Program:
         self._add([*earlier, *own, *away], 1.0)
 
     def solved(self) -> NDArray[np.float64] | None:
-        """Return the shares of the fastest mix."""
         num_unknowns = self._of_window(2 * self._num_units, 0)
         seconds = np.zeros(num_unknowns)
         seconds[: self._num_shares] = np.concatenate([unit.backward.recompute_s for unit in self._units])
@@ -179,13 +172,7 @@ class OffloadUnits:
 
 
 def measured_units(profile: Profile, course: Course, least_bytes: int) -> OffloadUnits | None:
-    """Return the units of a step; None if units run several times.
-
-    Args:
-        profile: the recorded step.
-        course: the course of the step that keeps everything.
-        least_bytes: the smallest values to offload.
-    """
+    """Return the units of a step; None if units run several times."""
     chain = ChainSolver(profile).measured()
     table = chain.costs.table
     if len(table.rows) != len(profile.calls):

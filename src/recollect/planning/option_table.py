@@ -45,7 +45,6 @@ class UnitRow:
 
     @property
     def outputs(self) -> tuple[Action, ...]:
-        """The action of the unit's output under each option."""
         return tuple(option.output for option in self.options)
 
 
@@ -57,10 +56,6 @@ class OptionTable:
         dropped_outputs: paths of the units whose output is dropped too.
         options_of: returns the options of one unit, from the leanest to the fattest.
         free_outputs: paths of the units that may keep or drop their output.
-
-    Attributes:
-        rows: the units.
-        sources: for each row, the rows whose outputs its unit reads.
     """
 
     def __init__(
@@ -90,7 +85,6 @@ class OptionTable:
         return tuple(len(row.options) - 1 for row in self.rows)
 
     def options(self, choice: Choice) -> list[Option]:
-        """Return the chosen option of each row."""
         return [row.options[column] for row, column in zip(self.rows, choice, strict=True)]
 
     def choice_of(self, options: Sequence[Option]) -> Choice:
@@ -105,7 +99,6 @@ class OptionTable:
         )
 
     def decisions(self, choice: Choice) -> list[CallActions]:
-        """Return the values that each call of the profile drops."""
         return self.decisions_of(self.options(choice))
 
     def decisions_of(self, options: Sequence[Option]) -> list[CallActions]:
@@ -131,7 +124,6 @@ class OptionTable:
         )
 
     def _lacks_output(self, index: int, option: Option) -> bool:
-        """Return whether a row's output is not in memory as a whole."""
         graph = self.profile.graphs[self.rows[index].graph]
         return option.output == Action.RECOMPUTE or any(graph.values[value].is_output for value in option.stored.parts)
 
@@ -200,13 +192,7 @@ def _alike(graphs: Mapping[int, UnitGraph], largest: UnitGraph) -> UnitGraph:
 
 
 def with_options(options_of: OptionsOf, table: OptionTable, known: Sequence[Option]) -> OptionsOf:
-    """Return the source of a unit's options, and of options that store the same under known ones.
-
-    Args:
-        options_of: gives the other options.
-        table: its rows have the known options.
-        known: an option for each row.
-    """
+    """Return the source of a unit's options, and of options that store the same under known ones."""
     known_of: dict[UnitGraph, set[Stored]] = {}
     for row, option in zip(table.rows, known, strict=True):
         known_of.setdefault(table.profile.graphs[row.graph], set()).add(option.stored)
@@ -245,7 +231,6 @@ def unit_plan(graph: UnitGraph, option: Option) -> UnitPlan:
 
 
 def _ops_of_outputs(graph: UnitGraph, option: Option) -> frozenset[int]:
-    """Return the ops that compute the outputs of the unit from kept values."""
     kept = option.stored.values
     needed = {index for index, value in enumerate(graph.values) if value.is_output} - kept
     ops = set()
@@ -279,7 +264,6 @@ class Candidate:
 
     @property
     def peak_bytes(self) -> int:
-        """Return the peak of the whole step."""
         return self.cost.peak_bytes
 
     @property
@@ -289,21 +273,14 @@ class Candidate:
 
     @property
     def options(self) -> list[Option]:
-        """Return the chosen option of each row."""
         return self.table.options(self.choice)
 
     def decisions(self) -> list[CallActions]:
-        """Return the values that each call of the profile drops."""
         return self.table.decisions(self.choice)
 
 
 class KnownCosts:
-    """Makes candidates of choices of one table, and remembers their exact costs, so that each is computed once.
-
-    Args:
-        peak_sums: computes the cost of decisions, with the peaks of its windows.
-        table: the options that choices refer to.
-    """
+    """Makes candidates of choices of one table, and remembers their exact costs, so that each is computed once."""
 
     def __init__(self, peak_sums: PeakSums, table: OptionTable) -> None:
         self.table = table
@@ -312,11 +289,9 @@ class KnownCosts:
         self._costs: dict[Choice, Peaks] = {}
 
     def candidate(self, choice: Choice) -> Candidate:
-        """Return the candidate of a choice."""
         if choice not in self._costs:
             self._costs[choice] = self._peak_sums.peaks(self.table.decisions(choice))
         return Candidate(self.table, choice, self._costs[choice])
 
     def known(self) -> Iterator[Candidate]:
-        """Yield all candidates so far."""
         return (Candidate(self.table, choice, cost) for choice, cost in self._costs.items())

@@ -74,10 +74,6 @@ def outputs_within(profile: Profile, segments: Iterable[Sequence[str]]) -> froze
     """Return the paths of units whose output is dropped if each segment of layers keeps only its input.
 
     The last output of a segment is kept, and any output that calls other than the next layer read.
-
-    Args:
-        profile: the recorded step.
-        segments: paths of consecutive layers.
     """
     following = {
         profile.calls[here].path: profile.calls[there].path

@@ -91,11 +91,6 @@ def plan(profile: Profile, budget: int | str, host_budget: int | str = 0, *, lin
 def planner_for(profile: Profile, host_budget: int | str = 0, *, link_share: float = LINK_SHARE) -> Planner:
     """Return a planner of one profile for any number of budgets.
 
-    Args:
-        profile: the recorded step.
-        host_budget: as for `plan`.
-        link_share: as for `plan`.
-
     Raises:
         ArgumentError, PlanError, ProfileFormatError, QuantityError: as `plan`.
 
@@ -118,7 +113,6 @@ class _Found:
 
     @property
     def added_s(self) -> float:
-        """Seconds added to the step."""
         return self.cost.recompute_s + self.wait_s
 
 
@@ -210,17 +204,11 @@ class OffloadPlanner(Planner):
         return f"With more host memory it can be met: host_budget={needed!r}, at a slowdown of {percent:.1f} %."
 
     def offloading(self, base: Plan, budget_bytes: int) -> Plan | None:
-        """Return the plan with as few kept values offloaded as the budget requires; None if it cannot fit.
-
-        Args:
-            base: keeps and recomputes.
-            budget_bytes: limit on the peak.
-        """
+        """Return the plan with as few kept values offloaded as the budget requires; None if it cannot fit."""
         found = self._offloaded(base, budget_bytes)
         return None if found is None else self._finished(found, budget_bytes)
 
     def _searched(self, budget_bytes: int, least_bytes: int) -> _Found | None:
-        """Return the fastest plan found that offloads."""
         mixed = self._mixed(budget_bytes)
         if (
             mixed is not None
@@ -231,7 +219,6 @@ class OffloadPlanner(Planner):
         return _fastest(mixed, self._of_larger_budgets(budget_bytes, least_bytes))
 
     def _of_larger_budgets(self, budget_bytes: int, least_bytes: int) -> _Found | None:
-        """Return the fastest plan found among those that recompute for larger budgets."""
         stretch = max(0, self.plain_peak_bytes - least_bytes)
         tried: dict[float, _Found | None] = {}
 

@@ -95,7 +95,6 @@ class PricedSearch:
             pass
 
     def known(self) -> Iterator[Candidate]:
-        """Yield all candidates so far."""
         for chain in self._chains.values():
             yield from chain.costs.known()
 
@@ -118,10 +117,6 @@ class _Unit(NamedTuple):
 
 class PricedChain(Chain):
     """A `Chain` for a model with values alive until the loss.
-
-    Args:
-        costs, most_probes: as in `Chain`.
-        held: for each graph, the values alive until the loss.
 
     Complexity: about ten runs of the program for each one of `Chain`, with fewer cells.
     """
@@ -147,12 +142,7 @@ class PricedChain(Chain):
         ]
 
     def better(self, start: Candidate, budget_bytes: int) -> Iterator[Candidate]:
-        """Yield candidates, each filling the room left by the last one within the budget.
-
-        Args:
-            start: a candidate within the budget.
-            budget_bytes: as in `best`.
-        """
+        """Yield candidates, each filling the room left by the last one within the budget."""
         self._refused[:] = 0
         for _ in range(_MOST_FILLINGS):
             self.correct(start)

@@ -64,7 +64,6 @@ class TripPlanner:
 
     @cached_property
     def _keys(self) -> dict[Name, list[Key]]:
-        """The values of each name, in all calls of its unit."""
         found: defaultdict[Name, list[Key]] = defaultdict(list)
         for call, decision in enumerate(decide(self._profile, self._offloads_all)):
             record = self._profile.calls[call]
@@ -73,7 +72,6 @@ class TripPlanner:
         return found
 
     def nbytes(self, name: Name) -> int:
-        """Return the bytes of a value in all calls of its unit."""
         return sum(nbytes_of(self._profile, key) for key in self._keys[name])
 
     def scheduled(self, names: Collection[Name], *, haste: float = 1.0) -> tuple[Plan, float]:
@@ -160,7 +158,6 @@ def with_trips(profile: Profile, plan: Plan, trips: Mapping[Name, Trip]) -> Plan
 
 
 def _kept(profile: Profile, plan: Plan, least_bytes: int) -> list[Name]:
-    """Return the values that a plan keeps, and could offload."""
     found: dict[Name, None] = {}
     refused: set[Name] = set()
     for call, decision in zip(profile.calls, decide(profile, with_trips(profile, plan, {})), strict=True):

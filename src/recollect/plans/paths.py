@@ -14,7 +14,6 @@ _LONGEST_RANGE = 100_000
 
 
 def is_plain(path: str) -> bool:
-    """Whether no component of the path could be mistaken for a range."""
     return not any(_RANGE.fullmatch(part) for part in path.split("."))
 
 

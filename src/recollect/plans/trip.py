@@ -56,9 +56,7 @@ class Copy(Protocol):
         """Release the value's bytes on the device, once they have been copied."""
         ...
 
-    def come_back(self) -> None:
-        """Begin to copy it back, if it is away."""
-        ...
+    def come_back(self) -> None: ...
 
 
 class Timetable:
@@ -74,7 +72,6 @@ class Timetable:
         self._returns: list[tuple[int, weakref.ref[Copy]]] = []
 
     def add(self, copy: Copy, run: int, trip: Trip) -> None:
-        """Add the copy of a value that this run has computed."""
         leaving = self._leaving_in_backward if trip.leaves_in_backward else self._leaving
         reference: weakref.ref[Copy] = weakref.ref(copy)
         leaving[run + trip.leaves].append(reference)
@@ -82,7 +79,6 @@ class Timetable:
         self._returns.append((run + trip.returns, reference))
 
     def forward(self, run: int) -> None:
-        """Note that a run begins, or could."""
         for number in [number for number in self._leaving if number <= run]:
             _have_leave(self._leaving.pop(number))
 

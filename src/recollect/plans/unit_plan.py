@@ -86,7 +86,6 @@ class UnitPlan:
 
 
 def _trips(actions: Mapping[str, Action], given: Mapping[str, Trip]) -> dict[str, Trip]:
-    """Return a trip for each value that is offloaded."""
     for name in given:
         if actions.get(name) is not Action.OFFLOAD:
             raise PlanError(f"trip of value {name!r}: got one, expected none, as the value is not offloaded")

@@ -86,7 +86,6 @@ class StepLog:
 
     @property
     def num_events(self) -> int:
-        """Number of events of the step."""
         return sum(len(self.blocks[block]) for block, _ in self.sequence)
 
     def events(self) -> Iterator[Event]:
@@ -94,7 +93,6 @@ class StepLog:
         return chain.from_iterable(self.blocks[block] for block, _ in self.sequence)
 
     def operands(self, code: int) -> Iterator[tuple[int, ...]]:
-        """Yield the operands of the events with one code."""
         return (event[1:] for event in self.events() if event[0] == code)
 
     def play(self, handlers: Mapping[int, Callable[..., object]]) -> Iterator[Event]:
@@ -113,7 +111,6 @@ class StepLog:
             yield event
 
     def place(self, position: int) -> tuple[int, int]:
-        """Return the block of the event at a position of the step, and its position in there."""
         index = position
         for block, _ in self.sequence:
             if index < len(self.blocks[block]):
@@ -124,10 +121,6 @@ class StepLog:
 
 def check_log(log: StepLog, graphs: Sequence[UnitGraph]) -> None:
     """Check that every event is known, has no negative bytes, and refers to existing items.
-
-    Args:
-        log: the events.
-        graphs: the graph of each unit call.
 
     Raises:
         ValueError: names the block, the event in it, and the problem.

@@ -192,7 +192,6 @@ class UnitGraph:
 
     @property
     def saved_bytes(self) -> int:
-        """Bytes of these values."""
         return sum(self.values[index].nbytes for index in self.saved_values)
 
     @property

@@ -288,10 +288,6 @@ def block_bytes(nbytes: int, device: str) -> int:
 
     With `expandable_segments:True` blocks of 10 MiB or more take up to 1 MiB less.
 
-    Args:
-        nbytes: as asked for.
-        device: "cpu", "cuda", "cuda:1", ...
-
     Example:
         >>> block_bytes(5, "cuda:0"), block_bytes(5, "cpu")
         (512, 5)
@@ -371,7 +367,6 @@ def _decode_call(call: Field) -> UnitCall:
 
 
 def _numbers(place: Field, *expected: str) -> tuple[Any, ...]:
-    """Return the expected number of integers."""
     numbers = place.integers()
     if len(numbers) != len(expected):
         raise place.error(f"{place.where}: got {list(numbers)}, expected [{', '.join(expected)}]")

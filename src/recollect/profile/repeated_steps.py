@@ -27,9 +27,6 @@ def fold(profile: Profile) -> Profile:
     The peak, recompute time and slowdown of every plan stay as they are; `step_s` covers the whole step. Calls are
     numbered anew.
 
-    Args:
-        profile: a profile of any step; without equal micro-steps it is returned as it is.
-
     Complexity: a few passes over the events.
 
     Example:
@@ -116,14 +113,7 @@ def _can_leave_out(found: Sequence[Stretch], first: int, stored: int, period: in
 
 
 class _Folding:
-    """Writes the folded profile.
-
-    Args:
-        profile: the whole step.
-        found: its stretches.
-        runs: the stretches to leave out.
-        gone: the calls in them.
-    """
+    """Writes the folded profile."""
 
     def __init__(self, profile: Profile, found: Sequence[Stretch], runs: Sequence[_Run], gone: set[int]) -> None:
         self._profile = profile
@@ -144,7 +134,6 @@ class _Folding:
         self._storage_of: dict[Item, int] = {}
 
     def folded(self) -> Profile:
-        """Return the profile."""
         log: list[Event] = []
         for number, stretch in enumerate(self._found):
             if number in self._left_out:

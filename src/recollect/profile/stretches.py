@@ -108,7 +108,6 @@ class StepReader:
         stretch.form = (*self._last[0], *calls)
 
     def _tail(self, start: int) -> Stretch:
-        """Return the rest of a stretch, from a position in the log on."""
         now = [*self._held.items(), *self._let_go_of]
         held = {item: found for item, found in now if found.birth < start <= found.death}
         start_bytes = sum(self._profile.block_bytes(found.nbytes) for found in held.values())
@@ -169,7 +168,6 @@ class StepReader:
         self._steps.append((events.OP, *name, index))
 
     def _runs(self, call: int) -> tuple[object, ...]:
-        """Name a call that runs now."""
         self._num_calls = max(self._num_calls, call + 1)
         return self._call_name(call)
 

@@ -38,19 +38,13 @@ class Place(Enum):
 
 
 class Ranks:
-    """One process on its own; `Group` is several.
-
-    Attributes:
-        is_first: this process is the first of them.
-        ranks: their numbers among all processes.
-    """
+    """One process on its own; `Group` is several."""
 
     is_alone = True
     ranks: tuple[int, ...] = (0,)
     is_first = True
 
     def all_of(self, flags: Sequence[bool], place: Place) -> list[bool]:
-        """Return for each flag whether it is set in all processes."""
         return list(flags)
 
     def gather(self, value: Any, place: Place) -> list[Any]:
@@ -93,12 +87,10 @@ class Group(Ranks):
         return [False] * left_out + self._common(flags[left_out:], place)
 
     def gather(self, value: Any, place: Place) -> list[Any]:
-        """See `Ranks`."""
         self._common([], place)
         return self._gathered(value)
 
     def together(self, action: Callable[[], T], place: Place, *, undo: Callable[[T], object] | None = None) -> T:
-        """See `Ranks`."""
         try:
             result, problem = action(), None
         except Exception as error:
@@ -188,7 +180,6 @@ class _Meeting:
         self._group: Any = None
 
     def wait(self, seconds: float) -> list[int]:
-        """Return the processes that have not arrived."""
         if self._world is not dist.group.WORLD:
             # PyTorch's groups were made anew, and the connections are gone.
             self._world, self._group, self._number = dist.group.WORLD, None, 0
@@ -207,7 +198,6 @@ class _Meeting:
         return []
 
     def group(self) -> dist.ProcessGroup:
-        """Return the processes, connected by gloo."""
         if self._group is None:
             # A separate group, so that this does not interfere with the loop's own exchanges.
             self._group = dist.new_group(

@@ -85,11 +85,6 @@ def _no_group(group: object, call: str, reason: str) -> ArgumentError:
 def check_alike(ranks: Ranks, model: nn.Module, settings: Mapping[str, object]) -> None:
     """Check that all processes are about to do the same.
 
-    Args:
-        ranks: the processes.
-        model: with the same modules and parameters in all of them; sizes may differ, as experts' do.
-        settings: arguments, by name.
-
     Raises:
         ConfigError: a setting is another one in some process.
         RecordError: a model is.
@@ -150,14 +145,6 @@ def common_plan(
 
     Of the plans that keep all of them within their budgets, take the one whose slowest process is fastest; if none
     does, the one with the smallest excess.
-
-    Args:
-        profile: as this process recorded it.
-        own: the plan that this process made.
-        plain_bytes: the peak of this process without recompute.
-        budget_bytes: the budget of this process.
-        ranks: the processes.
-        place: where they are.
     """
     if ranks.is_alone:
         return own, own.predicted_slowdown or 0.0
@@ -203,11 +190,6 @@ def with_common_times(profile: Profile, ranks: Ranks, place: Place = Place.START
     So they make the same plan of them. The median, since each time was measured once in each process, and one that was
     disturbed says nothing about the step. The slowest process sets the pace, but of equal devices none is slower than
     the others in every step. Links to the hosts' memory differ, so the slowest link counts.
-
-    Args:
-        profile: as this process recorded it.
-        ranks: those that recorded it together.
-        place: where they are.
     """
     if ranks.is_alone or profile.fake:
         return profile
@@ -256,7 +238,6 @@ def _with_times(profile: Profile, times: Iterator[float]) -> Profile:
 
 
 def _fingerprint(profile: Profile) -> str:
-    """Return a digest of the ops that the times belong to."""
     words = [repr([(call.path, call.graph, call.num_runs) for call in profile.calls])]
     words += [_words(graph) for graph in profile.graphs]
     return hashlib.sha256("\n".join(words).encode()).hexdigest()

@@ -18,13 +18,6 @@ def assemble(
 ) -> Profile:
     """Return the profile; calls with equal graphs share one.
 
-    Args:
-        recorder: after the step.
-        costs: the costs that the ops ran with.
-        layers: paths of the units that are repeated layers.
-        ranks: the ranks that may hold parts of values; they all assemble together.
-        **facts: the other fields of the profile.
-
     Warns:
         UserWarning: none of the layers ran.
     """

@@ -60,7 +60,6 @@ class EventLog:
         self._needs: list[Death] = []
 
     def log(self, *event: int) -> None:
-        """Add an event, unless the step is over."""
         if not self.is_over:
             self.append(event)
 
@@ -70,7 +69,6 @@ class EventLog:
         self.replace(settled(self.settle()))
 
     def settle(self) -> list[Event]:
-        """Return the list of the events so far."""
         fresh = self._events[self.num_settled :]
         found = settled(fresh)
         # Objects may have died meanwhile.
@@ -102,7 +100,6 @@ class EventLog:
 
     @property
     def has_open_needs(self) -> bool:
-        """Whether backward still needs a saved value."""
         return any(death() is not None for death in self._needs)
 
     def close(self) -> list[Death]:

@@ -37,10 +37,6 @@ def find_units(model: nn.Module, paths: Iterable[str] | None = None) -> list[Uni
     An only child of such a container is a layer too if it contains a module of a layer's class (multi-token prediction of
     depth 1). Everything else (embedding, final norm, head) is split into units as large as possible.
 
-    Args:
-        model: any module.
-        paths: module paths of the layers, to choose them by hand.
-
     Raises:
         UnsupportedModelError: there is nothing to plan in the model, or `paths` is empty.
         UnknownNameError: one of `paths` is not a module of the model, or lies inside another one.

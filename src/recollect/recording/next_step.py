@@ -51,7 +51,6 @@ class Leftovers:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all of them."""
         return sum(self.values.values()) + sum(self.storages.values())
 
 
@@ -129,11 +128,7 @@ def with_last_step(recorded: Sequence[Event], last: Mapping[int, tuple[int, int]
 
 
 class Phases:
-    """The phases of a step, by position.
-
-    Args:
-        recorded: the events of the step.
-    """
+    """The phases of a step, by position."""
 
     def __init__(self, recorded: Sequence[Event]) -> None:
         begins = [(position, event[1]) for position, event in enumerate(recorded) if event[0] == events.PHASE]
@@ -230,9 +225,6 @@ def with_copies(profile: Profile) -> Profile:
 
     It is for choosing a plan. Where the plan drops such a value, its recomputed copy stays as long as the model holds
     the value; this is ignored.
-
-    Args:
-        profile: a profile of any step.
     """
     recorded = list(profile.log.events())
     added: defaultdict[int, list[Event]] = defaultdict(list)
@@ -280,9 +272,6 @@ class Returns:
     """Records when the outermost calls of a model, or of the models in a list, return.
 
     Calls with and without gradients are different: with a model that is its own teacher, both outputs are held.
-
-    Args:
-        recorder: the recorder of the step.
     """
 
     def __init__(self, recorder: StepRecorder) -> None:
@@ -295,7 +284,6 @@ class Returns:
 
     @contextmanager
     def seen_by_hooks(self, model: nn.Module, unit_paths: Collection[str]) -> Iterator[None]:
-        """Within the block, note the calls that begin in it."""
         with ExitStack() as stack:
             for module in entry_modules(model, unit_paths).values():
                 stack.callback(module.register_forward_pre_hook(self._begin).remove)
@@ -320,16 +308,12 @@ class Returns:
 
         Among calls whose outputs are held, the outputs of the first are replaced when the module first returns, and so
         on: in accumulation, the last call's outputs by the first call's.
-
-        Args:
-            alive: the storages that the step leaves alive.
         """
         held = {key: where for key, where in self._outputs.items() if key in alive}
         numbers = {caller: sorted({n for other, n in held.values() if other == caller}) for caller in self._positions}
         return {key: self._positions[caller][numbers[caller].index(n)] for key, (caller, n) in held.items()}
 
     def deaths(self) -> Iterator[Event]:
-        """Yield the events that say, or would say, that an output died."""
         for key in self._outputs:
             yield (events.DIES, *key) if isinstance(key, tuple) else (events.FREE, key)
 

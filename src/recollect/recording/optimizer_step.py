@@ -67,7 +67,6 @@ class OptimizerStep:
         return ((events.ALLOC, number, nbytes), *self.events, (events.FREE, number))
 
     def then(self, other: OptimizerStep) -> OptimizerStep:
-        """Return this step followed by one of another optimizer, with the state of both."""
         first = self._next_number()
         later = tuple((code, first + number, *size) for code, number, *size in other.events)
         return OptimizerStep(self.state_bytes + other.state_bytes, self.events + later)
@@ -392,5 +391,4 @@ class _TinyShapes:
         return self._shapes[shape]
 
     def real_bytes(self, tensor: torch.Tensor) -> int:
-        """Return the bytes of the tensor that a probe tensor represents."""
         return self.sizes.get(tensor.numel(), tensor.numel()) * tensor.element_size()

@@ -100,7 +100,6 @@ def check_optimizers(model: nn.Module, optimizers: Any) -> None:
 
 
 def state_tensors(optimizers: Any) -> list[torch.Tensor]:
-    """Return the distinct state tensors that the optimizers, and optimizers inside them, have now."""
     found = optimizers_in(optimizers)
     found += [inner for outer in found for inner in vars(outer).values() if isinstance(inner, torch.optim.Optimizer)]
     return tensors_in_state([list(optimizer.state.values()) for optimizer in found])

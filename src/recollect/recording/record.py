@@ -296,7 +296,6 @@ class _Loop:
 
 
 def _where(error: BaseException, model: nn.Module) -> str:
-    """Return the innermost module of a model in whose forward an error was raised, and the line."""
     paths = {id(module): path for path, module in model.named_modules()}
     found = "the loss, or what is around the model,"
     for frame, line in traceback.walk_tb(error.__traceback__):

@@ -87,11 +87,9 @@ class RecordingTape(Tape):
         return False
 
     def new_mode(self, unit_path: str) -> FunctionMode:
-        """Return a mode that reports to the recorder."""
         return _RecordingMode(self, unit_path)
 
     def run(self, unit_path: str, forward: Any, args: Any, kwargs: Any) -> Any:
-        """Run a unit's forward and record it as a call."""
         recorder = self.recorder
         outer = recorder.current
         if recorder.begin_forward() and outer is None:
@@ -197,7 +195,6 @@ class _RecordingMode(FunctionMode):
         return output
 
     def _note_contents(self, index: int, output: Any, ranks: RanksWithParts) -> None:
-        """Note the content of results that plans may hold as parts, to compare it with other ranks' results."""
         call = self.recorder.calls[index]
         if call.ops[-1].mutates:
             return
@@ -273,19 +270,16 @@ class _RecordingMode(FunctionMode):
         return output
 
     def watch_function(self, function: Any, args: Any, kwargs: Any) -> Any:
-        """Note where the record of the Function begins."""
         if self.function is None:
             self._function_mark = self.recorder.mark()
         return super().watch_function(function, args, kwargs)
 
     def end_function(self, run: FunctionRun) -> None:
-        """Record that arguments were written to."""
         super().end_function(run)
         # After an unseen write, the tape no longer has a recipe for them.
         keep_all(self.recorder.calls, run.wrote_unseen)
 
     def function_actions(self, run: FunctionRun, call: FunctionCall) -> OpActions:
-        """Record the Function as one op, and test whether a second run gives the same results."""
         recorder = self.recorder
         actions = super().function_actions(run, call)
         again = RunsAgain(run, call)

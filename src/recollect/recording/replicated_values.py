@@ -29,7 +29,6 @@ _GATHERING: Final = ("all_reduce", "all_gather", "broadcast")
 
 
 def _is_alike(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is the same on all ranks."""
     return getattr(storage_of(tensor), _ALIKE, False)
 
 
@@ -77,7 +76,6 @@ class RanksWithParts:
                 _mark(tensor.to_local() if placements else tensor, is_alike=True)  # type: ignore[attr-defined]
 
     def after_op(self, func: Any, facts: OpFacts, args: Any, kwargs: Any, output: Any) -> None:
-        """Follow an op."""
         if self._modelled is None:
             return
         inputs = list(_tensors((args, kwargs)))
@@ -118,7 +116,6 @@ class RanksWithParts:
         return parts, facts
 
     def _same(self, calls: Sequence[RecordedCall]) -> set[tuple[int, int]]:
-        """Return the values that have the same content on all ranks, as (call, value)."""
         if self._modelled is not None:
             return {(number, index) for number, call in enumerate(calls) for index in call.contents}
         keys = [(number, index) for number, call in enumerate(calls) for index in range(len(call.values))]

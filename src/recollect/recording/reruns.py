@@ -27,13 +27,7 @@ _AGAIN = Plan({"": UnitPlan({}, engine=EngineChoice.REGION)})
 
 
 def with_reruns(profile: Profile, samples: Mapping[int, UnitSample], device: torch.device) -> Profile:
-    """Return a profile whose repeated units know what running them again as a whole takes, where a copy can run alone.
-
-    Args:
-        profile: of a step on the tape.
-        samples: for each graph, a call of a unit that has it.
-        device: where the step runs.
-    """
+    """Return a profile whose repeated units know what running them again as a whole takes, where a copy can run alone."""
     repeated = sorted({call.graph for call in profile.calls if call.repeated} & samples.keys())
     found: dict[int, float] = {}
     graphs = list(profile.graphs)

@@ -91,7 +91,6 @@ class StepRecorder:
 
     @property
     def events(self) -> list[Event]:
-        """The events so far."""
         return self.event_log.settle()
 
     @contextmanager
@@ -318,7 +317,6 @@ class StepRecorder:
         return tracker
 
     def mark(self) -> Mark:
-        """Return the place in the record where it is now."""
         return Mark(len(self.events), len(self.other_runs), self.num_storages)
 
     def note_function(
@@ -395,6 +393,5 @@ class StepRecorder:
                 self._track(storage, node)
 
     def close(self) -> None:
-        """Stop logging, and release the storages."""
         self.event_log.end()
         self.trackers.detach()

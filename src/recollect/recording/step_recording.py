@@ -115,7 +115,6 @@ class StepRecording:
 
     @property
     def is_on_fake_tensors(self) -> bool:
-        """Whether the step runs on fake tensors, and its costs are modelled."""
         return self._modelled is not None
 
     def start(
@@ -186,7 +185,6 @@ class StepRecording:
         return [tensor for tensor in tensors if tensor.device == self.device and tensor.layout is torch.strided]
 
     def abort(self) -> None:
-        """Stop recording, and forget the record."""
         self._stack.close()
         self.recorder.close()
 

@@ -43,13 +43,11 @@ def storage_of(tensor: Any) -> torch.UntypedStorage | None:
 
 
 def tracker_of(storage: torch.UntypedStorage | None) -> Tracker | None:
-    """Return what tracks a storage."""
     death = getattr(storage, _TRACKER, None)
     return None if death is None else death.means
 
 
 def storage_numbers(tensors: Iterable[torch.Tensor | None]) -> set[int]:
-    """Return the numbers of the storages that the recorded step made for some tensors."""
     trackers = (tracker_of(part.untyped_storage()) for part in strided_tensors(list(tensors)))
     return {tracker.storage for tracker in trackers if isinstance(tracker, TrackedOther)}
 
@@ -67,9 +65,6 @@ class Trackers:
     """Attaches trackers to storages, and detaches them when the recording is over.
 
     A storage may outlive the step, and be met by the recording of another one.
-
-    Args:
-        log: where deaths are added.
     """
 
     def __init__(self, log: EventLog) -> None:
@@ -85,12 +80,10 @@ class Trackers:
         setattr(storage, _TRACKER, self._log.death_of(storage, tracker))
 
     def mark_persistent(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Mark the storages of some tensors as older than the step, or as none of its own."""
         for tensor in strided_tensors(list(tensors)):
             self.attach(tensor.untyped_storage(), Persistent())
 
     def detach(self) -> None:
-        """Detach them all."""
         for death in self._log.close():
             storage = death()
             if isinstance(storage, torch.UntypedStorage):
@@ -99,7 +92,6 @@ class Trackers:
 
 
 def hold_need(storage: torch.UntypedStorage, need: Need) -> None:
-    """Have a need live as long as a storage."""
     vars(storage).setdefault(_NEEDS, []).append(need)
 
 
@@ -148,7 +140,6 @@ class TrackedValue(_Tracked):
         self.call = call
 
     def end(self) -> Event:
-        """Return the event of its death."""
         return events.DIES, self.call, self.value
 
 
@@ -195,7 +186,6 @@ class Filled:
         self.log(events.ALLOC, number, nbytes)
 
     def empty(self) -> None:
-        """Log that it no longer holds anything."""
         if self.storage >= 0:
             self.log(events.FREE, self.storage)
         self.storage = -1

@@ -65,7 +65,6 @@ class UnitRuns:
         return time_run(sample, module, self.device, forward)
 
     def rounds(self, round_s: float) -> int:
-        """Return how many rounds to time where a round takes this long."""
         return rounds_within(round_s)
 
     def trace(self, sample: UnitSample, forward: Callable[..., Any]) -> UnitTrace:
@@ -74,13 +73,7 @@ class UnitRuns:
 
 
 class ModelledRuns(UnitRuns):
-    """Runs copies of units on fake tensors.
-
-    Args:
-        device: where the fake tensors are.
-        hardware: whose times are modelled.
-        kernels: type of its device; see `fake_run`.
-    """
+    """Runs copies of units on fake tensors."""
 
     is_modelled = True
 
@@ -92,7 +85,6 @@ class ModelledRuns(UnitRuns):
 
     @contextmanager
     def copied(self, sample: UnitSample) -> Iterator[tuple[UnitSample, nn.Module]]:
-        """Yield a sample on fake tensors, and a copy of its module that has them as parameters."""
         from recollect._torch_compile import on_fake_tensors
 
         module = sample.copied_module(shares_parameters=True)
@@ -112,7 +104,6 @@ class ModelledRuns(UnitRuns):
         return 1
 
     def trace(self, sample: UnitSample, forward: Callable[..., Any]) -> UnitTrace:
-        """Return what a run would do to memory."""
         self._storages = _Storages(self.device)
         try:
             return trace_unit(sample, forward, self.device, self._storages)
@@ -144,7 +135,6 @@ class _Storages:
         self._events: list[Any] = []
 
     def mark(self) -> None:
-        """End a part."""
         self._settle()
         self.parts.append([])
 
@@ -159,14 +149,12 @@ class _Storages:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Record the events of the block."""
         gc.collect()  # Garbage in reference cycles would be freed at some moment of the block.
         yield
         self._settle()
         self._alive.clear()
 
     def note(self, arguments: Any, output: Any) -> None:
-        """Note the storages that an op made."""
         given = {self.address_of(tensor.untyped_storage()) for tensor in tensors_in(arguments)}
         for tensor in tensors_in(output):
             storage = tensor.untyped_storage()

@@ -49,7 +49,6 @@ class Excerpt:
         return type(leaf) is torch.Tensor and leaf.is_floating_point() and leaf.nbytes >= _LARGE_BYTES
 
     def repeated(self) -> torch.Tensor:
-        """Return a tensor as large as the original."""
         whole = torch.empty_strided(self._shape, self._stride, dtype=self.part.dtype, device=self.part.device)
         for piece in whole.split(self.part.size(self._dim), self._dim):
             piece.copy_(self.part.narrow(self._dim, 0, piece.size(self._dim)))
@@ -76,22 +75,18 @@ class UnitSample:
 
     @property
     def parameter_bytes(self) -> int:
-        """Bytes of the module's parameters."""
         return sum(parameter.nbytes for parameter in self.module.parameters())
 
     @property
     def input_bytes(self) -> int:
-        """Bytes of the tensors in its arguments."""
         return sum(t.nbytes for t in tree_leaves((self.args, self.kwargs)) if isinstance(t, (torch.Tensor, Excerpt)))
 
     @property
     def held_bytes(self) -> int:
-        """Bytes that the sample takes."""
         parts = (leaf.part if isinstance(leaf, Excerpt) else leaf for leaf in tree_leaves((self.args, self.kwargs)))
         return sum(part.nbytes for part in parts if isinstance(part, torch.Tensor))
 
     def whole(self) -> UnitSample:
-        """Return the sample with whole tensors in place of excerpts."""
         args, kwargs = tree_map(
             lambda leaf: leaf.repeated() if isinstance(leaf, Excerpt) else leaf, (self.args, self.kwargs)
         )
@@ -99,9 +94,6 @@ class UnitSample:
 
     def copied_module(self, *, shares_parameters: bool = False) -> nn.Module:
         """Return a copy of the module, without hooks.
-
-        Args:
-            shares_parameters: it has the module's own parameters and buffers.
 
         Raises:
             Exception: whatever the module's attributes raise when they are copied.
@@ -136,12 +128,6 @@ class UnitSample:
 
 class UnitSamples:
     """Takes one sample of each kind of unit: the same class, parameters and arguments, by their shapes.
-
-    Args:
-        model: the model whose units run.
-        device: where they run.
-        in_excerpts: whether to hold excerpts of large inputs, where there is little room.
-        takes_any: whether to take samples at all.
 
     Attributes:
         samples: one of each kind.

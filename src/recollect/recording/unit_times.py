@@ -138,7 +138,6 @@ def rounds_for(unit_s: float, *, num_ops: int, num_calls: int, allocates: bool =
 
 
 def rounds_within(round_s: float) -> int:
-    """Return how many rounds to time where a round takes this long."""
     return min(_MOST_ROUNDS, max(_FEWEST_ROUNDS, int(_TIMED_S / max(1e-9, round_s))))
 
 

@@ -126,7 +126,6 @@ class _Run:
             self.trace.mark()
 
     def found(self) -> UnitTrace:
-        """Return what the run did, once it has been traced."""
         _, forward, dropping, gradients, backward, _ = self.trace.parts
         made, forward_bytes = _played(forward)
         for address, _ in dropping:

@@ -41,9 +41,6 @@ class Part:
 class Division:
     """A program divided into parts, one for each call.
 
-    Args:
-        program: the program of a profile and its windows.
-
     Attributes:
         parts: each part by its call, or by `OUTSIDE`.
         window_starts: for each window, a position before all its instructions and after those of earlier windows.
@@ -213,7 +210,6 @@ class Division:
 
 
 def _connected(calls: Sequence[int] | dict[int, Part], pairs: Sequence[tuple[int, int]]) -> tuple[Group, ...]:
-    """Group the calls so that the members of each pair are together."""
     group_of = {call: [call] for call in calls}
     for one, other in pairs:
         here, there = group_of[one], group_of[other]

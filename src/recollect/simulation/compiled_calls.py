@@ -23,13 +23,7 @@ _FORWARD_PART: Final = 1 / 3
 
 
 class CompiledSchedule:
-    """Plays calls that run inside `torch.compile`.
-
-    Args:
-        step: the step being played.
-        calls: the compiled ones.
-        play: handlers of all other calls.
-    """
+    """Plays calls that run inside `torch.compile`."""
 
     def __init__(self, step: Playback, calls: Collection[int], play: Actions) -> None:
         self._step = step
@@ -44,7 +38,6 @@ class CompiledSchedule:
         self._made: dict[Key, int] = {}
 
     def actions(self) -> Actions:
-        """Return the handlers with those for compiled calls replaced."""
         own: Actions = {OP: self._op, SAVE: self._save, RETURN: self._return, RELEASE: self._release}
         found: Actions = {**self._play, **own, BULK: self._bulk}
         if self._adds_up:
@@ -114,7 +107,6 @@ class CompiledSchedule:
             self._play[WORK](*operands)
 
     def _is_in_backward(self) -> bool:
-        """Whether recorded events are of a compiled call's backward."""
         return any(call.is_in_backward for call in self._open.values())
 
 
@@ -157,7 +149,6 @@ class _CompiledCall:
             yield step.token_type(step, rest_bytes if rest_bytes > 0 else variant.own_bytes, (COMPILED, self.call))
 
     def saves(self) -> _CompiledCall:
-        """Return what autograd holds in place of something the call saves."""
         self._num_saved += 1
         return self
 

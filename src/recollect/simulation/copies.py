@@ -47,7 +47,6 @@ class HostRoom:
         self.died = self.dead.append
 
     def settle(self) -> None:
-        """End those that died."""
         for death in self.dead:
             death.end(self)
         self.dead.clear()
@@ -59,7 +58,6 @@ class HostRoom:
         """Note that this many more bytes are in host memory, or on their way there."""
 
     def asked(self, key: Key, *, is_back: bool) -> None:
-        """Note that something asks for a value."""
         self.num_missed += not is_back
 
 
@@ -77,15 +75,7 @@ class _CopyDeath(Death):
 
 
 class SimulatedCopy:
-    """An offloaded value; calling it represents the copy back when a recipe runs.
-
-    Args:
-        host: where it goes.
-        key: the value.
-        nbytes: its size.
-        token: represents its bytes on the device.
-        make: allocates them again.
-    """
+    """An offloaded value; calling it represents the copy back when a recipe runs."""
 
     __slots__ = ("__weakref__", "_arrived", "_death", "_host", "_key", "_make", "_token")
 
@@ -101,7 +91,6 @@ class SimulatedCopy:
         host.host_changed(nbytes)
 
     def leave(self) -> None:
-        """Leave the device."""
         self._token = None
 
     def come_back(self) -> None:
@@ -122,9 +111,6 @@ class SimulatedCopy:
 
 class Holes:
     """Finds the positions in a program between which offloaded values are away.
-
-    Args:
-        program: the program of a profile, with edges.
 
     Complexity: one pass over the instructions; then two searches for each offloaded value.
     """

@@ -94,13 +94,7 @@ _LEAVES, _RETURNS, _ASKED, _MADE = range(4)
 
 
 def waits(course: Course, journeys: Mapping[Key, Journey], link: Link) -> float:
-    """Return the seconds that a step waits for copies: for values to leave, and for values to come back.
-
-    Args:
-        course: the course of the step.
-        journeys: the journey of each offloaded value.
-        link: the cost of copies.
-    """
+    """Return the seconds that a step waits for copies: for values to leave, and for values to come back."""
     later_s = out_s = back_s = 0.0
     out_free_s = back_free_s = 0.0
     out_ends: dict[Key, float] = {}
@@ -133,13 +127,7 @@ def waits(course: Course, journeys: Mapping[Key, Journey], link: Link) -> float:
 
 
 def waits_of(profile: Profile, decisions: Sequence[CallActions], link: Link) -> float:
-    """Return the seconds that a step under a plan waits for copies on some link.
-
-    Args:
-        profile: the recorded step.
-        decisions: one for each of `profile.calls`.
-        link: the cost of copies.
-    """
+    """Return the seconds that a step under a plan waits for copies on some link."""
     time = course(EveryEvent(profile, edges=edges_for(profile, decisions)), decisions)
     table = EdgeTable(time.edges)
     journeys = {}
@@ -160,7 +148,6 @@ def journey(profile: Profile, course: Course, table: EdgeTable, key: Key, trip: 
 
 
 def nbytes_of(profile: Profile, key: Key) -> int:
-    """Return the bytes of a value of a unit."""
     call, value = key
     return profile.graph_of(profile.calls[call]).values[value].nbytes
 

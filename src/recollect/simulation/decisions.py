@@ -46,11 +46,9 @@ class ValueActions(NamedTuple):
 
     @classmethod
     def recomputing(cls, values: Iterable[int]) -> ValueActions:
-        """Return the actions that recompute these values and keep all others."""
         return cls(recomputed=frozenset(values))
 
     def action(self, value: int) -> Action:
-        """Return the action for a value."""
         if value in self.sharded:
             return Action.SHARD
         return Action.RECOMPUTE if value in self.recomputed else Action.KEEP
@@ -84,7 +82,6 @@ class CallActions:
 
     @property
     def watched(self) -> frozenset[int]:
-        """The values that the tape does not leave where they are."""
         return self.values.dropped.union(value for value, _ in self.trips) if self.trips else self.values.dropped
 
 
@@ -104,7 +101,6 @@ def calls_on_tape(decisions: Sequence[CallActions]) -> frozenset[int]:
 
 
 def keep_all_unit(graph: UnitGraph) -> UnitPlan:
-    """Keep everything that backward needs."""
     return UnitPlan({value.name: Action.KEEP for value in graph.values if value.producer is not None})
 
 

@@ -41,7 +41,6 @@ class Lifetime:
     died: int = -1
 
     def is_alive_at(self, moment: int) -> bool:
-        """Return whether it is alive where backward begins at a moment, or at the end of the step."""
         return self.born < moment and not 0 <= self.died <= moment
 
 
@@ -73,10 +72,6 @@ class Lifetimes:
 
 def lifetimes(profile: Profile, decisions: Sequence[CallActions]) -> Lifetimes:
     """Play a step back under a plan and record when each storage lives.
-
-    Args:
-        profile: the recorded step.
-        decisions: one for each of `profile.calls`, in order.
 
     Complexity: about three times `simulate`.
     """
@@ -167,11 +162,9 @@ class ClockedPlayback(Playback):
         self.asked_s: dict[Key, tuple[int, float]] = {}
 
     def actions(self) -> dict[int, Callable[..., None]]:
-        """Return a description of each instruction."""
         return {**super().actions(), WORK: self._work_outside}
 
     def work(self, op: OpRecord) -> None:
-        """Play the memory that an op works in, and its time."""
         self._work(op.working_bytes, op.time_s, op.name)
 
     def _work_outside(self, nbytes: int, time_ns: int | None = None) -> None:
@@ -182,7 +175,6 @@ class ClockedPlayback(Playback):
         self.clock_s += time_s
 
     def spends(self, time_s: float) -> None:
-        """Let time pass."""
         self.settle()
         self.clock_s += time_s
 
@@ -191,7 +183,6 @@ class ClockedPlayback(Playback):
         super()._edge(phase, call)
 
     def sent(self, key: Key) -> None:
-        """Note when a copy out begins."""
         self.made_s[key] = self.clock_s
 
     def asked(self, key: Key, *, is_back: bool) -> None:
@@ -227,13 +218,11 @@ class _TimedPlayback(ClockedPlayback):
         return len(self.times_s) - 1
 
     def begin(self, owner: Owner, nbytes: int, op: str | None = None) -> Lifetime:
-        """Record that a storage is made."""
         made = Lifetime(owner, nbytes, self.moment(), recomputed=bool(self.is_recomputing), op=op)
         self.storages_made.append(made)
         return made
 
     def end(self, made: Lifetime) -> None:
-        """Record that it is freed."""
         made.died = self.moment()
 
     def host_changed(self, nbytes: int) -> None:

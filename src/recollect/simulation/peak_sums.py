@@ -86,12 +86,6 @@ class _Placed:
 class PeakSums:
     """Simulates plans of one profile as sums.
 
-    Args:
-        program: the program of the profile and its windows.
-
-    Attributes:
-        profile, windows: from the program.
-
     Complexity: a choice new to a call and its identical calls costs the call's share of a whole simulation; a plan
         whose calls are all known costs about a thirtieth of one.
     """
@@ -246,7 +240,6 @@ class _Layout:
 
     @cached_property
     def runs(self) -> list[list[Instruction]]:
-        """The instructions of each run."""
         bounds = [*self._firsts.tolist(), len(self._positions)]
         program = self._program.instructions
         return [
@@ -297,7 +290,6 @@ class _PartPlayback(Playback):
         self._is_between = False
 
     def trace(self) -> _Trace:
-        """Play the group."""
         play = handlers(self)
         changes = iter([*self._layout.changes, (_NEVER, 0, True)])
         change = next(changes)

@@ -47,7 +47,6 @@ class Freed(Death):
     nbytes: int
 
     def end(self, room: Any) -> None:
-        """Count its bytes no longer."""
         room.alive_bytes -= self.nbytes
 
 
@@ -165,15 +164,12 @@ class Playback(HostRoom):
         (self._timetable.forward if phase == FORWARD else self._timetable.backward)(call)
 
     def make(self, key: Key, nbytes: int) -> Token:
-        """Return a token for the bytes of a value."""
         return self.token_type(self, nbytes, key)
 
     def generator_state(self, call: int, nbytes: int) -> Token:
-        """Return a token for the state of a random generator that a call holds."""
         return self.token_type(self, self.profile.block_bytes(nbytes), (GENERATOR, call))
 
     def starts(self, call: int) -> None:
-        """Note that a call's forward begins."""
         self.call = call
 
     def spends(self, time_s: float) -> None:
@@ -183,7 +179,6 @@ class Playback(HostRoom):
         """Note that a compiled call needs more bytes for a moment; for subclasses that see who has which."""
 
     def runs_again(self, call: int, op: OpRecord) -> None:
-        """Count an op that runs a second time, in each of the runs that the call represents."""
         self.settle()
         num_runs = self.profile.calls[call].num_runs
         self.num_rerun += num_runs
@@ -266,7 +261,6 @@ class Playback(HostRoom):
         return [dropped[key] if key in dropped else self._held(key) for key in keys]
 
     def bytes_of(self, key: Key) -> object:
-        """Return what the tape holds of an available value."""
         return self.tensors.get(key, _NOTHING)
 
     def _held(self, key: Key) -> Value:

@@ -211,7 +211,6 @@ class Program:
             yield BULK, (most_bytes, change_bytes, _caller(window))
 
     def operands(self, event: Event) -> tuple[Any, ...]:
-        """Return the operands of an event's instruction."""
         code, *numbers = event
         translate = self._translations.get(code)
         return tuple(numbers) if translate is None else translate(*numbers)
@@ -234,7 +233,6 @@ class Program:
         return call, run
 
     def key(self, call: int, value: int) -> Key:
-        """Return the key of a value of a call, which another call may have computed."""
         return self._origins[call].get(value, (call, value))
 
 

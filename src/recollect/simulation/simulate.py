@@ -105,7 +105,6 @@ def predicted_plan(profile: Profile, plan: Plan) -> Plan:
 
 
 def simulated_plan(profile: Profile, plan: Plan, simulation: Simulation) -> Plan:
-    """Return the plan with the simulation's predictions filled in."""
     slowdown = simulation.recompute_s / profile.step_s if profile.step_s > 0 else 0.0
     return replace(
         plan,
@@ -125,7 +124,6 @@ def simulated_plan(profile: Profile, plan: Plan, simulation: Simulation) -> Plan
 
 
 def run(playback: Playback) -> Simulation:
-    """Play back the whole step."""
     play = handlers(playback)
     for code, operands in playback.program.instructions:
         play[code](*operands)
@@ -162,7 +160,6 @@ def handlers(playback: Playback) -> Actions:
 
 
 def _describe_peak(playback: Playback, phase: int) -> tuple[str, str]:
-    """Return what runs at the peak of a phase, and where that is, in words."""
     call, op = playback.peaks_at[phase]
     during = PHASE_NAMES[phase]
     if call < 0:
@@ -173,12 +170,7 @@ def _describe_peak(playback: Playback, phase: int) -> tuple[str, str]:
 
 
 class RegionSchedule:
-    """Plays the calls that are re-run as a whole.
-
-    Args:
-        step: the step being played.
-        calls: the calls to play as regions.
-    """
+    """Plays the calls that are re-run as a whole."""
 
     def __init__(self, step: Playback, calls: Collection[int]) -> None:
         self._step = step
@@ -188,7 +180,6 @@ class RegionSchedule:
         self._regions: dict[int, _Region] = {}
 
     def actions(self) -> Actions:
-        """Return the step's actions with those for regions replaced."""
         return {**self._play, OP: self._op, SAVE: self._save, RETURN: self._return}
 
     def _op(self, call: int, run: ProgramOp) -> None:
@@ -254,7 +245,6 @@ class _Region:
                 self._inputs.setdefault(key, self._step.tensors.get(key))
 
     def saves(self, handle: int) -> _SavedByRegion:
-        """Return the stand-in for a tensor that the region saves."""
         saved = _SavedByRegion(self)
         self._saved[handle] = weakref.ref(saved)
         return saved

@@ -14,10 +14,6 @@ from recollect.simulation.playback import COMPILED, GENERATOR, OUTSIDE
 class StorageNames:
     """Names the storages that are alive in a step.
 
-    Args:
-        profile: the recorded step.
-        lives: its storages.
-
     Attributes:
         classes: of modules that have a number for a name, by path.
     """

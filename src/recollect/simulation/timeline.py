@@ -315,7 +315,6 @@ def _last_gradients(lives: Lifetimes, backwards: NDArray[np.int64]) -> frozenset
 
 
 def _begins(is_phase: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """Return the moments where a phase begins."""
     return np.flatnonzero(is_phase & ~np.concatenate(([False], is_phase[:-1])))
 
 
@@ -329,7 +328,6 @@ def before_the_step(profile: Profile) -> list[AliveItem]:
 
 
 def _alive_at(profile: Profile, lives: Lifetimes, categories: Sequence[str], moment: int) -> tuple[AliveItem, ...]:
-    """Return the values alive at a moment, with equal values of identical layers as one item."""
     items = before_the_step(profile)
     if lives.phases[moment] == OPTIMIZER:
         items.pop()

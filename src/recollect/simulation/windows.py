@@ -129,11 +129,6 @@ def num_alive(profile: Profile, windows: Sequence[Window], units: Sequence[Seque
     """Return for each window and unit how many of its calls are alive, as `alive_calls` says.
 
     A call that saves less than the largest of its unit counts as that part of one.
-
-    Args:
-        profile: the recorded step.
-        windows: the windows of this profile.
-        units: the calls of each unit.
     """
     alive = alive_calls(profile, windows)
     saved_bytes = [profile.graph_of(call).saved_bytes for call in profile.calls]
@@ -149,12 +144,6 @@ def calls_besides(
     profile: Profile, windows: Sequence[Window], units: Sequence[Sequence[int]], places: Sequence[int]
 ) -> NDArray[np.float64] | None:
     """Return `num_alive`, minus one for each unit before the window's own.
-
-    Args:
-        profile: the recorded step.
-        windows: the windows of this profile.
-        units: the calls of each unit, in the order of their first calls.
-        places: for each window, which unit it belongs to; -1 if none.
 
     Returns:
         None if that is 0 everywhere: all units run once, and one backward takes them in reverse.
@@ -199,11 +188,7 @@ def edges(profile: Profile) -> list[Edge]:
 
 
 class EdgeTable:
-    """Finds the edges where values leave and come back.
-
-    Args:
-        edges: of a step, in order.
-    """
+    """Finds the edges where values leave and come back."""
 
     def __init__(self, edges: Sequence[Edge]) -> None:
         # Of each stretch of forward with the backward after it: (call, number of the edge), in order.

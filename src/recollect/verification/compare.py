@@ -157,12 +157,6 @@ def compare_units(
     outputs, and the buffers and random generators after its backward. Only one unit's values are held at a time. If the plan
     drops a unit's output, the comparison keeps it, because the unit that would recompute it is not running.
 
-    Args:
-        model: without a plan.
-        plan: the plan to check.
-        forward: runs the model once.
-        in_any: see `compare_runs`.
-
     Returns:
         The first differences, as ("unit: parameter", largest absolute difference); the plain one is of two runs of the first
         unit that differs.

@@ -177,16 +177,10 @@ def _differs(difference: Difference | None) -> str:
 
 
 def report_of_ranks(reports: Sequence[Report], ranks: Sequence[int]) -> Report:
-    """Return one report for processes that verified together: of each number the worst, and differences with their rank.
-
-    Args:
-        reports: the report of each process.
-        ranks: their numbers, in the same order.
-    """
+    """Return one report for processes that verified together: of each number the worst, and differences with their rank."""
     by_rank = dict(zip(ranks, reports, strict=True))
 
     def in_ranks(name: str) -> list[Difference]:
-        """Return the existing differences of this name, with their ranks."""
         found = {number: getattr(its, name) for number, its in by_rank.items()}
         return [(f"{its[0]} in rank {number}", its[1]) for number, its in found.items() if its is not None]
 

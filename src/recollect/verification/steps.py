@@ -42,7 +42,6 @@ class _RepeatedStep:
         self.done: Callable[[], object] = lambda: None
 
     def clear(self) -> None:
-        """Free the gradients."""
         free_gradients(self.model.parameters())
 
     def _seed(self) -> None:
@@ -85,7 +84,6 @@ class BatchStep(_RepeatedStep):
         prepare_gradients(self.model, self.gradients)
 
     def loop(self) -> None:
-        """Run two steps, holding the same values as the loop."""
         held: Any = None
         # As an optimizer knows them: after forward, FSDP2 may have others in their place.
         trained = list(self.model.parameters())

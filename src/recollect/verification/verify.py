@@ -214,7 +214,6 @@ class _Check:
         return made
 
     def _reference(self, plan: Plan) -> Computed:
-        """Run the step that the plan's is compared with."""
         with loss_in_chunks(self.model, plan.loss_chunks), without_choices(self.model, plan):
             return self.step.run()
 

@@ -150,7 +150,6 @@ class CompiledForward(PlacedForward):
         return self._compiled
 
     def _look_around(self) -> None:
-        """Check the settings that may change at any time."""
         if self._compiler.compiled_autograd_is_on():
             raise ConfigError(
                 settings={"torch._dynamo.compiled_autograd": True},

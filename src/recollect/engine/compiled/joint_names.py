@@ -44,7 +44,6 @@ class _Group:
 
 
 def is_tensor(node: fx.Node) -> bool:
-    """Whether a node computes one tensor."""
     return isinstance(node.meta.get("val"), torch.Tensor)
 
 
@@ -57,7 +56,6 @@ def is_view(node: fx.Node) -> bool:
 
 
 def base_of(node: fx.Node) -> fx.Node:
-    """Return the node whose memory a node views."""
     while is_view(node) and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return node
@@ -128,7 +126,6 @@ class _Stems:
         return (group.module, op) in self._in_place
 
     def next(self, group: _Group, op: str) -> str:
-        """Name the next call of an op in a group's module."""
         key = (group.call, group.module, op)
         count = self._counts[key]
         self._counts[key] += 1
@@ -198,7 +195,6 @@ def _reads_tensors(op: Any) -> bool:
 
 
 def _names_in(group: _Group, names: tuple[str, ...]) -> dict[fx.Node, tuple[str, ...]]:
-    """Return the names of a group's nodes, given those of the op's results."""
     if group.nodes[0].target is group.op:
         return {node: _whole(node, names) for node in group.nodes}
     results = [node for node in group.nodes if is_tensor(node) and not is_view(node) and not is_made_by_inductor(node)]
@@ -216,7 +212,6 @@ def _names_in(group: _Group, names: tuple[str, ...]) -> dict[fx.Node, tuple[str,
 
 
 def _whole(node: fx.Node, names: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the names of an op that is still a single node, or of one of its results."""
     if node.target is not operator.getitem or len(names) == 1:
         return names
     index = node.args[1]

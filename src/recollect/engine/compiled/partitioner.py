@@ -214,7 +214,6 @@ def _partition(
 
 
 def _results(graph: fx.GraphModule) -> list[fx.Node | None]:
-    """Return the outputs of a graph."""
     (output,) = graph.graph.find_nodes(op="output")
     found = output.args[0] if isinstance(output.args[0], (tuple, list)) else (output.args[0],)
     return [node if isinstance(node, fx.Node) else None for node in found]
@@ -239,7 +238,6 @@ class _Tags:
         self.needed = _needed_by(joint, self.outputs)
 
     def put(self) -> None:
-        """Tag the nodes that forward needs."""
         held = self._held()
         decisions = {node: node in held or self._is_kept(node) for node in self.needed if self._may_tag(node)}
         for node in list(decisions):
@@ -281,7 +279,6 @@ class _Tags:
         return isinstance(value, (torch.Tensor, tuple, list)) and unit_of(node, self.units) is not None
 
     def _is_kept(self, node: fx.Node) -> bool:
-        """Whether to keep a node's result."""
         if is_view(node):
             return False
         if is_seeds(node):

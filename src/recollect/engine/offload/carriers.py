@@ -88,7 +88,6 @@ class ThreadCarrier(Carrier):
         return thread.submit(_copy, target.data_ptr(), source.data_ptr(), len(source), after)
 
     def wait(self, ticket: Future[None]) -> None:
-        """Wait for a copy."""
         ticket.result()
 
 
@@ -125,15 +124,12 @@ class StreamCarrier(Carrier):
         self._lanes: dict[tuple[bool, torch.device], Any] = {}
 
     def current(self, device: torch.device) -> torch.Stream:
-        """Return the stream that computes now."""
         return torch.accelerator.current_stream(device)
 
     def new(self, device: torch.device) -> torch.Stream:
-        """Return a stream for copies."""
         return torch.Stream(device)
 
     def copy(self, stream: torch.Stream, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy in a stream."""
         with stream:
             target.copy_(source, non_blocking=True)
 
@@ -246,7 +242,6 @@ class Host:
         self.stalled_s = 0.0
 
     def wait(self, ticket: Any) -> None:
-        """Have computation wait for a copy."""
         begin = time.perf_counter()
         self.carrier.wait(ticket)
         self.stalled_s += time.perf_counter() - begin

@@ -82,7 +82,6 @@ class Offload:
         self._flight = Flight()
 
     def use(self) -> HostUse:
-        """Return the cost so far."""
         host = self.host
         sent_bytes = dict(self._sent_bytes)
         return HostUse(host.pool.most_taken_bytes, host.stalled_s, host.num_missed, self.num_stayed, sent_bytes)
@@ -167,7 +166,6 @@ class Flight:
         return not self._num_marks and (self._last >= 0 or self._num_calls > _MOST_UNMARKED)
 
     def begin_call(self) -> int:
-        """Return the number of a call that begins."""
         call = self._num_calls
         self._num_calls += 1
         self.timetable.forward(call)
@@ -179,7 +177,6 @@ class Flight:
             self.timetable.forward(call + 1)
 
     def add(self, sent: Offloaded, call: int, trip: Trip) -> None:
-        """Add the copy of a value that a call has computed."""
         self.timetable.add(sent, call, trip)
         # Backward may be under way already, as in a forward that computes gradients of its own.
         self._reached = -1
@@ -193,15 +190,7 @@ class Flight:
         return Mark(self, packed, call)
 
     def use(self, call: int, used: int) -> int:
-        """Note that backward asks for something saved in a call, and advance to that call.
-
-        Args:
-            call: the call that saved it.
-            used: number of the backward that has last asked for it.
-
-        Returns:
-            The number of this backward.
-        """
+        """Note that backward asks for something saved in a call, and advance to that call."""
         backward = current_backward()
         if backward != self._backward:
             if self._may_repeat:
@@ -218,7 +207,6 @@ class Flight:
         return backward
 
     def forget(self, call: int, used: int) -> None:
-        """Note that autograd no longer holds something that was saved in a call."""
         self._num_marks -= 1
         self._marks[call] -= 1
         if used != self._backward or used < 0:

@@ -144,7 +144,6 @@ class Offloaded:
             return laid_out(arrived, self._layout)
 
     def _look_for_changes(self, tensor: torch.Tensor, num_raised: int = 0) -> None:
-        """Note unseen writes while it was copied."""
         changes = tensor._version - self._version
         is_freed = tensor.untyped_storage().nbytes() < self._nbytes
         if changes <= num_raised and not is_freed:

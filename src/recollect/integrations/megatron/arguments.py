@@ -85,12 +85,6 @@ class Arguments:
 def read_arguments(args: Sequence[str]) -> Arguments:
     """Remove the flags from a command line that recollect has no setting for, or raise.
 
-    Args:
-        args: flags and values, as from the shell.
-
-    Returns:
-        The remaining arguments, and the removed ones.
-
     Raises:
         NotYetError: a flag asks for a feature that recollect lacks.
         ConfigError: two flags that exclude each other, or a flag without its value.

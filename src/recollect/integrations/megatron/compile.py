@@ -142,11 +142,6 @@ def _with_inputs_as_parts(
     Like Megatron, which distributes the first argument of a region alone: arguments that other layers also read, such
     as rotary positions, are kept whole.
 
-    Args:
-        profile: the recorded step.
-        units: the plan.
-        layers: paths of the layers whose input is kept for a recompute.
-
     Raises:
         ConfigError: the profile does not know of ranks that hold parts.
     """
@@ -175,7 +170,6 @@ def _with_inputs_as_parts(
 
 
 def _is_head(path: str) -> bool:
-    """Return whether a layer is one of multi-token prediction."""
     return "mtp" in path.split(".")
 
 
@@ -261,14 +255,6 @@ def megatron_stage_plans(
     With `num_microbatches_with_partial_activation_checkpoints` = N, a rank takes its forwards in windows of as many as it runs
     before its first backward. The first N of a window recompute as the other settings say; the rest recompute all layers of
     their stage. With `uniform` that is the same, and with `selective` every layer recomputes its modules either way.
-
-    Args:
-        profiles: one for each stage, see `recollect.plan_pipeline`.
-        schedule: see `recollect.plan_pipeline`.
-        config: Megatron's settings.
-
-    Returns:
-        A plan for each stage, or for each micro-batch of each stage.
 
     Raises:
         ScheduleError: not one profile for each stage, or a schedule that cannot run.

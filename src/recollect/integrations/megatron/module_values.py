@@ -57,7 +57,6 @@ class _LayerOp:
     outputs: tuple[int, ...]
 
     def is_in(self, names: frozenset[str]) -> bool:
-        """Whether one of the modules around the op has one of these names."""
         return not names.isdisjoint(self.module)
 
 
@@ -84,7 +83,6 @@ class LayerOps:
 
     @cached_property
     def has_experts(self) -> bool:
-        """Whether the layer routes tokens to experts."""
         return any(op.is_in(_EXPERTS) for op in self.ops)
 
     @cached_property
@@ -127,20 +125,16 @@ class LayerOps:
         return self.values(lambda _, op: "router" in op.module and op.name == "_to_copy" and own.isdisjoint(op.inputs))
 
     def is_attentions_own(self, op: _LayerOp) -> bool:
-        """Whether the attention module itself runs the op, not one of its projections."""
         return op.module in (self.attention, (*self.attention, "attn_dropout"))
 
     def values(self, is_part: Callable[[int, _LayerOp], bool]) -> frozenset[int]:
-        """Return the values that certain ops compute."""
         return frozenset(v for index, op in enumerate(self.ops) if is_part(index, op) for v in op.outputs)
 
     def ops_of(self, values: Iterable[int]) -> frozenset[int]:
-        """Return the ops that compute some values."""
         producers = (self.graph.values[value].producer for value in values)
         return frozenset(op for op in producers if op is not None)
 
     def outputs_of(self, inside: frozenset[int]) -> frozenset[int]:
-        """Return the values that other ops read, or that the layer returns."""
         read = {v for op in self.ops if inside.isdisjoint(op.outputs) for v in op.inputs}
         returned = {index for index, value in enumerate(self.graph.values) if value.is_output}
         return inside & (read | returned)
@@ -153,7 +147,6 @@ def values_of_module(layer: LayerOps, name: str) -> frozenset[int]:
 
 
 def modules_in(profile: Profile, layers: Collection[str], names: Iterable[str]) -> list[str]:
-    """Return the names for which a layer has a module."""
     graphs = {call.graph for call in profile.calls if call.path in layers}
     found = [LayerOps(profile.graphs[graph]) for graph in graphs]
     return [name for name in names if any(values_of_module(layer, name) for layer in found)]

@@ -128,7 +128,6 @@ def _savers_between(
 
 
 def _may_go(profile: Profile, plan: Plan, config: RecomputeConfig, key: _Key) -> bool:
-    """Whether a value is kept, and large enough."""
     call = profile.calls[key[0]]
     graph, unit = profile.graph_of(call), plan.units.get(call.path)
     value = graph.values[key[1]]
@@ -175,7 +174,6 @@ def _first_groups(groups: Sequence[_Group], savers: Mapping[_Key, Collection[_Ke
 
 
 def _name(profile: Profile, key: _Key) -> tuple[str, str]:
-    """Return a value's name in a plan."""
     call = profile.calls[key[0]]
     return call.path, profile.graph_of(call).values[key[1]].name
 

@@ -13,10 +13,6 @@ from recollect.integrations.megatron.settings import TrainingSetting
 def model_chunks(setting: TrainingSetting, num_layers: int) -> tuple[range, ...]:
     """Return the layers of each model chunk, in the order of the model.
 
-    Args:
-        setting: gives the pipeline sizes.
-        num_layers: of the whole model.
-
     Raises:
         ConfigError: layers that cannot be divided among the stages.
 

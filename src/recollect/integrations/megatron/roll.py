@@ -35,9 +35,6 @@ def roll_recompute_config(settings: Mapping[str, Any]) -> RecomputeConfig:
     Modules may be one text, separated by commas. "full" without method and number of layers means "uniform" and 1.
     `additional_configs` count like the other settings. Settings about other things are ignored.
 
-    Args:
-        settings: `strategy_config` of a `megatron_train` strategy.
-
     Returns:
         The configuration in Megatron's terms.
 
@@ -117,9 +114,6 @@ class RollCheckpointing:
         Args:
             model_config: a configuration of Hugging Face, or its dictionary.
 
-        Returns:
-            `use_reentrant` of `torch.utils.checkpoint`.
-
         Example:
             >>> RollCheckpointing().use_reentrant({"hidden_size": 64})
             False
@@ -136,9 +130,6 @@ def is_moe_config(model_config: object) -> bool:
     Args:
         model_config: a configuration of Hugging Face, or its dictionary; of several, that of the text model counts.
 
-    Returns:
-        Whether it has experts.
-
     Example:
         >>> is_moe_config({"text_config": {"num_experts": 128}})
         True
@@ -153,10 +144,6 @@ def is_moe_config(model_config: object) -> bool:
 
 def roll_plan(profile: Profile, checkpointing: RollCheckpointing) -> Plan:
     """Return ROLL's switches as a plan.
-
-    Args:
-        profile: the recorded step.
-        checkpointing: the switches.
 
     Returns:
         A plan without a budget: every layer recomputed from its input, or nothing.

@@ -109,7 +109,6 @@ class Rule:
 
     @property
     def is_checked(self) -> bool:
-        """Whether anything breaks it."""
         return bool(self.breaks or self.cases or self.check)
 
     def clash(self, config: RecomputeSettings, setting: TrainingSetting | None = None) -> Clash | None:
@@ -149,7 +148,6 @@ def _value(config: RecomputeSettings, setting: TrainingSetting | None, name: str
 
 
 def found(source: object, *names: str) -> dict[str, object]:
-    """Return settings with their values, for errors."""
     return {name: getattr(source, name) for name in names}
 
 

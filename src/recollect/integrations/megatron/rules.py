@@ -201,12 +201,10 @@ def check(config: RecomputeSettings, setting: TrainingSetting | None = None) -> 
 
 
 def check_rule(name: str, config: RecomputeSettings, setting: TrainingSetting) -> None:
-    """Check one rule."""
     report(name, next(rule for rule in RULES if rule.name == name).clash(config, setting))
 
 
 def report(name: str, clash: Clash | None) -> None:
-    """Raise or warn, according to a rule, if there is a clash."""
     if clash is None:
         return
     error = ConfigError(rule=name, settings=clash.settings, reason=clash.reason, advice=clash.advice)

@@ -173,7 +173,6 @@ class RecomputeSettings:
 
     @property
     def is_selective(self) -> bool:
-        """Whether modules inside layers are recomputed."""
         return self.recompute_granularity == "selective" or self.moe_layer_recompute
 
     @property
@@ -191,7 +190,6 @@ class RecomputeSettings:
 
     @property
     def choice(self) -> Choice:
-        """The requested recompute, as one of four types."""
         if self.is_selective:
             outputs = {name: self._output_of(name) for name in self.modules}
             return Selective(outputs) if outputs else NoRecompute()

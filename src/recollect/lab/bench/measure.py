@@ -41,9 +41,6 @@ class FlopCount(OpMode):
 
     The FLOPs of compiled parts are not counted: they run compiled, as in training.
 
-    Attributes:
-        flops: FLOPs of all ops so far.
-
     Example:
         >>> import torch
         >>> with FlopCount() as count:
@@ -59,7 +56,6 @@ class FlopCount(OpMode):
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run an op and count it."""
         output = func(*args, **(kwargs or {}))
         self.flops += flops_of(func, args, kwargs or {}, output)
         return output
@@ -92,7 +88,6 @@ class Subject:
         self.optimizer.zero_grad(set_to_none=True)
 
     def seconds(self) -> float:
-        """Run one step and time it."""
         gc.collect()
         return timed(self.step, self.device)[1]
 
@@ -118,7 +113,6 @@ class Subject:
         return count.flops * self.num_microbatches
 
     def record(self) -> Profile:
-        """Record the step for the planner."""
         return recollect.record(
             self.model,
             self.batch,
@@ -167,7 +161,6 @@ class SwitchablePlan:
 
     @contextmanager
     def on(self) -> Iterator[None]:
-        """Activate the plan for a with-block."""
         self._suspension.close()
         try:
             yield
@@ -183,7 +176,6 @@ class _Entry(Contestant):
     plan: SwitchablePlan | None = None
 
     def on(self) -> AbstractContextManager[None]:
-        """Activate the plan for a with-block."""
         return nullcontext() if self.plan is None else self.plan.on()
 
 
@@ -342,7 +334,6 @@ def _first_line(problem: Exception) -> str:
 
 
 def _timed(entry: _Entry) -> Row:
-    """Return the row with its times."""
     if entry.row.is_oom or not entry.seconds:
         return entry.row
     low_s, middle_s, high_s = (percentile(entry.seconds, percent) for percent in (20, 50, 80))

@@ -34,7 +34,6 @@ _M_MMAP_MAX = -4
 
 
 def processor_name() -> str:
-    """Name the processor and how many of its cores this process may use."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return f"{processor_model()}, {cores} cores"
 
@@ -113,11 +112,6 @@ class Race(Generic[One]):
         seconds: runs and times one step of a contestant; returns None if the step could not run.
         report: receives progress messages.
         seed: seed of the order of turns.
-
-    Attributes:
-        reference_s: times of the reference.
-        num_rounds: rounds completed.
-        is_interrupted: whether Ctrl+C ended the race.
     """
 
     def __init__(

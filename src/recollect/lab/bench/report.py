@@ -92,7 +92,6 @@ def _width(heads: list[str], rows: list[list[str]]) -> int:
 
 
 def as_markdown(results: BenchResults) -> str:
-    """Return title, table and notes as Markdown."""
     heads, rows = _heads_and_rows(results)
     lines = ["| " + " | ".join(heads) + " |", "|---" + "|--:" * (len(heads) - 2) + "|---|"]
     lines += ["| " + " | ".join(row) + " |" for row in rows]
@@ -114,7 +113,6 @@ def as_csv(results: BenchResults) -> str:
 
 
 def notes(results: BenchResults) -> list[str]:
-    """Return explanations needed to read the table."""
     lines = [
         f"Medians of {results.rounds} rounds in turns; slowdowns are medians of ratios to the steps of {results.reference!r} "
         "right before and after. A step is forward, loss, backward and AdamW; predicted slowdowns are of forward and backward.",

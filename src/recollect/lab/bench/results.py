@@ -80,7 +80,6 @@ class Row:
 
     @property
     def is_oom(self) -> bool:
-        """Whether the setting did not fit."""
         return self.result in ("OOM", "OOM (predicted)")
 
 

@@ -39,7 +39,6 @@ class Setting:
 
     @property
     def budget(self) -> str | None:
-        """The memory budget, if it is one."""
         return self.fields.get(_BUDGET)
 
     @property

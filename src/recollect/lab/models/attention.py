@@ -42,9 +42,6 @@ class Rotary(NamedTuple):
 class RotaryEmbedding(nn.Module):
     """Cosines and sines of the rotary positions, computed once per forward.
 
-    Args:
-        config: the model.
-
     Attributes:
         sequence: this rank's part of each sequence.
     """
@@ -83,11 +80,7 @@ def rotate(x_BTHC: Tensor, rotary: Rotary) -> Tensor:
 
 
 class SelfAttention(nn.Module):
-    """Attention with one matrix product for queries, keys and values, in that order; or one for each.
-
-    Args:
-        config: the model.
-    """
+    """Attention with one matrix product for queries, keys and values, in that order; or one for each."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
@@ -118,11 +111,7 @@ class SelfAttention(nn.Module):
 
 
 class UpProjection(nn.Module):
-    """Project latent vectors to the queries, keys and values of all heads; Megatron recomputes it as `mla_up_proj`.
-
-    Args:
-        config: the model.
-    """
+    """Project latent vectors to the queries, keys and values of all heads; Megatron recomputes it as `mla_up_proj`."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
@@ -165,9 +154,6 @@ class LatentAttention(nn.Module):
     """Causal self-attention whose queries, keys and values are projected down and up again.
 
     Only `linear_proj` may have a bias, as in Megatron.
-
-    Args:
-        config: a model with `multi_latent_attention`.
 
     References:
         DeepSeek-AI 2024, "DeepSeek-V2", arXiv 2405.04434, section 2.1, equations 9 to 19.
@@ -301,9 +287,6 @@ def _later_positions(q_BKXC: Tensor, num_positions: int, num_keys: int | None) -
 
 def build_core_attention(config: TransformerConfig) -> FusedCoreAttention | UnfusedCoreAttention:
     """Return the core attention of a model.
-
-    Args:
-        config: the model.
 
     Returns:
         A module that maps queries [B, T, H, C], keys [B, T, K, C] and values [B, T, K, E] to [B, T, H * E]; there may be more

@@ -194,7 +194,6 @@ class TransformerConfig:
         return TransformerConfig(**{**given, **changes})
 
     def given(self) -> dict[str, Any]:
-        """Return the fields that were given, not derived from others, by name."""
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in vars(self)["_derived"]}
 
     def is_moe_layer(self, layer: int) -> bool:
@@ -267,7 +266,6 @@ class TransformerConfig:
         return weights + router + (3 if self.gated_linear_unit else 2) * d * sum(widths)
 
     def _widths(self, layer: int, experts: int) -> list[int]:
-        """Return the widths inside the MLPs of a layer."""
         if not self.is_moe_layer(layer):
             return [self.ffn_hidden_size]
         shared = self.moe_shared_expert_intermediate_size

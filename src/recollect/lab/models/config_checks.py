@@ -18,12 +18,10 @@ _NOT_NEGATIVE = (
 
 
 def refuse(name: str, got: Any, expected: str) -> None:
-    """Raise the error of a field."""
     raise ValueError(f"TransformerConfig.{name}: got {got!r}, expected {expected}.")
 
 
 def check_ranges(config: Any) -> None:
-    """Check each field by itself."""
     for name, hint in get_type_hints(type(config)).items():
         value = getattr(config, name)
         if get_origin(hint) is Literal and value not in get_args(hint):
@@ -42,7 +40,6 @@ def check_ranges(config: Any) -> None:
 
 
 def check_attention(config: Any) -> None:
-    """Check heads and channels."""
     heads = config.num_attention_heads
     if heads % config.num_query_groups:
         refuse("num_query_groups", config.num_query_groups, f"a divisor of num_attention_heads = {heads}")
@@ -60,7 +57,6 @@ def check_attention(config: Any) -> None:
 
 
 def check_experts(config: Any) -> None:
-    """Check experts and their router."""
     experts = config.num_moe_experts
     if experts is None:
         for name in ("moe_shared_expert_intermediate_size", "moe_router_num_groups", "moe_router_group_topk"):

@@ -59,14 +59,7 @@ def _over_blocks(scale: Tensor) -> Tensor:
 
 
 def cast(matrix: Tensor, multiplier: Tensor, dtype: torch.dtype, scale_dtype: torch.dtype = torch.float32) -> Cast:
-    """Multiply each block in fp32, round to nearest even, and saturate: values too large become the largest number.
-
-    Args:
-        matrix: [..., R, C].
-        multiplier: fp32, of each block.
-        dtype: E4M3 or E5M2.
-        scale_dtype: the dtype of the scales, which are the multipliers' reciprocals.
-    """
+    """Multiply each block in fp32, round to nearest even, and saturate: values too large become the largest number."""
     top = torch.finfo(dtype).max
     scaled = (_blocks(matrix, multiplier.shape) * _over_blocks(multiplier)).clamp_(-top, top).to(dtype)
     return Cast(scaled.flatten(-4, -3).flatten(-2), multiplier.reciprocal().to(scale_dtype))
@@ -76,11 +69,6 @@ def multiplier_of(amax: Tensor, dtype: torch.dtype, *, margin: int = 0) -> Tenso
     """Return the factor that maps a block's largest magnitude to the largest number of a format: `largest / amax`, in fp32.
 
     1 where that magnitude is 0, infinite or nan.
-
-    Args:
-        amax: largest magnitudes.
-        dtype: the format.
-        margin: aim at the largest number divided by 2 to this power.
     """
     amax = amax.float()
     # Not a number divided by a tensor, which PyTorch rounds twice.
@@ -92,10 +80,6 @@ def power_of_two_of(amax: Tensor, dtype: torch.dtype) -> Tensor:
     """Return `largest / amax` rounded down to a power of two, so that a cast changes values only by rounding to 8 bits.
 
     At least 2 to the -126, at most 2 to the 127, the value for zeros.
-
-    Args:
-        amax: largest magnitudes.
-        dtype: the format.
     """
     # Exact, on every device: 1.75 * 2^k / (m * 2^e) is at least 2^(k - e) if m <= 1.75; adding a quarter less one bit to a
     # larger m carries into the exponent, which is stored with 127 more.
@@ -169,7 +153,6 @@ class DelayedScaling(nn.Module):
 
     @torch.no_grad()
     def _updated(self, amax: Tensor) -> Tensor:
-        """Roll the history, and return the new multipliers."""
         history = torch.cat((amax.float().unsqueeze(0), self.amax_history[1:]))
         largest = history.amax(dim=0) if self.is_largest else history[0]
         updated = multiplier_of(largest, self.dtype, margin=self.margin)

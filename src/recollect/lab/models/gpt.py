@@ -44,9 +44,6 @@ class GPTOutput(NamedTuple):
 class LanguageModelEmbedding(nn.Module):
     """Word embeddings plus learned positions, if the model has them, then dropout.
 
-    Args:
-        config: the model.
-
     Attributes:
         sequence: this rank's part of each sequence.
     """
@@ -123,12 +120,7 @@ def shifted(tokens_BT: Tensor, places: int, fill: int) -> Tensor:
 
 
 class MultiTokenPredictionLayer(nn.Module):
-    """One depth: combine the state of position t with the token k places later, and apply a layer.
-
-    Args:
-        config: the model.
-        depth: k - 1, from 0.
-    """
+    """One depth: combine the state of position t with the token k places later, and apply a layer."""
 
     def __init__(self, config: TransformerConfig, depth: int) -> None:
         super().__init__()
@@ -155,9 +147,6 @@ class MultiTokenPrediction(nn.Module):
     """Depths 1 to `mtp_num_layers`, each building on the previous one, with the embedding and LM head of the model.
 
     The last positions of a sequence lack the tokens that a depth needs; their outputs are computed but excluded from the loss.
-
-    Args:
-        config: a model with `mtp_num_layers`.
 
     References:
         DeepSeek-AI 2024, "DeepSeek-V3", arXiv 2412.19437, section 2.2, equations 21 to 25. The embedding comes first in the
@@ -191,11 +180,7 @@ class MultiTokenPrediction(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    """All layers and the final norm.
-
-    Args:
-        config: the model.
-    """
+    """All layers and the final norm."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
@@ -350,7 +335,6 @@ class GPTModel(nn.Module):
         return [module for module in self.modules() if isinstance(module, TopKRouter)]
 
     def _count(self, statistics: list[RouterStatistics | None]) -> None:
-        """Count the tokens of a forward in training."""
         if not (self.training and torch.is_grad_enabled()):
             return
         for router, one in zip(self.routers, (one for one in statistics if one is not None), strict=True):

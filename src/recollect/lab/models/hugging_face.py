@@ -32,9 +32,6 @@ _SINGLE = "model.safetensors"
 def read_config(folder: str | Path) -> tuple[str, TransformerConfig]:
     """Read the `config.json` of a checkpoint.
 
-    Args:
-        folder: the checkpoint, or the file itself.
-
     Returns:
         The `model_type`, and our configuration.
 

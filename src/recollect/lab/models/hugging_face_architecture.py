@@ -40,7 +40,6 @@ class Layout:
     """Their columns are our rows."""
 
     def names(self) -> list[list[str]]:
-        """Return the names of the parts, expert by expert."""
         if not self.num_experts:
             return [list(self.parts)]
         return [[part.format(expert) for part in self.parts] for expert in range(self.num_experts)]
@@ -87,7 +86,6 @@ class WeightRule:
         )
 
     def write(self, ours: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors under their names, as views of our tensors."""
         layout = self.layouts[0]
         if layout.is_transposed:
             ours = ours.mT
@@ -212,9 +210,6 @@ class Architecture:
     def write(self, config: TransformerConfig) -> dict[str, Any]:
         """Return the content of `config.json` for a model.
 
-        Args:
-            config: the model.
-
         Raises:
             UnsupportedModelError: their architecture cannot be this model; names the first field that differs.
         """
@@ -239,7 +234,6 @@ class Architecture:
 
 
 def _parts(weights: Weights, name: str) -> tuple[str, ...]:
-    """Return their names of the parts of one of our tensors."""
     module, _, kind = name.rpartition(".")
     found, end = (weights[name], "") if name in weights else (weights[module], f".{kind}")
     return tuple(part + end for part in ((found,) if isinstance(found, str) else found))

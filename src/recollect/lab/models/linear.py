@@ -41,17 +41,14 @@ class Linear(nn.Linear):
         self.fp8: nn.Module | None = None if config is None or config.fp8 is None else Fp8Product(config)
 
     def reset_parameters(self) -> None:
-        """Draw new weights."""
         nn.init.normal_(self.weight, std=self.init_std)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map [..., in_features] to [..., out_features]."""
         return self.multiply(x, self.weight, self.bias)
 
     def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Map x by these weights."""
         bias = None if bias is None else bias.to(x.dtype)
         if self.fp8 is None:
             return F.linear(x, weight.to(x.dtype), bias)
@@ -63,7 +60,6 @@ class SeparateLinears(nn.ModuleList):
     """Products of one input with several matrices, in place of one with all of them as one."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Map [..., in_features] to a tensor for each matrix."""
         return tuple(linear(x) for linear in self)
 
 
@@ -74,20 +70,13 @@ def build_projection(config: TransformerConfig, sizes: Sequence[int], *, bias: b
 
 
 class Embedding(nn.Embedding):
-    """A vector for each of `num_embeddings` ids.
-
-    Args:
-        num_embeddings: number of ids.
-        channels: size of a vector.
-        init_std: standard deviation of new vectors.
-    """
+    """A vector for each of `num_embeddings` ids."""
 
     def __init__(self, num_embeddings: int, channels: int, *, init_std: float) -> None:
         self.init_std = init_std
         super().__init__(num_embeddings, channels)
 
     def reset_parameters(self) -> None:
-        """Draw new vectors."""
         nn.init.normal_(self.weight, std=self.init_std)
 
 

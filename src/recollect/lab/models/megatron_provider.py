@@ -50,9 +50,6 @@ class GPTModelProvider:
     they fit together. Unknown fields raise, where Megatron-Bridge would silently ignore a misspelt one. Subclasses set defaults
     as class attributes.
 
-    Args:
-        **settings: fields and their values.
-
     Raises:
         AttributeError: an unknown field.
 

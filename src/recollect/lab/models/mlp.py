@@ -34,9 +34,6 @@ class Activation(nn.Module):
 
     Between an expert's two products it is multiplied by the router's probability. Here and not after the second product, so
     that backward does not need that product's result. The multiplication is in fp32, like the router.
-
-    Args:
-        config: the model.
     """
 
     def __init__(self, config: TransformerConfig) -> None:
@@ -60,12 +57,7 @@ class Activation(nn.Module):
 
 
 class MLP(nn.Module):
-    """Two matrix products with an activation between them, applied to each position.
-
-    Args:
-        config: the model.
-        ffn_hidden_size: F; None: that of the model.
-    """
+    """Two matrix products with an activation between them, applied to each position."""
 
     def __init__(self, config: TransformerConfig, ffn_hidden_size: int | None = None) -> None:
         super().__init__()
@@ -77,7 +69,6 @@ class MLP(nn.Module):
         self.linear_fc2 = Linear(width, config.hidden_size, bias=has_bias, init_std=out_std, config=config)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map [..., D] to [..., D]."""
         out: Tensor = self.linear_fc2(self.activation_func(self.linear_fc1(x)))
         return out
 
@@ -126,7 +117,6 @@ class GroupedLinear(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw new weights."""
         nn.init.normal_(self.weight, std=self.init_std)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
@@ -160,11 +150,7 @@ class GroupedLinear(nn.Module):
 
 
 class Experts(nn.Module):
-    """The MLPs of all experts, each applied to the rows routed to it.
-
-    Args:
-        config: a model with experts.
-    """
+    """The MLPs of all experts, each applied to the rows routed to it."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
@@ -178,14 +164,7 @@ class Experts(nn.Module):
         self.linear_fc2 = of_each(width, hidden, bias=config.add_bias_linear, init_std=config.scaled_init_method_std)
 
     def forward(self, x_SD: Tensor, probabilities_S: Tensor, expert_S: Tensor, ends_E: Tensor) -> Tensor:
-        """Return `probability * expert(row)` of each row, [S, D].
-
-        Args:
-            x_SD: rows sorted by expert.
-            probabilities_S: weight of each row's result.
-            expert_S: the expert of each row.
-            ends_E: where the rows of each expert end, int32.
-        """
+        """Return `probability * expert(row)` of each row, [S, D]."""
         if self.linear_fc1.fp8 is None:
             return self._of_rows(x_SD, probabilities_S, expert_S, ends_E)
         place_S, row_P, expert_P, ends_E = aligned_rows(expert_S, ends_E, self.linear_fc1.fp8.multiple)
@@ -209,11 +188,6 @@ def aligned_rows(expert_S: Tensor, ends_E: Tensor, multiple: int) -> tuple[Tenso
     """Find places for rows, so that each expert has a multiple of them, as products in 8 bits need.
 
     There are P places, as many as any routing may need, since no shape depends on it: up to `multiple - 1` more per expert.
-
-    Args:
-        expert_S: the expert of each row, sorted.
-        ends_E: where the rows of each expert end.
-        multiple: the number that each expert's rows have to be a multiple of.
 
     Returns:
         The place of each row; the row of each place, S if none; the expert of each place; each expert's last place.
@@ -241,9 +215,6 @@ class MoELayer(nn.Module):
 
     Rows are gathered in both directions, never scattered with atomic additions, so that a GPU gives the same bits every time.
 
-    Args:
-        config: a model with experts.
-
     Example:
         >>> from recollect.lab.models.sizes import NAMED_CONFIGS
         >>> out, statistics = MoELayer(NAMED_CONFIGS["mixtral-tiny"])(torch.randn(2, 16, 64))
@@ -260,11 +231,7 @@ class MoELayer(nn.Module):
             self.shared_experts = MLP(config, config.moe_shared_expert_intermediate_size)
 
     def forward(self, x_BTD: Tensor) -> tuple[Tensor, RouterStatistics]:
-        """Return the output for the residual stream, and the router's statistics.
-
-        Args:
-            x_BTD: the normalised residual stream.
-        """
+        """Return the output for the residual stream, and the router's statistics."""
         routing: Routing = self.router(x_BTD)
         out_BTD = self._routed(x_BTD.flatten(0, 1), routing).view_as(x_BTD)
         if self.shared_experts is not None:

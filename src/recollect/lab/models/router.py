@@ -51,9 +51,6 @@ class TopKRouter(nn.Module):
     of a softmax over all. With "sigmoid" they are the chosen sigmoids divided by their sum. `moe_router_num_groups` limits the
     choice to the groups whose best experts have the largest sum of scores.
 
-    Args:
-        config: a model with experts.
-
     Attributes:
         expert_bias: [E], fp32 even if the model is cast; added to the scores to choose experts, but not to their weights. None
             without `moe_router_enable_expert_bias`.
@@ -95,7 +92,6 @@ class TopKRouter(nn.Module):
             nn.init.zeros_(buffer)
 
     def forward(self, x_BTD: Tensor) -> Routing:
-        """Choose experts for each token."""
         logits_NE = self._logits(x_BTD.flatten(0, 1)).float()
         if self.config.moe_router_score_function == "sigmoid":
             scores_NE = logits_NE.sigmoid()

@@ -42,7 +42,6 @@ class _Law:
 
     @property
     def blocks(self) -> int:
-        """Blocks of a matrix."""
         return math.ceil(self.shape[-2] / self.rows)
 
 
@@ -53,9 +52,6 @@ class SeedWeights:
         model: the whole model, such as one on the meta device.
         seed: other seeds, other weights.
         device: where they are drawn.
-
-    Attributes:
-        device: the same.
 
     Example:
         >>> from recollect.lab.models.sizes import NAMED_CONFIGS

@@ -21,7 +21,6 @@ class WholeSequence:
     ranks = 1
 
     def own(self, x_T: Tensor) -> Tensor:
-        """Return this rank's positions of [..., T]."""
         return x_T
 
     def loss(self, mean: Tensor, labels_BT: Tensor) -> Tensor:
@@ -33,5 +32,4 @@ class WholeSequence:
         return loss
 
     def counts(self, counts_BE: Tensor) -> Tensor:
-        """Return the sum of the ranks' counts."""
         return counts_BE

@@ -59,7 +59,6 @@ class ClusterPlan:
 
     @property
     def plans(self) -> tuple[Plan, ...]:
-        """The plan of each stage, for all of its micro-batches."""
         # Only plans that a user gives may differ from micro-batch to micro-batch.
         return tuple(plan for plan in self.planned.plans if isinstance(plan, Plan))
 
@@ -76,7 +75,6 @@ class ClusterPlan:
 
     @property
     def budget_bytes(self) -> int | None:
-        """Of each device."""
         return self.planned.budget_bytes
 
     def __repr__(self) -> str:
@@ -101,7 +99,6 @@ class ClusterPlan:
         return "\n".join(lines)
 
     def assumptions(self) -> list[str]:
-        """Return the assumptions behind the numbers, a sentence each."""
         step, cluster = self.step, self.step.cluster
         wide = "gradients, master weights and moments of AdamW in fp32" if step.dtype == "bf16" else "AdamW in fp32"
         shared = {
@@ -248,7 +245,6 @@ def choose_split(step: ClusterStep, budget: int | str) -> PipelineSplit:
 
 
 def with_split(step: ClusterStep, sizes: Sequence[int]) -> ClusterStep:
-    """Return the step with some layers in each stage."""
     layout = replace(step.layout, num_layers_per_virtual_pipeline_stage=None, pipeline_split=tuple(sizes))
     return replace(step, layout=layout)
 

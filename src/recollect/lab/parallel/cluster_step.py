@@ -70,7 +70,6 @@ class ClusterStep:
 
     @property
     def narrow(self) -> torch.dtype:
-        """The dtype of weights and activations."""
         return torch.bfloat16 if self.dtype == "bf16" else torch.float32
 
     @property
@@ -174,7 +173,6 @@ def record_stages(step: ClusterStep, pieces: Sequence[range] | None = None) -> R
 def _record_stage(
     step: ClusterStep, number: int, layers: range, *, split_backward: bool = False
 ) -> tuple[Profile, Mapping[str, Traffic], int]:
-    """Return the profile of a stage, its communication, and its number of expert parameters."""
     with fake_process_group(step.first_rank(number), step.layout.num_devices), warnings.catch_warnings():
         # FSDP2 warns of logits and of experts' results that are views, which nothing writes to here.
         warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module", category=UserWarning)

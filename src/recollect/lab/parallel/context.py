@@ -52,23 +52,14 @@ def context_parallel(model: GPTModel, mesh: DeviceMesh) -> GPTModel:
 
 
 def route_parts(model: GPTModel, mesh: DeviceMesh) -> None:
-    """Let routers count the tokens of whole sequences, though each rank routes only a part.
-
-    Args:
-        model: with any routers.
-        mesh: one-dimensional: the ranks that share a sequence.
-    """
+    """Let routers count the tokens of whole sequences, though each rank routes only a part."""
     part = SequencePart(mesh.get_group())
     for router in model.routers:
         router.sequence = part
 
 
 class SequencePart(WholeSequence):
-    """The two chunks that this rank has of each sequence.
-
-    Args:
-        group: the ranks that share a sequence.
-    """
+    """The two chunks that this rank has of each sequence."""
 
     def __init__(self, group: ProcessGroup) -> None:
         self.group = group
@@ -97,7 +88,6 @@ class SequencePart(WholeSequence):
         return cast(Tensor, mean)
 
     def counts(self, counts_BE: Tensor) -> Tensor:
-        """Return the sum of the ranks' counts."""
         return summed(counts_BE, self.group)
 
 

@@ -55,23 +55,13 @@ def balance_over(model: GPTModel, mesh: DeviceMesh) -> None:
     """Let `update_expert_bias` count the tokens of all ranks of a mesh, which have batches or parts of sequences of their own.
 
     All of them have to call it together from then on.
-
-    Args:
-        model: with any routers.
-        mesh: one-dimensional.
     """
     for router in model.routers:
         router.counts_of_all = functools.partial(summed, group=mesh.get_group())
 
 
 class ExchangedExperts(Experts):
-    """The experts of this rank, for the rows of all ranks.
-
-    Args:
-        experts: all experts.
-        mesh: the ranks that share them.
-        balanced: see `expert_parallel`.
-    """
+    """The experts of this rank, for the rows of all ranks."""
 
     def __init__(self, experts: Experts, mesh: DeviceMesh, *, balanced: bool) -> None:
         nn.Module.__init__(self)
@@ -110,7 +100,6 @@ class ExchangedExperts(Experts):
         return out_PD[order_P.argsort()][:num_rows]
 
     def _splits(self, x_SD: Tensor, sent_RX: Tensor, received_RX: Tensor) -> tuple[list[int], list[int]]:
-        """Return how many rows are sent to each rank, and how many are received."""
         if not self.balanced:
             both_2R = torch.stack((sent_RX.sum(dim=1), received_RX.sum(dim=1)))
             sent, received = both_2R.tolist()
@@ -141,7 +130,6 @@ class SharedGroups(GroupedLinear):
         self.bias = None if whole.bias is None else nn.Parameter(_part(whole.bias, mesh, dim))
 
     def own(self, parameter: Tensor) -> Tensor:
-        """Return this rank's part."""
         assert isinstance(parameter, DTensor)
         own: Tensor = parameter.to_local()
         return own

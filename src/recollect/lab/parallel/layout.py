@@ -71,22 +71,16 @@ class DeviceLayout(PipelineLayout):
 
     @property
     def has_whole_experts(self) -> bool:
-        """Whether tensor parallelism does not split experts."""
         return self.tensor_model_parallel_size > 1 and self.expert_tensor_parallel_size == 1
 
     @property
     def num_devices(self) -> int:
-        """Devices of the whole layout."""
         return prod(getattr(self, name) for name in _AXES)
 
     def check_model(self, config: TransformerConfig, *, seq_length: int | None = None) -> None:
         """Check that a model can be spread like this.
 
         Every rank gets the same answer, since it depends on the numbers alone.
-
-        Args:
-            config: the model.
-            seq_length: positions of a sequence; None: not known yet.
 
         Raises:
             ConfigError: heads, widths, vocabulary, layers or the sequence do not divide; names them.

@@ -125,7 +125,6 @@ class PipelineLayout:
         return tuple(range(first, first + each) for first in range(0, num_layers, each))
 
     def _split_layers(self, sizes: tuple[int, ...], num_layers: int) -> tuple[range, ...]:
-        """Return the layers of each stage, whose numbers are given."""
         if sum(sizes) != num_layers:
             clash(
                 {"pipeline_split": sizes, "num_layers": num_layers},
@@ -161,7 +160,6 @@ class PipelineLayout:
             clash({"pipeline_split": split, **given}, "both say how many layers stages have", "Leave one of them out.")
 
     def _layers_of_two(self, num_layers: int) -> int:
-        """Return the layers of each of a rank's two stages."""
         each = self.num_layers_per_virtual_pipeline_stage
         if num_layers % 2 or each not in (None, num_layers // 2):
             clash(
@@ -174,7 +172,6 @@ class PipelineLayout:
         return num_layers // 2
 
     def _check_schedule(self) -> None:
-        """Check that the schedule is one, and has a pipeline."""
         schedule, ranks = self.pipeline_parallel_schedule, self.pipeline_model_parallel_size
         if schedule is None:
             return
@@ -189,7 +186,6 @@ class PipelineLayout:
             )
 
     def _check_stages(self, count: int) -> None:
-        """Check that the schedule takes as many stages on each rank."""
         schedule = self.pipeline_parallel_schedule
         if (count > 1 and schedule in _ONE_STAGE) or (count == 1 and schedule in _SEVERAL_STAGES):
             clash(

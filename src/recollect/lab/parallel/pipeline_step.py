@@ -19,15 +19,6 @@ MicroBatch = tuple[Tensor, Tensor]
 class PipelineStep:
     """The step of a rank of a pipeline: 1F1B, interleaved where it has several stages.
 
-    Args:
-        rank: its stages.
-        mesh: the ranks of the pipeline.
-        num_stages: the number of stages of all ranks.
-        num_micro_batches: the number of micro-batches in a step.
-        batch_size: sequences of a micro-batch.
-        seq_length: tokens of a sequence.
-        device: the device of the stages.
-
     Attributes:
         stages: torch's stages, by number.
     """

@@ -24,10 +24,6 @@ class LossStage(GPTModel):
     copy of the embedding as well. Backward of routers' losses starts at their own stage; the loss that the last stage returns
     has only its own.
 
-    Args:
-        config: the whole model.
-        layers: the layers of this stage.
-
     Attributes:
         router_losses: of each forward before the last stage, those of its routers; the step takes them.
 
@@ -118,16 +114,6 @@ class PipelineRank(GPTModel):
 
     Where embedding and LM head are one matrix, the last rank has a copy of it, under both names. With multi-token prediction it
     has a copy of the embedding.
-
-    Args:
-        config: the whole model.
-        stages: the stages of this rank, by number; the first and the last of all are not on one rank.
-        layers: the layers of each stage of the pipeline.
-
-    Attributes:
-        stages: by number.
-        has_first: whether the first of all is here.
-        has_last: whether the last of all is here.
     """
 
     def __init__(self, config: TransformerConfig, stages: dict[int, LossStage], layers: Sequence[range]) -> None:
@@ -179,7 +165,6 @@ class PipelineRank(GPTModel):
                 stage.loss_chunks = count
 
     def train(self, mode: bool = True) -> PipelineRank:
-        """Set the mode of all stages."""
         super().train(mode)
         for stage in self.stages.values():
             stage.train(mode)

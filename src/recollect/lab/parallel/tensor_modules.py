@@ -67,25 +67,14 @@ def whole_rows(rows: range, sizes: Sequence[int], ranks: int) -> list[range]:
 
 
 def with_partial_gradient(tensor: Tensor, mesh: DeviceMesh, spread: Shard | Replicate | None = None) -> Tensor:
-    """Return the whole of a tensor; each rank has a part of the sum that is its gradient, and backward adds these up.
-
-    Args:
-        tensor: the same on all ranks, or this rank's part of it.
-        mesh: one-dimensional.
-        spread: which of the two; None: the same on all ranks.
-    """
+    """Return the whole of a tensor; each rank has a part of the sum that is its gradient, and backward adds these up."""
     whole = DTensor.from_local(tensor, mesh, [spread or Replicate()], run_check=False)
     own: Tensor = whole.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
     return own
 
 
 class SequenceLinear(Linear):
-    """Not a DTensor's product: for a batch of parts of sequences it would make a strided view that cannot be saved.
-
-    Args:
-        whole: the product; its parameters are taken over.
-        mesh: the ranks.
-    """
+    """Not a DTensor's product: for a batch of parts of sequences it would make a strided view that cannot be saved."""
 
     def __init__(self, whole: Linear, mesh: DeviceMesh) -> None:
         nn.Module.__init__(self)
@@ -102,11 +91,7 @@ class SequenceLinear(Linear):
 
 
 class SplitProduct(nn.Module):
-    """A product in 8 bits of matrices that ranks share; each casts its part, with scales of its own.
-
-    Args:
-        product: one rank's product.
-    """
+    """A product in 8 bits of matrices that ranks share; each casts its part, with scales of its own."""
 
     def __init__(self, product: nn.Module) -> None:
         super().__init__()

@@ -54,11 +54,7 @@ def environment() -> dict[str, Any]:
 
 
 def rng_state(device: torch.device) -> dict[str, Any]:
-    """Return the states of the random number generators of a run, as types that `weights_only` loading allows.
-
-    Args:
-        device: the device of its model.
-    """
+    """Return the states of the random number generators of a run, as types that `weights_only` loading allows."""
     name, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)  # noqa: NPY002 - the global one is meant
     return {
         "torch": torch.get_rng_state(),
@@ -109,7 +105,6 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest | str:
-    """Return the manifest of a checkpoint, or its problem in words."""
     try:
         stored = json.loads((folder / _MANIFEST).read_text())
         content, crc = stored["content"], stored["crc"]
@@ -142,11 +137,6 @@ def refuse_damage(path: Path, problem: str | None) -> None:
 
 def check_identity(path: Path, stored: dict[str, Any], current: dict[str, Any]) -> None:
     """Check that a checkpoint has this run's configuration, except for `CHANGEABLE` settings.
-
-    Args:
-        path: the checkpoint, for the message.
-        stored: settings of the run that wrote it.
-        current: settings of this run.
 
     Raises:
         CheckpointError: names the first differing setting and both values.

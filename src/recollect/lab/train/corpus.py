@@ -146,10 +146,6 @@ def _load_indexed(flags: DataFlags, seed: int, vocab_size: int | None) -> Corpus
 def parse_blend(words: Sequence[str], flag: str) -> list[tuple[Path, float | None]]:
     """Parse prefixes, or alternating weights and prefixes.
 
-    Args:
-        words: the words on the command line.
-        flag: their flag, for errors.
-
     Returns:
         Prefixes and their weights; without weights, None for each, which means in proportion to its windows.
 

@@ -149,9 +149,6 @@ class ByteTokenizer:
 class FileTokenizer:
     """A `tokenizer.json` of the `tokenizers` library.
 
-    Args:
-        path: the file.
-
     Raises:
         DataError: the file is missing or not a tokenizer.
         MissingPackageError: the library is not installed.
@@ -175,7 +172,6 @@ class FileTokenizer:
         self._separator = next(([token] for token in found if token is not None), [])
 
     def encode(self, texts: Iterable[str]) -> Iterator[list[int]]:
-        """Yield the ids of each text, then the separator if there is one."""
         rest = iter(texts)
         while some := list(itertools.islice(rest, _ENCODE_AT_ONCE)):
             for encoded in self._tokenizer.encode_batch(some, add_special_tokens=False):

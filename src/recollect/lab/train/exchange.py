@@ -31,20 +31,10 @@ class Exchange:
     """A step of one process."""
 
     def micro_batch(self, *, is_last: bool) -> AbstractContextManager[object]:
-        """Return the context that a micro-batch runs in."""
         return nullcontext()
 
     def accumulate(self, model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]], accumulation: int) -> Tensor:
-        """Run forward and backward of micro-batches; leaves gradients of their mean loss.
-
-        Args:
-            model: see `train_step`.
-            batches: the batches of this process.
-            accumulation: their number.
-
-        Returns:
-            The mean of the losses.
-        """
+        """Run forward and backward of micro-batches; leaves gradients of their mean loss."""
         losses: list[Tensor] = []
         for tokens, labels in batches:
             with self.micro_batch(is_last=len(losses) == accumulation - 1):
@@ -55,7 +45,6 @@ class Exchange:
         return torch.stack(losses).sum()
 
     def losses(self, model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]]) -> list[Tensor]:
-        """Return the losses of batches, by forward alone."""
         return [model(tokens, labels).loss for tokens, labels in batches]
 
     def reduce_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -98,13 +87,11 @@ class RanksExchange(Exchange):
         }
 
     def micro_batch(self, *, is_last: bool) -> AbstractContextManager[object]:
-        """See `Exchange`."""
         if self._wrapper is None or is_last:
             return nullcontext()
         return self._wrapper.no_sync()
 
     def reduce_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """See `Exchange`."""
         if not self._reduces:
             return
         waiting: list[tuple[Tensor, dist.Work | None]] = []
@@ -122,7 +109,6 @@ class RanksExchange(Exchange):
             gradient.div_(self._gradients.size())
 
     def clip(self, parameters: Iterable[nn.Parameter], max_norm: float) -> float:
-        """See `Exchange`."""
         own = [parameter for parameter in parameters if parameter.grad is not None]
         norm = self._norm(own)
         if norm > max_norm:
@@ -133,7 +119,6 @@ class RanksExchange(Exchange):
         return norm
 
     def _norm(self, parameters: Sequence[nn.Parameter]) -> float:
-        """Return the norm of the gradients of all ranks."""
         # Norms add up over parameters of the same mesh only.
         gradients: dict[object, list[Tensor]] = {}
         for parameter in parameters:
@@ -143,7 +128,6 @@ class RanksExchange(Exchange):
         return math.hypot(*(one.full_tensor().item() if isinstance(one, DTensor) else one.item() for one in norms))
 
     def mean(self, losses: Sequence[Tensor], total: int | None = None) -> float:
-        """See `Exchange`."""
         total = total or len(losses) * self._ranks
         own = losses[: len(range(self._place, total, self._ranks))]
         return self._sum(torch.stack([torch.zeros_like(losses[0]), *own]).sum()) / total
@@ -155,14 +139,7 @@ class RanksExchange(Exchange):
 
 
 class PipelineExchange(RanksExchange):
-    """A step of several processes that share the layers.
-
-    Args:
-        processes: all of them.
-        mesh: the groups that share model parts.
-        rank: the stages of this one; an attribute, too.
-        step: runs them; likewise.
-    """
+    """A step of several processes that share the layers."""
 
     def __init__(self, processes: Processes, mesh: LayoutMesh, rank: PipelineRank, step: PipelineStep) -> None:
         super().__init__(processes, mesh, rank)
@@ -177,7 +154,6 @@ class PipelineExchange(RanksExchange):
         return torch.stack([zero, *losses]).sum() / accumulation
 
     def losses(self, model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]]) -> list[Tensor]:
-        """See `Exchange`; losses are zero where the last stage is not."""
         own = list(batches)
         return self.step.losses(own) or [torch.zeros((), device=own[0][0].device) for _ in own]
 
@@ -194,7 +170,6 @@ class PipelineExchange(RanksExchange):
         return super()._sum(value)
 
     def _add_shared_gradients(self) -> None:
-        """Give both copies of an embedding the gradient of all of its uses."""
         shared = self.rank.shared
         if not shared:
             return
@@ -211,7 +186,6 @@ class PipelineExchange(RanksExchange):
 
 
 def _own_rows(parameter: nn.Parameter) -> Tensor:
-    """Return the gradient of this rank's part of a parameter."""
     gradient = parameter.grad
     assert gradient is not None
     if isinstance(parameter, DTensor):

@@ -56,11 +56,6 @@ def write_text(path: Path, text: str) -> None:
 def read_object(path: Path, *, keys: Collection[str], advice: str) -> dict[str, Any]:
     """Read a JSON object that a run wrote into its folder.
 
-    Args:
-        path: the file.
-        keys: the keys it must have.
-        advice: what to do about a damaged one, as a sentence.
-
     Raises:
         CheckpointError: it cannot be read, or is not such an object.
     """
@@ -79,7 +74,6 @@ def unpublished(path: Path) -> Path:
 
 
 def publish(partial: Path, path: Path) -> None:
-    """Give a folder that is written its name, for good."""
     sync_folder(partial)
     partial.rename(path)
     sync_folder(path.parent)
@@ -102,7 +96,6 @@ def remove_partial(folder: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Sync the names in a folder to disk."""
     # The new name is on disk only once the folder is; Windows cannot open folders and does not need this.
     if os.name != "posix":
         return

@@ -84,7 +84,6 @@ class IndexedDataset:
         self._data = np.memmap(data, np.uint8, "r")
 
     def __len__(self) -> int:
-        """Return the number of sequences."""
         return len(self.lengths)
 
     def __getitem__(self, sequence: int) -> NDArray[Any]:
@@ -159,12 +158,10 @@ def write_indexed_dataset(prefix: Path, documents: Iterable[ArrayLike], *, vocab
 
 
 def index_path(prefix: Path) -> Path:
-    """Return the path of the index."""
     return prefix.with_name(prefix.name + ".idx")
 
 
 def data_path(prefix: Path) -> Path:
-    """Return the path of the token ids."""
     return prefix.with_name(prefix.name + ".bin")
 
 

@@ -32,11 +32,7 @@ def shared_warnings() -> Iterator[None]:
 
 
 def is_shown_here(text: str) -> bool:
-    """Whether this process shows a warning: none of those that it has joined has shown the same.
-
-    Args:
-        text: the warning.
-    """
+    """Whether this process shows a warning: none of those that it has joined has shown the same."""
     # Not imported by the commands that need no torch.
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():

@@ -65,12 +65,7 @@ def named_errors(ranks: Ranks) -> Iterator[None]:
 
 
 class LastWords:
-    """Notes that processes leave for each other, at the store at which all met, when one of them fails.
-
-    Args:
-        key: the key under which they meet.
-        ranks: the processes.
-    """
+    """Notes that processes leave for each other, at the store at which all met, when one of them fails."""
 
     def __init__(self, key: str, ranks: Ranks) -> None:
         self.key, self.ranks = key, ranks.ranks
@@ -80,13 +75,7 @@ class LastWords:
         self._rank = dist.get_rank()
 
     def exchange(self, store: Any, text: str, *, is_lost: bool) -> str | None:
-        """Leave a note, have the others look, and return in words the process that failed or ended first; None if unknown.
-
-        Args:
-            store: the store at which all met.
-            text: why this process ends.
-            is_lost: it ends because another one has.
-        """
+        """Leave a note, have the others look, and return in words the process that failed or ended first; None if unknown."""
         cause = None
         # The process that holds the store may have ended, or one of the others.
         with suppress(dist.DistError):
@@ -110,11 +99,9 @@ class LastWords:
         return cause
 
     def is_alarm(self, store: Any) -> bool:
-        """Whether some process has left a note."""
         return bool(store.check([self._alarm_key]))
 
     def _cause(self, store: Any) -> str | None:
-        """Wait a little for the notes of all, and read them."""
         with suppress(dist.DistStoreError):
             store.wait(list(self._keys.values()), timedelta(seconds=_ANSWER_S))
         notes = {rank: json.loads(store.get(key)) if store.check([key]) else None for rank, key in self._keys.items()}
@@ -137,9 +124,6 @@ def peer_watch(last_words: LastWords) -> Iterator[None]:
     Over gloo a wait for a process that has failed or ended fails within a moment. On CUDA it does not: the device waits in a
     kernel of NCCL, and Python waits for the device, deaf to the others and to signals. So a thread
     listens in the background.
-
-    Args:
-        last_words: the last words of all processes of the block.
     """
     key, own, is_over, is_done = last_words.key, dist.get_rank(), threading.Event(), False
     entered_keys = {rank: f"{key}/entered/{rank}" for rank in last_words.ranks}

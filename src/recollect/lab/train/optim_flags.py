@@ -112,7 +112,6 @@ class OptimFlags:
 
     @property
     def num_micro_batches(self) -> int:
-        """Micro-batches per optimizer step, of all ranks."""
         return 1 if self.accumulation is None else self.accumulation
 
     def on_ranks(self, data_parallel_size: int) -> "OptimFlags":

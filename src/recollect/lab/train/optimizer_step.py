@@ -67,9 +67,6 @@ def learning_rate_at(step: int, flags: OptimFlags) -> float:
         step: optimizer steps completed before.
         flags: highest rate, number of steps, warm-up, shape and end of the decay.
 
-    Returns:
-        The rate, at most `flags.learning_rate`.
-
     Example:
         >>> flags = OptimFlags(steps=11, warmup_steps=2, learning_rate=1.0, min_lr_fraction=0.1)
         >>> [round(learning_rate_at(step, flags), 2) for step in (0, 1, 2, 6, 10)]

@@ -76,7 +76,6 @@ class PipelinePlans:
             raise PlanFormatError(f"{path}: {error}") from None
 
     def to_text(self, _columns: int) -> str:
-        """Return the table."""
         return self.table
 
     @contextlib.contextmanager
@@ -179,14 +178,7 @@ def plan_stages(session: Session) -> PipelinePlans:
 def record_own_stages(
     session: Session, rank: PipelineRank, *, loss_chunks: int = 1, only_last: bool = False
 ) -> dict[int, Profile]:
-    """Record the stages of this process, each on one micro-batch, by number. Processes with the same stages do so together.
-
-    Args:
-        session: the run; its model does not change.
-        rank: the stages.
-        loss_chunks: parts in which the last stage computes the loss.
-        only_last: record only the last stage of the pipeline, if it is here.
-    """
+    """Record the stages of this process, each on one micro-batch, by number. Processes with the same stages do so together."""
     tokens, labels = next(session.batches(0))
     found = {}
     for number, stage in rank.stages.items():

@@ -39,10 +39,6 @@ def prepare(session: Session, console: Console) -> tuple[Plan | PipelinePlans | 
 
     Both are saved as plan.json (of a pipeline pipeline_plans.json) and baseline.json, so that a resumed run computes the same.
 
-    Args:
-        session: the run; its model and optimizer do not change.
-        console: where the plan is printed.
-
     Returns:
         The plan, or the plans of a pipeline's stages (None without a budget or Megatron's settings), and the baseline.
 

@@ -41,17 +41,14 @@ class Processes:
 
     @property
     def rank(self) -> int:
-        """Place of this process among all."""
         return 0 if self.mesh is None else dist.get_rank()
 
     @property
     def data_rank(self) -> int:
-        """Place of this process among those with batches of their own."""
         return 0 if self.mesh is None else self.mesh.data.get_local_rank()
 
     @property
     def data_ranks(self) -> int:
-        """How many processes have batches of their own."""
         return self.layout.data_parallel_size
 
     @property
@@ -221,7 +218,6 @@ def _use_own_device(config: TrainConfig) -> None:
 
 
 def _check_same(config: TrainConfig, ranks: Ranks) -> None:
-    """Check that all processes have the same settings."""
     found: list[dict[str, Any]] = ranks.gather(_settings(dataclasses.asdict(config)), Place.START)
     first = found[0]
     for rank, other in zip(ranks.ranks, found, strict=True):

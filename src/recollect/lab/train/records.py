@@ -93,7 +93,6 @@ class Log:
         """Take a line of text about the run; do nothing where only numbers go."""
 
     def write(self, record: StepRecord) -> None:
-        """Take one step."""
         raise NotImplementedError
 
     def close(self) -> None:
@@ -102,10 +101,6 @@ class Log:
 
 class MetricsFile(Log):
     """Append one JSON object per step to `path`.
-
-    Args:
-        path: the file, created if missing.
-        first_step: steps completed before.
 
     Lines after `first_step` are removed first: a killed run may have written steps after its last checkpoint; the resumed
     run repeats them. Floats read back to the same bits.
@@ -130,7 +125,6 @@ class MetricsFile(Log):
         self._file.flush()
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
 
 
@@ -156,19 +150,16 @@ class TensorBoardLog(Log):
         self._writer: Any = SummaryWriter(str(folder), purge_step=first_step + 1)
 
     def write(self, record: StepRecord) -> None:
-        """Add the record's numbers."""
         beside = {} if record.peak_bytes is None else self._beside_peak
         for name, value in {**dataclasses.asdict(record), **beside}.items():
             if name != "step" and value is not None:
                 self._writer.add_scalar(name, value, record.step)
 
     def close(self) -> None:
-        """Flush and close the event file."""
         self._writer.close()
 
 
 def _records_in(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield the step of each line, and the line."""
     for number, line in enumerate(path.read_bytes().splitlines(keepends=True), start=1):
         try:
             step = json.loads(line)["step"]
@@ -205,11 +196,9 @@ class LiveDisplay(Log):
         self._progress.start()
 
     def note(self, text: str) -> None:
-        """Print a line above the live one."""
         print_line(self._progress.console, text)
 
     def write(self, record: StepRecord) -> None:
-        """Show one step."""
         self._peak_bytes = max(record.peak_bytes or 0, self._peak_bytes)
         if record.validation_loss is not None:
             self._validation_loss = record.validation_loss
@@ -235,7 +224,6 @@ class PlainDisplay(Log):
         self._budget_bytes = budget_bytes
 
     def note(self, text: str) -> None:
-        """Print a line."""
         print_line(self._console, text)
 
     def write(self, record: StepRecord) -> None:

@@ -59,17 +59,14 @@ class Session:
 
     @property
     def model(self) -> GPTModel:
-        """The model, with this process's part of the weights."""
         return self.trained.model
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer over them."""
         return self.trained.optimizer
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Settings and data that determine the numbers."""
         return {**self.config.identity(), "data.fingerprint": self.corpus.fingerprint}
 
     def batches(self, step: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -100,7 +97,6 @@ class Session:
             checkpoint.set_rng_state(self.rng, self.device)
 
     def stored_state(self) -> StoredState:
-        """Return the tensors of this process as checkpoints store them."""
         return StoredState(self.model, self.optimizer, self.processes.layout.tensor_model_parallel_size)
 
     def save(self) -> int:
@@ -120,10 +116,6 @@ class Session:
 
 def open_session(config: TrainConfig, processes: Processes = ONE_PROCESS) -> Session:
     """Build a run, or load it from its newest checkpoint if `config.run.resume`; call `seed` before its next step.
-
-    Args:
-        config: the run, with a folder.
-        processes: the processes of the run; each of them calls this.
 
     Raises:
         DataError: see `load_corpus`.

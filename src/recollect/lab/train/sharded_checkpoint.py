@@ -111,12 +111,6 @@ class Checkpoints:
     """Writes the checkpoints of a run into a folder, at most one at a time; several processes go on training meanwhile.
 
     All of them make one, and call its methods together.
-
-    Args:
-        folder: made if missing.
-        keep: number of newest checkpoints to keep.
-        processes: the processes of the run.
-        timeout: for an exchange of the processes.
     """
 
     def __init__(self, folder: Path, *, keep: int, processes: Processes, timeout: timedelta) -> None:
@@ -192,7 +186,6 @@ class _Writer(FileSystemWriter):
         self._random, self._rank, self._keep = random, rank, keep
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
-        """See `StorageWriter`."""
         results: list[WriteResult] = super().write_data(plan, planner).wait()
         random = _random_name(self._rank)
         write_atomically(self._unpublished / random, lambda file: torch.save(self._random, file))
@@ -218,10 +211,6 @@ def read_tensors(path: Path, stored: StoredState) -> None:
     """Read this process's parts of a checkpoint into a run, whatever layout wrote it.
 
     No process waits for another.
-
-    Args:
-        path: the checkpoint, verified.
-        stored: the state of the run.
 
     Raises:
         CheckpointError: it has other tensors.
@@ -261,7 +250,6 @@ class _WholeRows:
         return parts_of(self.state_dict[name], self._fused[name], self._ranks)
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        """See `DefaultSavePlanner`."""
         if index.fqn not in self._fused:
             return find_state_dict_object(self.state_dict, index)
         return next(part for chunk, part in self._parts(index.fqn) if chunk.offsets == index.offset)
@@ -273,7 +261,6 @@ class _SaveByWholeRows(_WholeRows, DefaultSavePlanner):
     """Tells which parts this process writes."""
 
     def create_local_plan(self) -> SavePlan:
-        """See `SavePlanner`."""
         plan = super().create_local_plan()
         items: list[WriteItem] = []
         for item in plan.items:

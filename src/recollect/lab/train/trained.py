@@ -55,11 +55,6 @@ def build_trained(dimensions: TransformerConfig, config: TrainConfig, processes:
     """Build the model with the seed's weights, the same as in one process, and spread it.
 
     A process never holds more of the weights than its own part and a few megabytes.
-
-    Args:
-        dimensions: the whole model.
-        config: the run.
-        processes: what to spread it over.
     """
     # Code before the first step, such as a recorded step, draws the same random numbers in all processes.
     torch.manual_seed(config.step.seed)

@@ -24,9 +24,6 @@ class TokenWindows:
         tokens: at least `seq_length + 1` ids.
         seq_length: distance between windows; an incomplete last window is not used.
         seed: seed of the order; None: in the order of the stream, for validation.
-
-    Attributes:
-        num_tokens, num_windows: per epoch.
     """
 
     def __init__(self, tokens: Tokens, *, seq_length: int, seed: int | None) -> None:
@@ -38,7 +35,6 @@ class TokenWindows:
         self._order = lru_cache(maxsize=1)(lambda epoch: _permutation(self.num_windows, seed, epoch, 0))
 
     def window(self, index: int) -> NDArray[Any]:
-        """Return the ids of a window."""
         epoch, place = divmod(index, self.num_windows)
         start = int(self._order(epoch)[place]) * self._seq_length
         return self.tokens[start : start + self._seq_length + 1]
@@ -126,9 +122,6 @@ class BlendedWindows:
         sources: at least one.
         weights: a positive number for each source; only their ratios matter.
 
-    Attributes:
-        num_tokens, num_windows: totals over all sources.
-
     Example:
         >>> sources = [TokenWindows(np.arange(start, start + 4), seq_length=1, seed=None) for start in (0, 100)]
         >>> blended = BlendedWindows(sources, [2, 1])
@@ -145,7 +138,6 @@ class BlendedWindows:
         self._places: list[tuple[int, int]] = []  # source and its window; grows on demand
 
     def window(self, index: int) -> NDArray[Any]:
-        """Return the ids of a window."""
         while index >= len(self._places):
             behind = self._shares * max(len(self._places), 1) - self._taken
             source = int(behind.argmax())
@@ -169,11 +161,6 @@ Windows: TypeAlias = TokenWindows | PackedDocuments | BlendedWindows
 
 def batch_at(position: int, windows: Windows, batch_size: int) -> tuple[Tensor, Tensor]:
     """Return a batch of tokens and labels, each int64 [batch_size, seq_length]; labels are the tokens shifted by one.
-
-    Args:
-        position: number of the batch, from 0; a batch may span two epochs.
-        windows: the windows.
-        batch_size: windows per batch.
 
     Example:
         >>> windows = TokenWindows(np.arange(9, dtype=np.uint16), seq_length=4, seed=None)
