@@ -40,7 +40,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def device() -> torch.device:
-    """The device under test."""
     asked = os.environ.get("RECOLLECT_TEST_DEVICE", "cuda" if torch.cuda.is_available() else "")
     if not asked:
         pytest.skip("needs a CUDA device; RECOLLECT_TEST_DEVICE=cpu runs what a CPU can")
@@ -49,7 +48,6 @@ def device() -> torch.device:
 
 @pytest.fixture
 def cuda(device: torch.device) -> torch.device:
-    """The device under test, for what a CPU does not have."""
     if device.type != "cuda":
         pytest.skip(f"is about CUDA, and the tests run on {device}")
     return device
@@ -73,7 +71,6 @@ def deterministic_kernels() -> Iterator[None]:
 
 @pytest.fixture(params=["deterministic", "default"])
 def kernels(request: pytest.FixtureRequest, device: torch.device) -> str:
-    """Run a test with deterministic kernels, and with those that users get."""
     if request.param == "default" and device.type == "cpu":
         pytest.skip("the kernels of a CPU are all deterministic")
     torch.use_deterministic_algorithms(request.param == "deterministic")

@@ -22,7 +22,6 @@ PLANS = {**FULL_ONLY, "random-1": Random(1)}
 
 
 def _step_under_autocast(model: nn.Module, batch: Batch, device: torch.device, dtype: torch.dtype) -> Step:
-    """Forward under autocast and backward outside of it, as it is documented."""
     clear(model, batch)
     torch.manual_seed(0)
     with torch.autocast(device.type, dtype):

@@ -27,7 +27,6 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 def _check(trial: Trial, record_property: RecordProperty) -> None:
-    """All three at once, so that a failure shows which of them hold."""
     for name, nbytes in asdict(trial).items():
         record_property(name, nbytes)
     holds = {

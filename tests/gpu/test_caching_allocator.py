@@ -21,7 +21,6 @@ LARGE_BYTES = (MIB + 1, 2 * MIB, 3 * MIB + 1, 10 * MIB, 21 * MIB // 2, 11 * MIB,
 
 
 def _simulated(device: torch.device, nbytes: int) -> int:
-    """What the simulator says that a storage takes."""
     return block_bytes(nbytes, str(device))
 
 

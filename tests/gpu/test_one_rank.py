@@ -21,7 +21,6 @@ CASES = ("DDP", "FSDP2", "tensor", "context", "experts", "parts", "attach DDP", 
 
 @pytest.fixture(scope="module")
 def found(device: torch.device, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """What each case found, in a process of its own."""
     folder = tmp_path_factory.mktemp("one")
     paths = os.pathsep.join([str(_ROOT / "src"), str(_ROOT / "tests/support"), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": paths, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}

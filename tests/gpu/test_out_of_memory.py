@@ -43,7 +43,6 @@ def starve(device: torch.device) -> None:
 
 
 def feed(device: torch.device) -> None:
-    """Lift the limit."""
     if device.type == "cuda":
         torch.cuda.set_per_process_memory_fraction(1.0, device)
 

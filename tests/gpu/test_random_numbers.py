@@ -107,7 +107,6 @@ def test_dropout_modules(device: torch.device, record_property: RecordProperty) 
 
 @pytest.mark.parametrize("draw", DRAWS)
 def test_seeds_matter(draw: Callable[[Unit, Tensor], Tensor], device: torch.device) -> None:
-    """Without this, a device whose draws are all alike would pass."""
     model, data = two_units(draw, device)
     assert not torch.equal(_step(model, data, 0)()["loss"], _step(model, data, 1)()["loss"])
 

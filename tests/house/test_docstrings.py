@@ -48,7 +48,6 @@ def stale_docstrings(source: str) -> list[str]:
 
 
 def missing_parts(function: Function) -> list[str]:
-    """What the docstring of a public function lacks."""
     docstring = ast.get_docstring(function) or ""
     titles = ["Args"] if arguments(function) else []
     titles += ["Returns", "Example"]

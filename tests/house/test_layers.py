@@ -61,7 +61,6 @@ LAYERS = (
 
 
 def modules(source: Path) -> dict[str, Path]:
-    """Every module of the package, by its dotted name."""
     paths = {path.relative_to(source).with_suffix(""): path for path in source.rglob("*.py")}
     return {".".join(p.parts).removesuffix(".__init__"): path for p, path in paths.items()}
 

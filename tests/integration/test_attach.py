@@ -64,7 +64,6 @@ def attached_to_llama(budget: int | str = "95%", **options: Any) -> tuple[nn.Mod
 
 
 def commonest_loop(*lengths: int) -> Loop:
-    """A batch a step, of these lengths."""
 
     def run(model: nn.Module, optimizer: Optimizer) -> None:
         torch.manual_seed(2)

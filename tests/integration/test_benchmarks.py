@@ -86,7 +86,6 @@ PROGRAMS = {
 
 @pytest.mark.long
 def test_covered_layers() -> None:
-    """It fails itself if counts differ."""
     pytest.importorskip("deepspeed")
     assert run("covered_layers.py").count("| equal |") == 15
 

@@ -27,7 +27,6 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AskedCases]:
 
 @pytest.fixture
 def ranks(cases: AskedCases) -> list[Row]:
-    """What each rank found together with the other."""
     return cases["over gloo"]
 
 

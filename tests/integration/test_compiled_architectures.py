@@ -160,7 +160,6 @@ def one_step(number: int) -> dict[str, int]:
 
 
 def elsewhere(number: int, folder: Path) -> dict[str, int]:
-    """Run a step in another process."""
     code = f"import json, {Path(__file__).stem} as t; print(json.dumps(t.one_step({number})))"
     paths = [str(Path(__file__).parent), *sys.path]
     environment = os.environ | {

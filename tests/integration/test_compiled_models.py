@@ -88,7 +88,6 @@ def eager_gradients() -> Gradients:
 
 @pytest.fixture(name="traced")
 def traced_frames() -> Iterator[Counter[str]]:
-    """The frames of recollect that Dynamo traces."""
     from torch._dynamo import convert_frame
 
     found: Counter[str] = Counter()
@@ -258,7 +257,6 @@ def test_compiled_step(eager: Gradients, traced: Counter[str]) -> None:
 
 
 def test_fullgraph() -> None:
-    """It forbids what a plan does."""
     message = r"^got fullgraph=True: torch\.compile was asked for one graph of module 'blocks\.0', which a plan has run eagerly"
     model: Any = built()
     for block in model.blocks:

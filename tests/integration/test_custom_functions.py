@@ -34,7 +34,6 @@ def built(forward: Forward) -> tuple[TwoUnits, Tensor]:
 
 
 def runs_of(model: nn.Module, data: Tensor) -> int:
-    """How often Functions run their forward in a step."""
     forwards.clear()
     gradients(model, data)
     return forwards.total()

@@ -40,7 +40,6 @@ def cases() -> Iterator[AskedCases]:
 
 @pytest.fixture(scope="module")
 def pairs() -> Iterator[AskedCases]:
-    """Cases in two processes."""
     with metered("deepspeed_trainers", num_ranks=2) as found:
         yield found
 

@@ -234,7 +234,6 @@ TWICE_DIFFERENTIABLE = ("bloom", "t5", "resnet", "mamba", "mixtral_eager")
 
 
 def _squared_gradient_norm(case: Case, model: nn.Module) -> Step:
-    """Gradients of a gradient penalty."""
     (loss,) = _losses(case, model, 1)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     first = torch.autograd.grad(loss, parameters, create_graph=True, allow_unused=True)

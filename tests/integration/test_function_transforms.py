@@ -51,7 +51,6 @@ class Net(nn.Sequential):
 
 
 def steps(extra: Any, where: str, handles: Callable[..., Any] | None = None) -> list[Tensor]:
-    """Return the losses and gradients of two steps with a transform."""
     torch.manual_seed(0)
     model = Net(*(Block(extra if where == "inside layers" else lambda f, x: f(x)) for _ in range(2)))
     optimizer, batch = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9), torch.randn(4, 8)

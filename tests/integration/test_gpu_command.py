@@ -43,7 +43,6 @@ def rows_of(out: Path, part: str, metric: str) -> list[dict[str, str]]:
 
 @pytest.fixture(scope="module")
 def dry_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """The folder of a dry run of all parts, and what it printed."""
     out = tmp_path_factory.mktemp("gpu")
     done = scripts_gpu("--dry-run", "--out", str(out))
     assert done.returncode == 0, done.stdout + done.stderr

@@ -44,7 +44,6 @@ def test_layers_are_measured_inside_the_compiler_in_both(cases: AskedCases) -> N
 
 
 def test_layers_are_timed_though_their_gradients_are_averaged(cases: AskedCases) -> None:
-    """In hooks of their parameters, which a copy of a layer has not."""
     first, second = cases["DDP, region"]
     assert first["timed_again"] == second["timed_again"] > 0
 

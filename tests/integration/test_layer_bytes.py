@@ -118,7 +118,6 @@ def test_the_papers_formulas(t: int, sequence: bool) -> None:
 
 
 def norm(u: int) -> int:
-    """What a norm reads, a sum for each token, and what it returns, which a product reads."""
     return TOKENS * (2 * H + 4 + NORM_EXTRA * H + 2 * H) // u
 
 

@@ -40,7 +40,6 @@ EVERY_MODULE = ("core_attn", "mlp", "moe", "shared_experts", "layernorm", "moe_a
 
 
 def module_sets(name: str) -> list[tuple[str, ...]]:
-    """Each module, all, and each pair where attention is op by op."""
     modules = MODULES_OF[name]
     pairs = combinations(modules, 2) if name.endswith("unfused") else ()
     return [*((module,) for module in modules), *pairs, modules]

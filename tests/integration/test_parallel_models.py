@@ -28,7 +28,6 @@ BUFFER_BYTES = 2 * 64 * 32 * 4 + 128
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each rank found."""
     folder, _ = run_program(SUPPORT / "parallel_programs.py", RANKS, tmp_path_factory)
     return [torch.load(folder / f"rank{rank}", weights_only=False) for rank in range(RANKS)]
 

@@ -230,7 +230,6 @@ def _every_second_layer(profile: Profile) -> Plan:
 
 
 def _heads_and_norms_too(profile: Profile) -> Plan:
-    """Units that are no layers can be recomputed as well."""
     units = {}
     for one in profile.calls:
         values = [value for value in profile.graph_of(one).values if value.producer is not None]

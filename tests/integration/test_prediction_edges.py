@@ -202,7 +202,6 @@ class Biased(nn.Module):
 
 
 def random_stack(choose: random.Random) -> nn.Module:
-    """Layers, with modules between them that return what they get."""
     layers: list[nn.Module] = []
     for _ in range(choose.randint(3, 5)):
         layers.append(choose.choice([Expanding, Layer])())

@@ -95,7 +95,6 @@ def attempt(model: Chain, data: Tensor, *, saves_copies: bool = False) -> Step |
 
 
 def check(recipe: Recipe, policy: Policy, *, may_refuse: bool) -> None:
-    """Compare a step with the plan to the plain one."""
     model, data = built(recipe)
     expected = attempt(model, data)
     with apply_policy(model, model.units, policy):

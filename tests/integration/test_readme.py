@@ -22,7 +22,6 @@ TIMED = re.compile(
 
 
 def quoted(page: str, beginning: str) -> list[str]:
-    """The lines of output on a page that begin so."""
     text = (DOCS / page).read_text(encoding="utf-8")
     return [line.strip() for line in text.splitlines() if line.strip().startswith(beginning)]
 

@@ -58,7 +58,6 @@ def test_writes_between_to_what_a_module_holds(write: Any, of: Any, what: str) -
 
 
 def test_parametrization_that_is_registered_or_removed_between() -> None:
-    """PyTorch writes to the parameter then."""
     model = model_of()
     with recollect.apply(model, REGION):
         loss = model(data()).sum()

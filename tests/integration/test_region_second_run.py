@@ -45,7 +45,6 @@ def functional_of_its_own(model: nn.Module) -> Step:
 
 
 def step_with(between: Callable[[Any], object]) -> Callable[[nn.Module], Step]:
-    """Return a step that does something to each unit between forward and backward."""
 
     def step(model: nn.Module) -> Step:
         leaves = dict(model.named_parameters())
@@ -113,12 +112,10 @@ def test_what_happens_to_a_module_between(between: Callable[[Any], object]) -> N
 
 @pytest.mark.parametrize("step", [functional, functional_of_its_own])
 def test_functional_call(step: Callable[[nn.Module], Step]) -> None:
-    """Gradients go to the tensors of the call, and are theirs."""
     assert_as_without_plan(step, lambda unit, hidden: plain(unit, hidden) * unit.large.mean(0))
 
 
 def test_functional_call_of_a_recurrent_network() -> None:
-    """It keeps a list of its parameters, too."""
 
     def built() -> nn.Module:
         torch.manual_seed(0)

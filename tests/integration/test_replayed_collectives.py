@@ -73,7 +73,6 @@ class Layer(nn.Module):
 
 
 def layers(number: int, *, sequence: bool) -> nn.Sequential:
-    """Layers split over the group as Megatron splits them."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import (
@@ -144,7 +143,6 @@ def test_full_recompute_keeps_what_megatron_keeps(sequence: bool, collectives: s
 
 @pytest.mark.usefixtures("group")
 def test_collectives_are_counted_as_predicted() -> None:
-    """Counted by PyTorch itself."""
     from torch.distributed.tensor.debug import CommDebugMode
 
     def counted(model: nn.Module, x: Tensor) -> Counter[str]:

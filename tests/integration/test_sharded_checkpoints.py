@@ -42,20 +42,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def alone(folder: Path) -> list[float]:
-    """Losses of a run in one process."""
     found: list[float] = losses_of(settings(folder, "alone"))["losses"]
     return found
 
 
 @pytest.fixture(scope="module")
 def alone_with_experts(folder: Path) -> None:
-    """A run of a model with experts in one process."""
     losses_of(settings(folder, "alone experts", steps=EVERY))
 
 
 @pytest.fixture(scope="module")
 def found(folder: Path) -> Iterator[AskedCases]:
-    """What four processes make of each case."""
     started = start_ranks(4, ROOT / "tests/support/checkpoint_ranks.py", folder, has_input=True)
     with asked_cases(started) as cases:
         yield cases

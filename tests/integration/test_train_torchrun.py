@@ -76,14 +76,12 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AskedCases]:
 
 @pytest.fixture
 def rows(name: str, request: pytest.FixtureRequest) -> list[Row]:
-    """What the processes of a layout found."""
     cases: AskedCases = request.getfixturevalue("two" if name in ON_TWO else "four")
     return cases[name]
 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, Any]]:
-    """The same runs in this process, of each model."""
     folder = tmp_path_factory.mktemp("one")
     write_text(folder)
     return cache(lambda name: trained(settings(folder, name, **MODELS[name])))
@@ -261,7 +259,6 @@ def workers(launcher: subprocess.Popen[str]) -> dict[int, int]:
 
 
 def command_line(folder: Path, *more: object) -> tuple[object, ...]:
-    """Return a run on the command line that does not end by itself."""
     write_text(folder)
     sizes = ("--size", "tiny", "--seq-length", 32, "--batch-size", 2, "--steps", 100_000, "--device", "cpu")
     run = ("--data", folder / "text.txt", "--run-dir", folder / "run", "--log-interval", 1)
@@ -310,7 +307,6 @@ def test_the_first_process_writes_the_run_folder(stopped: tuple[Path, str, str, 
 
 @needs_proc
 def test_what_all_processes_warn_of_is_said_once(stopped: tuple[Path, str, str, int]) -> None:
-    """Of the command line, and of the data that all read."""
     errors = stopped[2]
     assert errors.count("Warning: without effect here: --overlap-grad-reduce") == 1
     assert errors.count("Warning: training data") == 1

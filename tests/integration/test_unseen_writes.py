@@ -178,7 +178,6 @@ def test_writes_after_backward_are_fine() -> None:
 
 
 def test_write_to_what_autograd_saved_is_as_without_a_plan() -> None:
-    """It uses what it finds then."""
 
     class Scaled(nn.Module):
         def __init__(self) -> None:

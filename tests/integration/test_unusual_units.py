@@ -71,7 +71,6 @@ def check(make: Callable[[], Unit], policy: Policy, step: Callable[[TwoUnits, Te
 
 
 def force_field(unit: Unit, hidden: Tensor) -> Tensor:
-    """Differentiates inside of forward, as models of forces do."""
     position = hidden.detach().requires_grad_()
     energy = (position @ unit.weight).tanh().square().sum()
     (force,) = torch.autograd.grad(energy, position, create_graph=True)
@@ -290,7 +289,6 @@ def custom_op_on_kept(unit: Unit, hidden: Tensor) -> Tensor:
 
 
 def one_element(unit: Unit, hidden: Tensor) -> Tensor:
-    """A number leaves the device in the middle."""
     return hidden * (1 + (hidden.detach().abs().max().item()))
 
 

@@ -29,7 +29,6 @@ class Loop:
         self.seen: list[weakref.ref[Any]] = [weakref.ref(self.model), weakref.ref(self.optimizer)]
 
     def attach(self, budget: str = "90%", steps: int = 2, x: torch.Tensor = X, **keywords: Any) -> None:
-        """Attach, train, and remove."""
         attached = recollect.attach(self.model, self.optimizer, budget, log=str, **keywords)
         self.seen.append(weakref.ref(attached))
         try:
@@ -41,16 +40,13 @@ class Loop:
             attached.remove()
 
     def plan(self, budget: str = "90%") -> recollect.Plan:
-        """Record and plan."""
         return recollect.plan(recollect.record(self.model, X, **self.arguments), budget=budget)
 
     def fit(self, budget: str = "90%") -> None:
-        """Fit, and remove."""
         recollect.fit(self.model, X, budget, **self.arguments)
         recollect.applied_to(self.model)[0].remove()
 
     def apply(self) -> None:
-        """Apply a plan, train, and remove it."""
         with recollect.apply(self.model, self.plan()):
             self.model(X).sum().backward()
 

@@ -28,7 +28,6 @@ os.environ.update({"GLOO_SOCKET_IFNAME": "lo", "MASTER_ADDR": "127.0.0.1", "ACCE
 
 
 def batches(steps: int) -> Iterator[dict[str, torch.Tensor]]:
-    """Other ones in each process."""
     data = texts(8 * steps, 64)
     for number in range(steps):
         rows = data[8 * number + 4 * RANK :][:4]

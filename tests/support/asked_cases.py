@@ -28,7 +28,6 @@ class AskedCases:
         self._rows: dict[str, list[Row]] = {}
 
     def __getitem__(self, name: str) -> list[Row]:
-        """Return the rows of a case, of those processes that did not end in it."""
         if name not in self._rows:
             for process in self._started:
                 process.write(f"{name}\n")
@@ -58,7 +57,6 @@ class AskedCases:
         raise AssertionError(f"case {name!r} failed, or took more than {_LONGEST_CASE_S} s:\n" + "\n".join(said))
 
     def end(self) -> None:
-        """Have the processes end."""
         for process in self._started:
             process.end_input()
             process.kill()

@@ -41,7 +41,6 @@ def block_plan(*recompute: str, paths: tuple[str, ...] = ("blocks.0", "blocks.1"
 
 
 def ops(model: nn.Module, batch: Any) -> Counter[str]:
-    """How often each op runs in a step."""
     clear(model, batch)
     with Watch() as watch:
         loss_of(call(model, batch), mean_square).backward()

@@ -73,7 +73,6 @@ def copy_of(folder: Path, source: str, name: str, *, newest: int = EVERY) -> Non
 
 
 def losses_of(config: TrainConfig) -> dict[str, Any]:
-    """Train, and return the losses."""
     return {"losses": [record.loss for record in train(config, console=training_runs.QUIET).records]}
 
 
@@ -130,7 +129,6 @@ def built(folder: Path, kind: str, layout: str) -> dict[str, Any]:
 
 
 def has_part_of(stored: StoredState, name: str, whole: torch.Tensor) -> bool:
-    """Say whether what is here of a tensor has the same bits in the whole one."""
     return all(
         torch.equal(part, whole[tuple(slice(o, o + size) for o, size in zip(chunk.offsets, chunk.sizes, strict=True))])
         for chunk, part in parts_of(stored.tensors[name], stored.fused.get(name), stored.tensor_ranks)
@@ -148,14 +146,12 @@ def damaged(folder: Path) -> dict[str, Any]:
 
 
 def full_disk(folder: Path) -> dict[str, Any]:
-    """Have no folder to write to."""
     (folder / "full").mkdir(exist_ok=True)
     (folder / "full" / "checkpoints").write_text("no folder")
     return losses_of(settings(folder, "full", FIRST))
 
 
 def run(case: str, folder: Path) -> dict[str, Any]:
-    """Return what a case makes."""
     action, _, what = case.partition(": ")
     if action == "trained":
         layout = "PP ZeRO" if what == "pipeline" else FIRST

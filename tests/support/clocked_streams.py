@@ -86,11 +86,6 @@ class ClockedStreams:
 
     Args:
         seed: of when copies are made: with every third one as late as can be, with the next as soon, then at random.
-
-    Attributes:
-        computing: the stream that computes.
-        races: what went wrong.
-        num_copies: copies asked for.
     """
 
     def __init__(self, seed: int) -> None:
@@ -114,7 +109,6 @@ class ClockedStreams:
         return stream in self._all_computing
 
     def work(self) -> None:
-        """Let the stream that computes do something."""
         self.computing.clock[self.computing] += 1
 
     # What a carrier asks for
@@ -182,7 +176,6 @@ class ClockedStreams:
     # Making copies
 
     def go_on(self) -> None:
-        """Make copies whose turn has come, as chance will have it."""
         while self._pending and self._random.random() < self._eagerness:
             self.make(self._random.choice(self._pending))
 

@@ -25,7 +25,6 @@ SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "nu
 
 
 def trained(folder: str, *, is_compiled: bool) -> tuple[list[float], Any]:
-    """Return the losses of three steps, and the plan."""
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=64, use_cache=False, **SIZES))
     tokens = torch.arange(24)

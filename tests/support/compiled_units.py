@@ -69,7 +69,6 @@ class _Named(OpMode):
 
 
 def values_by_name(unit: nn.Module, *args: Any) -> dict[str, Tensor]:
-    """Return what the ops of a unit compute outside the compiler."""
     mode = _Named()
     hooks = []
     for path, module in unit.named_modules():

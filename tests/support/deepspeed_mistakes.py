@@ -139,7 +139,6 @@ def _section(**settings: Any) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Try them all."""
     deepspeed.init_distributed(dist_backend="gloo")
     _try("plan", lambda: _engine(_planned()))
     _try("engine, stage 0", lambda: _on_a_batch(0))

@@ -42,7 +42,6 @@ def sized(device: torch.device, cpu: T, cuda: T) -> T:
 
 
 def moved(batch: Any, device: torch.device) -> Any:
-    """Return a batch on a device."""
     return tree_map(lambda item: item.to(device) if isinstance(item, Tensor) else item, batch)
 
 
@@ -54,7 +53,6 @@ class PlainStep:
 
     @property
     def varying(self) -> list[str]:
-        """Names of the tensors that differ from run to run."""
         first, *others = self.runs
         return [name for name in first if not all(has_same_bits(first[name], other[name]) for other in others)]
 
@@ -120,7 +118,6 @@ def check_plans(
 
 
 def generator_states(device: torch.device, *generators: torch.Generator) -> Step:
-    """Return the states of the default generators, and of others."""
     states = {"generator of the CPU": torch.get_rng_state()}
     if device.type == "cuda":
         states["generator of the GPU"] = torch.cuda.get_rng_state(device)

@@ -30,7 +30,6 @@ def choices(graph: UnitGraph) -> Iterator[CallActions]:
 
 
 def all_plans(profile: Profile) -> list[Point]:
-    """Peak and recompute time of every plan."""
     units = [list(choices(profile.graph_of(call))) for call in profile.calls]
     simulations = (simulate(profile, decisions) for decisions in itertools.product(*units))
     return list({(s.peak_bytes, s.recompute_s) for s in simulations})

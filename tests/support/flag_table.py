@@ -8,7 +8,6 @@ from recollect.integrations.megatron.arguments import FOREIGN_FLAGS, ForeignFlag
 
 
 def foreign_table() -> str:
-    """Return one row for each reason, with the flags that share it."""
     rows = ["| flag | here |", "|---|---|"]
     flags = sorted(FOREIGN_FLAGS.values(), key=_meaning)
     for (_, meaning), group in groupby(flags, key=_meaning):

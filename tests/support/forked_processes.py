@@ -73,18 +73,15 @@ class ForkedProcess:
         return os.fdopen(os.open(path, os.O_RDWR), "w", encoding="utf-8")
 
     def write(self, text: str) -> None:
-        """Write to its standard input."""
         assert self._input is not None
         self._input.write(text)
         self._input.flush()
 
     def end_input(self) -> None:
-        """Close its standard input, which ends there when all is read."""
         if self._input is not None:
             self._input.close()
 
     def written(self) -> str:
-        """Return what it has written to standard output so far."""
         return Path(self._folder.name, "1").read_text(encoding="utf-8")
 
     def poll(self) -> int | None:
@@ -92,16 +89,13 @@ class ForkedProcess:
         return self.returncode
 
     def send_signal(self, number: signal.Signals) -> None:
-        """Send a signal."""
         assert self.pid is not None
         os.kill(self.pid, number)
 
     def terminate(self) -> None:
-        """Ask it to end."""
         self._process.terminate()
 
     def kill(self) -> None:
-        """End it."""
         self._process.kill()
 
     def communicate(self, timeout: float = LONGEST_S) -> tuple[str, str]:
@@ -119,7 +113,6 @@ class ForkedProcess:
 def run_forked(
     program: str | Path, *arguments: object, cwd: Path | None = None, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run a program to its end."""
     process = ForkedProcess(program, *arguments, cwd=cwd, **environment)
     try:
         output, errors = process.communicate()

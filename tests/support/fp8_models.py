@@ -86,7 +86,6 @@ def step(
 
 
 def different(first: dict[str, Tensor], second: dict[str, Tensor]) -> list[str]:
-    """Names of what has not the same bits."""
     assert first.keys() == second.keys()
     return [name for name, tensor in first.items() if not torch.equal(tensor, second[name])]
 
@@ -110,7 +109,6 @@ def plans_of(kind: str, model: GPTModel, num_random: int) -> list[Plan | Random]
 
 
 def applied(model: GPTModel, plan: Plan | Random) -> AbstractContextManager[Any]:
-    """The model under a plan."""
     return recollect.apply(model, plan) if isinstance(plan, Plan) else apply_policy(model, LAYERS, plan)
 
 

@@ -62,7 +62,6 @@ def step_of(case: Case, model: nn.Module, seed: int = 0) -> Step:
 
 
 def collect(model: nn.Module, batch: Batch, loss: Tensor) -> Step:
-    """The numbers of a step that has been made, copied."""
     step = {"loss": loss.detach().clone()}
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:
@@ -76,7 +75,6 @@ def collect(model: nn.Module, batch: Batch, loss: Tensor) -> Step:
 
 
 def clear(model: nn.Module, batch: Batch) -> None:
-    """Drop the gradients of the parameters and of the batch."""
     model.zero_grad()
     for _, tensor in _tensors(batch):
         tensor.grad = None

@@ -47,7 +47,6 @@ class Command:
 
 
 def commands(text: str) -> list[Command]:
-    """Return the commands of a page."""
     found = [(match[1] or "", match[2].replace("\\\n", " ").splitlines()) for match in _SHELL.finditer(text)]
     return [Command(line, reason) for reason, lines in found for line in lines if line]
 
@@ -95,14 +94,12 @@ def deep() -> Names:
 
 
 def planned() -> Names:
-    """The same, with a profile and a plan."""
     names = training()
     profile = recollect.record(names["model"], names["batch"], fake=True, hardware="H100")
     return {**names, "profile": profile, "plan": recollect.plan(profile, "75%")}
 
 
 def sentences() -> Names:
-    """The same, with words that TRL can read."""
     from hugging_face_trainers import llama
     from trl_trainers import answers, tokenizer
 
@@ -178,7 +175,6 @@ def chunked() -> Names:
 
 
 def reference_models() -> Names:
-    """Tokens, and a checkpoint where the page says that there is one."""
     import safetensors.torch
 
     from hugging_face_trainers import llama

@@ -53,7 +53,6 @@ def qlora() -> Any:
 
 
 def texts(count: int = 240, length: int = 64) -> list[dict[str, torch.Tensor]]:
-    """Random tokens, the same each time."""
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(0, VOCABULARY, (count, length), generator=generator)
     return [{"input_ids": row, "labels": row} for row in tokens]

@@ -22,7 +22,6 @@ def random_documents(*, count: int, vocab_size: int = 256, longest: int = 60, se
 
 
 def write_dataset(folder: Path, name: str = "corpus", *, count: int = 200, seed: int = 0) -> Path:
-    """Write random documents and return their prefix."""
     prefix = folder / name
     write_indexed_dataset(prefix, random_documents(count=count, seed=seed), vocab_size=256)
     return prefix

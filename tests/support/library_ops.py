@@ -58,5 +58,4 @@ drop.register_autograd(_drop_backward, setup_context=_setup_drop)
 
 @torch.library.custom_op("recollect_tests::double_", mutates_args={"x"})
 def double_(x: torch.Tensor) -> None:
-    """Write twice its content to a tensor."""
     x.mul_(2)

@@ -24,7 +24,6 @@ FIRST_ENDS = ("first fails", "first gone", "first done")
 
 
 def end(case: str) -> None:
-    """End as the second process of a case."""
     if case == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
     if case == "fails":

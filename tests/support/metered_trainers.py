@@ -66,12 +66,10 @@ class StepPeaks:
         self.begin()
 
     def begin(self) -> None:
-        """Begin the next step."""
         gc.collect()
         self._meter.restart()
 
     def end(self) -> None:
-        """End a step, and begin the next one."""
         self.bytes.append(self._meter.peak_bytes() - self._before_bytes)
         self.begin()
 

@@ -70,6 +70,5 @@ def _random_trip(rng: random.Random) -> Trip:
 
 
 def _earlier(trip: Trip, ahead: int) -> Trip:
-    """Return the trip that comes back so many units earlier."""
     leaves = trip.leaves + ahead if trip.leaves_in_backward else trip.leaves
     return trip._replace(leaves=leaves, returns=trip.returns + ahead)

@@ -105,7 +105,6 @@ def random_plan(names: dict[str, list[str]], seed: int) -> Plan:
 
 
 def plan_that_offloads(names: dict[str, list[str]], trip: Trip = Trip(), host_bytes: int | None = None) -> Plan:  # noqa: B008
-    """All values go to host memory, and all on one trip."""
     units = {
         path: UnitPlan(dict.fromkeys(values, "offload"), trips=dict.fromkeys(values, trip))
         for path, values in names.items()
@@ -121,7 +120,6 @@ def _trip(rng: random.Random) -> Trip:
 
 
 def offload_of(applied: Applied) -> Offload:
-    """What the tape of an applied plan has for its offloaded values."""
     found = next(f.tape.offload for f in applied._forwards if isinstance(f, _UnitForward))
     assert found is not None
     return found

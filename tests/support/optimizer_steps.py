@@ -12,13 +12,11 @@ CPU = torch.device("cpu")
 
 
 def give_gradients(module: nn.Module) -> None:
-    """Give each trained parameter a gradient of ones."""
     for parameter in module.parameters():
         parameter.grad = torch.ones_like(parameter) if parameter.requires_grad else None
 
 
 def peak_bytes(step: OptimizerStep) -> int:
-    """Most bytes alive at once among what the step makes."""
     alive: dict[int, int] = {}
     peak = 0
     for code, number, *size in step.events:

@@ -89,7 +89,6 @@ def farthest(got: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
 
 
 def facts(profile: Profile) -> dict[str, Any]:
-    """What a profile says about bytes."""
     ends = {name: recollect.classic_plan(profile, name) for name in ("keep_all", "full")}
     return {
         "persistent": dict(profile.persistent),

@@ -74,11 +74,9 @@ class Program:
     return_outputs: bool = False
 
     def num_stages(self, schedule: str) -> int:
-        """Number of stages, those of all ranks together."""
         return self.num_ranks * SCHEDULES[schedule][1]
 
     def schedule(self, name: str) -> PipelineSchedule:
-        """Return what torch's schedule runs on each rank."""
         dist.init_process_group("fake", rank=0, world_size=self.num_ranks)
         try:
             modules = [nn.Identity() for _ in range(SCHEDULES[name][1])]
@@ -177,7 +175,6 @@ def _rank(rank: int, program: Program, jobs: list[Job], folder: str) -> None:
 
 
 def _numbers(program: Program, schedule: str, rank: int) -> list[int]:
-    """Return the stages of a rank."""
     num_stages = program.num_stages(schedule)
     if schedule in _V_SHAPED:
         return [rank, num_stages - 1 - rank]
@@ -253,7 +250,6 @@ class _Running:
         return result
 
     def step(self) -> None:
-        """Run the schedule once."""
         self.schedule.step(*self.inputs, **self.targets, return_outputs=self.program.return_outputs)
 
     def prepare(self) -> None:

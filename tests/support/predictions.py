@@ -29,7 +29,6 @@ LEAN_LOOP: Any = {"holds_output": False, "gradients": "freed"}
 
 
 def larger(batch: Batch, times: int = 8) -> Batch:
-    """The batch so many times over."""
     if isinstance(batch, Tensor):
         return batch.repeat(times, *[1] * (batch.dim() - 1))
     if isinstance(batch, dict):

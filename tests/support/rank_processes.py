@@ -43,7 +43,6 @@ def run_program(program: Path, num_ranks: int, folders: pytest.TempPathFactory) 
 
 
 def start_program(program: Path, num_ranks: int, folders: pytest.TempPathFactory) -> list[ForkedProcess]:
-    """Start a program that serves cases in processes that get their rank and a folder."""
     folder = folders.mktemp("ranks")
     return [ForkedProcess(program, rank, folder, has_input=True) for rank in range(num_ranks)]
 
@@ -78,7 +77,6 @@ def start_torchrun(num_ranks: int, *args: object) -> subprocess.Popen[str]:
 
 
 def free_port() -> int:
-    """A port that nobody listens at."""
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         return int(listening.getsockname()[1])

@@ -201,7 +201,6 @@ def replayed_collectives() -> dict[str, Any]:
 
 
 def _without_collectives(plan: Plan) -> Plan:
-    """The plan, but for collectives, which are kept."""
     return Plan(
         {
             path: UnitPlan({name: "keep" if collective_kind(name) else action for name, action in unit.actions.items()})
@@ -243,7 +242,6 @@ def _shared_step(model: nn.Module, plan: Plan, data: torch.Tensor) -> dict[str, 
 
 
 def planned_parts(profile: Profile, seed: int | None) -> Plan:
-    """Hold all values as parts that a plan may, or with a seed toss a coin for each value."""
     coin = random.Random(seed)
     units = {}
     for call in profile.calls:

@@ -32,7 +32,6 @@ IN_BF16 = ("gpt-tiny unfused", "llama-tiny fused", "mixtral-tiny unfused", "deep
 
 
 def reference_case(name: str, changes: dict[str, Any], dtype: torch.dtype = torch.float32) -> Case:
-    """Return a model of a size, with dropout where its attention can have it."""
     rates = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
     config = replace(NAMED_CONFIGS[name.split(maxsplit=1)[0]], **{**rates, **changes})
     if name.split()[1] == "fused":

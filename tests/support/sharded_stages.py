@@ -151,7 +151,6 @@ def ran(case: Case, mesh: Any) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Serve the cases."""
     rank, folder = int(sys.argv[1]), Path(sys.argv[2])
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)

@@ -64,7 +64,6 @@ def gradients(model: GPTModel, inputs: dict[str, Tensor], ranks: int = 1) -> dic
 
 
 def mean(found: dict[str, Tensor], group: dist.ProcessGroup | None = None) -> dict[str, Tensor]:
-    """The mean over ranks, of what each of them has."""
     for tensor in found.values():
         dist.all_reduce(tensor, group=group)
     return {name: tensor / dist.get_world_size(group) for name, tensor in found.items()}
@@ -225,7 +224,6 @@ def one_route(config: TransformerConfig) -> GPTModel:
 
 
 def mean_loss(found: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Gradients are means already."""
     return {**found, **mean({"loss": found["loss"]})}
 
 

@@ -141,7 +141,6 @@ class LogWriter:
         return gradients.pop(INPUT) if INPUT in gradients else self.new_storage(8)
 
     def step(self, loss_bytes: int, backward_seed: float | None) -> StepLog:
-        """Write all of forward, backward and an optimizer step."""
         last = len(self.profile.calls) - 1
         for call in range(last + 1):
             self.forward(call)

@@ -9,11 +9,9 @@ import pytest
 
 
 def long(values: Iterable[Any]) -> list[Any]:
-    """Return values of a parameter as those of the long tier."""
     return long_but((), values)
 
 
 def long_but(quick: Iterable[Any], values: Iterable[Any]) -> list[Any]:
-    """Return values of a parameter, those of the long tier except the ones that are named."""
     named = [*quick]
     return [value if value in named else pytest.param(value, marks=pytest.mark.long) for value in values]

@@ -69,7 +69,6 @@ def trained(
 def policy(
     budget: int | str, loss: BaseLoss.Config, *, accumulation: int = 1, folder: str = ""
 ) -> ActivationCheckpointing:
-    """Return the policy for that training."""
     config = MemoryBudget.Config(
         memory_budget=f"{budget} B" if isinstance(budget, int) else budget,
         local_batch_size=BATCH,

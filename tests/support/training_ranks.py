@@ -99,12 +99,10 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 def model_of(layout: str) -> str:
-    """Return the name of the model of a layout."""
     return next((name for name in MODELS if name in layout), "dense")
 
 
 def settings(folder: Path, name: str, **changes: Any) -> TrainConfig:
-    """Return the settings of a run in a folder of its own."""
     parallel = changes.pop("parallel", {})
     config = training_runs.config(folder, run_dir=folder / name.replace(" ", "_"), **{**STEPS, **changes})
     return TrainConfig(**{**vars(config), "parallel": ProcessFlags(**parallel)})
@@ -208,7 +206,6 @@ def chosen_chunks(folder: Path) -> dict[str, Any]:
 
 
 def failing_data(folder: Path) -> dict[str, Any]:
-    """Have no data in the second process."""
     own = session_module.load_corpus
     if dist.get_rank() == 1:
         session_module.load_corpus = _no_data  # type: ignore[assignment]
@@ -223,12 +220,10 @@ def _no_data(*_: Any, **__: Any) -> Any:
 
 
 def two_budgets(folder: Path, second: str = "90%") -> dict[str, Any]:
-    """Have another budget in the second process."""
     return trained(settings(folder, "budgets", memory_budget=("80%", second)[dist.get_rank()]))
 
 
 def missing_devices(folder: Path) -> dict[str, Any]:
-    """Have more processes than any machine has devices."""
     before, os.environ["LOCAL_WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"], "1000"
     try:
         return trained(settings(folder, "devices", device="cuda"))
@@ -237,7 +232,6 @@ def missing_devices(folder: Path) -> dict[str, Any]:
 
 
 def plans_of(change: Callable[[list[Any]], None]) -> Callable[[Path], dict[str, Any]]:
-    """Go on with a pipeline whose plans were changed."""
 
     def resumed(folder: Path) -> dict[str, Any]:
         name = f"plans {change.__name__}"
@@ -331,7 +325,6 @@ PARTIAL = (
 
 
 def run(name: str, folder: Path) -> dict[str, Any]:
-    """Return what a case makes."""
     if name in LAYOUTS:
         return layout(folder, name)
     if name == "held parts":

@@ -25,7 +25,6 @@ QUIET = Console(quiet=True)
 
 
 def write_text(folder: Path, *, num_words: int = 20_000) -> Path:
-    """Write a text of words with unequal frequencies, so that there is something to learn."""
     words = ["the", "of", "gradient", "memory", "keeps", "every", "layer", "budget"]
     chosen = random.Random(0).choices(words, weights=range(len(words), 0, -1), k=num_words)
     path = folder / "text.txt"
@@ -54,7 +53,6 @@ def config(folder: Path, **changes: Any) -> TrainConfig:
 
 
 def run(folder: Path, **changes: Any) -> Outcome:
-    """Train silently."""
     return train(config(folder, **changes), console=QUIET)
 
 
@@ -67,7 +65,6 @@ def losses(run_dir: Path) -> dict[int, float]:
 
 
 def start(*args: object) -> ForkedProcess:
-    """Start the command line as a process of its own."""
     return ForkedProcess("recollect.cli", *args, COLUMNS="100")
 
 

@@ -24,7 +24,6 @@ _IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
 
 def tokenizer() -> Any:
-    """A tokenizer of words, since none can be downloaded."""
     vocabulary = {word: number for number, word in enumerate([*_SPECIAL, *_WORDS])}
     words = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

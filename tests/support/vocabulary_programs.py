@@ -114,5 +114,4 @@ def refusals() -> Iterator[tuple[str, Any]]:
 
 
 def vocabulary_cases() -> dict[str, Any]:
-    """All of the above, by name."""
     return {**dict(exactness()), **dict(peaks()), **dict(refusals())}

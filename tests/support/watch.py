@@ -50,7 +50,6 @@ class Watch(TorchDispatchMode):
 
     @property
     def ops(self) -> Counter[str]:
-        """How often each op ran."""
         return Counter(self.history)
 
     def computing_ops(self) -> Counter[str]:

@@ -43,7 +43,6 @@ class Case:
         return self.build().train()
 
     def data(self, seed: int = 0) -> Batch:
-        """The same batch for the same seed."""
         torch.manual_seed(1000 + seed)
         return self.batch()
 

@@ -39,7 +39,6 @@ class Log:
         return Node(call, list(inputs))
 
     def value(self, name: str, *inputs: Value) -> Value:
-        """The dropped result of such a node."""
         node = self.node(name, *inputs)
         return dropped(node)
 
@@ -215,7 +214,6 @@ def test_node_lets_go_of_arguments_and_value_of_its_node() -> None:
 
 
 def _three(log: Log, *wanted: bool) -> tuple[Node, list[Value | None]]:
-    """A node with three results, of which some are to be delivered."""
 
     def call(tensors: list[Any], may_overwrite_first: bool) -> Sequence[Any]:
         log.runs.append("split")

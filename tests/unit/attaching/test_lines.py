@@ -25,7 +25,6 @@ class Residual(nn.Module):
 
 
 def lines_of(steps: list[list[dict[str, Any]]], *, keeps_gradients: bool = False) -> tuple[list[str], str]:
-    """Return what was logged of steps, each a list of calls, and the report."""
     model = Residual()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     lines: list[str] = []

@@ -93,7 +93,6 @@ def test_no_file_at_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
 
 
 def filled(rule: Rule) -> tuple[str, ...]:
-    """The advice of a rule with numbers in it."""
     names = re.findall(r"(?<!\{)\{(\w+)\}", "".join((rule.problem, rule.cause, *rule.fix)))
     return rule.finding(**{name: {"budget": "71GiB", "length": "4096"}.get(name, "1") for name in names}).fix
 

@@ -116,7 +116,6 @@ def test_help_names_the_choices(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_ranks_that_share_experts_follow_megatrons_settings() -> None:
-    """How many processes there will be is not known where these are checked."""
     line = "--size mixtral-tiny --expert-model-parallel-size 2 --recompute-granularity full --recompute-method uniform"
     recompute = training_config(parse_train([*line.split(), "--recompute-num-layers", "1"])).step.recompute
     assert recompute is not None and recompute.recompute_num_layers == 1

@@ -52,7 +52,6 @@ class Layer(nn.Module):
 
 
 def tells(store: Any, plan: Plan) -> None:
-    """Have the other rank tell that it runs a plan."""
     assert dist.group.WORLD is not None
     store.set(f"recollect/{dist.group.WORLD.group_name}/1/1", digest_of(plan.units))
 

@@ -86,7 +86,6 @@ def held(others: Collection[threading.Thread] = ()) -> tuple[int, int, int]:
 
 
 def num_mapped(process: object, folder: object) -> int:
-    """Files of a folder that a process has mapped and that have no name."""
     lines = Path(f"/proc/{process}/maps").read_text().splitlines()
     return sum(f" {folder}/" in line and line.endswith("(deleted)") for line in lines)
 
@@ -270,7 +269,6 @@ def in_backward(trial: Trial) -> None:
 
 
 def nowhere(trial: Trial) -> None:
-    """The graph is thrown away."""
     trial.model(trial.data)
 
 

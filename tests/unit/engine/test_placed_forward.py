@@ -120,7 +120,6 @@ def each_layer(model: Any) -> Any:
 def test_compiled_models_follow_the_plan(
     engine: str, compile_model: Callable[[nn.Module], Any], compiled_first: bool
 ) -> None:
-    """They run eagerly and recompute."""
     model = built()
     model(ROWS).backward()
     expected = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}

@@ -17,7 +17,6 @@ NOTHING, GELU = Plan({}), block_plan("gelu")
 
 
 def gelus(model: nn.Module, num_forwards: int) -> list[int]:
-    """How many GELUs each forward with its backward runs."""
     return [ops(model, ROWS)["gelu"] for _ in range(num_forwards)]
 
 

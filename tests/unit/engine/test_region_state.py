@@ -118,7 +118,6 @@ def training_flag(unit: Any, hidden: Tensor) -> Tensor:
 
 
 def late_write(unit: Any, hidden: Tensor) -> Tensor:
-    """Writes to a large buffer, of which there is no copy by then."""
     unit.count += 1
     output = unit.linear(hidden).tanh() * unit.large.mean()
     if unit.count > 2:
@@ -178,7 +177,6 @@ def test_two_backward_passes_over_one_graph(function: Callable[[Any, Tensor], Te
 
 
 def test_dropout_beside_a_thread_that_draws() -> None:
-    """The gradient is zero where the output was."""
     over = threading.Event()
 
     def draw() -> None:

@@ -19,7 +19,6 @@ RANKS = 3
 
 
 def part_of(value: Tensor) -> Tensor:
-    """What this rank holds of a value."""
     assert dist.group.WORLD is not None
     _, part = Shards(dist.group.WORLD).call(value, Agreement("one"), "layers.0", "mm")
     held: Tensor = part.tensor

@@ -96,7 +96,6 @@ def test_one_chunk_in_bf16_has_the_bits_of_the_plain_loss() -> None:
 
 @pytest.mark.parametrize("num_chunks", [7, TOKENS, 1000])
 def test_any_number_of_chunks(num_chunks: int) -> None:
-    """Tokens that are no multiple, one token each, more chunks than tokens."""
     exact = step(plain(), case(torch.float64))
     assert max(errors(step(chunked(num_chunks), case(torch.float64)), exact)) < 1e-14
 

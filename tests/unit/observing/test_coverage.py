@@ -155,7 +155,6 @@ def test_each_setting_is_seen_at_work_and_leaves_no_traces(kind: str) -> None:
 
 
 def test_copies_to_the_host_are_offloaded() -> None:
-    """On the meta device, where a copy to the host has no content."""
 
     def offloaded(layer: nn.Module, x: Tensor) -> Tensor:
         hooks = partial(torch.zeros_like, device="cpu"), partial(torch.zeros_like, device="meta")

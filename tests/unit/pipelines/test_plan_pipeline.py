@@ -112,7 +112,6 @@ class Rank:
         return [parameter.grad for stage in self.stages.values() for parameter in stage.parameters()]
 
     def peak_bytes(self) -> int:
-        """Peak of a step with gradients there, from the beginning on."""
         self.step()
         return recollect.measure_peak(self.step).peak_growth_bytes
 
@@ -178,7 +177,6 @@ def test_early_stages_recompute_more_where_they_hold_more(profiles: list[Profile
 
 
 def test_the_last_stage_alone_has_its_loss_in_chunks(profiles: list[Profile]) -> None:
-    """Also where an earlier stage is on the same rank."""
     chunked = [*profiles[:3], replace(profiles[3], loss_chunks=4)]
     planned = recollect.plan_pipeline(chunked, SCHEDULES["interleaved"], "80%")
     assert [plan.loss_chunks for plan in planned.plans] == [1, 1, 1, 4]

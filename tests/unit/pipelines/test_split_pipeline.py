@@ -99,7 +99,6 @@ def test_a_slow_head_gets_fewer_layers_beside_it(six: list[Profile]) -> None:
 
 
 def test_plans_fit_stages_that_are_sequences_of_the_layers() -> None:
-    """Those of a single layer, too."""
     found = recollect.split_pipeline([layers(1)[1]] * 7, one_f_one_b(4), "60%")
     assert 1 in found.sizes and max(found.sizes) > 1
     assert any(isinstance(plan, Plan) and plan.units for plan in found.pipeline.plans)

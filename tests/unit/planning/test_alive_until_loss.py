@@ -35,7 +35,6 @@ def caching(profile: Profile, values: frozenset[int]) -> Profile:
 
 
 def cached_step(seed: int, *, num_units: int) -> tuple[Profile, frozenset[int]]:
-    """A step of units that hold one or two of the values that they save, and these."""
     profile = random_step(seed, num_values=MANY_VALUES, num_units=num_units)
     dying = {event[2] for event in profile.log.blocks[0] if event[0] == DIES}
     saved = [

@@ -34,7 +34,6 @@ def step_of(size: int, *, seconds: Callable[[int], float] = lambda size: 5.0 + s
 
 
 def fitting(budget_bytes: int, most: int = MOST) -> dict[str, list[int]]:
-    """All sizes that fit, by how the step is run."""
     found: dict[str, list[int]] = {"plain": [], "full": [], "planned": []}
     for size in range(1, most + 1):
         profile = step_of(size)

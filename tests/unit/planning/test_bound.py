@@ -62,7 +62,6 @@ def test_bound_is_the_highest_of_all_prices_and_below_every_plan(seed: int, writ
 
 @pytest.mark.parametrize("seed", range(12))
 def test_wrong_prices_still_give_a_bound(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However the linear program was solved."""
     profile = step_of(seed)
     points = all_plans(profile)
     rng = np.random.default_rng(seed)

@@ -36,7 +36,6 @@ class SeenCosts(KnownCosts):
 
 
 def chain_of(profile: Profile) -> tuple[OptionTable, Chain, list[Choice]]:
-    """A chain over the options of a step, and the choices that it played."""
     costs = SeenCosts(profile)
     return costs.table, Chain(costs, most_probes=64), costs.seen
 

@@ -122,7 +122,6 @@ def test_no_bytes_to_save_is_one_point() -> None:
 
 
 def test_a_module_that_is_run_again_as_a_whole_may_be_below_the_bound() -> None:
-    """The bound is of the tape, which keeps what has no recipe."""
     kept = stack(2, chained=False)
     graphs = tuple(replace(g, values=tuple(replace(v, must_keep=True) for v in g.values)) for g in kept.graphs)
     # On a device whose random generator keeps its state elsewhere; it is larger than all that there is to save here.

@@ -112,7 +112,6 @@ def test_bound_is_never_above_the_best_of_all_plans() -> None:
 
 
 def test_bound_says_something() -> None:
-    """A bound of zero would pass the test above."""
     shares = []
     for seed in range(20):
         profile = random_step(seed, num_values=6)

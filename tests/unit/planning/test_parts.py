@@ -27,7 +27,6 @@ TOLERANCE_S = 1e-6
 
 
 def with_parts(graph: UnitGraph, rng: random.Random) -> UnitGraph:
-    """The same unit, where most of its values are the same on all ranks."""
     parts = []
     for index, value in enumerate(graph.values):
         if value.producer is not None and value.nbytes and not value.must_keep and not value.mutated_later:

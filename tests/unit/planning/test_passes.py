@@ -48,7 +48,6 @@ def profile_of(model: nn.Module, step: Callable[[Phases], object], batch: Tensor
 
 
 def once(model: nn.Module, *batches: Tensor) -> Callable[[Phases], None]:
-    """One backward for all batches."""
 
     def step(phases: Phases) -> None:
         phases.forward()
@@ -60,7 +59,6 @@ def once(model: nn.Module, *batches: Tensor) -> Callable[[Phases], None]:
 
 
 def one_by_one(model: nn.Module, *batches: Tensor) -> Callable[[Phases], None]:
-    """A backward for each batch."""
 
     def step(phases: Phases) -> None:
         for batch in batches:

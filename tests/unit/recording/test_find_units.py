@@ -112,7 +112,6 @@ def test_outermost_repeated_modules_are_the_layers() -> None:
 
 
 def test_lists_of_lists() -> None:
-    """Stages that are containers themselves are looked into."""
     stages = nn.ModuleList([nn.ModuleList([block(), block()]), nn.Sequential(block(), block(), nn.ReLU())])
     model = Holder(stem=nn.Linear(2, 2), stages=stages)
     assert layers_of(model) == ["stages.0.0", "stages.0.1", "stages.1.0", "stages.1.1"]
@@ -144,7 +143,6 @@ def test_layers_as_attributes_of_a_part() -> None:
 
 
 def test_list_of_layers_goes_before_attributes() -> None:
-    """Two towers of one class as attributes, with lists of layers inside."""
     tower = lambda: Holder(layers=nn.ModuleList([block(), block()]))  # noqa: E731
     assert layers_of(Holder(left=tower(), right=tower())) == [
         "left.layers.0",
@@ -165,7 +163,6 @@ def convolutions() -> nn.Sequential:
 
 
 def test_pairs_in_lists() -> None:
-    """Inner lists have no forward, so what is in them is run."""
     pairs = [nn.ModuleList([block(), nn.ModuleDict({"mlp": OtherBlock(2), "norm": nn.LayerNorm(2)})]) for _ in range(2)]
     model = Holder(stem=nn.Linear(2, 2), layers=nn.ModuleList(pairs))
     assert layers_of(model) == ["layers.0.0", "layers.0.1.mlp", "layers.1.0", "layers.1.1.mlp"]

@@ -209,7 +209,6 @@ def test_closure_that_is_needed_is_given() -> None:
 
 
 def test_large_parameters_take_no_memory() -> None:
-    """Hundreds of GB, on the meta device."""
     parameter = nn.Parameter(torch.empty(2**19, 2**18, device="meta"))
     found = record_optimizer_step(EightBit([parameter]), CPU)
     assert found.state_bytes == 2**37 + 4 * 2**29

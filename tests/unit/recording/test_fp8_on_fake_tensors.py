@@ -72,7 +72,6 @@ def test_a_product_takes_what_the_device_takes(recipe: str, hardware: str, dtype
 
 
 def test_casts_take_a_byte_and_scales_are_counted() -> None:
-    """The parameters stay as they are."""
     narrow, wide = (recorded("llama-tiny", hardware="H100", fields=f) for f in (RECIPES["tensorwise"], {}))
     assert dict(narrow.persistent) == dict(wide.persistent)
     saved = {value.name: value.nbytes for value in graph_of(narrow).values if value.saved}

@@ -259,7 +259,6 @@ def test_warning_names_the_callers_line() -> None:
 
 
 def test_recorded_step_has_the_optimizers_peak() -> None:
-    """With parameters far larger than activations, the peak of the step is that of the optimizer."""
     llama = GPTModel(llama_config(num_layers=2, hidden_size=64, num_attention_heads=2, vocab_size=2000))
     tokens = torch.zeros(1, 2, dtype=torch.int64)
     optimizer = AdamW(llama.parameters(), lr=0.0, foreach=True)

@@ -59,7 +59,6 @@ def free(net: nn.Module, _: torch.optim.Optimizer) -> None:
 
 
 def train(budget: int | str, num_steps: int, zero: Zero = free) -> Attached:
-    """Train with gradients that are alive in forward from the second step on."""
     torch.manual_seed(0)
     net = Net()
     optimizer = torch.optim.AdamW(net.parameters())

@@ -23,7 +23,6 @@ CPU = torch.device("cpu")
 
 
 def live_bytes() -> int:
-    """Bytes of all tensors in this process, and of their gradients."""
     gc.collect()
     tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
     gradients = [tensor.grad for tensor in tensors if tensor.is_leaf and tensor.grad is not None]
@@ -31,7 +30,6 @@ def live_bytes() -> int:
 
 
 def recorded(model: nn.Module, optimizer: torch.optim.Optimizer, step: Callable[[], object]) -> tuple[int, int]:
-    """Record a step. -> what the recording says is left, and what is, besides what was there and is no gradient."""
     recording = StepRecording(model, find_units(model), MeasuredCosts(CPU), CPU)
     known = {"parameters": list(model.parameters()), "optimizer_state": state_tensors(optimizer)}
     gradients = [p.grad for p in model.parameters() if p.grad is not None]

@@ -49,7 +49,6 @@ def unit_times(profile: Profile, *, forward_s: float, backward_s: float, idle_s:
 
 
 def samples_of(model: nn.Module, paths: list[str], run: Callable[[], Any]) -> list[UnitSample]:
-    """A sample of each kind of unit, taken while the model runs."""
     samples = UnitSamples(model, CPU)
     calls = itertools.count()
     modules = dict(model.named_modules())

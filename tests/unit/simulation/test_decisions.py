@@ -66,7 +66,6 @@ def test_a_plan_with_parts_needs_a_profile_of_several_ranks() -> None:
 
 
 def test_a_plan_that_offloads_names_all_units() -> None:
-    """Units that it does not name are no edges, at which values leave."""
     profile, unit = stack(2), UnitPlan({"mlp.up.mm": "offload"})
     with pytest.raises(
         PlanError, match=r"offloads values, and does not name unit 'embed'.*name all, if only with UnitPlan"

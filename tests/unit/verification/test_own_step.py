@@ -69,7 +69,6 @@ def test_gradients_that_a_step_leaves_are_named_where_they_are_more_than_planned
 
 
 def test_a_plan_that_runs_more_ops_is_slower(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each op takes as long as any other."""
     model, plan = model_and_plan()
     times: list[int] = []
 

@@ -44,7 +44,6 @@ def full_plan(model: nn.Module, batch: Any, loss_fn: Callable[[Any], Tensor] | N
 
 
 def by_policy(profile: Profile, policy: Random) -> Plan:
-    """A plan that does what a test's policy says."""
     units = {}
     for call in profile.calls:
         if call.repeated:

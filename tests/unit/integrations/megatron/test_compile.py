@@ -90,7 +90,6 @@ def test_block_recomputes_the_first_layers_of_each_virtual_stage(setting: Traini
 
 
 def test_layers_that_others_read_too_keep_their_output() -> None:
-    """A skip connection holds the output of the second layer anyway."""
     profile = stack(4)
     calls = list(profile.calls)
     calls[4] = replace(calls[4], origins=((0, 2, 4),))

@@ -9,7 +9,6 @@ from recollect.profile.graph import OpRecord, UnitGraph, ValueRecord
 
 
 def layer_of(*ops: tuple[str, tuple[str, ...]]) -> tuple[LayerOps, list[str]]:
-    """Return a layer of ops, each with the names of what it reads, and the names of its values."""
     names = ["input", *(name for name, _ in ops)]
     values = [ValueRecord("input", 8, producer=None)]
     values += [ValueRecord(name, 8, producer=number) for number, (name, _) in enumerate(ops)]

@@ -91,7 +91,6 @@ def test_a_position_does_not_see_later_ones(name: str, core: str) -> None:
 
 
 def test_what_tells_kernels_of_cuda_the_last_positions_is_recorded() -> None:
-    """On a CPU PyTorch makes a mask of it."""
 
     class LastPositions(torch.nn.Module):
         def forward(self, x_BHTC: Tensor) -> Tensor:

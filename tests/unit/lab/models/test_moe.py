@@ -23,7 +23,6 @@ def named(name: str, **changes: Any) -> TransformerConfig:
 
 
 def router_of(config: TransformerConfig, seed: int = 0) -> TopKRouter:
-    """A router whose bias, where it has one, is as large as its scores."""
     torch.manual_seed(seed)
     router = TopKRouter(config)
     with torch.no_grad():
@@ -34,7 +33,6 @@ def router_of(config: TransformerConfig, seed: int = 0) -> TopKRouter:
 
 
 def routed_by_hand(router: TopKRouter, token: Tensor) -> dict[int, float]:
-    """The experts of one token and their weights, by sorting."""
     config = router.config
     logits = (router.weight @ token).tolist()
     if config.moe_router_score_function == "sigmoid":

@@ -218,7 +218,6 @@ def test_rows_are_exchanged_with_their_weights(spread: ClusterPlan) -> None:
 
 
 def test_whole_experts_get_each_row_once() -> None:
-    """Split ones get it from each rank of tensor parallelism."""
     split = DeviceLayout(
         tensor_model_parallel_size=2, sequence_parallel=True, data_parallel_size=8, expert_model_parallel_size=4
     )

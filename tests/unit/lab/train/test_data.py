@@ -40,7 +40,6 @@ def load(flags: DataFlags, *, vocab_size: int | None = None) -> Corpus:
 
 
 def tokens(windows: Windows | None) -> np.ndarray:
-    """The stream that windows are cut from."""
     assert isinstance(windows, TokenWindows)
     return np.asarray(windows.tokens)
 
