@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.distributed_c10d import _coalescing_manager
+from torch.distributed.fsdp import fully_shard
 
 from blocks import built
 from gradients import DifferentStepsError, assert_same_gradients, gradients
@@ -149,16 +150,28 @@ def outcome(model: nn.Module, units: list[str], policy: Any) -> str:
     return found[0] if found else "equal"
 
 
-def every_kind() -> dict[str, Any]:
-    """Every kind, in every way, under the leanest plans and random ones: how it came out."""
+WRAPPED: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "": lambda model: model,
+    "DDP": nn.parallel.DistributedDataParallel,
+    "FSDP2": fully_shard,
+}
+
+
+def every_kind(num_random: int = 2, num_wrapped: int = 0) -> dict[str, Any]:
+    """Every kind, in every way, under the leanest plans and random ones, and wrapped under the leanest: how it came out."""
     found: dict[str, Any] = {}
     for name, write in (COLLECTIVES | UNSEEN).items():
-        for policy in (FULL, NOTHING_KEPT, *map(Random, range(4))):
-            found.setdefault(f"{name}, between units", []).append(
-                outcome(built(lambda w=write: Between(w)), ["units.0", "units.1"], policy)
-            )
-            for how in HOW:
-                for reads_before in (False, True):
-                    model = built(lambda w=write, h=how, r=reads_before: Unit(w, h, r))
-                    found.setdefault(f"{name}, {how.__name__}", []).append(outcome(model, [""], policy))
+        builds: dict[str, Any] = {"between units": (lambda w=write: Between(w), ["units.0", "units.1"])}
+        for how in HOW:
+            for reads_before in (False, True):
+                key = f"{how.__name__}{', read before' if reads_before else ''}"
+                builds[key] = (lambda w=write, h=how, r=reads_before: Unit(w, h, r)), [""]
+        for way, (build, units) in builds.items():
+            for wrapper, wrap in WRAPPED.items():
+                prefix = "module" if wrapper == "DDP" else ""
+                paths = [".".join(filter(None, (prefix, unit))) for unit in units]
+                num = num_wrapped if wrapper else num_random
+                for policy in (FULL, *(() if wrapper else (NOTHING_KEPT,)), *map(Random, range(num))):
+                    outcomes = found.setdefault(f"{name}, {way}, {wrapper or 'plain'}", [])
+                    outcomes.append(outcome(wrap(built(build)), paths, policy))
     return found
