@@ -33,7 +33,7 @@ from recollect.engine.opcall import Arguments, CollectiveCall, OpCall, WriteCall
 from recollect.engine.policy import ALL_KEPT, ModuleKey, OpActions, OpKey, TapeState, Watch
 from recollect.engine.self_check import SwitchedOff, switched_off
 from recollect.engine.subclasses import PackedSubclass, held_whole
-from recollect.engine.unseen_writes import Comparison, forget_overwritten
+from recollect.engine.unseen_writes import Comparison, forget_content, forget_overwritten
 from recollect.engine.values import (
     Layout,
     StorageRecord,
@@ -283,6 +283,7 @@ class TapeMode(OpMode):
         else:
             output = func(*args, **kwargs)
         for target, storage in zip(targets, storages, strict=True):
+            forget_content(storage)  # `_bind_write` has noted that of arguments.
             if facts.writes_unseen:
                 forget_overwritten(target, facts.name, (self.unit_path, self.scope, ""))
             elif write is None or (facts.keeps_on_cuda and target.is_cuda):

@@ -37,6 +37,11 @@ def forget_overwritten(tensor: torch.Tensor, writer: str, label: _Label) -> None
         forget_record(storage)
     for value in leaves_of(storage):
         raise _error(tensor.size(), value.label, writer)
+    forget_content(storage)
+
+
+def forget_content(storage: torch.UntypedStorage) -> None:
+    """Forget what a storage held, because it is written to."""
     vars(storage).pop(NOTES, None)
 
 
@@ -68,9 +73,11 @@ class Comparison:
         """
         version = 0 if tensor.is_inference() else tensor._version
         notes: dict[Layout, _Note] = vars(storage).setdefault(NOTES, {})
+        if any(note.version != version for note in notes.values()):
+            notes.clear()  # Of parts that were written to in sight, between units.
         before = notes.get(layout)
         now = _content(storage, layout)
-        if before is None or before.version != version:
+        if before is None:
             notes[layout] = _Note(version, now, label, self)
             self._noted.append(weakref.ref(storage))
         elif now != before.checksum:
@@ -90,7 +97,7 @@ class Comparison:
                 if _content(storage, layout) != note.checksum and storage.nbytes():
                     raise _error(layout[0], note.label, _UNKNOWN_WRITER)
             if record_of(storage) is None:
-                vars(storage).pop(NOTES, None)
+                forget_content(storage)
 
 
 def _content(storage: torch.UntypedStorage, layout: Layout) -> int:

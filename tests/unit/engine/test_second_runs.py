@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gradients import assert_same_gradients
+from gradients import assert_same_gradients, gradients
 from library_ops import drop
 from policies import FULL
 from recollect.applying import apply_policy
@@ -94,9 +94,19 @@ def through_a_function_that_writes_unseen(hidden: Tensor) -> Tensor:
     return output
 
 
+def through_what_is_added_to_itself_last(hidden: Tensor) -> Tensor:
+    output = hidden.sin()
+    return output.add_(output)
+
+
 @pytest.mark.parametrize(
     "function",
-    [through_a_custom_op_that_draws, through_a_buffer_that_numpy_fills, through_a_function_that_writes_unseen],
+    [
+        through_a_custom_op_that_draws,
+        through_a_buffer_that_numpy_fills,
+        through_a_function_that_writes_unseen,
+        through_what_is_added_to_itself_last,
+    ],
 )
 def test_gradients_are_those_without_a_plan(function: Callable[[Tensor], Tensor]) -> None:
     unit = Unit(function)
@@ -133,6 +143,26 @@ def test_a_function_that_writes_unseen_to_what_others_hold_runs_once() -> None:
     with apply_policy(unit, [""], FULL):
         step(unit)
     assert torch.equal(table, torch.full((4, WIDTH), 2.0))
+
+
+def test_an_output_may_be_scaled_between_units_and_read_in_another_shape() -> None:
+    """As Gemma 3n does with the projection of its embeddings."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.project, self.norm = nn.Linear(WIDTH, WIDTH, bias=False), nn.LayerNorm(WIDTH)
+
+        def forward(self, hidden: Tensor) -> Tensor:
+            projected = self.project(hidden)
+            projected *= 2
+            output: Tensor = self.norm(projected)
+            return output
+
+    model, batch = Scaled(), rows().view(2, 2, WIDTH)
+    expected = gradients(model, batch, lambda output: output.square().sum())
+    with apply_policy(model, ["project", "norm"], FULL):
+        assert_same_gradients(expected, gradients(model, batch, lambda output: output.square().sum()))
 
 
 def test_autocast_that_is_on_in_backward_alone_changes_nothing_that_runs_again() -> None:
