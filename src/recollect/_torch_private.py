@@ -93,6 +93,13 @@ def _exchange_dispatch_modes(num_popped: int, pushed: list[TorchDispatchMode]) -
         push_dispatch_mode(mode)
 
 
+def revive_dispatch_modes() -> None:
+    """Have the active modes see ops again: who leaves the wrapper of `torch.compile` switches off those entered inside."""
+    if num_dispatch_modes() and not torch._C._dispatch_tls_is_dispatch_key_included("Python"):
+        modes = [mode for mode in dispatch_mode_stack() if getattr(mode, "_mode_key", None) is None]
+        _exchange_dispatch_modes(len(modes), modes)
+
+
 # The active function modes, outermost first.
 function_mode_stack: Callable[[], list[Any]] = torch.overrides._get_current_function_mode_stack
 

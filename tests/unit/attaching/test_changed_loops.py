@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
@@ -38,6 +40,24 @@ def test_steps_end_with_an_optimizer_that_takes_the_place_of_the_one_that_was_pa
             step(model, optimizer)
         assert attached.num_steps == 4
         assert held is not optimizer
+
+
+def test_a_model_compiled_after_attach_is_recorded_to_the_end_of_the_step() -> None:
+    """Leaving the compiler's wrapper switches off what was entered inside of it, such as the recording."""
+    held_before = []
+    for is_compiled in (False, True):
+        torch.compiler.reset()
+        model = Model()
+        optimizer = adam(model)
+        with attached_to(model, optimizer) as attached, warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "recollect: torch.compile has no effect")
+            called = torch.compile(model, backend="eager") if is_compiled else model
+            for _ in range(3):
+                called(torch.randn(16, 32)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            held_before.append(attached.planned[0].held_before)
+    assert held_before[1] == held_before[0]
 
 
 class Adapted(nn.Module):
