@@ -29,6 +29,7 @@ LAYERS = (
     "_torch_parallel",
     "_torch_compile",
     "weak_hooks",
+    "weak_map",
     "tensors",
     "replay",
     "slots",

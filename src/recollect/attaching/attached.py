@@ -14,7 +14,6 @@ and the next steps are recorded until one covers it, or memory is reserved for i
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -43,8 +42,9 @@ from recollect.recording.find_units import find_units
 from recollect.recording.model_step import step_tensors
 from recollect.recording.step_recording import StepRecording
 from recollect.tracebacks import lets_go
+from recollect.weak_map import WeakMap
 
-_handles: weakref.WeakSet[Attached] = weakref.WeakSet()
+_handles = WeakMap[bool]()
 
 
 class Attached(Handle):
@@ -101,7 +101,7 @@ class Attached(Handle):
         self._recording: StepRecording | None = None
         self._now = StepUnderWay()
         self._state = State.IDLE
-        _handles.add(self)
+        _handles[self] = True
 
     @property
     def budget_bytes(self) -> int | None:
@@ -255,7 +255,7 @@ class Attached(Handle):
         return is_open and len(self._now.calls) > 0
 
     def _can_record(self) -> bool:
-        if any(other._recording is not None for other in _handles):
+        if any(other._recording is not None for other, _ in _handles.items()):
             return False  # Another model in the same loop has its own handle.
         if text := obstacle(self._device):
             self._planner.warn_once(text)

@@ -219,7 +219,7 @@ def report_of(
             f"{step.measured_text()}"
         )
     last = planned[-1]
-    lines.append(f"slowdown {SLOWDOWNS.get(last.plan, _UNMEASURED)}")
+    lines.append(f"slowdown {SLOWDOWNS.get(last.plan) or _UNMEASURED}")
     lines += [CACHE_ADVICE] if last.profile.makes_cache else []
     counted = ", ".join(f"{kind_text(kind)} {format_bytes(n)}" for kind, n in last.profile.persistent.items() if n)
     peak = explain_peak(last.profile, last.plan)

@@ -5,7 +5,6 @@ were recorded, with other bits. So the graph is broken around the modules that c
 concern units that a plan compiles: the code between them runs eagerly, as it was recorded.
 """
 
-import weakref
 from collections.abc import Collection, Iterable
 from typing import Any
 
@@ -24,11 +23,12 @@ from recollect.engine.placed_forward import PlacedForward, unit_module
 from recollect.errors import BudgetWarning, ConfigError, ConfigWarning
 from recollect.plans.paths import paths_above, unit_words
 from recollect.warning import warn_user
+from recollect.weak_map import WeakMap
 
 # Models already reported as compiled.
-_told: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+_told = WeakMap[bool]()
 # Models recorded outside the compiler for plans that will run their layers inside it.
-_expected: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+_expected = WeakMap[bool]()
 
 
 def eager_forwards(
@@ -80,7 +80,7 @@ class KeptUnit(EagerForward):
 
 def expect_compiler(model: nn.Module) -> None:
     """Do not warn that a compiled model is recorded uncompiled: its plan will run layers inside the compiler."""
-    _expected.add(model)
+    _expected[model] = True
 
 
 def look_for_compiler(forward: PlacedForward) -> None:
@@ -104,7 +104,7 @@ def look_for_compiler(forward: PlacedForward) -> None:
     is_whole = has_own and not isinstance(forward, EagerForward) and without_compiler(forward.module) is forward.module
     if model in _told or (is_expected and not is_whole) or not (has_own or is_one_graph is not None):
         return
-    _told.add(model)
+    _told[model] = True
     if is_whole:
         warn_user(
             f"recollect: the forward of {_compiled_of(forward)} is compiled, and stays so under a plan: all that it saves is "

@@ -15,7 +15,6 @@ Otherwise its results are kept.
 """
 
 import types
-import weakref
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -37,6 +36,7 @@ from recollect.engine.self_check import SwitchedOff, switched_off
 from recollect.engine.together import Agreement, can_be_gathered, is_partitioned
 from recollect.engine.values import Layout, is_known, layout_of
 from recollect.tensors import tensors_in
+from recollect.weak_map import WeakMap
 
 # On a storage: which call made it, or was given it.
 _MARK = "_recollect_function"
@@ -52,10 +52,10 @@ _FOREIGN = frozenset({"torch", "transformer_engine", "deepspeed"})
 _PRODUCT = ("deepspeed.runtime.zero.linear", "LinearFunctionForZeroStage3")
 
 # Functions whose arguments were compared before and after a call, by the constants of the call.
-_checked: weakref.WeakKeyDictionary[type, set[Any]] = weakref.WeakKeyDictionary()
+_checked = WeakMap[set[Any]]()
 _MOST_CHECKS = 8
 # Functions found to change arguments unseen: which of `seen_arguments`.
-_unseen_writers: weakref.WeakKeyDictionary[type, set[int]] = weakref.WeakKeyDictionary()
+_unseen_writers = WeakMap[set[int]]()
 
 
 def may_run_again(function: Any) -> bool:
@@ -116,7 +116,7 @@ class FunctionRun:
         self._versions = [_version(tensor) for tensor in self._given]
         if function in _unseen_writers:
             self.keep("it writes to its arguments out of sight")
-            positions = _unseen_writers[function]
+            positions = _unseen_writers.setdefault(function, set())
             self.wrote_unseen = [t for index, t in enumerate(self._plain_given()) if index in positions]
         if not self.kept_because:
             self._begin()
@@ -296,7 +296,7 @@ class FunctionRun:
             if now != before and _version(tensor) == versions[id(tensor)]
         }
         if not positions:
-            _checked[self.function].add(self._check_key)
+            _checked.setdefault(self.function, set()).add(self._check_key)
             return
         _unseen_writers.setdefault(self.function, set()).update(positions)
         self.wrote_unseen = [given[index] for index in positions]

@@ -6,7 +6,6 @@ The micro-batches of a pipeline's stage may have plans of their own: one after t
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar
@@ -24,6 +23,7 @@ from recollect.arguments import check_kind
 from recollect.engine.offload.flight import HostUse
 from recollect.errors import ArgumentError, ConfigError, UnknownNameError
 from recollect.plans.plan import Plan
+from recollect.weak_map import WeakMap
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining import PipelineStage
@@ -36,7 +36,7 @@ class PlacedForward:
 
     applied: Applied
     # All that are in place, on any model.
-    placed: ClassVar[weakref.WeakSet[PlacedForward]] = weakref.WeakSet()
+    placed: ClassVar[WeakMap[bool]] = WeakMap()
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -67,7 +67,7 @@ class PlacedForward:
 
     def put(self) -> None:
         self.is_on = True
-        self.placed.add(self)
+        self.placed[self] = True
         if not self.is_placed:
             # Read it now: another forward may have been placed since this object was made.
             self.forward = self.module.forward

@@ -63,6 +63,7 @@ from recollect.plans.action import Action
 from recollect.plans.paths import unit_words
 from recollect.replay import KeptPass, Recipes
 from recollect.tensors import tensors_held
+from recollect.weak_map import WeakMap
 
 
 class _LastStep(threading.local):
@@ -82,7 +83,7 @@ class _LastStep(threading.local):
 _last_step = _LastStep()
 
 # What was compared when all was dropped that can be, modules and the code of functions: with outputs of units, or without.
-_compared: weakref.WeakKeyDictionary[Any, set[bool]] = weakref.WeakKeyDictionary()
+_compared = WeakMap[set[bool]]()
 
 
 def forget_last_step() -> None:
@@ -136,7 +137,7 @@ class Tape(TapeState):
 
     def is_compared(self, runs: Any) -> bool:
         """Whether a module, or the code of a function, was compared when as much was dropped."""
-        return self.policy.drops_outputs in _compared.get(runs, ())
+        return self.policy.drops_outputs in (_compared.get(runs) or ())
 
     def _must_compare(self, unit_path: str, forward: Any) -> bool:
         if not self.compares or unit_path in self.compared or fake_mode() is not None:

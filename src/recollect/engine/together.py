@@ -20,7 +20,6 @@ about to gather the same ones for a module, and relies on their state.
 
 from __future__ import annotations
 
-import weakref
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any, Final, TypeGuard
@@ -38,6 +37,7 @@ from recollect.engine.placed_forward import PlacedForward
 from recollect.engine.values import Layout, TapeValue, bytes_of, laid_out, layout_of
 from recollect.errors import PlanError
 from recollect.plans.paths import unit_words
+from recollect.weak_map import WeakMap
 
 # A rank that has this plan tells so before it joins the group's first collective of the step, which the others have
 # joined by the time they look; on CUDA they may be ahead of it by the CPU's work of a step.
@@ -163,7 +163,7 @@ class _Meets(OpMode):
         return func(*args, **kwargs)
 
 
-_groups: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
+_groups = WeakMap[Any]()
 
 
 def distribute_saved_activations(model: nn.Module, group: dist.ProcessGroup | None = None) -> nn.Module:

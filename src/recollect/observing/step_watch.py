@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -24,6 +23,7 @@ from recollect.measuring.deaths import is_of_the_allocator
 from recollect.measuring.meter import storage_bytes, storages_of
 from recollect.recording.find_units import Unit
 from recollect.tensors import tensors_in
+from recollect.weak_map import WeakMap
 
 OUTSIDE = "all else"
 
@@ -49,7 +49,7 @@ class StepWatch(OpMode):
         # Where the nodes of each stretch of forward begin in the order of all nodes, and whose they are.
         self._first_nodes, self._owners = [0], [OUTSIDE]
         # Whose each storage is, and as what it counts; None once it is counted.
-        self._made: WeakKeyDictionary[torch.UntypedStorage, tuple[str, str] | None] = WeakKeyDictionary()
+        self._made = WeakMap[tuple[str, str] | None]()
         self._has_uncounted = False
 
     @contextmanager
@@ -135,7 +135,7 @@ class StepWatch(OpMode):
         self._has_uncounted = False
         # FSDP gathers parameters while units run.
         own = set(map(id, storages_of([*self._model.parameters(), *self._model.buffers()])))
-        for storage, noted in list(self._made.items()):
+        for storage, noted in self._made.items():
             if noted is not None and id(storage) not in own:
                 self.counts[noted[0]][noted[1]] += storage.nbytes()
                 self._made[storage] = None

@@ -5,18 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
-from weakref import WeakKeyDictionary
 
 from recollect.byte_format import format_bytes
 from recollect.engine.offload.flight import HostUse
 from recollect.notebooks import ShownInNotebooks
-from recollect.plans.plan import Plan
 from recollect.quantities import format_seconds
 from recollect.verification.compare import Difference
+from recollect.weak_map import WeakMap
 
 # If rounds differ by more than this part of a step, their median says nothing.
 _NOISY_SPREAD = 0.5
-SLOWDOWNS: WeakKeyDictionary[Plan, str] = WeakKeyDictionary()
+SLOWDOWNS = WeakMap[str]()
 """The measured slowdowns of plans, in words, for those who report on them later."""
 # A measured peak that is more than this part above the predicted one needs a reason.
 _MUCH_MORE = 0.01
