@@ -12,6 +12,7 @@ import os
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -85,6 +86,11 @@ class _Stage:
         return f"about {_whole(rest_s)} left"
 
 
+def _appear(reference: weakref.ref[_Line]) -> None:
+    if (line := reference()) is not None:
+        line.appear()
+
+
 class _Line:
     """Shows the stages that are under way, from some seconds after it was made until it is closed.
 
@@ -127,11 +133,13 @@ class _Line:
                     self._live.stop()
 
     def _wait(self, seconds: float) -> None:
-        self._timer = threading.Timer(seconds, self._appear)
+        # In a cycle it would die in a garbage collection, where threads run code that would swallow an interrupt.
+        self._timer = threading.Timer(seconds, _appear, (weakref.ref(self),))
         self._timer.daemon = True
         self._timer.start()
 
-    def _appear(self) -> None:
+    def appear(self) -> None:
+        """Draw it, or write it, unless it is closed."""
         with self._lock:
             if self._is_closed:
                 return

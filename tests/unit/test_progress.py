@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import os
 import pty
@@ -10,11 +11,12 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from dataclasses import dataclass
 
 import pytest
 
-from recollect.progress import stage
+from recollect.progress import _Line, stage
 
 CONTROL = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]|[━╺╸]")
 
@@ -64,6 +66,7 @@ with stage("waiting"):
 """
 LARGEST = """
 import time
+import weakref
 from recollect.planning.batch_search import search_batches
 
 def record(size):
@@ -187,6 +190,7 @@ def test_lines_follow_each_other_where_there_is_no_terminal() -> None:
 def test_lines_say_how_much_is_done_and_how_long_the_rest_takes() -> None:
     program = """
 import time
+import weakref
 from recollect.progress import stage
 with stage("outer", total=4) as done, stage("inner"):
     for _ in range(3):
@@ -272,3 +276,21 @@ def test_other_threads_show_nothing() -> None:
     lines = STAGES.format(outer_s=0.5).replace("\n", "\n    ")
     shown = run(f"{SOON}import threading\ndef work():{lines}\nthread = threading.Thread(target=work)\nthread.start()")
     assert shown.text == "printed\r\n"
+
+
+def test_a_closed_line_dies_at_once() -> None:
+    """In a cycle it would keep its thread, whose death runs code, for a garbage collection, which an interrupt may meet."""
+    line = _Line(io.StringIO(), is_terminal=False)
+    timer = weakref.ref(line._timer)
+    gc.disable()
+    try:
+        line.close()
+        line._timer.join()
+        del line
+        for _ in range(1000):  # The thread lets go of it a moment after its end.
+            if timer() is None:
+                break
+            time.sleep(0.01)
+        assert timer() is None
+    finally:
+        gc.enable()
