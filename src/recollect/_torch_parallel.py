@@ -18,6 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 from recollect._torch_fsdp import is_fully_sharded, parameter_groups
 from recollect.errors import ConfigError, RecordError
 
+# Empty where PyTorch has no torch.distributed.
+PROCESS_GROUPS: tuple[type, ...] = (dist.ProcessGroup,) if dist.is_available() else ()
+
 # PyTorch 2.13 has renamed it.
 all_gather_rows: Callable[..., object] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 

@@ -202,6 +202,22 @@ class Amp(Function):
         return inner @ weight.t(), x.flatten(0, -2).t() @ inner.flatten(0, -2)
 
 
+class Grouped(Function):
+    """As Megatron's linear layers: told the group of its ranks, which it asks for their number."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, group: Any) -> Tensor:
+        forwards["Grouped"] += 1
+        ctx.save_for_backward(x, weight)
+        ctx.num_ranks = 1 if group is None else group.size()
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        return gradient @ weight.t() * ctx.num_ranks, x.flatten(0, -2).t() @ gradient.flatten(0, -2), None
+
+
 class AsksForGradients(Function):
     """What it saves depends on which arguments require grad, asked in two ways."""
 
@@ -405,6 +421,11 @@ def amp(unit: Any, hidden: Tensor) -> Tensor:
         return Amp.apply(hidden.sin(), unit.weight).cos()
 
 
+def grouped(unit: Any, hidden: Tensor) -> Tensor:
+    group = torch.distributed.ProcessGroup(0, 1) if torch.distributed.is_available() else None
+    return Grouped.apply(hidden, unit.weight, group).tanh()
+
+
 def asks(unit: Any, hidden: Tensor) -> Tensor:
     one = AsksForGradients.apply(hidden * 2, unit.weight[0])
     return one + AsksForGradients.apply(hidden.detach() * 2, unit.inner.bias)
@@ -464,6 +485,7 @@ RUN_AGAIN: dict[str, Forward] = {
         random_kernel,
         set_up,
         amp,
+        grouped,
         asks,
         nested,
         written_later,

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from recollect._torch_parallel import PROCESS_GROUPS
 from recollect._torch_private import (
     desugars,
     is_fake_tensor,
@@ -42,7 +43,7 @@ from recollect.weak_map import WeakMap
 _MARK = "_recollect_function"
 
 _PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.Size, Enum)
-_PLAIN_TOO = (torch.memory_format, type, range, slice, types.BuiltinFunctionType)
+_PLAIN_TOO = (torch.memory_format, type, range, slice, types.BuiltinFunctionType, *PROCESS_GROUPS)
 # How many tensors and objects in objects are looked at, and how deep; where there are more, the Function is kept.
 _MOST_OBJECTS = 64
 
