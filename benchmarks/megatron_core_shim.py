@@ -12,6 +12,7 @@ The changes are to the process: use it in one that does nothing else.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import sys
 import types
@@ -83,6 +84,25 @@ def _answer_for_cuda() -> None:
     cuda.stream = lambda stream: contextlib.nullcontext()
     cuda.current_stream = _Stream
     cuda.synchronize = lambda device=None: None
+    for name in ("tensor", "zeros", "ones", "full", "empty"):
+        setattr(torch, name, _on_cpu(getattr(torch, name)))
+    # Its optimizers compare what `type()` says with "torch.cuda.FloatTensor".
+    tensor, type_of = Tensor, Tensor.type
+    tensor.type = lambda self, *args, **kwargs: (  # type: ignore[assignment, method-assign]
+        type_of(self, *args, **kwargs) if args or kwargs else type_of(self).replace("torch.", "torch.cuda.", 1)
+    )
+
+
+def _on_cpu(make: Any) -> Any:
+    """Wrap a function that makes tensors: what its optimizers ask CUDA for comes from the CPU."""
+
+    @functools.wraps(make)
+    def made(*args: Any, **kwargs: Any) -> Tensor:
+        device = kwargs.get("device")
+        tensor: Tensor = make(*args, **{**kwargs, "device": "cpu"} if str(device).startswith("cuda") else kwargs)
+        return tensor
+
+    return made
 
 
 def _without_compile() -> None:

@@ -10,6 +10,7 @@ from recollect.applying import applied_to
 from recollect.arguments import check_kind
 from recollect.attaching.attached import Attached
 from recollect.attaching.held import OnLarger
+from recollect.attaching.megatron_core import models_inside, replica_group
 from recollect.engine.self_check import check_steps_can_be_recorded
 from recollect.errors import AlreadyAppliedError, RecollectError, RecordError
 from recollect.fitting import DEFAULT_BUDGET
@@ -105,8 +106,9 @@ def attach(
     """
     if on_larger not in ("replan", "warn", "raise"):
         raise RecordError(f"on_larger: got {on_larger!r}, expected 'replan', 'warn' or 'raise'.")
+    model = models_inside(model)
     whole = model if isinstance(model, nn.Module) else _together(model)
-    ranks = ranks_of(whole, group, "attach(model, optimizer, budget)")
+    ranks = ranks_of(whole, replica_group(model) if group is None else group, "attach(model, optimizer, budget)")
 
     def begin() -> Attached:
         check_steps_can_be_recorded()

@@ -34,7 +34,9 @@ def optimizers_in(optimizers: Any) -> list[torch.optim.Optimizer]:
         return []
     if isinstance(optimizers, Mapping):
         optimizers = list(optimizers.values())
-    several = optimizers if isinstance(optimizers, (list, tuple)) else getattr(optimizers, "optimizers", None)
+    several = optimizers
+    for name in ("optimizers", "chained_optimizers"):  # The latter is Megatron's.
+        several = several if isinstance(several, (list, tuple)) else getattr(optimizers, name, None)
     if isinstance(several, (list, tuple)):
         return list({id(found): found for item in several for found in optimizers_in(item)}.values())
     wrapped = _wrapped_by(optimizers)
@@ -72,9 +74,9 @@ def _wrapped_by(optimizer: Any) -> Any:
 def check_optimizers(model: nn.Module, optimizers: Any) -> None:
     """Raise if the optimizers belong to another model.
 
-    Full-precision copies of the parameters, and the flat parts of them that ZeRO steps over, are no mistake: an optimizer
-    over parameters of other dtypes, or in a wrapper, is not checked, nor is any of a model that FSDP2 shards, which has whole
-    parameters in place of the optimizer's while gathered.
+    Full-precision copies of the parameters, views of them, and the flat parts of them that ZeRO steps over, are no mistake: an
+    optimizer over parameters of other dtypes, or in a wrapper, is not checked, nor is any of a model that FSDP2 shards, which
+    has whole parameters in place of the optimizer's while gathered.
 
     Raises:
         RecordError: none of the optimizers' parameters is one of the model's.
@@ -84,7 +86,7 @@ def check_optimizers(model: nn.Module, optimizers: Any) -> None:
     own = {id(parameter) for parameter in model.parameters()}
     if not own or not steps_over or any(id(parameter) in own for parameter in steps_over):
         return
-    if fully_sharded_modules(model):
+    if fully_sharded_modules(model) or not set(storages_of(steps_over)).isdisjoint(storages_of(model.parameters())):
         return
     given = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
     if len(given) != len(found) or any(one is not other for one, other in zip(given, found, strict=True)):
