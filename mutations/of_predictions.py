@@ -374,6 +374,12 @@ MUTATIONS = (
         (("yield from (graph.eager_s, *(variant", "yield from (1.0, *(variant"),),
     ),
     Mutation(
+        "end-of-a-compiled-step-unseen",
+        "a recording that began within the compiler's wrapper sees nothing of what runs after it",
+        "recording",
+        (("            revive_dispatch_modes()\n            self._phase", "            self._phase"),),
+    ),
+    Mutation(
         "rounding-below-zero",
         "two modelled times that differ by rounding make a slowdown below zero",
         "profile",

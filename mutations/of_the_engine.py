@@ -224,6 +224,24 @@ MUTATIONS = (
         (('return (0,) if name.endswith("_") else ()', "return ()"),),
     ),
     Mutation(
+        "write-in-sight-refused",
+        "a write in sight, of an output between units, is taken for one out of sight",
+        "engine",
+        (("            notes.clear()  # Of parts", "            pass  # Of parts"),),
+    ),
+    Mutation(
+        "argument-of-a-write-refused",
+        "a write in sight to what the op also reads is taken for one out of sight",
+        "engine",
+        (("            forget_content(storage)  # `_bind_write`", "            pass  # `_bind_write`"),),
+    ),
+    Mutation(
+        "group-keeps-a-function",
+        "a Function that is told a process group is kept",
+        "engine",
+        ((", *PROCESS_GROUPS)", ")"),),
+    ),
+    Mutation(
         "content-not-compared",
         "the first call of a unit does not look for writes by kernels that were given an address",
         "engine",
