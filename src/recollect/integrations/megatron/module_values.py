@@ -19,6 +19,9 @@ path: the reference models use Megatron's names, Hugging Face's models their own
 | expert_fc1 | `experts.linear_fc1` | the product that `experts.act_fn` reads |
 | fused_group_mlp | `experts` | `experts` |
 
+megatron-core's own layers have the reference models' names, but for `mla_up_proj` (`linear_q_up_proj`, `linear_kv_up_proj`,
+and the ops of attention before its core) and `moe_act` (`silu` and its like in `experts`).
+
 The other names (`gdn_norm_out`, `gdp_in_proj`, `gdp_qkv`, `mhc`) stand for parts that none of these models has.
 """
 
@@ -35,6 +38,9 @@ _MLPS = frozenset({"mlp", "block_sparse_moe", "feed_forward"})
 _EXPERTS = frozenset({"experts", "router"})
 _SHARED_EXPERTS = frozenset({"shared_experts", "shared_expert"})
 _ACTIVATIONS = frozenset({"act_fn", "activation_func", "act"})
+# As megatron-core's experts compute them, in no module of their own, or fused with the gate.
+_ACTIVATION_OPS = frozenset({"silu", "gelu", "relu"})
+_FUSED_ACTIVATIONS = ("SwiGLU", "GeGLU", "GeLU")
 _DROPOUTS = frozenset({"dropout", "resid_dropout", "hidden_dropout"})
 _ATTENTION_NORMS = frozenset({"input_layernorm", "ln_1"})
 _NORMS = _ATTENTION_NORMS | {"pre_mlp_layernorm", "pre_feedforward_layernorm", "ln_2"}
@@ -58,6 +64,10 @@ class _LayerOp:
 
     def is_in(self, names: frozenset[str]) -> bool:
         return not names.isdisjoint(self.module)
+
+    def activates(self) -> bool:
+        is_fused = any(word in self.name for word in _FUSED_ACTIVATIONS)
+        return self.is_in(_ACTIVATIONS) or self.name in _ACTIVATION_OPS or is_fused
 
 
 class LayerOps:
@@ -176,7 +186,7 @@ def _moe_act(layer: LayerOps) -> Iterator[int]:
     for op in layer.ops:
         if "experts" not in op.module:
             continue
-        is_activation = not _ACTIVATIONS.isdisjoint(op.module)
+        is_activation = op.activates()
         if is_activation or (op.name == "mul" and not activated.isdisjoint(op.inputs)):
             yield from op.outputs
         if is_activation:
@@ -186,15 +196,15 @@ def _moe_act(layer: LayerOps) -> Iterator[int]:
 def _expert_fc1(layer: LayerOps) -> frozenset[int]:
     """By its name; or the values that the activation reads from the experts."""
     named = layer.values(lambda _, op: {"experts", "linear_fc1"} <= {*op.module})
-    read = {v for op in layer.ops if "experts" in op.module and op.is_in(_ACTIVATIONS) for v in op.inputs}
-    return named or layer.values(lambda _, op: "experts" in op.module and not op.is_in(_ACTIVATIONS)) & read
+    read = {v for op in layer.ops if "experts" in op.module and op.activates() for v in op.inputs}
+    return named or layer.values(lambda _, op: "experts" in op.module and not op.activates()) & read
 
 
 def _mla_up_proj(layer: LayerOps) -> frozenset[int]:
     named = layer.values(lambda _, op: "qkv_up_proj" in op.module)
     if named or not any(op.is_in(_LATENT_UP) for op in layer.ops):
         return named
-    start, _ = layer.core
+    start = min(layer.ops_of(_core_attn(layer)), default=0)
     return layer.values(lambda index, op: op.is_in(_LATENT_UP) or (op.module == layer.attention and index < start))
 
 
