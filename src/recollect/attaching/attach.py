@@ -48,8 +48,8 @@ def attach(
     does more at equal shapes (layers that are skipped by chance, another head, a flag) runs at its leanest from there on.
 
     Args:
-        model: the model that is trained; several as a list or dict, planned together. It is not edited; only the `forward` of
-            its modules is wrapped.
+        model: the model that is trained; several as a list or dict, planned together; Megatron's as its `get_model` returns
+            them. It is not edited; only the `forward` of its modules is wrapped.
         optimizer: whose step ends a training step; several as a list, and then each must have stepped. Wrappers are unwrapped.
         budget: bytes of the whole step, as an int or text: "22GiB", "80GB", "90% of the device" (CUDA), "60%" of what the
             first step needs without recompute when it is repeated. 1 byte asks for the
@@ -66,7 +66,8 @@ def attach(
             take longer. On CUDA, which counts by itself, every step is measured.
         log: takes the line; by default it goes to standard error, in the first process of a group.
         group: the processes that record together and run one plan: a process group or a device mesh; by default those that
-            the model is spread over (by DistributedDataParallel, FSDP2, tensor parallelism); "alone" for a plan of its own.
+            the model is spread over (by DistributedDataParallel, FSDP2, tensor parallelism), of Megatron's models the ranks of
+            a pipeline stage; "alone" for a plan of its own.
 
     Returns:
         A handle with `plan`, `report()` and `remove()`.
@@ -76,7 +77,8 @@ def attach(
         RecordError: the optimizer trains another model; in the first step, it never steps, or steps without a backward; or
             a process of the group fails, does not call, has another model, or calls the model less often in a step; or this
             PyTorch lacks what a recording needs.
-        ConfigError: two processes of the group have different budgets, units or `on_larger`; or host memory is too small.
+        ConfigError: two processes of the group have different budgets, units or `on_larger`; or host memory is too small; or
+            Megatron's model would run in CUDA graphs.
         QuantityError: the budget is not a number of bytes, or too few for any step, or a percentage of a device whose memory
             is not known.
         AlreadyAppliedError: the model already recomputes.
