@@ -87,10 +87,12 @@ def training() -> Names:
 
 
 def deep() -> Names:
-    """The same, as deep as the page's configuration says."""
+    """The same, as deep as the page's configuration says; and what Megatron's loop begins with, of other models."""
     from hugging_face_trainers import llama
 
-    return {**training(), "model": llama(num_hidden_layers=32, hidden_size=16, intermediate_size=32)}
+    model = llama(num_hidden_layers=32, hidden_size=16, intermediate_size=32)
+    begun = [model], torch.optim.AdamW(model.parameters()), None
+    return {**training(), "model": model, "setup_model_and_optimizer": lambda _: begun}
 
 
 def planned() -> Names:
