@@ -87,8 +87,9 @@ def _answer_for_cuda() -> None:
     for name in ("tensor", "zeros", "ones", "full", "empty"):
         setattr(torch, name, _on_cpu(getattr(torch, name)))
     # Its optimizers compare what `type()` says with "torch.cuda.FloatTensor".
-    tensor, type_of = Tensor, Tensor.type
-    tensor.type = lambda self, *args, **kwargs: (  # type: ignore[assignment, method-assign]
+    tensor_class: Any = Tensor
+    type_of = Tensor.type
+    tensor_class.type = lambda self, *args, **kwargs: (
         type_of(self, *args, **kwargs) if args or kwargs else type_of(self).replace("torch.", "torch.cuda.", 1)
     )
 

@@ -76,14 +76,16 @@ def dispatch_mode_stack() -> list[TorchDispatchMode]:
 @contextmanager
 def replaced_dispatch_modes(modes: list[TorchDispatchMode]) -> Iterator[None]:
     """Replace the active dispatch modes, outermost first; never those for fake tensors and tracing."""
-    before, wanted = (
-        [m for m in stack if getattr(m, "_mode_key", None) is None] for stack in (dispatch_mode_stack(), modes)
-    )
+    before, wanted = _of_no_key(dispatch_mode_stack()), _of_no_key(modes)
     _exchange_dispatch_modes(len(before), wanted)
     try:
         yield
     finally:
         _exchange_dispatch_modes(len(wanted), before)
+
+
+def _of_no_key(modes: list[TorchDispatchMode]) -> list[TorchDispatchMode]:
+    return [mode for mode in modes if getattr(mode, "_mode_key", None) is None]
 
 
 def _exchange_dispatch_modes(num_popped: int, pushed: list[TorchDispatchMode]) -> None:
@@ -96,7 +98,7 @@ def _exchange_dispatch_modes(num_popped: int, pushed: list[TorchDispatchMode]) -
 def revive_dispatch_modes() -> None:
     """Have the active modes see ops again: who leaves the wrapper of `torch.compile` switches off those entered inside."""
     if num_dispatch_modes() and not torch._C._dispatch_tls_is_dispatch_key_included("Python"):
-        modes = [mode for mode in dispatch_mode_stack() if getattr(mode, "_mode_key", None) is None]
+        modes = _of_no_key(dispatch_mode_stack())
         _exchange_dispatch_modes(len(modes), modes)
 
 

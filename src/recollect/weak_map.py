@@ -37,8 +37,7 @@ class WeakMap(Generic[Value]):
         self._entries[id(key)] = weakref.ref(key), value
 
     def get(self, key: Any) -> Value | None:
-        entry = self._entries.get(id(key))
-        return entry[1] if entry is not None and entry[0]() is key else None
+        return self._entries[id(key)][1] if key in self else None
 
     def setdefault(self, key: Any, value: Value) -> Value:
         """Return what is known of an object, after setting it if there was nothing."""

@@ -9,7 +9,6 @@ from torch import nn
 from recollect.errors import AlreadyAppliedError, ConfigError
 
 # Settings of its TransformerConfig under which it does not run as a plan needs it; with the values that leave it off.
-_RECOMPUTE = "recompute_granularity"
 _OFFLOAD = ("cpu_offloading", "fine_grained_activation_offloading")
 _GRAPHS: dict[str, Any] = {"enable_cuda_graph": False, "external_cuda_graph": False, "cuda_graph_impl": "none"}
 
@@ -23,11 +22,11 @@ def models_inside(model: Any) -> Any:
     """
     chunks = list(model) if isinstance(model, Sequence) and not isinstance(model, str) else [model]
     inside = [_unwrapped(chunk) for chunk in chunks]
-    for chunk in inside:
-        if _is_megatrons(chunk):
-            _check(type(chunk).__name__, getattr(chunk, "config", None))
-    if not any(_is_megatrons(chunk) for chunk in inside):
+    own = [chunk for chunk in inside if _is_megatrons(chunk)]
+    if not own:
         return model
+    for chunk in own:
+        _check(type(chunk).__name__, getattr(chunk, "config", None))
     return inside if len(inside) > 1 else inside[0]
 
 
@@ -53,10 +52,10 @@ def _unwrapped(module: Any) -> Any:
 
 
 def _check(name: str, config: Any) -> None:
-    granularity = getattr(config, _RECOMPUTE, None)
+    granularity = getattr(config, "recompute_granularity", None)
     if granularity == "full" or (granularity == "selective" and getattr(config, "recompute_modules", None) != []):
         raise AlreadyAppliedError(
-            f"cannot attach to {name}: it recomputes by itself ({_RECOMPUTE}={granularity!r}). Leave out "
+            f"cannot attach to {name}: it recomputes by itself (recompute_granularity={granularity!r}). Leave out "
             "--recompute-granularity; or plan that setting with recollect.megatron_plan, and apply the plan."
         )
     for setting in _OFFLOAD:

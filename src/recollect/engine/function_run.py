@@ -115,9 +115,8 @@ class FunctionRun:
             self.keep("its package has state elsewhere")
         self._given = [*self.arguments.tensors, *self.others, *self.partitioned]
         self._versions = [_version(tensor) for tensor in self._given]
-        if function in _unseen_writers:
+        if (positions := _unseen_writers.get(function)) is not None:
             self.keep("it writes to its arguments out of sight")
-            positions = _unseen_writers.setdefault(function, set())
             self.wrote_unseen = [t for index, t in enumerate(self._plain_given()) if index in positions]
         if not self.kept_because:
             self._begin()

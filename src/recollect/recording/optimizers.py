@@ -19,7 +19,7 @@ def optimizers_in(optimizers: Any) -> list[torch.optim.Optimizer]:
 
     Args:
         optimizers: an optimizer, a wrapper that hands `step` and `state` on to one, a list, tuple or dict of these, an
-            object whose `optimizers` are such a list, or None.
+            object whose `optimizers` or `chained_optimizers` are such a list, or None.
 
     Raises:
         RecordError: something in it is no optimizer.
@@ -35,8 +35,8 @@ def optimizers_in(optimizers: Any) -> list[torch.optim.Optimizer]:
     if isinstance(optimizers, Mapping):
         optimizers = list(optimizers.values())
     several = optimizers
-    for name in ("optimizers", "chained_optimizers"):  # The latter is Megatron's.
-        several = several if isinstance(several, (list, tuple)) else getattr(optimizers, name, None)
+    if not isinstance(several, (list, tuple)):
+        several = getattr(optimizers, "optimizers", getattr(optimizers, "chained_optimizers", None))  # Megatron's.
     if isinstance(several, (list, tuple)):
         return list({id(found): found for item in several for found in optimizers_in(item)}.values())
     wrapped = _wrapped_by(optimizers)
