@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Final, Union, get_args, get_type_hints
 
 import tyro
+from docstring_parser import parse_from_object
 from tyro.conf import arg
 from tyro.constructors import (
     ConstructorRegistry,
@@ -25,6 +26,9 @@ from tyro.constructors import (
 from recollect.errors import BudgetTooSmallError, RecollectError, settings_text
 from recollect.integrations.megatron.arguments import NO_VALUE
 from recollect.integrations.megatron.rule import did_you_mean
+from recollect.lab.models.config import TransformerConfig
+from recollect.lab.parallel.layout import DeviceLayout
+from recollect.lab.parallel.pipeline_layout import PipelineLayout
 from recollect.lab.train.model_flags import FIELD_OF_FLAG
 
 REGISTRY: Final = ConstructorRegistry()
@@ -196,5 +200,14 @@ def _with_plain_help(info: StructTypeInfo) -> StructConstructorSpec | None:
 
 def _plain(field: StructFieldSpec) -> StructFieldSpec:
     said = field.helptext() if callable(field.helptext) else field.helptext
+    said = said or _texts().get(FIELD_OF_FLAG.get(field.name, field.name))
     kind: Any = Annotated[field.type, arg(help_behavior_hint="")] if field.default in (None, ()) else field.type
     return dataclasses.replace(field, type=kind, helptext=" ".join(said.split()) if said else said)
+
+
+@functools.cache
+def _texts() -> dict[str, str]:
+    """Return what models and layouts say of their fields before the first semicolon: the help of flags with the same meaning."""
+    kinds = (TransformerConfig, PipelineLayout, DeviceLayout)
+    said = {of.arg_name: of.description or "" for kind in kinds for of in parse_from_object(kind).params}
+    return {name: f"{text.rstrip('.').partition(';')[0]}." for name, text in said.items()}

@@ -2,7 +2,7 @@
 
 Names, meanings and defaults follow `TransformerConfig`, `MLATransformerConfig` and `GPTModel` in Megatron Core, so a
 Megatron configuration can be used unchanged. Two things differ: `core_attention` is new, and activations are given by name, not
-as functions.
+as functions. The help of flags with these names is what stands below before the first semicolon.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class TransformerConfig:
     """
 
     num_layers: int
-    """Transformer layers of the decoder, not counting multi-token prediction."""
+    """Transformer layers; those of multi-token prediction do not count."""
     hidden_size: int
     """Width of the residual stream."""
     num_attention_heads: int
@@ -42,7 +42,7 @@ class TransformerConfig:
     vocab_size: int
     """Rows of the word embedding."""
     num_query_groups: int = 0
-    """Key and value heads (grouped-query attention); 0 or None: as many as `num_attention_heads`."""
+    """Key and value heads; 0 or None: as many as `num_attention_heads`; fewer: grouped-query attention."""
     kv_channels: int = 0
     """Channels of one head; 0 or None: `hidden_size / num_attention_heads`. Latent attention has its own three fields."""
     ffn_hidden_size: int = 0
@@ -54,7 +54,7 @@ class TransformerConfig:
     rotary_base: float = 10_000.0
     """Base of the rotary frequencies."""
     rotary_interleaved: bool = False
-    """Rotate channels 2i and 2i+1 as a pair, instead of i and i + half."""
+    """Rotate neighbouring channels as pairs; off: channels i and i + half."""
     normalization: Literal["LayerNorm", "RMSNorm"] = "LayerNorm"
     """Kind of every norm in the model."""
     layernorm_epsilon: float = 1e-5
@@ -78,10 +78,10 @@ class TransformerConfig:
     separate_projections: bool = False
     """A matrix each for queries, keys, values, gate and up, as torchtitan and Hugging Face have; not in experts."""
     init_method_std: float = 0.02
-    """Standard deviation of new weights, divided by sqrt(2 * num_layers) for matrices that write into the residual stream."""
+    """Standard deviation of new weights; divided by sqrt(2 * num_layers) for matrices that write into the residual stream."""
 
     num_moe_experts: int | None = None
-    """Routed experts of a mixture-of-experts layer; None: every layer is dense."""
+    """Routed experts in a layer; None: every layer is dense."""
     moe_layer_freq: int | Sequence[int] = 1
     """N: every Nth layer has experts, starting with the first; or a 1 (experts) or 0 (dense) for each layer."""
     moe_ffn_hidden_size: int = 0
@@ -89,11 +89,11 @@ class TransformerConfig:
     moe_router_topk: int = 2
     """Experts per token."""
     moe_router_score_function: Literal["softmax", "sigmoid"] = "softmax"
-    """How logits become weights: a softmax over the chosen experts, or sigmoids divided by the sum of the chosen ones."""
+    """How the router's logits become weights; by a softmax over the chosen experts, or by sigmoids divided by their sum."""
     moe_router_num_groups: int | None = None
-    """Groups of experts for group-limited routing (DeepSeek-V3); None: no groups."""
+    """Groups of experts for group-limited routing; None: no groups."""
     moe_router_group_topk: int | None = None
-    """Groups that a token may choose experts from."""
+    """Groups that a token may choose from."""
     moe_router_pre_softmax: bool = False
     """Softmax over all experts before the choice, instead of over the chosen ones after it."""
     moe_router_dtype: Literal["fp32"] | None = None
@@ -101,20 +101,20 @@ class TransformerConfig:
     moe_router_topk_scaling_factor: float | None = None
     """Factor on the weights of the chosen experts; None: 1."""
     moe_router_enable_expert_bias: bool = False
-    """Balance load by a bias on the scores when choosing (DeepSeek-V3, auxiliary-loss-free); needs "sigmoid"."""
+    """Balance load by a bias on the scores when choosing; auxiliary-loss-free (DeepSeek-V3), needs "sigmoid"."""
     moe_router_bias_update_rate: float = 1e-3
-    """Step of that bias after each optimizer step."""
+    """Step of that bias; it is taken after each optimizer step."""
     moe_router_load_balancing_type: Literal["aux_loss", "seq_aux_loss", "none"] = "aux_loss"
     """Auxiliary loss over the batch, over each sequence, or none."""
     moe_aux_loss_coeff: float = 0.0
     """Weight of the auxiliary loss."""
     moe_shared_expert_intermediate_size: int | None = None
-    """Width inside the shared expert (DeepSeek); None: no shared expert."""
+    """Width inside the shared expert; None: no shared expert."""
     moe_grouped_gemm: bool = False
-    """Multiply all experts in one grouped kernel, instead of one by one."""
+    """Multiply all experts in one grouped kernel; off: one by one."""
 
     multi_latent_attention: bool = False
-    """Attention of DeepSeek-V2 and V3: keys and values from one small latent vector."""
+    """Keys and values from one small latent vector (DeepSeek-V2 and V3)."""
     q_lora_rank: int | None = 512
     """Width of the latent vector of queries; None: queries are projected directly."""
     kv_lora_rank: int = 512
@@ -127,7 +127,7 @@ class TransformerConfig:
     """Channels of a value head."""
 
     mtp_num_layers: int | None = None
-    """Depths of multi-token prediction (DeepSeek-V3), one layer each; None: none."""
+    """Depths of multi-token prediction; one layer each (DeepSeek-V3), None: none."""
     mtp_loss_scaling_factor: float = 0.1
     """Weight of the mean of their losses."""
 
@@ -136,15 +136,15 @@ class TransformerConfig:
     fp8_recipe: Literal["delayed", "tensorwise", "blockwise", "mxfp8"] = "delayed"
     """How values are scaled before they are cast; `recollect.lab.models.fp8` defines each recipe."""
     fp8_margin: int = 0
-    """With "delayed": scale to the largest number of the format divided by 2 to this power."""
+    """delayed: scale to the largest number of the format divided by 2 to this power."""
     fp8_amax_history_len: int = 1
-    """With "delayed": how many forwards, or backwards, the history has."""
+    """delayed: how many micro-batches the history has; of forwards, or of backwards."""
     fp8_amax_compute_algo: Literal["most_recent", "max"] = "most_recent"
-    """With "delayed": scale by the last entry of the history, or by its largest."""
+    """delayed: scale by the last entry of the history, or by its largest."""
     fp8_emulated: bool | None = None
     """Multiply in fp32 what was cast; None: on a CPU; True: on every device; False: on none, not even for fake tensors."""
     first_last_layers_bf16: bool = False
-    """Leave the first and the last layers without `fp8`."""
+    """Leave the first and last layers in 16 bits; how many, say the two fields below."""
     num_layers_at_start_in_bf16: int = 1
     """How many of the first, with `first_last_layers_bf16`."""
     num_layers_at_end_in_bf16: int = 1

@@ -46,14 +46,14 @@ class DeviceLayout(PipelineLayout):
     data_parallel_size: int = 1
     """Ranks with batches of their own."""
     context_parallel_size: int = 1
-    """Ranks that share each sequence."""
+    """Ranks that share each sequence, in all layers."""
     expert_model_parallel_size: int = 1
-    """Ranks that share the experts of a layer; they are among the context and data ranks."""
+    """Ranks that share the experts; they are among the context and data ranks."""
     expert_tensor_parallel_size: int | None = None
-    """Ranks that share each expert: as many as share each matrix, also if None; or 1, so that the ranks of tensor are among
-    those that share the experts of a layer."""
+    """Ranks that share each expert: all those that share each matrix, or 1; with 1 they are among those that share the
+    experts of a layer, None: all."""
     sequence_parallel: bool = False
-    """Whether the ranks of `tensor` split tensors between the matrices along the sequence."""
+    """Split tensors between the matrices along the sequence, over the same ranks."""
 
     def __post_init__(self) -> None:
         for name in (*_AXES, "expert_model_parallel_size"):
@@ -216,19 +216,12 @@ class ParallelFlags:
     """
 
     tensor_model_parallel_size: int = 1
-    """Ranks that share each matrix."""
     sequence_parallel: FlagCreatePairsOff[bool] = False
-    """Split tensors between the matrices along the sequence, over the same ranks."""
     pipeline_model_parallel_size: int = 1
-    """Ranks that share the layers."""
     num_layers_per_virtual_pipeline_stage: int | None = None
-    """Layers per stage where each rank of the pipeline runs several stages in turn."""
     context_parallel_size: int = 1
-    """Ranks that share each sequence, in all layers."""
     expert_model_parallel_size: int = 1
-    """Ranks that share the experts."""
     expert_tensor_parallel_size: int | None = None
-    """Ranks that share each expert: all those that share each matrix, or 1."""
     use_distributed_optimizer: FlagCreatePairsOff[bool] = False
     """Share the optimizer's state over data parallelism (ZeRO-1)."""
     use_torch_fsdp2: FlagCreatePairsOff[bool] = False

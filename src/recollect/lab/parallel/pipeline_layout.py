@@ -29,9 +29,9 @@ class PipelineLayout:
     """The part of a layout that describes its pipeline."""
 
     pipeline_model_parallel_size: int = 1
-    """Ranks that share the layers, in order."""
+    """Ranks that share the layers; in order."""
     num_layers_per_virtual_pipeline_stage: int | None = None
-    """Layers of one of a rank's several stages; None: each rank has one stage."""
+    """Layers per stage where each rank of the pipeline runs several stages in turn; None: each rank has one stage."""
     decoder_first_pipeline_num_layers: int | None = None
     """Layers of the first rank; None: as many as the others."""
     decoder_last_pipeline_num_layers: int | None = None

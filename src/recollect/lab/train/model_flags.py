@@ -26,33 +26,21 @@ class ExpertFlags:
     """A mixture of experts."""
 
     num_experts: int | None = None
-    """Routed experts in a layer."""
     moe_layer_freq: str | None = None
     """N: every Nth layer has experts; or a 1 (experts) or 0 (dense) for each layer, such as "[0]*3+[1]*58"."""
     moe_ffn_hidden_size: int | None = None
     """Width inside one expert; default: --ffn-hidden-size."""
     moe_router_topk: int | None = None
-    """Experts per token."""
     moe_router_score_function: Literal["softmax", "sigmoid"] | None = None
-    """How the router's logits become weights."""
     moe_router_num_groups: int | None = None
-    """Groups of experts for group-limited routing."""
     moe_router_group_topk: int | None = None
-    """Groups that a token may choose from."""
     moe_router_topk_scaling_factor: float | None = None
-    """Factor on the weights of the chosen experts."""
     moe_router_enable_expert_bias: FlagCreatePairsOff[bool] = False
-    """Balance load by a bias on the scores when choosing."""
     moe_router_bias_update_rate: float | None = None
-    """Step of that bias."""
     moe_router_load_balancing_type: Literal["aux_loss", "seq_aux_loss", "none"] | None = None
-    """Auxiliary loss over the batch, over each sequence, or none."""
     moe_aux_loss_coeff: float | None = None
-    """Weight of the auxiliary loss."""
     moe_shared_expert_intermediate_size: int | None = None
-    """Width inside the shared expert."""
     moe_grouped_gemm: FlagCreatePairsOff[bool] = False
-    """Multiply all experts in one grouped kernel."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,21 +48,13 @@ class LatentFlags:
     """Latent attention and multi-token prediction."""
 
     multi_latent_attention: FlagCreatePairsOff[bool] = False
-    """Keys and values from one small latent vector (DeepSeek-V2 and V3)."""
     q_lora_rank: int | None = None
-    """Width of the latent vector of queries."""
     kv_lora_rank: int | None = None
-    """Width of the latent vector of keys and values."""
     qk_head_dim: int | None = None
-    """Channels of a query and key head without position."""
     qk_pos_emb_head_dim: int | None = None
-    """Rotated channels of a query and key head."""
     v_head_dim: int | None = None
-    """Channels of a value head."""
     mtp_num_layers: int | None = None
-    """Depths of multi-token prediction."""
     mtp_loss_scaling_factor: float | None = None
-    """Weight of the mean of their losses."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,15 +66,11 @@ class Fp8Flags:
     fp8_recipe: Literal["delayed", "tensorwise", "blockwise", "mxfp8"] | None = None
     """How values are scaled before they are cast; default, as in Megatron: delayed."""
     fp8_margin: int | None = None
-    """delayed: scale to the largest number of the format divided by 2 to this power."""
     fp8_amax_history_len: int | None = None
-    """delayed: how many micro-batches the history has."""
     fp8_amax_compute_algo: Literal["most_recent", "max"] | None = None
-    """delayed: scale by the last entry of the history, or by its largest."""
     fp8_emulated: FlagCreatePairsOff[bool] = False
     """Multiply in fp32 what was cast also where the device has no kernel for the recipe; on a CPU that is always so."""
     first_last_layers_bf16: FlagCreatePairsOff[bool] = False
-    """Leave the first and last layers in 16 bits."""
     num_layers_at_start_in_bf16: int | None = None
     """How many of the first; default: 1."""
     num_layers_at_end_in_bf16: int | None = None
@@ -125,19 +101,14 @@ class ModelFlags:
     size: SizeName | None = None
     """A named model; the flags below override its dimensions. Default: demo."""
     num_layers: int | None = None
-    """Transformer layers."""
     hidden_size: int | None = None
-    """Width of the residual stream."""
     ffn_hidden_size: Annotated[int | None, arg(aliases=("--intermediate-size",))] = None
-    """Width inside the MLP."""
     num_attention_heads: Annotated[int | None, arg(aliases=("--num-heads",))] = None
     """Query heads; required in Megatron, here the default without --size is one per 128 channels."""
     group_query_attention: FlagCreatePairsOff[bool] = False
     """Share keys and values among groups of query heads: --num-query-groups of them, or one."""
     num_query_groups: Annotated[int | None, arg(aliases=("--num-kv-heads",))] = None
-    """Key and value heads."""
     kv_channels: int | None = None
-    """Channels of one head."""
     max_position_embeddings: int | None = None
     """Longest sequence; default without --size: --seq-length."""
     vocab_size: int | None = None
@@ -145,17 +116,12 @@ class ModelFlags:
     make_vocab_size_divisible_by: int = 1
     """Pad the vocabulary to a multiple of this; Megatron's default is 128."""
     position_embedding_type: Literal["learned_absolute", "rope"] | None = None
-    """Add a learned embedding, or rotate queries and keys."""
     use_rotary_position_embeddings: FlagCreatePairsOff[bool] = False
     """Old spelling of --position-embedding-type rope."""
     rotary_base: float | None = None
-    """Base of the rotary frequencies."""
     rotary_interleaved: FlagCreatePairsOff[bool] = False
-    """Rotate neighbouring channels as pairs."""
     normalization: Literal["LayerNorm", "RMSNorm"] | None = None
-    """Kind of every norm in the model."""
     norm_epsilon: Annotated[float | None, arg(aliases=("--layernorm-epsilon",))] = None
-    """Added to the variance, or to the mean square."""
     swiglu: FlagCreatePairsOff[bool] = False
     """A gated MLP with SiLU."""
     openai_gelu: FlagCreatePairsOff[bool] = False
@@ -169,11 +135,8 @@ class ModelFlags:
     tie_embeddings: Annotated[bool | None, arg(aliases=("--share-embeddings-and-output-weights",))] = None
     """Use the word embedding as LM head; default without --size, as in Megatron: True."""
     hidden_dropout: float | None = None
-    """Dropout of the embedding, and of the outputs of attention and MLP."""
     attention_dropout: float | None = None
-    """Dropout of the attention probabilities."""
     init_method_std: float | None = None
-    """Standard deviation of new weights."""
     attention_backend: Literal["auto", "flash", "fused", "unfused", "local"] | None = None
     """unfused and local: softmax(QK^T)V op by op, with every intermediate a separate value; others: PyTorch's fused kernel."""
     use_flash_attn: FlagCreatePairsOff[bool] = False
