@@ -21,7 +21,7 @@ _Model = Annotated[OmitArgPrefixes[ModelFlags], arg(name="model", prefix_name=Fa
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Command:
+class Command:
     """The flags that all commands have."""
 
     debug: bool = False
@@ -44,7 +44,7 @@ class NodeFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterFlags(ParallelFlags):
-    """With --fake: plan for many devices without having any.
+    """With --fake: plan for many devices.
 
     Example:
         >>> ClusterFlags(tensor_model_parallel_size=4).is_given, ClusterFlags().is_given
@@ -69,7 +69,6 @@ class ClusterFlags(ParallelFlags):
     pipeline_engine: Literal["torch", "megatron"] = "torch"
     """Whose pipelines: torch's hold receive buffers for all micro-batches, Megatron's free what they received and sent."""
     node: Annotated[OmitArgPrefixes[NodeFlags], arg(name="node", prefix_name=False)] = field(default_factory=NodeFlags)
-    """How devices are connected."""
 
     @property
     def is_given(self) -> bool:
@@ -78,7 +77,7 @@ class ClusterFlags(ParallelFlags):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Train(_Command):
+class Train(Command):
     """Train a language model within a memory budget; Megatron's pretrain_gpt flags work (docs/megatron_flags.md)."""
 
     demo: bool = False
@@ -140,13 +139,12 @@ class StepOnEngines(RecordedStep):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MakePlan(_Command):
+class MakePlan(Command):
     """Record a training step, choose what to keep and recompute, print the plan and write it to a file."""
 
     step: OmitArgPrefixes[StepOnEngines] = field(default_factory=StepOnEngines)
     """The training step."""
     cluster: OmitArgPrefixes[ClusterFlags] = field(default_factory=ClusterFlags)
-    """With --fake: plan for many devices."""
     memory_budget: str
     """Bound on the peak of the whole step, such as 16GiB, 900MB or 60% of the peak without recompute; of each device."""
     host_budget: str = "0"
@@ -210,7 +208,7 @@ class MakePlan(_Command):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DrawFrontier(_Command):
+class DrawFrontier(Command):
     """Record a training step and show predicted peak against slowdown for every budget, as a table, a PNG or a page."""
 
     step: OmitArgPrefixes[StepOnEngines] = field(default_factory=StepOnEngines)
@@ -226,7 +224,7 @@ class DrawFrontier(_Command):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShowTimeline(_Command):
+class ShowTimeline(Command):
     """Record a training step, show what is alive at its peak, and write its memory over time for other viewers."""
 
     step: OmitArgPrefixes[StepOnEngines] = field(default_factory=StepOnEngines)
@@ -248,7 +246,7 @@ class ShowTimeline(_Command):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShowCoverage(_Command):
+class ShowCoverage(Command):
     """Run one training step, and show which layers a setting recomputes or offloads, and why others are not covered."""
 
     step: OmitArgPrefixes[RecordedStep] = field(default_factory=RecordedStep)
@@ -275,7 +273,7 @@ class ShowCoverage(_Command):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Calibrate(_Command):
+class Calibrate(Command):
     """Measure this device in about a minute and write a file for --hardware, to model times on it."""
 
     device: str = "auto"
@@ -287,7 +285,7 @@ class Calibrate(_Command):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tokenize(_Command):
+class Tokenize(Command):
     """Tokenize documents into Megatron's indexed dataset (.bin and .idx), for --data-path here and in Megatron."""
 
     data: tuple[Path, ...] = ()
@@ -301,7 +299,7 @@ class Tokenize(_Command):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bench(_Command):
+class Bench(Command):
     """Measure recompute settings side by side: TFLOP/s, step time, tokens/s and peak memory; compare with stored results.
 
     The exit status is 1 if a setting is slower or larger than its golden result allows, or no longer fits.
@@ -343,13 +341,12 @@ class Bench(_Command):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Explain(_Command):
+class Explain(Command):
     """Show what a Megatron configuration keeps and recomputes, layer by layer, and what a budget of the same peak would."""
 
     step: OmitArgPrefixes[RecordedStep] = field(default_factory=RecordedStep)
     """The training step."""
     recompute: OmitArgPrefixes[RecomputeFlags] = field(default_factory=RecomputeFlags)
-    """What to recompute, as Megatron's flags."""
     yaml: Path | None = None
     """A YAML configuration with Megatron's names, also under `model` as in Megatron-Bridge; flags override it."""
     json: Path | None = None
@@ -362,7 +359,7 @@ class Explain(_Command):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Doctor(_Command):
+class Doctor(Command):
     """Name what went wrong in a training run, why, and what to do, from its log, its settings, or a memory snapshot.
 
     The exit status is 0 if something was recognised, 1 if nothing was, 2 if a file cannot be read.
@@ -376,5 +373,5 @@ class Doctor(_Command):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Env(_Command):
+class Env(Command):
     """Print what a bug report needs: versions, devices, memory, allocators, and the environment variables that matter."""

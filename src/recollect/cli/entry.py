@@ -14,19 +14,8 @@ import tyro
 from rich.console import Console
 
 from recollect import __version__
-from recollect.cli.commands import (
-    Bench,
-    Calibrate,
-    Doctor,
-    DrawFrontier,
-    Env,
-    Explain,
-    MakePlan,
-    ShowCoverage,
-    ShowTimeline,
-    Tokenize,
-    Train,
-)
+from recollect.cli import commands
+from recollect.cli.commands import Command, Train
 from recollect.cli.parsing import flags_of, in_flags, parsed
 from recollect.errors import RecollectError
 from recollect.integrations.megatron.arguments import describes_model, read_arguments
@@ -79,31 +68,18 @@ the six flags that matter most:
 
 All flags, in groups:
 """
-Command = (
-    Train
-    | MakePlan
-    | DrawFrontier
-    | ShowTimeline
-    | ShowCoverage
-    | Calibrate
-    | Tokenize
-    | Bench
-    | Explain
-    | Doctor
-    | Env
-)
 _COMMANDS: dict[str, Any] = {
     "train": Train,
-    "plan": MakePlan,
-    "frontier": DrawFrontier,
-    "timeline": ShowTimeline,
-    "coverage": ShowCoverage,
-    "calibrate": Calibrate,
-    "tokenize": Tokenize,
-    "bench": Bench,
-    "explain": Explain,
-    "doctor": Doctor,
-    "env": Env,
+    "plan": commands.MakePlan,
+    "frontier": commands.DrawFrontier,
+    "timeline": commands.ShowTimeline,
+    "coverage": commands.ShowCoverage,
+    "calibrate": commands.Calibrate,
+    "tokenize": commands.Tokenize,
+    "bench": commands.Bench,
+    "explain": commands.Explain,
+    "doctor": commands.Doctor,
+    "env": commands.Env,
 }
 # Any: a type checker cannot see that a union of annotated types is a type.
 _EVERY_COMMAND: Any = functools.reduce(

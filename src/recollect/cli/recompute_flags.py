@@ -11,7 +11,7 @@ from tyro.conf import OmitArgPrefixes, arg
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadFlags:
-    """Which activations to offload to host memory, as Megatron's flags."""
+    """What to offload to host memory."""
 
     cpu_offloading_num_layers: int | None = None
     """The first N layers: offload what they save for backward."""
@@ -39,7 +39,7 @@ _Offload = Annotated[OmitArgPrefixes[OffloadFlags], arg(name="offload", prefix_n
 
 @dataclass(frozen=True, kw_only=True)
 class RecomputeFlags:
-    """Which activations to recompute, as Megatron's flags.
+    """What to recompute, as Megatron's flags.
 
     Example:
         >>> RecomputeFlags(recompute_activations=True).fields()
@@ -66,7 +66,6 @@ class RecomputeFlags:
     moe_layer_recompute: bool = False
     """Old spelling of --recompute-modules moe."""
     offload: _Offload = field(default_factory=OffloadFlags)
-    """What to offload to host memory."""
 
     def __post_init__(self) -> None:
         if self.recompute_activations and self.recompute_granularity == "full":

@@ -144,11 +144,8 @@ class ModelFlags:
     transformer_impl: Literal["local", "transformer_engine"] | None = None
     """local: --attention-backend unfused, unless one is given; all kernels are PyTorch's in any case."""
     experts: _Experts = field(default_factory=ExpertFlags)
-    """A mixture of experts."""
     latent: _Latent = field(default_factory=LatentFlags)
-    """Latent attention and multi-token prediction."""
     eight_bits: _Fp8 = field(default_factory=Fp8Flags)
-    """Products in 8 bits."""
 
     def __post_init__(self) -> None:
         self._refuse_both("tie_embeddings", "untie_embeddings_and_output_weights")
