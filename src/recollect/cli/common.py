@@ -93,11 +93,6 @@ def build_step(
 ) -> tuple[nn.Module, dict[str, Tensor], torch.optim.Optimizer]:
     """Build model, batch and optimizer of a step: the model in training mode, a batch of equal tokens, passed as keywords.
 
-    Args:
-        flags: model, batch and dtype.
-        device: device of model and batch; meta gives shapes without memory.
-        config: the model, instead of that of the flags.
-
     Raises:
         RecollectError: a Hugging Face config cannot be read or used.
     """
@@ -122,14 +117,6 @@ def step_recorder(
     engine: RecordedEngine = "tape",
 ) -> Callable[[int], Profile]:
     """Build the step and return a function that records it with a given number of loss chunks.
-
-    Args:
-        flags: model, batch, dtype, and the device, or the hardware to model times for.
-        config: the model, instead of that of the flags.
-        holds_output: whether the loop holds the output; see `recollect.record`.
-        gradients: the gradients of the last step; see `recollect.record`.
-        host_link: whether to measure copies to host memory and back.
-        engine: what layers may run on; see `recollect.record`.
 
     Raises:
         RecollectError: a Hugging Face config cannot be read or used, or the device has no room for the model.

@@ -66,15 +66,7 @@ def _add_standard_input(case: Case) -> None:
 
 
 def report(found: Sequence[Finding], columns: int = _COLUMNS) -> str:
-    """Return findings as text.
-
-    Args:
-        found: in order.
-        columns: the longest line, unless a word is longer.
-
-    Returns:
-        Lines, without a line break at the end.
-    """
+    """Return findings as text, in lines of at most `columns` unless a word is longer."""
     parts = []
     for number, finding in enumerate(found, start=1):
         lines = [
@@ -114,11 +106,7 @@ def _part(label: str, text: str, columns: int, *, indent: int = _LABEL) -> list[
 
 
 def nothing_found(read: Sequence[str]) -> str:
-    """Return the message about the sources read, the problems looked for, and the arguments to pass.
-
-    Args:
-        read: how each source was interpreted.
-    """
+    """Return the message about the sources read, the problems looked for, and the arguments to pass."""
     number = len(RULES) + sum(rule.is_checked for rule in CLASHES)
     text = (
         f"Looked for {number} problems of memory and recompute: errors of PyTorch, Megatron, transformers, FSDP and "

@@ -43,11 +43,7 @@ _MAPS = Path("/proc/self/maps")
 
 
 def run_env(_command: Env, console: Console) -> None:
-    """Print a line for each thing that is here, after its name.
-
-    Args:
-        console: the console for the lines.
-    """
+    """Print a line for each thing that is here, after its name."""
     for name, text in environment():
         print_line(console, f"{name:17} {text}")
 

@@ -43,13 +43,7 @@ _FIELD: Final = re.compile(r"(?<![\w./'-])([a-z]\w*_\w+)(?![\w=(/]|\.\w)")
 
 
 def parsed(kind: Any, name: str, args: Sequence[str], **options: Any) -> Any:
-    """Return a command's flags as its dataclass.
-
-    Args:
-        kind: the kind of the command.
-        name: the name of the command; "" for the top level, whose only flag is `--help`.
-        args: its words.
-        options: for `tyro.cli`.
+    """Return a command's flags as its dataclass; the name "" is the top level's, whose only flag is `--help`.
 
     Raises:
         RecollectError: they do not parse, or their values clash; names the flag.
@@ -90,11 +84,6 @@ def flags_of(kind: Any) -> dict[str, str]:
 
 def in_flags(error: Exception, flags: Mapping[str, str], args: Sequence[str]) -> str:
     """Return an error's text with flags in place of the settings that they set.
-
-    Args:
-        error: the error of the library.
-        flags: the flag of each setting.
-        args: the command's words.
 
     Example:
         >>> in_flags(ValueError("num_layers: got 0, expected at least 1."), {"num_layers": "--num-layers"}, [])

@@ -319,13 +319,7 @@ class _Noting(TorchDispatchMode):
 
 
 def calibration_ops(device: torch.device, dtypes: Sequence[torch.dtype], sizes: Sizes) -> list[MeasuredOp]:
-    """Run some programs once and return the ops that they dispatch.
-
-    Args:
-        device: where they run.
-        dtypes: of matrix products and attention; all else runs in fp32, since its speed depends on bytes.
-        sizes: the sizes of their tensors.
-    """
+    """Run some programs once and return the ops that they dispatch."""
     noting = _Noting()
     for num_elements in sizes.elements:
         width = min(num_elements, _WIDTH)

@@ -20,11 +20,7 @@ def is_checkpointing(settings: Settings) -> bool:
 
 
 def findings(settings: Settings) -> Iterator[Finding]:
-    """Yield the findings in one scope's settings; uncertain ones have not ended a run yet.
-
-    Yields:
-        Clashes first.
-    """
+    """Yield the findings in one scope's settings, clashes first; uncertain ones have not ended a run yet."""
     for found in _findings(settings):
         yield dataclasses.replace(found, fatal=found.fatal and found.certainty == "certain")
 

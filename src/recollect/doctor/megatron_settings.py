@@ -39,11 +39,7 @@ def is_megatron(settings: Settings) -> bool:
 
 
 def findings(settings: Settings, log: InLog) -> Iterator[Finding]:
-    """Yield the findings in the settings of one scope.
-
-    Yields:
-        Clashes first.
-    """
+    """Yield the findings in the settings of one scope, clashes first."""
     is_roll = "strategy_config" in settings.place or "strategy_args" in settings.place
     values = with_roll_defaults(settings.values) if is_roll else settings.values
     config = RecomputeSettings(**_taken(values, _RECOMPUTE))

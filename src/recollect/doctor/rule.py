@@ -60,11 +60,7 @@ class Passage:
 
 
 def passages(lines: Iterable[str], name: str, is_wanted: Callable[[str], bool]) -> Iterator[Passage]:
-    """Yield a passage for each wanted line, holding only the lines around it.
-
-    Yields:
-        Passages in order.
-    """
+    """Yield a passage for each wanted line, holding only the lines around it."""
     before: deque[tuple[str, str]] = deque(maxlen=BEFORE)
     waiting: deque[tuple[int, str, Passage]] = deque()
     for number, raw in enumerate(lines, start=1):

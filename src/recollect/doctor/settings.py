@@ -106,10 +106,6 @@ def _shown(value: object) -> str:
 def settings_in_data(data: Mapping[Any, Any], place: str) -> list[Settings]:
     """Return the scopes of a configuration: each mapping with known names, with the settings outside it and next to it.
 
-    Args:
-        data: the configuration, as read from YAML or JSON.
-        place: the file's name.
-
     Returns:
         One or more scopes; the first is the file's top level.
 

@@ -81,10 +81,7 @@ class _PlainUnpickler(pickle.Unpickler):
 
 
 def read_pickle(path: Path) -> Any:
-    """Read plain data.
-
-    Returns:
-        Dictionaries, lists, tuples, numbers, texts, None.
+    """Read plain data: dictionaries, lists, tuples, numbers, texts, None.
 
     Raises:
         DiagnosisError: the file is larger than 2 GiB, no pickle, or has anything but plain data.
@@ -123,10 +120,6 @@ def is_snapshot(data: object) -> bool:
 
 def snapshot_of(data: Mapping[str, Any], place: str) -> list[Snapshot]:
     """Return a snapshot for each device that holds memory.
-
-    Args:
-        data: as from `torch.cuda.memory._snapshot()`.
-        place: the file's name.
 
     Raises:
         DiagnosisError: data of another form.

@@ -117,12 +117,7 @@ class Agreement:
 
 
 def first_call_forwards(model: nn.Module, agreement: Agreement) -> list[PlacedForward]:
-    """Return the forward that makes ranks compare, if the model's ops may span several ranks.
-
-    Args:
-        model: with parameters that a device mesh spreads, as tensor parallelism does.
-        agreement: the agreement of its ranks.
-    """
+    """Return the forward that makes ranks compare, if the model's ops may span several ranks."""
     if not (dist.is_available() and dist.is_initialized()):
         return []
     is_spread = any(getattr(parameter, "device_mesh", None) is not None for parameter in model.parameters())

@@ -84,14 +84,7 @@ def check_version(
     least: str,
     reason: str = "its Trainer is older than any that MemoryBudget was run with",
 ) -> None:
-    """Raise if a library is too old.
-
-    Args:
-        package: its name.
-        version: the installed version.
-        least: the oldest version that works, as the error says it: "2.4" or "transformers 4.50".
-        reason: why older ones do not.
-    """
+    """Raise if a library is older than `least`, which is as the error says it: "2.4" or "transformers 4.50"."""
     if Version(version) < Version(least.rpartition(" ")[2]):
         raise ConfigError(settings={package: version}, reason=reason, advice=f"Install {least} or later.")
 
@@ -102,9 +95,6 @@ def say_nothing(_line: str) -> None:
 
 class CacheOff:
     """Has a model make no cache, until it is removed.
-
-    Args:
-        model: the model whose configurations have `use_cache`.
 
     Example:
         >>> from types import SimpleNamespace
@@ -134,11 +124,6 @@ class CacheOff:
 
 def in_wrapper(paths: Sequence[str] | None, wrapped: nn.Module, model: nn.Module) -> list[str] | None:
     """Return paths of a model's modules as paths in its wrapper.
-
-    Args:
-        paths: from the model; None for none.
-        wrapped: the model, or a module that has it as a child.
-        model: the model.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(2, 2))

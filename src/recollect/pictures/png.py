@@ -71,11 +71,6 @@ class Mark:
 def draw_frontier(profile: Profile, frontier: Frontier, out: str | Path) -> None:
     """Draw slowdown over peak: the plans, the lower bound, and the classic schedules.
 
-    Args:
-        profile: the recorded step, for the title.
-        frontier: `recollect.frontier(profile)`.
-        out: the PNG file.
-
     Raises:
         RecollectError: matplotlib is not installed, or the file cannot be written.
     """

@@ -146,10 +146,6 @@ class Group(Ranks):
 def group_of(ranks: Sequence[int], call: str) -> Ranks:
     """Return some processes as a group, once all of them have called this.
 
-    Args:
-        ranks: their numbers among all processes; this one is among them.
-        call: the call that is under way, for errors.
-
     Raises:
         RecordError: some of them do not take part.
     """

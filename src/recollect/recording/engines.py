@@ -73,16 +73,6 @@ def with_engine(
 
     With units inside `torch.compile`, the step is that in which they run as PyTorch chooses.
 
-    Args:
-        engine: see `record`.
-        profile: of a step outside the compiler, as this process recorded it.
-        samples: see `with_variants`.
-        device: where the step runs.
-        hardware: whose times are modelled, in a step on fake tensors; what compiled code takes is then estimated.
-        ranks: that recorded it together.
-        place: where they are.
-        compiled: see `with_variants`.
-
     Raises:
         NotYetError: a backward of the step keeps its graph for another one, and units are to be compiled.
 

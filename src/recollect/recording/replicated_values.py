@@ -49,11 +49,6 @@ class RanksWithParts:
     ranks: equal inputs give equal results, also in collectives of all the ranks. Integers are left out,
     with everything computed from them: ranks offset them differently in shared tensors, such as a vocabulary, by
     numbers given to ops. Values that a plan holds as parts are compared when it is applied.
-
-    Args:
-        shards: how values are cut into parts.
-        device: where the step runs.
-        modelled: the costs of a step on fake tensors.
     """
 
     def __init__(self, shards: Shards, device: torch.device, modelled: ModelledCosts | None) -> None:

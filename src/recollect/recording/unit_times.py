@@ -313,15 +313,7 @@ def time_run(
     forward: Callable[..., Any] | None = None,
     clock: Callable[[], float] | None = None,
 ) -> tuple[float, float] | None:
-    """Return the seconds of a unit's forward and backward; None if there is nothing to differentiate.
-
-    Args:
-        sample: its inputs.
-        module: a copy of it.
-        device: where it runs.
-        forward: to run in place of the module's own.
-        clock: tells the seconds so far; by default that of the device.
-    """
+    """Return the seconds of a unit's forward and backward; None if there is nothing to differentiate."""
     clock = clock or work_clock(device)
     trained: list[Any] = [p for p in module.parameters() if p.requires_grad]
     args, kwargs = sample.inputs(trained)

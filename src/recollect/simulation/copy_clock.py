@@ -68,10 +68,6 @@ class Journey(NamedTuple):
 def course(program: EveryEvent, decisions: Sequence[CallActions]) -> Course:
     """Return when things happen under a plan.
 
-    Args:
-        program: the program of the recorded step, with its edges.
-        decisions: one for each call; they offload all values that may be.
-
     Complexity: about two simulations.
     """
     profile = program.profile

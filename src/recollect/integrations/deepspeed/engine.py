@@ -88,12 +88,6 @@ def initialize(
 def check_before(model: Any, config: Mapping[str, Any], section: BudgetSection, *, mpu: Any = None) -> None:
     """Raise if an engine could not be kept within a budget, before it takes the model, whose parameters ZeRO-3 partitions.
 
-    Args:
-        model: the engine's model; DeepSpeed refuses anything that is no module.
-        config: its configuration.
-        section: the settings of the budget in the configuration and the arguments.
-        mpu: the groups of model parallelism.
-
     Raises:
         ConfigError, NotYetError, AlreadyAppliedError, QuantityError: see `initialize`.
     """

@@ -51,9 +51,6 @@ _NEEDS = {
 def read_config(given: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the configuration among the arguments of `deepspeed.initialize`, read as DeepSpeed reads it.
 
-    Args:
-        given: the arguments by name.
-
     Returns:
         An empty one if it is missing or cannot be read: DeepSpeed then raises the error.
     """
@@ -201,13 +198,7 @@ class ActivationCheckpointing:
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> ActivationCheckpointing | None:
-        """Read the section of a DeepSpeed configuration.
-
-        Args:
-            config: the whole configuration, as a dictionary.
-
-        Returns:
-            None if it has no such section.
+        """Read the section of a DeepSpeed configuration; None if it has none.
 
         Raises:
             ConfigError: a setting that DeepSpeed does not have, or as raised by the class.

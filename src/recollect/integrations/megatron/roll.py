@@ -35,9 +35,6 @@ def roll_recompute_config(settings: Mapping[str, Any]) -> RecomputeConfig:
     Modules may be one text, separated by commas. "full" without method and number of layers means "uniform" and 1.
     `additional_configs` count like the other settings. Settings about other things are ignored.
 
-    Returns:
-        The configuration in Megatron's terms.
-
     Raises:
         ConfigError: as `RecomputeConfig`; also a name that looks like one of these settings and is none, or `recompute_method:
             recompute`, which ROLL's help offers and Megatron rejects.
@@ -110,9 +107,6 @@ class RollCheckpointing:
 
     def use_reentrant(self, model_config: object) -> bool:
         """Return the flag that ROLL passes to PyTorch: the one set, else whether the model has experts.
-
-        Args:
-            model_config: a configuration of Hugging Face, or its dictionary.
 
         Example:
             >>> RollCheckpointing().use_reentrant({"hidden_size": 64})

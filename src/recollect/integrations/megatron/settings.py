@@ -204,10 +204,7 @@ class RecomputeSettings:
         return Action.RECOMPUTE if module in self.recompute_discard_outputs else Action.KEEP
 
     def changed(self) -> dict[str, object]:
-        """Return the settings that differ from Megatron's defaults.
-
-        Returns:
-            Values by name, in the order of the fields.
+        """Return the settings that differ from Megatron's defaults, by name, in the order of the fields.
 
         Example:
             >>> RecomputeSettings(recompute_granularity="selective").changed()

@@ -60,12 +60,7 @@ def _heads_and_rows(results: BenchResults) -> tuple[list[str], list[list[str]]]:
 
 
 def result_table(results: BenchResults, width: int | None = None) -> Table:
-    """Return the table for a terminal.
-
-    Args:
-        results: the rows.
-        width: the width of the terminal; columns that do not fit are left out, and named below the table.
-    """
+    """Return the table for a terminal; columns beyond its width are left out, and named below the table."""
     heads, rows = _heads_and_rows(results)
     shown = list(range(len(heads)))
     left_out = []

@@ -229,12 +229,6 @@ def compared(results: BenchResults, golden: BenchResults, *, path: Path, thresho
     A setting without a golden result of its name is compared with the golden reference, as the recipes of Megatron-Bridge
     compare every experiment with the single golden value of the workload.
 
-    Args:
-        results: the new results.
-        golden: the stored results.
-        path: file of the stored results, for messages.
-        threshold: smallest relative difference that counts; 0.05 is 5 %.
-
     Raises:
         BenchError: no golden result has a setting's name, and the golden reference has no times.
     """

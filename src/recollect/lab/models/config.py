@@ -174,9 +174,6 @@ class TransformerConfig:
 
         With a new `num_layers`, a list in `moe_layer_freq` is cut, or extended by its last entry.
 
-        Args:
-            **changes: fields and their new values.
-
         Raises:
             ValueError: fields clash.
             TypeError: an unknown field.
@@ -210,11 +207,7 @@ class TransformerConfig:
         return bool(self.moe_layer_freq[layer])
 
     def of_layer(self, layer: int) -> TransformerConfig:
-        """Return the configuration of a layer: this one, or for a layer that `first_last_layers_bf16` leaves, without `fp8`.
-
-        Args:
-            layer: see `is_moe_layer`.
-        """
+        """Return the configuration of a layer: this one, or for a layer that `first_last_layers_bf16` leaves, without `fp8`."""
         last = self.num_layers - self.num_layers_at_end_in_bf16
         is_left = min(layer, self.num_layers - 1) >= last or layer < self.num_layers_at_start_in_bf16
         if self.fp8 is None or not (self.first_last_layers_bf16 and is_left):
@@ -247,12 +240,7 @@ class TransformerConfig:
         return self._decoder(self.moe_router_topk)
 
     def layer_weights(self, layer: int, experts: int) -> int:
-        """Count the weights in the matrices of a layer.
-
-        Args:
-            layer: from 0; see `is_moe_layer`.
-            experts: how many of its routed experts count.
-        """
+        """Count the weights in the matrices of a layer, with some number of its routed experts."""
         d, heads = self.hidden_size, self.num_attention_heads
         if self.multi_latent_attention:
             queries = heads * (self.qk_head_dim + self.qk_pos_emb_head_dim)

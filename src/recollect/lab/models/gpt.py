@@ -80,12 +80,7 @@ class LanguageModelEmbedding(nn.Module):
 
 
 class TransformerLayer(nn.Module):
-    """Attention and MLP, each applied to the normalised residual stream and added to it.
-
-    Args:
-        config: the model.
-        layer: number of the layer, from 0; multi-token prediction's layers follow the decoder's.
-    """
+    """Attention and MLP, each applied to the normalised residual stream and added to it."""
 
     def __init__(self, config: TransformerConfig, layer: int) -> None:
         super().__init__()

@@ -30,10 +30,7 @@ _SINGLE = "model.safetensors"
 
 
 def read_config(folder: str | Path) -> tuple[str, TransformerConfig]:
-    """Read the `config.json` of a checkpoint.
-
-    Returns:
-        The `model_type`, and our configuration.
+    """Read the `config.json` of a checkpoint: its `model_type`, and our configuration.
 
     Raises:
         CheckpointError: the file is missing or not JSON.

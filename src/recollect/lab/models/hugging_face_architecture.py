@@ -69,9 +69,6 @@ class WeightRule:
     def read(self, theirs: Mapping[str, Tensor]) -> Tensor:
         """Return our tensor, or theirs itself if nothing has to change.
 
-        Args:
-            theirs: the checkpoint; lookups may read files.
-
         Raises:
             CheckpointError: the checkpoint has the tensor in none of the known layouts.
         """
@@ -185,10 +182,7 @@ class Architecture:
                 yield WeightRule(ours, (copy,), is_extra=True)
 
     def read(self, fields: Mapping[str, Any]) -> TransformerConfig:
-        """Return our configuration of a model.
-
-        Args:
-            fields: the content of its `config.json`.
+        """Return our configuration of a model, from the content of its `config.json`.
 
         Raises:
             UnsupportedModelError: a field for something that our models do not support.
@@ -240,11 +234,7 @@ def _parts(weights: Weights, name: str) -> tuple[str, ...]:
 
 
 def require(fields: Mapping[str, Any], values: Mapping[str, Any]) -> None:
-    """Check that fields have the only value that our models support.
-
-    Args:
-        fields: the content of `config.json`; a field it leaves out is fine.
-        values: the supported values.
+    """Check that fields of `config.json`, where they are there, have the only value that our models support.
 
     Raises:
         UnsupportedModelError: names the first field with another value.

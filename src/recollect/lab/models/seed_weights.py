@@ -48,11 +48,6 @@ class _Law:
 class SeedWeights:
     """The weights of a new model, from the distributions that its constructors draw from.
 
-    Args:
-        model: the whole model, such as one on the meta device.
-        seed: other seeds, other weights.
-        device: where they are drawn.
-
     Example:
         >>> from recollect.lab.models.sizes import NAMED_CONFIGS
         >>> with torch.device("meta"):

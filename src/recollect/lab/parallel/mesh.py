@@ -44,10 +44,6 @@ class LayoutMesh:
 def layout_mesh(layout: DeviceLayout, device_type: str = "cpu") -> LayoutMesh:
     """Return the meshes of a layout; all ranks have to call it.
 
-    Args:
-        layout: a layout of as many devices as there are processes.
-        device_type: "cpu" or "cuda".
-
     Raises:
         ConfigError: another number of processes.
     """
@@ -77,14 +73,7 @@ def layout_mesh(layout: DeviceLayout, device_type: str = "cpu") -> LayoutMesh:
 
 
 def share_model(model: GPTModel, layout: DeviceLayout, mesh: LayoutMesh, *, balanced: bool = False) -> None:
-    """Leave this rank its part of each matrix, sequence and layer of experts; nothing is wrapped.
-
-    Args:
-        model: the whole model, or a stage of a pipeline; changed in place.
-        layout: the mesh's layout.
-        mesh: the ranks to share it among.
-        balanced: see `expert_parallel`.
-    """
+    """Leave this rank its part of each matrix, sequence and layer of experts; nothing is wrapped."""
     if layout.tensor_model_parallel_size > 1:
         tensor_parallel(
             model,

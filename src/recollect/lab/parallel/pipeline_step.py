@@ -112,12 +112,7 @@ class PipelineStep:
 
 
 def received(stage: LossStage, shape: Sequence[int]) -> Tensor:
-    """Return the tensors that a stage receives for a micro-batch, on the meta device.
-
-    Args:
-        stage: any of a pipeline.
-        shape: sequences of a micro-batch, and tokens of each.
-    """
+    """Return the tensors that a stage receives for a micro-batch, on the meta device."""
     if stage.is_first:
         return torch.empty(shape, dtype=torch.int64, device="meta")
     return _between(stage, shape)

@@ -151,13 +151,7 @@ def check_identity(path: Path, stored: dict[str, Any], current: dict[str, Any]) 
 
 
 def find_damage(path: Path, *, share: int = 0, shares: int = 1) -> str | None:
-    """Describe the problem of a checkpoint; None if it has none.
-
-    Args:
-        path: the checkpoint.
-        share: the share of its files to check, so that several processes divide the work.
-        shares: number of shares.
-    """
+    """Describe the problem of a checkpoint, or of one of several shares of its files; None if it has none."""
     manifest = read_manifest(path)
     if isinstance(manifest, str):
         return manifest

@@ -221,11 +221,7 @@ class TrainConfig:
         return self.run.eval_iters * self.optim.num_micro_batches
 
     def training_setting(self, dimensions: TransformerConfig) -> TrainingSetting:
-        """Return the facts about this run that Megatron's recompute rules consider.
-
-        Args:
-            dimensions: the model.
-        """
+        """Return the facts about this run that Megatron's recompute rules consider."""
         flags, layout = self.parallel, self.parallel.layout_of_one()
         ranks, each = layout.pipeline_model_parallel_size, layout.num_layers_per_virtual_pipeline_stage
         return TrainingSetting.of(

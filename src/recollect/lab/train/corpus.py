@@ -40,11 +40,6 @@ def load_corpus(flags: DataFlags, *, seed: int, vocab_size: int | None = None) -
     Text documents are held out by their hash, so copies of a text never land on both sides and the split is the same on every
     machine. If that leaves one side empty, the end of the stream is held out instead.
 
-    Args:
-        flags: sources, tokenizer, sequence length, and the held-out part.
-        seed: seed of the order of the training windows.
-        vocab_size: rows of the model's embedding, if already known.
-
     Returns:
         Both sides, each with at least one window; no validation if it is off.
 

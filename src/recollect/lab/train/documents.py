@@ -185,10 +185,6 @@ Tokenizer: TypeAlias = ByteTokenizer | FileTokenizer
 def open_tokenizer(path: Path | None, *, vocab_size: int | None = None) -> Tokenizer:
     """Return the tokenizer of a file, or the byte tokenizer.
 
-    Args:
-        path: a `tokenizer.json`; None: bytes.
-        vocab_size: rows of the model's embedding, if already known.
-
     Raises:
         DataError: the tokenizer cannot be read, or has more ids than `vocab_size`.
     """

@@ -65,13 +65,7 @@ class Exchange:
 
 
 class RanksExchange(Exchange):
-    """A step of several processes.
-
-    Args:
-        processes: all of them.
-        mesh: the groups that share model parts.
-        trained: the module that runs in training: the model, or its wrapper.
-    """
+    """A step of several processes."""
 
     def __init__(self, processes: Processes, mesh: LayoutMesh, trained: nn.Module) -> None:
         self._place, self._ranks = processes.data_rank, processes.data_ranks

@@ -28,10 +28,6 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
 
     A process killed in between leaves the old `path` unchanged, and a `.partial` file for `remove_partial`.
 
-    Args:
-        path: the file to create or replace.
-        write: writes the content to an open file.
-
     Raises:
         OSError: the folder is not writable or the disk is full; the temporary file is removed.
     """
@@ -108,10 +104,7 @@ def sync_folder(folder: Path) -> None:
 
 @contextmanager
 def only_run_in(folder: Path) -> Iterator[None]:
-    """Hold the lock of a run folder. The system frees it when the process ends, however it ends.
-
-    Args:
-        folder: created if missing.
+    """Hold the lock of a run folder, made if missing. The system frees it when the process ends, however it ends.
 
     Raises:
         CheckpointError: another process, named in the message, trains in the folder; or it cannot be written.

@@ -34,10 +34,7 @@ _UINT16_IDS = 65_500  # Megatron writes uint16 below this many ids, else int32
 
 
 class IndexedDataset:
-    """The documents of one pair of files; opening them reads no tokens.
-
-    Args:
-        prefix: path of the files without `.bin` and `.idx`.
+    """The documents of a pair of files, `prefix.bin` and `prefix.idx`; opening them reads no tokens.
 
     Attributes:
         dtype: dtype of the ids in the file.

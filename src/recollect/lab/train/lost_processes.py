@@ -38,10 +38,7 @@ _runs = itertools.count()
 
 @contextmanager
 def named_errors(ranks: Ranks) -> Iterator[None]:
-    """Let an error in the block name the process where it began; see `peer_watch` for a process that sees no error.
-
-    Args:
-        ranks: the processes of the run; each of them calls this.
+    """Let an error in the block name the process where it began; each process of the run calls this. See `peer_watch`.
 
     Raises:
         RecordError: another process failed, or has ended.

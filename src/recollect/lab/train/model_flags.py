@@ -177,11 +177,7 @@ class ModelFlags:
         return TransformerConfig(**{**self._megatrons_defaults(seq_length), **changes})
 
     def changes(self, vocab_size: int | None = None) -> dict[str, Any]:
-        """Return the fields of `TransformerConfig` that the flags set.
-
-        Args:
-            vocab_size: rows of the embedding if no flag sets them.
-        """
+        """Return the fields of `TransformerConfig` that the flags set."""
         changes: dict[str, Any] = {}
         for flags in (self, self.experts, self.latent, self.eight_bits):
             for flag in fields(flags):
@@ -247,9 +243,6 @@ _SWITCHES: dict[str, dict[str, Any]] = {
 
 def parse_layer_freq(text: str) -> int | Sequence[int]:
     """Parse Megatron's --moe-layer-freq: a number, or an expression of lists with a 0 or 1 for each layer.
-
-    Args:
-        text: such as "2", "[0,1,1,1]" or "([0]*3+[1]*58)".
 
     Raises:
         ValueError: anything else.

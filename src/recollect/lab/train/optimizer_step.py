@@ -63,10 +63,6 @@ def build_optimizer(model: nn.Module, flags: OptimFlags) -> torch.optim.AdamW:
 def learning_rate_at(step: int, flags: OptimFlags) -> float:
     """Return the learning rate of a step: linear warm-up, then decay to the lowest rate, which then stays.
 
-    Args:
-        step: optimizer steps completed before.
-        flags: highest rate, number of steps, warm-up, shape and end of the decay.
-
     Example:
         >>> flags = OptimFlags(steps=11, warmup_steps=2, learning_rate=1.0, min_lr_fraction=0.1)
         >>> [round(learning_rate_at(step, flags), 2) for step in (0, 1, 2, 6, 10)]

@@ -240,11 +240,6 @@ def _settings(nested: dict[str, Any]) -> dict[str, Any]:
 def check_pipeline(config: TrainConfig, dimensions: TransformerConfig, layout: DeviceLayout) -> None:
     """Check that a run can go through a pipeline.
 
-    Args:
-        config: the run; its micro-batches divide over data parallelism.
-        dimensions: the whole model, whose layers divide.
-        layout: with several ranks in the pipeline.
-
     Raises:
         ConfigError: too few micro-batches, or with several stages a rank no multiple of the ranks.
         NotYetError: a setting that does not go through a pipeline yet.

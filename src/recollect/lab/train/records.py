@@ -234,12 +234,7 @@ class PlainDisplay(Log):
 
 
 def describe(record: StepRecord, budget_bytes: int | None, *, columns: int | None = None) -> str:
-    """Return loss, speed and peak of a step as one line of text.
-
-    Args:
-        record: the step.
-        budget_bytes: shown after the peak if not None.
-        columns: room for the text, if there is little; the least important parts are left out.
+    """Return loss, speed and peak of a step as one line of text; where there is little room, the least important are left out.
 
     Example:
         >>> record = StepRecord(step=1, loss=2.5, learning_rate=1e-3, grad_norm=1.0, step_s=0.5, tokens_per_s=2048.0)

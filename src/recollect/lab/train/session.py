@@ -199,11 +199,6 @@ def _config_text(session: Session) -> str:
 def _resume(session: Session, path: Path, problem: str | None) -> None:
     """Put a run into the state of a checkpoint.
 
-    Args:
-        session: the run; with random number states, if the checkpoint has them for its layout.
-        path: the checkpoint.
-        problem: the result of `find_damage`.
-
     Raises:
         CheckpointError: there is one, or the checkpoint has another configuration or more steps.
     """

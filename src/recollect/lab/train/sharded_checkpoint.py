@@ -50,12 +50,7 @@ Fused: TypeAlias = tuple[Sequence[int], int]
 class StoredState:
     """The tensors of a model and its optimizer that are in this process, by name.
 
-    Tensors are the run's own: writing to them changes it.
-
-    Args:
-        model: spread or not.
-        optimizer: over its parameters; if it has taken no step yet, its state is made.
-        tensor_ranks: those of tensor parallelism.
+    Tensors are the run's own: writing to them changes it. An optimizer that has taken no step gets its state first.
 
     Attributes:
         tensors: parameters, buffers, and the optimizer's state. Its settings follow from the run's.

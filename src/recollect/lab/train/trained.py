@@ -107,11 +107,6 @@ def _draw(weights: SeedWeights, model: GPTModel, tensor_ranks: int) -> None:
     """Replace parameters on the meta device by weights, and buffers by their initial values.
 
     They are new objects with the hooks of the old ones; references to the old ones remain valid.
-
-    Args:
-        weights: the weights of the whole model, and their device.
-        model: with the names of the whole model; spread or not. Changed in place.
-        tensor_ranks: those of tensor parallelism, which reorders rows.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     fused = fused_parameters(model) if tensor_ranks > 1 else {}
@@ -137,11 +132,6 @@ def _spread(model: GPTModel, config: TrainConfig, processes: Processes) -> bool:
 
     ZeRO-1 is FSDP2 that frees weights only after backward. `ZeroRedundancyOptimizer` takes no DTensors, which excludes
     tensor parallelism.
-
-    Args:
-        model: the whole model, or a stage of a pipeline, on the meta device; changed in place.
-        config: the run.
-        processes: the processes to spread it over.
     """
     mesh, layout = processes.mesh, processes.layout
     if mesh is None:
