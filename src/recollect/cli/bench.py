@@ -31,9 +31,6 @@ def run_bench(command: Bench, console: Console) -> int:
 
     Returns:
         1 if there is a regression, else 0.
-
-    Raises:
-        RecollectError: settings, golden results or files cannot be used, or recording or planning fails.
     """
     settings = settings_of(command)
     golden = None if command.golden is None else BenchResults.load(command.golden)

@@ -14,11 +14,7 @@ from recollect.lab.train.optimizer_step import resolve_device
 
 
 def run_calibrate(command: Calibrate, console: Console) -> None:
-    """Measure the device, print its rates and the fit of the cost model, and write them.
-
-    Raises:
-        RecollectError: the device cannot be measured, or the file cannot be written.
-    """
+    """Measure the device, print its rates and the fit of the cost model, and write them."""
     check_folder(command.out, "--out")
     measured = calibrate(resolve_device(command.device), quick=command.quick)
     console.print(rates_table(measured))

@@ -18,11 +18,7 @@ from recollect.printing import columns_of, print_line
 
 
 def run_cluster(command: MakePlan, console: Console) -> None:
-    """Record the stages of a layout on fake tensors, plan them, print memory and time by rank, and write the plans.
-
-    Raises:
-        RecollectError: flags that clash, a model that does not divide, or a budget that is too small.
-    """
+    """Record the stages of a layout on fake tensors, plan them, print memory and time by rank, and write the plans."""
     step = cluster_step(command)
     if command.write is not None:
         _check_written(step)

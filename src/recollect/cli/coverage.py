@@ -16,11 +16,7 @@ from recollect.printing import print_line
 
 
 def run_coverage(command: ShowCoverage, console: Console) -> None:
-    """Apply the setting, run a step, and print what it covers.
-
-    Raises:
-        RecollectError: a file cannot be read or written, the setting clashes or is not for this model, or the step fails.
-    """
+    """Apply the setting, run a step, and print what it covers."""
     if command.json is not None:
         check_folder(command.json, "--json")
     flags, words = command.step, command.recompute.fields()

@@ -32,9 +32,6 @@ def run_doctor(command: Doctor, console: Console) -> int:
 
     Returns:
         The exit status: 0 if something was recognised, 1 if not.
-
-    Raises:
-        DiagnosisError: a file cannot be read.
     """
     case = Case()
     for path in command.files or (Path("-"),):

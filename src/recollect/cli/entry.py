@@ -185,7 +185,11 @@ def parse_train(args: list[str]) -> Train:
 
 
 def _run(command: Command) -> int:
-    """Run a command, by the function `run_NAME` of the module of its name, and return the exit status."""
+    """Run a command, by the function `run_NAME` of the module of its name, and return the exit status.
+
+    Raises:
+        RecollectError: flags clash, files cannot be read or written, or the work fails.
+    """
     (name,) = (name for name, kind in _COMMANDS.items() if kind is type(command))
     # Imported only now, because torch takes seconds to import, and `--help` should not.
     module = importlib.import_module(f"recollect.cli.{name}")

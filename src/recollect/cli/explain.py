@@ -141,11 +141,7 @@ def _function_name(value: Any) -> Any:
 
 
 def run_explain(command: Explain, console: Console) -> None:
-    """Record a step, plan it as configured and by budget, print both plans layer by layer, and write the numbers.
-
-    Raises:
-        RecollectError: the configuration cannot be read or clashes, or recording fails.
-    """
+    """Record a step, plan it as configured and by budget, print both plans layer by layer, and write the numbers."""
     if command.json is not None:
         check_folder(command.json, "--json")
     file = None if command.yaml is None else read_megatron_file(command.yaml)

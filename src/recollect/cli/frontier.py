@@ -21,11 +21,7 @@ from recollect.recording.engines import check_host_engine
 
 
 def run_frontier(command: DrawFrontier, console: Console) -> None:
-    """Record a step, compute the frontier, print it as a table and draw it.
-
-    Raises:
-        RecollectError: a package for a picture is missing, a file cannot be written, or recording fails.
-    """
+    """Record a step, compute the frontier, print it as a table and draw it."""
     check_pictures(command.png, command.html)
     engine = command.step.engine
     check_host_engine(engine, command.host_budget)

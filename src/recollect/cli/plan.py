@@ -34,11 +34,7 @@ from recollect.recording.engines import check_host_engine
 
 
 def run_plan(command: MakePlan, console: Console) -> None:
-    """Record a step, plan it, print the plan and write it; with `--largest`, plan the largest step that fits.
-
-    Raises:
-        RecollectError: a file cannot be written, a package for a picture is missing, or recording or planning fails.
-    """
+    """Record a step, plan it, print the plan and write it; with `--largest`, plan the largest step that fits."""
     if command.plan_file is not None:
         check_folder(command.plan_file, "--out")
     engine = command.step.engine
@@ -106,11 +102,7 @@ _MULTIPLES = {"micro-batch": 1, "seq-length": 64}
 
 
 def run_largest(command: MakePlan, console: Console) -> None:
-    """Record steps of a few sizes on fake tensors, print which fit, and write the plan of the largest.
-
-    Raises:
-        RecollectError: the plan cannot be written, not even the smallest size fits, or recording fails.
-    """
+    """Record steps of a few sizes on fake tensors, print which fit, and write the plan of the largest."""
     check_budget(command.memory_budget, device_bytes=1)
     assert command.largest is not None
     along, loss_chunks = command.largest, command.loss_chunks

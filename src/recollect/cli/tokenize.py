@@ -10,11 +10,7 @@ from recollect.printing import print_line
 
 
 def run_tokenize(command: Tokenize, console: Console) -> None:
-    """Tokenize the documents and write them as an indexed dataset.
-
-    Raises:
-        RecollectError: the files already exist or cannot be written, or data or tokenizer cannot be read.
-    """
+    """Tokenize the documents and write them as an indexed dataset."""
     prefix = command.output_prefix
     if prefix.with_name(prefix.name + ".idx").exists():
         raise RecollectError(

@@ -90,12 +90,6 @@ def findings(
 ) -> Iterator[Finding]:
     """Yield the findings in a message: why memory ran out, and where.
 
-    Args:
-        passage: its line is the message.
-        length: the length of a sequence, for the advice.
-        is_checkpointing: whether the settings switch gradient checkpointing on.
-        expandable: the line that sets expandable segments, which leave few gaps; "" without one.
-
     Yields:
         One finding about the place or the cause, whichever says more; and one about memory of other processes.
     """

@@ -52,10 +52,6 @@ class OtherAllocations:
     """Measures the bytes that a CUDA device holds besides a step's tensors while the step runs.
 
     These are the bytes held before the first run, plus those that runs leave behind, such as workspaces of libraries.
-
-    Args:
-        device: where the step runs.
-        tensors: the step's tensors that exist before it: parameters, gradients, buffers, optimizer state, batch.
     """
 
     def __init__(self, device: torch.device, tensors: Iterable[torch.Tensor]) -> None:

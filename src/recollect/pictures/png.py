@@ -280,14 +280,7 @@ def _legend(axes: Any, found: Timeline) -> None:
 
 
 def place_labels(figure: Any, axes: Any, marks: Sequence[Mark], lines: Sequence[Sequence[Mark]] = ()) -> None:
-    """Write the marks' names where there is room.
-
-    Args:
-        figure: a matplotlib figure with its final layout.
-        axes: the axes of the marks, with final limits.
-        marks: the marks to label.
-        lines: other lines not to cover, each given by its corners.
-    """
+    """Write the marks' names where there is room, on a figure with its final layout; `lines` are not covered either."""
     figure.canvas.draw()
     figure.set_layout_engine("none")  # labels must not change the layout
     renderer = figure.canvas.get_renderer()

@@ -49,11 +49,7 @@ _NEEDS = {
 
 
 def read_config(given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the configuration among the arguments of `deepspeed.initialize`, read as DeepSpeed reads it.
-
-    Returns:
-        An empty one if it is missing or cannot be read: DeepSpeed then raises the error.
-    """
+    """Return the configuration among the arguments of `deepspeed.initialize`, as DeepSpeed reads it; {} where it raises."""
     config = given.get("config") or given.get("config_params") or getattr(given.get("args"), "deepspeed_config", None)
     if isinstance(config, Mapping):
         return config

@@ -51,12 +51,6 @@ class _Group:
 def with_offload(profile: Profile, plan: Plan, config: RecomputeConfig, layers: Sequence[str]) -> Plan:
     """Return a plan that offloads, of the kept values, those that a configuration names.
 
-    Args:
-        profile: the recorded step.
-        plan: the plan of the configuration's other settings.
-        config: Megatron's settings.
-        layers: paths of the layers that offload, in forward order.
-
     Warns:
         ConfigWarning: nothing is large enough, or left to offload.
     """

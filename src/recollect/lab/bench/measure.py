@@ -139,10 +139,7 @@ class Subject:
 
 
 class SwitchablePlan:
-    """An applied plan or policy that is active only in `on()`; it keeps what it learnt in earlier steps, as in training.
-
-    Args:
-        applied: the plan now on the model; it is suspended immediately.
+    """An applied plan or policy that is active only in `on()`, and keeps what it learnt in earlier steps, as in training.
 
     Example:
         >>> import recollect
@@ -189,14 +186,6 @@ def measure(
     report: Callable[[str], None],
 ) -> tuple[tuple[Row, ...], str, int]:
     """Measure settings; running out of memory is a result, and the remaining settings continue.
-
-    Args:
-        subject: the model and its step.
-        settings: the settings to measure, with distinct names.
-        model_flops: model FLOPs of one step.
-        rounds: rounds of timed steps.
-        memory_limit_bytes: peaks above this count as out of memory; settings predicted to exceed it do not run.
-        report: receives progress messages.
 
     Returns:
         A row for each setting, the name of the setting that slowdowns refer to, and the number of rounds.

@@ -105,14 +105,7 @@ One = TypeVar("One", bound=Contestant)
 
 
 class Race(Generic[One]):
-    """Rounds of timed steps.
-
-    Args:
-        reference: runs and times one step of the reference.
-        seconds: runs and times one step of a contestant; returns None if the step could not run.
-        report: receives progress messages.
-        seed: seed of the order of turns.
-    """
+    """Rounds of timed steps; `seconds` says None of a step that could not run."""
 
     def __init__(
         self,

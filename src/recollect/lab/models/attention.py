@@ -40,11 +40,7 @@ class Rotary(NamedTuple):
 
 
 class RotaryEmbedding(nn.Module):
-    """Cosines and sines of the rotary positions, computed once per forward.
-
-    Attributes:
-        sequence: this rank's part of each sequence.
-    """
+    """Cosines and sines of the rotary positions, computed once per forward."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
@@ -125,14 +121,7 @@ class UpProjection(nn.Module):
         self.linear_kv_up_proj = linear(config.kv_lora_rank, heads * sum(self.key_value_sizes))
 
     def forward(self, q_BTQ: Tensor, kv_BTL: Tensor, k_BTR: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries [B, T, H, C], keys [B, T, H, C] and values [B, T, H, E].
-
-        Args:
-            q_BTQ: latent vectors of the queries.
-            kv_BTL: latent vectors of keys and values.
-            k_BTR: the rotated part of the keys, shared by all heads.
-            rotary: the rotation of each position.
-        """
+        """Return queries [B, T, H, C], keys [B, T, H, C] and values [B, T, H, E]; all heads share `k_BTR`."""
         q_BTHC = self.linear_q_up_proj(q_BTQ).unflatten(-1, (self.heads, -1))
         unrotated_BTHC, rotated_BTHR = q_BTHC.split(self.query_sizes, dim=-1)
         q_BTHC = _heads_first(unrotated_BTHC, rotate(rotated_BTHR, rotary))

@@ -140,12 +140,7 @@ class DelayedScaling(nn.Module):
         return self
 
     def forward(self, amax: Tensor, *, is_recorded: bool) -> Tensor:
-        """Return a copy of the multipliers as they are, then update them.
-
-        Args:
-            amax: [groups], the largest magnitudes of the tensor that is to be cast.
-            is_recorded: whether to update them.
-        """
+        """Return a copy of the multipliers as they are, then update them if that is recorded."""
         current = self.multiplier.clone()
         if is_recorded:
             self.multiplier.copy_(self._updated(amax))

@@ -42,11 +42,7 @@ class GPTOutput(NamedTuple):
 
 
 class LanguageModelEmbedding(nn.Module):
-    """Word embeddings plus learned positions, if the model has them, then dropout.
-
-    Attributes:
-        sequence: this rank's part of each sequence.
-    """
+    """Word embeddings plus learned positions, if the model has them, then dropout."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()

@@ -17,15 +17,7 @@ from recollect.lab.models.fp8 import Fp8Product
 
 
 class Linear(nn.Linear):
-    """A matrix product with an optional bias.
-
-    Args:
-        in_features: channels of the input.
-        out_features: channels of the output.
-        bias: whether it has a bias, zero at first.
-        init_std: standard deviation of new weights.
-        config: a model with `fp8`, to multiply in 8 bits; any other, or None: in the dtype of the input.
-    """
+    """A matrix product with an optional bias; in 8 bits if `config` says so by its `fp8`, else in the dtype of the input."""
 
     def __init__(
         self,

@@ -76,18 +76,9 @@ class MLP(nn.Module):
 class GroupedLinear(nn.Module):
     """A matrix product for groups of rows, with one matrix per group.
 
-    The grouped kernel and the loop give the same bits on a CPU. The loop needs the number of rows of each group, so it waits
-    for the device and cannot run on fake tensors.
-
-    Args:
-        num_groups: E.
-        in_features: I.
-        out_features: O.
-        bias: whether each group has a bias, zero at first.
-        init_std: standard deviation of new weights.
-        is_grouped: use one grouped kernel, whose rows must start at multiples of 16 bytes, instead of a loop over the groups;
-            fp64 always uses the loop, as the kernel does not support it.
-        config: see `Linear`.
+    `is_grouped` uses one grouped kernel, whose rows must start at multiples of 16 bytes, instead of a loop over the groups;
+    fp64 always uses the loop, as the kernel does not support it. The two give the same bits on a CPU. The loop needs the
+    number of rows of each group, so it waits for the device and cannot run on fake tensors.
 
     Example:
         >>> linear = GroupedLinear(2, 8, 8, bias=False, init_std=0.02, is_grouped=True)

@@ -102,12 +102,7 @@ class _Mean(torch.autograd.Function):
 
 
 class GatheredAttention(nn.Module):
-    """Core attention of this rank's queries over the keys and values of all ranks.
-
-    Args:
-        attend: core attention whose queries may cover only the last positions.
-        group: the ranks that share a sequence.
-    """
+    """Core attention of this rank's queries over the keys and values of all ranks."""
 
     def __init__(self, attend: nn.Module, group: ProcessGroup) -> None:
         super().__init__()

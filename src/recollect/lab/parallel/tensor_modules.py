@@ -131,11 +131,7 @@ class SplitMoELayer(MoELayer):
         self.train(whole.training)
 
     def forward(self, x_BTD: Tensor) -> tuple[Tensor, RouterStatistics]:
-        """Return the output for the residual stream, and the router's statistics.
-
-        Args:
-            x_BTD: the normalised residual stream; under sequence parallelism a DTensor, cut along T.
-        """
+        """Map the residual stream, under sequence parallelism a DTensor, cut along T; return the router's statistics, too."""
         if isinstance(x_BTD, DTensor):
             x_BTD = x_BTD.redistribute(placements=[Replicate()]).to_local()
         routing = self.router(x_BTD)
@@ -169,11 +165,7 @@ class OwnPartMoELayer(MoELayer):
         self.train(whole.training)
 
     def forward(self, x_BLD: Tensor) -> tuple[Tensor, RouterStatistics]:
-        """Return the output for this rank's part of the residual stream, and the router's statistics.
-
-        Args:
-            x_BLD: the normalised residual stream, a DTensor that is cut along the sequence.
-        """
+        """Map this rank's part of the residual stream, a DTensor; return the router's statistics, too."""
         assert isinstance(x_BLD, DTensor)
         own_BLD = x_BLD.to_local()
         routing = self.router(own_BLD)

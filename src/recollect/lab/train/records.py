@@ -129,12 +129,7 @@ class MetricsFile(Log):
 
 
 class TensorBoardLog(Log):
-    """Write each number of a record as a TensorBoard scalar.
-
-    Args:
-        folder: folder of the event files.
-        first_step: steps completed before; events of later steps are removed.
-        beside_peak: numbers to write next to each measured peak, by name: the prediction and the budget.
+    """Write each number of a record as a TensorBoard scalar, and some more beside each measured peak.
 
     Raises:
         MissingPackageError: the package `tensorboard` is not installed.

@@ -118,12 +118,7 @@ class Checkpoints:
         self._path = folder
 
     def start(self, stored: StoredState, manifest: Manifest, random: dict[str, Any]) -> None:
-        """Write the state once the previous checkpoint is complete; several processes copy it, and begin to write.
-
-        Args:
-            stored: the state; the next step may change it as soon as this returns.
-            manifest: without files.
-            random: the process's random number states.
+        """Write the state once the previous checkpoint is complete; several processes copy it first, and write meanwhile.
 
         Raises:
             CheckpointError: this checkpoint, or with several processes the one before, could not be written.

@@ -118,10 +118,6 @@ class BlendedWindows:
 
     This is the rule of Megatron's `BlendedDataset`, which decides the first window as if it were the second.
 
-    Args:
-        sources: at least one.
-        weights: a positive number for each source; only their ratios matter.
-
     Example:
         >>> sources = [TokenWindows(np.arange(start, start + 4), seq_length=1, seed=None) for start in (0, 100)]
         >>> blended = BlendedWindows(sources, [2, 1])
