@@ -285,6 +285,12 @@ MUTATIONS = (
         (("        return _EXIT_ERROR\n", "        return 0\n"),),
     ),
     Mutation(
+        "flags-without-words",
+        "a flag for a field of the model has no help",
+        "cli",
+        ((" or _texts().get(FIELD_OF_FLAG.get(field.name, field.name))", ""),),
+    ),
+    Mutation(
         "debug-without-traceback",
         "--debug shows no traceback",
         "cli",

@@ -80,6 +80,7 @@ def test_help_begins_with_the_flags_that_matter(help_of: str, number: int) -> No
     named = re.findall(r"^  (--[\w-]+) ", first.partition(" flags that matter most:")[2], re.MULTILINE)
     assert len(named) == number
     assert all(f" {flag}" in rest for flag in named)
+    assert not re.search(r"^\W --\w.*[^\s,] *\W?\n(?:\W --\w|\W+$)", rest, re.MULTILINE)  # a flag without a word
 
 
 @pytest.mark.parametrize("help_of", ["plan"], indirect=True)

@@ -107,11 +107,7 @@ def test_help_names_the_choices(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parse("--help")
     text = capsys.readouterr().out
-    for word in (
-        "--recompute-granularity {full,selective}",
-        "--recompute-method {uniform,block}",
-        "mla_up_proj",
-    ):
+    for word in ("--recompute-granularity {full,selective}", "--recompute-method {uniform,block}", "mla_up_proj"):
         assert word in " ".join(text.split())
 
 
