@@ -89,7 +89,7 @@ class TransformerConfig:
     moe_router_topk: int = 2
     """Experts per token."""
     moe_router_score_function: Literal["softmax", "sigmoid"] = "softmax"
-    """How the router's logits become weights; by a softmax over the chosen experts, or by sigmoids divided by their sum."""
+    """How the router's logits become weights; a softmax over the chosen experts, or sigmoids divided by the sum of theirs."""
     moe_router_num_groups: int | None = None
     """Groups of experts for group-limited routing; None: no groups."""
     moe_router_group_topk: int | None = None

@@ -43,6 +43,8 @@ class DeviceLayout(PipelineLayout):
 
     tensor_model_parallel_size: int = 1
     """Ranks that share each matrix."""
+    sequence_parallel: bool = False
+    """Split tensors between the matrices along the sequence, over the same ranks."""
     data_parallel_size: int = 1
     """Ranks with batches of their own."""
     context_parallel_size: int = 1
@@ -50,10 +52,8 @@ class DeviceLayout(PipelineLayout):
     expert_model_parallel_size: int = 1
     """Ranks that share the experts; they are among the context and data ranks."""
     expert_tensor_parallel_size: int | None = None
-    """Ranks that share each expert: all those that share each matrix, or 1; with 1 they are among those that share the
-    experts of a layer, None: all."""
-    sequence_parallel: bool = False
-    """Split tensors between the matrices along the sequence, over the same ranks."""
+    """Ranks that share each expert: all those that share each matrix, or 1; None: all. With 1, the ranks of tensor are
+    among those that share the experts of a layer."""
 
     def __post_init__(self) -> None:
         for name in (*_AXES, "expert_model_parallel_size"):
