@@ -218,6 +218,47 @@ class Grouped(Function):
         return gradient @ weight.t() * ctx.num_ranks, x.flatten(0, -2).t() @ gradient.flatten(0, -2), None
 
 
+@dataclass(slots=True)
+class Bundle:
+    """What Transformer Engine's linear layers get as one argument: tensors again, flags, perhaps a quantizer."""
+
+    x: Tensor
+    weight: Tensor
+    needs_grad: bool
+    quantizer: Any = None
+
+
+class TakesBundle(Function):
+    """As Transformer Engine's linear layers: writes to its bundle what it got anyway, and saves lists of tensors by a context."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bundle: Bundle) -> tuple[Tensor, None]:
+        forwards["TakesBundle"] += 1
+        assert bundle.x is x and bundle.needs_grad == x.requires_grad
+        bundle.x, bundle.weight = x, weight
+        quantized = x * 2 if bundle.quantizer is None else bundle.quantizer(x)
+        ctx.save_for_backward(quantized, bundle.weight)
+        ctx.tensor_objects = [None, None]
+        return quantized @ bundle.weight, None
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor, unused: None) -> Any:
+        quantized, weight = ctx.saved_tensors
+        to_x = 2 * (gradient @ weight.t())
+        return to_x, quantized.flatten(0, -2).t() @ gradient.flatten(0, -2), None
+
+
+class Quantizer:
+    """Scales by a history, which each call changes: delayed scaling."""
+
+    def __init__(self) -> None:
+        self.greatest = torch.ones(())
+
+    def __call__(self, x: Tensor) -> Tensor:
+        self.greatest = torch.maximum(self.greatest, x.abs().amax()) * 1.5
+        return x * self.greatest
+
+
 class AsksForGradients(Function):
     """What it saves depends on which arguments require grad, asked in two ways."""
 
@@ -426,6 +467,17 @@ def grouped(unit: Any, hidden: Tensor) -> Tensor:
     return Grouped.apply(hidden, unit.weight, group).tanh()
 
 
+def bundled(unit: Any, hidden: Tensor) -> Tensor:
+    x = hidden.sin()
+    return TakesBundle.apply(x, unit.weight, Bundle(x, unit.weight, x.requires_grad))[0].tanh()
+
+
+def quantized(unit: Any, hidden: Tensor) -> Tensor:
+    """A new history each time: two forwards are equal."""
+    x = hidden.sin()
+    return TakesBundle.apply(x, unit.weight, Bundle(x, unit.weight, x.requires_grad, Quantizer()))[0].tanh()
+
+
 def asks(unit: Any, hidden: Tensor) -> Tensor:
     one = AsksForGradients.apply(hidden * 2, unit.weight[0])
     return one + AsksForGradients.apply(hidden.detach() * 2, unit.inner.bias)
@@ -486,6 +538,7 @@ RUN_AGAIN: dict[str, Forward] = {
         set_up,
         amp,
         grouped,
+        bundled,
         asks,
         nested,
         written_later,
@@ -493,5 +546,5 @@ RUN_AGAIN: dict[str, Forward] = {
 }
 KEPT: dict[str, Forward] = {
     function.__name__: function
-    for function in (writes_to_state, writes_unseen, chooses, runs_a_module, differentiates, passes_on)
+    for function in (writes_to_state, writes_unseen, chooses, runs_a_module, differentiates, passes_on, quantized)
 }

@@ -3,9 +3,10 @@
 The forward runs as a whole, not op by op: kernels that PyTorch does not see may write to results of ops.
 """
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from itertools import zip_longest
 from typing import Any, TypeAlias
 
@@ -13,6 +14,7 @@ import torch
 from torch.autograd.function import FunctionCtx
 
 from recollect._torch_functions import above_autograd, tree_flatten, tree_unflatten, watched_functions
+from recollect._torch_private import tree_leaves
 from recollect.engine.draws import RegionDraws
 from recollect.engine.together import Agreement, gathered_parameter, group_of, is_partitioned
 from recollect.engine.values import Layout, layout_of
@@ -26,21 +28,23 @@ Whole: TypeAlias = Callable[[torch.nn.Parameter], torch.Tensor]
 
 
 class FunctionArguments:
-    """The arguments of a Function's call: tensors apart (`tensors`), everything else unchanged.
+    """The arguments of a Function's call: tensors apart (`tensors`, each once), everything else unchanged.
 
-    Parameters are not taken apart: forward may read attributes of theirs, and they outlive the call anyway.
+    Parameters are not taken apart: forward may read attributes of theirs, and they outlive the call anyway. An argument that
+    bundles others (a dataclass with slots, as Transformer Engine's linear layers get) is made anew for each run.
     """
 
-    __slots__ = ("_leaves", "_needs_grad", "_positions", "_spec", "tensors")
+    __slots__ = ("_bundles", "_leaves", "_needs_grad", "_positions", "_spec", "tensors")
 
     def __init__(self, args: tuple[Any, ...]) -> None:
-        leaves, self._spec = tree_flatten(args)
-        self._positions = [
-            position
-            for position, leaf in enumerate(leaves)
-            if isinstance(leaf, torch.Tensor) and not isinstance(leaf, torch.nn.Parameter)
-        ]
-        self.tensors: list[torch.Tensor] = [leaves[position] for position in self._positions]
+        self._bundles = {position: type(arg) for position, arg in enumerate(args) if _is_bundle(arg)}
+        leaves, self._spec = tree_flatten(_unbundled(args))
+        positions: dict[int, list[int]] = {}
+        for position, leaf in enumerate(leaves):
+            if isinstance(leaf, torch.Tensor) and not isinstance(leaf, torch.nn.Parameter):
+                positions.setdefault(id(leaf), []).append(position)
+        self._positions = list(positions.values())
+        self.tensors: list[torch.Tensor] = [leaves[position] for position, *_ in self._positions]
         self._needs_grad = [tensor.requires_grad for tensor in self.tensors]
         self._leaves = leaves
 
@@ -50,9 +54,13 @@ class FunctionArguments:
 
     def release(self) -> None:
         """Release the tensors, which a recipe must not hold."""
-        for position in self._positions:
+        for position in itertools.chain(*self._positions):
             self._leaves[position] = None
         self.tensors = []
+
+    def are_of(self, args: tuple[Any, ...]) -> bool:
+        """Whether `args` are the objects that these were taken from, still with the same things in them."""
+        return list(map(id, tree_leaves(_unbundled(args)))) == list(map(id, self._leaves))
 
     @property
     def partitioned(self) -> list[torch.nn.Parameter]:
@@ -62,11 +70,32 @@ class FunctionArguments:
     def filled(self, tensors: Sequence[torch.Tensor], whole: Whole = gathered_parameter) -> tuple[Any, ...]:
         """Return the arguments with these tensors in place of the first ones, and whole parameters for parts."""
         leaves = [whole(leaf) if is_partitioned(leaf) else leaf for leaf in self._leaves]
-        for position, tensor, needs_grad in zip(self._positions, tensors, self._needs_grad, strict=False):
+        for positions, tensor, needs_grad in zip(self._positions, tensors, self._needs_grad, strict=False):
             # Forward may ask which of its arguments require grad; these tensors are new and do not say.
-            leaves[position] = tensor.detach().requires_grad_(needs_grad)
-        args: tuple[Any, ...] = tree_unflatten(leaves, self._spec)
-        return args
+            new = tensor.detach().requires_grad_(needs_grad)
+            for position in positions:
+                leaves[position] = new
+        args = list(tree_unflatten(leaves, self._spec))
+        for position, kind in self._bundles.items():
+            bundle = object.__new__(kind)
+            for name, value in args[position].items():
+                object.__setattr__(bundle, name, value)
+            args[position] = bundle
+        return tuple(args)
+
+
+def _is_bundle(arg: Any) -> bool:
+    """Whether an argument is a dataclass that holds nothing but its fields."""
+    if not is_dataclass(arg) or isinstance(arg, type) or hasattr(arg, "__dict__"):
+        return False
+    names = {field.name for field in fields(arg)}
+    return all(names.issuperset(vars(kind).get("__slots__", ())) for kind in type(arg).__mro__)
+
+
+def _unbundled(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(
+        {field.name: getattr(arg, field.name, None) for field in fields(arg)} if _is_bundle(arg) else arg for arg in args
+    )
 
 
 class _Context(FunctionCtx):

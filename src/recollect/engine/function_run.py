@@ -14,6 +14,7 @@ A Function's forward can call kernels that PyTorch does not see, so it is taken 
 Otherwise its results are kept.
 """
 
+import sys
 import types
 from enum import Enum
 from typing import Any, NamedTuple
@@ -27,7 +28,6 @@ from recollect._torch_private import (
     is_fake_tensor,
     is_traceable_wrapper_subclass,
     transforms_are_active,
-    tree_leaves,
 )
 from recollect.engine.content import checksums
 from recollect.engine.draws import RegionDraws, draws_unknown
@@ -49,8 +49,17 @@ _MOST_OBJECTS = 64
 
 # Functions of these packages have state elsewhere, or run modules, or are PyTorch's own way to run something else.
 _FOREIGN = frozenset({"torch", "transformer_engine", "deepspeed"})
-# But this one is only a product, and most of a model's work under ZeRO-3.
-_PRODUCT = ("deepspeed.runtime.zero.linear", "LinearFunctionForZeroStage3")
+# But these only compute, and are most of a model's work.
+_TRANSFORMER_ENGINE = "transformer_engine.pytorch.module"
+_PRODUCTS = frozenset(
+    {
+        "deepspeed.runtime.zero.linear.LinearFunctionForZeroStage3",
+        f"{_TRANSFORMER_ENGINE}.linear._Linear",
+        f"{_TRANSFORMER_ENGINE}.layernorm_linear._LayerNormLinear",
+        f"{_TRANSFORMER_ENGINE}.grouped_linear._GroupedLinear",
+        "transformer_engine.pytorch.attention.rope.FusedRoPEFunc",
+    }
+)
 
 # Functions whose arguments were compared before and after a call, by the constants of the call.
 _checked = WeakMap[set[Any]]()
@@ -60,8 +69,16 @@ _unseen_writers = WeakMap[set[int]]()
 
 
 def may_run_again(function: Any) -> bool:
-    is_product = (function.__module__, function.__name__) == _PRODUCT
-    return is_product or function.__module__.partition(".")[0] not in _FOREIGN
+    return _is_product(function) or function.__module__.partition(".")[0] not in _FOREIGN
+
+
+def _is_product(function: Any) -> bool:
+    return f"{function.__module__}.{function.__name__}" in _PRODUCTS
+
+
+def _overlaps_communication() -> bool:
+    """Whether Transformer Engine's products may exchange data while they multiply, in buffers of the whole process."""
+    return vars(sys.modules.get(f"{_TRANSFORMER_ENGINE}.base", sys)).get("_ub_communicators") is not None
 
 
 class Made(NamedTuple):
@@ -106,13 +123,18 @@ class FunctionRun:
         self._check_key: Any = None
         self._before: list[int] | None = None
         self.autocast: Autocast = ()
+        has_spare_module = function.__module__.startswith(_TRANSFORMER_ENGINE)
         for leaf in self.arguments.leaves:
             if isinstance(leaf, torch.Tensor):
                 self._look_at_tensor(leaf)
+            elif has_spare_module and isinstance(leaf, nn.Module):
+                pass  # Before its version 2.15: asked for weights in 8 bits, and for nothing else.
             elif not isinstance(leaf, (*_PLAIN, *_PLAIN_TOO)):
                 self._look_at_object(leaf)
         if not may_run_again(function):
             self.keep("its package has state elsewhere")
+        elif has_spare_module and _overlaps_communication():
+            self.keep("it may communicate while it multiplies")
         self._given = [*self.arguments.tensors, *self.others, *self.partitioned]
         self._versions = [_version(tensor) for tensor in self._given]
         if (positions := _unseen_writers.get(function)) is not None:
@@ -258,12 +280,15 @@ class FunctionRun:
     def _has_made(self, tensor: torch.Tensor) -> bool:
         return _is_strided(tensor) and vars(tensor.untyped_storage()).get(_MARK) is self._made_mark
 
+    def _was_given(self, tensor: torch.Tensor) -> bool:
+        return _is_strided(tensor) and vars(tensor.untyped_storage()).get(_MARK) is self._given_mark
+
     # Afterwards
 
     def end(self, output: Any, saved: list[torch.Tensor], has_written: bool) -> None:
         """Find its results, now that its output is known, and the tensors that autograd is to save."""
         self.saved = saved
-        if [id(leaf) for leaf in tree_leaves(self.args)] != [id(leaf) for leaf in self.arguments.leaves]:
+        if not self.arguments.are_of(self.args):
             self.keep("it changed a list of arguments")
         if has_written or [_version(tensor) for tensor in self._given] != self._versions:
             self.keep("it changed an argument")
@@ -271,6 +296,8 @@ class FunctionRun:
             self.keep("it changed an object")
         outputs = output if isinstance(output, (tuple, list)) else (output,)
         self._num_outputs = len(outputs)
+        if _is_product(self.function) and any(map(self._was_given, tensors_in(outputs))):
+            self.keep("it fills a buffer that it is given")
         storages: list[torch.UntypedStorage] = []
         for slot, tensor in enumerate([*outputs, *saved]):
             if (
