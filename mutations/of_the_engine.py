@@ -242,6 +242,18 @@ MUTATIONS = (
         ((", *PROCESS_GROUPS)", ")"),),
     ),
     Mutation(
+        "userbuffers-forgotten",
+        "a product that communicates in buffers of the process runs again",
+        "engine",
+        (('self.keep("it may communicate while it multiplies")', "pass"),),
+    ),
+    Mutation(
+        "bundle-not-made-anew",
+        "a Function that runs again gets the values of its bundled arguments in place of the bundle",
+        "engine",
+        (("for position, kind in self._bundles.items():", "for position, kind in ():"),),
+    ),
+    Mutation(
         "content-not-compared",
         "the first call of a unit does not look for writes by kernels that were given an address",
         "engine",

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import copy
+import sys
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import recollect
-from function_cases import KEPT, RUN_AGAIN, Forward, counts, forwards, kernel, scan
+from function_cases import KEPT, RUN_AGAIN, Forward, Grouped, counts, forwards, grouped, kernel, scan
 from function_units import UNITS, TwoUnits, two_units
 from gradients import assert_same_gradients, gradients
 from policies import EVERY_PLAN, FULL, KEEP_ALL, NOTHING_KEPT
@@ -128,6 +132,28 @@ def test_fake_profile_prices_the_ops_inside() -> None:
     profile = recollect.record(model, data, units=UNITS, fake=True, hardware="H100")
     (op,) = (op for op in profile.graphs[-1].ops if op.name == "Scan")
     assert op.time_s > 20 * max(other.time_s for other in profile.graphs[-1].ops if other.name == "sigmoid")
+
+
+class _Linear(Grouped):
+    __module__ = "transformer_engine.pytorch.module.linear"
+
+
+@pytest.mark.parametrize(
+    ("quantizer", "overlap", "kept"),
+    [(None, None, ""), (partial(len), None, "an argument is a partial"), (None, {}, "it may communicate")],
+)
+def test_functions_of_transformer_engine(
+    monkeypatch: Any, recwarn: Any, quantizer: Any, overlap: Any, kept: str
+) -> None:
+    """In 16 bits they run again; else a warning says that they are kept, once."""
+    base = SimpleNamespace(_ub_communicators=overlap)
+    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch.module.base", base)
+    model, data = built(partial(grouped, function=_Linear, quantizer=quantizer))
+    dropped = [v.name for v in profile_of(model, data).graphs[-1].values if "Linear" in v.name and not v.must_keep]
+    assert bool(dropped) == (not kept)
+    told = [str(warning.message) for warning in recwarn]
+    assert len(told) == bool(kept)
+    assert all(f"No plan can drop what Transformer Engine's _Linear makes and saves: {kept}" in text for text in told)
 
 
 def test_gradients_of_gradients() -> None:

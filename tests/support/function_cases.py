@@ -202,61 +202,31 @@ class Amp(Function):
         return inner @ weight.t(), x.flatten(0, -2).t() @ inner.flatten(0, -2)
 
 
+@dataclass(slots=True)
+class Bundle:
+    """Arguments in one: a tensor again, the group of ranks, perhaps something that changes with each call."""
+
+    x: Tensor
+    group: Any
+    quantizer: Any
+
+
 class Grouped(Function):
-    """As Megatron's linear layers: told the group of its ranks, which it asks for their number."""
+    """As linear layers of Megatron and Transformer Engine: told the group of its ranks, which it asks for their number."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, group: Any) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bundle: Bundle) -> Tensor:
         forwards["Grouped"] += 1
+        assert bundle.x is x
+        bundle.x = x
         ctx.save_for_backward(x, weight)
-        ctx.num_ranks = 1 if group is None else group.size()
+        ctx.num_ranks = 1 if bundle.group is None else bundle.group.size()
         return x @ weight
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         x, weight = ctx.saved_tensors
         return gradient @ weight.t() * ctx.num_ranks, x.flatten(0, -2).t() @ gradient.flatten(0, -2), None
-
-
-@dataclass(slots=True)
-class Bundle:
-    """What Transformer Engine's linear layers get as one argument: tensors again, flags, perhaps a quantizer."""
-
-    x: Tensor
-    weight: Tensor
-    needs_grad: bool
-    quantizer: Any = None
-
-
-class TakesBundle(Function):
-    """As Transformer Engine's linear layers: writes to its bundle what it got anyway, and saves lists of tensors by a context."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bundle: Bundle) -> tuple[Tensor, None]:
-        forwards["TakesBundle"] += 1
-        assert bundle.x is x and bundle.needs_grad == x.requires_grad
-        bundle.x, bundle.weight = x, weight
-        quantized = x * 2 if bundle.quantizer is None else bundle.quantizer(x)
-        ctx.save_for_backward(quantized, bundle.weight)
-        ctx.tensor_objects = [None, None]
-        return quantized @ bundle.weight, None
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor, unused: None) -> Any:
-        quantized, weight = ctx.saved_tensors
-        to_x = 2 * (gradient @ weight.t())
-        return to_x, quantized.flatten(0, -2).t() @ gradient.flatten(0, -2), None
-
-
-class Quantizer:
-    """Scales by a history, which each call changes: delayed scaling."""
-
-    def __init__(self) -> None:
-        self.greatest = torch.ones(())
-
-    def __call__(self, x: Tensor) -> Tensor:
-        self.greatest = torch.maximum(self.greatest, x.abs().amax()) * 1.5
-        return x * self.greatest
 
 
 class AsksForGradients(Function):
@@ -462,20 +432,10 @@ def amp(unit: Any, hidden: Tensor) -> Tensor:
         return Amp.apply(hidden.sin(), unit.weight).cos()
 
 
-def grouped(unit: Any, hidden: Tensor) -> Tensor:
+def grouped(unit: Any, hidden: Tensor, function: Any = Grouped, quantizer: Any = None) -> Tensor:
     group = torch.distributed.ProcessGroup(0, 1) if torch.distributed.is_available() else None
-    return Grouped.apply(hidden, unit.weight, group).tanh()
-
-
-def bundled(unit: Any, hidden: Tensor) -> Tensor:
-    x = hidden.sin()
-    return TakesBundle.apply(x, unit.weight, Bundle(x, unit.weight, x.requires_grad))[0].tanh()
-
-
-def quantized(unit: Any, hidden: Tensor) -> Tensor:
-    """A new history each time: two forwards are equal."""
-    x = hidden.sin()
-    return TakesBundle.apply(x, unit.weight, Bundle(x, unit.weight, x.requires_grad, Quantizer()))[0].tanh()
+    output: Tensor = function.apply(hidden, unit.weight, Bundle(hidden, group, quantizer))
+    return output.tanh()
 
 
 def asks(unit: Any, hidden: Tensor) -> Tensor:
@@ -538,7 +498,6 @@ RUN_AGAIN: dict[str, Forward] = {
         set_up,
         amp,
         grouped,
-        bundled,
         asks,
         nested,
         written_later,
@@ -546,5 +505,5 @@ RUN_AGAIN: dict[str, Forward] = {
 }
 KEPT: dict[str, Forward] = {
     function.__name__: function
-    for function in (writes_to_state, writes_unseen, chooses, runs_a_module, differentiates, passes_on, quantized)
+    for function in (writes_to_state, writes_unseen, chooses, runs_a_module, differentiates, passes_on)
 }

@@ -59,7 +59,7 @@ class FunctionArguments:
         self.tensors = []
 
     def are_of(self, args: tuple[Any, ...]) -> bool:
-        """Whether `args` are the objects that these were taken from, still with the same things in them."""
+        """Whether `args`, from which these were taken, still hold the same."""
         return list(map(id, tree_leaves(_unbundled(args)))) == list(map(id, self._leaves))
 
     @property
@@ -85,17 +85,12 @@ class FunctionArguments:
 
 
 def _is_bundle(arg: Any) -> bool:
-    """Whether an argument is a dataclass that holds nothing but its fields."""
-    if not is_dataclass(arg) or isinstance(arg, type) or hasattr(arg, "__dict__"):
-        return False
-    names = {field.name for field in fields(arg)}
-    return all(names.issuperset(vars(kind).get("__slots__", ())) for kind in type(arg).__mro__)
+    """Whether an argument is a dataclass with slots, which holds nothing but its fields."""
+    return is_dataclass(arg) and not hasattr(arg, "__dict__")
 
 
 def _unbundled(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple(
-        {field.name: getattr(arg, field.name, None) for field in fields(arg)} if _is_bundle(arg) else arg for arg in args
-    )
+    return tuple({f.name: getattr(arg, f.name, None) for f in fields(arg)} if _is_bundle(arg) else arg for arg in args)
 
 
 class _Context(FunctionCtx):

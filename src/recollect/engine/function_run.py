@@ -49,14 +49,15 @@ _MOST_OBJECTS = 64
 
 # Functions of these packages have state elsewhere, or run modules, or are PyTorch's own way to run something else.
 _FOREIGN = frozenset({"torch", "transformer_engine", "deepspeed"})
-# But these only compute, and are most of a model's work.
 _TRANSFORMER_ENGINE = "transformer_engine.pytorch.module"
+# Where it holds the buffers in which products exchange data with other ranks; None if there are none.
+_USERBUFFERS = (f"{_TRANSFORMER_ENGINE}.base", "_ub_communicators")
+# Some only compute, and are most of a model's work.
 _PRODUCTS = frozenset(
     {
         "deepspeed.runtime.zero.linear.LinearFunctionForZeroStage3",
         f"{_TRANSFORMER_ENGINE}.linear._Linear",
         f"{_TRANSFORMER_ENGINE}.layernorm_linear._LayerNormLinear",
-        f"{_TRANSFORMER_ENGINE}.grouped_linear._GroupedLinear",
         "transformer_engine.pytorch.attention.rope.FusedRoPEFunc",
     }
 )
@@ -69,16 +70,8 @@ _unseen_writers = WeakMap[set[int]]()
 
 
 def may_run_again(function: Any) -> bool:
-    return _is_product(function) or function.__module__.partition(".")[0] not in _FOREIGN
-
-
-def _is_product(function: Any) -> bool:
-    return f"{function.__module__}.{function.__name__}" in _PRODUCTS
-
-
-def _overlaps_communication() -> bool:
-    """Whether Transformer Engine's products may exchange data while they multiply, in buffers of the whole process."""
-    return vars(sys.modules.get(f"{_TRANSFORMER_ENGINE}.base", sys)).get("_ub_communicators") is not None
+    is_product = f"{function.__module__}.{function.__name__}" in _PRODUCTS
+    return is_product or function.__module__.partition(".")[0] not in _FOREIGN
 
 
 class Made(NamedTuple):
@@ -133,7 +126,7 @@ class FunctionRun:
                 self._look_at_object(leaf)
         if not may_run_again(function):
             self.keep("its package has state elsewhere")
-        elif has_spare_module and _overlaps_communication():
+        elif has_spare_module and vars(sys.modules.get(_USERBUFFERS[0], sys)).get(_USERBUFFERS[1]) is not None:
             self.keep("it may communicate while it multiplies")
         self._given = [*self.arguments.tensors, *self.others, *self.partitioned]
         self._versions = [_version(tensor) for tensor in self._given]
@@ -280,9 +273,6 @@ class FunctionRun:
     def _has_made(self, tensor: torch.Tensor) -> bool:
         return _is_strided(tensor) and vars(tensor.untyped_storage()).get(_MARK) is self._made_mark
 
-    def _was_given(self, tensor: torch.Tensor) -> bool:
-        return _is_strided(tensor) and vars(tensor.untyped_storage()).get(_MARK) is self._given_mark
-
     # Afterwards
 
     def end(self, output: Any, saved: list[torch.Tensor], has_written: bool) -> None:
@@ -296,8 +286,6 @@ class FunctionRun:
             self.keep("it changed an object")
         outputs = output if isinstance(output, (tuple, list)) else (output,)
         self._num_outputs = len(outputs)
-        if _is_product(self.function) and any(map(self._was_given, tensors_in(outputs))):
-            self.keep("it fills a buffer that it is given")
         storages: list[torch.UntypedStorage] = []
         for slot, tensor in enumerate([*outputs, *saved]):
             if (

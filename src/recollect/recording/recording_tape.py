@@ -2,7 +2,7 @@
 
 import sys
 import weakref
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -39,6 +39,7 @@ from recollect.recording.trackers import (
     tracker_of,
 )
 from recollect.recording.unit_samples import UnitSamples
+from recollect.warning import warn_user
 
 
 class _Handle:
@@ -276,6 +277,8 @@ class _RecordingMode(FunctionMode):
 
     def end_function(self, run: FunctionRun) -> None:
         super().end_function(run)
+        if run.kept_because and run.function.__module__.startswith("transformer_engine."):
+            _warn_of_kept(run.function.__name__, run.kept_because)
         # After an unseen write, the tape no longer has a recipe for them.
         keep_all(self.recorder.calls, run.wrote_unseen)
 
@@ -329,6 +332,14 @@ class _RecordingMode(FunctionMode):
         elif (index := recorder.value_index(storage)) is not None and recorder.current is not None:
             recorder.log(events.SAVE, recorder.current, index, handle.open(recorder, saver), recorder.current)
         return True
+
+
+@cache
+def _warn_of_kept(function: str, reason: str) -> None:
+    warn_user(
+        f"No plan can drop what Transformer Engine's {function} makes and saves: {reason}. Its linear layers and its fused "
+        "rotary embedding run again in 16 bits, without Userbuffers and without collectives in them."
+    )
 
 
 class StepMode(OpMode):
