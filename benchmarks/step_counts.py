@@ -13,15 +13,16 @@ NOTE [ What is counted ]
    `copy_`). What is recomputed is the difference to the same step without recompute.
 4. States of random generators are left out of all bytes: with a GPU they are 16 bytes in host memory, on a CPU 5 KB of what is
    measured.
-5. FLOP of backward: of matrix products among them, by PyTorch's `FlopCounterMode`, which knows no grouped products of experts.
+5. FLOP of backward: of matrix products among them, by PyTorch's `FlopCounterMode`.
 """
 
 from __future__ import annotations
 
 import gc
 import hashlib
+import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -32,7 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import recollect
-from recollect.engine import tape_mode
+from recollect.engine import draws
 
 _ALLOCATES = ("empty", "new_empty", "resize_", "set_")
 _COPIES = frozenset({"clone", "_to_copy", "copy_", "contiguous", "repeat"})
@@ -70,6 +71,11 @@ class StepCounts:
         return next((name for name in names if self.digests.get(name) != plain.digests.get(name)), None)
 
 
+def _grouped_flop(left: Sequence[int], right: Sequence[int], *args: object, **kwargs: object) -> int:
+    """FLOP of a grouped product, by the shapes of its factors; PyTorch does not count it. Each row is in one group."""
+    return 2 * math.prod(left) * right[-1]
+
+
 class OpCounter(TorchDispatchMode):
     """Count the ops that compute something."""
 
@@ -94,25 +100,38 @@ def _computes(func: Any) -> bool:
 @contextmanager
 def uncounted_generator_states() -> Iterator[None]:
     """In a with-block, keep states of random generators in NumPy's memory, which the meter does not see."""
-    torch_get, tape_get = torch.get_rng_state, tape_mode.generator_state
+    torch_get, begin = torch.get_rng_state, draws.Draw.__init__
 
-    def from_torch() -> Tensor:
-        return torch.from_numpy(torch_get().numpy().copy())
+    def elsewhere(state: Tensor) -> Tensor:
+        return torch.from_numpy(state.numpy().copy())
 
-    def from_tape(*args: Any) -> Any:
-        found = tape_get(*args)
-        return found and (found[0], torch.from_numpy(found[1].numpy().copy()))
+    def begin_elsewhere(draw: draws.Draw, generator: torch.Generator) -> None:
+        begin(draw, generator)
+        draw.state = elsewhere(draw.state)
 
-    modules: tuple[Any, Any] = (torch, tape_mode)
-    modules[0].get_rng_state, modules[1].generator_state = from_torch, from_tape
+    found: tuple[Any, Any] = (torch, draws.Draw)
+    found[0].get_rng_state, found[1].__init__ = lambda: elsewhere(torch_get()), begin_elsewhere
     try:
         yield
     finally:
-        modules[0].get_rng_state, modules[1].generator_state = torch_get, tape_get
+        found[0].get_rng_state, found[1].__init__ = torch_get, begin
+
+
+def resident_bytes(
+    model: nn.Module, forward: Callable[[], Tensor], reset: Callable[[], None], table_bytes: Callable[[], int]
+) -> int:
+    """Return the bytes alive before a model's first step, and those of tables that steps share; runs that step.
+
+    What one step leaves behind until the next one is not among them.
+    """
+    _begin(model, reset)
+    found = recollect.measure_peak(lambda: None, device="cpu").start_bytes
+    forward().backward()
+    return found + table_bytes()
 
 
 def count_step(
-    model: nn.Module, forward: Callable[[], Tensor], reset: Callable[[], None], table_bytes: Callable[[], int]
+    model: nn.Module, forward: Callable[[], Tensor], reset: Callable[[], None], resident_bytes: int
 ) -> StepCounts:
     """Run a step four times: to warm up, then for its kept bytes, its peak and its ops.
 
@@ -120,37 +139,38 @@ def count_step(
         model: whose gradients are added up.
         forward: computes the loss.
         reset: sets the random state, so that all steps are the same.
-        table_bytes: tells the bytes of tables that steps share, after the first step.
+        resident_bytes: as `resident_bytes` found.
     """
     with uncounted_generator_states():
-        return _count_step(model, forward, reset, table_bytes)
+        return _count_step(model, forward, reset, resident_bytes)
+
+
+def _begin(model: nn.Module, reset: Callable[[], None]) -> None:
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    reset()
+    gc.collect()
 
 
 def _count_step(
-    model: nn.Module, forward: Callable[[], Tensor], reset: Callable[[], None], table_bytes: Callable[[], int]
+    model: nn.Module, forward: Callable[[], Tensor], reset: Callable[[], None], resident_bytes: int
 ) -> StepCounts:
-    def begin() -> None:
-        for parameter in model.parameters():
-            parameter.grad = torch.zeros_like(parameter)
-        reset()
-        gc.collect()
-
-    begin()
-    resident_bytes = recollect.measure_peak(lambda: None, device="cpu").start_bytes
+    _begin(model, reset)
     forward().backward()
-    resident_bytes += table_bytes()
-    begin()
+    _begin(model, reset)
     held = recollect.measure_peak(forward, device="cpu")
     held.result.backward()
     kept_bytes = held.end_bytes - resident_bytes
     del held
-    begin()
+    _begin(model, reset)
     peak = recollect.measure_peak(lambda: forward().backward(), device="cpu")
-    begin()
-    loss = forward()
-    counter, flop = OpCounter(), FlopCounterMode(display=False)
-    with flop, counter:
-        loss.backward()
+    _begin(model, reset)
+    counter, flop = OpCounter(), FlopCounterMode(display=False, custom_mapping={torch.ops.aten._grouped_mm: _grouped_flop})
+    with counter:  # Around forward too: the tape runs ops again under the modes that they ran under.
+        loss = forward()
+        counter.ops.clear()
+        with flop:
+            loss.backward()
     found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     return StepCounts(
         kept_bytes=kept_bytes,

@@ -41,6 +41,7 @@ _ACTIVATIONS = frozenset({"act_fn", "activation_func", "act"})
 # As megatron-core's experts compute them, in no module of their own, or fused with the gate.
 _ACTIVATION_OPS = frozenset({"silu", "gelu", "relu"})
 _FUSED_ACTIVATIONS = ("SwiGLU", "GeGLU", "GeLU")
+_AFTER_ACTIVATION = frozenset({"mul", "_to_copy"})
 _DROPOUTS = frozenset({"dropout", "resid_dropout", "hidden_dropout"})
 _ATTENTION_NORMS = frozenset({"input_layernorm", "ln_1"})
 _NORMS = _ATTENTION_NORMS | {"pre_mlp_layernorm", "pre_feedforward_layernorm", "ln_2"}
@@ -181,15 +182,12 @@ def _layernorm(layer: LayerOps) -> frozenset[int]:
 
 
 def _moe_act(layer: LayerOps) -> Iterator[int]:
-    """The activation, and the products with its result (a gate, a routing weight) in the same module."""
+    """The activation, and in the same module what scales its result (a gate, a routing weight) or casts it."""
     activated: set[int] = set()
     for op in layer.ops:
-        if "experts" not in op.module:
-            continue
-        is_activation = op.activates()
-        if is_activation or (op.name == "mul" and not activated.isdisjoint(op.inputs)):
+        is_next = op.name in _AFTER_ACTIVATION and not activated.isdisjoint(op.inputs)
+        if "experts" in op.module and (is_next or op.activates()):
             yield from op.outputs
-        if is_activation:
             activated.update(op.outputs)
 
 
