@@ -1,6 +1,6 @@
 """Compare recollect with megatron-core on megatron-core's own models: bytes, ops and FLOPs of its recompute settings.
 
-    python benchmarks/megatron_core.py                # all models, about five minutes on one core
+    python benchmarks/megatron_core.py                # all models, about three minutes on one core
     python benchmarks/megatron_core.py --page         # and writes the tables into docs/megatron_core.md
     python benchmarks/megatron_core.py --models llama
 
@@ -12,6 +12,7 @@ setting, and `recollect.plan` with the peak that megatron-core reached as its bu
 from __future__ import annotations
 
 import gc
+import importlib
 import importlib.metadata
 import logging
 import warnings
@@ -101,7 +102,9 @@ class Row:
         if theirs is not None:
             broken["peaks higher"] = ours.counts.peak_bytes > PEAK_RATIO[name] * theirs.counts.peak_bytes
             broken["more FLOP again"] = ours.flop_again > theirs.flop_again
-            broken["more ops again"] = name == SAME_SETTING and ours.ops_again > theirs.ops_again
+            # megatron-core ignores `moe_act` where experts run one after another.
+            keeps_as_much = ours.counts.kept_bytes > 0.99 * theirs.counts.kept_bytes
+            broken["more ops again"] = name == SAME_SETTING and keeps_as_much and ours.ops_again > theirs.ops_again
         return [what for what, is_broken in broken.items() if is_broken]
 
 
@@ -176,7 +179,7 @@ def _cells(row: Row) -> list[str]:
     for name in (MEGATRON, SAME_SETTING, SAME_PEAK):
         if name not in row.sides:
             reason = row.failures.get(name)
-            cells += [f"fails: {reason}" if reason else "", "", "", ""]
+            cells += [f"fails: {reason.partition(':')[0]}" if reason else "", "", "", ""]
             continue
         side = row.sides[name]
         kept_bytes = side.counts.kept_bytes / row.case.num_layers
@@ -208,8 +211,7 @@ def start() -> None:
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     shim.install()
-    import megatron.core.models.gpt.gpt_layer_specs  # noqa: F401
-
+    importlib.import_module("megatron.core.models.gpt.gpt_layer_specs")
     gc.collect()
     gc.freeze()
 
@@ -222,14 +224,14 @@ def main(flags: Flags) -> None:
     for name in flags.models:
         case = CASES[name]
         rows = compare(case, flags.only)
-        sections.append(f"## {case.description}\n\n{table(rows)}\n")
+        sections.append(f"\n## {case.description}\n\n{table(rows)}\n")
         print(sections[-1], flush=True)
         config = {**asdict(flags), "models": name, "only": list(flags.only), "out": flags.out.name}
         config["megatron-core"] = importlib.metadata.version("megatron-core")
         append(flags.out / "megatron_core.csv", [one for row in rows for one in numbers(name, row)], config)
     if flags.page:
         before = PAGE.read_text(encoding="utf-8").partition("\n## ")[0]
-        PAGE.write_text("\n".join([before, *sections]), encoding="utf-8")
+        PAGE.write_text("".join([before.rstrip() + "\n", *sections]), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -165,7 +165,10 @@ def _count_step(
     _begin(model, reset)
     peak = recollect.measure_peak(lambda: forward().backward(), device="cpu")
     _begin(model, reset)
-    counter, flop = OpCounter(), FlopCounterMode(display=False, custom_mapping={torch.ops.aten._grouped_mm: _grouped_flop})
+    counter, flop = (
+        OpCounter(),
+        FlopCounterMode(display=False, custom_mapping={torch.ops.aten._grouped_mm: _grouped_flop}),
+    )
     with counter:  # Around forward too: the tape runs ops again under the modes that they ran under.
         loss = forward()
         counter.ops.clear()

@@ -228,7 +228,13 @@ MUTATIONS = (
         "gate-kept-in-moe-act",
         "the product with the gate counts as no part of moe_act",
         "integrations",
-        (('if is_activation or (op.name == "mul" and', 'if is_activation or (op.name == "div" and'),),
+        (('_AFTER_ACTIVATION = frozenset({"mul", ', '_AFTER_ACTIVATION = frozenset({"div", '),),
+    ),
+    Mutation(
+        "weight-kept-in-moe-act",
+        "the product with the routing weight counts as no part of moe_act",
+        "integrations",
+        (("activated.update(op.outputs)", "activated.update(op.outputs if op.activates() else ())"),),
     ),
     Mutation(
         "fragmentation-not-told",

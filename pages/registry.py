@@ -135,5 +135,5 @@ FIGURES: tuple[Figure, ...] = (
     _rows("docs/loss.md", "python benchmarks/loss_chunks.py", "loss_chunks.csv"),
     _rows("docs/planner_measurements.md", "python benchmarks/planner.py", "planner.csv"),
     Dated("docs/fp8.md", "python benchmarks/fp8.py memory; python benchmarks/fp8.py losses", ("benchmarks/fp8.py",)),
-    _rows("docs/megatron_core.md", "python benchmarks/megatron_core.py", "megatron_core.csv"),
+    _rows("docs/megatron_core.md", "python benchmarks/megatron_core.py --page", "megatron_core.csv"),
 )

@@ -1,7 +1,10 @@
-"""Megatron's module sets on Hugging Face's models, against the same sets done by wrapping modules in checkpoints."""
+"""Megatron's settings against their own recompute: on megatron-core's model, and as checkpoints in Hugging Face's models."""
 
 from __future__ import annotations
 
+import importlib.util
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -55,3 +58,33 @@ def test_as_many_bytes_saved_and_no_more_ops(model: Any, monkeypatch: pytest.Mon
         least_saved = (1 - CHOICES_FRACTION if "moe" in modules else 1) * (plain_bytes - peer_bytes)
         assert plain_bytes - kept_bytes >= least_saved, names
         assert num_ops <= peer_num_ops, names
+
+
+_BESIDE = """
+import sys
+from dataclasses import replace
+sys.path.append(sys.argv[1])
+import megatron_core
+from megatron_core_models import CASES
+
+megatron_core.start()
+small = replace(CASES["mixtral"], seq_length=32)
+small = replace(small, fields={**small.fields, "num_layers": 2})
+for row in megatron_core.compare(small, ["full uniform 1", "selective moe_act"]):
+    behind = [row.behind(name) for name in megatron_core.PEAK_RATIO]
+    print(f"{row.setting} | {row.sides['same setting'].ops_again > 0} | {row.failures} | {behind}")
+"""
+
+
+@pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="needs megatron-core")
+def test_megatrons_own_model_peaks_and_recomputes_no_more_than_under_its_own_settings(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(_BESIDE, encoding="utf-8")
+    # Not forked: it forks processes of its own.
+    done = subprocess.run([sys.executable, program, BENCHMARKS], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert [line for line in done.stdout.splitlines() if " | " in line] == [
+        "none | False | {} | [[], []]",
+        "full uniform 1 | True | {} | [[], []]",
+        "selective moe_act | True | {} | [[], []]",
+    ]

@@ -20,7 +20,7 @@ path: the reference models use Megatron's names, Hugging Face's models their own
 | fused_group_mlp | `experts` | `experts` |
 
 megatron-core's own layers have the reference models' names, but for `mla_up_proj` (`linear_q_up_proj`, `linear_kv_up_proj`,
-and the ops of attention before its core) and `moe_act` (`silu` and its like in `experts`).
+and the ops of attention before its core) and `moe_act` (`silu` and its like in `experts`, with the routing weight).
 
 The other names (`gdn_norm_out`, `gdp_in_proj`, `gdp_qkv`, `mhc`) stand for parts that none of these models has.
 """

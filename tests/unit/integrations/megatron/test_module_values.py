@@ -35,6 +35,14 @@ def test_the_product_with_a_gate_is_part_of_the_activation_of_experts(experts: s
     assert {names[value] for value in values_of_module(layer, "moe_act")} == {act, f"{experts}.mul"}
 
 
+def test_a_weight_before_the_second_product_is_part_of_the_activation_of_experts() -> None:
+    """As megatron-core's experts: down(cast(act(gate) * up * weight))."""
+    ops = ("mm", "silu", "mul", "mul#1", "_to_copy", "mm#1")
+    steps = ["input", *(f"mlp.experts.{op}" for op in ops)]
+    layer, names = layer_of(*zip(steps[1:], [(step,) for step in steps], strict=False))
+    assert [names[value] for value in sorted(values_of_module(layer, "moe_act"))] == steps[2:6]
+
+
 def test_a_dense_layer_has_no_activation_of_experts() -> None:
     layer, _ = layer_of(
         ("mlp.gate.mm", ("input",)), ("mlp.act_fn.silu", ("mlp.gate.mm",)), ("mlp.mul", ("mlp.act_fn.silu", "input"))
