@@ -218,6 +218,8 @@ def start() -> None:
 
 def main(flags: Flags) -> None:
     """Compare, print the tables, append the numbers to results/megatron_core.csv, and write the page if asked to."""
+    if flags.page and (flags.only or flags.models != tuple(CASES)):
+        raise SystemExit("--page: the page has all models and settings. Leave out --models and --only.")
     torch.set_num_threads(flags.threads)
     start()
     sections = []
