@@ -87,6 +87,11 @@ class SelfAttention(nn.Module):
         self.sizes: tuple[int, ...] = (query_size, group_size, group_size)
         qkv_bias = config.add_bias_linear or config.add_qkv_bias
         self.linear_qkv = build_projection(config, self.sizes, bias=qkv_bias)
+        # A model without these norms has no such modules.
+        if config.qk_layernorm:
+            self.q_layernorm = build_norm(config, config.kv_channels)
+            self.k_layernorm = build_norm(config, config.kv_channels)
+        self.has_norms = config.qk_layernorm
         self.core_attention: nn.Module = build_core_attention(config)
         out_std = config.scaled_init_method_std
         self.linear_proj = Linear(
@@ -98,6 +103,8 @@ class SelfAttention(nn.Module):
         projected = self.linear_qkv(x_BTD)
         parts = projected if isinstance(projected, tuple) else projected.split(self.sizes, dim=-1)
         q_BTHC, k_BTKC, v_BTKC = (part.unflatten(-1, (-1, self.kv_channels)) for part in parts)
+        if self.has_norms:
+            q_BTHC, k_BTKC = self.q_layernorm(q_BTHC), self.k_layernorm(k_BTKC)
         if rotary is not None and self.is_rotary:
             q_BTHC, k_BTKC = rotate(q_BTHC, rotary), rotate(k_BTKC, rotary)
             # Copy: as a view, the value would keep the unrotated queries and keys alive, which backward does not need.

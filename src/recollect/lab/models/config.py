@@ -63,6 +63,8 @@ class TransformerConfig:
     """Biases in `linear_qkv`, `linear_proj`, `linear_fc1` and `linear_fc2`, also of experts; never in the LM head."""
     add_qkv_bias: bool = False
     """A bias in `linear_qkv` even if `add_bias_linear` is off."""
+    qk_layernorm: bool = False
+    """Norms of each query and key head, before rotary positions (Qwen3); latent attention always has those of its vectors."""
     gated_linear_unit: bool = False
     """The MLP multiplies its activation by a second projection (SwiGLU with "silu")."""
     activation_func: Literal["gelu", "gelu_tanh", "silu", "relu"] = "gelu"
@@ -273,6 +275,8 @@ class TransformerConfig:
             count += sum(self._norm(rank) for rank in (self.q_lora_rank, self.kv_lora_rank) if rank is not None)
         elif self.add_bias_linear or self.add_qkv_bias:
             count += (self.num_attention_heads + 2 * self.num_query_groups) * self.kv_channels
+        if self.qk_layernorm and not self.multi_latent_attention:
+            count += 2 * self._norm(self.kv_channels)
         if self.add_bias_linear:
             # Of latent attention, as in Megatron, only the projection out of it has one.
             count += self.hidden_size

@@ -1,4 +1,4 @@
-"""GPT-2, Llama, Mixtral and DeepSeek-V3 as Hugging Face stores them: the fields of `config.json`, and the names of weights.
+"""GPT-2, Llama, Qwen3, Mixtral and DeepSeek-V3 as Hugging Face stores them: the fields of `config.json`, and the names of weights.
 
 GPT-2's matrices are stored transposed. Checkpoints of the whole model say `transformer.h.0`; those released with GPT-2, which
 lack the LM head, say `h.0`. Both are read, the first is written.
@@ -10,6 +10,7 @@ weights, each with a second copy of the embedding and the LM head.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from recollect.errors import UnsupportedModelError
@@ -115,6 +116,23 @@ LLAMA = Architecture(
     ignored=r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq",
 )
 
+QWEN3 = replace(
+    LLAMA,
+    name="Qwen3",
+    model_type="qwen3",
+    class_name="Qwen3ForCausalLM",
+    default=LLAMA.default.changed(
+        vocab_size=151_936, ffn_hidden_size=22_016, kv_channels=128, max_position_embeddings=32_768, qk_layernorm=True
+    ),
+    weights=lambda _config: {
+        **_LLAMA_WEIGHTS,
+        "self_attention.q_layernorm": "self_attn.q_norm",
+        "self_attention.k_layernorm": "self_attn.k_norm",
+    },
+    same=_LLAMA_FIELDS,
+    fixed={"attention_bias": False, "use_sliding_window": False},
+    repeated={},
+)
 
 MIXTRAL = Architecture(
     name="Mixtral",
@@ -216,4 +234,4 @@ DEEPSEEK_V3 = Architecture(
     write_more=_write_more,
 )
 
-ARCHITECTURES = {architecture.model_type: architecture for architecture in (GPT2, LLAMA, MIXTRAL, DEEPSEEK_V3)}
+ARCHITECTURES = {architecture.model_type: architecture for architecture in (GPT2, LLAMA, QWEN3, MIXTRAL, DEEPSEEK_V3)}

@@ -106,6 +106,9 @@ def _split_layer(layer: nn.Module, mesh: DeviceMesh, between: Shard | Replicate,
         assert isinstance(attention, SelfAttention)
         styles |= _split_rows("self_attention.linear_qkv", attention.linear_qkv, between)
         attention.sizes = tuple(size // mesh.size() for size in attention.sizes)
+        if attention.has_norms:  # each rank of its own heads
+            by_heads = SequenceParallel(sequence_dim=2, use_local_output=True)
+            styles |= {f"self_attention.{name}_layernorm": by_heads for name in "qk"}
     if isinstance(mlp, MoELayer):
         layer.mlp = OwnPartMoELayer(mlp, mesh) if has_whole_experts else SplitMoELayer(mlp, mesh, between)
         if mlp.shared_experts is not None:

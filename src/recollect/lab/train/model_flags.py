@@ -130,6 +130,8 @@ class ModelFlags:
     """No biases in linear layers."""
     add_qkv_bias: FlagCreatePairsOff[bool] = False
     """A bias for queries, keys and values even with --disable-bias-linear."""
+    qk_layernorm: FlagCreatePairsOff[bool] = False
+    """Norms of each query and key head."""
     untie_embeddings_and_output_weights: FlagCreatePairsOff[bool] = False
     """Give the LM head its own matrix."""
     tie_embeddings: Annotated[bool | None, arg(aliases=("--share-embeddings-and-output-weights",))] = None

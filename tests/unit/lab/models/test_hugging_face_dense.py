@@ -29,6 +29,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-grouped": ("LlamaForCausalLM", {**SIZES, "num_key_value_heads": 2, "head_dim": 12, "rms_norm_eps": 1e-3}),
     "llama-tied": ("LlamaForCausalLM", {**SIZES, "num_key_value_heads": 1, "tie_word_embeddings": True}),
     "llama-biased": ("LlamaForCausalLM", {**SIZES, "attention_bias": True, "mlp_bias": True, "hidden_act": "gelu"}),
+    "qwen3": ("Qwen3ForCausalLM", {**SIZES, "num_key_value_heads": 2, "head_dim": 12}),
     "llama-long": ("LlamaForCausalLM", {**SIZES, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}),
 }
 every_case = pytest.mark.parametrize("case", CASES)
