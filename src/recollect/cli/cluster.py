@@ -1,19 +1,24 @@
 """`recollect plan --fake --tensor-model-parallel-size ...`: plan for a cluster on a machine without one."""
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
-from recollect.cli.commands import MakePlan, RecordedStep
+from recollect.cli.commands import ClusterFlags, MakePlan
 from recollect.cli.common import write_file
 from recollect.costs.hardware_table import choose_hardware
 from recollect.costs.links import cluster_of
 from recollect.errors import ConfigError, NotYetError
 from recollect.integrations.megatron.nearest import bridge_lines, megatron_flags, nearest_uniform_settings
-from recollect.integrations.megatron.pipeline import split_flags
+from recollect.integrations.megatron.pipeline import chunk_sizes, layout_stages, split_flags
+from recollect.integrations.megatron.settings import TrainingSetting
 from recollect.lab.models.config import TransformerConfig
 from recollect.lab.parallel.cluster_plan import ClusterPlan, plan_cluster, plan_cluster_with_chunks
 from recollect.lab.parallel.cluster_step import ClusterStep, send_s
+from recollect.lab.parallel.layout import DeviceLayout
+from recollect.lab.parallel.pipeline_layout import DECODER_ENDS
 from recollect.printing import columns_of, print_line
 
 
@@ -76,13 +81,15 @@ def cluster_step(command: MakePlan) -> ClusterStep:
         devices_per_node=flags.node.devices_per_node,
         adapters_per_node=flags.node.adapters_per_node,
     )
+    config = _model(command)
+    layout = _layout(flags, config)
     return ClusterStep(
-        config=_model(step),
-        layout=flags.layout(flags.data_parallel_size),
+        config=config,
+        layout=layout,
         cluster=cluster,
         micro_batch_size=step.num_sequences,
         seq_length=step.seq_length,
-        num_micro_batches=_num_micro_batches(command),
+        num_micro_batches=_num_micro_batches(command, layout.data_parallel_size),
         dtype=step.dtype,
         sharding=flags.sharding,
         pipeline_engine=flags.pipeline_engine,
@@ -91,28 +98,66 @@ def cluster_step(command: MakePlan) -> ClusterStep:
     )
 
 
-def _model(step: RecordedStep) -> TransformerConfig:
+def _model(command: MakePlan) -> TransformerConfig:
     """Return the model from the flags, or the reference model of a Hugging Face config, with separate projections."""
+    step, parts = command.step, command.cluster.tensor_model_parallel_size
     if step.hf_config is None:
-        return step.model.dimensions(seq_length=step.seq_length)
+        # As in Megatron, each rank of tensor parallelism has a multiple.
+        multiple = step.model.make_vocab_size_divisible_by * parts
+        return replace(step.model, make_vocab_size_divisible_by=multiple).dimensions(seq_length=step.seq_length)
     from recollect.lab.models.hugging_face import read_config  # needs safetensors
 
     model_type, config = read_config(step.hf_config)
     return config.changed(separate_projections=model_type != "gpt2")  # whose c_attn is one matrix
 
 
-def _num_micro_batches(command: MakePlan) -> int:
+def _layout(flags: ClusterFlags, config: TransformerConfig) -> DeviceLayout:
+    """Return the layout, with the layers of each stage where Megatron's flags for uneven ones set them."""
+    layout = (
+        flags.layout(flags.data_parallel_size) if flags.world_size is None else flags.layout_of(flags.world_size)
+    )
+    names = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
+    setting: dict[str, Any] = {name: getattr(flags, name) for name in (*names, "pipeline_model_parallel_layout")}
+    virtual = flags.num_virtual_stages_per_pipeline_rank
+    if virtual is None and not any(setting.values()):
+        return layout
+    ranks, each = flags.pipeline_model_parallel_size, flags.num_layers_per_virtual_pipeline_stage
+    if each is not None:
+        virtual = (config.num_layers + sum(setting[name] for name in names)) // (ranks * each)
+    stages = layout_stages(flags.pipeline_model_parallel_layout or "")
+    if any("m" in stage and "L" not in stage for stage in stages):
+        raise NotYetError(
+            settings={"pipeline_model_parallel_layout": flags.pipeline_model_parallel_layout},
+            needs="multi-token prediction on another stage than the loss",
+            advice="Put m and L on one stage, the last.",
+        )
+    sizes = chunk_sizes(
+        TrainingSetting(
+            **setting,
+            pipeline_model_parallel_size=ranks,
+            virtual_pipeline_model_parallel_size=virtual,
+            num_layers_in_first_pipeline_stage=flags.decoder_first_pipeline_num_layers,
+            num_layers_in_last_pipeline_stage=flags.decoder_last_pipeline_num_layers,
+            mtp_num_layers=config.mtp_num_layers,
+        ),
+        config.num_layers,
+    )
+    others = dict.fromkeys(("num_layers_per_virtual_pipeline_stage", *DECODER_ENDS))
+    return replace(layout, **others, pipeline_split=tuple(sizes))
+
+
+def _num_micro_batches(command: MakePlan, data_parallel_size: int) -> int:
     flags = command.cluster
     if flags.global_batch_size is None:
         ranks = flags.pipeline_model_parallel_size
         return 4 * ranks if ranks > 1 else 1
-    at_once = command.step.num_sequences * flags.data_parallel_size
+    at_once = command.step.num_sequences * data_parallel_size
     if flags.global_batch_size < 1 or flags.global_batch_size % at_once:
         raise ConfigError(
             settings={
                 "global_batch_size": flags.global_batch_size,
                 "micro_batch_size": command.step.num_sequences,
-                "data_parallel_size": flags.data_parallel_size,
+                "data_parallel_size": data_parallel_size,
             },
             reason=f"it is no multiple of {at_once}, a micro-batch on each rank of data parallelism",
             advice="Choose a multiple.",

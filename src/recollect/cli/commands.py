@@ -56,12 +56,26 @@ class ClusterFlags(ParallelFlags):
     several. ZBVZeroBubble and DualPipeV run two on each rank."""
     pipeline_split: Literal["auto"] | tuple[int, ...] | None = None
     """Layers of each stage, such as 19 20 20 21; auto chooses them together with the plans; default: as many in each."""
-    decoder_first_pipeline_num_layers: int | None = None
+    decoder_first_pipeline_num_layers: Annotated[
+        int | None, arg(aliases=("--num-layers-in-first-pipeline-stage",))
+    ] = None
     """Layers of the first rank of the pipeline; default: as many as the others."""
-    decoder_last_pipeline_num_layers: int | None = None
+    decoder_last_pipeline_num_layers: Annotated[int | None, arg(aliases=("--num-layers-in-last-pipeline-stage",))] = (
+        None
+    )
     """Layers of the last rank of the pipeline, likewise."""
+    num_virtual_stages_per_pipeline_rank: int | None = None
+    """Stages that each rank of the pipeline runs in turn."""
+    account_for_embedding_in_pipeline_split: FlagCreatePairsOff[bool] = False
+    """Count the embedding as a layer of the first stage."""
+    account_for_loss_in_pipeline_split: FlagCreatePairsOff[bool] = False
+    """Count LM head and loss as a layer of the last stage."""
+    pipeline_model_parallel_layout: str | None = None
+    """What is on each stage, such as 'Et*3|(tt|)*29mL': embedding, transformer layers, multi-token prediction, loss."""
     data_parallel_size: int = 1
     """Ranks with micro-batches of their own; in Megatron what is left of the devices."""
+    world_size: int | None = None
+    """Devices, of which data parallelism has what the other sizes leave, instead of --data-parallel-size."""
     global_batch_size: int | None = None
     """Sequences of a step on all devices; default: four micro-batches a rank of the pipeline, or one without a pipeline."""
     distribute_saved_activations: FlagCreatePairsOff[bool] = False
@@ -147,6 +161,9 @@ class MakePlan(Command):
     cluster: OmitArgPrefixes[ClusterFlags] = field(default_factory=ClusterFlags)
     memory_budget: str
     """Bound on the peak of the whole step, such as 16GiB, 900MB or 60% of the peak without recompute; of each device."""
+    megatron: Path | None = None
+    """Start from the flags of Megatron's pretrain_gpt in this file: a launch script, flags alone, or YAML of Bridge; other
+    flags override them. A command itself may follow -- instead (docs/megatron_flags.md)."""
     host_budget: str = "0"
     """Host memory that values may be copied to in forward and back in backward, such as 64GiB; 0: nothing is offloaded."""
     loss_chunks: Literal["auto"] | int = 1

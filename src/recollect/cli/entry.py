@@ -8,6 +8,7 @@ import signal
 import sys
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
@@ -17,9 +18,10 @@ from recollect import __version__
 from recollect.cli import commands
 from recollect.cli.commands import Command, Train
 from recollect.cli.parsing import flags_of, in_flags, parsed
-from recollect.errors import RecollectError
-from recollect.integrations.megatron.arguments import describes_model, read_arguments
-from recollect.lab.train.config import demo_config, pretrain_gpt_config
+from recollect.errors import ConfigError, RecollectError
+from recollect.integrations.megatron.arguments import Arguments, describes_model, read_arguments
+from recollect.integrations.megatron.launch import MEGATRONS_DEFAULTS, command_words, launch_words
+from recollect.lab.train.config import ProcessFlags, demo_config, pretrain_gpt_config
 from recollect.lab.train.launched import is_shown_here, shared_warnings
 from recollect.printing import print_line
 from recollect.warning import warn_user
@@ -159,7 +161,8 @@ def _parse(args: list[str]) -> Command:
         command = parse_train(args[1:])
     else:
         description = {"description": PLAN_HELP} if name == "plan" else {}
-        command = parsed(_COMMANDS[name], name, args[1:], **description)
+        words = _planned_words(_COMMANDS[name], args[1:]) if name in ("plan", "explain") else args[1:]
+        command = parsed(_COMMANDS[name], name, words, **description)
     return command
 
 
@@ -176,12 +179,41 @@ def parse_train(args: list[str]) -> Train:
         default = Train(config=demo_config())
     elif describes_model(args):
         default = Train(config=pretrain_gpt_config())
-    arguments = read_arguments(args)
-    if arguments.without_effect:
-        said = "; ".join(f"{name} ({why})" for name, why in arguments.without_effect.items())
-        warn_user(f"without effect here: {said}.")
-    command: Train = parsed(Train, "train", arguments.rest, description=TRAIN_HELP, default=default)
+    words = _without_foreign(read_arguments(args, own=flags_of(Train).values()))
+    command: Train = parsed(Train, "train", words, description=TRAIN_HELP, default=default)
     return command
+
+
+def _planned_words(kind: Any, args: list[str]) -> list[str]:
+    """Return a command's own flags out of Megatron's: those given, after those of `--megatron FILE` or behind `--`."""
+    known = flags_of(kind)
+    own = set(known.values())
+    start = args.index("--") if "--" in args else len(args)
+    given, behind = args[:start], args[start + 1 :]
+    words = command_words(behind)
+    for word, value in zip(given, [*given[1:], ""], strict=True):
+        name, _, inline = word.partition("=")
+        if name == "--megatron":
+            words = launch_words(Path(inline or value), known)
+    names = {word.partition("=")[0].replace("_", "-") for word in (*words, *given)}
+    if words and not names & {"--vocab-size", "--size", "--hf-config"}:
+        raise ConfigError(
+            settings={"vocab_size": None},
+            reason="Megatron has it from its tokenizer, which is not read",
+            advice="Add --vocab-size, unpadded, such as 50257 or 128256.",
+        )
+    defaults = [word for word in MEGATRONS_DEFAULTS if word.partition("=")[0] in own] if words else []
+    beside = set(flags_of(Train).values()) - own - set(flags_of(ProcessFlags).values())
+    return _without_foreign(read_arguments([*defaults, *words, *given], own=own, beside=beside, plans=True))
+
+
+def _without_foreign(arguments: Arguments) -> list[str]:
+    """Return recollect's own flags, after saying which others have no effect, and why: names with one reason together."""
+    why = arguments.without_effect
+    names = {reason: ", ".join(name for name in why if why[name] == reason) for reason in why.values()}
+    if names:
+        warn_user(f"without effect here: {'; '.join(f'{name} ({reason})' for reason, name in names.items())}.")
+    return arguments.rest
 
 
 def _run(command: Command) -> int:

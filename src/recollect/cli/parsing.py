@@ -71,7 +71,7 @@ def flags_of(kind: Any) -> dict[str, str]:
     """
     found: dict[str, str] = {}
     hints = get_type_hints(kind, include_extras=True)
-    for field in dataclasses.fields(kind):
+    for field in kind.__dataclass_fields__.values():  # `dataclasses.fields` leaves those out that only __init__ takes
         made = None if field.default_factory is dataclasses.MISSING else field.default_factory()
         if dataclasses.is_dataclass(made):
             found |= flags_of(type(made))

@@ -5,8 +5,9 @@ effect, flags for missing features, and settings that exclude each other.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from importlib import resources
 from typing import Final, Literal
 
@@ -40,12 +41,16 @@ _EITHER_OR = (
 )
 
 
+# Of runs in 16 bits, weights and activations have the same bytes.
+_NARROW = dict.fromkeys(("--bf16", "--fp16"), ["--dtype", "bf16"])
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForeignFlag:
     """A flag that is removed from the command line before recollect reads its own."""
 
     name: str
-    """With dashes."""
+    """With dashes, or a pattern with `*`."""
     arity: Arity = 0
     """Number of values that follow it."""
     allowed: tuple[str, ...] = ()
@@ -56,6 +61,8 @@ class ForeignFlag:
     """What recollect would need for other values; empty: every value is allowed."""
     advice: str = "Leave it out."
     """Advice until then."""
+    same_plan: bool = False
+    """Whether the plan of a step is the same with any value, whatever a run needs."""
 
 
 def _read() -> Iterator[ForeignFlag]:
@@ -72,6 +79,18 @@ FOREIGN_FLAGS: dict[str, ForeignFlag] = {flag.name: flag for flag in _read()}
 """Flags without a setting in recollect, by name. docs/megatron_flags.md has the table; a test compares the two."""
 
 
+def foreign_flag(name: str) -> ForeignFlag | None:
+    """Return the flag with this name, or of whose pattern it is; None if recollect has a setting for it, or Megatron lacks it.
+
+    Example:
+        >>> foreign_flag("--optimizer").allowed, foreign_flag("--rl-profile").name, foreign_flag("--num-layers")
+        (('adam',), '--rl-*', None)
+    """
+    if (exact := FOREIGN_FLAGS.get(name)) is not None:
+        return exact
+    return next((flag for flag in FOREIGN_FLAGS.values() if "*" in flag.name and fnmatch(name, flag.name)), None)
+
+
 @dataclass(frozen=True, slots=True)
 class Arguments:
     """A command line without foreign flags."""
@@ -82,8 +101,16 @@ class Arguments:
     """Removed flags that change nothing, with the reason."""
 
 
-def read_arguments(args: Sequence[str]) -> Arguments:
+def read_arguments(
+    args: Sequence[str], *, own: Collection[str] = (), beside: Collection[str] = (), plans: bool = False
+) -> Arguments:
     """Remove the flags from a command line that recollect has no setting for, or raise.
+
+    Args:
+        args: the words.
+        own: the flags of the command, which stay even if others refuse them.
+        beside: flags of other commands, to remove with their values.
+        plans: whether a step is planned, and not run.
 
     Raises:
         NotYetError: a flag asks for a feature that recollect lacks.
@@ -102,7 +129,13 @@ def read_arguments(args: Sequence[str]) -> Arguments:
     values: dict[str, list[str]] = {}
     for name, words in _flags(args):
         given[name] = words
-        foreign = FOREIGN_FLAGS.get(name)
+        if plans and name in _NARROW and name not in own:
+            rest += _NARROW[name]
+            continue
+        foreign = None if name in own else foreign_flag(name)
+        if name in beside or (plans and foreign is not None and foreign.same_plan):
+            without_effect[name] = "not part of what a plan is made for"
+            continue
         if foreign is None:
             rest += _own(name, words)
             continue
@@ -110,9 +143,11 @@ def read_arguments(args: Sequence[str]) -> Arguments:
         without_effect[name] = foreign.why
         rest += others
     for name, found in values.items():
-        _check(FOREIGN_FLAGS[name], found)
+        if (foreign := foreign_flag(name)) is not None:
+            _check(foreign, name, found)
     for first, second in _EITHER_OR:
-        if all(name in given and _text(given[name]) != "None" for name in (first, second)):
+        decided = given.keys() - without_effect.keys()
+        if all(name in decided and _text(given[name]) != "None" for name in (first, second)):
             raise ConfigError(
                 settings={name: _text(given[name]) for name in (first, second)},
                 reason="both decide the same thing, expected one of them",
@@ -174,9 +209,9 @@ def _values(flag: ForeignFlag, words: list[str]) -> tuple[list[str], list[str]]:
     return values[:count], values[count:]
 
 
-def _check(flag: ForeignFlag, values: list[str]) -> None:
+def _check(flag: ForeignFlag, name: str, values: list[str]) -> None:
     if flag.needs and not any(_is_same(values, one) for one in flag.allowed):
-        raise NotYetError(settings={flag.name: _text([flag.name, *values])}, needs=flag.needs, advice=flag.advice)
+        raise NotYetError(settings={name: _text([name, *values])}, needs=flag.needs, advice=flag.advice)
 
 
 def _is_same(values: list[str], allowed: str) -> bool:

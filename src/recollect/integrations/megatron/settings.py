@@ -17,7 +17,7 @@ The compiler reads these, so that no meaningless combination of settings can rea
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import Any, ClassVar, Final, Literal, TypeAlias
@@ -240,6 +240,9 @@ class TrainingSetting:
     virtual_pipeline_model_parallel_size: int | None = None
     num_layers_in_first_pipeline_stage: int | None = None
     num_layers_in_last_pipeline_stage: int | None = None
+    account_for_embedding_in_pipeline_split: bool = False
+    account_for_loss_in_pipeline_split: bool = False
+    pipeline_model_parallel_layout: str | Sequence[Sequence[str]] | None = None
     tensor_model_parallel_size: int = 1
     sequence_parallel: bool = False
     expert_model_parallel_size: int = 1

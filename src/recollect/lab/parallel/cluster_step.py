@@ -152,17 +152,20 @@ def record_stages(step: ClusterStep, pieces: Sequence[range] | None = None) -> R
     stages = step.layout.layers_of_stages(step.config.num_layers)
     known: dict[tuple[object, ...], tuple[Profile, Profile, Mapping[str, Traffic], int]] = {}
     found = []
-    for layers in stages if pieces is None else pieces:
-        number = next(number for number, own in enumerate(stages) if layers.start in own)
-        is_first, is_last = layers.start == 0, layers.stop == step.config.num_layers
+    numbered = list(enumerate(stages))
+    if pieces is not None:
+        numbered = [(next(n for n, own in numbered if layers.start in own), layers) for layers in pieces]
+    for number, layers in numbered:
+        is_first = layers.start == 0 and number == 0
+        is_last = layers.stop == step.config.num_layers and number == len(stages) - 1
         of_layers = ((step.config.is_moe_layer(layer), step.config.of_layer(layer).fp8) for layer in layers)
         kind = is_first, is_last, *of_layers
         if kind not in known:
-            profile, traffic, experts = _record_stage(step, number, layers)
+            profile, traffic, experts = _record_stage(step, number, layers, (is_first, is_last))
             halves = profile
             # The first stage, whose tokens need no gradient, runs a whole backward under any schedule.
             if step.layout.splits_backward and not is_first:
-                halves, *_ = _record_stage(step, number, layers, split_backward=True)
+                halves, *_ = _record_stage(step, number, layers, (is_first, is_last), split_backward=True)
             known[kind] = profile, halves, traffic, experts
         profile, halves, traffic, experts = known[kind]
         found.append((profile, halves, traffic, _reduction_s(step, number, profile, experts)))
@@ -171,12 +174,12 @@ def record_stages(step: ClusterStep, pieces: Sequence[range] | None = None) -> R
 
 
 def _record_stage(
-    step: ClusterStep, number: int, layers: range, *, split_backward: bool = False
+    step: ClusterStep, number: int, layers: range, ends: tuple[bool, bool], *, split_backward: bool = False
 ) -> tuple[Profile, Mapping[str, Traffic], int]:
     with fake_process_group(step.first_rank(number), step.layout.num_devices), warnings.catch_warnings():
         # FSDP2 warns of logits and of experts' results that are views, which nothing writes to here.
         warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module", category=UserWarning)
-        model = _built(step, layers, layout_mesh(step.layout))
+        model = _built(step, layers, ends, layout_mesh(step.layout))
         tokens = torch.zeros(step.micro_batch_size, step.seq_length, dtype=torch.int64, device="meta")
         batch = {"x": tokens if model.is_first else received(model, tokens.shape)}
         if model.is_last and not model.is_first and model.mtp is not None:
@@ -195,7 +198,7 @@ def _record_stage(
             {**batch, "labels": tokens} if model.is_last else batch,
             optimizer=torch.optim.AdamW(model.parameters()) if step.sharding == "all" else None,
             loss_fn=None if model.is_last else torch.sum,
-            units=[f"decoder.layers.{index}" for index in range(len(layers))],
+            units=[f"decoder.layers.{index}" for index in range(len(layers))] or ["decoder"],
             holds_output=False,
             gradients="accumulated",
             split_backward=split_backward,
@@ -213,9 +216,9 @@ def _record_stage(
     return replace(profile, persistent=_persistent(step, profile, experts)), traffic, experts
 
 
-def _built(step: ClusterStep, layers: range, mesh: LayoutMesh) -> LossStage:
+def _built(step: ClusterStep, layers: range, ends: tuple[bool, bool], mesh: LayoutMesh) -> LossStage:
     with torch.device("meta"):
-        model = LossStage(step.config, layers)
+        model = LossStage(step.config, layers, ends)
     model.compute_dtype = step.narrow
     # FSDP2 shards the weights that the optimizer steps over, and gathers them in the narrow dtype.
     model = model.to(torch.float32 if step.sharding == "all" else step.narrow).train()

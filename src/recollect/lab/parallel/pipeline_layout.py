@@ -142,11 +142,11 @@ class PipelineLayout:
             return
         self.check_only_split(sizes, others=(_EACH, *DECODER_ENDS))
         is_fit = len(sizes) == 2 * ranks if self.is_v_shaped else bool(sizes) and len(sizes) % ranks == 0
-        if ranks == 1 or not is_fit or min(sizes) < 1:
+        if ranks == 1 or not is_fit or min(sizes) < 0:
             each = "two stages" if self.is_v_shaped else "as many stages"
             clash(
                 {"pipeline_split": sizes, _RANKS: ranks},
-                f"each of two ranks or more runs {each}, with one layer or more each",
+                f"each of two ranks or more runs {each}",
                 "Give the layers of each stage, in the order of the model.",
             )
 

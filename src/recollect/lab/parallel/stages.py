@@ -22,7 +22,7 @@ class LossStage(GPTModel):
 
     As a pipeline's schedule runs it: the last one returns its loss, and nothing else. With multi-token prediction, it has a
     copy of the embedding as well. Backward of routers' losses starts at their own stage; the loss that the last stage returns
-    has only its own.
+    has only its own. `ends` says whether the stage is the first and the last, which layers tell unless there are none.
 
     Attributes:
         router_losses: of each forward before the last stage, those of its routers; the step takes them.
@@ -35,12 +35,14 @@ class LossStage(GPTModel):
         torch.Size([])
     """
 
-    def __init__(self, config: TransformerConfig, layers: range) -> None:
-        super().__init__(config.changed(num_layers=len(layers), mtp_num_layers=None, first_last_layers_bf16=False))
+    def __init__(self, config: TransformerConfig, layers: range, ends: tuple[bool, bool] | None = None) -> None:
+        # One is the fewest that a model has; the layers of a stage, of which there may be none, replace it.
+        num_layers = max(len(layers), 1)
+        super().__init__(config.changed(num_layers=num_layers, mtp_num_layers=None, first_last_layers_bf16=False))
         self.config = config
         self.router_losses: list[Tensor] = []
         self.decoder.layers = nn.ModuleList(TransformerLayer(config, layer) for layer in layers)
-        self.is_first, self.is_last = layers.start == 0, layers.stop == config.num_layers
+        self.is_first, self.is_last = ends or (layers.start == 0, layers.stop == config.num_layers)
         if self.is_last and config.mtp_num_layers is not None:
             self.mtp = MultiTokenPrediction(config)
         if not self.is_first and self.mtp is None:

@@ -34,6 +34,7 @@ class ExpertFlags:
     moe_router_score_function: Literal["softmax", "sigmoid"] | None = None
     moe_router_num_groups: int | None = None
     moe_router_group_topk: int | None = None
+    moe_router_pre_softmax: FlagCreatePairsOff[bool] = False
     moe_router_topk_scaling_factor: float | None = None
     moe_router_enable_expert_bias: FlagCreatePairsOff[bool] = False
     moe_router_bias_update_rate: float | None = None

@@ -218,9 +218,9 @@ def test_v_shaped_schedules_run_two_stages_a_rank() -> None:
     ("sizes", "more", "message"),
     [
         ((4, 3), {}, r"pipeline_split=\(4, 3\), num_layers=8: the stages have 7 layers together"),
-        ((4, 2, 2), {}, "each of two ranks or more runs as many stages, with one layer or more each"),
+        ((4, 2, 2), {}, "each of two ranks or more runs as many stages"),
         ((), {}, "each of two ranks or more runs as many stages"),
-        ((8, 0), {}, "with one layer or more each"),
+        ((9, -1), {}, "each of two ranks or more runs as many stages"),
         ((8,), {"pipeline_model_parallel_size": 1}, "each of two ranks or more"),
         ((4, 4), {"pipeline_parallel_schedule": "ZBVZeroBubble"}, "each of two ranks or more runs two stages"),
         ((2, 2, 2, 2), {"pipeline_parallel_schedule": "1F1B"}, "it runs one stage on each rank, and there are 2"),

@@ -1,0 +1,161 @@
+"""Read how a training is started, as one command line: a shell script, a file of flags, or YAML of Megatron-Bridge.
+
+Imports no torch.
+"""
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import yaml
+
+from recollect.errors import ConfigError, RecollectError
+from recollect.integrations.megatron.arguments import foreign_flag
+from recollect.integrations.megatron.pipeline import layout_stages
+
+MEGATRONS_DEFAULTS: Final = ("--fake", "--pipeline-engine=megatron", "--make-vocab-size-divisible-by=128")
+"""What stands before the flags of Megatron's command lines."""
+
+# A restricted bash without PATH starts no program and writes no file: it only says what would be started.
+_PRELUDE: Final = """exit() { :; }; set() { :; }; cd() { :; }; source() { :; }; kill() { :; }; exec() { "$@"; }
+command_not_found_handle() { :; }
+"""
+_SECONDS: Final = 20
+# Commands in its trace, except what only mentions one.
+_TRACED: Final = re.compile(r"^\++ (?!\w+\+?=|(?:echo|printf|eval|exec) )(.*\s--num-layers[\s=].*)$", re.MULTILINE)
+_LAUNCHER: Final = ("--nproc-per-node", "--nnodes")
+# Of Bridge's `ConfigContainer`, with names of Megatron's flags; the first that has a name decides.
+_SECTIONS: Final = ("model", "dataset", "train", "ddp", "optimizer", "tokenizer")
+_FLAG_OF: Final = {
+    "sequence_length": "--seq-length",
+    "virtual_pipeline_model_parallel_size": "--num-virtual-stages-per-pipeline-rank",
+}
+# Activation and whether it is gated.
+_ACTIVATIONS: Final = {
+    ("gelu", False): (),
+    ("silu", True): ("--swiglu",),
+    ("fast_gelu", False): ("--openai-gelu",),
+    ("squared_relu", False): ("--squared-relu",),
+    ("quick_gelu", True): ("--quick-geglu",),
+}
+
+
+def launch_words(path: Path, flags: Mapping[str, str]) -> list[str]:
+    """Return the command line that a file describes, with `--world-size` if it says how many processes start.
+
+    Args:
+        path: a shell script with one command of `pretrain_gpt.py`, its flags alone, or (.yaml, .yml) what Bridge's
+            `ConfigContainer.to_yaml` writes.
+        flags: the flag of each setting, for YAML.
+
+    Raises:
+        RecollectError: the file cannot be read, or describes no training, or several.
+        ConfigError: a number of processes that is none, or an activation without a flag.
+    """
+    where = f"--megatron {path}"
+    try:
+        text = path.read_text(encoding="utf-8")
+        if path.suffix not in (".yaml", ".yml"):
+            return command_words(_script_words(text, where))
+        data = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as problem:
+        raise RecollectError(f"{where}: cannot be read ({str(problem).splitlines()[0]}).") from None
+    if not isinstance(data, Mapping) or not isinstance(data.get("model"), Mapping):
+        raise RecollectError(f"{where}: has no section `model`, expected what Bridge's ConfigContainer.to_yaml writes.")
+    return list(_yaml_words(data, flags))
+
+
+def command_words(words: Sequence[str]) -> list[str]:
+    """Return the flags of the program that a command line starts, and `--world-size` by its launcher or `WORLD_SIZE`.
+
+    Raises:
+        ConfigError: a number of processes that is none.
+
+    Example:
+        >>> command_words("torchrun --nproc_per_node 8 --nnodes=4 pretrain_gpt.py --num-layers 2".split())
+        ['--world-size=32', '--num-layers', '2']
+    """
+    start = next((number for number, word in enumerate(words) if word.endswith(".py")), -1)
+    given = dict.fromkeys(_LAUNCHER, "1")
+    for word, value in zip(words[: max(start, 0)], words[1:], strict=False):
+        name, _, inline = word.partition("=")
+        if (name := name.replace("_", "-")) in given:
+            given[name] = inline or value
+    if not all(value.isdecimal() for value in given.values()):
+        raise ConfigError(settings=given, reason="these are no numbers", advice="Write numbers, or pass --world-size.")
+    size = int(given["--nproc-per-node"]) * int(given["--nnodes"])
+    found = str(size) if size > 1 else os.environ.get("WORLD_SIZE")
+    return [*([] if found is None else [f"--world-size={found}"]), *words[start + 1 :]]
+
+
+def _script_words(text: str, where: str) -> list[str]:
+    first = next((line for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")), "")
+    if first.lstrip().startswith("--"):
+        return shlex.split(text.replace("\\\n", " "), comments=True)
+    try:
+        run = subprocess.run(
+            [shutil.which("bash") or "bash", "--restricted", "--noprofile", "--norc", "-x", "-c", _PRELUDE + text],
+            env={**os.environ, "PATH": "", "PS4": "+ "},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_SECONDS,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as problem:
+        raise RecollectError(f"{where}: cannot be read ({problem}). Pass its command after -- instead.") from None
+    found = list(dict.fromkeys(_TRACED.findall(run.stderr)))
+    if len(found) != 1:
+        raise RecollectError(
+            f"{where}: starts {len(found)} different commands with --num-layers, expected one. Pass it after -- instead: "
+            "recollect plan --memory-budget 80GiB -- torchrun ... pretrain_gpt.py ..."
+        )
+    return shlex.split(found[0])
+
+
+def _yaml_words(data: Mapping[str, Any], flags: Mapping[str, str]) -> Iterator[str]:
+    """Yield the flags of a configuration; what is off or None is not given, and names without a flag are Bridge's own."""
+    sections = [data[name] for name in _SECTIONS if isinstance(data.get(name), Mapping)]
+    values = {name: value for section in reversed(sections) for name, value in section.items() if value is not None}
+    precision = data.get("mixed_precision")
+    if "bf16" in str(precision) if isinstance(precision, str) else (precision or {}).get("bf16"):
+        values["bf16"] = True
+    if values.pop("add_bias_linear", True) is False:
+        yield "--disable-bias-linear"
+    if values.pop("share_embeddings_and_output_weights", True) is False:
+        yield "--untie-embeddings-and-output-weights"
+    if values.pop("should_pad_vocab", True) is False:
+        yield "--make-vocab-size-divisible-by=1"
+    yield from _activation(values.pop("activation_func", "gelu"), values.pop("gated_linear_unit", False))
+    if (layout := values.pop("pipeline_model_parallel_layout", None)) is not None:
+        if isinstance(layout, Mapping):
+            raise ConfigError(
+                settings={"pipeline_model_parallel_layout": layout["_target_"]},
+                reason="the stages are lost: it was written after ConfigContainer.validate",
+                advice="Write it before, or as a string: 'Et*4|(t*4|)*14t*4L'.",
+            )
+        values.pop("virtual_pipeline_model_parallel_size", None)
+        yield f"--pipeline-model-parallel-layout={'|'.join(layout_stages(layout))}"
+    for name, value in values.items():
+        flag = _FLAG_OF.get(name) or flags.get(name) or f"--{name.replace('_', '-')}"
+        is_known = flag in flags.values() or foreign_flag(flag) is not None
+        if isinstance(value, Mapping):  # an object: a function, a dtype, or one of Megatron's enumerations
+            value = value.get("_name_", "")
+        if is_known and value is not False and value not in ("", []):
+            yield flag if value is True else f"{flag}={str(value).replace(' ', '')}"
+
+
+def _activation(function: object, is_gated: bool) -> Sequence[str]:
+    name = str(function.get("_target_") if isinstance(function, Mapping) else function).rpartition(".")[2]
+    if (name, is_gated) not in _ACTIVATIONS:
+        raise ConfigError(
+            settings={"activation_func": name, "gated_linear_unit": is_gated},
+            reason="no flag of Megatron sets this",
+            advice="Use a gated silu, or gelu.",
+        )
+    return _ACTIVATIONS[name, is_gated]
