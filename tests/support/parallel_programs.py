@@ -28,7 +28,7 @@ from whole_gradients import whole_gradients
 
 RANKS = 2
 SIZES: dict[str, Any] = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 64}
-LLAMA = llama_config(**SIZES, num_query_groups=2)
+LLAMA = llama_config(**SIZES, num_query_groups=2).changed(qk_layernorm=True)
 # Learned positions, biases, tied embeddings; dropout is tested by its own, since no two layouts draw alike.
 GPT = gpt_config(**SIZES, hidden_dropout=0.0, attention_dropout=0.0)
 DROPPING = replace(GPT, hidden_dropout=0.1, attention_dropout=0.1)

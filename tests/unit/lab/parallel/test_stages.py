@@ -33,13 +33,16 @@ def test_stages_one_after_the_other_are_the_model(size: str) -> None:
     assert torch.equal(stages[2](hidden, tokens), whole(tokens, tokens).loss)
 
 
-@pytest.mark.parametrize("size", ["mixtral-tiny", "deepseek-v3-tiny"])
-def test_stages_with_experts_have_the_gradients_and_counts_of_the_model(size: str) -> None:
-    """The losses of routers in both stages count, and that of the tokens after the next one, with the second embedding."""
+@pytest.mark.parametrize(("size", "first"), [("mixtral-tiny", 2), ("deepseek-v3-tiny", 2), ("deepseek-v3-tiny", 4)])
+def test_stages_with_experts_have_the_gradients_and_counts_of_the_model(size: str, first: int) -> None:
+    """The losses of routers in both stages count, and that of the tokens after the next one, with the second embedding.
+
+    The last stage may have no layer but those that predict several tokens.
+    """
     torch.manual_seed(0)
     config = replace(NAMED_CONFIGS[size], moe_aux_loss_coeff=0.1)
     whole = GPTModel(config)
-    stages = [LossStage(config, layers) for layers in (range(2), range(2, 4))]
+    stages = [LossStage(config, range(first), (True, False)), LossStage(config, range(first, 4), (False, True))]
     for number, stage in enumerate(stages):
         state = whole.state_dict()
         stage.load_state_dict({name: state[whole_name(name, number)] for name in stage.state_dict()})
