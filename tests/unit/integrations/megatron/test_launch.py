@@ -1,0 +1,139 @@
+"""Command lines of Megatron's `pretrain_gpt` out of launch scripts, files of flags, and YAML of Megatron-Bridge."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from recollect.cli.cluster import cluster_step
+from recollect.cli.commands import MakePlan
+from recollect.cli.entry import _parse
+from recollect.cli.parsing import flags_of
+from recollect.errors import ConfigError, NotYetError, RecollectError
+from recollect.integrations.megatron.launch import command_words, launch_words
+
+SCRIPT = r"""#!/bin/bash
+set -euo pipefail
+source /opt/venv/bin/activate
+mkdir -p "$(dirname "$0")/logs"
+GPUS=8 NODES=${NODES_OF_A_TEST:-2}
+WORLD=$((GPUS * NODES))
+MODEL=(
+    --num-layers 8  # a comment (with what bash reads)
+    "--hidden-size 64"
+    --moe-layer-freq '([0]*3+[1]*5)'
+)
+if [ ! -f pretrain_gpt.py ]; then echo "no script"; exit 1; fi
+[[ "${KIND:-dense}" == dense ]] && MODEL+=(--swiglu) || MODEL+=(--num-experts 8)
+echo torchrun pretrain_gpt.py ${MODEL[@]}
+torchrun --nproc_per_node $GPUS --nnodes=$NODES pretrain_gpt.py "${MODEL[@]}" \
+    --pipeline-model-parallel-layout "Et*3|(tt|)*2tL" --seq-length $((4 * 32)) 2>&1 | tee log.txt > other.txt
+"""
+BRIDGE: dict[str, Any] = {
+    "_target_": "megatron.bridge.training.config.ConfigContainer",
+    "model": {
+        "_target_": "megatron.bridge.models.gpt_provider.GPTModelProvider",
+        "num_layers": 8,
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "num_moe_experts": None,
+        "qk_layernorm": True,
+        "gated_linear_unit": True,
+        "activation_func": {"_target_": "torch.nn.functional.silu", "_call_": False},
+        "attention_backend": {"_target_": "...enums.AttnBackend", "_call_": True, "_args_": [1], "_name_": "flash"},
+        "add_bias_linear": False,
+        "share_embeddings_and_output_weights": False,
+        "hidden_dropout": 0.0,
+        "moe_token_drop_policy": "probs",
+        "window_size": None,
+        "masked_softmax_fusion": True,
+        "pipeline_model_parallel_size": 2,
+        "virtual_pipeline_model_parallel_size": 2,
+        "pipeline_model_parallel_layout": [["embedding", *3 * ["decoder"]], 2 * ["decoder"], 2 * ["decoder"], ["decoder", "loss"]],
+        "vocab_size": 500,
+        "seq_length": 128,
+    },
+    "train": {"micro_batch_size": 2, "global_batch_size": 16, "train_iters": 10},
+    "ddp": {"use_distributed_optimizer": True, "overlap_grad_reduce": True},
+    "mixed_precision": "bf16_mixed",
+}
+
+
+def words_of(tmp_path: Path, text: str, name: str = "train.sh") -> list[str]:
+    (tmp_path / name).write_text(text)
+    return launch_words(tmp_path / name, flags_of(MakePlan))
+
+
+def test_a_script_is_read_as_bash_reads_it_and_starts_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = words_of(tmp_path, SCRIPT)
+    assert " ".join(words) == (
+        "--world-size=16 --num-layers 8 --hidden-size 64 --moe-layer-freq ([0]*3+[1]*5) --swiglu "
+        "--pipeline-model-parallel-layout Et*3|(tt|)*2tL --seq-length 128"
+    )
+    monkeypatch.setenv("NODES_OF_A_TEST", "4")
+    assert words_of(tmp_path, SCRIPT)[0] == "--world-size=32"
+    assert [path.name for path in tmp_path.iterdir()] == ["train.sh"]
+
+
+def test_flags_alone_are_read_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "# the model\n--num-layers 2 \\\n  --spec 'a b'\n--bf16\n"
+    assert words_of(tmp_path, text) == ["--num-layers", "2", "--spec", "a b", "--bf16"]
+    monkeypatch.setenv("WORLD_SIZE", "64")
+    assert command_words(["--bf16"]) == ["--world-size=64", "--bf16"]
+
+
+def test_yaml_of_bridge_and_flags_describe_the_same_step(tmp_path: Path) -> None:
+    (tmp_path / "bridge.yaml").write_text(yaml.safe_dump(BRIDGE))
+    flags = """--num-layers 8 --hidden-size 64 --num-attention-heads 4 --qk-layernorm --swiglu --attention-backend flash
+        --disable-bias-linear --untie-embeddings-and-output-weights --hidden-dropout 0 --pipeline-model-parallel-size 2
+        --pipeline-model-parallel-layout Et*3|(tt|)*2tL --vocab-size 500 --seq-length 128 --micro-batch-size 2
+        --global-batch-size 16 --use-distributed-optimizer --overlap-grad-reduce --bf16 --train-iters 10""".split()
+    steps = []
+    for more in (["--megatron", str(tmp_path / "bridge.yaml")], ["--", "pretrain_gpt.py", *flags]):
+        with pytest.warns(match="without effect here: --overlap-grad-reduce"):
+            command = _parse(["plan", "--memory-budget", "1GiB", "--world-size", "4", "--hardware", "H100", *more])
+        assert isinstance(command, MakePlan)
+        steps.append(cluster_step(command))
+    assert steps[0] == steps[1]
+    assert (steps[0].layout.pipeline_split, steps[0].layout.data_parallel_size) == ((3, 2, 2, 1), 2)
+    assert (steps[0].num_micro_batches, steps[0].dtype, steps[0].config.vocab_size) == (4, "bf16", 512)
+    assert steps[0].sharding == "optimizer" and steps[0].pipeline_engine == "megatron"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.sh", "echo nothing", r"a.sh: starts 0 different commands with --num-layers, expected one. Pass it after -- inst"),
+        ("a.sh", "for n in 1 2; do python a.py --num-layers $n; done", "starts 2 different commands with --num-layers"),
+        ("a.sh", "torchrun --nnodes 1:4 a.py --num-layers 2", r"--nnodes='1:4': these are no numbers. Write numbers, or"),
+        ("a.yaml", "{", r"a.yaml: cannot be read \("),
+        ("a.yml", "train: {}", "a.yml: has no section `model`, expected what Bridge's ConfigContainer.to_yaml writes."),
+        ("a.yaml", "model: {activation_func: tanh}", "got activation_func='tanh', gated_linear_unit=False: no flag of"),
+        (
+            "a.yaml",
+            "model: {pipeline_model_parallel_layout: {_target_: Layout}}",
+            "got pipeline_model_parallel_layout='Layout': the stages are lost: it was written after ConfigContainer.val",
+        ),
+    ],
+)
+def test_what_cannot_be_read(tmp_path: Path, name: str, text: str, message: str) -> None:
+    with pytest.raises(RecollectError, match=message):
+        words_of(tmp_path, text, name)
+
+
+def planned(*words: str) -> Any:
+    return _parse(["plan", "--memory-budget", "1GiB", "--", "--num-layers", "8", "--hidden-size", "64", *words])
+
+
+def test_vocabulary_and_sizes_have_to_be_known() -> None:
+    with pytest.raises(ConfigError, match=r"got vocab_size=None: Megatron has it from its tokenizer, which is not read. Add"):
+        planned()
+    step = cluster_step(planned("--vocab-size=50257", "--tensor-model-parallel-size=8", "--world-size=8"))
+    assert step.config.vocab_size == 51200
+    with pytest.raises(NotYetError, match="multi-token prediction on another stage than the loss. Put m and L on one"):
+        line = "--vocab-size 9 --pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et*4|t*4|m|L"
+        cluster_step(planned(*line.split(), "--mtp-num-layers=1", "--position-embedding-type=rope"))
