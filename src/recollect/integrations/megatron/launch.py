@@ -30,11 +30,12 @@ _SECONDS: Final = 20
 _TRACED: Final = re.compile(r"^\++ (?!\w+\+?=|(?:echo|printf|eval|exec) )(.*\s--num-layers[\s=].*)$", re.MULTILINE)
 _LAUNCHER: Final = ("--nproc-per-node", "--nnodes")
 # Of Bridge's `ConfigContainer`, with names of Megatron's flags; the first that has a name decides.
-_SECTIONS: Final = ("model", "dataset", "train", "ddp", "optimizer", "tokenizer")
+_SECTIONS: Final = ("mixed_precision", "model", "dataset", "train", "ddp", "optimizer", "tokenizer")
 _FLAG_OF: Final = {
     "sequence_length": "--seq-length",
     "virtual_pipeline_model_parallel_size": "--num-virtual-stages-per-pipeline-rank",
 }
+_PRECISIONS: Final = ("bf16_mixed", "fp16_mixed")
 # Activation and whether it is gated.
 _ACTIVATIONS: Final = {
     ("gelu", False): (),
@@ -123,8 +124,14 @@ def _yaml_words(data: Mapping[str, Any], flags: Mapping[str, str]) -> Iterator[s
     sections = [data[name] for name in _SECTIONS if isinstance(data.get(name), Mapping)]
     values = {name: value for section in reversed(sections) for name, value in section.items() if value is not None}
     precision = data.get("mixed_precision")
-    if "bf16" in str(precision) if isinstance(precision, str) else (precision or {}).get("bf16"):
-        values["bf16"] = True
+    if isinstance(precision, str) and precision not in _PRECISIONS:
+        raise ConfigError(
+            settings={"mixed_precision": precision},
+            reason=f"the name is none of {', '.join(_PRECISIONS)}",
+            advice="Write its settings, such as fp8 and fp8_recipe, in place of the name.",
+        )
+    if values.get("bf16") or values.get("fp16") or isinstance(precision, str):
+        yield "--bf16"
     if values.pop("add_bias_linear", True) is False:
         yield "--disable-bias-linear"
     if values.pop("share_embeddings_and_output_weights", True) is False:

@@ -112,6 +112,7 @@ def test_yaml_of_bridge_and_flags_describe_the_same_step(tmp_path: Path) -> None
         ("a.sh", "torchrun --nnodes 1:4 a.py --num-layers 2", r"--nnodes='1:4': these are no numbers. Write numbers, or"),
         ("a.yaml", "{", r"a.yaml: cannot be read \("),
         ("a.yml", "train: {}", "a.yml: has no section `model`, expected what Bridge's ConfigContainer.to_yaml writes."),
+        ("a.yaml", "{model: {}, mixed_precision: fp8_mixed}", "got mixed_precision='fp8_mixed': the name is none of bf16_m"),
         ("a.yaml", "model: {activation_func: tanh}", "got activation_func='tanh', gated_linear_unit=False: no flag of"),
         (
             "a.yaml",
