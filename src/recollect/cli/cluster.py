@@ -113,9 +113,7 @@ def _model(command: MakePlan) -> TransformerConfig:
 
 def _layout(flags: ClusterFlags, config: TransformerConfig) -> DeviceLayout:
     """Return the layout, with the layers of each stage where Megatron's flags for uneven ones set them."""
-    layout = (
-        flags.layout(flags.data_parallel_size) if flags.world_size is None else flags.layout_of(flags.world_size)
-    )
+    layout = flags.layout(flags.data_parallel_size) if flags.world_size is None else flags.layout_of(flags.world_size)
     names = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
     setting: dict[str, Any] = {name: getattr(flags, name) for name in (*names, "pipeline_model_parallel_layout")}
     virtual = flags.num_virtual_stages_per_pipeline_rank

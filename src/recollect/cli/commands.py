@@ -56,9 +56,9 @@ class ClusterFlags(ParallelFlags):
     several. ZBVZeroBubble and DualPipeV run two on each rank."""
     pipeline_split: Literal["auto"] | tuple[int, ...] | None = None
     """Layers of each stage, such as 19 20 20 21; auto chooses them together with the plans; default: as many in each."""
-    decoder_first_pipeline_num_layers: Annotated[
-        int | None, arg(aliases=("--num-layers-in-first-pipeline-stage",))
-    ] = None
+    decoder_first_pipeline_num_layers: Annotated[int | None, arg(aliases=("--num-layers-in-first-pipeline-stage",))] = (
+        None
+    )
     """Layers of the first rank of the pipeline; default: as many as the others."""
     decoder_last_pipeline_num_layers: Annotated[int | None, arg(aliases=("--num-layers-in-last-pipeline-stage",))] = (
         None

@@ -42,7 +42,10 @@ def findings(settings: Settings, log: InLog) -> Iterator[Finding]:
     """Yield the findings in the settings of one scope, clashes first."""
     is_roll = "strategy_config" in settings.place or "strategy_args" in settings.place
     values = with_roll_defaults(settings.values) if is_roll else settings.values
-    config = RecomputeSettings(**_taken(values, _RECOMPUTE))
+    taken = _taken(values, _RECOMPUTE)
+    if "recompute_granularity" not in taken and taken.get("recompute_modules") == ("core_attn",):
+        del taken["recompute_modules"]  # which TransformerConfig itself sets, and YAML of it has
+    config = RecomputeSettings(**taken)
     setting = TrainingSetting()
     try:
         setting = TrainingSetting(**_taken(settings.values, _TRAINING))

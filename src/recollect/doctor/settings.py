@@ -19,12 +19,19 @@ ALIASES = {
     "fp4_format": "fp4",
     "decoder_first_pipeline_num_layers": "num_layers_in_first_pipeline_stage",
     "decoder_last_pipeline_num_layers": "num_layers_in_last_pipeline_stage",
+    "num_virtual_stages_per_pipeline_rank": "virtual_pipeline_model_parallel_size",
 }
 _OTHER_NAMES = frozenset(
     (
         *("seq_length", "micro_batch_size", "padded_vocab_size", "vocab_size", "hidden_size", "ffn_hidden_size"),
         *("use_flash_attn", "attention_backend", "use_distributed_optimizer", "cross_entropy_loss_fusion"),
-        *("context_parallel_size", "recompute_activations", "enable_cuda_graph", "external_cuda_graph"),
+        *(
+            "num_layers_per_virtual_pipeline_stage",
+            "context_parallel_size",
+            "recompute_activations",
+            "enable_cuda_graph",
+            "external_cuda_graph",
+        ),
         *("gradient_checkpointing", "gradient_checkpointing_kwargs", "activation_checkpointing", "use_reentrant"),
         *("activation_checkpointing_kwargs", "use_cache", "fsdp", "fsdp_config", "fsdp_activation_checkpointing"),
         *("fsdp_transformer_layer_cls_to_wrap", "fsdp_sharding_strategy", "fsdp_version", "distributed_type"),
@@ -133,6 +140,10 @@ def renamed(values: Mapping[str, Any]) -> dict[str, Any]:
     found = {ALIASES.get(name, name): value for name, value in values.items()}
     if found.get("num_moe_experts") is None and type(found.get("num_experts")) is int:  # Megatron's flag
         found["num_moe_experts"] = found["num_experts"]
+    sizes = [found.get(f"num_layers{name}") for name in ("", "_per_virtual_pipeline_stage")]
+    sizes.append(found.get("pipeline_model_parallel_size", 1))
+    if all(type(size) is int and size > 0 for size in sizes):  # rounded up, a remainder does not divide
+        found["virtual_pipeline_model_parallel_size"] = -(-sizes[0] // (sizes[1] * sizes[2]))
     if found.get("recompute_activations") is True and found.get("recompute_granularity") is None:
         found["recompute_granularity"] = "selective"
     if found.get("cuda_graph_impl") is None:

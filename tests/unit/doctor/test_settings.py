@@ -76,6 +76,26 @@ def test_the_same_in_bridge_yaml(tmp_path: Path) -> None:
     )
     path.write_text("model:\n  recompute_granularity: selective\n  recompute_modules: []\n")
     assert rules(path) == ["megatron-empty-modules"]
+    # as TransformerConfig sets it where nothing is recomputed
+    path.write_text("model:\n  recompute_granularity: null\n  recompute_modules: [core_attn]\n  num_layers: 2\n")
+    assert rules(path) == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "is_divided"),
+    [
+        ("--pipeline-model-parallel-layout 'Et*7|(t*8|)*2t*7L'", True),
+        ("--pipeline-model-parallel-layout 'Et*8|(t*8|)*2t*7L'", False),
+        ("--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split", True),
+        ("--account-for-embedding-in-pipeline-split", False),
+        ("--num-layers-in-last-pipeline-stage 6 --decoder-first-pipeline-num-layers 8", True),
+        ("--decoder-last-pipeline-num-layers 6 --num-virtual-stages-per-pipeline-rank 4", False),
+        ("--num-layers-per-virtual-pipeline-stage 3 --account-for-loss-in-pipeline-split", False),
+    ],
+)
+def test_uneven_stages(flags: str, is_divided: bool) -> None:
+    line = f"x.py --num-layers 30 --pipeline-model-parallel-size 4 --recompute-granularity full {flags}"
+    assert ("megatron-stages" not in rules(f"{line} --recompute-method uniform --recompute-num-layers 1")) == is_divided
 
 
 def test_scopes_of_a_roll_configuration_are_apart(tmp_path: Path) -> None:

@@ -96,8 +96,8 @@ def _sizes_of_layout(setting: TrainingSetting, layout: str | Sequence[Sequence[s
                 "pipeline_model_parallel_size": ranks,
             },
             reason=f"it has {found} on {len(stages)} stages",
-            advice="Write one E, a t for each layer, an m for each depth of multi-token prediction and one L, in this order, on "
-            "as many stages for each rank.",
+            advice="Write one E, a t for each layer, an m for each depth of multi-token prediction and one L, in this order, "
+            "on as many stages for each rank.",
         )
     return [stage.count("t") for stage in stages]
 

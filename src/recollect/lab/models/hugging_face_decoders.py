@@ -1,4 +1,4 @@
-"""GPT-2, Llama, Qwen3, Mixtral and DeepSeek-V3 as Hugging Face stores them: the fields of `config.json`, and the names of weights.
+"""GPT-2, Llama, Qwen3, Mixtral and DeepSeek-V3 as Hugging Face stores them: the fields of `config.json`, and weights' names.
 
 GPT-2's matrices are stored transposed. Checkpoints of the whole model say `transformer.h.0`; those released with GPT-2, which
 lack the LM head, say `h.0`. Both are read, the first is written.

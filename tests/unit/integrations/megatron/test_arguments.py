@@ -138,7 +138,7 @@ def test_names_of_one_setting() -> None:
 
 @pytest.mark.parametrize("kind", [Train, MakePlan])
 def test_each_flag_of_pretrain_gpt_is_known(kind: type) -> None:
-    """It has a setting in the command, no effect with a reason, or an error that says what it needs; no pattern is for nothing."""
+    """It has a setting in the command, no effect and a reason, or an error that says what it needs; each pattern is used."""
     own, flags = set(flags_of(kind).values()), _pretrain_gpt_flags()
     assert len(flags) == 874
     # recollect plan takes them for its --dtype

@@ -52,7 +52,12 @@ BRIDGE: dict[str, Any] = {
         "masked_softmax_fusion": True,
         "pipeline_model_parallel_size": 2,
         "virtual_pipeline_model_parallel_size": 2,
-        "pipeline_model_parallel_layout": [["embedding", *3 * ["decoder"]], 2 * ["decoder"], 2 * ["decoder"], ["decoder", "loss"]],
+        "pipeline_model_parallel_layout": [
+            ["embedding", *3 * ["decoder"]],
+            2 * ["decoder"],
+            2 * ["decoder"],
+            ["decoder", "loss"],
+        ],
         "vocab_size": 500,
         "seq_length": 128,
     },
@@ -107,12 +112,24 @@ def test_yaml_of_bridge_and_flags_describe_the_same_step(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("a.sh", "echo nothing", r"a.sh: starts 0 different commands with --num-layers, expected one. Pass it after -- inst"),
+        (
+            "a.sh",
+            "echo nothing",
+            r"a.sh: starts 0 different commands with --num-layers, expected one. Pass it after -- inst",
+        ),
         ("a.sh", "for n in 1 2; do python a.py --num-layers $n; done", "starts 2 different commands with --num-layers"),
-        ("a.sh", "torchrun --nnodes 1:4 a.py --num-layers 2", r"--nnodes='1:4': these are no numbers. Write numbers, or"),
+        (
+            "a.sh",
+            "torchrun --nnodes 1:4 a.py --num-layers 2",
+            r"--nnodes='1:4': these are no numbers. Write numbers, or",
+        ),
         ("a.yaml", "{", r"a.yaml: cannot be read \("),
         ("a.yml", "train: {}", "a.yml: has no section `model`, expected what Bridge's ConfigContainer.to_yaml writes."),
-        ("a.yaml", "{model: {}, mixed_precision: fp8_mixed}", "got mixed_precision='fp8_mixed': the name is none of bf16_m"),
+        (
+            "a.yaml",
+            "{model: {}, mixed_precision: fp8_mixed}",
+            "got mixed_precision='fp8_mixed': the name is none of bf16_m",
+        ),
         ("a.yaml", "model: {activation_func: tanh}", "got activation_func='tanh', gated_linear_unit=False: no flag of"),
         (
             "a.yaml",
@@ -131,7 +148,9 @@ def planned(*words: str) -> Any:
 
 
 def test_vocabulary_and_sizes_have_to_be_known() -> None:
-    with pytest.raises(ConfigError, match=r"got vocab_size=None: Megatron has it from its tokenizer, which is not read. Add"):
+    with pytest.raises(
+        ConfigError, match=r"got vocab_size=None: Megatron has it from its tokenizer, which is not read. Add"
+    ):
         planned()
     step = cluster_step(planned("--vocab-size=50257", "--tensor-model-parallel-size=8", "--world-size=8"))
     assert step.config.vocab_size == 51200
