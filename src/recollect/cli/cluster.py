@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Final
 
 from rich.console import Console
 
@@ -18,8 +18,16 @@ from recollect.lab.models.config import TransformerConfig
 from recollect.lab.parallel.cluster_plan import ClusterPlan, plan_cluster, plan_cluster_with_chunks
 from recollect.lab.parallel.cluster_step import ClusterStep, send_s
 from recollect.lab.parallel.layout import DeviceLayout
-from recollect.lab.parallel.pipeline_layout import DECODER_ENDS
+from recollect.lab.parallel.pipeline_layout import clash
 from recollect.printing import columns_of, print_line
+
+# Flags about the layers of stages: those that set all of them, and others.
+_WHOLE: Final = ("pipeline_split", "num_layers_per_virtual_pipeline_stage", "pipeline_model_parallel_layout")
+_COUNTED: Final = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
+_UNEVEN: Final = (
+    *("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
+    *("num_virtual_stages_per_pipeline_rank", *_COUNTED),
+)
 
 
 def run_cluster(command: MakePlan, console: Console) -> None:
@@ -112,36 +120,36 @@ def _model(command: MakePlan) -> TransformerConfig:
 
 
 def _layout(flags: ClusterFlags, config: TransformerConfig) -> DeviceLayout:
-    """Return the layout, with the layers of each stage where Megatron's flags for uneven ones set them."""
+    """Return the layout, with the layers of each stage where flags for uneven ones set them."""
     layout = flags.layout(flags.data_parallel_size) if flags.world_size is None else flags.layout_of(flags.world_size)
-    names = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
-    setting: dict[str, Any] = {name: getattr(flags, name) for name in (*names, "pipeline_model_parallel_layout")}
-    virtual = flags.num_virtual_stages_per_pipeline_rank
-    if virtual is None and not any(setting.values()):
+    names = (*_WHOLE, *_UNEVEN)
+    given = {name: value for name in names if (value := getattr(flags, name)) is not None and value is not False}
+    if given.keys() <= set(_WHOLE[:2]):
         return layout
-    ranks, each = flags.pipeline_model_parallel_size, flags.num_layers_per_virtual_pipeline_stage
-    if each is not None:
-        virtual = (config.num_layers + sum(setting[name] for name in names)) // (ranks * each)
-    stages = layout_stages(flags.pipeline_model_parallel_layout or "")
+    # As in Megatron, only embedding and loss may count where the size of virtual stages is given.
+    if given.keys() & set(_WHOLE) and len(given) > 1 and not given.keys() <= {_WHOLE[1], *_COUNTED}:
+        clash(given, "each says how many layers stages have", "Leave all but one of them out.")
+    stages = layout_stages(given.get(_WHOLE[2], ""))
     if any("m" in stage and "L" not in stage for stage in stages):
         raise NotYetError(
-            settings={"pipeline_model_parallel_layout": flags.pipeline_model_parallel_layout},
+            settings=given,
             needs="multi-token prediction on another stage than the loss",
             advice="Put m and L on one stage, the last.",
         )
-    sizes = chunk_sizes(
-        TrainingSetting(
-            **setting,
-            pipeline_model_parallel_size=ranks,
-            virtual_pipeline_model_parallel_size=virtual,
-            num_layers_in_first_pipeline_stage=flags.decoder_first_pipeline_num_layers,
-            num_layers_in_last_pipeline_stage=flags.decoder_last_pipeline_num_layers,
-            mtp_num_layers=config.mtp_num_layers,
-        ),
-        config.num_layers,
+    ranks, each = flags.pipeline_model_parallel_size, given.get(_WHOLE[1])
+    virtual = given.get(_UNEVEN[2])
+    if each is not None:
+        virtual = (config.num_layers + len(given) - 1) // (ranks * each)
+    setting = TrainingSetting(
+        **{name: value for name, value in given.items() if name in (_WHOLE[2], *_COUNTED)},
+        pipeline_model_parallel_size=ranks,
+        virtual_pipeline_model_parallel_size=virtual,
+        num_layers_in_first_pipeline_stage=given.get(_UNEVEN[0]),
+        num_layers_in_last_pipeline_stage=given.get(_UNEVEN[1]),
+        mtp_num_layers=config.mtp_num_layers,
     )
-    others = dict.fromkeys(("num_layers_per_virtual_pipeline_stage", *DECODER_ENDS))
-    return replace(layout, **others, pipeline_split=tuple(sizes))
+    sizes = tuple(chunk_sizes(setting, config.num_layers))
+    return replace(layout, num_layers_per_virtual_pipeline_stage=None, pipeline_split=sizes)
 
 
 def _num_micro_batches(command: MakePlan, data_parallel_size: int) -> int:

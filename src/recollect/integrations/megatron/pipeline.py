@@ -86,7 +86,8 @@ def layout_stages(layout: str | Sequence[Sequence[str]]) -> list[str]:
 def _sizes_of_layout(setting: TrainingSetting, layout: str | Sequence[Sequence[str]], num_layers: int) -> list[int]:
     stages, ranks = layout_stages(layout), setting.pipeline_model_parallel_size
     letters = "E" + "t" * num_layers + "m" * (setting.mtp_num_layers or 0) + "L"
-    if "".join(stages) != letters or len(stages) % ranks:
+    is_whole = "".join(stages) == letters and stages[0][:1] == "E" and stages[-1][-1:] == "L"
+    if not is_whole or len(stages) % ranks:
         found = ", ".join(f"{len(list(run))} {letter}" for letter, run in groupby("".join(stages)))
         raise ConfigError(
             settings={
@@ -96,8 +97,8 @@ def _sizes_of_layout(setting: TrainingSetting, layout: str | Sequence[Sequence[s
                 "pipeline_model_parallel_size": ranks,
             },
             reason=f"it has {found} on {len(stages)} stages",
-            advice="Write one E, a t for each layer, an m for each depth of multi-token prediction and one L, in this order, "
-            "on as many stages for each rank.",
+            advice="Write E on the first stage, a t for each layer, an m for each depth of multi-token prediction and L on the "
+            "last stage, in this order, and as many stages for each rank.",
         )
     return [stage.count("t") for stage in stages]
 

@@ -13,7 +13,7 @@ from recollect.lab.parallel.cluster_step import (
     schedule_of_step,
     send_s,
 )
-from recollect.lab.parallel.pipeline_layout import DECODER_ENDS, clash
+from recollect.lab.parallel.pipeline_layout import clash
 from recollect.pipelines.pipeline import PipelinePlan
 from recollect.pipelines.plan_pipeline import plan_pipeline
 from recollect.pipelines.schedule import INPUT
@@ -224,7 +224,7 @@ def choose_split(step: ClusterStep, budget: int | str) -> PipelineSplit:
     Complexity: see `split_pipeline`.
     """
     layout, num_layers = step.layout, step.config.num_layers
-    layout.check_only_split("auto", others=("pipeline_split", *DECODER_ENDS))
+    layout.check_only_split("auto", others=("pipeline_split",))
     ranks, num_stages = layout.pipeline_model_parallel_size, layout.num_stages(num_layers)
     if ranks == 1 or num_layers < num_stages:
         clash(

@@ -20,7 +20,6 @@ _ZERO_BUBBLE: Final = ("InterleavedZeroBubble", *_V_SHAPED)
 # Fields below, in messages.
 _RANKS: Final = "pipeline_model_parallel_size"
 _EACH: Final = "num_layers_per_virtual_pipeline_stage"
-DECODER_ENDS: Final = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
 _SCHEDULE: Final = "pipeline_parallel_schedule"
 
 
@@ -32,12 +31,8 @@ class PipelineLayout:
     """Ranks that share the layers; in order."""
     num_layers_per_virtual_pipeline_stage: int | None = None
     """Layers per stage where each rank of the pipeline runs several stages in turn; None: each rank has one stage."""
-    decoder_first_pipeline_num_layers: int | None = None
-    """Layers of the first rank; None: as many as the others."""
-    decoder_last_pipeline_num_layers: int | None = None
-    """Layers of the last rank of the pipeline."""
     pipeline_split: tuple[int, ...] | None = None
-    """Layers of each stage, in order; None: as the four above say."""
+    """Layers of each stage, in order; None: as the two above say."""
     pipeline_parallel_schedule: ScheduleName | None = None
     """The order in which ranks run their stages; None: 1F1B, interleaved where a rank has several."""
 
@@ -47,9 +42,6 @@ class PipelineLayout:
         Raises:
             ConfigError: sizes that clash; names them.
         """
-        for name in DECODER_ENDS:
-            if (layers := getattr(self, name)) is not None and layers < 1:
-                clash({name: layers}, "each rank of a pipeline has layers", "Pass 1 or more.")
         layers, ranks = self.num_layers_per_virtual_pipeline_stage, self.pipeline_model_parallel_size
         if layers is not None and (layers < 1 or ranks == 1):
             clash(
@@ -109,8 +101,6 @@ class PipelineLayout:
         ranks = self.pipeline_model_parallel_size
         if self.pipeline_split is not None:
             return self._split_layers(self.pipeline_split, num_layers)
-        if self.decoder_first_pipeline_num_layers is not None or self.decoder_last_pipeline_num_layers is not None:
-            return self._uneven_layers(num_layers)
         check_divides("num_layers", num_layers, _RANKS, ranks)
         each = self.num_layers_per_virtual_pipeline_stage or num_layers // ranks
         if self.is_v_shaped:
@@ -140,7 +130,7 @@ class PipelineLayout:
         sizes, ranks = self.pipeline_split, self.pipeline_model_parallel_size
         if sizes is None:
             return
-        self.check_only_split(sizes, others=(_EACH, *DECODER_ENDS))
+        self.check_only_split(sizes, others=(_EACH,))
         is_fit = len(sizes) == 2 * ranks if self.is_v_shaped else bool(sizes) and len(sizes) % ranks == 0
         if ranks == 1 or not is_fit or min(sizes) < 0:
             each = "two stages" if self.is_v_shaped else "as many stages"
@@ -197,23 +187,6 @@ class PipelineLayout:
                 if count > 1
                 else "Set num_layers_per_virtual_pipeline_stage to fewer layers than a rank has, or choose 1F1B.",
             )
-
-    def _uneven_layers(self, num_layers: int) -> tuple[range, ...]:
-        """Return the layers of each stage, where the first or the last has its own number of them."""
-        first, last = self.decoder_first_pipeline_num_layers, self.decoder_last_pipeline_num_layers
-        between = self.pipeline_model_parallel_size - (first is not None) - (last is not None)
-        rest = num_layers - (first or 0) - (last or 0)
-        has_several = self.num_layers_per_virtual_pipeline_stage is not None or self.is_v_shaped
-        if between < 1 or rest < between or rest % between or has_several:
-            names = (_RANKS, _EACH, *DECODER_ENDS, *([_SCHEDULE] if self.is_v_shaped else []))
-            clash(
-                {"num_layers": num_layers, **{name: getattr(self, name) for name in names}},
-                f"{rest} layers are left for {between} ranks with one stage each, alike",
-                "Choose sizes that leave a multiple.",
-            )
-        sizes = [rest // between] * between
-        sizes = [*([] if first is None else [first]), *sizes, *([] if last is None else [last])]
-        return self._split_layers(tuple(sizes), num_layers)
 
 
 def check_divides(what: str, size: int, by: str, ranks: int) -> None:

@@ -14,6 +14,7 @@ from recollect.cli.entry import _parse
 from recollect.cli.parsing import flags_of
 from recollect.errors import ConfigError, NotYetError, RecollectError
 from recollect.integrations.megatron.launch import command_words, launch_words
+from recollect.lab.parallel.cluster_step import ClusterStep
 
 SCRIPT = r"""#!/bin/bash
 set -euo pipefail
@@ -143,17 +144,54 @@ def test_what_cannot_be_read(tmp_path: Path, name: str, text: str, message: str)
         words_of(tmp_path, text, name)
 
 
-def planned(*words: str) -> Any:
-    return _parse(["plan", "--memory-budget", "1GiB", "--", "--num-layers", "8", "--hidden-size", "64", *words])
+def step_of(line: str, *words: str) -> ClusterStep:
+    start = ["plan", "--memory-budget", "1GiB", "--", "--num-layers", "30", "--hidden-size", "64"]
+    return cluster_step(_parse([*start, *line.split(), *words]))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("flags", "sizes"),
+    [
+        ("--num-layers-in-first-pipeline-stage 6 --decoder-last-pipeline-num-layers 4", (6, 10, 10, 4)),
+        ("--decoder-first-pipeline-num-layers 6 --num-virtual-stages-per-pipeline-rank 2", (3, 4, 4, 4, 3, 4, 4, 4)),
+        ("--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split", (7, 8, 8, 7)),
+        (
+            "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split "
+            "--num-layers-per-virtual-pipeline-stage 4",
+            (3, 4, 4, 4, 4, 4, 4, 3),
+        ),
+        (
+            "--pipeline-model-parallel-layout Et*9|(t*7|)*3L|(|)*2",
+            "1 E, 30 t, 1 L on 8 stages. Write E on the first",
+        ),
+        ("--pipeline-model-parallel-layout Et*9|(t*7|)*3,|||L", (9, 7, 7, 7, 0, 0, 0, 0)),
+        ("--decoder-first-pipeline-num-layers 0", "the layers cannot be divided among the stages"),
+        (
+            "--pipeline-split auto --decoder-last-pipeline-num-layers 2",
+            "each says how many layers stages have. Leave all",
+        ),
+        (
+            "--decoder-first-pipeline-num-layers 9 --num-layers-per-virtual-pipeline-stage 1",
+            "each says how many layers st",
+        ),
+    ],
+)
+def test_uneven_stages(flags: str, sizes: tuple[int, ...] | str) -> None:
+    line = f"--vocab-size 9 --pipeline-model-parallel-size 4 {flags}"
+    if isinstance(sizes, tuple):
+        assert tuple(map(len, step_of(line).layout.layers_of_stages(30))) == sizes
+        return
+    with pytest.raises(ConfigError, match=sizes):
+        step_of(line)
 
 
 def test_vocabulary_and_sizes_have_to_be_known() -> None:
     with pytest.raises(
         ConfigError, match=r"got vocab_size=None: Megatron has it from its tokenizer, which is not read. Add"
     ):
-        planned()
-    step = cluster_step(planned("--vocab-size=50257", "--tensor-model-parallel-size=8", "--world-size=8"))
+        step_of("")
+    step = step_of("--vocab-size=50257 --tensor-model-parallel-size=8 --world-size=8")
     assert step.config.vocab_size == 51200
+    line = "--vocab-size 9 --pipeline-model-parallel-size 2 --position-embedding-type rope --mtp-num-layers 1"
     with pytest.raises(NotYetError, match="multi-token prediction on another stage than the loss. Put m and L on one"):
-        line = "--vocab-size 9 --pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et*4|t*4|m|L"
-        cluster_step(planned(*line.split(), "--mtp-num-layers=1", "--position-embedding-type=rope"))
+        step_of(line, "--pipeline-model-parallel-layout", "Et*10|t*20|m|L")

@@ -68,10 +68,6 @@ def test_stages_whose_backward_is_split_are_divided_too() -> None:
     [
         ({"pipeline_model_parallel_size": 1}, "there are 1 stages to divide the layers among"),
         ({"pipeline_model_parallel_size": 8}, "there are 8 stages to divide the layers among"),
-        (
-            {"decoder_last_pipeline_num_layers": 2},
-            "pipeline_split='auto', decoder_last_pipeline_num_layers=2: both say",
-        ),
         ({"pipeline_split": (4, 3)}, r"pipeline_split=\(4, 3\): both say"),
     ],
 )

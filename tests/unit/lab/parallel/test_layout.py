@@ -49,10 +49,6 @@ def test_devices_are_counted() -> None:
             {"expert_tensor_parallel_size": 1, "tensor_model_parallel_size": 2, "expert_model_parallel_size": 2},
             "sequence_parallel=False: each rank of tensor parallelism sends the tokens of its own part",
         ),
-        (
-            {"decoder_first_pipeline_num_layers": 0},
-            "decoder_first_pipeline_num_layers=0: each rank of a pipeline has layers",
-        ),
     ],
 )
 def test_sizes_that_cannot_be_are_refused(sizes: dict[str, Any], message: str) -> None:
@@ -104,17 +100,6 @@ def test_experts_have_to_divide() -> None:
         layout.check_model(mixtral_config(**LLAMA))
     with pytest.raises(ConfigError, match="num_moe_experts=None, expert_model_parallel_size=3: there are no experts"):
         layout.check_model(MODEL)
-
-
-def test_the_ends_of_a_pipeline_may_have_other_numbers_of_layers() -> None:
-    uneven = DeviceLayout(
-        pipeline_model_parallel_size=16, decoder_first_pipeline_num_layers=3, decoder_last_pipeline_num_layers=2
-    )
-    assert [len(layers) for layers in uneven.layers_of_stages(61)] == [3, *[4] * 14, 2]
-    first = DeviceLayout(pipeline_model_parallel_size=3, decoder_first_pipeline_num_layers=2)
-    assert first.layers_of_stages(8) == (range(2), range(2, 5), range(5, 8))
-    with pytest.raises(ConfigError, match="57 layers are left for 14 ranks with one stage each, alike"):
-        uneven.layers_of_stages(62)
 
 
 def test_layers_are_dealt_out_in_order() -> None:
@@ -203,15 +188,6 @@ def test_schedules_take_only_some_stages(schedule: Any, ranks: int, layers: int 
 def test_v_shaped_schedules_run_two_stages_a_rank() -> None:
     layout = DeviceLayout(pipeline_model_parallel_size=2, pipeline_parallel_schedule="ZBVZeroBubble")
     assert layout.layers_of_stages(8) == (range(2), range(2, 4), range(4, 6), range(6, 8))
-    uneven = DeviceLayout(
-        pipeline_model_parallel_size=2,
-        pipeline_parallel_schedule="ZBVZeroBubble",
-        decoder_first_pipeline_num_layers=3,
-    )
-    with pytest.raises(
-        ConfigError, match="pipeline_parallel_schedule='ZBVZeroBubble': 5 layers are left for 1 ranks with"
-    ):
-        uneven.layers_of_stages(8)
 
 
 @pytest.mark.parametrize(
@@ -224,7 +200,7 @@ def test_v_shaped_schedules_run_two_stages_a_rank() -> None:
         ((8,), {"pipeline_model_parallel_size": 1}, "each of two ranks or more"),
         ((4, 4), {"pipeline_parallel_schedule": "ZBVZeroBubble"}, "each of two ranks or more runs two stages"),
         ((2, 2, 2, 2), {"pipeline_parallel_schedule": "1F1B"}, "it runs one stage on each rank, and there are 2"),
-        ((4, 4), {"decoder_first_pipeline_num_layers": 4}, "decoder_first_pipeline_num_layers=4: both say how many"),
+        ((4, 4), {"num_layers_per_virtual_pipeline_stage": 4}, "pipeline_stage=4: both say how many"),
     ],
 )
 def test_given_splits_are_checked(sizes: tuple[int, ...], more: dict[str, Any], message: str) -> None:
