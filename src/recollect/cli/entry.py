@@ -185,24 +185,25 @@ def parse_train(args: list[str]) -> Train:
 
 
 def _planned_words(kind: Any, args: list[str]) -> list[str]:
-    """Return a command's own flags out of Megatron's: those given, after those of `--megatron FILE` or behind `--`."""
+    """Return a command's own flags out of Megatron's: those given, after those of a file or behind `--`."""
     known = flags_of(kind)
     own = set(known.values())
     start = args.index("--") if "--" in args else len(args)
     given, behind = args[:start], args[start + 1 :]
-    words = command_words(behind)
+    words = command_words(behind) if behind else []
     for word, value in zip(given, [*given[1:], ""], strict=True):
         name, _, inline = word.partition("=")
-        if name == "--megatron":
-            words = launch_words(Path(inline or value), known)
+        if name in ("--megatron", "--yaml") and name in own:
+            words = launch_words(Path(inline or value), known, given_as=name)
     names = {word.partition("=")[0].replace("_", "-") for word in (*words, *given)}
-    if words and not names & {"--vocab-size", "--size", "--hf-config"}:
+    is_whole = words and "--megatron" in own
+    if is_whole and not names & {"--vocab-size", "--size", "--hf-config"}:
         raise ConfigError(
             settings={"vocab_size": None},
             reason="Megatron has it from its tokenizer, which is not read",
             advice="Add --vocab-size, unpadded, such as 50257 or 128256.",
         )
-    defaults = [word for word in MEGATRONS_DEFAULTS if word.partition("=")[0] in own] if words else []
+    defaults = MEGATRONS_DEFAULTS if is_whole else ()
     beside = set(flags_of(Train).values()) - own - set(flags_of(ProcessFlags).values())
     return _without_foreign(read_arguments([*defaults, *words, *given], own=own, beside=beside, plans=True))
 

@@ -3,12 +3,10 @@
 The configuration is in flags, or in a YAML file of Megatron-LM or Megatron-Bridge.
 """
 
-import dataclasses
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import fields
 from typing import Any
 
 from rich import box
@@ -16,24 +14,20 @@ from rich.console import Console
 from rich.table import Table
 
 from recollect.byte_format import format_bytes
-from recollect.cli.commands import Explain, RecordedStep
+from recollect.cli.commands import Explain
 from recollect.cli.common import check_folder, describe_step, step_recorder, wide_console, write_file
+from recollect.doctor.megatron_settings import taken_settings
+from recollect.doctor.settings import settings_in_data
 from recollect.errors import RecollectError
 from recollect.integrations.megatron import RecomputeConfig, TrainingSetting, megatron_plan
 from recollect.lab.bench.settings import Setting, read_yaml
-from recollect.lab.models.config import TransformerConfig
 from recollect.planning.explain import Explained, Explanation, LayerGroup, explain_plan
 from recollect.plans.text import label_paths
 from recollect.printing import print_line
 from recollect.profile.profile import Profile
 from recollect.quantities import format_seconds
 
-# Names are at the top level, or in these sections of a Bridge configuration or of Megatron-LM's own YAML.
-_SECTIONS = ("model", "language_model", "model_parallel", "train", "training", "dataset")
-_DIMENSIONS = ("num_layers", "hidden_size", "num_attention_heads")
-# Our flags of the step by Megatron's names.
-_STEP = {"seq_length": "seq_length", "sequence_length": "seq_length", "micro_batch_size": "batch_size"}
-_VOCABULARY = ("padded_vocab_size", "vocab_size")
+_RECOMPUTE, _TRAINING = (tuple(f.name for f in fields(kind)) for kind in (RecomputeConfig, TrainingSetting))
 _TABLE_WIDTH = 120
 _LONGEST_WORD = 36
 _NONE = "-"
@@ -45,115 +39,23 @@ _GRADIENT_BUFFER = (
 _NEW_GRADIENTS = f"The loop has gradients from backward to the optimizer's step, {_LOOP}"
 
 
-@dataclass(frozen=True, kw_only=True)
-class MegatronFile:
-    """The content of a configuration file, by topic; names without a value (null) are left out."""
-
-    path: Path
-    """The file."""
-    recompute: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of `RecomputeConfig`."""
-    model: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of `TransformerConfig`."""
-    setting: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of `TrainingSetting` that are not the model's."""
-    step: Mapping[str, Any] = field(default_factory=dict)
-    """Flags of the recorded step."""
-    ignored: tuple[str, ...] = ()
-    """Unknown names."""
-
-    def step_flags(self, flags: RecordedStep) -> RecordedStep:
-        """Return the flags of the step, with the file's values for flags left at their defaults."""
-        defaults = {f.name: f.default for f in dataclasses.fields(flags)}
-        changes = {name: value for name, value in self.step.items() if getattr(flags, name) == defaults[name]}
-        # The file describes a model, so the default model's batch does not apply.
-        return dataclasses.replace(flags, **{"batch_size": flags.batch_size or 1, **changes})
-
-    def model_config(self, flags: RecordedStep) -> TransformerConfig:
-        """Return the file's model if the file has its dimensions, else the named model with the file's changes.
-
-        Raises:
-            RecollectError: fields clash.
-        """
-        named = flags.model.dimensions(seq_length=flags.seq_length)
-        changes = {**self.model, **flags.model.changes()}
-        try:
-            if all(name in self.model for name in _DIMENSIONS):
-                return TransformerConfig(**{"vocab_size": named.vocab_size, **changes})
-            return named.changed(**changes)
-        except (TypeError, ValueError) as problem:
-            raise RecollectError(f"--yaml {self.path}: {problem}") from None
-
-
-def read_megatron_file(path: Path) -> MegatronFile:
-    """Read a configuration.
-
-    Raises:
-        RecollectError: the file cannot be read, is not a mapping, or gives one name two values.
-    """
-    where = f"--yaml {path}"
-    data = read_yaml(path, where)
-    if not isinstance(data, Mapping):
-        raise RecollectError(f"{where}: got a {type(data).__name__}, expected a mapping of Megatron's names.")
-    values: dict[str, Any] = {}
-    ignored = []
-    for section in (data, *(data[name] for name in _SECTIONS if isinstance(data.get(name), Mapping))):
-        for name, value in section.items():
-            if section is data and name in _SECTIONS and isinstance(value, Mapping):
-                continue
-            if isinstance(value, Mapping) and "_target_" not in value:
-                ignored.append(str(name))
-            elif name in values and values[name] != value:
-                raise RecollectError(f"{where}: {name} is given twice, as {values[name]!r} and {value!r}; remove one.")
-            else:
-                values[name] = value
-    return _sorted(path, {name: value for name, value in values.items() if value is not None}, ignored)
-
-
-def _sorted(path: Path, values: dict[str, Any], ignored: list[str]) -> MegatronFile:
-    recompute, model, setting, step = (dict[str, Any]() for _ in range(4))
-    fields = {kind: {f.name for f in dataclasses.fields(kind)} for kind in (RecomputeConfig, TransformerConfig)}
-    settings = {f.name for f in dataclasses.fields(TrainingSetting)}
-    for name, value in values.items():
-        if name in fields[RecomputeConfig]:
-            recompute[name] = tuple(value.split(",")) if isinstance(value, str) and name.endswith("_modules") else value
-        elif name in _VOCABULARY:
-            model["vocab_size"] = max(value, model.get("vocab_size", 0))
-        elif name in fields[TransformerConfig]:
-            model[name] = _function_name(value) if name == "activation_func" else value
-        elif name in settings:
-            setting[name] = value
-        elif name in _STEP:
-            step[_STEP[name]] = value
-        elif name == "bf16":
-            step["dtype"] = "bf16" if value else "fp32"
-        elif not str(name).startswith("_"):
-            ignored.append(str(name))
-    return MegatronFile(
-        path=path, recompute=recompute, model=model, setting=setting, step=step, ignored=tuple(dict.fromkeys(ignored))
-    )
-
-
-def _function_name(value: Any) -> Any:
-    """Return the last part of a function's name, such as "silu"; Bridge writes the full name, or a mapping with `_target_`."""
-    name = value.get("_target_") if isinstance(value, Mapping) else value
-    return name.rpartition(".")[2] if isinstance(name, str) else value
-
-
 def run_explain(command: Explain, console: Console) -> None:
     """Record a step, plan it as configured and by budget, print both plans layer by layer, and write the numbers."""
     if command.json is not None:
         check_folder(command.json, "--json")
-    file = None if command.yaml is None else read_megatron_file(command.yaml)
-    if file is None and not command.recompute.fields():
+    values = {} if command.yaml is None else settings_in_data(read_yaml(command.yaml, "--yaml"), "")[0].values
+    if command.yaml is None and not command.recompute.fields():
         raise RecollectError(
             "recollect explain: got no configuration to explain, expected Megatron's flags for recompute, such as "
             "--recompute-activations or --recompute-granularity full --recompute-method uniform --recompute-num-layers 1, or "
             "--yaml FILE. To plan for a budget instead: recollect plan --memory-budget 60%."
         )
-    words = {**(file.recompute if file else {}), **command.recompute.fields()}
+    # Of recompute and training a file has settings that no flag has.
+    words = {**taken_settings(values, _RECOMPUTE), **command.recompute.fields()}
     config = Setting(words).config
-    profile, setting = _recorded(command, file, console, host_link=config.cpu_offloading or bool(config.offloaded))
+    profile, setting = _recorded(
+        command, taken_settings(values, _TRAINING), host_link=config.cpu_offloading or bool(config.offloaded)
+    )
     explanation = explain_plan(profile, megatron_plan(profile, config, setting))
     show(explanation, profile, console, with_names=command.names)
     print_line(console, _NEW_GRADIENTS if command.new_gradients else _GRADIENT_BUFFER, style="dim")
@@ -162,21 +64,17 @@ def run_explain(command: Explain, console: Console) -> None:
         write_file(command.json, json.dumps(data, indent=2) + "\n", console, flag="--json")
 
 
-def _recorded(
-    command: Explain, file: MegatronFile | None, console: Console, *, host_link: bool
-) -> tuple[Profile, TrainingSetting | None]:
-    """Record the step given by flags and file, and return the file's training setting."""
+def _recorded(command: Explain, given: Mapping[str, Any], *, host_link: bool) -> tuple[Profile, TrainingSetting | None]:
+    """Record the step, and return the training setting of the file; None without one."""
     gradients = "freed" if command.new_gradients else "accumulated"
     loop: Any = {"holds_output": False, "gradients": gradients, "host_link": host_link}
-    if file is None:
-        return step_recorder(command.step, **loop)(1), None
-    if file.ignored:
-        print_line(console, f"{file.path}: ignored: {', '.join(file.ignored)}", style="dim")
-    flags = file.step_flags(command.step)
-    if flags.hf_config is not None:
-        return step_recorder(flags, **loop)(1), TrainingSetting(**file.setting)
-    model = file.model_config(flags)
-    return step_recorder(flags, model, **loop)(1), TrainingSetting.of(model, **file.setting)
+    flags = command.step
+    if command.yaml is None or flags.hf_config is not None:
+        setting = None if command.yaml is None else TrainingSetting(**given)
+        return step_recorder(flags, **loop)(1), setting
+    model = flags.model.dimensions(seq_length=flags.seq_length)
+    setting = TrainingSetting.of(model, **{name: value for name, value in given.items() if not hasattr(model, name)})
+    return step_recorder(flags, model, **loop)(1), setting
 
 
 def show(explanation: Explanation, profile: Profile, console: Console, *, with_names: bool) -> None:

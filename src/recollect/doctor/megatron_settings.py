@@ -42,13 +42,13 @@ def findings(settings: Settings, log: InLog) -> Iterator[Finding]:
     """Yield the findings in the settings of one scope, clashes first."""
     is_roll = "strategy_config" in settings.place or "strategy_args" in settings.place
     values = with_roll_defaults(settings.values) if is_roll else settings.values
-    taken = _taken(values, _RECOMPUTE)
+    taken = taken_settings(values, _RECOMPUTE)
     if "recompute_granularity" not in taken and taken.get("recompute_modules") == ("core_attn",):
         del taken["recompute_modules"]  # which TransformerConfig itself sets, and YAML of it has
     config = RecomputeSettings(**taken)
     setting = TrainingSetting()
     try:
-        setting = TrainingSetting(**_taken(settings.values, _TRAINING))
+        setting = TrainingSetting(**taken_settings(settings.values, _TRAINING))
     except (ConfigError, TypeError) as problem:
         if isinstance(problem, ConfigError):
             yield _clash("setting", settings, problem, "ValueError")
@@ -62,7 +62,8 @@ def findings(settings: Settings, log: InLog) -> Iterator[Finding]:
     yield from _memory(settings, log)
 
 
-def _taken(values: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
+def taken_settings(values: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
+    """Return the values of some names that have one; lists of modules as tuples."""
     taken = {name: values[name] for name in names if values.get(name) is not None}
     for name in _LISTS:
         if isinstance(given := taken.get(name), str):

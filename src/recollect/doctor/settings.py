@@ -140,7 +140,7 @@ def renamed(values: Mapping[str, Any]) -> dict[str, Any]:
     found = {ALIASES.get(name, name): value for name, value in values.items()}
     if found.get("num_moe_experts") is None and type(found.get("num_experts")) is int:  # Megatron's flag
         found["num_moe_experts"] = found["num_experts"]
-    sizes = [found.get(f"num_layers{name}") for name in ("", "_per_virtual_pipeline_stage")]
+    sizes: list[Any] = [found.get(f"num_layers{name}") for name in ("", "_per_virtual_pipeline_stage")]
     sizes.append(found.get("pipeline_model_parallel_size", 1))
     if all(type(size) is int and size > 0 for size in sizes):  # rounded up, a remainder does not divide
         found["virtual_pipeline_model_parallel_size"] = -(-sizes[0] // (sizes[1] * sizes[2]))

@@ -9,6 +9,7 @@ import shlex
 import shutil
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,6 +18,8 @@ import yaml
 from recollect.errors import ConfigError, RecollectError
 from recollect.integrations.megatron.arguments import foreign_flag
 from recollect.integrations.megatron.pipeline import layout_stages
+from recollect.integrations.megatron.settings import RecomputeSettings, TrainingSetting
+from recollect.warning import warn_user
 
 MEGATRONS_DEFAULTS: Final = ("--fake", "--pipeline-engine=megatron", "--make-vocab-size-divisible-by=128")
 """What stands before the flags of Megatron's command lines."""
@@ -29,12 +32,29 @@ _SECONDS: Final = 20
 # Commands in its trace, except what only mentions one.
 _TRACED: Final = re.compile(r"^\++ (?!\w+\+?=|(?:echo|printf|eval|exec) )(.*\s--num-layers[\s=].*)$", re.MULTILINE)
 _LAUNCHER: Final = ("--nproc-per-node", "--nnodes")
-# Of Bridge's `ConfigContainer`, with names of Megatron's flags; the first that has a name decides.
-_SECTIONS: Final = ("mixed_precision", "model", "dataset", "train", "ddp", "optimizer", "tokenizer")
+# Of Bridge's `ConfigContainer` and Megatron-LM's YAML, with names of Megatron's flags; the first that has a name decides.
+_SECTIONS: Final = (
+    *(
+        "mixed_precision",
+        "model",
+        "language_model",
+        "model_parallel",
+        "dataset",
+        "train",
+        "training",
+        "ddp",
+        "optimizer",
+    ),
+    "tokenizer",
+)
 _FLAG_OF: Final = {
     "sequence_length": "--seq-length",
+    "core_attention": "--attention-backend",
+    "padded_vocab_size": "--vocab-size",
     "virtual_pipeline_model_parallel_size": "--num-virtual-stages-per-pipeline-rank",
 }
+# Without flags, for those who compare the settings of a file.
+_SETTINGS: Final = {field.name for kind in (RecomputeSettings, TrainingSetting) for field in fields(kind)}
 _PRECISIONS: Final = ("bf16_mixed", "fp16_mixed")
 # Activation and whether it is gated.
 _ACTIVATIONS: Final = {
@@ -46,29 +66,31 @@ _ACTIVATIONS: Final = {
 }
 
 
-def launch_words(path: Path, flags: Mapping[str, str]) -> list[str]:
+def launch_words(path: Path, flags: Mapping[str, str], *, given_as: str = "--megatron") -> list[str]:
     """Return the command line that a file describes, with `--world-size` if it says how many processes start.
 
     Args:
         path: a shell script with one command of `pretrain_gpt.py`, its flags alone, or (.yaml, .yml) what Bridge's
             `ConfigContainer.to_yaml` writes.
         flags: the flag of each setting, for YAML.
+        given_as: the flag that names the file, for errors.
 
     Raises:
         RecollectError: the file cannot be read, or describes no training, or several.
         ConfigError: a number of processes that is none, or an activation without a flag.
     """
-    where = f"--megatron {path}"
+    where = f"{given_as} {path}"
     try:
         text = path.read_text(encoding="utf-8")
         if path.suffix not in (".yaml", ".yml"):
             return command_words(_script_words(text, where))
         data = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as problem:
-        raise RecollectError(f"{where}: cannot be read ({str(problem).splitlines()[0]}).") from None
-    if not isinstance(data, Mapping) or not isinstance(data.get("model"), Mapping):
-        raise RecollectError(f"{where}: has no section `model`, expected what Bridge's ConfigContainer.to_yaml writes.")
-    return list(_yaml_words(data, flags))
+        reason = getattr(problem, "strerror", None) or str(problem).splitlines()[0]
+        raise RecollectError(f"{where}: cannot be read ({reason}).") from None
+    if not isinstance(data, Mapping):
+        raise RecollectError(f"{where}: got a {type(data).__name__}, expected a mapping of Megatron's names.")
+    return list(_yaml_words(data, flags, where))
 
 
 def command_words(words: Sequence[str]) -> list[str]:
@@ -119,18 +141,18 @@ def _script_words(text: str, where: str) -> list[str]:
     return shlex.split(found[0])
 
 
-def _yaml_words(data: Mapping[str, Any], flags: Mapping[str, str]) -> Iterator[str]:
-    """Yield the flags of a configuration; what is off or None is not given, and names without a flag are Bridge's own."""
-    sections = [data[name] for name in _SECTIONS if isinstance(data.get(name), Mapping)]
+def _yaml_words(data: Mapping[str, Any], flags: Mapping[str, str], where: str) -> Iterator[str]:
+    """Yield the flags of a configuration; what is off or None is not given."""
+    sections = [data[name] for name in _SECTIONS if isinstance(data.get(name), Mapping)] + [data]
     values = {name: value for section in reversed(sections) for name, value in section.items() if value is not None}
-    precision = data.get("mixed_precision")
+    precision = values.pop("mixed_precision", None)
     if isinstance(precision, str) and precision not in _PRECISIONS:
         raise ConfigError(
             settings={"mixed_precision": precision},
             reason=f"the name is none of {', '.join(_PRECISIONS)}",
             advice="Write its settings, such as fp8 and fp8_recipe, in place of the name.",
         )
-    if values.get("bf16") or values.get("fp16") or isinstance(precision, str):
+    if any([values.pop("bf16", False), values.pop("fp16", False), isinstance(precision, str)]):
         yield "--bf16"
     if values.pop("add_bias_linear", True) is False:
         yield "--disable-bias-linear"
@@ -148,13 +170,22 @@ def _yaml_words(data: Mapping[str, Any], flags: Mapping[str, str]) -> Iterator[s
             )
         values.pop("virtual_pipeline_model_parallel_size", None)
         yield f"--pipeline-model-parallel-layout={'|'.join(layout_stages(layout))}"
+    unread = []
     for name, value in values.items():
         flag = _FLAG_OF.get(name) or flags.get(name) or f"--{name.replace('_', '-')}"
         is_known = flag in flags.values() or foreign_flag(flag) is not None
         if isinstance(value, Mapping):  # an object: a function, a dtype, or one of Megatron's enumerations
             value = value.get("_name_", "")
-        if is_known and value is not False and value not in ("", []):
+        if value is False or value in ("", []) or name.startswith("_"):
+            continue
+        if not is_known:
+            unread += [] if name in _SETTINGS else [name]
+        elif isinstance(value, list) and name != "moe_layer_freq":
+            yield from (flag, *map(str, value))
+        else:
             yield flag if value is True else f"{flag}={str(value).replace(' ', '')}"
+    if unread:
+        warn_user(f"{where}: not read, as these are no flags of Megatron: {', '.join(unread)}.")
 
 
 def _activation(function: object, is_gated: bool) -> Sequence[str]:
