@@ -76,7 +76,7 @@ def test_layers_are_divided_with_the_plans(tmp_path: Path, capsys: pytest.Captur
         ([*PLAN, *TENSOR, "--node-link", "NVLink 9"], "--node-link: got 'NVLink 9'"),
         ([*PLAN, "--context-parallel-size", "3"], "--seq-length 256, 2 x --context-parallel-size 6: "),
         ([*PLAN, "--expert-model-parallel-size", "2"], "--expert-model-parallel-size 2, --data-parallel-size 1"),
-        ([*PLAN, "--decoder-last-pipeline-num-layers", "3"], "1 layers are left for 0 ranks"),
+        ([*PLAN, "--decoder-last-pipeline-num-layers", "3"], "the layers cannot be divided among the stages"),
         ([*PLAN, "--pipeline-model-parallel-size", "2", "--pipeline-split", "3", "2"], "stages have 5 layers together"),
         ([*PLAN, "--pipeline-split", "auto"], "there are 1 stages to divide the layers among"),
         ([*PLAN, "--pipeline-parallel-schedule", "GPipe"], "a schedule orders the stages of two ranks or more"),

@@ -191,7 +191,7 @@ def _planned_words(kind: Any, args: list[str]) -> list[str]:
     start = args.index("--") if "--" in args else len(args)
     given, behind = args[:start], args[start + 1 :]
     words = command_words(behind) if behind else []
-    for word, value in zip(given, [*given[1:], ""], strict=True):
+    for word, value in zip(given, [*given[1:], ""], strict=False):
         name, _, inline = word.partition("=")
         if name in ("--megatron", "--yaml") and name in own:
             words = launch_words(Path(inline or value), known, given_as=name)

@@ -41,6 +41,11 @@ _EITHER_OR = (
 )
 
 
+# Of the scripts for performance in Megatron-Bridge, and what they set.
+_SHORT = {
+    "-rl": ("--recompute-granularity=full", "--recompute-method=block", "--recompute-num-layers"),
+    **dict.fromkeys(("-ol", "--activation-offload-layers"), ("--cpu-offloading-num-layers",)),
+}
 # Of runs in 16 bits, weights and activations have the same bytes.
 _NARROW = dict.fromkeys(("--bf16", "--fp16"), ["--dtype", "bf16"])
 
@@ -127,7 +132,7 @@ def read_arguments(
     without_effect: dict[str, str] = {}
     given: dict[str, list[str]] = {}
     values: dict[str, list[str]] = {}
-    for name, words in _flags(args):
+    for name, words in _flags([part for word in args for part in _SHORT.get(word.replace("_", "-"), (word,))]):
         given[name] = words
         if plans and name in _NARROW and name not in own:
             rest += _NARROW[name]

@@ -41,6 +41,14 @@ def test_words_that_are_no_value_of_theirs_stay() -> None:
     assert read_arguments(["--overlap-grad-reduce", "stray"]).rest == ["stray"]
 
 
+def test_short_flags_of_bridge() -> None:
+    """As `_set_recompute_overrides` of its scripts/performance/utils/overrides.py at 067f987d."""
+    long = (
+        "--recompute-granularity=full --recompute-method=block --recompute-num-layers 2 --cpu-offloading-num-layers 1"
+    )
+    assert read_arguments("-rl 2 --activation_offload_layers 1".split()).rest == long.split()
+
+
 def test_what_is_none_decides_nothing() -> None:
     line = "--memory-budget 1GiB --recompute-granularity None --global-batch-size=None --accumulation 2".split()
     assert read_arguments(line).rest == line
