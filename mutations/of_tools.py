@@ -337,4 +337,16 @@ MUTATIONS = (
         "byte_format.py",
         (("tenths = -(-number * 10 // 1024**power)", "tenths = number * 10 // 1024**power"),),
     ),
+    Mutation(
+        "vocabulary-padded-for-one-rank",
+        "a vocabulary is not padded to a multiple for each rank of tensor parallelism, as Megatron's is",
+        "cli",
+        (("step.model.make_vocab_size_divisible_by * parts", "step.model.make_vocab_size_divisible_by"),),
+    ),
+    Mutation(
+        "loss-not-counted-as-layer",
+        "a pipeline's last stage has as many layers as others where Megatron counts the loss as one",
+        "integrations",
+        (("    sizes[-1] -= ends[1]\n", ""),),
+    ),
 )
