@@ -234,4 +234,10 @@ MUTATIONS = (
         "pipelines",
         (('unit=f"rank {rank} (stages', 'unit=f"a rank (stages'),),
     ),
+    Mutation(
+        "stage-taken-for-the-model",
+        "the layers of one pipeline stage are taken for all layers of the model",
+        "integrations/megatron",
+        (("found == sizes[stage::num_stages]", "found == sizes"),),
+    ),
 )

@@ -385,4 +385,10 @@ MUTATIONS = (
         "profile",
         (("return 0.0 if math.isclose(seconds, default_s) else seconds - default_s", "return seconds - default_s"),),
     ),
+    Mutation(
+        "copies-gradients-held",
+        "gradients of Megatron's fp32 copies, which it frees before forward, count through the whole step",
+        "recording",
+        (('[*parameters, *beside_parameters(parameters, "main_param")]', "parameters"),),
+    ),
 )

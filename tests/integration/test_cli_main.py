@@ -32,6 +32,7 @@ COMMANDS = (
     "timeline",
     "coverage",
     "calibrate",
+    "megatron",
     "tokenize",
     "bench",
     "explain",

@@ -78,11 +78,11 @@ def attach(
             a process of the group fails, does not call, has another model, or calls the model less often in a step; or this
             PyTorch lacks what a recording needs.
         ConfigError: two processes of the group have different budgets, units or `on_larger`; or host memory is too small; or
-            Megatron's model would run in CUDA graphs.
+            Megatron's model would run in CUDA graphs, or its groups are not there.
         QuantityError: the budget is not a number of bytes, or too few for any step, or a percentage of a device whose memory
             is not known.
         AlreadyAppliedError: the model already recomputes.
-        UnsupportedModelError, UnknownNameError: see `record`.
+        UnsupportedModelError, UnknownNameError: see `record`; the former also of Megatron-FSDP.
         BudgetTooSmallError: raised by the optimizer's first step if no plan fits it.
         LargerStepError: raised by forward if `on_larger` is "raise".
 

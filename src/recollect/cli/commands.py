@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
-from tyro.conf import FlagCreatePairsOff, OmitArgPrefixes, Positional, UseAppendAction, arg
+from tyro.conf import FlagCreatePairsOff, OmitArgPrefixes, Positional, Suppress, UseAppendAction, arg
 
 from recollect.cli.recompute_flags import RecomputeFlags
 from recollect.lab.parallel.layout import ParallelFlags
@@ -198,30 +198,27 @@ class MakePlan(Command):
     def __post_init__(self) -> None:
         engine = self.step.engine
         if engine != "tape":
-            for name, advice in (
-                ("largest", "plan the size that it finds without the flag"),
-                ("write", "settings of other tools are compared on the tape"),
-            ):
-                if getattr(self, name) is not None:
-                    raise ValueError(
-                        f"{name}: got {getattr(self, name)} with --engine {engine}, expected none: {advice}."
-                    )
+            self._expect_none(
+                f"--engine {engine}",
+                largest="plan the size that it finds without the flag",
+                write="settings of other tools are compared on the tape",
+            )
         if self.largest is None:
             for name in ("multiple_of", "max_size"):
                 if getattr(self, name) is not None:
                     raise ValueError(f"{name}: got {getattr(self, name)} without --largest, expected both or neither.")
             return
-        for name, advice in (("png", "draw"), ("html", "draw"), ("write", "plan")):
-            if getattr(self, name) is not None:
-                raise ValueError(
-                    f"{name}: got {getattr(self, name)} with --largest, expected none: {advice} the size that it finds."
-                )
+        draw, plan = "draw the size that it finds", "plan the size that it finds"
+        self._expect_none("--largest", png=draw, html=draw, write=plan)
         if self.loss_chunks == "auto":
             raise ValueError("loss_chunks: got auto with --largest, expected a number.")
         if parse_bytes(self.host_budget):
-            raise ValueError(
-                f"host_budget: got {self.host_budget} with --largest, expected none: plan the size that it finds."
-            )
+            self._expect_none("--largest", host_budget=plan)
+
+    def _expect_none(self, given: str, **advice: str) -> None:
+        for name, text in advice.items():
+            if (value := getattr(self, name)) is not None:
+                raise ValueError(f"{name}: got {value} with {given}, expected none: {text}.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -299,6 +296,25 @@ class Calibrate(Command):
     """File for the measurements."""
     quick: bool = False
     """Use small tensors and three runs each: takes seconds and gives a rough answer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunMegatron:
+    """Run a training script of Megatron-LM's within a memory budget; all flags but these are the script's.
+
+    Its model and optimizer are attached to as soon as they are made, see recollect.attach:
+    torchrun --nproc-per-node 8 -m recollect megatron pretrain_gpt.py --recollect-budget 70GiB ...
+    """
+
+    script: Positional[Path]
+    """The script, such as pretrain_gpt.py; it is not edited."""
+    script_flags: Suppress[tuple[str, ...]] = ()
+    recollect_budget: str
+    """Bound on the peak of the step on each device, such as 70GiB, "90% of the device" or 60% of the peak without recompute."""
+    recollect_host_budget: str = "0"
+    """Host memory that values may be copied to in forward and back in backward, such as 64GiB; 0: nothing is offloaded."""
+    recollect_on_larger: Literal["replan", "warn", "raise"] = "replan"
+    """What to do at a step that no plan was made for."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,8 +1,10 @@
 """Entry point: parse the command, show its help, run it, and report errors in one line."""
 
+import dataclasses
 import difflib
 import functools
 import importlib
+import itertools
 import operator
 import signal
 import sys
@@ -16,7 +18,6 @@ from rich.console import Console
 
 from recollect import __version__
 from recollect.cli import commands
-from recollect.cli.commands import Command, Train
 from recollect.cli.parsing import flags_of, in_flags, parsed
 from recollect.errors import ConfigError, RecollectError
 from recollect.integrations.megatron.arguments import Arguments, describes_model, read_arguments
@@ -71,12 +72,13 @@ the six flags that matter most:
 All flags, in groups:
 """
 _COMMANDS: dict[str, Any] = {
-    "train": Train,
+    "train": commands.Train,
     "plan": commands.MakePlan,
     "frontier": commands.DrawFrontier,
     "timeline": commands.ShowTimeline,
     "coverage": commands.ShowCoverage,
     "calibrate": commands.Calibrate,
+    "megatron": commands.RunMegatron,
     "tokenize": commands.Tokenize,
     "bench": commands.Bench,
     "explain": commands.Explain,
@@ -122,7 +124,9 @@ def main(args: Sequence[str] | None = None) -> int:
             warnings.showwarning = lambda message, *_, **__: _show_warning(errors, str(message))
             with shared_warnings():
                 command = _parse(words)
-            return _run(command)
+            if not isinstance(command, commands.RunMegatron):
+                return _run(command)
+        return _run(command)  # the script shows its own warnings
     except RecollectError as error:
         if "--debug" in words:
             raise
@@ -141,7 +145,7 @@ def _show_warning(console: Console, text: str) -> None:
         print_line(console, f"Warning: {text}", style="yellow")
 
 
-def _parse(args: list[str]) -> Command:
+def _parse(args: list[str]) -> Any:
     """Return the command with its flags, parsed without the others: for a union, tyro's errors name its internals.
 
     Raises:
@@ -149,7 +153,6 @@ def _parse(args: list[str]) -> Command:
         SystemExit: help is requested, also by giving no word at all.
     """
     name = args[0] if args else ""
-    command: Command
     if name and not name.startswith("-") and name not in _COMMANDS:
         close = difflib.get_close_matches(name, _COMMANDS, n=1)
         meant = f" Did you mean recollect {close[0]}?" if close else ""
@@ -159,6 +162,8 @@ def _parse(args: list[str]) -> Command:
         command = parsed(_EVERY_COMMAND, "", args or ["--help"], description=_DESCRIPTION)
     elif name == "train":
         command = parse_train(args[1:])
+    elif name == "megatron":
+        command = parse_megatron(args[1:])
     else:
         description = {"description": PLAN_HELP} if name == "plan" else {}
         words = _planned_words(_COMMANDS[name], args[1:]) if name in ("plan", "explain") else args[1:]
@@ -166,7 +171,7 @@ def _parse(args: list[str]) -> Command:
     return command
 
 
-def parse_train(args: list[str]) -> Train:
+def parse_train(args: list[str]) -> commands.Train:
     """Parse the flags of `recollect train`, its own and Megatron's.
 
     Raises:
@@ -174,13 +179,13 @@ def parse_train(args: list[str]) -> Train:
         NotYetError, ConfigError: a flag of Megatron is not supported yet, or two flags exclude each other.
         SystemExit: after `--help`.
     """
-    default = Train()
+    default = commands.Train()
     if "--demo" in args:
-        default = Train(config=demo_config())
+        default = commands.Train(config=demo_config())
     elif describes_model(args):
-        default = Train(config=pretrain_gpt_config())
-    words = _without_foreign(read_arguments(args, own=flags_of(Train).values()))
-    command: Train = parsed(Train, "train", words, description=TRAIN_HELP, default=default)
+        default = commands.Train(config=pretrain_gpt_config())
+    words = _without_foreign(read_arguments(args, own=flags_of(commands.Train).values()))
+    command: commands.Train = parsed(commands.Train, "train", words, description=TRAIN_HELP, default=default)
     return command
 
 
@@ -204,7 +209,7 @@ def _planned_words(kind: Any, args: list[str]) -> list[str]:
             advice="Add --vocab-size, unpadded, such as 50257 or 128256.",
         )
     defaults = MEGATRONS_DEFAULTS if is_whole else ()
-    beside = set(flags_of(Train).values()) - own - set(flags_of(ProcessFlags).values())
+    beside = set(flags_of(commands.Train).values()) - own - set(flags_of(ProcessFlags).values())
     return _without_foreign(read_arguments([*defaults, *words, *given], own=own, beside=beside, plans=True))
 
 
@@ -217,7 +222,25 @@ def _without_foreign(arguments: Arguments) -> list[str]:
     return arguments.rest
 
 
-def _run(command: Command) -> int:
+def parse_megatron(args: list[str]) -> commands.RunMegatron:
+    """Parse the flags of `recollect megatron`, which may stand anywhere; all others after the script are the script's."""
+    own: list[str] = []
+    rest: list[str] = []
+    words = iter(args)
+    for word in words:
+        if word.startswith("--recollect-"):
+            own += [word, *([] if "=" in word else itertools.islice(words, 1))]
+        else:
+            (own if not rest and word.startswith("-") else rest).append(word)
+    if not rest and "--help" not in own:
+        raise RecollectError(
+            "recollect megatron: got no script, expected one: recollect megatron pretrain_gpt.py --recollect-budget 70GiB ..."
+        )
+    command: commands.RunMegatron = parsed(commands.RunMegatron, "megatron", [*rest[:1], *own])
+    return dataclasses.replace(command, script_flags=tuple(rest[1:]))
+
+
+def _run(command: Any) -> int:
     """Run a command, by the function `run_NAME` of the module of its name, and return the exit status.
 
     Raises:

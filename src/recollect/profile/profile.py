@@ -38,6 +38,7 @@ _LARGE_BLOCK_BYTES, _SEGMENT_BYTES, _WHOLE_REST_BYTES = 10 << 20, 2 << 20, 1 << 
 _KINDS = {
     "other_tensors": "other tensors that the step reads",
     "communication_buckets": "DDP's communication buckets (gradient_as_bucket_view=True makes gradients part of them)",
+    "gradient_buffers": "Megatron's gradient buffers",
     "other_allocations": "what this process holds besides the step",
     "units_of_other_steps": "room for what other steps do",
 }
@@ -60,7 +61,7 @@ class Profile(ShownInNotebooks):
         log: the step's memory events.
         step_s: predicted seconds of forward and backward without recompute.
         persistent: bytes alive through the whole step, by kind ("parameters", "gradients", "buffers", "batch",
-            "optimizer_state", "communication_buckets", "other_allocations"); `kind_text` has them in words.
+            "gradient_buffers", "optimizer_state", "communication_buckets", "other_allocations"); `kind_text` has them in words.
         device: "cpu", "cuda:0", ...
         device_name: model of the device that the times are for.
         kernels: type of the device whose kernels were recorded, "cpu" or "cuda"; empty: that of `device`.

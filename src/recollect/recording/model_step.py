@@ -13,7 +13,7 @@ from recollect._torch_parallel import split_backward
 from recollect._torch_private import DATA_DEPENDENT
 from recollect.arguments import check_kind
 from recollect.errors import RecollectError, RecordError
-from recollect.recording.optimizers import Optimizers, copied_weights, state_tensors
+from recollect.recording.optimizers import Optimizers, beside_parameters, copied_weights, state_tensors
 from recollect.recording.step_recording import Gradients
 from recollect.tensors import tensors_in
 
@@ -194,8 +194,10 @@ def step_tensors(
     parameters = [*model.parameters(), *gathered.own_parts] if parameters is None else parameters
     # Of a parameter that ZeRO-3 has partitioned, the part that stays in this process.
     parts = [part for parameter in parameters if (part := getattr(parameter, "ds_tensor", None)) is not None]
+    buffers = beside_parameters(parameters, "main_grad")
     return {
         "parameters": [*parameters, *parts],
+        **({"gradient_buffers": buffers} if buffers else {}),
         "gradients": [*(p.grad for p in parameters if p.grad is not None), *gathered.gradients_apart],
         "buffers": list(model.buffers()),
         "batch": tensors_in(batch),

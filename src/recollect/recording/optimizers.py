@@ -91,7 +91,10 @@ def check_optimizers(model: nn.Module, optimizers: Any) -> None:
     given = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
     if len(given) != len(found) or any(one is not other for one, other in zip(given, found, strict=True)):
         return
-    if {parameter.dtype for parameter in steps_over} - {parameter.dtype for parameter in model.parameters()}:
+    copies = storages_of(beside_parameters(model.parameters(), "main_param"))
+    if copies and not set(storages_of(steps_over)).isdisjoint(copies):
+        return
+    if not copies and {p.dtype for p in steps_over} - {p.dtype for p in model.parameters()}:
         return
     names = " and ".join(type(optimizer).__name__ for optimizer in found)
     raise RecordError(
@@ -124,6 +127,11 @@ def copied_weights(parameters: Iterable[torch.Tensor], optimizers: Any) -> list[
     storages = storages_of(parameters)
     own = {id(storage) for storage in storages}
     return [p for p in steps_over if not any(id(storage) in own for storage in storages_of([p]))]
+
+
+def beside_parameters(parameters: Iterable[torch.Tensor], name: str) -> list[torch.Tensor]:
+    """Return what Megatron has put beside parameters: parts of its gradient buffers as `main_grad`, copies as `main_param`."""
+    return [found for p in parameters if isinstance(found := getattr(p, name, None), torch.Tensor)]
 
 
 def tensors_in_state(state: Any) -> list[torch.Tensor]:

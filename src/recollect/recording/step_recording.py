@@ -31,7 +31,7 @@ from recollect.recording.assemble import assemble
 from recollect.recording.find_units import Unit, class_names
 from recollect.recording.next_step import Leftovers, Phases, Returns, leftovers, with_last_step
 from recollect.recording.optimizer_step import OptimizerStep, still_to_come
-from recollect.recording.optimizers import Optimizers, state_tensors
+from recollect.recording.optimizers import Optimizers, beside_parameters, state_tensors
 from recollect.recording.recording_tape import RecordingTape, StepMode
 from recollect.recording.replicated_values import RanksWithParts
 from recollect.recording.step_recorder import Costs, StepRecorder
@@ -192,8 +192,10 @@ class StepRecording:
         """Stop recording; state that these optimizers made in the step counts as present from the start."""
         recorder = self.recorder
         self._stack.close()
-        freed_at = self._freed_at.get
-        self._gradients = {n: freed_at(id(p), 0) for p in self.model.parameters() for n in storage_numbers([p.grad])}
+        freed_at, parameters = self._freed_at.get, list(self.model.parameters())
+        # Megatron's loops free those of its copies where they clear its gradient buffers, which is before forward.
+        with_gradients = [*parameters, *beside_parameters(parameters, "main_param")]
+        self._gradients = {n: freed_at(id(p), 0) for p in with_gradients for n in storage_numbers([p.grad])}
         made = storage_numbers(state_tensors(optimizers))
         self._to_come = still_to_come(optimizers, self.device)
         recorder.event_log.end()

@@ -14,7 +14,7 @@ from recollect.arguments import check_kind
 from recollect.errors import ConfigError, ConfigWarning, ScheduleError
 from recollect.integrations.megatron.module_values import LayerOps, modules_in, values_of_module
 from recollect.integrations.megatron.offload import with_offload
-from recollect.integrations.megatron.pipeline import model_chunks
+from recollect.integrations.megatron.pipeline import chunk_sizes, model_chunks
 from recollect.integrations.megatron.rules import RecomputeConfig, check_rule, num_layers_clash, refuse_not_yet, report
 from recollect.integrations.megatron.settings import BlockFull, Choice, Selective, TrainingSetting, UniformFull
 from recollect.pipelines.schedule import FORWARD, schedule_of
@@ -34,7 +34,7 @@ Chunks = Sequence[Sequence[str]]
 
 def megatron_plan(
     profile: Profile,
-    config: RecomputeConfig,
+    config: RecomputeConfig | Any,
     setting: TrainingSetting | None = None,
 ) -> Plan:
     """Return the plan of a Megatron configuration, with its predicted peak and slowdown.
@@ -48,10 +48,10 @@ def megatron_plan(
     that `cpu_offloading` and `offload_modules` name have the action "offload", unless they are recomputed anyway.
 
     Args:
-        profile: the recorded step, of the whole model.
-        config: Megatron's settings.
-        setting: other facts for Megatron's rules; its pipeline sizes define the model chunks. None: one chunk, and only
-            the configuration and the model are checked.
+        profile: the recorded step, of the whole model or of one pipeline stage.
+        config: Megatron's settings; or its own `TransformerConfig`, which has the other facts, too.
+        setting: other facts for Megatron's rules; its pipeline sizes define the model chunks. None: those of a
+            `TransformerConfig`; otherwise one chunk, and only the configuration and the model are checked.
 
     Returns:
         A plan without a budget.
@@ -81,6 +81,8 @@ def megatron_plan(
         Recomputation in Large Transformer Models", 2022. https://arxiv.org/abs/2205.05198
     """
     check_kind("megatron_plan(profile, config)", "profile", profile, Profile, "recollect.Profile")
+    if not isinstance(config, RecomputeConfig) and hasattr(config, "recompute_granularity"):
+        setting, config = setting or TrainingSetting.of(config), RecomputeConfig.of(config)
     check_kind("megatron_plan(profile, config)", "config", config, RecomputeConfig, "recollect.RecomputeConfig")
     if setting is not None:
         config.check(setting)
@@ -180,6 +182,11 @@ def _chunks(profile: Profile, setting: TrainingSetting | None) -> Chunks:
         blocks.setdefault(path.rpartition(".")[0], []).append(path)
     if setting is None or setting.pipeline_model_parallel_size == 1 and not setting.num_layers:
         return list(blocks.values())
+    num_stages = setting.pipeline_model_parallel_size
+    if setting.num_layers and num_stages > 1:
+        sizes, found = chunk_sizes(setting, setting.num_layers), [len(paths) for paths in blocks.values()]
+        if any(found == sizes[stage::num_stages] for stage in range(num_stages)):
+            return list(blocks.values())  # what one rank of the pipeline has
     if len(blocks) > 1 and setting.pipeline_model_parallel_size > 1:
         raise ConfigError(
             settings={"pipeline_model_parallel_size": setting.pipeline_model_parallel_size},

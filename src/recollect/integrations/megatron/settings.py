@@ -203,6 +203,14 @@ class RecomputeSettings:
             return MEGATRON_OUTPUT[module]
         return Action.RECOMPUTE if module in self.recompute_discard_outputs else Action.KEEP
 
+    @classmethod
+    def of(cls, model_config: Any) -> Any:
+        """Read the settings of Megatron's `TransformerConfig`, or of any object with its attributes."""
+        known = _known(cls, model_config)
+        if known.get("recompute_granularity") != "selective" and known.get("recompute_modules") == ["core_attn"]:
+            del known["recompute_modules"]  # the default, which Megatron fills in whether it has a meaning or not
+        return cls(**known)
+
     def changed(self) -> dict[str, object]:
         """Return the settings that differ from Megatron's defaults, by name, in the order of the fields.
 
@@ -324,5 +332,10 @@ class TrainingSetting:
             >>> TrainingSetting.of(model, pipeline_model_parallel_size=4).multi_latent_attention
             True
         """
-        known = {f.name: getattr(model_config, f.name) for f in fields(cls) if hasattr(model_config, f.name)}
-        return cls(**{**known, **others})
+        return cls(**{**_known(cls, model_config), **others})
+
+
+def _known(settings: Any, config: Any) -> dict[str, Any]:
+    """Return those of the settings that a configuration has; Megatron's newer ones list members of enumerations."""
+    found = {f.name: getattr(config, f.name) for f in fields(settings) if hasattr(config, f.name)}
+    return {k: [getattr(v, "name", v) for v in its] if isinstance(its, list) else its for k, its in found.items()}

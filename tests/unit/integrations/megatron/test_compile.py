@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from recollect.errors import ConfigError, ConfigWarning, NotYetError
 from recollect.integrations.megatron import RecomputeConfig, TrainingSetting, megatron_plan
@@ -207,3 +208,14 @@ def test_opaque_layers_are_run_again_as_a_whole() -> None:
     opaque = replace(graph, values=tuple(replace(value, must_keep=value.saved) for value in graph.values))
     plan = full(stack(2, graph=opaque), "uniform", 1)
     assert {unit.engine for unit in plan.units.values()} == {EngineChoice.REGION}
+
+
+@pytest.mark.filterwarnings("ignore:full scope is deprecated")  # megatron-core warns of its own default
+@pytest.mark.parametrize(("num_layers", "expected"), [(4, "+-+-"), (2, "+-")])
+def test_its_own_configuration_has_the_facts_too_for_all_stages_and_for_one(num_layers: int, expected: str) -> None:
+    megatron = pytest.importorskip("megatron.core.transformer.transformer_config")
+    layout = {"num_layers": 4, "pipeline_model_parallel_size": 2, "pipeline_dtype": torch.float32}
+    config = megatron.TransformerConfig(hidden_size=8, num_attention_heads=2, **layout)
+    assert str(megatron_plan(stack(num_layers), config).note) == "Megatron: no recompute"
+    config.recompute_granularity, config.recompute_method, config.recompute_num_layers = "full", "block", 1
+    assert recomputed(megatron_plan(stack(num_layers), config)) == expected
