@@ -1,10 +1,10 @@
 """Run megatron-core on a CPU, in place of the CUDA, Transformer Engine and `grouped_gemm` that it expects.
 
 megatron-core asks CUDA for devices, random states and streams wherever it runs. Here those calls are answered by the CPU's.
-What it computes, saves and recomputes stays its own code, with three exceptions, each named where it is made: the grouped
+What it computes, saves and recomputes stays its own code, with four exceptions, each named where it is made: the grouped
 product of the experts is PyTorch's (`grouped_gemm` is a CUDA extension); functions that it hands to `torch.compile` run as they
-are written, so that their ops can be counted; and its unfused attention is told the width of latent attention's values, which
-it knows of only in Transformer Engine's.
+are written, so that their ops can be counted; its unfused attention is told the width of latent attention's values, which
+it knows of only in Transformer Engine's; and PyTorch's norms take sequence parallelism, as Apex's do.
 
 The changes are to the process: use it in one that does nothing else.
 """
@@ -135,6 +135,17 @@ def _without_transformer_engine() -> None:
     utils.te_general_gemm = None
 
 
+def _exchanged_rows() -> None:
+    """Have numbers of rows leave a tensor, as they do when they come from CUDA: an exchange takes numbers."""
+    from megatron.core.transformer.moe import token_dispatcher
+
+    def moved(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+    module: Any = token_dispatcher
+    module.maybe_move_tensor_to_cpu = moved
+
+
 def _latent_attention() -> None:
     """Let the local spec's attention accept the two arguments that latent attention passes."""
     from megatron.core.models import backends
@@ -157,6 +168,24 @@ def _latent_attention() -> None:
     module.HAVE_TE = False  # it mistakes its own stand-ins for Transformer Engine's classes
 
 
+def _sequence_parallel_norms() -> None:
+    """Let PyTorch's norms say that ranks add up their gradients, as Apex's do, which need CUDA."""
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    make: Any = WrappedTorchNorm.__new__
+
+    def made(cls: Any, config: Any, *args: Any, **kwargs: Any) -> Any:
+        is_parallel, config.sequence_parallel = config.sequence_parallel, False
+        norm = make(cls, config, *args, **kwargs)
+        config.sequence_parallel = is_parallel
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = is_parallel
+        return norm
+
+    wrapped: Any = WrappedTorchNorm
+    wrapped.__new__ = made
+
+
 def install() -> None:
     """Make megatron-core run here; call before anything else imports it.
 
@@ -171,7 +200,9 @@ def install() -> None:
     _without_compile()
     _random_states()
     _without_transformer_engine()
+    _exchanged_rows()
     _latent_attention()
+    _sequence_parallel_norms()
 
 
 def start(seed: int = 0) -> None:

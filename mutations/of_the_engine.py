@@ -254,6 +254,12 @@ MUTATIONS = (
         (("for position, kind in self._bundles.items():", "for position, kind in ():"),),
     ),
     Mutation(
+        "collective-in-function-kept",
+        "a Function that runs a collective is kept, although all ranks run one plan",
+        "engine",
+        (('"c10d:_reduce_scatter_base_", "c10d:allreduce_"})', "})"),),
+    ),
+    Mutation(
         "content-not-compared",
         "the first call of a unit does not look for writes by kernels that were given an address",
         "engine",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -91,9 +92,27 @@ def passes_ops_on(function: Any) -> bool:
 
 
 def name_of_group(args: Any, kwargs: Any) -> str:
-    """Return the name of the group whose ranks run a functional collective, from its arguments; it is the last of them."""
-    group = kwargs["group_name"] if "group_name" in kwargs else args[-1]
+    """Return the name of the group whose ranks run a collective, from its arguments: an object of c10d's, or the last."""
+    boxed = (argument for argument in args if isinstance(argument, torch.ScriptObject))
+    group = kwargs["group_name"] if "group_name" in kwargs else next(map(dist.ProcessGroup.unbox, boxed), args[-1])
     return str(getattr(group, "group_name", group))
+
+
+def has_ended(collective: Any, args: Any, kwargs: Any) -> bool:
+    """Whether one of c10d's collectives has ended when it returns: whoever calls it does not wait later."""
+    names = [argument.name for argument in collective._schema.arguments]
+    given = dict(zip(names, args, strict=False)) | kwargs
+    # PyTorch has renamed it.
+    return False in (given.get("async_op"), given.get("asyncOp"))
+
+
+def is_megatrons_buffer(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is part of Megatron's buffers for results of collectives, which are filled before each use."""
+    state = sys.modules.get("megatron.core.parallel_state")
+    if state is None or not state.model_parallel_is_initialized():
+        return False
+    buffers = state.get_global_memory_buffer().buffer.values()
+    return any(buffer.untyped_storage() is tensor.untyped_storage() for buffer in buffers)
 
 
 class RankNotes:

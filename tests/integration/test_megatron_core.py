@@ -9,6 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from forked_processes import run_forked
+from metered_processes import needs_meter
 from rank_processes import run_ranks
 
 PROGRAM = Path(__file__).parents[1] / "support/megatron_ranks.py"
@@ -21,9 +22,15 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("layout", ["TP", "DP", "DP, distributed optimizer", "DP, distributed optimizer, bf16"])
-def test_weights_are_those_without_a_budget_under_one_plan(layout: str) -> None:
-    run_ranks(2, PROGRAM, layout)
+_MORE = ("tensor, latent", "data, sharded", "pipeline, experts")
+
+
+@needs_meter
+@pytest.mark.parametrize(
+    "kind", ["tensor", "data", "pipeline", *(pytest.param(k, marks=pytest.mark.long) for k in _MORE)]
+)
+def test_gradients_weights_and_peaks_are_as_without_a_budget_and_as_under_its_own_recompute(kind: str) -> None:
+    run_ranks(2, PROGRAM, kind)
 
 
 _SETTINGS = """

@@ -124,7 +124,7 @@ class ModelledCosts:
         self._seconds[key] = 0.0 if collective.ranks in self._hidden else time_s
         return OpRun(key, 0)
 
-    def run_function(self, args: Any, inner: Sequence[OpRun], again: Again) -> OpRun:
+    def run_function(self, args: Any, inner: Sequence[OpRun], again: Again, *, is_joint: bool) -> OpRun:
         """Return the cost key of a custom autograd Function: the keys of the ops `inner` that it has run."""
         key = key_of(again.kind, args, {})
         self._seconds[key] = math.fsum(self._seconds[run.key] for run in inner)

@@ -106,12 +106,16 @@ class MeasuredCosts:
                 output = self._run_once(func, args, kwargs, samples)
         return output, OpRun(key, number)
 
-    def run_function(self, args: Any, inner: Sequence[OpRun], again: Again) -> OpRun:
-        """Return the key to the costs of a custom autograd Function, which has run the ops `inner`, by running it again."""
+    def run_function(self, args: Any, inner: Sequence[OpRun], again: Again, *, is_joint: bool) -> OpRun:
+        """Return the key to the costs of a custom autograd Function, which has run the ops `inner`, by running it again.
+
+        `is_joint`: all ranks run it, each time.
+        """
         key = key_of(again.kind, args, {})
         samples = self._seconds.setdefault(key, [])
         numbers = self._numbers.setdefault(key, [])
-        while len(samples) < _LEAST_SAMPLES and (not samples or samples[-1] < _LONG_S):
+        least = len(samples) + 1 if is_joint else _LEAST_SAMPLES
+        while len(samples) < least and (is_joint or not samples or samples[-1] < _LONG_S):
             numbers.append(self._num_runs)
             self._num_runs += 1
             with again.as_in_backward():

@@ -42,6 +42,7 @@ class OpFacts:
     `writes_unseen`: its writes raise no version (c10d's collectives).
     `moves_storage`: changes which bytes a tensor refers to (`_MOVES`).
     `is_lift`: shows a tensor that Python made (`torch.tensor`) to PyTorch for the first time.
+    `scales_first`: adds its first argument, times `beta`, to a product.
     `running_stats`: positions of statistics that the op updates without its schema saying so (batch norm), and of the
         flag that makes it do so.
     """
@@ -68,6 +69,7 @@ class OpFacts:
     writes_unseen: bool = False
     moves_storage: bool = False
     is_lift: bool = False
+    scales_first: bool = False
     running_stats: tuple[tuple[int, ...], int] | None = None
 
     def written_by(self, args: Any, kwargs: Any) -> list[torch.Tensor]:
@@ -224,6 +226,7 @@ def facts_of(func: Any) -> OpFacts:
         writes_unseen=is_collective and bool(writes),
         moves_storage=name in _MOVES,
         is_lift=name in _LIFTS,
+        scales_first="beta" in arguments and not writes,
         running_stats=_RUNNING_STATS.get(name),
     )
 

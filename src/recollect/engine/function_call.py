@@ -115,7 +115,9 @@ class FunctionCall:
     """The random numbers of the forward; None if it drew none."""
     autocast: Autocast
     agreement: Agreement | None = None
-    """That of all ranks with parts of its parameters to run it again; None if there is none."""
+    """That of all ranks with parts of its parameters, or with its collectives, to run it again; None if there is none."""
+    groups: Sequence[str] = ()
+    """Names of those whose ranks run its collectives."""
 
     @property
     def state_bytes(self) -> int:
@@ -125,8 +127,8 @@ class FunctionCall:
     def __call__(self, tensors: list[Any], may_overwrite_first: bool, whole: Whole = gathered_parameter) -> list[Any]:
         """Run the forward again; return its outputs and the tensors it saved."""
         if self.agreement is not None:
-            for group in filter(None, map(group_of, self.arguments.partitioned)):
-                self.agreement.check(group, self.function.__name__)
+            for group in (*self.groups, *filter(None, map(group_of, self.arguments.partitioned))):
+                self.agreement.check(group, f"run {self.function.__name__} again in backward")
         args = self.arguments.filled(tensors, whole)
         context = _Context()
         context.needs_input_grad = tuple(isinstance(a, torch.Tensor) and a.requires_grad for a in args)

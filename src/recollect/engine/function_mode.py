@@ -49,7 +49,8 @@ class FunctionMode(TapeMode):
             return None
         if passes_ops_on(function):
             return _CollectiveFunction(self)
-        run = FunctionRun(function, (*args, *kwargs.values()))
+        replays = self.tape.agreement is not None
+        run = FunctionRun(function, (*args, *kwargs.values()), replays_collectives=replays)
         if kwargs:
             run.keep("it takes arguments by name")
         for tensor in run.wrote_unseen:
@@ -68,6 +69,9 @@ class FunctionMode(TapeMode):
 
     def end_function(self, run: FunctionRun) -> None:
         self._forget_overwritten(run)
+        if self.tape.agreement is not None:
+            for group in run.groups:
+                self.tape.agreement.meet(group)
         if not run.kept_because and run.made:
             self._drop(run)
 

@@ -4,11 +4,13 @@ NOTE [ What runs again ]
 A Function's forward can call kernels that PyTorch does not see, so it is taken as a whole: one op. It runs again only if
 
 1. all its inputs are known: tensors, plain values, and objects that hold those. Not modules, closures, generators;
-2. it writes only to tensors that it made. Writes that are seen are checked at every call; unseen ones by a checksum of its
-   arguments, at the first calls with the same constants;
+2. it writes only to tensors that it made, or by a collective to Megatron's buffers, which are filled before each use. Writes
+   that are seen are checked at every call; unseen ones by a checksum of its arguments, at the first calls with the same
+   constants;
 3. it reads no other tensors, unless nothing has ever written to them (a table of constants);
 4. none of its ops is one that the tape keeps because a second run may differ (rule 4), or that a second run disturbs: a
-   choice, a collective, a copy between devices, a compiled region, statistics; and no module runs in it;
+   choice, a copy between devices, a compiled region, statistics; and no module runs in it. A collective may run again
+   where all ranks run one plan, if it has ended when it returns, and all ranks ask for it in the same order (`_REPLAYED`);
 5. it does not switch gradients on.
 
 Otherwise its results are kept.
@@ -22,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from recollect._torch_parallel import PROCESS_GROUPS
+from recollect._torch_parallel import PROCESS_GROUPS, has_ended, is_megatrons_buffer, name_of_group
 from recollect._torch_private import (
     desugars,
     is_fake_tensor,
@@ -62,6 +64,9 @@ _PRODUCTS = frozenset(
     }
 )
 
+# Not exchanges between experts: ranks that got no rows may ask for them in another order.
+_REPLAYED = frozenset({"c10d:_allgather_base_", "c10d:_reduce_scatter_base_", "c10d:allreduce_"})
+
 # Functions whose arguments were compared before and after a call, by the constants of the call.
 _checked = WeakMap[set[Any]]()
 _MOST_CHECKS = 8
@@ -94,10 +99,13 @@ class FunctionRun:
         others: tensors that it reads but does not get as arguments: parameters, and tensors in objects.
         partitioned: parameters that each rank has a part of.
         saved: the tensors that autograd is to save, in order.
+        groups: names of those whose ranks run its collectives.
     """
 
-    def __init__(self, function: Any, args: tuple[Any, ...]) -> None:
+    def __init__(self, function: Any, args: tuple[Any, ...], *, replays_collectives: bool = False) -> None:
         self.function = function
+        self.groups: list[str] = []
+        self._replays_collectives = replays_collectives
         self.args = args
         self.arguments = FunctionArguments(args)
         self.kept_because = ""
@@ -111,6 +119,8 @@ class FunctionRun:
         self.draws = RegionDraws(unseen_on_cpu=False)
         self._objects: list[tuple[Any, list[int]]] = []
         self._made_mark, self._given_mark = object(), object()
+        # By its collectives.
+        self._filled: list[torch.UntypedStorage] = []
         self._given: list[torch.Tensor] = []
         self._versions: list[int] = []
         self._check_key: Any = None
@@ -216,18 +226,24 @@ class FunctionRun:
             self.keep("it switches gradients on")
         if not isinstance(func, torch._ops.OpOverload):
             self.keep("it runs compiled code")
-        if (
+        if self._replays_collectives and facts.name in _REPLAYED and has_ended(func, args, kwargs):
+            self.groups.append(name_of_group(args, kwargs))
+            targets = (t for t in facts.written_by(args, kwargs) if self._has_made(t) or is_megatrons_buffer(t))
+            self._filled += [target.untyped_storage() for target in targets]
+        elif (
             facts.is_collective
             or facts.moves_storage
             or (facts.running_stats is not None and args[facts.running_stats[1]])
         ):
             self.keep(f"it runs {facts.name}")
-        if not all(map(self._has_made, facts.written_by(args, kwargs))):
+        if not all(self._has_made(t) or self._has_filled(t) for t in facts.written_by(args, kwargs)):
             self.keep("it writes to a tensor from outside")
         if self.kept_because:
             return
+        # From what gloo has received into, when the call waits for its collective.
+        is_receipt = facts.overwrites and self._has_filled(args[0])
         for tensor in tensors_in((args, kwargs)):
-            self._read(tensor)
+            self._read(tensor, is_receipt)
         if facts.is_random and (SwitchedOff.RANDOM_OPS in switched_off() or draws_unknown(facts, func, args, kwargs)):
             self.keep(f"it runs {facts.name} with an unknown generator")
 
@@ -256,22 +272,26 @@ class FunctionRun:
     def _note_made(self, tensor: torch.Tensor) -> None:
         vars(tensor.untyped_storage())[_MARK] = self._made_mark
 
-    def _read(self, tensor: torch.Tensor) -> None:
+    def _read(self, tensor: torch.Tensor, is_receipt: bool) -> None:
         if not _is_strided(tensor):
             self.keep("it reads a tensor that is not strided")
             return
         storage = tensor.untyped_storage()
         mark = vars(storage).get(_MARK)
-        if mark is self._made_mark or mark is self._given_mark:
+        if mark is self._made_mark or mark is self._given_mark or self._has_filled(tensor):
             return
         if _version(tensor) or is_known(storage):
             self.keep("it reads a tensor that is not an argument")
             return
-        vars(storage)[_MARK] = self._given_mark
-        self.others.append(tensor)
+        if not is_receipt:
+            vars(storage)[_MARK] = self._given_mark
+            self.others.append(tensor)
 
     def _has_made(self, tensor: torch.Tensor) -> bool:
         return _is_strided(tensor) and vars(tensor.untyped_storage()).get(_MARK) is self._made_mark
+
+    def _has_filled(self, tensor: torch.Tensor) -> bool:
+        return _is_strided(tensor) and any(tensor.untyped_storage() is storage for storage in self._filled)
 
     # Afterwards
 
@@ -326,12 +346,12 @@ class FunctionRun:
         for made in self.made:
             layouts[made.slot] = layout_of(made.tensor)
         draws = self.draws if self.draws.state_bytes else None
-        return FunctionCall(self.function, self.arguments, layouts, draws, self.autocast, agreement)
+        return FunctionCall(self.function, self.arguments, layouts, draws, self.autocast, agreement, self.groups)
 
     @property
     def name(self) -> str:
-        name: str = self.function.__name__
-        return name.replace(".", "_").replace("#", "_")
+        name: str = self.function.__name__.replace(".", "_").replace("#", "_")
+        return f"c10d:{name}" if self.groups else name
 
     def is_saved(self, made: Made) -> bool:
         return made.slot >= self._num_outputs

@@ -167,7 +167,12 @@ class Arguments:
         if facts.running_stats is not None and args[facts.running_stats[1]]:
             hidden = facts.running_stats[0]
             args = [None if position in hidden else a for position, a in enumerate(args)]
-        self.args = self._bind(args, value_of)
+        if facts.scales_first and kwargs.get("beta", 1) == 0:
+            # Its content is not read: whatever is written to it later needs no copy of it.
+            unread = self._bind([args[0]], lambda tensor: TapeValue(tensor.detach()))
+            self.args = [*unread, *self._bind(args[1:], value_of)]
+        else:
+            self.args = self._bind(args, value_of)
         self.kwargs = dict(zip(kwargs, self._bind(kwargs.values(), value_of), strict=True)) if kwargs else kwargs
 
     def _bind(self, arguments: Iterable[Any], value_of: Callable[[torch.Tensor], TapeValue]) -> list[Any]:

@@ -1,6 +1,6 @@
 """Names the values of a unit, for use in plans: by the module that computes them, the op, and which call of the op."""
 
-_COLLECTIVE_NAMESPACES = frozenset({"_c10d_functional", "_dtensor"})
+_COLLECTIVE_NAMESPACES = frozenset({"_c10d_functional", "_dtensor", "c10d"})
 
 
 def value_stem(module_path: str, op_name: str, count: int) -> str:

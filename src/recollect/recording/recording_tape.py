@@ -288,7 +288,8 @@ class _RecordingMode(FunctionMode):
         again = RunsAgain(run, call)
         if recorder.current is not None and any(map(group_of, run.partitioned)):
             recorder.communicating.add(recorder.current)
-        cost = recorder.costs.run_function(run.args, recorder.other_runs[self._function_mark.runs :], again)
+        inner = recorder.other_runs[self._function_mark.runs :]
+        cost = recorder.costs.run_function(run.args, inner, again, is_joint=bool(run.groups))
         if not again.are_equal:
             recorder.differing.add(cost.key)
         # Tensors that it reads other than through arguments would have to be kept, and no plan knows them.

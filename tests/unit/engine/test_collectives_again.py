@@ -22,7 +22,8 @@ from watch import Watch
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="needs PyTorch with torch.distributed")
 
-VALUES: Final = ("linear.addmm", "sin", "_c10d_functional:all_reduce", "mul")
+FUNCTIONAL: Final = "_c10d_functional::all_reduce"
+VALUES: Final = ("linear.addmm", "sin", "_c10d_functional:all_reduce", "c10d:Sum", "mul")
 PLAN: Final = Plan({"0": UnitPlan(dict.fromkeys(VALUES, "recompute"))})
 
 
@@ -37,17 +38,33 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         yield shared
 
 
+class Sum(torch.autograd.Function):
+    """As Megatron's Functions communicate: in place, in what it has made."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor) -> Tensor:
+        total = hidden.clone()
+        dist.all_reduce(total)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        return gradient
+
+
 class Layer(nn.Module):
     """Scales its input by a sum over ranks. [n, 8] -> [n, 8]."""
 
-    def __init__(self) -> None:
+    def __init__(self, op: str = FUNCTIONAL) -> None:
         super().__init__()
-        self.linear = nn.Linear(8, 8)
+        self.linear, self.op = nn.Linear(8, 8), op
 
     def forward(self, hidden: Tensor) -> Tensor:
         assert dist.group.WORLD is not None
         hidden = self.linear(hidden).sin()
-        output: Tensor = hidden * all_reduce(hidden.detach(), "sum", dist.group.WORLD)
+        is_functional = self.op == FUNCTIONAL
+        total = all_reduce(hidden.detach(), "sum", dist.group.WORLD) if is_functional else Sum.apply(hidden)
+        output: Tensor = hidden * total
         return output
 
 
@@ -56,22 +73,24 @@ def tells(store: Any, plan: Plan) -> None:
     store.set(f"recollect/{dist.group.WORLD.group_name}/1/1", digest_of(plan.units))
 
 
-def test_what_it_makes_is_awaited(store: Any) -> None:
-    model = nn.Sequential(Layer())
+@pytest.mark.parametrize("op", [FUNCTIONAL, "c10d::allreduce_"])
+def test_what_it_makes_is_awaited(store: Any, op: str) -> None:
+    model = nn.Sequential(Layer(op))
     tells(store, PLAN)
     with recollect.apply(model, PLAN), Watch() as watch:
         loss = model(torch.randn(4, 8)).sum()
         forward = Counter(watch.ops)
         loss.backward()
     again = watch.ops - forward
-    assert again["_c10d_functional::all_reduce"] == again["_c10d_functional::wait_tensor"] == 1
+    assert again[op] == 1 and again["_c10d_functional::wait_tensor"] == (op == FUNCTIONAL)
 
 
-def test_it_does_not_run_again_before_the_other_rank_has_told_the_same_plan(store: Any) -> None:
-    model = nn.Sequential(Layer())
+@pytest.mark.parametrize("op", [FUNCTIONAL, "c10d::allreduce_"])
+def test_it_does_not_run_again_before_the_other_rank_has_told_the_same_plan(store: Any, op: str) -> None:
+    model = nn.Sequential(Layer(op))
     tells(store, Plan({"0": UnitPlan({"sin": "recompute"})}))
     with recollect.apply(model, PLAN), Watch() as watch:
         loss = model(torch.randn(4, 8)).sum()
-        with pytest.raises(PlanError, match="cannot run .*all_reduce.* again in backward: this rank"):
+        with pytest.raises(PlanError, match="cannot run .*(all_reduce|Sum).* again in backward: this rank"):
             loss.backward()
-    assert watch.ops["_c10d_functional::all_reduce"] == 1
+    assert watch.ops[op] == 1
