@@ -142,6 +142,18 @@ MUTATIONS = (
         (("yield min(op.time_s, sum(reader.time_s for reader in readers))", "yield 0.0"),),
     ),
     Mutation(
+        "gathers-of-frozen-products-hidden",
+        "Megatron is said to hide gathers that backward does not ask for",
+        "integrations",
+        (("if not any(graph.values[value].saved for value in made):", "if False:"),),
+    ),
+    Mutation(
+        "settings-in-any-order",
+        "of Megatron's settings for a pipeline, the first that fits is taken, not the fastest",
+        "integrations",
+        (("for config in sorted(everywhere, key=added_s):", "for config in everywhere:"),),
+    ),
+    Mutation(
         "more-layers-than-there-are",
         "a number of layers beyond those of a stage is not refused",
         "integrations",

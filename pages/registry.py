@@ -30,6 +30,7 @@ _CLUSTER = (
     f" --memory-budget 34GiB --out {os.devnull}"
 )
 _HELD_OUT = "python benchmarks/held_out_70b.py"
+_RECIPES = "python benchmarks/megatron_recipes.py"
 _PLAN = (
     "recollect plan --size 1b --fake --hardware H100 --dtype bf16 --seq-length 2048 --batch-size 4 --memory-budget 44%"
     f" --out {os.devnull}"
@@ -112,6 +113,7 @@ FIGURES: tuple[Figure, ...] = (
     _part("docs/how_to_read_a_plan.md", _PLAN, lambda: output_of(_PLAN).partition("Written")[0], seconds=6),
     _part("docs/parallel.md", _CLUSTER, lambda: output_of(_CLUSTER).partition("Written")[0], seconds=20),
     _part("docs/parallel.md", _HELD_OUT, _printed(_HELD_OUT), seconds=60),
+    _part("docs/megatron.md", _RECIPES, _printed(_RECIPES), seconds=200),
     Dated("docs/frontier.png", f"{_FRONTIER} --png docs/frontier.png", prints=_FRONTIER, renews=True, seconds=15),
     Dated(
         "docs/memory.png",

@@ -23,9 +23,7 @@ from recollect.plans.action import Action
 from recollect.profile.profile import Profile
 from recollect.simulation.decisions import CallActions, ValueActions
 from recollect.simulation.peak_sums import PeakSums
-from recollect.simulation.program import Program
 from recollect.simulation.simulate import simulate
-from recollect.simulation.windows import windows
 
 pytestmark = pytest.mark.integration
 
@@ -82,7 +80,7 @@ def random_plans(profile: Profile, seed: int) -> Iterator[list[CallActions]]:
 
 
 def test_no_random_plan_is_below_the_bound(profile: Profile) -> None:
-    peak_sums = PeakSums(Program(profile, windows(profile)))
+    peak_sums = PeakSums.of(profile)
     plain = simulate(profile, [CallActions()] * len(profile.calls))
     bound = LowerBound(profile)
     budgets = [round(plain.peak_bytes * (i + 1) / NUM_BUDGETS) for i in range(NUM_BUDGETS)]
@@ -104,7 +102,7 @@ def without_output(profile: Profile, call: int, decision: CallActions, rng: rand
 
 
 def test_no_random_plan_is_below_a_cut_at_any_prices(profile: Profile) -> None:
-    peak_sums = PeakSums(Program(profile, windows(profile)))
+    peak_sums = PeakSums.of(profile)
     found = checkpoint_times(profile)
     step = CheapestStep(profile, found)
     rng = random.Random(1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -38,7 +39,7 @@ def test_each_stage_has_a_plan_and_all_of_them_the_nearest_flags(
     plans = [recollect.Plan.load(out.with_suffix(f".{stage}.json")) for stage in range(2)]
     assert all(path.startswith("decoder.") for plan in plans for path in plan.units)
     output = capsys.readouterr().out
-    assert "nearest of Megatron, in all stages alike: step +" in output
+    assert re.search(r"nearest of Megatron, in all stages alike: peak .*iB, step \+.*%, \d+ ms longer\n", output)
     assert "--recompute-granularity" in output
     assert "its fused kernels keep less" in output and "it gathers beside products" not in output
 

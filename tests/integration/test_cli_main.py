@@ -157,6 +157,10 @@ def test_help_lists_the_commands(args: list[str], capsys: pytest.CaptureFixture[
         (["train", "--lr", "high"], "--lr: got 'high', expected FLOAT."),
         (["train", "--resume"], "--resume: got it without --run-dir, expected the folder of the run to go on with."),
         (
+            ["train", "--profile", "--steps", "9"],
+            "--profile-step-start: got 10, expected at most 9, the last step: no step is traced.",
+        ),
+        (
             ["train", "--data", "a", "--data-path", "b"],
             "--data-path: given with --data, expected one of them. Remove one.",
         ),

@@ -21,9 +21,7 @@ from recollect.profile.profile import Profile
 from recollect.simulation.decisions import decide
 from recollect.simulation.lifetimes import lifetimes
 from recollect.simulation.peak_sums import PeakSums
-from recollect.simulation.program import Program
 from recollect.simulation.simulate import simulate
-from recollect.simulation.windows import windows
 from recorded_steps import Phases, measured_bytes, random_plan, recorded
 
 pytestmark = pytest.mark.integration
@@ -145,7 +143,7 @@ def step(request: pytest.FixtureRequest) -> Recorded:
 
 
 def test_peaks_are_those_measured(step: Recorded) -> None:
-    sums = PeakSums(Program(step.profile, windows(step.profile)))
+    sums = PeakSums.of(step.profile)
     plans = [Plan({}), recollect.classic_plan(step.profile, "full"), *(random_plan(step.profile, s) for s in range(6))]
     for number, plan in enumerate(plans):
         decisions = decide(step.profile, plan)

@@ -40,9 +40,7 @@ from recollect.profile.graph import UnitGraph
 from recollect.profile.profile import Profile
 from recollect.simulation.decisions import decide
 from recollect.simulation.peak_sums import PeakSums
-from recollect.simulation.program import Program
 from recollect.simulation.simulate import simulate
-from recollect.simulation.windows import windows
 from tiers import long_but
 from zoo import Batch, Case
 
@@ -80,7 +78,7 @@ class Experiment:
 
     @cached_property
     def peak_sums(self) -> PeakSums:
-        return PeakSums(Program(self.profile, windows(self.profile)))
+        return PeakSums.of(self.profile)
 
     def try_plan(self, name: str, plan: Plan) -> None:
         """Measure a whole step under a plan, and take its gradients."""

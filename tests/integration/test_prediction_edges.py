@@ -19,9 +19,7 @@ from recollect.plans.unit_plan import UnitPlan
 from recollect.profile.profile import Profile
 from recollect.simulation.decisions import decide
 from recollect.simulation.peak_sums import PeakSums
-from recollect.simulation.program import Program
 from recollect.simulation.simulate import simulate, simulated_plan
-from recollect.simulation.windows import windows
 
 pytestmark = pytest.mark.integration
 
@@ -73,7 +71,7 @@ def random_plan(profile: Profile, choose: random.Random) -> Plan:
         units[call.path] = UnitPlan(actions, output=choose.choice(["keep", "recompute"]))
     plan = Plan(units)
     simulation = simulate(profile, decide(profile, plan))
-    sums = PeakSums(Program(profile, windows(profile))).peaks(decide(profile, plan))
+    sums = PeakSums.of(profile).peaks(decide(profile, plan))
     assert sums.peak_bytes == simulation.peak_bytes
     return simulated_plan(profile, plan, simulation)
 

@@ -20,9 +20,7 @@ from recollect.plans.unit_plan import UnitPlan
 from recollect.profile.profile import Profile
 from recollect.simulation.decisions import decide
 from recollect.simulation.peak_sums import PeakSums
-from recollect.simulation.program import Program
 from recollect.simulation.simulate import simulate
-from recollect.simulation.windows import windows
 
 pytestmark = pytest.mark.integration
 
@@ -154,7 +152,7 @@ def off_bytes(model: nn.Module, batch: Tensor, profile: Profile, plan: Plan) -> 
     """Measured peak of the step under a plan less the predicted one, which all ways to play it agree on."""
     decisions = decide(profile, plan)
     simulation = simulate(profile, decisions)
-    peaks = PeakSums(Program(profile, windows(profile))).peaks(decisions)
+    peaks = PeakSums.of(profile).peaks(decisions)
     assert (peaks.peak_bytes, peaks.recompute_s) == (simulation.peak_bytes, simulation.recompute_s)
     assert sum(item.nbytes for item in recollect.explain_peak(profile, plan).items) == simulation.peak_bytes
     assert sum(unit.recomputed_ops for unit in layer_usage(profile, plan)) == simulation.recomputed_ops

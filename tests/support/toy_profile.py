@@ -34,19 +34,21 @@ def layer(*, norm_bytes: int = 100, up_bytes: int = 400, act_bytes: int = 400, o
 GATHER = "mlp._c10d_functional:all_gather_into_tensor"
 
 
-def gathering_layer(*, replays: bool = True, gather_s: float = 0.05) -> UnitGraph:
+def gathering_layer(
+    *, replays: bool = True, gather_s: float = 0.05, order_s: float = 0.02, is_saved: bool = True
+) -> UnitGraph:
     """A layer under sequence parallelism: a product reads what a gather returns, put in order."""
     values = (
         ValueRecord("input", 50, producer=None, saved=True),
         ValueRecord("input_layernorm.mul", 100, producer=0),
         ValueRecord(GATHER, 400, producer=1, must_keep=not replays),
-        ValueRecord("mlp.cat", 400, producer=2, saved=True),
+        ValueRecord("mlp.cat", 400, producer=2, saved=is_saved),
         ValueRecord("mlp.up.mm", 400, producer=3, saved=True),
         ValueRecord("mlp.cat#1", 800, producer=4, saved=True),
         ValueRecord("down.mm", 50, producer=5, is_output=True),
     )
     reads = ((0,), (1,), (2,), (3,), (3, 4), (5,))
-    times_s = (0.01, gather_s, 0.02, 0.2, 0.04, 0.2)
+    times_s = (0.01, gather_s, order_s, 0.2, 0.04, 0.2)
     ops = [
         OpRecord(values[number].name, inputs, (number,), time_s)
         for number, (inputs, time_s) in enumerate(zip(reads, times_s, strict=True), start=1)

@@ -6,6 +6,7 @@ from typing import Final
 
 from rich.console import Console
 
+from recollect.byte_format import format_bytes
 from recollect.cli.commands import ClusterFlags, MakePlan
 from recollect.cli.common import write_file
 from recollect.costs.hardware_table import choose_hardware
@@ -187,7 +188,8 @@ def _nearest(command: MakePlan, found: ClusterPlan) -> str:
         ranks = layout.pipeline_model_parallel_size
         words += f"\nits split of the layers:\n{split_flags(layout.pipeline_split, ranks, num_predicted=predicted)}"
     lines = [
-        f"nearest of Megatron, in all stages alike: step {uniform.slowdown:+.1%}, {1e3 * lost_s:.0f} ms longer",
+        f"nearest of Megatron, in all stages alike: peak {format_bytes(uniform.peak_bytes)}, step {uniform.slowdown:+.1%}, "
+        f"{1e3 * lost_s:.0f} ms longer",
         words,
         "assumed of Megatron: Norms, activations and positions op by op; its fused kernels keep less.",
     ]

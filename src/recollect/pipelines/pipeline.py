@@ -23,6 +23,7 @@ from recollect.plans.plan import Plan
 from recollect.profile.events import StepLog
 from recollect.profile.profile import Profile
 from recollect.simulation.decisions import CallActions, decide
+from recollect.simulation.peak_sums import PeakSums
 from recollect.simulation.simulate import simulate
 
 StagePlans = Plan | Sequence[Plan]
@@ -140,7 +141,7 @@ class RecordedPieces:
         if key not in self._added:
             profile = parts.profile
             decisions = decide(profile, plan)
-            whole_s = simulate(profile, decisions).recompute_s
+            whole_s = parts.sums.peaks(decisions).recompute_s
             first_s = 0.0
             if parts.parts[INPUT]:
                 begun = (*parts.parts[FORWARD], *parts.parts[INPUT])
@@ -169,6 +170,8 @@ class Pipeline:
         self.schedule = schedule
         self.recorded = recorded
         self._is_divided = sizes is not None
+        # The step of a rank and what plays it: once for ranks that work alike, and for all plans.
+        self._played = cache(lambda rank: ((step := rank_step(rank)), PeakSums.of(step.profile)))
         sizes = sizes or [1] * schedule.num_stages
         ends = list(accumulate(sizes))
         self.pieces_of = [range(end - size, end) for end, size in zip(ends, sizes, strict=True)]
@@ -255,16 +258,12 @@ class Pipeline:
 
     def peaks_bytes(self, plans: Sequence[StagePlans]) -> tuple[int, ...]:
         """Return the most bytes that each rank holds under given plans of the pieces."""
-        known: dict[object, int] = {}
-        step_of = cache(rank_step)
         found = []
         for number in range(len(self.schedule.ranks)):
             own = [plans[piece] for piece in self.pieces_of_rank(number)]
-            rank = self.rank(number, is_whole=not all(isinstance(plan, Plan) for plan in own))
-            key = rank, tuple(id(plan) for plan in own)
-            if key not in known:
-                known[key] = _peak_bytes(step_of(rank), own)
-            found.append(known[key])
+            is_alike = all(isinstance(plan, Plan) for plan in own)
+            rank = self.ranks[number] if is_alike else self.rank(number, is_whole=True)
+            found.append(_peak_bytes(*self._played(rank), own))
         return tuple(found)
 
     def predicted(
@@ -353,7 +352,7 @@ def _all(own: StagePlans) -> Sequence[Plan]:
     return [own] if isinstance(own, Plan) else own
 
 
-def _peak_bytes(step: RankStep, plans: Sequence[StagePlans]) -> int:
+def _peak_bytes(step: RankStep, sums: PeakSums, plans: Sequence[StagePlans]) -> int:
     known: dict[tuple[int, int], list[CallActions]] = {}
     decisions: list[CallActions] = []
     for number, micro_batch, profile in step.forwards:
@@ -362,4 +361,4 @@ def _peak_bytes(step: RankStep, plans: Sequence[StagePlans]) -> int:
         if key not in known:
             known[key] = decide(profile, plan)
         decisions += known[key]
-    return simulate(step.profile, decisions).peak_bytes
+    return sums.peaks(decisions).peak_bytes

@@ -13,6 +13,7 @@ from recollect.plans.plan import Plan
 from recollect.profile import events
 from recollect.profile.events import Event
 from recollect.profile.profile import Profile
+from recollect.simulation.peak_sums import PeakSums
 from recollect.simulation.timeline import timeline
 
 STORAGE_EVENTS: Final = (events.ALLOC, events.FREE)
@@ -98,6 +99,10 @@ class StageParts:
         }
         self.num_storages = 1 + max((event[1] for event in whole if event[0] in STORAGE_EVENTS), default=-1)
         self.num_handles = 1 + max((event[3] for event in whole if event[0] == events.SAVE), default=-1)
+
+    @cached_property
+    def sums(self) -> PeakSums:
+        return PeakSums.of(self.profile)
 
     @cached_property
     def forward_s(self) -> float:

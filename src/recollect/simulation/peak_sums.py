@@ -21,13 +21,14 @@ from numpy.typing import NDArray
 
 from recollect.plans.action import EngineChoice
 from recollect.profile.events import ALLOC, OPTIMIZER
+from recollect.profile.profile import Profile
 from recollect.simulation.call_groups import OUTSIDE, Division, Group
 from recollect.simulation.copies import Death, Holes
 from recollect.simulation.decisions import CallActions, calls_on_tape
 from recollect.simulation.playback import Playback, Token
 from recollect.simulation.program import Instruction, Key, Program, ProgramOp
-from recollect.simulation.simulate import Simulation, handlers
-from recollect.simulation.windows import most_alive
+from recollect.simulation.simulate import Simulation, handlers, simulate
+from recollect.simulation.windows import most_alive, windows
 
 _NEVER = 2**62
 
@@ -106,6 +107,10 @@ class PeakSums:
         # The simulator gives a missing phase this peak too.
         self._least_peak_bytes = self.profile.persistent_bytes + calibration_bytes
 
+    @classmethod
+    def of(cls, profile: Profile) -> PeakSums:
+        return cls(Program(profile, windows(profile)))
+
     @cached_property
     def most_alive(self) -> dict[str, int]:
         """For each path of a unit, how many of its calls keep their output at once."""
@@ -119,9 +124,12 @@ class PeakSums:
     def peaks(self, decisions: Sequence[CallActions]) -> Peaks:
         """Return the same peaks as `simulate`, without where the peak is."""
         on_tape = calls_on_tape(decisions)
+        offloads = any(decision.trips for decision in decisions)
+        if offloads and not self._program.edges:
+            whole = simulate(self.profile, decisions, windows=self.windows)
+            return Peaks(whole.peak_bytes, whole.recompute_s, whole.window_peaks)
         # An offloaded value is kept, except while it is away.
         stored = [replace(decision, trips=()) if decision.trips else decision for decision in decisions]
-        offloads = any(decision.trips for decision in decisions)
         away, away_bytes = self.holes.changes(decisions) if offloads else (self._nothing[:0], self._nothing[:0])
         played: dict[int, _Played] = {call: (decision, call in on_tape) for call, decision in enumerate(stored)}
         played[OUTSIDE] = CallActions(), False

@@ -45,16 +45,22 @@ def profile(recorded: tuple[Any, Any, Profile]) -> Profile:
     return recorded[2]
 
 
-def all_of_megatron(profile: Profile) -> list[Plan]:
+def settings_of_megatron(num_layers: int, modules: tuple[str, ...]) -> list[RecomputeConfig]:
     fields: list[dict[str, Any]] = [{}]
-    for method, number in itertools.product(("uniform", "block"), range(1, 5)):
+    for method, number in itertools.product(("uniform", "block"), range(1, num_layers + 1)):
         fields.append({"recompute_granularity": "full", "recompute_method": method, "recompute_num_layers": number})
-    for count in (1, 2, 3):
-        for names in itertools.combinations(MODULES, count):
+    for count in range(1, len(modules) + 1):
+        for names in itertools.combinations(modules, count):
             fields.append({"recompute_granularity": "selective", "recompute_modules": names})
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ConfigWarning)
-        return [megatron_plan(profile, RecomputeConfig(**settings)) for settings in fields]
+        return [RecomputeConfig(**settings) for settings in fields]
+
+
+def all_of_megatron(profile: Profile) -> list[Plan]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConfigWarning)
+        return [megatron_plan(profile, config) for config in settings_of_megatron(4, MODULES)]
 
 
 def read_back(flags: str) -> RecomputeConfig:
@@ -125,6 +131,24 @@ def test_megatron_gathers_beside_its_products(gather_s: float, fields: dict[str,
     assert hidden_s(profile, megatron_plan(profile, RecomputeConfig(**fields))) == pytest.approx(expected_s)
 
 
+def test_only_what_runs_again_is_hidden() -> None:
+    # A frozen product saves no input for backward.
+    profile = stack(2, graph=gathering_layer(is_saved=False))
+    assert hidden_s(profile, megatron_plan(profile, RecomputeConfig())) == 0.0
+
+
+@pytest.mark.parametrize("gather_s", [0.08, 0.16])
+def test_what_is_hidden_is_never_more_than_what_runs_again(gather_s: float) -> None:
+    # Six of these, added one by one, are more than their sum.
+    profile = stack(6, graph=gathering_layer(gather_s=gather_s, order_s=0.0))
+    plan = megatron_plan(profile, RecomputeConfig())
+    assert nearest_settings(profile, plan).plan.predicted_slowdown == 0.0
+    schedule = recollect.PipelineSchedule.one_f_one_b(num_stages=2, num_micro_batches=2)
+    profile = replace(profile, persistent={"parameters": 1000, "gradients": 1000})
+    planned = recollect.predict_pipeline([profile] * 2, schedule, [plan] * 2)
+    assert nearest_uniform_settings([profile] * 2, planned)[1].slowdowns == (0.0, 0.0)
+
+
 def test_what_is_hidden_is_no_slowdown() -> None:
     profile = stack(2, graph=gathering_layer())
     plan = megatron_plan(profile, RecomputeConfig())
@@ -144,6 +168,26 @@ def test_stages_of_a_pipeline_gather_beside_their_products() -> None:
     # Five micro-batches one after the other, each in two layers, but for the first, which begins earlier.
     assert planned.step_s - found.step_s == pytest.approx(5 * 2 * 0.05)
     assert found.plain_step_s == planned.plain_step_s
+
+
+@pytest.mark.parametrize("percent", [55, 65, 75, 85, 95])
+def test_the_nearest_settings_of_a_pipeline_are_the_fastest_that_fit(percent: int) -> None:
+    persistent = {"parameters": 1000, "gradients": 1000}
+    first, last = (replace(stack(n, graph=gathering_layer()), persistent=persistent) for n in (3, 2))
+    profiles, schedule = [first, last], recollect.PipelineSchedule.one_f_one_b(num_stages=2, num_micro_batches=4)
+    planned = recollect.plan_pipeline(profiles, schedule, f"{percent}%")
+    fitting = []
+    for config in settings_of_megatron(2, ("mlp", "layernorm")):
+        plans = [megatron_plan(profile, config) for profile in profiles]
+        hidden = [hidden_s(profile, plan) for profile, plan in zip(profiles, plans, strict=True)]
+        # As if the hidden seconds were not part of the step.
+        shorter = [replace(p, step_s=p.step_s - s) for p, s in zip(profiles, hidden, strict=True)]
+        found = recollect.predict_pipeline(shorter, schedule, plans)
+        added_s = sum(plan.predicted_slowdown * p.step_s for plan, p in zip(plans, profiles, strict=True)) - sum(hidden)
+        fitting += [(added_s, found.step_s, found.peak_bytes)] if found.peak_bytes <= planned.budget_bytes else []
+    _, step_s, peak_bytes = min(fitting)
+    _, uniform = nearest_uniform_settings(profiles, planned)
+    assert uniform.step_s == pytest.approx(step_s) and uniform.peak_bytes == peak_bytes
 
 
 def test_what_cannot_be_written(profile: Profile) -> None:

@@ -16,9 +16,7 @@ from recollect.planning.priced_search import PricedSearch
 from recollect.profile.events import BACKWARD, DIES, PHASE, StepLog
 from recollect.profile.profile import Profile
 from recollect.simulation.peak_sums import PeakSums
-from recollect.simulation.program import Program
 from recollect.simulation.simulate import simulate
-from recollect.simulation.windows import windows
 from synthetic_step import random_step
 
 MANY_VALUES = 18
@@ -122,6 +120,6 @@ def test_without_held_values_there_is_nothing_to_search() -> None:
         (random_step(2, num_values=MANY_VALUES, num_units=4), False),
         (cached_step(2, num_units=4)[0], True),
     ):
-        search = PricedSearch(PeakSums(Program(profile, windows(profile))), unit_options)
+        search = PricedSearch(PeakSums.of(profile), unit_options)
         assert search.is_worthwhile == is_worthwhile
         assert list(search.known()) == []

@@ -16,7 +16,6 @@ from recollect.profile.events import BACKWARD, FORWARD, OPTIMIZER
 from recollect.profile.profile import Profile
 from recollect.simulation.decisions import CallActions, ValueActions
 from recollect.simulation.peak_sums import PeakSums
-from recollect.simulation.program import Program
 from recollect.simulation.simulate import simulate
 from recollect.simulation.windows import windows
 from synthetic_step import random_step
@@ -27,7 +26,7 @@ class SeenCosts(KnownCosts):
 
     def __init__(self, profile: Profile) -> None:
         table = OptionTable(profile, options_of=unit_options)
-        super().__init__(PeakSums(Program(profile, windows(profile))), table)
+        super().__init__(PeakSums.of(profile), table)
         self.seen: list[Choice] = []
 
     def candidate(self, choice: Choice) -> Candidate:

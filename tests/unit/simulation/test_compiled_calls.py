@@ -24,9 +24,7 @@ from recollect.profile.variant import VariantRecord
 from recollect.simulation.decisions import CallActions, compiled_unit, decide, drop_all
 from recollect.simulation.lifetimes import lifetimes
 from recollect.simulation.peak_sums import PeakSums
-from recollect.simulation.program import Program
 from recollect.simulation.simulate import simulate, simulated_plan
-from recollect.simulation.windows import windows
 
 _TWO_VARIANTS = (
     VariantRecord((1,), (0,), 120, 500, ((300, -50, 0), (40, -30, -1)), 4.0, is_default=True),
@@ -134,7 +132,7 @@ def llama() -> Profile:
 
 def test_sums_over_units_are_whole_simulations(llama: Profile) -> None:
     chooser = random.Random(3)
-    sums = PeakSums(Program(llama, windows(llama)))
+    sums = PeakSums.of(llama)
     for _ in range(20):
         decisions = []
         for call in llama.calls:

@@ -49,7 +49,7 @@ def check(profile: Profile, peak_sums: PeakSums, decisions: list[CallActions], w
 
 
 def peak_sums_of(profile: Profile) -> PeakSums:
-    return PeakSums(Program(profile, windows(profile)))
+    return PeakSums.of(profile)
 
 
 def with_log(profile: Profile, log: Iterable[Event]) -> Profile:

@@ -29,10 +29,8 @@ from recollect.profile.graph import OpRecord, UnitCall, UnitGraph, ValueRecord
 from recollect.profile.profile import Profile
 from recollect.simulation.decisions import decide
 from recollect.simulation.peak_sums import PeakSums
-from recollect.simulation.program import Program
 from recollect.simulation.simulate import Simulation, simulate
 from recollect.simulation.timeline import explain_peak
-from recollect.simulation.windows import windows
 
 INPUT, A, B, C, OUT, GRADIENT = 64, 100, 50, 10, 20, 7
 BUFFERS, GENERATOR = 24, 5056
@@ -79,7 +77,7 @@ def profile_of(forward: Events = UP_TO_C, backward: Events = USED, device: str =
 def played(profile: Profile) -> Simulation:
     decisions = decide(profile, PLAN)
     simulation = simulate(profile, decisions)
-    peaks = PeakSums(Program(profile, windows(profile))).peaks(decisions)
+    peaks = PeakSums.of(profile).peaks(decisions)
     assert (peaks.peak_bytes, peaks.recompute_s) == (simulation.peak_bytes, simulation.recompute_s)
     return simulation
 

@@ -84,6 +84,11 @@ def megatron_plan(
     if not isinstance(config, RecomputeConfig) and hasattr(config, "recompute_granularity"):
         setting, config = setting or TrainingSetting.of(config), RecomputeConfig.of(config)
     check_kind("megatron_plan(profile, config)", "config", config, RecomputeConfig, "recollect.RecomputeConfig")
+    return predicted_plan(profile, compiled_plan(profile, config, setting))
+
+
+def compiled_plan(profile: Profile, config: RecomputeConfig, setting: TrainingSetting | None = None) -> Plan:
+    """Return the plan of a configuration without predictions; see `megatron_plan`."""
     if setting is not None:
         config.check(setting)
     refuse_not_yet(config, setting)
@@ -106,7 +111,7 @@ def megatron_plan(
         layers = [*chain.from_iterable(chunks), *heads]
         _check_matched("offload", config.offload_modules, modules_in(profile, layers, config.offload_modules))
         plan = with_offload(profile, plan, config, layers)
-    return predicted_plan(profile, plan)
+    return plan
 
 
 def _units(profile: Profile, choice: Choice, chunks: Chunks, heads: Sequence[str]) -> dict[str, UnitPlan]:

@@ -1,5 +1,6 @@
 """Write a plan, or a pipeline's plans, as the nearest Megatron settings: in a pipeline the same for all stages."""
 
+import math
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -7,18 +8,22 @@ from dataclasses import replace
 from itertools import combinations
 
 from recollect.errors import BudgetTooSmallError, ConfigError, ConfigWarning, NotYetError
-from recollect.integrations.megatron.compile import megatron_plan
+from recollect.integrations.megatron.compile import compiled_plan
 from recollect.integrations.megatron.module_values import LayerOps, modules_in
 from recollect.integrations.megatron.rules import RecomputeConfig
 from recollect.integrations.megatron.settings import MODULES, TrainingSetting
 from recollect.integrations.nearest import Nearest, nearest
-from recollect.pipelines.pipeline import PipelinePlan
-from recollect.pipelines.plan_pipeline import predict_pipeline
+from recollect.pipelines.pipeline import Pipeline, PipelinePlan, RecordedPieces
+from recollect.pipelines.schedule import INPUT
+from recollect.pipelines.stage_parts import StageParts
 from recollect.plans.action import Action
 from recollect.plans.plan import Plan
 from recollect.plans.value_names import collective_kind
 from recollect.profile.graph import UnitGraph
 from recollect.profile.profile import Profile
+from recollect.simulation.decisions import decide
+from recollect.simulation.peak_sums import PeakSums
+from recollect.simulation.simulate import predicted_plan
 
 
 def nearest_settings(profile: Profile, plan: Plan, setting: TrainingSetting | None = None) -> Nearest[RecomputeConfig]:
@@ -37,7 +42,7 @@ def nearest_settings(profile: Profile, plan: Plan, setting: TrainingSetting | No
         PlanError: the plan has no predicted peak.
         BudgetTooSmallError: none of Megatron's settings fits.
 
-    Complexity: a simulation for each setting: twice the number of layers, and 2 to the number of modules.
+    Complexity: for each setting, that is twice the number of layers and 2 to the number of modules, a sum over the layers.
 
     Example:
         >>> import torch, recollect
@@ -52,7 +57,17 @@ def nearest_settings(profile: Profile, plan: Plan, setting: TrainingSetting | No
         >>> found.lost_s > 0
         True
     """
-    return nearest(profile, plan, _choices(profile, setting))
+    sums = PeakSums.of(profile)
+
+    def priced(made: Plan) -> Plan:
+        peaks = sums.peaks(decide(profile, made))
+        added_s = peaks.recompute_s - hidden_s(profile, made)
+        slowdown = added_s / profile.step_s if profile.step_s else 0.0
+        return replace(made, predicted_peak_bytes=peaks.peak_bytes, predicted_slowdown=slowdown)
+
+    found = nearest(profile, plan, ((config, priced(made)) for config, made in _choices(profile, setting)))
+    slowdown = found.plan.predicted_slowdown
+    return replace(found, plan=replace(predicted_plan(profile, found.plan), predicted_slowdown=slowdown))
 
 
 def nearest_uniform_settings(
@@ -76,35 +91,39 @@ def nearest_uniform_settings(
     Raises:
         BudgetTooSmallError: no setting fits.
 
-    Complexity: for each setting a simulation of each distinct stage; of the pipeline, until one fits, from the fastest on.
+    Complexity: for each setting a sum over each distinct stage; until one fits, from the fastest on, over each rank.
     """
     budget_bytes = planned.peak_bytes if planned.budget_bytes is None else planned.budget_bytes
     distinct = {id(profile): profile for profile in profiles}
     plans = {key: dict(_choices(profile)) for key, profile in distinct.items()}
     everywhere = [config for config in next(iter(plans.values())) if all(config in made for made in plans.values())]
+    recorded = _MegatronPieces(profiles, split_profiles)
+    pipeline = Pipeline(planned.schedule, recorded)
 
     def added_s(config: RecomputeConfig) -> float:
-        return sum((plans[id(p)][config].predicted_slowdown or 0.0) * p.step_s for p in profiles)
+        found = (recorded.added_s(piece.whole, plans[id(piece.whole.profile)][config]) for piece in recorded.pieces)
+        return math.fsum(map(sum, found))
 
     peaks: list[int] = []
     for config in sorted(everywhere, key=added_s):
-        chosen: list[Plan] = [plans[id(profile)][config] for profile in profiles]
-        # Backward is shorter by the hidden seconds; profiles that are alike stay one object.
-        taken = {
-            key: replace(profile, step_s=profile.step_s - hidden_s(profile, plans[key][config]))
-            for key, profile in distinct.items()
-        }
-        stages = [taken[id(profile)] for profile in profiles]
-        found = predict_pipeline(stages, planned.schedule, chosen, split_profiles=split_profiles, send_s=send_s)
-        if found.peak_bytes <= budget_bytes:
-            return config, replace(found, plain_step_s=planned.plain_step_s)
-        peaks.append(found.peak_bytes)
+        chosen = [plans[id(profile)][config] for profile in profiles]
+        peaks_bytes = pipeline.peaks_bytes(chosen)
+        if max(peaks_bytes) <= budget_bytes:
+            return config, pipeline.predicted(chosen, peaks_bytes, send_s=send_s)
+        peaks.append(max(peaks_bytes))
     raise BudgetTooSmallError(
         budget_bytes=budget_bytes,
         least_peak_bytes=min(peaks),
         unit="the fullest rank",
         advice=("That is the leanest of Megatron's settings, the same for all stages.",),
     )
+
+
+class _MegatronPieces(RecordedPieces):
+    def added_s(self, parts: StageParts, plan: Plan) -> tuple[float, float]:
+        first_s, second_s = super().added_s(parts, plan)
+        # In halves of backward, no product for an input's gradient is beside the gather.
+        return first_s, second_s if parts.parts[INPUT] else second_s - hidden_s(parts.profile, plan)
 
 
 def hidden_s(profile: Profile, plan: Plan) -> float:
@@ -114,13 +133,14 @@ def hidden_s(profile: Profile, plan: Plan) -> float:
     as the one in forward. Where the latter runs again, it waits for its input in Megatron, too.
     """
     of_graphs = [[*_gathers(graph)] for graph in profile.graphs]
-    found = 0.0
+    found = []
     for call in profile.calls:
         actions = plan.units[call.path].actions if call.path in plan.units else {}
         for time_s, gathered, read in of_graphs[call.graph]:
             if actions.get(gathered) == Action.RECOMPUTE and all(actions.get(n) == Action.KEEP for n in read):
-                found += time_s * call.num_runs
-    return found
+                found.append(call.num_runs * time_s)
+    # Rounded like the seconds of all ops that run again, to which it is never more.
+    return math.fsum(found)
 
 
 def _gathers(graph: UnitGraph) -> Iterator[tuple[float, str, list[str]]]:
@@ -137,6 +157,8 @@ def _gathers(graph: UnitGraph) -> Iterator[tuple[float, str, list[str]]]:
                 made.update(later.outputs)
             else:
                 readers.append(later)
+        if not any(graph.values[value].saved for value in made):
+            continue  # Backward does not ask for it.
         names = [graph.values[value].name for reader in readers for value in reader.outputs]
         yield min(op.time_s, sum(reader.time_s for reader in readers)), graph.values[op.outputs[0]].name, names
 
@@ -176,16 +198,14 @@ def bridge_lines(config: RecomputeConfig) -> str:
 
 
 def _choices(profile: Profile, setting: TrainingSetting | None = None) -> list[tuple[RecomputeConfig, Plan]]:
-    """Return Megatron's settings for a recorded step, each with the plan that it means; see `nearest_settings`."""
+    """Return Megatron's settings for a recorded step, each with the plan that it means, without predictions."""
     found = []
     with warnings.catch_warnings():
         # The chosen settings are compiled again by their reader, which then warns.
         warnings.simplefilter("ignore", ConfigWarning)
         for config in _configs(profile):
             with suppress(ConfigError, NotYetError):
-                plan = megatron_plan(profile, config, setting)
-                hidden = hidden_s(profile, plan) / profile.step_s if profile.step_s else 0.0
-                found.append((config, replace(plan, predicted_slowdown=(plan.predicted_slowdown or 0.0) - hidden)))
+                found.append((config, compiled_plan(profile, config, setting)))
     return found
 
 

@@ -9,9 +9,10 @@ from typing import Literal
 
 from tyro.conf import FlagCreatePairsOff
 
-from recollect.errors import NotYetError
+from recollect.errors import ConfigWarning, NotYetError
 from recollect.lab.models.config import TransformerConfig
 from recollect.lab.parallel.pipeline_layout import PipelineLayout, check_divides, clash
+from recollect.warning import warn_user
 
 Sharding = Literal["none", "optimizer", "all"]
 """The state that data-parallel ranks share: nothing (DDP), the optimizer's state (ZeRO-1), or all (FSDP2, ZeRO-3)."""
@@ -266,6 +267,9 @@ class ParallelFlags:
 
         Raises:
             ConfigError: they are no multiple of one model's devices; or as `layout`.
+
+        Warns:
+            ConfigWarning: state is to be shared over data parallelism, and there is none.
         """
         each = self.layout_of_one().num_devices
         if world_size % each:
@@ -275,4 +279,12 @@ class ParallelFlags:
                 f"one model takes {each} processes",
                 f"Start a multiple of {each} processes (torchrun --nproc-per-node), or change the sizes.",
             )
-        return self.layout(world_size // each)
+        found = self.layout(world_size // each)
+        if self.sharding != "none" and found.data_parallel_size * found.context_parallel_size == 1:
+            name = "use_torch_fsdp2" if self.use_torch_fsdp2 else "use_distributed_optimizer"
+            warn_user(
+                f"{name}=True: no effect, since there are no ranks of data parallelism to share with. "
+                f"Start {2 * each} processes or more (torchrun --nproc-per-node), or leave it out.",
+                ConfigWarning,
+            )
+        return found

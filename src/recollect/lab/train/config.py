@@ -205,6 +205,13 @@ class TrainConfig:
     parallel: Annotated[ProcessFlags, arg(name="processes", prefix_name=False)] = field(default_factory=ProcessFlags)
     profile: Annotated[ProfileFlags, arg(name="profiler", prefix_name=False)] = field(default_factory=ProfileFlags)
 
+    def __post_init__(self) -> None:
+        first, steps = self.profile.profile_step_start, self.optim.steps
+        if self.profile.profile and first > steps:
+            raise ValueError(
+                f"profile_step_start: got {first}, expected at most {steps}, the last step: no step is traced."
+            )
+
     @property
     def holds_parts(self) -> bool:
         """Whether ranks of tensor parallelism may hold parts of values."""

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from recollect.errors import ConfigError, NotYetError
+from recollect.errors import ConfigError, ConfigWarning, NotYetError
 from recollect.lab.models.architectures import deepseek_v3_config, llama_config, mixtral_config
-from recollect.lab.parallel.layout import DeviceLayout
+from recollect.lab.parallel.layout import DeviceLayout, ParallelFlags
 
 LLAMA: dict[str, Any] = {"num_layers": 8, "hidden_size": 64, "num_attention_heads": 8, "vocab_size": 64}
 MODEL = llama_config(**LLAMA, num_query_groups=4, ffn_hidden_size=128)
@@ -21,6 +21,20 @@ def test_devices_are_counted() -> None:
         ConfigError, match=r"world_size=8: the layout has 24 devices: pipeline 4 x data 3 x context 1 x tensor 2"
     ):
         layout.check_devices(8)
+
+
+@pytest.mark.parametrize("name", ["use_distributed_optimizer", "use_torch_fsdp2"])
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_nothing_is_shared_without_data_parallelism(name: str, tensor: int) -> None:
+    flags = ParallelFlags(tensor_model_parallel_size=tensor, **{name: True})
+    expected = (
+        f"{name}=True: no effect, since there are no ranks of data parallelism to share with. Start {2 * tensor} "
+    )
+    with pytest.warns(
+        ConfigWarning, match=rf"^{expected}processes or more \(torchrun --nproc-per-node\), or leave it out"
+    ):
+        flags.layout_of(tensor)
+    assert flags.layout_of(2 * tensor).data_parallel_size == 2  # without a warning, which would be an error
 
 
 @pytest.mark.parametrize(
