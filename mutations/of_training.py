@@ -118,7 +118,7 @@ MUTATIONS = (
         "late-zero-grad-unseen",
         "where zero_grad frees the gradients of the steps that repeat is not seen in the first",
         "recording",
-        (("freed_at = self._freed_at.get", "freed_at = {}.get"),),
+        (("self._freed_at.get, list(", "{}.get, list("),),
     ),
     Mutation(
         "percentage-of-the-first-step",
