@@ -34,18 +34,8 @@ _TRACED: Final = re.compile(r"^\++ (?!\w+\+?=|(?:echo|printf|eval|exec) )(.*\s--
 _LAUNCHER: Final = ("--nproc-per-node", "--nnodes")
 # Of Bridge's `ConfigContainer` and Megatron-LM's YAML, with names of Megatron's flags; the first that has a name decides.
 _SECTIONS: Final = (
-    *(
-        "mixed_precision",
-        "model",
-        "language_model",
-        "model_parallel",
-        "dataset",
-        "train",
-        "training",
-        "ddp",
-        "optimizer",
-    ),
-    "tokenizer",
+    *("mixed_precision", "model", "language_model", "model_parallel", "dataset", "train", "training", "ddp"),
+    *("optimizer", "tokenizer"),
 )
 _FLAG_OF: Final = {
     "sequence_length": "--seq-length",
@@ -123,7 +113,7 @@ def _script_words(text: str, where: str) -> list[str]:
     try:
         run = subprocess.run(
             [shutil.which("bash") or "bash", "--restricted", "--noprofile", "--norc", "-x", "-c", _PRELUDE + text],
-            env={**os.environ, "PATH": "", "PS4": "+ "},
+            env={**os.environ, "PATH": "", "BASH_ENV": "", "PS4": "+ "},
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
