@@ -63,15 +63,7 @@ class Missed:
         did_more: bool = False,
         was_over: bool = False,
     ) -> None:
-        """Note one.
-
-        Args:
-            calls: the calls of the model, so far.
-            courses: the courses they took, where known.
-            attempts: how many steps to record for it, if not the usual number.
-            did_more: see the class.
-            was_over: see the class.
-        """
+        """Note one: its calls so far, their courses where known, and how many steps to record, if not the usual number."""
         self._calls, self._courses = list(calls), list(courses)
         self.attempts_left = _MOST_ATTEMPTS if attempts is None else attempts
         self.did_more, self.was_over = did_more, was_over

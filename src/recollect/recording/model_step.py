@@ -38,14 +38,7 @@ def run_step(
     holds_output: bool = True,
     halves: bool = False,
 ) -> object:
-    """Run forward, loss and backward; return the values that the loop still holds.
-
-    Args:
-        model: see `record`.
-        batch: see `record`.
-        loss_fn: see `record`.
-        holds_output: as `out = model(**batch); out.loss.backward()` does; otherwise only the loss is held, until it returns.
-        halves: see `split_backward` of `record`.
+    """Run forward, loss and backward; return the values that the loop still holds: of these, the output only if it does.
 
     Raises:
         RecordError: see `run_forward`.

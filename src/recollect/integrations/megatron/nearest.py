@@ -77,16 +77,9 @@ def nearest_uniform_settings(
     split_profiles: Sequence[Profile] = (),
     send_s: float = 0.0,
 ) -> tuple[RecomputeConfig, PipelinePlan]:
-    """Return the fastest of Megatron's settings with which each rank keeps the budget of some plans.
+    """Return the fastest of Megatron's settings with which each rank keeps the budget of some plans, and what it takes then.
 
-    Args:
-        profiles: the profiles that the plans were made from, of all stages; equal ones are the same object.
-        planned: the plans.
-        split_profiles: see `plan_pipeline`.
-        send_s: see `plan_pipeline`.
-
-    Returns:
-        The settings, and the pipeline's memory and time under them.
+    The profiles are those that the plans were made from, of all stages; equal ones are the same object.
 
     Raises:
         BudgetTooSmallError: no setting fits.
