@@ -260,6 +260,12 @@ MUTATIONS = (
         (('"c10d:_reduce_scatter_base_", "c10d:allreduce_"})', "})"),),
     ),
     Mutation(
+        "unread-argument-held",
+        "a product that reads nothing of its first argument holds it, or a copy",
+        "engine",
+        (('kwargs.get("beta", 1) == 0', "not kwargs"),),
+    ),
+    Mutation(
         "content-not-compared",
         "the first call of a unit does not look for writes by kernels that were given an address",
         "engine",

@@ -135,6 +135,32 @@ def test_a_write_to_one_part_of_a_storage_copies_no_other_part_that_was_saved() 
     check(nn.Sequential(*(Layer(gates) for _ in range(4))), torch.randn(4, 128, 16))
 
 
+SCORES = torch.zeros(4, 128, 128)
+
+
+def into_shared_scores(hidden: Tensor) -> Tensor:
+    """As Megatron's unfused attention, whose products of all layers are given one buffer and read none of it."""
+    SCORES.add_(1)
+    return torch.baddbmm(SCORES, hidden, hidden.transpose(1, 2), beta=0, alpha=0.25).softmax(-1) @ hidden
+
+
+def into_empty_scores(hidden: Tensor) -> Tensor:
+    """As GPT-2's attention in fp32."""
+    empty = torch.empty(4, 128, 128)
+    return torch.baddbmm(empty, hidden, hidden.transpose(1, 2), beta=0, alpha=0.25).softmax(-1) @ hidden
+
+
+def test_a_product_needs_no_bytes_of_what_it_does_not_read() -> None:
+    torch.manual_seed(0)
+    peaks_bytes = []
+    for function in (into_shared_scores, into_empty_scores):
+        model, batch = nn.Sequential(*(Layer(function) for _ in range(4))), torch.randn(4, 128, 16)
+        check(model, batch)
+        profile = recollect.record(model, batch, loss_fn=mean_square, **LEAN_LOOP)
+        peaks_bytes += [recollect.classic_plan(profile, "full").predicted_peak_bytes or 0]
+    assert max(peaks_bytes) - min(peaks_bytes) < SCORES.nbytes, "a copy, or an empty one, in each layer"
+
+
 @pytest.mark.parametrize("function", [real_part, complex_product, conjugate])
 def test_numbers_of_another_type_on_the_same_storage(function: Callable[[Tensor], Tensor]) -> None:
     torch.manual_seed(0)

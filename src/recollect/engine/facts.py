@@ -10,7 +10,13 @@ from typing import Any, Literal
 
 import torch
 
-from recollect._torch_private import TorchDispatchMode, fake_mode, tracing_mode, untraced
+from recollect._torch_private import (
+    TorchDispatchMode,
+    fake_mode,
+    is_traceable_wrapper_subclass,
+    tracing_mode,
+    untraced,
+)
 from recollect.tensors import tensors_in
 
 
@@ -71,6 +77,10 @@ class OpFacts:
     is_lift: bool = False
     scales_first: bool = False
     running_stats: tuple[tuple[int, ...], int] | None = None
+
+    def ignores_first(self, args: Any, kwargs: Any) -> bool:
+        """Whether the op does not read the content of its first argument."""
+        return self.scales_first and kwargs.get("beta", 1) == 0 and not is_traceable_wrapper_subclass(args[0])
 
     def written_by(self, args: Any, kwargs: Any) -> list[torch.Tensor]:
         found = (
@@ -226,7 +236,7 @@ def facts_of(func: Any) -> OpFacts:
         writes_unseen=is_collective and bool(writes),
         moves_storage=name in _MOVES,
         is_lift=name in _LIFTS,
-        scales_first="beta" in arguments and not writes,
+        scales_first=any(a.name == "beta" and a.kwarg_only for a in schema.arguments) and not writes,
         running_stats=_RUNNING_STATS.get(name),
     )
 

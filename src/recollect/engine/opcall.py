@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -151,6 +151,17 @@ class _Slot:
 _FIRST_SLOTS = tuple(_Slot(index) for index in range(8))
 
 
+class _Unread(NamedTuple):
+    """Stands for a tensor argument whose content the op does not read; needs no bytes, whatever is written to it later."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+    def tensor(self) -> torch.Tensor:
+        return torch.empty((), dtype=self.dtype, device=self.device).expand(self.shape)
+
+
 class _Slots(list[Any]):
     """A list argument (`cat`, `index`) that contains tensors."""
 
@@ -167,10 +178,8 @@ class Arguments:
         if facts.running_stats is not None and args[facts.running_stats[1]]:
             hidden = facts.running_stats[0]
             args = [None if position in hidden else a for position, a in enumerate(args)]
-        if facts.scales_first and kwargs.get("beta", 1) == 0:
-            # Its content is not read: whatever is written to it later needs no copy of it.
-            unread = self._bind([args[0]], lambda tensor: TapeValue(tensor.detach()))
-            self.args = [*unread, *self._bind(args[1:], value_of)]
+        if facts.ignores_first(args, kwargs):
+            self.args = [_Unread(args[0].shape, args[0].dtype, args[0].device), *self._bind(args[1:], value_of)]
         else:
             self.args = self._bind(args, value_of)
         self.kwargs = dict(zip(kwargs, self._bind(kwargs.values(), value_of), strict=True)) if kwargs else kwargs
@@ -194,7 +203,16 @@ class Arguments:
 
 
 def _fill(arguments: list[Any], tensors: list[Any]) -> list[Any]:
-    return [tensors[a.index] if type(a) is _Slot else _fill(a, tensors) if type(a) is _Slots else a for a in arguments]
+    filled = []
+    for a in arguments:
+        kind = type(a)
+        if kind is _Slot:
+            filled.append(tensors[a.index])
+        elif kind is _Slots:
+            filled.append(_fill(a, tensors))
+        else:
+            filled.append(a.tensor() if kind is _Unread else a)
+    return filled
 
 
 def _fill_keywords(kwargs: dict[str, Any], tensors: list[Any]) -> dict[str, Any]:

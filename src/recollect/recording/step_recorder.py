@@ -293,7 +293,7 @@ class StepRecorder:
         if not fresh:
             self._note_other(run)
             return
-        inputs = self._inputs(arguments)
+        inputs = self._inputs(arguments[facts.ignores_first(args, kwargs) :])
         names = result_names(self.pending_stem, 1 if facts.writes else facts.num_returns)
         first = len(call.values)
         for position, storage in fresh:
