@@ -158,13 +158,8 @@ def expect(planned: PlannedStep) -> None:
 class CallWatch:
     """Begins and ends with the calls of one model, and reads the bytes held where memory is nearly fullest: after forward.
 
-    The meter shares nothing with the planner's.
-
-    Args:
-        placement: of plans.
-        device: where it runs.
-        keeps_to_plan: after a departure, run foreseen units as planned.
-        joins_others: other processes follow the same plan.
+    The meter shares nothing with the planner's. With `keeps_to_plan`, foreseen units run as planned after a departure; with
+    `joins_others`, other processes follow the same plan.
     """
 
     def __init__(self, placement: Placement, device: torch.device, *, keeps_to_plan: bool, joins_others: bool) -> None:

@@ -96,13 +96,7 @@ def to_user(error: RecollectError, budget: int | str) -> RecollectError:
 
 
 def without_backward(model: nn.Module, stepped: str, num_calls: int, *, is_first: bool) -> str:
-    """Return the message about a recorded step without training.
-
-    Args:
-        model: the model that was called.
-        stepped: name of the optimizer that ended the step.
-        num_calls: number of the model's calls.
-        is_first: nothing was planned before.
+    """Return the message about a recorded step without training; it is the first one if nothing was planned before.
 
     Raises:
         RecordError: it is the first.

@@ -121,12 +121,7 @@ def _fastest(*found: _Found | None) -> _Found | None:
 
 
 class OffloadPlanner(Planner):
-    """Plans one profile for any number of budgets, with host memory besides.
-
-    Args:
-        profile: the recorded step, which knows the link to the host.
-        host_bytes: most bytes that may be in host memory.
-        link_share: the part of the link's rate to plan for.
+    """Plans one profile for any number of budgets, with host memory besides, for a part of the rate of the link to it.
 
     Raises:
         PlanError: the profile does not know the link; or the share is not above 0 and at most 1.

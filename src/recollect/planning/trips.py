@@ -192,12 +192,8 @@ def link_of(profile: Profile, share: float = LINK_SHARE) -> Link | None:
 def scheduled(profile: Profile, plan: Plan, link: Link | None = None) -> Plan:
     """Return a plan whose offloaded values have trips with the least waiting at these rates.
 
-    Values that backward does not need in units are kept. Where no rates are known, the trips stay.
-
-    Args:
-        profile: the recorded step.
-        plan: offloads values, at any edges.
-        link: the cost of copies; default: over the usual share of the profile's link.
+    Values that backward does not need in units are kept. Where no rates are known, the trips stay. By default the usual share
+    of the profile's link is taken.
     """
     link = link or link_of(profile)
     if link is None:

@@ -31,12 +31,9 @@ GroupChoice: TypeAlias = "dist.ProcessGroup | Any | Literal['alone'] | None"
 
 
 def ranks_of(model: nn.Module, group: GroupChoice, call: str) -> Ranks:
-    """Return the processes that run one plan, once all of them are here.
+    """Return the processes that run one plan, once all of them are here; `call` is the one under way, for errors.
 
-    Args:
-        model: wrapped by DistributedDataParallel, or with parameters that FSDP2 or a device mesh spreads, if there are several.
-        group: see `GroupChoice`.
-        call: the call that is under way, for errors.
+    There are several if DistributedDataParallel wraps the model, or FSDP2 or a device mesh spreads its parameters.
 
     Raises:
         ArgumentError: the group is none, or this process is not in it.
