@@ -18,6 +18,8 @@ _SUFFIXES = (".csv", ".json", ".md")
 # The names are headings of --help.
 _Recompute = Annotated[OmitArgPrefixes[RecomputeFlags], arg(name="recompute", prefix_name=False)]
 _Model = Annotated[OmitArgPrefixes[ModelFlags], arg(name="model", prefix_name=False)]
+_OfFirst = Annotated[int | None, arg(aliases=("--num-layers-in-first-pipeline-stage",))]
+_OfLast = Annotated[int | None, arg(aliases=("--num-layers-in-last-pipeline-stage",))]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,13 +58,9 @@ class ClusterFlags(ParallelFlags):
     several. ZBVZeroBubble and DualPipeV run two on each rank."""
     pipeline_split: Literal["auto"] | tuple[int, ...] | None = None
     """Layers of each stage, such as 19 20 20 21; auto chooses them together with the plans; default: as many in each."""
-    decoder_first_pipeline_num_layers: Annotated[int | None, arg(aliases=("--num-layers-in-first-pipeline-stage",))] = (
-        None
-    )
+    decoder_first_pipeline_num_layers: _OfFirst = None
     """Layers of the first rank of the pipeline; default: as many as the others."""
-    decoder_last_pipeline_num_layers: Annotated[int | None, arg(aliases=("--num-layers-in-last-pipeline-stage",))] = (
-        None
-    )
+    decoder_last_pipeline_num_layers: _OfLast = None
     """Layers of the last rank of the pipeline, likewise."""
     num_virtual_stages_per_pipeline_rank: int | None = None
     """Stages that each rank of the pipeline runs in turn."""
@@ -97,7 +95,6 @@ class Train(Command):
     demo: bool = False
     """Use the settings of the demo (about three minutes on two CPU cores); other flags override them."""
     config: OmitArgPrefixes[TrainConfig] = field(default_factory=TrainConfig)
-    """Model, data, optimizer and run."""
     recompute: _Recompute = field(default_factory=RecomputeFlags)
     """What to recompute, as Megatron's flags, instead of --memory-budget."""
 
@@ -157,7 +154,6 @@ class MakePlan(Command):
     """Record a training step, choose what to keep and recompute, print the plan and write it to a file."""
 
     step: OmitArgPrefixes[StepOnEngines] = field(default_factory=StepOnEngines)
-    """The training step."""
     cluster: OmitArgPrefixes[ClusterFlags] = field(default_factory=ClusterFlags)
     memory_budget: str
     """Bound on the peak of the whole step, such as 16GiB, 900MB or 60% of the peak without recompute; of each device."""
@@ -226,7 +222,6 @@ class DrawFrontier(Command):
     """Record a training step and show predicted peak against slowdown for every budget, as a table, a PNG or a page."""
 
     step: OmitArgPrefixes[StepOnEngines] = field(default_factory=StepOnEngines)
-    """The training step."""
     loss_chunks: int = 1
     """Chunks in which LM head and loss are computed; 1: as in the model."""
     host_budget: str = "0"
@@ -242,7 +237,6 @@ class ShowTimeline(Command):
     """Record a training step, show what is alive at its peak, and write its memory over time for other viewers."""
 
     step: OmitArgPrefixes[StepOnEngines] = field(default_factory=StepOnEngines)
-    """The training step."""
     memory_budget: str | None = None
     """Bound on the peak of the whole step, such as 16GiB, 900MB or 60% of the peak without recompute; default: no recompute."""
     plan: Path | None = None
@@ -264,7 +258,6 @@ class ShowCoverage(Command):
     """Run one training step, and show which layers a setting recomputes or offloads, and why others are not covered."""
 
     step: OmitArgPrefixes[RecordedStep] = field(default_factory=RecordedStep)
-    """The training step."""
     recompute: _Recompute = field(default_factory=RecomputeFlags)
     """The setting, as Megatron's flags."""
     plan: Path | None = None
@@ -300,9 +293,8 @@ class Calibrate(Command):
 
 @dataclass(frozen=True, kw_only=True)
 class RunMegatron:
-    """Run a training script of Megatron-LM's within a memory budget; all flags but these are the script's.
+    """Run a training script of Megatron-LM's within a memory budget, by recollect.attach; all flags but these are the script's.
 
-    Its model and optimizer are attached to as soon as they are made, see recollect.attach:
     torchrun --nproc-per-node 8 -m recollect megatron pretrain_gpt.py --recollect-budget 70GiB ...
     """
 
@@ -339,7 +331,6 @@ class Bench(Command):
     """
 
     step: OmitArgPrefixes[ModelStep] = field(default_factory=ModelStep)
-    """The training step."""
     recompute: OmitArgPrefixes[RecomputeFlags] = field(default_factory=RecomputeFlags)
     """One setting, as Megatron's flags."""
     setting: UseAppendAction[tuple[str, ...]] = ()
@@ -378,7 +369,6 @@ class Explain(Command):
     """Show what a Megatron configuration keeps and recomputes, layer by layer, and what a budget of the same peak would."""
 
     step: OmitArgPrefixes[RecordedStep] = field(default_factory=RecordedStep)
-    """The training step."""
     recompute: OmitArgPrefixes[RecomputeFlags] = field(default_factory=RecomputeFlags)
     yaml: Path | None = None
     """A YAML configuration with Megatron's names, also under `model` as in Megatron-Bridge; flags override it."""
