@@ -339,7 +339,7 @@ class _RecordingMode(FunctionMode):
 def _warn_of_kept(function: str, reason: str) -> None:
     warn_user(
         f"No plan can drop what Transformer Engine's {function} makes and saves: {reason}. Its linear layers and its fused "
-        "rotary embedding run again in 16 bits, without Userbuffers and without collectives in them."
+        "rotary embedding run again in 16 bits without Userbuffers; with collectives in them, if all ranks run one plan."
     )
 
 
