@@ -23,7 +23,8 @@ from recollect.lab.parallel.pipeline_layout import clash
 from recollect.printing import columns_of, print_line
 
 # Flags about the layers of stages: those that set all of them, and others.
-_WHOLE: Final = ("pipeline_split", "num_layers_per_virtual_pipeline_stage", "pipeline_model_parallel_layout")
+_EACH: Final = "num_layers_per_virtual_pipeline_stage"
+_WHOLE: Final = ("pipeline_split", _EACH, "pipeline_model_parallel_layout")
 _COUNTED: Final = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
 _UNEVEN: Final = (
     *("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
@@ -125,28 +126,30 @@ def _layout(flags: ClusterFlags, config: TransformerConfig) -> DeviceLayout:
     layout = flags.layout(flags.data_parallel_size) if flags.world_size is None else flags.layout_of(flags.world_size)
     names = (*_WHOLE, *_UNEVEN)
     given = {name: value for name in names if (value := getattr(flags, name)) is not None and value is not False}
-    if given.keys() <= set(_WHOLE[:2]):
+    if given.keys() <= {"pipeline_split", _EACH}:
         return layout
     # As in Megatron, only embedding and loss may count where the size of virtual stages is given.
-    if given.keys() & set(_WHOLE) and len(given) > 1 and not given.keys() <= {_WHOLE[1], *_COUNTED}:
+    if given.keys() & set(_WHOLE) and len(given) > 1 and not given.keys() <= {_EACH, *_COUNTED}:
         clash(given, "each says how many layers stages have", "Leave all but one of them out.")
-    stages = layout_stages(given.get(_WHOLE[2], ""))
+    stages = layout_stages(flags.pipeline_model_parallel_layout or "")
     if any("m" in stage and "L" not in stage for stage in stages):
         raise NotYetError(
             settings=given,
             needs="multi-token prediction on another stage than the loss",
             advice="Put m and L on one stage, the last.",
         )
-    ranks, each = flags.pipeline_model_parallel_size, given.get(_WHOLE[1])
-    virtual = given.get(_UNEVEN[2])
+    ranks, each = flags.pipeline_model_parallel_size, flags.num_layers_per_virtual_pipeline_stage
+    virtual = flags.num_virtual_stages_per_pipeline_rank
     if each is not None:
-        virtual = (config.num_layers + len(given) - 1) // (ranks * each)
+        virtual = (config.num_layers + len(given.keys() & set(_COUNTED))) // (ranks * each)
     setting = TrainingSetting(
-        **{name: value for name, value in given.items() if name in (_WHOLE[2], *_COUNTED)},
         pipeline_model_parallel_size=ranks,
         virtual_pipeline_model_parallel_size=virtual,
-        num_layers_in_first_pipeline_stage=given.get(_UNEVEN[0]),
-        num_layers_in_last_pipeline_stage=given.get(_UNEVEN[1]),
+        pipeline_model_parallel_layout=flags.pipeline_model_parallel_layout,
+        num_layers_in_first_pipeline_stage=flags.decoder_first_pipeline_num_layers,
+        num_layers_in_last_pipeline_stage=flags.decoder_last_pipeline_num_layers,
+        account_for_embedding_in_pipeline_split=flags.account_for_embedding_in_pipeline_split,
+        account_for_loss_in_pipeline_split=flags.account_for_loss_in_pipeline_split,
         mtp_num_layers=config.mtp_num_layers,
     )
     sizes = tuple(chunk_sizes(setting, config.num_layers))
