@@ -131,7 +131,7 @@ def read_arguments(
     rest: list[str] = []
     without_effect: dict[str, str] = {}
     given: dict[str, list[str]] = {}
-    values: dict[str, list[str]] = {}
+    values: dict[str, tuple[ForeignFlag, list[str]]] = {}
     for name, words in _flags([part for word in args for part in _SHORT.get(word.replace("_", "-"), (word,))]):
         given[name] = words
         if plans and name in _NARROW and name not in own:
@@ -144,14 +144,14 @@ def read_arguments(
         if foreign is None:
             rest += _own(name, words)
             continue
-        values[name], others = _values(foreign, words)
+        found, others = _values(foreign, words)
+        values[name] = foreign, found
         without_effect[name] = foreign.why
         rest += others
-    for name, found in values.items():
-        if (foreign := foreign_flag(name)) is not None:
-            _check(foreign, name, found)
+    for name, (foreign, found) in values.items():
+        _check(foreign, name, found)
+    decided = given.keys() - without_effect.keys()
     for first, second in _EITHER_OR:
-        decided = given.keys() - without_effect.keys()
         if all(name in decided and _text(given[name]) != "None" for name in (first, second)):
             raise ConfigError(
                 settings={name: _text(given[name]) for name in (first, second)},
