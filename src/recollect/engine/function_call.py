@@ -38,7 +38,7 @@ class FunctionArguments:
 
     def __init__(self, args: tuple[Any, ...]) -> None:
         self._bundles = {position: type(arg) for position, arg in enumerate(args) if _is_bundle(arg)}
-        leaves, self._spec = tree_flatten(_unbundled(args))
+        leaves, self._spec = tree_flatten(self._unbundled(args))
         positions: dict[int, list[int]] = {}
         for position, leaf in enumerate(leaves):
             if isinstance(leaf, torch.Tensor) and not isinstance(leaf, torch.nn.Parameter):
@@ -60,7 +60,16 @@ class FunctionArguments:
 
     def are_of(self, args: tuple[Any, ...]) -> bool:
         """Whether `args`, from which these were taken, still hold the same."""
-        return list(map(id, tree_leaves(_unbundled(args)))) == list(map(id, self._leaves))
+        return list(map(id, tree_leaves(self._unbundled(args)))) == list(map(id, self._leaves))
+
+    def _unbundled(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        if not self._bundles:
+            return args
+        unbundled = list(args)
+        for position in self._bundles:
+            bundle = args[position]
+            unbundled[position] = {f.name: getattr(bundle, f.name, None) for f in fields(bundle)}
+        return tuple(unbundled)
 
     @property
     def partitioned(self) -> list[torch.nn.Parameter]:
@@ -87,10 +96,6 @@ class FunctionArguments:
 def _is_bundle(arg: Any) -> bool:
     """Whether an argument is a dataclass with slots, which holds nothing but its fields."""
     return is_dataclass(arg) and not hasattr(arg, "__dict__")
-
-
-def _unbundled(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple({f.name: getattr(arg, f.name, None) for f in fields(arg)} if _is_bundle(arg) else arg for arg in args)
 
 
 class _Context(FunctionCtx):
