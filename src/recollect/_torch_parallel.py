@@ -106,12 +106,16 @@ def has_ended(collective: Any, args: Any, kwargs: Any) -> bool:
     return False in (given.get("async_op"), given.get("asyncOp"))
 
 
+def megatrons_groups() -> Any:
+    """Return `megatron.core.parallel_state`; None unless Megatron has made its groups."""
+    state = sys.modules.get("megatron.core.parallel_state")
+    return state if state is not None and state.model_parallel_is_initialized() else None
+
+
 def is_megatrons_buffer(tensor: torch.Tensor) -> bool:
     """Whether a tensor is part of Megatron's buffers for results of collectives, which are filled before each use."""
-    state = sys.modules.get("megatron.core.parallel_state")
-    if state is None or not state.model_parallel_is_initialized():
-        return False
-    buffers = state.get_global_memory_buffer().buffer.values()
+    groups = megatrons_groups()
+    buffers = () if groups is None else groups.get_global_memory_buffer().buffer.values()
     return any(buffer.untyped_storage() is tensor.untyped_storage() for buffer in buffers)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from recollect._torch_parallel import megatrons_groups
 from recollect.errors import AlreadyAppliedError, ConfigError, RecordError, UnsupportedModelError
 from recollect.warning import warn_user
 
@@ -45,8 +46,8 @@ def replica_group(model: Any) -> Any:
     own = [module for module in (model if isinstance(model, list) else [model]) if _is_megatrons(module)]
     if not own:
         return None
-    state = sys.modules.get("megatron.core.parallel_state")
-    if state is None or not state.model_parallel_is_initialized():
+    groups = megatrons_groups()
+    if groups is None:
         if (size := getattr(getattr(own[0], "config", None), "tensor_model_parallel_size", 1)) > 1:
             raise ConfigError(
                 settings={"tensor_model_parallel_size": size},
@@ -54,7 +55,7 @@ def replica_group(model: Any) -> Any:
                 advice="Call parallel_state.initialize_model_parallel first; or pass group=, the ranks with the same layers.",
             )
         return None
-    group = state.get_tensor_and_data_parallel_group(with_context_parallel=True)
+    group = groups.get_tensor_and_data_parallel_group(with_context_parallel=True)
     return group if group.size() > 1 else None
 
 
