@@ -1,10 +1,10 @@
-"""Compare recollect, eager and on compiled blocks, with `torch.compile` and its own recompute.
+"""Compare recollect, eager and inside the compiler, with `torch.compile` and its own recompute.
 
     python benchmarks/compiled.py
 
-At each compiled variant's measured peak stand recollect's plan for the eager model; its plans for blocks inside the
-compiler, one that is the same for all blocks, and one that may differ from block to block; and compiled blocks of
-which a plan re-runs some as a whole. All are timed side by side, with the seconds that compiling took.
+At each compiled variant's measured peak stand recollect's plan for the eager model, and its plans for blocks inside the
+compiler: one that is the same for all blocks, and one that may differ from block to block. All are timed side by side, with the
+seconds that compiling took.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from typing import TypeAlias
 
 from rich.console import Console
 
-from compiled_peers import BACKEND, compiled, compiled_peers
+from compiled_peers import BACKEND, compiled_peers
 from contest import Contestant, Race, percentile, reason
 from flags import RunFlags, parse
 from models import DESCRIPTIONS, ModelName
 from peers import Peer
-from recollect import Plan, Profile, UnitPlan, apply
+from recollect import Plan, Profile, apply
 from recollect.byte_format import format_bytes
 from recollect.errors import BudgetTooSmallError
 from recollect.lab.bench.race import few_objects, keep_freed_memory
 from recollect.planning.choose import Planner
 from recollect.simulation.decisions import compiled_unit
-from recompute import Nothing, Replaced, SwitchablePlan, Together
+from recompute import Nothing, SwitchablePlan
 from results_csv import Number, RowsFile
 from subject import Step, StepFlags, largest_difference
 from tables import markdown
@@ -156,46 +156,9 @@ def _compiled_profile(step: Step, backend: str) -> Profile:
     return step.record(engine="compile")
 
 
-class RerunBlocks:
-    """recollect on compiled blocks: the tape cannot see into them, so a plan can only have the first n re-run as a whole.
+Ours: TypeAlias = EagerPlans | UniformPlans
 
-    The planner does not choose such plans, nor predict them. They are tried from the fewest blocks on, by measured peak.
-    """
-
-    name = "recollect, compiled blocks"
-
-    def __init__(self, step: Step, measured: Measured, backend: str) -> None:
-        self._step = step
-        self._measured = measured
-        self._blocks = Replaced(compiled(step.layers, "compiled blocks under recollect", backend=backend))
-        self._made: list[Contestant] = []
-
-    def within(self, budget_bytes: int) -> Contestant:
-        """Return the contestant that recomputes the fewest blocks within a budget.
-
-        Raises:
-            BudgetTooSmallError: there is none.
-        """
-        for number in range(len(self._step.layers) + 1):
-            if number == len(self._made):
-                self._made.append(self._measured(self._contestant(number)))
-            if self._made[number].peak_bytes <= budget_bytes:
-                return self._made[number]
-        least_bytes = min(one.peak_bytes for one in self._made)
-        raise BudgetTooSmallError(budget_bytes=budget_bytes, least_peak_bytes=least_bytes, unit="a block")
-
-    def _contestant(self, number: int) -> Contestant:
-        rerun = UnitPlan({}, engine="region")
-        plan = Plan(dict.fromkeys(list(self._step.layers)[:number], rerun))
-        with self._blocks.on():
-            on_tape = SwitchablePlan(apply(self._step.model, plan))
-        name = f"{self.name}, {number} re-run"
-        return Contestant(name=name, recompute=Together([self._blocks, on_tape]), plan=plan)
-
-
-Ours: TypeAlias = EagerPlans | UniformPlans | RerunBlocks
-
-OURS = (EagerPlans, CompiledPlans, UniformPlans, RerunBlocks)
+OURS = (EagerPlans, CompiledPlans, UniformPlans)
 
 
 class Comparison:

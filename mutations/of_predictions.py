@@ -58,12 +58,6 @@ MUTATIONS = (
         (("if key not in last or last[key][0] < position:", "if key not in last or last[key][0] > position:"),),
     ),
     Mutation(
-        "region-inputs-not-held",
-        "what a region reads may die before it runs again",
-        "simulation",
-        (("self._region(call).hold(run.inputs)", "self._region(call)"),),
-    ),
-    Mutation(
         "kept-values-played-as-dropped",
         "what the tape has to keep is played as dropped if a plan says so",
         "simulation",
@@ -103,12 +97,6 @@ MUTATIONS = (
         "the rest of a segment of CUDA's allocator is not counted",
         "profile",
         (("return block + rest if block >= _LARGE_BLOCK_BYTES", "return block if block >= _LARGE_BLOCK_BYTES"),),
-    ),
-    Mutation(
-        "reruns-cost-twice",
-        "a unit that runs again as a whole costs its measured seconds and those of its ops",
-        "simulation",
-        (("rerun_s[num_earlier:] = ", "rerun_s[len(self._step.rerun_s) :] = "),),
     ),
     Mutation(
         "tape-times-not-read",
@@ -154,7 +142,7 @@ MUTATIONS = (
         "host-generators-moved-by-recording",
         "recording leaves the generators of Python and NumPy elsewhere",
         "recording",
-        (("        set_host_states(states)\n", "        pass\n"),),
+        (("        np.random.set_state(of_numpy)\n", ""),),
     ),
     Mutation(
         "gradients-lost-by-recording",

@@ -194,22 +194,10 @@ MUTATIONS = (
         (('name.removeprefix("_orig_mod.")', "name"),),
     ),
     Mutation(
-        "region-draws-anew",
-        "a region that runs again draws from wherever the generator is",
+        "function-draws-anew",
+        "an autograd Function that runs again draws from wherever the generator is",
         "engine",
         (("for generator, state in self._unseen:\n                generator.set_state(state)", "pass"),),
-    ),
-    Mutation(
-        "host-generators-forgotten",
-        "a region that runs again draws other numbers of Python and NumPy",
-        "engine",
-        (("        set_host_states(self._states)\n", ""),),
-    ),
-    Mutation(
-        "attributes-not-put-back",
-        "what a region's second run sets on its modules stays",
-        "engine",
-        (("for parts in present:\n                    parts.put()", "pass"),),
     ),
     Mutation(
         "function-writes-unseen",

@@ -23,7 +23,6 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch.autograd import forward_ad
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -102,9 +101,6 @@ def revive_dispatch_modes() -> None:
         _exchange_dispatch_modes(len(modes), modes)
 
 
-# The active function modes, outermost first.
-function_mode_stack: Callable[[], list[Any]] = torch.overrides._get_current_function_mode_stack
-
 # The same for saved-tensor hooks.
 push_saved_tensors_hooks: Callable[[Any, Any], None] = torch._C._autograd._push_saved_tensors_default_hooks
 
@@ -140,10 +136,6 @@ def pop_saved_tensors_hooks(owner: object) -> tuple[Any, Any] | None:
 share_version_counters: Callable[[], AbstractContextManager[Any]] = functools.partial(
     torch._C._SetExcludeDispatchKeyGuard, torch._C.DispatchKey.ADInplaceOrView, False
 )
-
-
-# Let writes to tensors within a block raise no version; the public ways to write cannot.
-preserved_versions: Callable[[torch.Tensor], AbstractContextManager[Any]] = _unsafe_preserve_version_counter
 
 
 # Run ops as dispatch modes see them, past autograd; `torch.no_grad` would change what some kernels return.

@@ -134,11 +134,9 @@ def fit(
             plan needs, and 1 if that is as fast; records up to four times, and needs a batch.
         host_budget: bytes of host memory, as an int or text such as "64GiB", that values may be copied to in forward and back
             in backward, in parallel with computation; the speed of copies is measured first. 0: nothing is offloaded.
-        engine: "tape": what is dropped runs again op by op, eagerly. "region": layers may run again as a whole instead, where
-            that is faster: where kernels are short, as in small layers on a GPU, the tape's Python takes longer than they do.
-            What such layers read besides their inputs has to stay as it is until backward. "compile" lets layers run inside
-            `torch.compile`, too, which then keeps the plan's values; it compiles each kind of layer up to ten times first,
-            seconds to a minute each. Gradients are those of the compiled layers.
+        engine: "tape": what is dropped runs again op by op, eagerly. "compile" lets layers run inside `torch.compile`, too,
+            which then keeps the plan's values; it compiles each kind of layer up to ten times first, seconds to a minute
+            each. Gradients are those of the compiled layers.
         group: the processes that record together and run one plan; see `record`.
 
     Returns:

@@ -35,13 +35,6 @@ def test_plan_is_printed_and_written(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert f"Written to {out}." in output
 
 
-@pytest.mark.parametrize("engine", ["tape", "region"])
-def test_bounds_are_of_plans_for_the_tape_alone(tmp_path: Path, engine: str) -> None:
-    out = tmp_path / "plan.json"
-    assert main(["plan", *STEP, "--engine", engine, "--memory-budget", "70%", "--out", str(out)]) == 0
-    assert (recollect.Plan.load(out).bound_slowdown is None) == (engine == "region")
-
-
 @pytest.mark.parametrize(
     ("tool", "written"),
     [
@@ -141,27 +134,20 @@ def test_hugging_face_config_is_planned(tmp_path: Path) -> None:
             "--largest: got micro-batch with --engine compile, expected none: plan the size that it finds without the flag.",
         ),
         (
-            ["plan", *STEP, "--engine", "region", "--write", "megatron", "--memory-budget", "1GiB"],
-            "--write: got megatron with --engine region, expected none: settings of other tools are compared on the tape.",
+            ["plan", *STEP, "--engine", "compile", "--write", "megatron", "--memory-budget", "1GiB"],
+            "--write: got megatron with --engine compile, expected none: settings of other tools are compared on the tape.",
         ),
         (
             ["plan", *STEP, "--engine", "compile", "--host-budget", "1GiB", "--memory-budget", "1GiB"],
             "--engine compile, --host-budget 1GiB: not yet: copies to host memory. Leave out --host-budget",
         ),
         (
-            ["frontier", *STEP, "--engine", "region", "--host-budget", "1GiB"],
-            "--engine region, --host-budget 1GiB: not yet: copies to host memory. Leave out --host-budget",
+            ["frontier", *STEP, "--engine", "compile", "--host-budget", "1GiB"],
+            "--engine compile, --host-budget 1GiB: not yet: copies to host memory. Leave out --host-budget",
         ),
         (
             ["plan", *STEP, "--fake", "--engine", "compile", "--data-parallel-size", "2", "--memory-budget", "1GiB"],
             "--engine compile: not yet: what layers take on other engines, on the devices of a cluster. Plan without",
-        ),
-        *(
-            (
-                [command, *STEP, "--fake", "--engine", "region"],
-                "--engine region, --fake: not yet: the tape's overhead, which is not modelled.",
-            )
-            for command in ("timeline", "frontier")
         ),
     ],
 )

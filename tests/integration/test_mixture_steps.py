@@ -22,7 +22,6 @@ from recollect.lab.models.router import Routing, TopKRouter
 from recollect.lab.models.sizes import NAMED_CONFIGS
 from recollect.plans.action import Action
 from recollect.plans.plan import Plan
-from recollect.plans.unit_plan import UnitPlan
 from recollect.profile.profile import Profile
 from recollect.recording.find_units import find_units
 from recollect.simulation.decisions import decide
@@ -63,19 +62,6 @@ def loss_of(output: Any) -> Tensor:
 
 def unit_paths(model: GPTModel) -> list[str]:
     return [unit.path for unit in find_units(model)]
-
-
-@every_model
-def test_modules_that_run_again_as_a_whole_count_once(case: str) -> None:
-    """The region engine runs the Python of a layer twice, its counts are those of one run."""
-    model, batch = model_of(case), batch_of()
-    expected = gradients(model, batch, loss_of)
-    assert any(name.endswith("tokens_per_expert") for name in expected) == case.startswith("deepseek")
-    plan = Plan(
-        {path: UnitPlan({}, engine="region") for path in unit_paths(model) if path.startswith("decoder.layers")}
-    )
-    with recollect.apply(model, plan):
-        assert_same_gradients(expected, gradients(model, batch, loss_of))
 
 
 @every_model

@@ -90,10 +90,10 @@ def attached(model: Net, optimizer: Any, budget: str) -> Any:
     return recollect.attach(model, optimizer, budget, log=lambda _: None)
 
 
-def applied(model: Net, _: Any, engine: str) -> Any:
+def applied(model: Net, *_: Any) -> Any:
     with torch.random.fork_rng():
-        full = recollect.classic_plan(recollect.record(model, torch.randn(256, 32), engine="region"), "full").units
-    other = recollect.UnitPlan({}, engine=engine)
+        full = recollect.classic_plan(recollect.record(model, torch.randn(256, 32)), "full").units
+    other = recollect.UnitPlan({})
     mixed = {path: other if path in ("layers.0", "layers.2") else unit for path, unit in full.items()}
     return recollect.apply(model, recollect.Plan(mixed))
 
@@ -118,15 +118,13 @@ def steps(kind: tuple[Any, ...], place: Any = None, how: str = "") -> tuple[Any,
 
 
 @pytest.mark.filterwarnings(NO_EFFECT)
-@pytest.mark.parametrize(
-    ("place", "how"), [(attached, "100%"), (attached, "90%"), (applied, "tape"), (applied, "region")]
-)
+@pytest.mark.parametrize(("place", "how"), [(attached, "100%"), (attached, "90%"), (applied, "")])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_plan_decides_with_the_same_bits(kind: str, place: Callable[..., Any], how: str) -> None:
     expected, _ = steps(KINDS[kind])
     found, calls = steps(KINDS[kind], place, how)
     assert all(map(torch.equal, found, expected))
-    # Layers never run again in sight (a planned region puts their counter back); the loss, which no plan reaches, still does.
+    # Layers never run again; the loss, which no plan reaches, still does.
     assert calls == {"part": 4, "loss": 2}
 
 

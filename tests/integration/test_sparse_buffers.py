@@ -12,8 +12,6 @@ import recollect
 from gradients import assert_same_gradients, gradients
 from policies import EVERY_PLAN
 from recollect.applying import apply_policy
-from recollect.plans.plan import Plan
-from recollect.plans.unit_plan import UnitPlan
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
 
@@ -50,15 +48,6 @@ def test_gradients_under_every_plan(model: nn.Module) -> None:
     for name, policy in EVERY_PLAN.items():
         with apply_policy(model, LAYERS, policy):
             assert_same_gradients(expected, gradients(model, nodes, loss_of), name)
-
-
-def test_a_region_copies_what_forward_may_write_to(model: nn.Module) -> None:
-    """In the first forward; after that it knows that the edges, which are large, stay as they are."""
-    nodes = torch.randn(NODES, 16)
-    expected = gradients(model, nodes, loss_of)
-    with recollect.apply(model, Plan({path: UnitPlan({}, engine="region") for path in LAYERS})):
-        for _ in range(2):
-            assert_same_gradients(expected, gradients(model, nodes, loss_of))
 
 
 def test_recorded_and_verified(model: nn.Module) -> None:

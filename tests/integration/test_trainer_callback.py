@@ -122,16 +122,9 @@ def test_a_training_resumes_from_a_checkpoint(tmp_path: Path) -> None:
     assert budget.attached is not None and budget.attached.num_steps == 7
 
 
-def test_the_engine_is_passed_on(tmp_path: Path) -> None:
-    budget = MemoryBudget("75%", engine="region")
-    train(options(tmp_path, max_steps=2), budget)
-    assert budget.attached is not None
-    assert any(graph.rerun_s > 0 for graph in budget.attached.planned[0].profile.graphs)
-
-
 def test_another_engine_is_refused_with_deepspeed(tmp_path: Path) -> None:
-    with pytest.raises(NotYetError, match="engine='region': not yet: layers that DeepSpeed's engine runs"):
-        MemoryBudget("75%", engine="region")._section(options(tmp_path))
+    with pytest.raises(NotYetError, match="engine='compile': not yet: layers that DeepSpeed's engine runs"):
+        MemoryBudget("75%", engine="compile")._section(options(tmp_path))
 
 
 def test_the_line_goes_to_the_trainers_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -89,7 +89,6 @@ def train(
             "plans": plans,
             "engines": sorted({str(unit.engine) for step in attached.planned for unit in step.plan.units.values()}),
             "recorded": attached.recorded_steps,
-            "timed_again": sum(graph.rerun_s > 0 for step in attached.planned for graph in step.profile.graphs),
             "asked": [after - before for before, after in itertools.pairwise([*asked_before, len(asked)])],
             "current": digest_of(attached.plan.units if attached.plan else {}),
             "collectives_again": sum(map(_collectives_again, attached.planned)),
@@ -136,16 +135,15 @@ def _local(parameter: torch.Tensor) -> torch.Tensor:
     return getattr(parameter, "_local_tensor", parameter).detach()
 
 
-def fitted(made: nn.Module, engine: Any = "tape") -> dict[str, Any]:
+def fitted(made: nn.Module) -> dict[str, Any]:
     torch.manual_seed(RANK)
     tokens = torch.randint(0, 64, (2, 24))
-    profile = recollect.record(made, {"tokens": tokens, "labels": tokens}, engine=engine)
-    plan = recollect.fit(made, {"tokens": tokens, "labels": tokens}, "85%", engine=engine)
+    profile = recollect.record(made, {"tokens": tokens, "labels": tokens})
+    plan = recollect.fit(made, {"tokens": tokens, "labels": tokens}, "85%")
     # The times of both are the same now, to the bit.
     return {
         "plan": digest_of(plan.units),
         "times": [profile.step_s, *(op.time_s for graph in profile.graphs for op in graph.ops)],
-        "again_s": [graph.rerun_s for graph in profile.graphs],
     }
 
 
@@ -288,7 +286,6 @@ def ends() -> dict[str, Any]:
 CASES: dict[str, Callable[[], dict[str, Any]]] = {
     "DDP": lambda: same_training(replicated),
     "FSDP2": lambda: same_training(sharded),
-    "DDP, region": lambda: same_training(replicated, engine="region"),
     "DDP, compile": compiled_training,
     "TP and SP": lambda: same_training(split, seed=0, budget="82%"),
     "lengths": lambda: train(replicated(), *((24, 32, 24, 24) if RANK == 0 else (24, 24, 40, 24))),
@@ -299,7 +296,6 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
     "verify others": lambda: verified(replicated(), same=False),
     "verify alone": lambda: verified(model(), group="alone", compare="units"),
     "fit": lambda: fitted(sharded()),
-    "fit, region": lambda: fitted(replicated(), "region"),
     "alone": alone,
     "apply the same": lambda: applied(same=True),
     "apply others": lambda: applied(same=False),

@@ -1,4 +1,4 @@
-"""Plans on models: put on, taken off, names that do not fit, models that recompute already, regions and compiled code.
+"""Plans on models: put on, taken off, names that do not fit, models that recompute already, and compiled code.
 
 What apply leaves alone in a model, and how it composes with hooks, threads and exceptions, is in test_lifecycle.py.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -27,7 +26,6 @@ from recollect.errors import AlreadyAppliedError, PlanError, PlanMismatchWarning
 from recollect.plans.plan import Plan
 from recollect.plans.unit_plan import UnitPlan
 from recollect.plans.value_names import module_of
-from watch import Watch
 from zoo import ZOO
 
 LLAMA, GPT2 = ZOO["llama"], ZOO["gpt2"]
@@ -95,11 +93,9 @@ def test_forward_of_the_instance_is_put_back() -> None:
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
-@pytest.mark.parametrize("engine", ["tape", "region"])
-def test_copy_of_a_model_with_a_plan_has_none(copied: Callable[[nn.Module], nn.Module], engine: Any) -> None:
-    model = stack()
+def test_copy_of_a_model_with_a_plan_has_none(copied: Callable[[nn.Module], nn.Module]) -> None:
+    model, plan = stack(), block_plan("gelu")
     plain = ops(model, ROWS)
-    plan = Plan({path: UnitPlan(unit.actions, engine=engine) for path, unit in block_plan("gelu").units.items()})
     with recollect.apply(model, plan) as applied:
         twin = copied(model)
         assert recollect.applied_to(twin) == []
@@ -126,7 +122,7 @@ def test_plan_can_be_copied(copied: Callable[[Plan], Plan]) -> None:
         ("something.else.entirely", r"It has \d+: 'stem', 'blocks', 'blocks\.0' and \d+ more\.$"),
     ],
 )
-@pytest.mark.parametrize("unit", [UnitPlan({}), UnitPlan({"gelu": "recompute"}), UnitPlan({}, engine="region")])
+@pytest.mark.parametrize("unit", [UnitPlan({}), UnitPlan({"gelu": "recompute"})])
 def test_unknown_unit(path: str, advice: str, unit: UnitPlan) -> None:
     model = stack()
     with pytest.raises(UnknownNameError, match=rf"^Stack has no unit '{path}'\. {advice}"):
@@ -211,52 +207,6 @@ def test_an_output_is_dropped_only_where_its_parameters_stay(frees: bool) -> Non
         assert bool(recollect.applied_to(model)) is not frees
 
 
-# The region engine
-
-
-REGIONS = Plan({f"blocks.{i}": UnitPlan({}, engine="region") for i in range(3)})
-
-
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
-def test_region_has_equal_gradients(dropout: float) -> None:
-    model = stack(dropout)
-    expected = gradients(model, ROWS, mean_square)
-    plain = ops(model, ROWS)
-    with recollect.apply(model, REGIONS):
-        assert_same_gradients(expected, gradients(model, ROWS, mean_square))
-        again = ops(model, ROWS) - plain
-    assert again["gelu"] == 3 and again["native_layer_norm"] == 3
-    assert_same_gradients(expected, gradients(model, ROWS, mean_square))
-
-
-@pytest.mark.parametrize("name", ["llama", "gpt2", "t5", "vit"])
-def test_region_around_real_layers(name: str) -> None:
-    case = ZOO[name]
-    model = case.model()
-    batch = case.data()
-    if isinstance(batch, dict) and name != "vit":
-        batch = {**batch, "use_cache": False}  # A region's Python runs twice and would append to the cache twice.
-    expected = gradients(model, batch, case.loss_fn)
-    with recollect.apply(model, Plan({path: UnitPlan({}, engine="region") for path in case.layers})):
-        assert_same_gradients(expected, gradients(model, batch, case.loss_fn))
-
-
-def test_region_and_tape_in_one_plan() -> None:
-    model = stack(0.3)
-    expected = gradients(model, ROWS, mean_square)
-    mixed = Plan({**REGIONS.units, "blocks.1": UnitPlan({}, output="recompute")})
-    with recollect.apply(model, mixed), warnings.catch_warnings():
-        warnings.simplefilter("ignore", PlanMismatchWarning)
-        assert_same_gradients(expected, gradients(model, ROWS, mean_square))
-
-
-def test_region_without_gradients_runs_once() -> None:
-    model = stack()
-    with recollect.apply(model, REGIONS), torch.no_grad(), Watch() as watch:
-        model(ROWS)
-    assert watch.ops["gelu"] == 3
-
-
 # Compiled code
 
 
@@ -293,14 +243,6 @@ def test_compiled_module_inside_of_a_layer() -> None:
     with recollect.apply(model, plan):
         assert_same_gradients(expected, gradients(model, ROWS, mean_square))
     assert_same_gradients(expected, gradients(model, ROWS, mean_square))
-
-
-@ignores_grad_of_non_leaf
-def test_region_around_a_compiled_module() -> None:
-    model = compiled()
-    expected = gradients(model, ROWS, mean_square)
-    with recollect.apply(model, Plan(dict.fromkeys(("0", "1"), UnitPlan({}, engine="region")))):
-        assert_same_gradients(expected, gradients(model, ROWS, mean_square))
 
 
 def test_plan_of_the_model_as_one_unit() -> None:

@@ -59,9 +59,8 @@ def attach(
         units: module paths of the layers to plan, where they are not found.
         host_budget: bytes of host memory that values may be copied to in forward and back in backward; see `fit`. A step that
             is recorded offloads nothing, nor does a step at its leanest.
-        engine: "region" lets layers run again as a whole, and "compile" lets them run inside `torch.compile`; see `fit`. Steps
-            are recorded without either, and layers are measured at the end of such a step, once for each shape: up to ten
-            compilations of each kind of layer.
+        engine: "compile" lets layers run inside `torch.compile`; see `fit`. Steps are recorded without it, and layers are
+            measured at the end of such a step, once for each shape: up to ten compilations of each kind of layer.
         measure: whether to measure peaks on the CPU, too: of the first step under each plan, and of every hundredth, which then
             take longer. On CUDA, which counts by itself, every step is measured.
         log: takes the line; by default it goes to standard error, in the first process of a group.
@@ -125,7 +124,7 @@ def attach(
         device = device_of(whole, None)
         check_budget(budget, device_bytes=memory_bytes(device))
         check_host_budget(host_budget)
-        check_engine(engine, whole, fake=False, split_backward=False)
+        check_engine(engine, whole, split_backward=False)
         check_host_engine(engine, host_budget)
         return Attached(
             whole,

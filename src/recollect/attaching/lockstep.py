@@ -7,8 +7,8 @@ nothing new, they ask only in every 16th step. What makes that safe:
   and a call that fails and is tried again in one process ends no step. So in each step all ask or none does, and none
   waits for an answer to a question that others do not ask.
 * **In between, each process chooses among plans that all have.** They may then run different ones, which does no harm
-  where no plan does anything in backward that the others have to join: run a collective again, gather parts of a value or of a
-  parameter, or run a module again as a whole. If one does, they ask in every call.
+  where no plan does anything in backward that the others have to join: run a collective again, or gather parts of a value or
+  of a parameter. If one does, they ask in every call.
 * **A process that no plan covers in between does not record**, since the others would have to take part at the end of
   the recording. It runs that step at its leanest, which needs no other process, and says so at the next question; until
   then, if the step may have been over the budget, all later ones are lean, too. Then all record, and ask in each step

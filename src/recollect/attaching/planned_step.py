@@ -14,7 +14,6 @@ from recollect.errors import BudgetTooSmallError
 from recollect.notebooks import Lines
 from recollect.planning.choose import CACHE_ADVICE, Planner
 from recollect.planning.planners import OffloadPlanner
-from recollect.plans.action import EngineChoice
 from recollect.plans.plan import Plan
 from recollect.plans.unit_plan import needs_all_ranks
 from recollect.profile.profile import Profile, kind_text
@@ -98,9 +97,7 @@ class PlannedStep:
     @property
     def needs_all_ranks(self) -> bool:
         """Whether other processes could wait for ever for one that runs another plan."""
-        # A module that runs again as a whole also runs its collectives, which its plan does not name.
-        runs_modules = any(unit.engine is EngineChoice.REGION for unit in self.plan.units.values())
-        return runs_modules or needs_all_ranks(self.plan.units)
+        return needs_all_ranks(self.plan.units)
 
     @property
     def is_compiling(self) -> bool:

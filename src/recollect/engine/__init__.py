@@ -1,1 +1,1 @@
-"""Carries out plans on a running model, with two engines: the tape (per value) and the region engine (per module)."""
+"""Carries out plans on a running model, with two engines: the tape, and PyTorch's compiler."""

@@ -5,24 +5,21 @@ may draw from it, and one that is set back for a second run changes what other t
 generator of its own. So does the first, if there are other threads; the shared generator then takes over its state. An
 op that takes no generator has to use the shared one: its second run compares the state of that generator afterwards.
 
-A module that runs twice as a whole draws the same numbers both times, including Python's and NumPy's.
+A custom autograd Function, which runs twice as a whole, draws the same numbers both times.
 """
 
 import _thread
 import ctypes
 import functools
-import random
-import sys
 import threading
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 
-from recollect._torch_private import desugars, is_fake_tensor, raises_version_first
+from recollect._torch_private import desugars, is_fake_tensor
 from recollect.engine.facts import OpFacts, OpMode, facts_of
-from recollect.engine.values import is_watched, snapshot_targets
 from recollect.errors import RandomDrawError
 from recollect.tensors import tensors_in
 
@@ -201,21 +198,20 @@ def state_content(state: torch.Tensor) -> bytes:
     return ctypes.string_at(state.data_ptr(), state.nbytes)
 
 
-class RegionDraws:
-    """The random numbers of one call of a region, or of a custom autograd Function.
+class FunctionDraws:
+    """The random numbers of one call of a custom autograd Function.
 
-    Random ops are run again one by one, from generators of their own. Code that no dispatch mode sees (compiled regions) draws
-    from the default generators: if it does, they are set back for the second run.
+    Random ops are run again one by one, from generators of their own. Kernels that no dispatch mode sees draw from a default
+    generator: if they do, it is set back for the second run.
 
     Args:
-        unseen_on_cpu: whether unseen code may draw on the CPU; checking briefly takes a few KiB.
+        unseen: the generators that such kernels may draw from.
     """
 
-    def __init__(self, *, unseen_on_cpu: bool = True) -> None:
+    def __init__(self, unseen: Sequence[torch.Generator]) -> None:
         self._seen: list[tuple[Any, Draw | None]] = []
+        self._watched = unseen
         self._unseen: list[tuple[torch.Generator, torch.Tensor]] = []
-        self._unseen_on_cpu = unseen_on_cpu
-        self._wrote = False
 
     @property
     def state_bytes(self) -> int:
@@ -225,17 +221,12 @@ class RegionDraws:
 
     @contextmanager
     def first(self) -> Iterator[None]:
-        """Note the draws while the module runs, or while a further part of it does."""
-        # As bytes, outside the device's allocator: most regions do not need them later.
-        states = {
-            generator: state_content(generator.get_state())
-            for generator in _default_generators()
-            if self._unseen_on_cpu or generator.device.type != "cpu"
-        }
+        """Note the draws while the Function runs, or while a further part of it does."""
+        # As bytes, outside the device's allocator: most Functions do not need them later.
+        states = {generator: state_content(generator.get_state()) for generator in self._watched}
         mode = _FirstRun(self._seen, dict(states))
         with mode:
             yield
-        self._wrote |= mode.wrote
         known = {generator for generator, _ in self._unseen}
         self._unseen += [
             (generator, torch.frombuffer(bytearray(content), dtype=torch.uint8))
@@ -245,10 +236,8 @@ class RegionDraws:
 
     @contextmanager
     def second(self) -> Iterator[None]:
-        """Have the module draw the same numbers, and leave the generators as they are."""
-        # Where the first run drew nothing, and wrote to nothing of others, there is nothing to see to, op by op.
-        sees = self._wrote or self._unseen or any(draw is not None for _, draw in self._seen)
-        mode = _SecondRun(self._seen, moves_shared=bool(self._unseen)) if sees else nullcontext()
+        """Have the Function draw the same numbers, and leave the generators as they are."""
+        mode = _SecondRun(self._seen, moves_shared=bool(self._unseen))
         if not self._unseen:
             with mode:
                 yield
@@ -265,23 +254,14 @@ class RegionDraws:
                     generator.set_state(state)
 
 
-class _RegionMode(OpMode):
-    """Sees to writes and random ops; `wrote` tells whether there were writes to what somebody holds."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.wrote = False
+class _RandomMode(OpMode):
+    """Sees to random ops."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if types and any(desugars(kind) for kind in types):
             return NotImplemented
         facts = facts_of(func)
-        if facts.writes:
-            # Regions hold the values that they read (`region_state.py`).
-            targets = [target for target in facts.written_by(args, kwargs) if target.layout is torch.strided]
-            self.wrote = self.wrote or any(is_watched(target.untyped_storage()) for target in targets)
-            snapshot_targets(targets, is_raised=raises_version_first(func))
         if not facts.is_random or (facts.keeps and not takes_generator(func)):
             return func(*args, **kwargs)  # Collectives wait for each other: they must not also wait for a turn.
         return self.draw(func, args, kwargs)
@@ -290,7 +270,7 @@ class _RegionMode(OpMode):
         raise NotImplementedError
 
 
-class _FirstRun(_RegionMode):
+class _FirstRun(_RandomMode):
     """Runs random ops and notes what they drew; knows whether other code moved the default generators."""
 
     def __init__(self, seen: list[tuple[Any, Draw | None]], at: dict[torch.Generator, bytes]) -> None:
@@ -313,7 +293,7 @@ class _FirstRun(_RegionMode):
         return generator in self._moved or state_content(generator.get_state()) != self._at[generator]
 
 
-class _SecondRun(_RegionMode):
+class _SecondRun(_RandomMode):
     """Runs random ops with the numbers of the first run."""
 
     def __init__(self, seen: list[tuple[Any, Draw | None]], *, moves_shared: bool) -> None:
@@ -324,58 +304,15 @@ class _SecondRun(_RegionMode):
     def draw(self, func: Any, args: Any, kwargs: Any) -> Any:
         before, draw = self._pending.pop() if self._pending else (None, None)
         if before is not func or draw is None:
-            return func(*args, **kwargs)  # If another op runs than before, `checkpoint` says so.
+            return func(*args, **kwargs)  # If another op runs than before, `FunctionCall` checks the results.
         output = draw.again(func, args, kwargs, may_repeat=not facts_of(func).writes)
         if self._moves_shared:
             draw.move_shared()
         return output
 
 
-def _default_generators() -> list[torch.Generator]:
-    found = [torch.default_generator]
+def cuda_generators() -> list[torch.Generator]:
+    """Return the default generator of the current CUDA device, if there is one in use."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():
-        found.append(torch.cuda.default_generators[torch.cuda.current_device()])
-    return found
-
-
-class HostDraws:
-    """Draws of one region call from `random` and, where the program uses it, from `numpy.random`."""
-
-    def __init__(self) -> None:
-        self._states = host_states()
-
-    def forward_has_run(self) -> None:
-        """Release the states if nothing was drawn; call after the first run."""
-        if _host_content(host_states()) == _host_content(self._states):
-            self._states = None, None
-
-    @contextmanager
-    def second(self) -> Iterator[None]:
-        """Have the same numbers drawn again, and leave the generators as they are."""
-        if self._states[0] is None:
-            yield
-            return
-        present = host_states()
-        set_host_states(self._states)
-        try:
-            yield
-        finally:
-            set_host_states(present)
-
-
-def host_states() -> tuple[Any, Any]:
-    """Return the states of the generators of the whole process: Python's, and NumPy's if the program uses it."""
-    numpy = sys.modules.get("numpy")
-    return random.getstate(), None if numpy is None else numpy.random.get_state()
-
-
-def _host_content(states: tuple[Any, Any]) -> tuple[Any, ...]:
-    python, numpy = states
-    # The second entry of NumPy's is an array, which does not compare.
-    return python, None if numpy is None else (numpy[1].tobytes(), *numpy[2:])
-
-
-def set_host_states(states: tuple[Any, Any]) -> None:
-    random.setstate(states[0])
-    if states[1] is not None:
-        sys.modules["numpy"].random.set_state(states[1])
+        return [torch.cuda.default_generators[torch.cuda.current_device()]]
+    return []

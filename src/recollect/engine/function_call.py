@@ -15,7 +15,7 @@ from torch.autograd.function import FunctionCtx
 
 from recollect._torch_functions import above_autograd, tree_flatten, tree_unflatten, watched_functions
 from recollect._torch_private import tree_leaves
-from recollect.engine.draws import RegionDraws
+from recollect.engine.draws import FunctionDraws
 from recollect.engine.together import Agreement, gathered_parameter, group_of, is_partitioned
 from recollect.engine.values import Layout, layout_of
 from recollect.errors import RecomputeMismatchError
@@ -116,7 +116,7 @@ class FunctionCall:
     arguments: FunctionArguments
     layouts: Sequence[Layout | None]
     """Of the results in forward; None for those that it does not make."""
-    draws: RegionDraws | None
+    draws: FunctionDraws | None
     """The random numbers of the forward; None if it drew none."""
     autocast: Autocast
     agreement: Agreement | None = None

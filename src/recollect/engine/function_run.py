@@ -32,7 +32,7 @@ from recollect._torch_private import (
     transforms_are_active,
 )
 from recollect.engine.content import checksums
-from recollect.engine.draws import RegionDraws, draws_unknown
+from recollect.engine.draws import FunctionDraws, cuda_generators, draws_unknown
 from recollect.engine.facts import OpFacts, OpMode, facts_of
 from recollect.engine.function_call import Autocast, FunctionArguments, FunctionCall
 from recollect.engine.self_check import SwitchedOff, switched_off
@@ -116,7 +116,7 @@ class FunctionRun:
         self.made: list[Made] = []
         self.num_storages = 0
         self._num_outputs = 0
-        self.draws = RegionDraws(unseen_on_cpu=False)
+        self.draws = FunctionDraws(cuda_generators())
         self._objects: list[tuple[Any, list[int]]] = []
         self._made_mark, self._given_mark = object(), object()
         # By its collectives.

@@ -41,7 +41,7 @@ _units = _Units()
 
 @contextmanager
 def running_unit() -> Iterator[None]:
-    """Within the block, a unit runs forward, or runs again as a whole."""
+    """Within the block, a unit runs forward."""
     _units.begun += 1
     _units.running += 1
     try:

@@ -49,7 +49,7 @@ class SwitchedOff(Enum):
     """Features that are switched off where a hook does not hold; the warning shows the value."""
 
     PLANS = "no plan is carried out: all is kept, and no step can be recorded"
-    RANDOM_OPS = "results of random ops are kept, and no module is run again as a whole"
+    RANDOM_OPS = "results of random ops are kept"
     FUNCTIONS = "a unit that calls a custom autograd Function raises an error"
     STEPPING_ASIDE = "all modules of a unit are watched, which takes time"
     SECOND_BACKWARD = "a second backward over the same graph may raise an error"

@@ -16,7 +16,6 @@ from recollect.engine.offload.flight import HostUse, Offload
 from recollect.engine.own_checkpoints import running_unit
 from recollect.engine.placed_forward import PlacedForward, unit_module
 from recollect.engine.policy import PlanPolicy
-from recollect.engine.region_engine import region_forwards
 from recollect.engine.tape import Tape
 from recollect.engine.together import Agreement, Shards, shards_of
 from recollect.errors import PlanError
@@ -141,7 +140,6 @@ class _ScopeForward(PlacedForward):
 
 ENGINES: Final[Mapping[EngineChoice, Engine]] = {
     EngineChoice.TAPE: planned_forwards,
-    EngineChoice.REGION: region_forwards,
     EngineChoice.COMPILE: compiled_forwards,
 }
 """The one place to register a new engine."""

@@ -351,11 +351,6 @@ def watch(value: TapeValue, storage: torch.UntypedStorage) -> None:
     leaves.append(weakref.ref(value))
 
 
-def is_watched(storage: torch.UntypedStorage) -> bool:
-    """Whether a value that holds this storage would have to be copied before a write to it."""
-    return _LEAVES in vars(storage)
-
-
 def leaves_of(storage: torch.UntypedStorage) -> list[TapeValue]:
     """Return the values that hold a tensor on this storage."""
     values = [reference() for reference in vars(storage).get(_LEAVES, ())]

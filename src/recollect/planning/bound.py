@@ -253,7 +253,7 @@ def host_bound(profile: Profile, link: Link, host_bytes: int) -> LowerBound:
 
 
 def is_all_on_tape(plan: Plan) -> bool:
-    """Whether the bound applies to this plan: a module re-run as a whole drops values that the tape has to keep."""
+    """Whether the bound applies to this plan: compiled code drops values that the tape has to keep."""
     return all(unit.engine is EngineChoice.TAPE for unit in plan.units.values())
 
 

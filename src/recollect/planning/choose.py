@@ -110,7 +110,6 @@ class Planner:
         self._plain = self._simulate([plain_call(profile.graph_of(call)) for call in profile.calls])
         self._make_bound = make_bound or partial(LowerBound, profile)
         self._is_compiled = any(graph.variants for graph in profile.graphs)
-        self._has_engines = self._is_compiled or any(graph.rerun_s for graph in profile.graphs)
         self._leanest: tuple[Simulation, list[str]] | None = None
 
     @cached_property
@@ -127,7 +126,7 @@ class Planner:
     @cached_property
     def _mixes(self) -> Chain | None:
         """Chooses among engines; None if units were recorded for the tape alone."""
-        if not self._has_engines:
+        if not self._is_compiled:
             return None
         sums = PeakSums(self._program)
         return Chain(KnownCosts(sums, OptionTable(self.profile, options_of=engine_options)), most_probes=_MOST_PROBES)
@@ -143,7 +142,7 @@ class Planner:
     @without_collections()
     def bound_slowdown(self, budget_bytes: int) -> float | None:
         """Return a lower bound on the slowdown of any plan within a budget; inf if no plan fits, None if unknown."""
-        if self.profile.step_s <= 0 or not self.profile.calls or self._has_engines:
+        if self.profile.step_s <= 0 or not self.profile.calls or self._is_compiled:
             return None
         return self._bound_s(budget_bytes) / self.profile.step_s
 
@@ -179,7 +178,7 @@ class Planner:
             candidates = (costs.candidate(costs.table.fattest), *self._mixes.best(budget_bytes), *costs.known())
             known = [one for one in candidates if one.peak_bytes <= budget_bytes]
             best = min(known, key=lambda one: (one.recompute_s, one.peak_bytes, one.choice), default=None)
-        for solver in self._solvers if best is None or not self._is_compiled else ():
+        for solver in self._solvers if best is None else ():
             found = solver.best(budget_bytes, enough_s)
             if found is not None and (best is None or found.recompute_s < best.recompute_s):
                 best = found
@@ -213,7 +212,7 @@ class Planner:
     def _bound_s(self, budget_bytes: int) -> float:
         """Return a lower bound on the recompute seconds of any plan."""
         # The bound is one on plans of the tape.
-        if not self.profile.calls or self._has_engines:
+        if not self.profile.calls or self._is_compiled:
             return 0.0
         return self._bound.added_s(budget_bytes)
 
@@ -228,7 +227,7 @@ class Planner:
         made = simulated_plan(self.profile, replace(chosen, budget_bytes=budget_bytes), simulation)
         if note := _ESTIMATED if made.is_compiled and self.profile.fake else self.profile.times_text:
             made = replace(made, note=note)
-        if self._has_engines or not is_all_on_tape(chosen) or not math.isfinite(bound_s) or self.profile.step_s <= 0:
+        if self._is_compiled or not is_all_on_tape(chosen) or not math.isfinite(bound_s) or self.profile.step_s <= 0:
             return made
         check_bound(bound_s, simulation.recompute_s, budget_bytes)
         return replace(made, bound_slowdown=bound_s / self.profile.step_s)

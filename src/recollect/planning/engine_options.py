@@ -1,4 +1,4 @@
-"""The options of a unit that may run on any engine: inside `torch.compile`, on the tape, or run again as a whole.
+"""The options of a unit that may run on any engine: inside `torch.compile`, or on the tape.
 
 Seconds are counted from those of the compiled unit that keeps PyTorch's choice, so that options of engines can be compared.
 """
@@ -21,15 +21,12 @@ def engine_options(graph: UnitGraph, *, output: Action = Action.KEEP) -> tuple[O
 
     Args:
         graph: the unit.
-        output: of the unit; compiled code and whole modules keep it.
+        output: of the unit; compiled code keeps it.
     """
     hull = unit_hull(graph, output=output)
-    if output is not Action.KEEP:
+    if output is not Action.KEEP or not graph.variants:
         return hull
     output_bytes = sum(value.nbytes for value in graph.values if value.is_output and value.producer is not None)
-    again = Option(Stored(), frozenset(), output_bytes, graph.rerun_s or graph.forward_s, engine=EngineChoice.REGION)
-    if not graph.variants:
-        return _sorted([again, *hull[:-1]], hull[-1]) if graph.rerun_s else hull
     eager_s = graph.beyond_default_s(graph.eager_s)
     compiled = [
         Option(
@@ -46,10 +43,5 @@ def engine_options(graph: UnitGraph, *, output: Action = Action.KEEP) -> tuple[O
         hull if len(hull) <= _MOST_ON_TAPE else [hull[len(hull) * i // _MOST_ON_TAPE] for i in range(_MOST_ON_TAPE)]
     )
     eager = [replace(option, recompute_s=option.recompute_s + eager_s) for option in on_tape]
-    eager.append(replace(again, recompute_s=again.recompute_s + eager_s))
-    return _sorted([*compiled[1:], *eager], compiled[0])
-
-
-def _sorted(others: list[Option], fattest: Option) -> tuple[Option, ...]:
-    """Return all: working sets differ between engines, so one that is slower at no fewer bytes may still lower the peak."""
-    return (*sorted(others, key=lambda option: (option.kept_bytes, -option.recompute_s)), fattest)
+    # All: working sets differ between engines, so one that is slower at no fewer bytes may still lower the peak.
+    return (*sorted([*compiled[1:], *eager], key=lambda option: (option.kept_bytes, -option.recompute_s)), compiled[0])

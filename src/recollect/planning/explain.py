@@ -17,7 +17,6 @@ from recollect.arguments import check_kind
 from recollect.errors import BudgetTooSmallError
 from recollect.planning.planners import planner_for
 from recollect.planning.trips import link_of
-from recollect.plans.action import EngineChoice
 from recollect.plans.paths import compress_paths
 from recollect.plans.plan import Plan
 from recollect.plans.value_names import collective_kind
@@ -111,8 +110,6 @@ def usage_in(profile: Profile, decisions: Sequence[CallActions], lives: Lifetime
             tape_s = max(0.0, graph.variants[variant].step_s - graph.variants[0].step_s)
         # One after the other: `sum` rounds in another way in newer Pythons.
         again_s = reduce(add, (op.time_s for op in again), 0.0)
-        if again and graph.rerun_s and decisions[index].engine is EngineChoice.REGION:
-            again_s = graph.rerun_s
         names = _names(graph)
         accounts.append(
             LayerUsage(

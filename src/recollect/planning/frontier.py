@@ -155,7 +155,7 @@ def _plans(planner: Planner) -> list[Plan]:
 
 def _point(planner: Planner, plan: Plan, name: str = "") -> FrontierPoint:
     peak_bytes, slowdown = plan.predicted_peak_bytes or 0, plan.predicted_slowdown or 0.0
-    # The bound holds for the tape only: a module re-run as a whole drops values that the tape has to keep.
+    # The bound holds for the tape only: compiled code drops values that the tape has to keep.
     bound = planner.bound_slowdown(peak_bytes) if is_all_on_tape(plan) else None
     if bound is not None:
         check_bound(bound * planner.profile.step_s, slowdown * planner.profile.step_s, peak_bytes)

@@ -214,8 +214,6 @@ def unit_plan(graph: UnitGraph, option: Option) -> UnitPlan:
     Values that nobody needs after forward get "keep": that costs no bytes and lets the tape skip modules that compute
     nothing else. If the output is dropped, its readers may need it, so the ops that compute it run again too.
     """
-    if option.engine is EngineChoice.REGION:
-        return UnitPlan({}, engine=option.engine)
     if option.engine is EngineChoice.COMPILE:
         return compiled_unit(graph, option.variant)
     ops = option.recompute_ops | (_ops_of_outputs(graph, option) if option.output == Action.RECOMPUTE else frozenset())

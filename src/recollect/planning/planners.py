@@ -131,7 +131,7 @@ class OffloadPlanner(Planner):
         if not 0 < link_share <= 1:
             raise PlanError(f"link_share: got {link_share}, expected a part of the link's rate, above 0 and at most 1")
         super().__init__(profile)
-        if self._has_engines:
+        if self._is_compiled:
             raise PlanError(
                 "plan with host_budget: got a profile for other engines, expected one recorded with engine='tape': they copy "
                 "nothing to host memory. Leave out one of them."

@@ -40,15 +40,11 @@ class EngineChoice(str, Enum):
 
     Attributes:
         TAPE: keep or drop value by value: dropped values are recomputed, op by op, when backward asks for them.
-        REGION: run the whole module again when backward first asks for something; its inputs and output are kept. For modules
-            that the tape cannot see into. The module's Python runs twice; its buffers, attributes and random numbers are the
-            same both times, but its effects outside itself happen twice.
         COMPILE: run the module inside `torch.compile`, which keeps the values that the plan keeps and computes the others again
             in backward, fused with it. Gradients are those of the compiled module.
     """
 
     TAPE = "tape"
-    REGION = "region"
     COMPILE = "compile"
 
     def __str__(self) -> str:

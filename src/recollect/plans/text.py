@@ -157,8 +157,6 @@ def _actions(unit: UnitPlan, classes: Mapping[str, str]) -> list[str]:
     if not unit.recomputes_anything:
         return ["keep all"]
     and_output = " and the output" if unit.output is Action.RECOMPUTE else ""
-    if unit.engine is EngineChoice.REGION:
-        return [f"run the whole module, its Python too, twice{', recompute the output' if and_output else ''}"]
     summary = summarise_names(unit.actions, classes)
     if set(summary) <= {Action.RECOMPUTE}:
         return ["recompute all" + and_output if summary else "recompute the output"]

@@ -22,10 +22,8 @@ class UnitPlan:
         actions: the action for each value, by name, in forward order. May be given as actions or their words.
         output: `Action.RECOMPUTE` if the unit's output is dropped too, and recomputed from an earlier unit's input; else
             `Action.KEEP`: as a part, if the action of its value is `Action.SHARD`.
-        engine: `EngineChoice.TAPE` follows `actions`; `EngineChoice.REGION` re-runs the whole module, for modules that the tape
-            cannot see into, and keeps its output; `EngineChoice.COMPILE` follows `actions` inside `torch.compile`, and keeps
-            the output; without actions it keeps PyTorch's choice. May be an engine or its word, "tape", "region" or
-            "compile".
+        engine: `EngineChoice.TAPE` follows `actions`; `EngineChoice.COMPILE` follows them inside `torch.compile`, and keeps the
+            output; without actions it keeps PyTorch's choice. May be an engine or its word, "tape" or "compile".
         trips: when each value with `Action.OFFLOAD` leaves and comes back; `Trip()` for those that are not named.
 
     Raises:
@@ -82,7 +80,7 @@ class UnitPlan:
     @property
     def recomputes_anything(self) -> bool:
         """Whether anything is computed again, held as a part, or away from the device in between."""
-        return self.engine is EngineChoice.REGION or {self.output, *self.actions.values()} != {Action.KEEP}
+        return {self.output, *self.actions.values()} != {Action.KEEP}
 
 
 def _trips(actions: Mapping[str, Action], given: Mapping[str, Trip]) -> dict[str, Trip]:

@@ -97,8 +97,6 @@ class UnitGraph:
     module_tape_s: tuple[tuple[str, float], ...] = ()
     """(module path, seconds): extra overhead in forward if any value that the module computes is dropped, since the tape then
     has to see all of the module's ops."""
-    buffer_bytes: int = 0
-    """Bytes of the module's buffers that are copied in forward if the module is to be re-run as a whole."""
     parts: tuple[PartRecord, ...] = ()
     """Of the values that were the same on all ranks, those that can be held as parts."""
     variants: tuple[VariantRecord, ...] = ()
@@ -106,16 +104,12 @@ class UnitGraph:
     is not to be compiled."""
     eager_s: float = 0.0
     """Seconds of forward and backward outside the compiler, measured with those of the variants; 0 without variants."""
-    rerun_s: float = 0.0
-    """Seconds that running the whole unit again in backward adds, as measured; 0 if it was not."""
 
     def __post_init__(self) -> None:
-        times = ("tape_s", self.tape_s), ("eager_s", self.eager_s), ("rerun_s", self.rerun_s)
+        times = ("tape_s", self.tape_s), ("eager_s", self.eager_s)
         for where, tape_s in (*times, *((f"module_tape_s[{m!r}]", s) for m, s in self.module_tape_s)):
             if not (math.isfinite(tape_s) and tape_s >= 0):
                 raise ValueError(f"{where}: got {tape_s} s, expected a finite number, 0 or more")
-        if self.buffer_bytes < 0:
-            raise ValueError(f"buffer_bytes: got {self.buffer_bytes}, expected 0 or more")
         names: set[str] = set()
         for index, value in enumerate(self.values):
             self._check_value(index, value)

@@ -101,4 +101,4 @@ def _graph(call: RecordedCall, costs: Costs, parts: tuple[PartRecord, ...]) -> U
         )
         for op in call.ops
     )
-    return UnitGraph(values, ops, buffer_bytes=call.buffer_bytes, parts=parts)
+    return UnitGraph(values, ops, parts=parts)

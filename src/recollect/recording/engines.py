@@ -22,16 +22,15 @@ from recollect.profile.variant import VariantRecord
 from recollect.quantities import parse_bytes
 from recollect.ranks.group import ALONE, Place, Ranks
 from recollect.ranks.members import with_common_times
-from recollect.recording.reruns import with_reruns
 from recollect.recording.unit_runs import ModelledRuns, UnitRuns
 from recollect.recording.unit_samples import UnitSample
 from recollect.recording.variants import with_variants
 
-RecordedEngine: TypeAlias = Literal["tape", "region", "compile"]
-"""What a record is for: the tape alone; or units that run again as a whole, too; or besides units inside `torch.compile`."""
+RecordedEngine: TypeAlias = Literal["tape", "compile"]
+"""What a record is for: the tape alone; or besides units inside `torch.compile`."""
 
 
-def check_engine(engine: str, model: nn.Module, *, fake: bool, split_backward: bool) -> None:
+def check_engine(engine: str, model: nn.Module, *, split_backward: bool) -> None:
     """Check that units can be measured on an engine in a step, and let a model be compiled that is for the compiler.
 
     Raises:
@@ -42,10 +41,6 @@ def check_engine(engine: str, model: nn.Module, *, fake: bool, split_backward: b
         raise RecordError(f"engine: got {engine!r}, expected {', '.join(map(repr, get_args(RecordedEngine)))}")
     if engine == "tape":
         return
-    if fake and engine == "region":
-        raise _not_yet(
-            engine, "fake", True, "the tape's overhead, which is not modelled", "Record on the device, fake=False"
-        )
     if split_backward:
         raise _not_yet(
             engine, "split_backward", True, "units that find the two halves of the gradients apart", "Leave it out"
@@ -54,8 +49,7 @@ def check_engine(engine: str, model: nn.Module, *, fake: bool, split_backward: b
         raise _not_yet(
             engine, "model", "sharded by FSDP2", "copies of units on gathered parameters", "Record before fully_shard"
         )
-    if engine == "compile":
-        expect_compiler(model)
+    expect_compiler(model)
 
 
 def with_engine(
@@ -84,12 +78,9 @@ def with_engine(
         return profile
 
     def measured() -> Profile:
-        if engine == "region":
-            return with_reruns(profile, samples, device)
         _check_backward(profile)
-        if hardware is not None:
-            return with_variants(profile, samples, ModelledRuns(device, hardware, profile.kernels), compiled=compiled)
-        return with_variants(with_reruns(profile, samples, device), samples, UnitRuns(device), compiled=compiled)
+        runs = UnitRuns(device) if hardware is None else ModelledRuns(device, hardware, profile.kernels)
+        return with_variants(profile, samples, runs, compiled=compiled)
 
     found = with_common_times(_in_all(ranks.together(measured, place), ranks, place), ranks, place)
     graphs = (replace(graph, variants=undominated(graph.variants, graph)) for graph in found.graphs)
@@ -119,7 +110,7 @@ def _not_yet(engine: str, name: str, value: object, needs: str, advice: str) -> 
 
 
 def _in_all(profile: Profile, ranks: Ranks, place: Place) -> Profile:
-    """Return a profile whose units have only the measured second runs and the variants that they have in all processes.
+    """Return a profile whose units have only the variants that they have in all processes.
 
     Batches may differ, so that a unit has other graphs in other processes: its path and the names of its values count.
     """
@@ -134,7 +125,6 @@ def _in_all(profile: Profile, ranks: Ranks, place: Place) -> Profile:
         kept = [variant for variant in graph.variants if _key_of(variant, graph) in keys]
         return replace(
             graph,
-            rerun_s=graph.rerun_s if _SECOND_RUN in keys else 0.0,
             eager_s=graph.eager_s if _DEFAULT in keys else 0.0,
             variants=tuple(kept) if _DEFAULT in keys else (),
         )
@@ -142,14 +132,12 @@ def _in_all(profile: Profile, ranks: Ranks, place: Place) -> Profile:
     return replace(profile, graphs=tuple(left(index, graph) for index, graph in enumerate(profile.graphs)))
 
 
-# What was measured of a unit, besides variants by the names of the values that they keep.
-_SECOND_RUN: Final = "a second run"
+# Variants go by the names of the values that they keep, but for this one.
 _DEFAULT: Final = "PyTorch's choice"
 
 
 def _measured_of(graph: UnitGraph) -> set[str | frozenset[str]]:
-    again = {_SECOND_RUN} if graph.rerun_s else set()
-    return again | {_key_of(variant, graph) for variant in graph.variants}
+    return {_key_of(variant, graph) for variant in graph.variants}
 
 
 def _key_of(variant: VariantRecord, graph: UnitGraph) -> str | frozenset[str]:

@@ -103,9 +103,8 @@ def record(
         collectives: how plans may treat the results of collectives inside units. "keep": they stay, so that each rank
             may have a plan of its own. "replay": they may be dropped, and the collective runs again in backward; then
             all ranks have to record, to apply the same plan, and to run the same ops in the same order.
-        engine: "region" also measures a second run of each repeated layer as a whole, so that plans can choose it
-            (`EngineChoice.REGION`). "compile" measures that, and these layers inside `torch.compile`, for each of several
-            sets of values to keep (`EngineChoice.COMPILE`). The profile's step then runs them compiled. It compiles each
+        engine: "compile" also measures repeated layers inside `torch.compile`, for each of several sets of values to keep, so
+            that plans can choose them (`EngineChoice.COMPILE`). The profile's step then runs them compiled. It compiles each
             kind of layer up to eleven times, seconds to a minute each. With `fake`, nothing of it runs: bytes and times are
             estimated from the code that would (`VariantRecord.is_estimated`).
         host_link: measure copies to host memory and back, too, once in a process, so that plans can have a `host_budget`. With
@@ -122,8 +121,7 @@ def record(
         AlreadyAppliedError: the model already recomputes.
         HardwareError: an unknown name or a malformed file; or given without `fake`, where times are measured.
         ChunkedLossError: the model's loss cannot be computed in chunks.
-        NotYetError: an engine other than the tape with `split_backward` or FSDP2; `engine="compile"` with a backward that keeps
-            its graph; `engine="region"` with `fake`.
+        NotYetError: `engine="compile"` with `split_backward`, FSDP2, or a backward that keeps its graph.
         RecordError: both or neither of `batch` and `step`; the model rejected the batch; the loss is not a scalar or does
             not require grad; an unknown word; with `fake`, the step depends on data; the parameters are not there yet, or are
             partitioned; a process of the group failed, or has another model; or this PyTorch lacks what recording needs.
@@ -147,7 +145,7 @@ def record(
     check_step(model, batch, step)
     if collectives not in get_args(Collectives):
         raise RecordError(f"collectives: got {collectives!r}, expected {' or '.join(map(repr, get_args(Collectives)))}")
-    check_engine(engine, model, fake=fake, split_backward=split_backward)
+    check_engine(engine, model, split_backward=split_backward)
     ranks = ALONE if fake else ranks_of(model, group, "record(model, batch)")
 
     loop = _Loop(model, batch, step, optimizer, loss_fn, holds_output, gradients, loss_chunks, split_backward)

@@ -16,7 +16,6 @@ from recollect.engine.function_call import FunctionCall
 from recollect.engine.function_mode import FunctionMode
 from recollect.engine.function_run import FunctionRun
 from recollect.engine.policy import ALL_KEPT, OpActions, OpKey, Policy
-from recollect.engine.region_state import small_buffer_bytes
 from recollect.engine.subclasses import PackedSubclass, strided_tensors
 from recollect.engine.tape import Tape
 from recollect.engine.together import Agreement, group_of
@@ -97,9 +96,7 @@ class RecordingTape(Tape):
             recorder.note_reads((args, kwargs))
         with recorder.unseen():
             self.samples.take(unit_path, len(recorder.calls), args, kwargs)
-        module = getattr(forward, "__self__", None)
-        buffer_bytes = small_buffer_bytes(module) if isinstance(module, nn.Module) else 0
-        recorder.calls.append(RecordedCall(unit_path, buffer_bytes=buffer_bytes))
+        recorder.calls.append(RecordedCall(unit_path))
         recorder.current = index = len(recorder.calls) - 1
         try:
             output = super().run(unit_path, forward, args, kwargs)

@@ -6,10 +6,12 @@ Users of the real ones (optimizers that step in backward, gradient buckets, hook
 Also keep FSDP2 parameters of a pipeline's stage gathered, as they are from the stage's first forward to its last backward.
 """
 
+import random
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, cast
+from typing import Any, Final, cast
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -17,9 +19,11 @@ from recollect._torch_fsdp import GatheredParameters, fully_sharded_modules, ful
 from recollect._torch_parallel import is_data_parallel
 from recollect.arguments import check_kind
 from recollect.engine.content import has_same_bits
-from recollect.engine.draws import host_states, set_host_states
-from recollect.engine.region_state import HOOKS, ModuleParts
 from recollect.errors import RecordError
+
+HOOKS: Final = tuple(name for name in vars(nn.Module()) if "_hooks" in name)
+"""Names of a module's tables of hooks, which stay the same objects."""
+_NOT_ATTRIBUTES: Final = frozenset(vars(nn.Module())) - {"training"}
 
 
 @contextmanager
@@ -79,7 +83,7 @@ def restored_attributes(model: nn.Module) -> Iterator[None]:
 
     Both together, since a model that installs hooks in its first forward remembers that in an attribute.
     """
-    before = [ModuleParts(module, names=HOOKS) for module in model.modules()]
+    before = [_Parts(module) for module in model.modules()]
     try:
         yield
     finally:
@@ -87,16 +91,41 @@ def restored_attributes(model: nn.Module) -> Iterator[None]:
             parts.put()
 
 
+class _Parts:
+    """A module's attributes and hooks at some moment."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._attributes = _attributes(module)
+        # Few are not empty, and there are many.
+        self._hooks = {name: dict(hooks) for name in HOOKS if (hooks := vars(module).get(name))}
+
+    def put(self) -> None:
+        for name in _attributes(self._module).keys() - self._attributes.keys():
+            del vars(self._module)[name]
+        vars(self._module).update(self._attributes)
+        for name in HOOKS:
+            hooks, before = vars(self._module).get(name, {}), self._hooks.get(name, {})
+            if hooks or before:
+                hooks.clear()
+                hooks.update(before)
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    return {name: value for name, value in vars(module).items() if name not in _NOT_ATTRIBUTES}
+
+
 @contextmanager
 def restored_generators(model: nn.Module) -> Iterator[None]:
-    """Restore the random generators of PyTorch, Python, and NumPy if the program uses it: models draw from them all."""
+    """Restore the random generators of PyTorch, Python and NumPy: models draw from them all."""
     cuda_devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
-    states = host_states()
+    of_python, of_numpy = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng(devices=cuda_devices):
             yield
     finally:
-        set_host_states(states)
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)
 
 
 @contextmanager

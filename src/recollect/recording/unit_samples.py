@@ -22,7 +22,7 @@ from recollect._torch_private import (
     tree_map,
     without_compiler,
 )
-from recollect.engine.region_state import HOOKS
+from recollect.recording.restored_state import HOOKS
 
 # From this many bytes on, an excerpt of a tensor has one element in this many along its longest dimension.
 _LARGE_BYTES: Final = 1 << 13

@@ -16,9 +16,6 @@ from recollect.plans.value_names import collective_kind
 from recollect.profile.graph import UnitGraph, ValueRecord
 from recollect.profile.profile import Profile
 
-# The tape keeps routing indices and the like, a few percent of a unit; a unit of foreign kernels is almost all opaque.
-_OPAQUE_FRACTION = 0.5
-
 
 class ValueActions(NamedTuple):
     """An action for each value of a unit, as one set of values for each action; values in no set are kept.
@@ -105,16 +102,7 @@ def keep_all_unit(graph: UnitGraph) -> UnitPlan:
 
 
 def recompute_all_unit(graph: UnitGraph, *, output: Action = Action.KEEP) -> UnitPlan:
-    """Drop every value that can be recomputed.
-
-    A unit that mostly saves values without a recipe (compiled code, kernels invisible to PyTorch) is re-run as a whole
-    instead.
-    """
-    saved = [graph.values[index] for index in graph.saved_values]
-    # Not collectives: the tape sees them, and a module that is re-run as a whole would run them again.
-    opaque_bytes = sum(value.nbytes for value in saved if value.must_keep and not collective_kind(value.name))
-    if opaque_bytes > _OPAQUE_FRACTION * graph.saved_bytes:
-        return UnitPlan({}, output=output, engine=EngineChoice.REGION)
+    """Drop every value that can be recomputed."""
     actions: dict[str, Action] = {
         value.name: Action.KEEP if value.must_keep else Action.RECOMPUTE
         for value in graph.values
@@ -127,8 +115,6 @@ def decide_call(graph: UnitGraph, unit: UnitPlan | None) -> CallActions:
     """Return the decision for one call under its unit's plan; values that the plan does not name are kept."""
     if unit is None:
         return CallActions(is_planned=False)
-    if unit.engine is EngineChoice.REGION:
-        return CallActions(engine=unit.engine)
     if unit.engine is EngineChoice.COMPILE:
         return CallActions(engine=unit.engine, variant=_variant_of(graph, unit))
     actions = {

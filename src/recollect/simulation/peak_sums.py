@@ -19,8 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from recollect.plans.action import EngineChoice
-from recollect.profile.events import ALLOC, OPTIMIZER
+from recollect.profile.events import OPTIMIZER
 from recollect.profile.profile import Profile
 from recollect.simulation.call_groups import OUTSIDE, Division, Group
 from recollect.simulation.copies import Death, Holes
@@ -97,7 +96,7 @@ class PeakSums:
         self.windows = program.windows
         self._division = Division(program)
         self._layouts: dict[Group, _Layout] = {}
-        self._traces: dict[tuple[Any, tuple[_Played, ...], tuple[int, ...]], _Trace] = {}
+        self._traces: dict[tuple[Any, tuple[_Played, ...]], _Trace] = {}
         self._placed: dict[tuple[Group, tuple[_Played, ...]], _Placed] = {}
         starts = np.array(self._division.window_starts, dtype=np.int64)
         self._starts, self._nothing = starts, np.zeros(len(starts), dtype=np.int64)
@@ -171,7 +170,7 @@ class PeakSums:
             if group not in self._layouts:
                 self._layouts[group] = _Layout(self._division, group)
             layout = self._layouts[group]
-            key = layout.shape, played, self._sizes_inside(group, played)
+            key = layout.shape, played
             if key not in self._traces:
                 self._traces[key] = _PartPlayback(self._division, layout, played).trace()
             trace = self._traces[key]
@@ -182,14 +181,6 @@ class PeakSums:
             )
             placed = self._placed[group, played] = _Placed(positions, trace, ends)
         return placed
-
-    def _sizes_inside(self, group: Group, played: tuple[_Played, ...]) -> tuple[int, ...]:
-        """Return the sizes of storages that calls allocate without an op: engines that re-run a call allocate it again."""
-        calls = [
-            call for call, (decision, _) in zip(group, played, strict=True) if decision.engine is not EngineChoice.TAPE
-        ]
-        forwards = [self._program.forwards[call] for call in calls]
-        return tuple([operands[1] for forward in forwards for code, operands in forward if code == ALLOC])
 
 
 class _Layout:

@@ -294,7 +294,6 @@ class Playback(HostRoom):
 
     def _peek(self, handle: int) -> None:
         value, self.call = self.handles[handle]
-        # A region holds its rerun values until its graph is gone.
         found = self.kept_pass.get(value) if isinstance(value, Value) and value.tensor is None else value.get()
         if self.program.gives_back:
             self.peeked[handle] = found

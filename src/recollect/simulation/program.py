@@ -9,20 +9,17 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache
 from itertools import chain
 from typing import Any, ClassVar, Final
 
 from recollect.profile.events import (
     ALLOC,
     DIES,
-    FORWARD,
     FREE,
     GIVE_BACK,
     OP,
     OPTIMIZER,
-    PHASE,
-    RETURN,
     SAVE,
     WORK,
     Event,
@@ -39,8 +36,6 @@ WINDOW: Final = -2
 """`(WINDOW,)`: the next window begins."""
 EDGE: Final = -3
 """`(EDGE, phase, call)`: an edge, where offloaded values leave or come back."""
-
-_OF_FORWARD = frozenset({ALLOC, BULK, DIES, FREE, OP, SAVE, WORK})
 
 Instruction = tuple[int, tuple[Any, ...]]
 Key = tuple[int, int]
@@ -122,33 +117,6 @@ class Program:
         self.instructions = list(self._instructions())
         self._counted: dict[tuple[int, frozenset[int]], frozenset[int]] = {}
         self._watched_s = cache(lambda graph, dropped: profile.graphs[graph].watched_s(dropped))
-
-    @cached_property
-    def forwards(self) -> Mapping[int, Sequence[Instruction]]:
-        """The instructions of each call's forward, in order.
-
-        Allocations without an op of the unit (inside custom autograd Functions) belong to the call whose op ran last.
-        """
-        found: defaultdict[int, list[Instruction]] = defaultdict(list)
-        running = -1
-        is_forward = True
-        for code, operands in self.instructions:
-            call = running
-            if code == PHASE:
-                is_forward = operands[0] == FORWARD
-            if not is_forward:
-                continue
-            if code == OP:
-                call = running = operands[0]
-            elif code == SAVE:
-                call = operands[3]
-            elif code == DIES:
-                call = operands[0][0]
-            elif code == RETURN:
-                running = -1
-            if code in _OF_FORWARD:
-                found[call].append((code, operands))
-        return found
 
     def counted(self, call: int, dropped: frozenset[int]) -> frozenset[int]:
         """Return the values of a call that need only be counted: only the model's own code holds them."""

@@ -68,7 +68,7 @@ def test_digests_differ_with_what_is_dropped() -> None:
         UnitPlan({"a": "keep"}),
         UnitPlan({"a": "recompute"}),
         UnitPlan({"a": "keep"}, output="recompute"),
-        UnitPlan({}, engine="region"),
+        UnitPlan({}, engine="compile"),
     ]
     assert len({digest_of({"layers.0": plan}) for plan in plans}) == 4
     assert digest_of({"a": plans[0], "b": plans[1]}) == digest_of({"b": plans[1], "a": plans[0]})

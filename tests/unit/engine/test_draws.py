@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from policies import FULL
 from recollect.applying import apply_policy
-from recollect.engine.draws import first_run
+from recollect.engine.draws import FunctionDraws, first_run
 from recollect.engine.facts import facts_of
 from recollect.errors import RandomDrawError
 
@@ -168,3 +168,25 @@ def test_custom_op_that_another_thread_disturbs() -> None:
     assert draw is not None
     assert torch.equal(draw.again(func, [torch.ones(2)], {}), output)
     assert not disturbed
+
+
+@pytest.mark.parametrize("is_seen_first", [True, False])
+def test_a_function_whose_kernels_draw_out_of_sight_draws_the_same(is_seen_first: bool) -> None:
+    """What no dispatch mode sees draws from the default generator, which is set back; ops that are seen draw around it."""
+
+    def forward() -> list[Tensor]:
+        seen = torch.rand(3) if is_seen_first else torch.zeros(3)
+        with torch.utils._python_dispatch._disable_current_modes():
+            unseen = torch.rand(3)
+        return [seen, unseen, torch.rand(3)]
+
+    draws = FunctionDraws([torch.default_generator])
+    with draws.first():
+        expected = forward()
+    assert draws.state_bytes > 0
+    torch.rand(5)
+    elsewhere = torch.get_rng_state()
+    with draws.second():
+        again = forward()
+    assert all(map(torch.equal, again, expected))
+    assert torch.equal(torch.get_rng_state(), elsewhere)

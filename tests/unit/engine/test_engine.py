@@ -20,7 +20,7 @@ def test_every_choice_has_an_engine() -> None:
 
 
 def test_every_choice_has_a_word() -> None:
-    assert [str(choice) for choice in CHOICES] == ["tape", "region", "compile"]
+    assert [str(choice) for choice in CHOICES] == ["tape", "compile"]
     assert [UnitPlan({}, engine=str(choice)).engine for choice in CHOICES] == list(CHOICES)
 
 
@@ -39,6 +39,4 @@ def test_json_has_the_word(choice: EngineChoice) -> None:
 
 
 def test_units_with_different_engines_differ() -> None:
-    tape, region, compiled = (UnitPlan({}, engine=choice) for choice in CHOICES)
-    assert tape != region != compiled != tape
-    assert region.recomputes_anything and not tape.recomputes_anything
+    assert len({UnitPlan({}, engine=choice) for choice in CHOICES}) == len(CHOICES)

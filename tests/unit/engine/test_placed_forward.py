@@ -46,10 +46,7 @@ class Model(nn.Module):
 
 
 ACTIONS = {name: "recompute" for name in ("linear.addmm", "linear.mm", "tanh", "sin", "add")}
-PLANS = {
-    "tape": Plan({f"units.{index}": UnitPlan(ACTIONS) for index in range(3)}),
-    "region": Plan({f"units.{index}": UnitPlan({}, engine="region") for index in range(3)}),
-}
+PLAN = Plan({f"units.{index}": UnitPlan(ACTIONS) for index in range(3)})
 ROWS = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
 TANGENTS = torch.randn(4, 8, generator=torch.Generator().manual_seed(2))
 
@@ -93,12 +90,11 @@ def per_sample_gradients(model: nn.Module) -> Tensor:
 
 # PyTorch's own decompositions for forward mode are scripted when they are first used.
 @pytest.mark.filterwarnings("ignore:`torch.jit")
-@pytest.mark.parametrize("engine", PLANS)
 @pytest.mark.parametrize("transform", [dual_tensors, forward_mode, mapped, per_sample_gradients])
-def test_transforms_see_the_plain_model(transform: Callable[[nn.Module], Tensor], engine: str) -> None:
+def test_transforms_see_the_plain_model(transform: Callable[[nn.Module], Tensor]) -> None:
     expected = transform(built())
     model = built()
-    with recollect.apply(model, PLANS[engine]):
+    with recollect.apply(model, PLAN):
         assert torch.equal(transform(model), expected)
 
 
@@ -116,16 +112,13 @@ def each_layer(model: Any) -> Any:
 @pytest.mark.filterwarnings(r"ignore:The \.grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("compiled_first", [False, True])
 @pytest.mark.parametrize("compile_model", [whole, each_layer])
-@pytest.mark.parametrize("engine", PLANS)
-def test_compiled_models_follow_the_plan(
-    engine: str, compile_model: Callable[[nn.Module], Any], compiled_first: bool
-) -> None:
+def test_compiled_models_follow_the_plan(compile_model: Callable[[nn.Module], Any], compiled_first: bool) -> None:
     model = built()
     model(ROWS).backward()
     expected = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
     model = built()
     compiled = compile_model(model) if compiled_first else None
-    with recollect.apply(model, PLANS[engine]):
+    with recollect.apply(model, PLAN):
         if compiled is None:
             compiled = compile_model(model)
         with pytest.warns(ConfigWarning, match=r"^recollect: torch\.compile has no effect on"):

@@ -125,19 +125,6 @@ def test_checkpoints_keep_all_where_no_plan_is_carried_out(monkeypatch: pytest.M
     assert len(seen) == 2
 
 
-def test_regions_run_once_where_draws_are_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
-    no_hook_holds(monkeypatch, SwitchedOff.RANDOM_OPS)
-    trained = nn.Sequential(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)))
-    runs: list[int] = []
-    trained[0][0].register_forward_hook(lambda *args: runs.append(1))
-    with (
-        pytest.warns(TorchVersionWarning),
-        recollect.apply(trained, recollect.Plan({"0": recollect.UnitPlan({}, engine="region")})),
-    ):
-        trained(ROWS).sum().backward()
-    assert runs == [1]
-
-
 def test_a_switch_that_cannot_be_set_back_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     now = current_settings()
     then = Settings((*now.values[:2], not now.values[2], *now.values[3:]), now.modes)

@@ -12,15 +12,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import recollect
 from gradients import assert_same_gradients
 from policies import FULL
 from recollect.applying import apply_policy
-from recollect.plans.plan import Plan
-from recollect.plans.unit_plan import UnitPlan
 
 pytestmark = pytest.mark.filterwarnings("ignore:TF32 acceleration on top of oneDNN:UserWarning")
-REGION = Plan({path: UnitPlan({}, engine="region") for path in ("0", "1")})
 
 
 class Unit(nn.Module):
@@ -100,8 +96,7 @@ def switches() -> tuple[Any, ...]:
 
 @pytest.mark.parametrize("where", ["forward", "backward", "both"])
 @pytest.mark.parametrize("around", AROUND.values(), ids=AROUND)
-@pytest.mark.parametrize("engine", ["tape", "region"])
-def test_gradients_are_those_without_a_plan(engine: str, around: Around, where: str) -> None:
+def test_gradients_are_those_without_a_plan(around: Around, where: str) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(Unit(), Unit())
     forward = around if where != "backward" else nullcontext
@@ -109,7 +104,7 @@ def test_gradients_are_those_without_a_plan(engine: str, around: Around, where: 
     expected = step(model, forward, backward)
     expected = {name: gradient.clone() for name, gradient in expected.items()}
     before = switches()
-    with apply_policy(model, ["0", "1"], FULL) if engine == "tape" else recollect.apply(model, REGION):
+    with apply_policy(model, ["0", "1"], FULL):
         assert_same_gradients(expected, step(model, forward, backward))
     assert switches() == before
 

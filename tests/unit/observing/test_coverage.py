@@ -98,7 +98,8 @@ def on_cpu(layer: nn.Module, x: Tensor) -> Tensor:
 
 def planned(units: tuple[int, ...]) -> Stack:
     model = Stack()
-    recollect.apply(model, recollect.Plan({f"layers.{n}": recollect.UnitPlan({}, engine="region") for n in units}))
+    full = recollect.classic_plan(recollect.record(model, ROWS), "full").units
+    recollect.apply(model, recollect.Plan({f"layers.{n}": full[f"layers.{n}"] for n in units}))
     return model
 
 

@@ -16,7 +16,7 @@ GATHERS = "up._c10d_functional:all_gather_into_tensor"
         UnitPlan({"up.mm": "keep", "act.gelu": "keep"}),
         UnitPlan({"up.mm": "keep", "act.gelu": "shard"}),
         UnitPlan({"up.mm": "keep", "act.gelu": "recompute"}, output="recompute"),
-        UnitPlan({}, engine="region"),
+        UnitPlan({}, engine="compile"),
     ],
     ids=["value", "part", "output", "engine"],
 )

@@ -120,6 +120,6 @@ def test_what_nobody_needs_neither_leaves_nor_comes_back() -> None:
     assert log == []
 
 
-def test_a_unit_that_is_run_again_as_a_whole_offloads_nothing() -> None:
-    with pytest.raises(PlanError, match="engine: got 'region' with 'up.mm' offloaded, expected 'tape'"):
-        UnitPlan({"up.mm": "offload"}, engine="region")
+def test_a_unit_that_is_compiled_offloads_nothing() -> None:
+    with pytest.raises(PlanError, match="engine: got 'compile' with 'up.mm' offloaded, expected 'tape'"):
+        UnitPlan({"up.mm": "offload"}, engine="compile")

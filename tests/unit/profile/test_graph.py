@@ -161,6 +161,12 @@ def test_link_to_the_host_in_files_and_not_in_older_ones() -> None:
     )
 
 
+def test_numbers_of_older_files_that_nothing_needs_now_are_left_out() -> None:
+    older = json.loads(profile().to_json())
+    older["graphs"][0] |= {"rerun_s": 1e-3, "buffer_bytes": 64}
+    assert Profile.from_json(json.dumps(older)) == profile()
+
+
 def test_compressed_files_of_equal_profiles_are_equal(tmp_path: Path) -> None:
     profile().save(tmp_path / "a.gz")
     profile().save(tmp_path / "b.gz")

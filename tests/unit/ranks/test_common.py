@@ -42,8 +42,7 @@ def slower(profile: Profile, factor: float) -> Profile:
         parts = tuple(replace(part, gather_s=factor * part.gather_s) for part in its.parts)
         variants = tuple(replace(variant, step_s=factor * variant.step_s) for variant in its.variants)
         ops = tuple(replace(op, time_s=factor * op.time_s) for op in its.ops)
-        seconds = {"eager_s": factor * its.eager_s, "rerun_s": factor * its.rerun_s}
-        return replace(its, ops=ops, parts=parts, variants=variants, **seconds)
+        return replace(its, ops=ops, parts=parts, variants=variants, eager_s=factor * its.eager_s)
 
     return replace(
         profile,
@@ -68,9 +67,7 @@ def test_times_of_gathers_become_their_median() -> None:
 
 def with_variant(profile: Profile, own_bytes: int = 8) -> Profile:
     variant = VariantRecord((), (), own_bytes, 8, (), step_s=0.5, is_default=True)
-    return replace(
-        profile, graphs=tuple(replace(g, variants=(variant,), eager_s=1.0, rerun_s=0.5) for g in profile.graphs)
-    )
+    return replace(profile, graphs=tuple(replace(g, variants=(variant,), eager_s=1.0) for g in profile.graphs))
 
 
 def test_times_of_compiled_units_become_their_median_where_they_take_the_same_bytes() -> None:

@@ -137,7 +137,7 @@ def test_sums_over_units_are_whole_simulations(llama: Profile) -> None:
         decisions = []
         for call in llama.calls:
             graph = llama.graph_of(call)
-            choices = [CallActions(), drop_all(graph), CallActions(engine=EngineChoice.REGION)]
+            choices = [CallActions(), drop_all(graph)]
             choices += [CallActions(engine=EngineChoice.COMPILE, variant=v) for v in range(len(graph.variants))]
             decisions.append(chooser.choice(choices))
         whole, summed = simulate(llama, decisions), sums.peaks(decisions)

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from recollect.planning.planners import plan
-from recollect.plans.action import Action, EngineChoice
+from recollect.plans.action import Action
 from recollect.profile.events import ALLOC, DIES, FREE, OP, RELEASE, RETURN, SAVE, USE, StepLog
 from recollect.profile.graph import OpRecord, UnitGraph, ValueRecord
 from recollect.profile.profile import Profile
@@ -25,17 +25,14 @@ DROP_OUTPUTS = (0.0, 0.3, 0.7)
 
 
 def random_decisions(profile: Profile, rng: random.Random) -> list[CallActions]:
-    """A coin for each value, the same for some of the calls, for each output, and for each call's engine."""
+    """A coin for each value, the same for some of the calls, and for each output."""
     share, drop_output = rng.choice((0.0, 0.2, 0.5, 0.9, 1.0)), rng.choice(DROP_OUTPUTS)
-    region_share = rng.choice((0.0, 0.3, 1.0))
     made: list[CallActions] = []
     for call in profile.calls:
         values = enumerate(profile.graph_of(call).values)
         dropped = frozenset(i for i, v in values if v.producer is not None and not v.must_keep and rng.random() < share)
         output = Action.KEEP if rng.random() >= drop_output else Action.RECOMPUTE
         own = CallActions(ValueActions.recomputing(dropped), output, is_planned=rng.random() < 0.8)
-        if rng.random() < region_share:
-            own = CallActions(engine=EngineChoice.REGION)
         made.append(rng.choice([*made, own]) if rng.random() < 0.4 else own)
     return made
 

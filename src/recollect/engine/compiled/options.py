@@ -6,7 +6,7 @@ from typing import Any
 
 from recollect.arguments import check_kind
 from recollect.errors import PlanError
-from recollect.plans.action import Action, EngineChoice
+from recollect.plans.action import Action
 from recollect.plans.paths import unit_words
 from recollect.plans.plan import Plan
 
@@ -26,8 +26,8 @@ def compile_options(plan: Plan) -> dict[str, Any]:
 
     Raises:
         ArgumentError: it is no plan.
-        PlanError: a unit is run again as a whole, or drops its output, or its values are offloaded or held as parts; or the
-            plan computes the loss in chunks.
+        PlanError: a unit drops its output, or its values are offloaded or held as parts; or the plan computes the loss in
+            chunks.
 
     Warns:
         PlanMismatchWarning, when it is compiled: the code lacks a value that the plan names; or the plan cannot be carried
@@ -49,10 +49,10 @@ def compile_options(plan: Plan) -> dict[str, Any]:
     actions: dict[str, Action] = {}
     for path, unit in plan.units.items():
         others = {*unit.actions.values(), unit.output} - {Action.KEEP, Action.RECOMPUTE}
-        if unit.engine is EngineChoice.REGION or unit.output is Action.RECOMPUTE or others:
+        if unit.output is Action.RECOMPUTE or others:
             raise PlanError(
-                f"cannot compile by the plan: {unit_words(path)} is run again as a whole, drops its output, or has values that "
-                "are offloaded or held as parts; expected values that are kept or recomputed. Use recollect.apply(model, plan)."
+                f"cannot compile by the plan: {unit_words(path)} drops its output, or has values that are offloaded or held as "
+                "parts; expected values that are kept or recomputed. Use recollect.apply(model, plan)."
             )
         actions |= {f"{path}.{name}" if path else name: action for name, action in unit.actions.items()}
     # Here: it imports the compiler.

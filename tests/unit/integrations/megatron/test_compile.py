@@ -11,7 +11,7 @@ import torch
 from recollect.errors import ConfigError, ConfigWarning, NotYetError
 from recollect.integrations.megatron import RecomputeConfig, TrainingSetting, megatron_plan
 from recollect.planning.classic import classic_plan
-from recollect.plans.action import EngineChoice
+from recollect.plans.action import Action
 from recollect.plans.plan import Plan
 from recollect.profile.graph import UnitCall
 from recollect.profile.profile import Profile
@@ -203,11 +203,12 @@ def test_what_is_not_built_is_refused_after_it_was_checked() -> None:
         planned(stack(2), TrainingSetting(fp4="e2m1"))
 
 
-def test_opaque_layers_are_run_again_as_a_whole() -> None:
+def test_of_opaque_layers_all_that_the_tape_cannot_recompute_is_kept() -> None:
     graph = layer()
     opaque = replace(graph, values=tuple(replace(value, must_keep=value.saved) for value in graph.values))
-    plan = full(stack(2, graph=opaque), "uniform", 1)
-    assert {unit.engine for unit in plan.units.values()} == {EngineChoice.REGION}
+    actions = full(stack(2, graph=opaque), "uniform", 1).units["layers.0"].actions
+    kept = {name for name, action in actions.items() if action is Action.KEEP}
+    assert kept == {value.name for value in graph.values if value.saved and value.producer is not None} != set()
 
 
 @pytest.mark.filterwarnings("ignore:full scope is deprecated")  # megatron-core warns of its own default
