@@ -152,7 +152,8 @@ def coverage(
         >>> import torch, recollect
         >>> from torch import nn
         >>> model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(4)))
-        >>> _ = recollect.apply(model, recollect.Plan({"0": recollect.UnitPlan({"0.addmm": "recompute"})}))
+        >>> unit = recollect.UnitPlan({"0.addmm": "recompute", "1.gelu": "keep"})
+        >>> _ = recollect.apply(model, recollect.Plan({"0": unit}))
         >>> found = recollect.coverage(model, torch.randn(2, 8), loss_fn=torch.sum)
         >>> [unit.name for unit in found.layers if unit.covered]
         ['0']

@@ -43,8 +43,6 @@ from scipy.optimize import linprog
 
 from recollect.planning.cheapest_step import CheapestStep, StepChoice, StepCut
 from recollect.planning.checkpoint_times import CheckpointTimes, checkpoint_times
-from recollect.plans.action import EngineChoice
-from recollect.plans.plan import Plan
 from recollect.profile.profile import Profile
 from recollect.simulation.copy_clock import Link, event_times
 
@@ -250,11 +248,6 @@ def host_bound(profile: Profile, link: Link, host_bytes: int) -> LowerBound:
     found = checkpoint_times(profile)
     away = away_limits(profile, found, link, host_bytes)
     return LowerBound(profile, steps=CheapestStep(profile, found), fixed_bytes=found.fixed_bytes, away=away)
-
-
-def is_all_on_tape(plan: Plan) -> bool:
-    """Whether the bound applies to this plan: compiled code drops values that the tape has to keep."""
-    return all(unit.engine is EngineChoice.TAPE for unit in plan.units.values())
 
 
 def check_bound(bound_s: float, recompute_s: float, budget_bytes: int) -> None:

@@ -19,7 +19,7 @@ from functools import cached_property, partial
 from recollect.arguments import check_kind
 from recollect.byte_format import format_bytes
 from recollect.errors import BudgetTooSmallError, ProfileFormatError
-from recollect.planning.bound import LowerBound, check_bound, is_all_on_tape
+from recollect.planning.bound import LowerBound, check_bound
 from recollect.planning.chain import Chain
 from recollect.planning.chain_solver import ChainSolver
 from recollect.planning.classic import classic_plan
@@ -227,7 +227,7 @@ class Planner:
         made = simulated_plan(self.profile, replace(chosen, budget_bytes=budget_bytes), simulation)
         if note := _ESTIMATED if made.is_compiled and self.profile.fake else self.profile.times_text:
             made = replace(made, note=note)
-        if self._is_compiled or not is_all_on_tape(chosen) or not math.isfinite(bound_s) or self.profile.step_s <= 0:
+        if self._is_compiled or not math.isfinite(bound_s) or self.profile.step_s <= 0:
             return made
         check_bound(bound_s, simulation.recompute_s, budget_bytes)
         return replace(made, bound_slowdown=bound_s / self.profile.step_s)

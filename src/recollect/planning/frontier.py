@@ -13,7 +13,7 @@ from recollect.arguments import check_kind
 from recollect.byte_format import format_bytes
 from recollect.errors import BudgetTooSmallError, PlanError
 from recollect.notebooks import ShownInNotebooks
-from recollect.planning.bound import check_bound, is_all_on_tape
+from recollect.planning.bound import check_bound
 from recollect.planning.choose import Planner
 from recollect.planning.classic import classic_plan
 from recollect.planning.output_choices import longest_chain
@@ -155,8 +155,7 @@ def _plans(planner: Planner) -> list[Plan]:
 
 def _point(planner: Planner, plan: Plan, name: str = "") -> FrontierPoint:
     peak_bytes, slowdown = plan.predicted_peak_bytes or 0, plan.predicted_slowdown or 0.0
-    # The bound holds for the tape only: compiled code drops values that the tape has to keep.
-    bound = planner.bound_slowdown(peak_bytes) if is_all_on_tape(plan) else None
+    bound = planner.bound_slowdown(peak_bytes)
     if bound is not None:
         check_bound(bound * planner.profile.step_s, slowdown * planner.profile.step_s, peak_bytes)
     return FrontierPoint(

@@ -17,7 +17,7 @@ from functools import cached_property
 
 from recollect.byte_format import least_amount
 from recollect.errors import BudgetTooSmallError, PlanError
-from recollect.planning.bound import LowerBound, check_bound, host_bound, is_all_on_tape
+from recollect.planning.bound import LowerBound, check_bound, host_bound
 from recollect.planning.choose import HOST_ADVICE, Planner
 from recollect.planning.offload_mix import OffloadUnits, measured_units
 from recollect.planning.trips import HASTES, LINK_SHARE, Name, TripPlanner, link_of
@@ -317,13 +317,12 @@ class OffloadPlanner(Planner):
         simulation = simulate(self.profile, decide(self.profile, found.plan), program=self._program_with_edges)
         made = simulated_plan(self.profile, found.plan, checked(simulation, found.cost))
         bound_s = self._host_bound.added_s(budget_bytes)
-        if is_all_on_tape(made):
-            check_bound(bound_s, found.added_s, budget_bytes)
+        check_bound(bound_s, found.added_s, budget_bytes)
         return replace(
             made,
             budget_bytes=budget_bytes,
             predicted_slowdown=found.added_s / self.profile.step_s,
-            bound_slowdown=bound_s / self.profile.step_s if is_all_on_tape(made) else None,
+            bound_slowdown=bound_s / self.profile.step_s,
             host_budget_bytes=self._host_bytes,
             to_host_bytes_per_s=self._link.to_host_bytes_per_s,
             from_host_bytes_per_s=self._link.from_host_bytes_per_s,

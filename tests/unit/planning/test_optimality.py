@@ -12,7 +12,7 @@ import pytest
 
 from every_plan import Point, all_plans, on_a_slow_tape
 from recollect.errors import BudgetTooSmallError
-from recollect.planning.bound import LowerBound, is_all_on_tape
+from recollect.planning.bound import LowerBound
 from recollect.planning.choose import Planner
 from recollect.planning.planners import plan as choose
 from recollect.profile.profile import Profile
@@ -39,8 +39,6 @@ def gap_s(profile: Profile, planner: Planner, points: list[Point], budget: int) 
         return math.inf
     simulation = simulate(profile, decide(profile, made))
     assert simulation.peak_bytes == made.predicted_peak_bytes <= budget
-    if not is_all_on_tape(made):
-        return simulation.recompute_s - best_s
     assert made.bound_slowdown is not None
     assert made.bound_slowdown * profile.step_s <= best_s + TOLERANCE_S
     assert simulation.recompute_s >= best_s - TOLERANCE_S
