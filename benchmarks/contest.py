@@ -5,17 +5,19 @@ The rules are in `recollect.lab.bench.race`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+import torch
 
 from recollect import Plan
 from recollect.lab.bench import race
 from recollect.lab.bench.race import percentile
 from recompute import Recompute
 from results_csv import Number
-from subject import Step
+from subject import Step, first_difference, largest_difference
 
-__all__ = ["TIMES_FURTHER", "Contestant", "Race", "percentile", "reason"]
+__all__ = ["TIMES_FURTHER", "Contestant", "Race", "check_gradients", "percentile", "reason"]
 
 # How many times the difference between two plain steps a gradient may differ, if plain steps are not deterministic:
 # on CUDA, the backward of fused attention adds with atomics.
@@ -70,3 +72,25 @@ class Race(race.Race[Contestant]):
     def plain_s(self) -> list[float]:
         """Times of the step without recompute."""
         return self.reference_s
+
+
+def check_gradients(step: Step, contestants: Sequence[Contestant]) -> None:
+    """Warm up, and raise if a contestant computes other gradients.
+
+    Raises:
+        RuntimeError: a gradient of a contestant has not the bits that it has in the plain step; or, where the plain step does
+            not have the same bits each time, is much further off than these are from each other.
+    """
+    expected = step.gradients()
+    again = step.gradients(copied=False)
+    bound = 0.0
+    if first_difference(expected, again) is not None:
+        rounding = max(torch.finfo(tensor.dtype).eps for tensor in expected.values())
+        bound = TIMES_FURTHER * max(rounding, largest_difference(expected, again))
+    for one in contestants:
+        with one.recompute.on():
+            got = step.gradients(copied=False)
+        difference = first_difference(expected, got)
+        # Not "larger than the bound", which is false for NaN.
+        if difference is not None and not largest_difference(expected, got) <= bound:
+            raise RuntimeError(f"{one.name}: the gradient of {difference} differs from that of the plain step.")

@@ -10,7 +10,7 @@ from torch import nn
 from recollect.lab.models.architectures import llama_config
 from recollect.lab.models.gpt import GPTModel
 
-ModelName = Literal["reference", "dense", "moe", "mla", "gpt2"]
+ModelName = Literal["reference", "dense", "moe", "mla", "gpt2", "bert"]
 HUGGING_FACE: tuple[ModelName, ...] = ("dense", "moe", "mla")
 DESCRIPTIONS: dict[ModelName, str] = {
     "reference": "reference Llama",
@@ -18,6 +18,7 @@ DESCRIPTIONS: dict[ModelName, str] = {
     "moe": "MoE (Hugging Face Mixtral, 4 experts, 2 a token, grouped)",
     "mla": "MLA and MoE (Hugging Face DeepSeek-V3, 8 experts, 2 a token, 1 shared, grouped)",
     "gpt2": "GPT-2 with dropout (Hugging Face)",
+    "bert": "BERT with dropout (Hugging Face)",
 }
 _HEAD_CHANNELS = 64
 
@@ -32,6 +33,8 @@ def build(name: ModelName, *, hidden_size: int, num_layers: int, num_heads: int,
         return GPTModel(sizes)
     if name == "gpt2":
         return _gpt2(hidden_size, num_layers, heads, vocab_size).train()
+    if name == "bert":
+        return _bert(hidden_size, num_layers, heads, vocab_size).train()
     config: dict[str, Any] = {
         "vocab_size": vocab_size,
         "hidden_size": hidden_size,
@@ -89,6 +92,14 @@ def _gpt2(hidden_size: int, num_layers: int, num_heads: int, vocab_size: int) ->
     return transformers.GPT2LMHeadModel(
         transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0, use_cache=False)
     )
+
+
+def _bert(hidden_size: int, num_layers: int, num_heads: int, vocab_size: int) -> nn.Module:
+    import transformers
+
+    sizes = {"hidden_size": hidden_size, "intermediate_size": 4 * hidden_size, "vocab_size": vocab_size}
+    layers = {"num_hidden_layers": num_layers, "num_attention_heads": num_heads}
+    return transformers.BertForMaskedLM(transformers.BertConfig(**sizes, **layers, pad_token_id=0))
 
 
 def _rounded(size: float) -> int:

@@ -1,7 +1,9 @@
-"""Measure the overhead of the tape: Python time on tiny tensors, and its effect at real sizes.
+"""Measure the overhead of the engines: Python time on tiny models, and its effect at real sizes.
 
     python benchmarks/overhead.py
+    python benchmarks/overhead.py --parts engines
 
+Engines: four tiny models, plain, with checkpoint and SAC, and with plans on the tape and from traces (overhead_engines.py).
 Tiny tensors: step time minus that of the plain step, for checkpoint, selective checkpoint (SAC) and the tape.
 Real sizes: the tape that keeps everything compared with the plain step, in fp32 and bf16.
 """
@@ -12,7 +14,7 @@ import dataclasses
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from rich.console import Console
@@ -20,15 +22,19 @@ from rich.table import Table
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from contest import TIMES_FURTHER, Contestant, Race, percentile
+from contest import Contestant, Race, check_gradients, percentile
 from flags import MachineFlags, RunFlags, parse
+from overhead_engines import MODELS, tables
+from overhead_engines import Tiny as TinyModel
 from peers import full, selective
 from recollect.applying import apply_policy
 from recollect.lab.bench.race import keep_freed_memory
 from recollect.plans.action import Action
 from recompute import Nothing, Replaced, SwitchablePlan
 from results_csv import Number, append, machine_name
-from subject import Step, StepFlags, first_difference, largest_difference
+from subject import Step, StepFlags
+
+Part = Literal["engines", "tiny", "real"]
 
 _PLAIN, _FULL, _REENTRANT = "plain", "checkpoint", "checkpoint, reentrant"
 _SAC_MATMULS, _SAC_NOTHING = "SAC, saves matmuls", "SAC, saves nothing"
@@ -38,12 +44,16 @@ _SAME_KEPT_SET = ((TAPE_MATMULS, _SAC_MATMULS), (TAPE_NOTHING, _SAC_NOTHING))
 
 @dataclass(frozen=True, kw_only=True)
 class Flags(MachineFlags, RunFlags):
-    """Sizes and times of both parts; tiny tensors get one thread."""
+    """Sizes and times of all parts; tiny tensors get one thread."""
 
+    parts: tuple[Part, ...] = get_args(Part)
+    """Parts to run."""
+    engine_minutes: float = 1.0
+    """Minutes of rounds of each tiny model, of steps and of layers together."""
     num_layers: int = 8
     """Layers of the tiny model."""
     tiny_minutes: float = 1.0
-    """Seconds of rounds on tiny tensors."""
+    """Minutes of rounds on tiny tensors."""
     real_hidden_size: int = 1024
     """Width of the real model."""
     real_num_layers: int = 2
@@ -51,7 +61,7 @@ class Flags(MachineFlags, RunFlags):
     real_seq_length: int = 2048
     """Tokens of the real step."""
     real_minutes: float = 2.2
-    """Seconds of rounds at real size, for each dtype."""
+    """Minutes of rounds at real size, for each dtype."""
     dtypes: tuple[Literal["fp32", "bf16"], ...] = ("fp32", "bf16")
     """Dtypes at real size."""
     least_rounds: int = 5
@@ -62,6 +72,7 @@ class Flags(MachineFlags, RunFlags):
 class Drops:
     """A policy of the tape by op name; outputs of units are kept, as by checkpoint."""
 
+    drops_outputs: ClassVar[bool] = False
     drops_op: Callable[[str], bool]
 
     def action(self, unit_path: str, value_name: str) -> Action:
@@ -217,28 +228,6 @@ def real_race(flags: Flags, dtype: Literal["fp32", "bf16"], console: Console) ->
     return race, tape
 
 
-def check_gradients(step: Step, contestants: Sequence[Contestant]) -> None:
-    """Warm up, and raise if a contestant computes other gradients.
-
-    Raises:
-        RuntimeError: a gradient of a contestant has not the bits that it has in the plain step; or, where the plain step does
-            not have the same bits each time, is much further off than these are from each other.
-    """
-    expected = step.gradients()
-    again = step.gradients(copied=False)
-    bound = 0.0
-    if first_difference(expected, again) is not None:
-        rounding = max(torch.finfo(tensor.dtype).eps for tensor in expected.values())
-        bound = TIMES_FURTHER * max(rounding, largest_difference(expected, again))
-    for one in contestants:
-        with one.recompute.on():
-            got = step.gradients(copied=False)
-        difference = first_difference(expected, got)
-        # Not "larger than the bound", which is false for NaN.
-        if difference is not None and not largest_difference(expected, got) <= bound:
-            raise RuntimeError(f"{one.name}: the gradient of {difference} differs from that of the plain step.")
-
-
 def half_width(values: Sequence[float]) -> float:
     """Return half the width of the 95 % confidence interval of the median, by order statistics."""
     ordered, num = sorted(values), len(values)
@@ -266,6 +255,23 @@ def real_part(flags: Flags, dtype: Literal["fp32", "bf16"], console: Console) ->
     ]
 
 
+def engines_part(flags: Flags, console: Console) -> list[Number]:
+    """Measure and print the tiny models on all engines, and return their rows."""
+    found = []
+    for model, name in MODELS.items():
+        console.print(f"{name} ...", style="bold")
+        tiny = TinyModel(model)
+        tiny.run(seconds=60 * flags.engine_minutes, least_rounds=flags.least_rounds, report=_now_and_then(console))
+        found.append(tiny)
+    sizes = f"{found[0].step.flags}, one thread, {found[0].num_rounds} rounds or more"
+    console.print(f"Engines: {sizes}")
+    for table in tables(found):
+        console.print(table)
+    for line in dict.fromkeys(line for one in found for line in one.not_traced):
+        console.print(f"on the tape: {line}")
+    return [number for one in found for number in one.numbers()]
+
+
 def _now_and_then(console: Console) -> Callable[[str], None]:
     """Print reports, ever more rarely the more there are."""
     count = 0
@@ -285,13 +291,17 @@ def main(arguments: list[str] | None = None) -> None:
     keep_freed_memory()
     console = Console(width=None if sys.stdout.isatty() else 140)
     console.print(f"{machine_name(flags.device)}, PyTorch {torch.__version__}, {flags.threads} threads")
-    console.print("tiny tensors ...", style="bold")
-    tiny = Tiny(flags, console)
-    console.print(tiny.table())
-    for line in tiny.claims():
-        console.print(line)
-    rows = tiny.numbers()
-    for dtype in flags.dtypes:
+    rows: list[Number] = []
+    if "engines" in flags.parts:
+        rows += engines_part(flags, console)
+    if "tiny" in flags.parts:
+        console.print("tiny tensors ...", style="bold")
+        tiny = Tiny(flags, console)
+        console.print(tiny.table())
+        for line in tiny.claims():
+            console.print(line)
+        rows += tiny.numbers()
+    for dtype in flags.dtypes if "real" in flags.parts else ():
         rows += real_part(flags, dtype, console)
     config = {name: value for name, value in dataclasses.asdict(flags).items() if name != "out"}
     append(flags.out / "overhead.csv", rows, config)

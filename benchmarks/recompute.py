@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from recollect.lab.bench.measure import SwitchablePlan
+from recollect.lab.bench.switchable import SwitchablePlan
 
 __all__ = ["Forward", "Forwards", "HuggingFace", "Nothing", "SwitchablePlan", "Recompute", "Replaced", "Together"]
 

@@ -58,7 +58,7 @@ def tests_of(stage: str, mutation: Mutation, root: Path, given: Sequence[str]) -
         return own, []
     if stage == _UNIT:
         return ["tests/unit"], own
-    return ["tests/house", "tests/integration", "tests/gpu"], [_OF_THE_CATALOGUE]
+    return ["tests/house", "tests/contracts", "tests/integration", "tests/gpu"], [_OF_THE_CATALOGUE]
 
 
 class Trial:

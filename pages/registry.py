@@ -46,7 +46,8 @@ def _api() -> str:
 def _zoo() -> str:
     from architectures.page import page, read_rows
 
-    return page(read_rows(ROOT / "benchmarks" / "results" / "zoo.jsonl"))
+    results = ROOT / "benchmarks" / "results"
+    return page(read_rows(results / "zoo.jsonl"), read_rows(results / "zoo_graph.jsonl"))
 
 
 def _gpu() -> str:

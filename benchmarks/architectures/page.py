@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ _HEAD = """# Architectures of transformers
 <!-- not run: takes minutes -->
 ```sh
 python benchmarks/model_zoo.py          # goes on where the last run ended
+python benchmarks/model_zoo.py --engine graph   # instead, the graph engine
 python benchmarks/model_zoo.py --page   # this page, from the rows there are
 ```
 
@@ -34,6 +35,7 @@ with `out` alive until the next one is there, and the gradients until the next b
 - **not built**: the shrunk configuration, or the batch made from the arguments of `forward`, does not suit the class,
   which then says nothing about recollect. **not repeatable**: two steps without a plan differ.
 """
+_TRIED_FROM_TRACES = ("traced", "on the tape", "different", "crashed", "too slow")
 _TRIED = ("exact", "inexact", "over budget", "crashed", "too slow")
 
 
@@ -45,12 +47,14 @@ def read_rows(path: Path) -> dict[str, Row]:
     return {row["class_name"]: row for row in rows}
 
 
-def page(rows: Mapping[str, Row]) -> str:
-    """Return the page."""
+def page(rows: Mapping[str, Row], traced_rows: Mapping[str, Row] | None = None) -> str:
+    """Return the page, from rows of the tape and rows of the graph engine."""
     by_task: dict[str, list[Row]] = {}
     for row in rows.values():
         by_task.setdefault(row["task"], []).append(row)
     parts = [_HEAD, _facts(rows.values()), _summary(by_task)]
+    if traced_rows:
+        parts.append(_from_traces(list(traced_rows.values())))
     parts += [_section(task, sorted(found, key=lambda row: row["class_name"])) for task, found in by_task.items()]
     return "\n".join(parts)
 
@@ -78,6 +82,38 @@ def _summary(by_task: Mapping[str, list[Row]]) -> str:
     for task, rows in by_task.items():
         count = Counter(row["verdict"] for row in rows)
         lines.append(f"| {task} | " + " | ".join(str(count[verdict]) for verdict in verdicts) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _from_traces(rows: Sequence[Row]) -> str:
+    """Return what runs on the graph engine, and why not all does."""
+    tried = [row for row in rows if row["verdict"] in _TRIED_FROM_TRACES]
+    count = Counter(row["verdict"] for row in rows)
+    kinds = [traced == number for row in tried for number, traced in row["kinds"].values()]
+    with_traces = [row for row in tried if row["traces"]]
+    seconds = sorted(row["trace_s"] / row["traces"] for row in with_traces)
+    own = sum(row["own_s"] for row in with_traces) / (sum(row["trace_s"] for row in with_traces) or 1)
+    lines = [
+        "## From traces",
+        "",
+        "`--engine graph` trains each class for three steps without a plan, and from traces with each layer at its leanest,",
+        "and compares every loss, gradient, buffer and the state of the random generator.",
+        "",
+        f"Of {len(tried)} classes, {count['traced']} run all their layers from traces "
+        f"({count['traced'] / len(tried):.1%}), with the same bits; {count['on the tape']} run some layers on the tape, "
+        f"with the same bits; {count['different']} differ, {count['crashed']} crash, {count['too slow']} take more than a "
+        f"minute. Of {len(kinds)} classes of layers, {sum(kinds)} are traced. A trace takes "
+        f"{seconds[len(seconds) // 2]:.2f} s of processor time in the median, {seconds[-1]:.1f} s at most; {1 - own:.0%} of "
+        "it is Dynamo's.",
+        "",
+        "| class | layers from traces | why not all |",
+        "|---|--:|---|",
+    ]
+    for row in sorted(tried, key=lambda row: row["class_name"]):
+        if row["verdict"] != "traced":
+            number, traced = (sum(of[place] for of in row["kinds"].values()) for place in (0, 1))
+            verdict = "" if row["verdict"] == "on the tape" else row["verdict"] + ": "
+            lines.append(f"| {row['class_name']} | {traced} of {number} | {verdict}{_plain(row['reason'])} |")
     return "\n".join(lines) + "\n"
 
 

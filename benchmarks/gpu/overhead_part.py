@@ -12,9 +12,9 @@ from dataclasses import replace
 
 from rich.table import Table
 
-from contest import Contestant, Race, percentile
+from contest import Contestant, Race, check_gradients, percentile
 from gpu.part import Context
-from overhead import TAPE_ALL, TAPE_NOTHING, Flags, Tiny, check_gradients, on_tape
+from overhead import TAPE_ALL, TAPE_NOTHING, Flags, Tiny, on_tape
 from peers import full
 from recompute import Nothing, Replaced
 from results_csv import Number

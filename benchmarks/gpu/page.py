@@ -74,7 +74,7 @@ def page(folder: Path) -> str:
 def _section(found: Measured, table: Callable[[Measured], str]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in found.versions.items())
     facts = f"{found.machine}; {versions}; commit {found.commit}, {found.date[:10]}; `{found.command}`."
-    facts += f" {found.sizes}." if found.sizes and found.part.startswith(("frontier", "compiled")) else ""
+    facts += f" {found.sizes}." if found.sizes and found.part.startswith(("frontier", "compiled", "engines")) else ""
     return f"## {found.part}, {found.machine}\n\n{facts}\n\n{table(found)}\n"
 
 

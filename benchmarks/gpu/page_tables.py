@@ -117,6 +117,48 @@ def overhead(found: Measured) -> str:
     return text + _markdown(header, rows) + _left_out(found)
 
 
+def engines(found: Measured) -> str:
+    """Peers, then plans on the tape and from traces at each peer's peak; then what a traced unit saves beside the plan."""
+    rows = []
+    for name, peak in found.of("peak").items():
+        ratio, equal = found.number("to_plain", name), found.number("equal", name)
+        cells = [_bytes(float(peak)), _bytes(found.number("first_peak", name)), _bytes(found.number("two_peak", name))]
+        cells += [_seconds(found.number(metric, name)) for metric in ("host_time", "step_time")]
+        cells += ["" if ratio is None else f"{ratio:.3f}", "" if equal is None else "yes" if equal else "NO"]
+        rows.append((name, *cells))
+    header = ("way", "peak", "of the first steps", "of two micro-batches", "host", "step", "to plain", "bits equal")
+    traced = []
+    for name, asked in found.of("units_asked").items():
+        number = found.of("units_traced").get(name, "0")
+        cells = [f"{number} of {asked}", _seconds(found.number("tracing", name))]
+        cells += [_bytes(found.number(metric, name)) for metric in ("saved_bytes", "kept_bytes")]
+        cells += [found.of(metric).get(name, "") for metric in ("saved_only", "kept_only", "why_not")]
+        traced.append((name, *cells))
+    header_traced = (
+        "way",
+        "units traced",
+        "in",
+        "a unit saves",
+        "the plan keeps",
+        "only saved",
+        "only kept",
+        "why not",
+    )
+    return f"{_markdown(header, rows)}\n\n{_markdown(header_traced, traced)}{_left_out(found)}"
+
+
+def engines_random(found: Measured) -> str:
+    """How many tensors of all steps are equal to the plain model's."""
+    rows = []
+    for name, number in found.of("num_different").items():
+        cells = [f"{number} of {found.of('num_compared').get(name, '')}"]
+        cells += [found.of(metric).get(name, "") for metric in ("first_difference", "units_traced", "why_not")]
+        rows.append((name, *cells))
+    skipped = [f"- {name}: {why}" for name, why in found.of("skipped").items()]
+    header = ("model, engine", "different", "the first", "units traced", "why not")
+    return "\n".join([_markdown(header, rows), *(["", *skipped] if skipped else [])]) + _left_out(found)
+
+
 def claims(found: Measured) -> str:
     """Measured beside modelled."""
     rows = []
@@ -180,6 +222,9 @@ TABLES: dict[str, Callable[[Measured], str]] = {
     "calibrate": calibrate,
     "prediction": prediction,
     "overhead": overhead,
+    "engines-2048": engines,
+    "engines-4096": engines,
+    "engines-random": engines_random,
     "claims": claims,
     "frontier-dense": frontier,
     "frontier-moe": frontier,

@@ -19,9 +19,8 @@ import torch
 from rich.console import Console
 
 from contest import reason
-from recollect.lab.bench.measure import is_out_of_memory
 from recollect.lab.bench.race import few_objects
-from recollect.measuring.device_memory import empty_cache
+from recollect.measuring.device_memory import empty_cache, is_out_of_memory
 from results_csv import Number, RowsFile, machine_name
 from subject import StepFlags
 

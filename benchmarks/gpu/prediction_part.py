@@ -21,8 +21,7 @@ import recollect
 from gpu.part import Context
 from models import ModelName
 from recollect.byte_format import format_bytes
-from recollect.lab.bench.measure import is_out_of_memory
-from recollect.measuring.device_memory import empty_cache
+from recollect.measuring.device_memory import empty_cache, is_out_of_memory
 from recollect.measuring.meter import PeakMeasurement, measure_peak, storage_bytes
 from recollect.measuring.timing import timed
 from recollect.recording.model_step import resident_tensors

@@ -79,6 +79,11 @@ def is_data_parallel(module: nn.Module) -> bool:
     return isinstance(module, DistributedDataParallel)
 
 
+def runs_in_ddp() -> bool:
+    """Whether the forward of a `DistributedDataParallel` is running, which takes gradients from parameters as they come."""
+    return DistributedDataParallel._active_ddp_module is not None
+
+
 def passes_ops_on(function: Any) -> bool:
     """Whether a class of autograd Functions is PyTorch's own around collectives, and runs nothing but ops that modes see.
 

@@ -21,10 +21,11 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
+    unset_fake_temporarily,
 )
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -38,8 +39,10 @@ __all__ = [
     "HigherOrderOperator",
     "TorchDispatchMode",
     "is_traceable_wrapper_subclass",
+    "tree_flatten",
     "tree_leaves",
     "tree_map",
+    "unset_fake_temporarily",
 ]
 
 # The errors that fake tensors raise when a step asks for their content, or for a shape that depends on it.
@@ -143,6 +146,9 @@ below_autograd: Callable[[], AbstractContextManager[Any]] = torch._C._AutoDispat
 
 # Run recorded ops as they were recorded, below autocast, for every device type.
 disable_autocast: Callable[[], AbstractContextManager[Any]] = torch._C._DisableAutocast
+
+# Whether autocast is on for any type of device; the public way asks for one.
+any_autocast_is_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
 
 # The mode that makes new tensors fake; None if there is none. No public name tells it.
 fake_mode: Callable[[], object] = functools.partial(torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.FAKE)

@@ -24,7 +24,8 @@ from recollect.engine.placed_forward import Applied, PlacedForward, PlanPerMicro
 from recollect.engine.policy import Policy
 from recollect.engine.self_check import switched_off
 from recollect.engine.tape import Tape
-from recollect.engine.tape_engine import ENGINES, tape_forwards
+from recollect.engine.tape_engine import ENGINES
+from recollect.engine.tape_forwards import tape_forwards
 from recollect.engine.together import Agreement, first_call_forwards
 from recollect.errors import AlreadyAppliedError, ArgumentError, PlanError, UnknownNameError
 from recollect.loss.intercept import loss_forwards

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -166,7 +167,6 @@ def fit(
             'fit: loss_chunks="auto" records the step up to four times, but step= is a step of your training, which runs '
             "once. Pass a batch, or a number of chunks."
         )
-
     check_step(model, batch, step, "fit(model, batch, budget)")
     ranks = ALONE if fake else ranks_of(model, group, "fit(model, batch, budget)")
 
@@ -179,7 +179,7 @@ def fit(
     ranks.together(check, Place.START)
     check_alike(ranks, model, {"budget": budget, "host_budget": host_budget, "engine": engine})
 
-    def record_with(num_chunks: int) -> Profile:
+    def recorder(num_chunks: int) -> Profile:
         return record(
             model,
             batch,
@@ -197,7 +197,8 @@ def fit(
         )
 
     with without_plans(model) as before:
-        made = ranks.together(lambda: plan_with_chunks(record_with, budget, loss_chunks, host_budget), Place.PLANNED)
+        planned = partial(plan_with_chunks, recorder, budget, loss_chunks, host_budget, engine)
+        made = ranks.together(planned, Place.PLANNED)
     check_alike(ranks, model, {"loss_chunks": made.plan.loss_chunks})
     budget_bytes, plain_bytes = made.plan.budget_bytes or 0, made.plain_peak_bytes
     chosen, _ = common_plan(made.profile, made.plan, plain_bytes=plain_bytes, budget_bytes=budget_bytes, ranks=ranks)

@@ -18,6 +18,7 @@ import recollect  # noqa: E402
 from hugging_face_trainers import llama, texts  # noqa: E402
 from recollect.attaching.attached import Attached  # noqa: E402
 from recollect.engine.content import has_same_bits  # noqa: E402
+from tiers import long_but  # noqa: E402
 
 pytestmark = pytest.mark.integration
 
@@ -30,7 +31,9 @@ def no_shared_state() -> Iterator[None]:
     AcceleratorState._reset_state(reset_partial_state=True)
 
 
-def train(precision: str, budget: str | None, folder: Path | None = None) -> tuple[Any, Attached | None]:
+def train(
+    precision: str, budget: str | None, folder: Path | None = None, engine: Any = "tape"
+) -> tuple[Any, Attached | None]:
     """The loop of Accelerate's documentation, with accumulation, clipping, and state that is saved and loaded."""
     accelerator = Accelerator(mixed_precision=precision, gradient_accumulation_steps=2, cpu=True)
     model = llama().train()
@@ -39,7 +42,9 @@ def train(precision: str, budget: str | None, folder: Path | None = None) -> tup
     model, optimizer, data, schedule = accelerator.prepare(
         model, optimizer, DataLoader(texts(66), batch_size=4), schedule
     )
-    attached = None if budget is None else recollect.attach(model, optimizer, budget, log=lambda line: None)
+    attached = (
+        None if budget is None else recollect.attach(model, optimizer, budget, engine=engine, log=lambda line: None)
+    )
     torch.manual_seed(3)
     for number, batch in enumerate(data):
         with accelerator.accumulate(model):
@@ -56,10 +61,11 @@ def train(precision: str, budget: str | None, folder: Path | None = None) -> tup
     return accelerator.unwrap_model(model), attached
 
 
-@pytest.mark.parametrize("precision", ["no", "bf16"])
-def test_weights_are_as_without_a_plan(precision: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("way", long_but(["no tape", "bf16 tape"], ["no tape", "bf16 tape", "bf16 graph"]))
+def test_weights_are_as_without_a_plan(way: str, tmp_path: Path) -> None:
+    precision, engine = way.split()
     plain, _ = train(precision, None)
-    model, attached = train(precision, "75%", tmp_path)
+    model, attached = train(precision, "75%", tmp_path, engine)
     assert attached is not None and attached.plan is not None
     for (name, expected), got in zip(plain.named_parameters(), model.parameters(), strict=True):
         assert has_same_bits(expected.detach(), got.detach()), name

@@ -45,8 +45,16 @@ REAL = "--num-layers 2 --real-hidden-size 32 --real-num-layers 2 --real-seq-leng
 # Flags of sizes at which nothing takes long, what has numbers in the file of results, and what is printed.
 PROGRAMS = {
     "overhead": (
-        f"{REAL} --tiny-minutes 0 --real-minutes 0 --least-rounds 2 --threads 1",
-        ("tiny_added_time", "tiny_added_time_ratio_to_sac", "real_slowdown_fp32", "real_slowdown_bf16"),
+        f"{REAL} --engine-minutes 0 --tiny-minutes 0 --real-minutes 0 --least-rounds 2 --threads 1",
+        (
+            "engine_step_slowdown",
+            "engine_layer_slowdown",
+            "engine_peak",
+            "tiny_added_time",
+            "tiny_added_time_ratio_to_sac",
+            "real_slowdown_fp32",
+            "real_slowdown_bf16",
+        ),
         "of the added time",
     ),
     "frontier": (

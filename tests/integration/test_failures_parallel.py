@@ -32,11 +32,12 @@ def test_row_5_ready_twice_with_reentrant_checkpoint(replicas: list[dict[str, An
 
 
 @pytest.mark.parametrize("moment", ["before", "after"])
-@pytest.mark.parametrize("way", ["full", "nothing-kept", "random"])
+@pytest.mark.parametrize("way", ["full", "nothing-kept", "random", "traced"])
 def test_row_5_ready_once_with_recollect(replicas: list[dict[str, Any]], way: str, moment: str) -> None:
     for rank in range(RANKS):
         expected, got = replicas[rank]["plain after"], replicas[rank][f"{way} {moment}"]
         assert isinstance(got, list), got
+        assert not any(replicas[rank][f"{way} {moment} why not"])
         for step in range(3):
             assert_same_gradients(expected[step], got[step])
 
@@ -51,13 +52,14 @@ def test_row_6_no_second_gather_in_this_version(shards: list[dict[str, Any]]) ->
         assert shards[0][way]["all-gathers"] == shards[0]["plain"]["all-gathers"] > 0
 
 
-@pytest.mark.parametrize("way", ["full", "random"])
+@pytest.mark.parametrize("way", ["full", "random", "traced"])
 def test_row_6_no_second_gather_with_recollect(shards: list[dict[str, Any]], way: str) -> None:
     for rank in range(RANKS):
         expected, got = shards[rank]["plain"], shards[rank][way]
         assert isinstance(got, dict), got
         assert_same_gradients(expected["gradients"], got["gradients"])
         assert got["all-gathers"] == expected["all-gathers"]
+        assert not any(got["why not"])
 
 
 def test_dropped_outputs_of_sharded_units_are_exact_or_an_error(shards: list[dict[str, Any]]) -> None:

@@ -17,8 +17,18 @@ pytestmark = pytest.mark.integration
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {**os.environ, "PYTHON": sys.executable}
-PARTS = ("tests", "calibrate", "prediction", "offload", "fp8", "overhead", "claims")
-PARTS += ("frontier-dense", "frontier-moe", "frontier-mla", "frontier-7b", "compiled")
+PARTS = ("tests", "calibrate", "prediction", "offload", "fp8", "overhead")
+PARTS += (
+    "engines-2048",
+    "engines-4096",
+    "engines-random",
+    "claims",
+    "frontier-dense",
+    "frontier-moe",
+    "frontier-mla",
+    "frontier-7b",
+    "compiled",
+)
 
 
 def scripts_gpu(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -66,6 +76,10 @@ def test_every_part_runs(dry_run: tuple[Path, str]) -> None:
         assert f"== part {name}: " in (out / f"{name}.log").read_text(encoding="utf-8")
     outcomes = [row["value"].partition(":")[0] for row in rows_of(out, "tests", "outcome")]
     assert set(outcomes) == {"passed", "skipped"} and outcomes.count("passed") > 50
+    for part in ("engines-2048", "engines-4096", "engines-random"):
+        assert {row["value"] for row in rows_of(out, part, "equal")} == {"1"}
+        assert "none" in {row["value"] for row in rows_of(out, part, "why_not")}
+        assert any(int(row["value"]) for row in rows_of(out, part, "units_traced"))
     over = [row["value"] for row in rows_of(out, "prediction", "over_budget")]
     assert len(over) >= 16 and set(over) == {"0"}
 
@@ -94,6 +108,10 @@ def test_page_shows_every_part(dry_run: tuple[Path, str]) -> None:
         assert text.count(f"## {name}, ") == 1
     assert "| Llama 2k, no optimizer | 5 | 0 |" in text
     assert "| compiled blocks, full |" in text
+    for part in ("engines-2048", "engines-4096"):
+        table = text[text.index(f"## {part}, ") :]
+        assert "| graph / every layer | " in table and "| SAC products | " in table
+    assert "| GPT-2, bf16 / graph | 0 of " in text
     assert "| full | " in text[text.index("## frontier-dense") :]
     assert "passed" in text[text.index("## tests") :]
 
@@ -178,6 +196,21 @@ def test_parts_that_cannot_run_say_what_they_need() -> None:
     assert part.problem("a card", 15.8) == small
     assert part.problem("a card", 79.1) is None
     assert part.problem("a CPU", None) is None
+
+
+def test_parts_need_no_package_of_the_command_line() -> None:
+    """A machine with a GPU has PyTorch and what comes with it, but not what parses flags."""
+    modules = [f"gpu.{path.stem}" for path in sorted((ROOT / "benchmarks" / "gpu").glob("*_part.py"))]
+    program = f"import sys, importlib; sys.modules['tyro'] = None; [importlib.import_module(m) for m in {modules}]"
+    paths = os.pathsep.join(str(ROOT / folder) for folder in ("src", "benchmarks"))
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**ENVIRONMENT, "PYTHONPATH": paths},
+    )
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.usefixtures("benchmarks")

@@ -130,7 +130,7 @@ def test_the_commands_of_a_page_run(page: str, folder: Path) -> None:
 
 def test_a_command_that_is_not_run_says_why() -> None:
     reasons = Counter(command.not_run for page in PAGES for command in COMMANDS[page])
-    assert reasons.pop("") > 45 and reasons == {"takes minutes": 6, "needs a GPU": 2, "needs Megatron-LM": 4}
+    assert reasons.pop("") > 45 and reasons == {"takes minutes": 7, "needs a GPU": 2, "needs Megatron-LM": 4}
     for command in (command for found in COMMANDS.values() for command in found if command.not_run):
         assert re.match(NOT_RUN[command.not_run], command.line), command
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from gradients import assert_same_gradients, call, clear, loss_of, step_of
 from policies import FEW_PLANS, FULL, KEEP_ALL, NOTHING_KEPT, Policy, Random
@@ -222,61 +222,6 @@ def test_a_second_plan_is_refused_and_the_first_stays() -> None:
             assert_same_gradients(expected, step_of(LLAMA, model))
     with apply_policy(model, LLAMA.layers, FULL):
         assert_same_gradients(expected, step_of(LLAMA, model))
-
-
-class Shared(nn.Module):
-    """One layer, called `depth` times, with weights tied to the head as well. Tokens [n, t] -> logits [n, t, 16]."""
-
-    def __init__(self, depth: int) -> None:
-        super().__init__()
-        self.depth = depth
-        self.embedding = nn.Embedding(16, 8)
-        self.layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
-        self.layer.linear1.weight = nn.Parameter(self.layer.linear1.weight.detach())
-        self.layer.linear2.weight = nn.Parameter(self.layer.linear2.weight.detach())
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        hidden = self.embedding(tokens)
-        for _ in range(self.depth):
-            hidden = self.layer(hidden)
-        return hidden @ self.embedding.weight.t()
-
-
-SHARED = Case(
-    "shared",
-    lambda: Shared(3),
-    lambda: torch.randint(0, 16, (2, 5)),
-    ("layer",),
-    lambda logits: logits.logsumexp(-1).mean(),
-    is_random=True,
-)
-
-
-@pytest.mark.parametrize("policy", [FULL, NOTHING_KEPT, *map(Random, range(5))])
-def test_layer_called_three_times(policy: Policy) -> None:
-    model = SHARED.model()
-    expected = step_of(SHARED, model)
-    with apply_policy(model, SHARED.layers, policy):
-        assert_same_gradients(expected, step_of(SHARED, model))
-
-
-def test_two_models_with_different_plans() -> None:
-    """Their forwards and backwards interleave; each keeps what its own plan says."""
-    llama, gpt2 = LLAMA.model(), ZOO["gpt2"].model()
-    expected = {"llama": step_of(LLAMA, llama), "gpt2": step_of(ZOO["gpt2"], gpt2)}
-    models = {"llama": llama, "gpt2": gpt2}
-    with apply_policy(llama, LLAMA.layers, FULL), apply_policy(gpt2, ZOO["gpt2"].layers, Random(1)):
-        losses = {}
-        for name, model in models.items():
-            batch = ZOO[name].data()
-            torch.manual_seed(0)
-            losses[name] = loss_of(call(model, batch))
-        for name in ("llama", "gpt2"):
-            losses[name].backward()
-    for name, model in models.items():
-        for parameter_name, parameter in model.named_parameters():
-            assert parameter.grad is not None
-            assert torch.equal(parameter.grad, expected[name][f"gradient of {parameter_name}"])
 
 
 def test_two_threads() -> None:

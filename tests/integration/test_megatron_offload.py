@@ -13,7 +13,7 @@ import recollect
 from gradients import assert_same_gradients, step_of
 from megatron_cases import FULL, offload, selective
 from predictions import LEAN_LOOP, MOST_OVER_BYTES, larger
-from recollect.engine.tape_engine import _UnitForward
+from recollect.engine.tape_forwards import UnitForward
 from recollect.integrations.megatron import RecomputeConfig, megatron_plan
 from recollect.measuring.meter import measure_peak
 from recollect.profile.profile import Profile
@@ -70,7 +70,7 @@ def test_steps_are_exact_and_as_large_as_predicted(setting: str) -> None:
     case = Case(case.name, case.model, lambda: batch, case.layers, case.loss_fn, is_random=case.is_random)
     expected = step_of(case, model)
     with recollect.apply(model, plan) as applied:
-        (host,) = {f.tape.offload.host for f in applied._forwards if isinstance(f, _UnitForward) and f.tape.offload}
+        (host,) = {f.tape.offload.host for f in applied._forwards if isinstance(f, UnitForward) and f.tape.offload}
         for _ in range(2):
             assert_same_gradients(expected, step_of(case, model))
         model.zero_grad()

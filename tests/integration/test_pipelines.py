@@ -106,6 +106,18 @@ def test_gradients_are_equal_and_peaks_as_predicted(
     assert full.peak_bytes < by_micro_batch.peak_bytes < plain.peak_bytes
 
 
+@pytest.mark.long
+def test_traced_stages_have_the_same_gradients(
+    pipelines: dict[str, list[recollect.PipelinePlan]], tmp_path: Path
+) -> None:
+    """In schedules with a whole and with a split backward, which asks for single nodes of a unit's chain."""
+    names = [name for name in ("1F1B", "ZBV") if name in SCHEDULES]
+    jobs = [Job(name, [plan.with_engine("graph") for plan in pipelines[name][1].plans]) for name in names]
+    prepared_server()
+    found = run(PROGRAM, jobs, tmp_path, start_method="forkserver")
+    assert [ran.is_equal for own in found for ran in own] == [True] * len(found) * len(names)
+
+
 def test_outputs_that_are_returned_count(tmp_path: Path) -> None:
     """As torch's schedules do by default: on four ranks, and where the loss saves them, too."""
     names = [name for name in ("1F1B", "interleaved 1F1B", "interleaved zero bubble", "ZBV") if name in SCHEDULES]

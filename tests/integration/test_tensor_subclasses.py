@@ -25,9 +25,10 @@ from watch import Watch
 @pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs PyTorch with the gloo backend")
 def test_tensor_parallel_by_dtensor(tmp_path: Path) -> None:
     for rank in run_on_ranks(tensor_parallel, tmp_path):
-        for way in ("full", "nothing-kept", "random"):
+        for way in ("full", "nothing-kept", "random", "traced"):
             assert_same_gradients(rank["plain"]["gradients"], rank[way]["gradients"])
         assert rank["full"]["kept bytes"] < rank["plain"]["kept bytes"]
+        assert set(rank["traced"]["why not"]) == {"it reads tensors of a subclass, such as DTensor"}
 
 
 def _step(model: Stack, data: torch.Tensor) -> dict[str, torch.Tensor]:

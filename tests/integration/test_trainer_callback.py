@@ -86,7 +86,8 @@ def assert_same_weights(one: Trainer, other: Trainer) -> None:
         assert has_same_bits(expected.detach(), got.detach()), name
 
 
-def test_saving_evaluation_and_the_best_model_are_as_without_a_budget(tmp_path: Path) -> None:
+@pytest.mark.parametrize("engine", long_but(["tape"], ["tape", "graph"]))
+def test_saving_evaluation_and_the_best_model_are_as_without_a_budget(engine: Any, tmp_path: Path) -> None:
     changes: dict[str, Any] = {
         "bf16": True,
         "eval_strategy": "steps",
@@ -96,7 +97,7 @@ def test_saving_evaluation_and_the_best_model_are_as_without_a_budget(tmp_path: 
     }
     changes |= dict.fromkeys(("eval_steps", "save_steps", "logging_steps"), 4)
     plain = train(options(tmp_path / "plain", **changes))
-    budget = MemoryBudget("75%")
+    budget = MemoryBudget("75%", engine=engine)
     within = train(options(tmp_path / "within", **changes), budget)
     assert_same_weights(plain, within)
     assert isinstance(budget.attached, Attached) and budget.attached.num_steps == 12

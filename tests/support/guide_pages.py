@@ -197,6 +197,7 @@ PREPARED: dict[str, Callable[[], Names]] = {
     "coverage.md": training,
     "fsdp.md": sharded,
     "get_started.md": dict,
+    "graph.md": training,
     "how_to_read_a_plan.md": planned,
     "index.md": training,
     "hugging_face.md": training,

@@ -28,7 +28,7 @@ from recollect.engine.offload.carriers import CARRIERS, Carrier
 from recollect.engine.offload.flight import Offload
 from recollect.engine.placed_forward import Applied
 from recollect.engine.tape import Tape
-from recollect.engine.tape_engine import _UnitForward, tape_forwards
+from recollect.engine.tape_forwards import UnitForward, tape_forwards
 from recollect.plans.action import Action
 from recollect.plans.plan import Plan
 from recollect.plans.trip import Trip
@@ -120,7 +120,7 @@ def _trip(rng: random.Random) -> Trip:
 
 
 def offload_of(applied: Applied) -> Offload:
-    found = next(f.tape.offload for f in applied._forwards if isinstance(f, _UnitForward))
+    found = next(f.tape.offload for f in applied._forwards if isinstance(f, UnitForward))
     assert found is not None
     return found
 

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 import recollect
 from blocks import Stack, built, checkpointed
+from engines import Traced, traced, traced_forwards
 from forked_processes import prepared_server
 from policies import FULL, NOTHING_KEPT, Random
 from recollect.applying import apply, apply_policy
@@ -85,7 +86,13 @@ WAYS: dict[str, Callable[[Stack], AbstractContextManager[Any]]] = {
     "full": lambda model: apply_policy(model, model.layers, FULL),
     "nothing-kept": lambda model: apply_policy(model, model.layers, NOTHING_KEPT),
     "random": lambda model: apply_policy(model, model.layers, Random(1)),
+    "traced": lambda model: traced(model, model.layers, FULL),
 }
+
+
+def _why_not(handle: Any) -> list[str]:
+    """Return for each unit with a trace why it has none in the end."""
+    return [forward.why_not for forward in traced_forwards(handle)] if isinstance(handle, Traced) else []
 
 
 def data_parallel() -> dict[str, Any]:
@@ -96,11 +103,12 @@ def data_parallel() -> dict[str, Any]:
             model = built(lambda: Stack(dropout=0.1))
             if moment == "after":
                 wrapped = DistributedDataParallel(model, find_unused_parameters=True)
-            with way(model):
+            with way(model) as handle:
                 if moment == "before":
                     wrapped = DistributedDataParallel(model, find_unused_parameters=True)
                 try:
                     outcome[f"{name} {moment}"] = [_step(wrapped) for _ in range(3)]
+                    outcome[f"{name} {moment} why not"] = _why_not(handle)
                 except RuntimeError as error:
                     outcome[f"{name} {moment}"] = str(error)
     return outcome
@@ -116,11 +124,13 @@ def fully_sharded() -> dict[str, Any]:
         for block in model.blocks:
             fully_shard(block)
         fully_shard(model)
-        with way(model):
+        with way(model) as handle:
             try:
                 _step(model)
+                found = _step(model)
                 with Watch() as watch:
-                    outcome[name] = {"gradients": _step(model), "all-gathers": _all_gathers(watch)}
+                    _step(model)
+                outcome[name] = {"gradients": found, "all-gathers": _all_gathers(watch), "why not": _why_not(handle)}
             except RuntimeError as error:
                 outcome[name] = str(error)
     outcome["outside"] = _checkpoint_outside_of_the_sharded_unit()
@@ -155,14 +165,19 @@ def tensor_parallel() -> dict[str, Any]:
         model = built(lambda: Stack(dropout=0.1))
         for block in model.blocks:
             parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
-        with way(model), Watch() as watch:
-            torch.manual_seed(100)
-            data = torch.randn(4, 16)
-            torch.manual_seed(7)
-            output = model(data)
-            kept_bytes = watch.live_bytes()
-            output.square().mean().backward()
-        outcome[name] = {"gradients": _gradients(model), "kept bytes": kept_bytes}
+        torch.manual_seed(100)
+        data = torch.randn(4, 16)
+        with way(model) as handle:
+            for _ in range(2):
+                model.zero_grad()
+                torch.manual_seed(7)
+                model(data).square().mean().backward()
+            found = _gradients(model)
+            with Watch() as watch:
+                output = model(data)
+                kept_bytes = watch.live_bytes()
+                del output
+        outcome[name] = {"gradients": found, "kept bytes": kept_bytes, "why not": _why_not(handle)}
     return outcome
 
 

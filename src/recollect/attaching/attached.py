@@ -283,7 +283,7 @@ class Attached(Handle):
                 in_loop=True,
                 replays_collectives=not self._lockstep.ranks.is_alone,
                 lean_units=lean_units,
-                keeps_samples=self._planner.engine != "tape",
+                keeps_samples=self._planner.engine == "compile",
             )
             with self._placement.suspended():
                 recording.start(tensors, gradients=tensors.pop("gradients"))

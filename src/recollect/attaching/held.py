@@ -19,6 +19,7 @@ from recollect.attaching.planned_step import PlannedStep
 from recollect.attaching.step_shape import Call
 from recollect.attaching.unit_watch import Course, UnitWatch
 from recollect.byte_format import format_bytes
+from recollect.engine.graph.graph_engine import GraphForward
 from recollect.measuring.device_memory import held_now, tensor_bytes
 from recollect.profile.events import BACKWARD
 from recollect.simulation.timeline import timeline
@@ -169,6 +170,7 @@ class CallWatch:
         self._joins_others = joins_others
         self._begin: int | None = None
         self._is_new = False
+        self._num_traces = 0
         self._next_s = self._next_count_s = 0.0
         self._num_counts = self._other_bytes = 0
 
@@ -201,6 +203,7 @@ class CallWatch:
         self._is_new = True
         begin_s = time.perf_counter()
         planned.num_calls += 1
+        self._num_traces = GraphForward.num_traces
         if begin_s < self._next_s and planned.num_calls > _ALWAYS_READ and planned.num_calls % _READ_EVERY:
             self._begin = None
             return
@@ -248,7 +251,8 @@ class CallWatch:
             call: the call that has returned.
             is_whole: all unit runs that the plan foresees happened; such calls set the expected bytes.
         """
-        now = None if self._begin is None or planned.is_compiling else held_now(self._device)
+        has_traced = GraphForward.num_traces > self._num_traces
+        now = None if self._begin is None or planned.is_compiling or has_traced else held_now(self._device)
         if now is None or self._begin is None:
             return 0
         known = planned.held.setdefault((position, call), deque(maxlen=_MOST_READINGS))

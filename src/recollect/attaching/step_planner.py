@@ -300,7 +300,7 @@ class StepPlanner:
             reserve.completed(course, its) for course, its in zip(courses, lacking, strict=True)
         ]
         profile = reserve.with_room(profile, grouped(calls, spare), more_bytes + ahead_bytes)
-        planner = planner_for(profile, self.host_bytes)
+        planner = planner_for(profile, self.host_bytes, engine=self.engine)
         plain_bytes = max(ranks.gather(planner.plain_peak_bytes, place))
         budget_bytes = parse_budget(budget, reference_bytes=plain_bytes, device_bytes=profile.device_memory_bytes)
         own, problem = own_plan(planner, budget_bytes)

@@ -144,9 +144,9 @@ class RecordedStep(ModelStep):
 class StepOnEngines(RecordedStep):
     """The training step to record, and what its layers may run on."""
 
-    engine: Literal["tape", "compile"] = "tape"
-    """What plans may choose for each layer: the tape; compile: also torch.compile, which is measured for minutes, or with
-    --fake estimated in seconds (docs/compile.md)."""
+    engine: Literal["tape", "auto", "graph", "compile"] = "tape"
+    """What layers run on: the tape; graph: traces of them; auto: traces where the tape's work would show; compile: besides the
+    tape torch.compile, which is measured for minutes, or with --fake estimated in seconds (docs/compile.md)."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -67,7 +67,7 @@ def run_plan(command: MakePlan, console: Console) -> None:
     recorder = step_recorder(step, config, host_link=bool(parse_bytes(command.host_budget)), engine=engine)
     if not step.fake:
         check_host_budget(command.host_budget)
-    planned = plan_with_chunks(recorder, command.memory_budget, command.loss_chunks, command.host_budget)
+    planned = plan_with_chunks(recorder, command.memory_budget, command.loss_chunks, command.host_budget, engine)
     plan = planned.plan
     print_line(console, plan.to_text(columns_of(console)))
     print_line(console, f"without recompute {format_bytes(planned.plain_peak_bytes)}")

@@ -143,3 +143,7 @@ class ModelledCosts:
     def working_bytes_of(self, run: OpRun | None) -> int:
         """Return 0: without kernels there are no workspaces, and the results count anyway."""
         return 0
+
+    def known_working_bytes(self, key: Key) -> int:
+        """Return 0, as `working_bytes_of`."""
+        return 0

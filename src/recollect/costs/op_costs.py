@@ -134,6 +134,10 @@ class MeasuredCosts:
         """Return the peak growth of an op in bytes, its results included; 0 for an unseen one."""
         return self._working_bytes[run.key] if run is not None else 0
 
+    def known_working_bytes(self, key: Key) -> int:
+        """Return the peak growth of an op with this key; 0 if none ran."""
+        return self._working_bytes.get(key, 0)
+
     @property
     def step_bytes(self) -> int:
         """Most bytes alive in the step, with everything else in memory; 0 on the CPU, unless `looks_around`."""

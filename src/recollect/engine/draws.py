@@ -134,7 +134,7 @@ def takes_generator(func: Any) -> bool:
 
 def draws_unknown(facts: OpFacts, func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
     """Whether a random op reads a generator that the tape cannot set: one on a device other than CPU and CUDA."""
-    return _draws(facts, args, kwargs) and _device(args, kwargs).type not in ("cpu", "cuda", "meta")
+    return draws_numbers(facts, args, kwargs) and _device(args, kwargs).type not in ("cpu", "cuda", "meta")
 
 
 def _run(func: Any, args: Any, kwargs: dict[str, Any], generator: torch.Generator) -> Any:
@@ -163,14 +163,15 @@ def _place_of_generator(func: Any) -> tuple[Any, int] | None:
 
 def _generator_of(facts: OpFacts, func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Generator | None:
     """Return the generator that a random op is about to read; None if it reads none, or one that cannot be set."""
-    if not _draws(facts, args, kwargs):
+    if not draws_numbers(facts, args, kwargs):
         return None
     place = _place_of_generator(func)
     given = None if place is None else args[place[1]] if place[1] < len(args) else kwargs.get("generator")
     return given if given is not None else _default_generator(_device(args, kwargs))
 
 
-def _draws(facts: OpFacts, args: Any, kwargs: dict[str, Any]) -> bool:
+def draws_numbers(facts: OpFacts, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether a random op draws any numbers with these arguments: dropout of nothing does not."""
     position = facts.dropout_position
     if position is None:
         return True

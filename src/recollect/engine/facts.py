@@ -82,6 +82,11 @@ class OpFacts:
         """Whether the op does not read the content of its first argument."""
         return self.scales_first and kwargs.get("beta", 1) == 0 and not is_traceable_wrapper_subclass(args[0])
 
+    @property
+    def changes_nothing(self) -> bool:
+        """Whether it computes no value: a view, or another way to read memory."""
+        return self.is_view or self.is_lazy or self.changes_layout_only
+
     def written_by(self, args: Any, kwargs: Any) -> list[torch.Tensor]:
         found = (
             kwargs.get(where) if isinstance(where, str) else args[where] if where < len(args) else None

@@ -4,7 +4,7 @@ The forward runs as a whole, not op by op: kernels that PyTorch does not see may
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from itertools import zip_longest
@@ -25,6 +25,12 @@ Autocast = tuple[tuple[str, torch.dtype], ...]
 
 Whole: TypeAlias = Callable[[torch.nn.Parameter], torch.Tensor]
 """Gathers a parameter that this rank has a part of."""
+
+
+def autocast_now(devices: Iterable[str]) -> Autocast:
+    """Return where autocast is on, of these device types and the CPU."""
+    kinds = dict.fromkeys(("cpu", *devices))
+    return tuple((kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind))
 
 
 class FunctionArguments:

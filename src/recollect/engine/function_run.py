@@ -34,7 +34,7 @@ from recollect._torch_private import (
 from recollect.engine.content import checksums
 from recollect.engine.draws import FunctionDraws, cuda_generators, draws_unknown
 from recollect.engine.facts import OpFacts, OpMode, facts_of
-from recollect.engine.function_call import Autocast, FunctionArguments, FunctionCall
+from recollect.engine.function_call import Autocast, FunctionArguments, FunctionCall, autocast_now
 from recollect.engine.self_check import SwitchedOff, switched_off
 from recollect.engine.together import Agreement, can_be_gathered, is_partitioned
 from recollect.engine.values import Layout, is_known, layout_of
@@ -150,12 +150,7 @@ class FunctionRun:
     def _begin(self) -> None:
         for tensor in self._given:
             vars(tensor.untyped_storage())[_MARK] = self._given_mark
-        devices = {tensor.device for tensor in self._given}
-        self.autocast = tuple(
-            (kind, torch.get_autocast_dtype(kind))
-            for kind in {device.type for device in devices} | {"cpu"}
-            if torch.is_autocast_enabled(kind)
-        )
+        self.autocast = autocast_now({tensor.device.type for tensor in self._given})
 
     def keep(self, reason: str) -> None:
         """Note why it cannot run again; the first reason stays."""

@@ -1,22 +1,20 @@
-"""Makes the tape an engine: runs units on it, and has the modules inside them tell it which one is running.
+"""Makes the tape an engine, which carries out the plans of units by running them on it.
 
 `ENGINES` lists all engines: each carries out the plans of the units that name it.
 """
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Final, TypeAlias
+from collections.abc import Callable, Mapping
+from typing import Final, TypeAlias
 
-import torch
 from torch import nn
 
-from recollect._torch_private import has_compiled_forward, is_compiled_module, uncompiled
 from recollect.engine.compiled.compiled_engine import compiled_forwards
-from recollect.engine.eager_forward import look_for_compiler
-from recollect.engine.offload.flight import HostUse, Offload
-from recollect.engine.own_checkpoints import running_unit
-from recollect.engine.placed_forward import PlacedForward, unit_module
+from recollect.engine.graph.graph_engine import graph_forwards
+from recollect.engine.offload.flight import Offload
+from recollect.engine.placed_forward import PlacedForward
 from recollect.engine.policy import PlanPolicy
 from recollect.engine.tape import Tape
+from recollect.engine.tape_forwards import tape_forwards
 from recollect.engine.together import Agreement, Shards, shards_of
 from recollect.errors import PlanError
 from recollect.plans.action import Action, EngineChoice
@@ -66,80 +64,9 @@ def _check_shards(units: Mapping[str, UnitPlan], shards: Shards | None) -> None:
             )
 
 
-def tape_forwards(model: nn.Module, unit_paths: Iterable[str], tape: Tape) -> list[PlacedForward]:
-    """Return the forwards that run units on a tape.
-
-    Raises:
-        UnknownNameError: the model has no such unit.
-    """
-    units = {path: unit_module(model, path) for path in unit_paths}
-    unit_ids = {id(unit) for unit in units.values()}
-    forwards: list[PlacedForward] = []
-    for path, unit in units.items():
-        forwards.append(_UnitForward(unit, tape, path))
-        if has_compiled_forward(unit):
-            continue  # A compiled forward is kept as a whole.
-        forwards += [
-            _ScopeForward(module, tape, name) for name, module in _plain_submodules(unit) if id(module) not in unit_ids
-        ]
-    return forwards
-
-
-def _plain_submodules(unit: nn.Module, prefix: str = "") -> list[tuple[str, nn.Module]]:
-    """Return the modules below a unit whose `forward` may be wrapped, with their paths in the unit.
-
-    Scripted and compiled modules are left out, with everything inside them.
-    """
-    found: list[tuple[str, nn.Module]] = []
-    for name, child in unit.named_children():
-        if isinstance(child, torch.jit.ScriptModule) or is_compiled_module(child):
-            continue
-        path = f"{prefix}.{name}" if prefix else name
-        found += [(path, child), *_plain_submodules(child, path)]
-    return found
-
-
-class _UnitForward(PlacedForward):
-    """Runs a unit on the tape."""
-
-    def __init__(self, module: nn.Module, tape: Tape, path: str) -> None:
-        super().__init__(module)
-        self.tape = tape
-        self.path = path
-
-    def host_use(self) -> HostUse | None:
-        return None if self.tape.offload is None else self.tape.offload.use()
-
-    @uncompiled
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not self.recomputes():
-            return self.forward(*args, **kwargs)
-        if not self.has_looked:
-            look_for_compiler(self)
-        with running_unit():
-            return self.tape.run(self.path, self.forward, args, kwargs)
-
-
-class _ScopeForward(PlacedForward):
-    """Tells the tape which module inside a unit is running, so that values get the names that the plan uses."""
-
-    def __init__(self, module: nn.Module, tape: Tape, scope: str) -> None:
-        super().__init__(module)
-        self.tape = tape
-        self.scope = scope
-
-    @uncompiled
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        mode = self.tape.mode
-        if mode is None:
-            return self.forward(*args, **kwargs)
-        if not self.has_looked:
-            look_for_compiler(self)
-        return mode.run_module(self.scope, self.forward, args, kwargs)
-
-
 ENGINES: Final[Mapping[EngineChoice, Engine]] = {
     EngineChoice.TAPE: planned_forwards,
+    EngineChoice.GRAPH: graph_forwards,
     EngineChoice.COMPILE: compiled_forwards,
 }
 """The one place to register a new engine."""

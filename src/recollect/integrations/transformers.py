@@ -190,7 +190,7 @@ class MemoryBudget(trainers.BudgetCallback, TrainerCallback):
         Raises:
             NotYetError: layers are to run on another engine than the tape.
         """
-        if self.engine != "tape":
+        if self.engine not in ("tape", "auto"):
             raise NotYetError(
                 settings={"engine": self.engine},
                 needs="layers that DeepSpeed's engine runs, and that are measured in a training loop",

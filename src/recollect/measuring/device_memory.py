@@ -16,6 +16,9 @@ import torch
 from recollect.measuring.deaths import is_of_the_allocator, reachable_storages
 from recollect.measuring.meter import storage_bytes
 
+# PyTorch's CPU allocator raises a plain RuntimeError with this text.
+_CPU_ALLOCATOR = "can't allocate memory"
+
 
 def memory_bytes(device: torch.device) -> int:
     """Return the size of a CUDA device's memory; 0 for other devices."""
@@ -119,3 +122,17 @@ def _mallinfo() -> Callable[[], _MallInfo] | None:
     probe = torch.empty(1 << 18, dtype=torch.uint8)
     after = function().uordblks + function().hblkhd
     return function if after - before >= probe.nbytes else None
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Tell whether an error, or one of its causes, reports a lack of memory.
+
+    Example:
+        >>> is_out_of_memory(MemoryError()), is_out_of_memory(RuntimeError("shapes do not match"))
+        (True, False)
+    """
+    while error is not None:
+        if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or _CPU_ALLOCATOR in str(error):
+            return True
+        error = error.__cause__
+    return False

@@ -11,6 +11,7 @@ from typing import Literal, Protocol, TypeVar
 
 from recollect.errors import BudgetTooSmallError, ChunkedLossError
 from recollect.planning.classic import classic_plan
+from recollect.planning.planners import Engine
 from recollect.planning.planners import plan as plan_for
 from recollect.plans.plan import Plan
 from recollect.profile.profile import Profile
@@ -56,7 +57,11 @@ class Planned:
 
 @stage("planning")
 def plan_with_chunks(
-    record: Callable[[int], Profile], budget: int | str, loss_chunks: LossChunks, host_budget: int | str = 0
+    record: Callable[[int], Profile],
+    budget: int | str,
+    loss_chunks: LossChunks,
+    host_budget: int | str = 0,
+    engine: Engine = "tape",
 ) -> Planned:
     """Record and plan with a given number of loss chunks, or the number that gives the least predicted step time.
 
@@ -65,6 +70,7 @@ def plan_with_chunks(
         budget: bytes, or text; "60%" is relative to the step recorded first, which with "auto" is the model's own.
         loss_chunks: a number, or "auto" to try 1, 4, 16 and 64 and take the smallest of those that are equally fast.
         host_budget: host memory for offloaded values; see `plan`.
+        engine: what units may run on; see `plan`.
 
     Raises:
         BudgetTooSmallError: no plan fits with any number; carries the lowest peak of all.
@@ -88,7 +94,7 @@ def plan_with_chunks(
                     raise failure from reason
                 break
         try:
-            made = Planned(plan_for(profile, budget_bytes, host_budget), profile, plain_bytes)
+            made = Planned(plan_for(profile, budget_bytes, host_budget, engine=engine), profile, plain_bytes)
         except BudgetTooSmallError as error:
             if failure is None or error.least_peak_bytes < failure.least_peak_bytes:
                 failure = error.changed(plain_peak_bytes=plain_bytes)

@@ -7,6 +7,7 @@ stride the last segment is as long as the first, and the peak is higher than nec
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 from recollect.profile.profile import Profile
@@ -177,6 +178,15 @@ def single_outputs(profile: Profile) -> frozenset[str]:
             for v in profile.graph_of(call).values
         )
     )
+
+
+def keeping_outputs(profile: Profile) -> Profile:
+    """Return a profile whose plans keep what units return, for engines that cannot drop it."""
+    graphs = [
+        replace(graph, values=tuple(replace(v, must_keep=True) if v.is_output else v for v in graph.values))
+        for graph in profile.graphs
+    ]
+    return replace(profile, graphs=tuple(graphs), calls=tuple(replace(call, chained=False) for call in profile.calls))
 
 
 def number_between(numbers: Sequence[int], best: int) -> int | None:

@@ -14,24 +14,29 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Literal, TypeAlias
 
 from recollect.byte_format import least_amount
 from recollect.errors import BudgetTooSmallError, PlanError
 from recollect.planning.bound import LowerBound, check_bound, host_bound
 from recollect.planning.choose import HOST_ADVICE, Planner
 from recollect.planning.offload_mix import OffloadUnits, measured_units
+from recollect.planning.output_choices import keeping_outputs
 from recollect.planning.trips import HASTES, LINK_SHARE, Name, TripPlanner, link_of
 from recollect.plans.plan import Plan
 from recollect.plans.unit_plan import digest_of
 from recollect.profile.profile import Profile
 from recollect.progress import stage
 from recollect.quantities import parse_budget, parse_bytes
-from recollect.simulation.decisions import decide
+from recollect.simulation.decisions import calls_on_tape, decide
 from recollect.simulation.lifetimes import EveryEvent
 from recollect.simulation.peak_sums import Peaks, PeakSums, checked
 from recollect.simulation.program import Program
-from recollect.simulation.simulate import simulate, simulated_plan
+from recollect.simulation.simulate import predicted_plan, simulate, simulated_plan
 from recollect.simulation.windows import edges, windows
+
+Engine: TypeAlias = Literal["tape", "auto", "graph", "compile"]
+"""What units may run on: "auto" chooses between tape and graph; "compile" is a matter of the profile."""
 
 # More than any host has.
 _ANY_BYTES = 2**62
@@ -49,7 +54,14 @@ _MOST_ROUNDS = 8
 _FIRST_MARGIN = 0.002
 
 
-def plan(profile: Profile, budget: int | str, host_budget: int | str = 0, *, link_share: float = LINK_SHARE) -> Plan:
+def plan(
+    profile: Profile,
+    budget: int | str,
+    host_budget: int | str = 0,
+    *,
+    link_share: float = LINK_SHARE,
+    engine: Engine = "tape",
+) -> Plan:
     """Choose the values to keep so that the peak of the whole step is within a budget, at the least slowdown.
 
     Args:
@@ -60,6 +72,8 @@ def plan(profile: Profile, budget: int | str, host_budget: int | str = 0, *, lin
             as "64GiB". 0: nothing is offloaded.
         link_share: the part of the link's rate to plan for: other devices may use it, too, and a plan for all of it is much
             slower on a slightly slower link.
+        engine: "graph" keeps what units return, and has them run from traces; where no such plan fits, some stay on the tape.
+            "auto" does so where the tape's own work takes more than 1 % of the step.
 
     Returns:
         A plan with `predicted_peak_bytes <= budget_bytes`, the same for every run.
@@ -85,10 +99,12 @@ def plan(profile: Profile, budget: int | str, host_budget: int | str = 0, *, lin
         True
     """
     with stage("planning"):
-        return planner_for(profile, host_budget, link_share=link_share).plan(budget)
+        return planner_for(profile, host_budget, link_share=link_share, engine=engine).plan(budget)
 
 
-def planner_for(profile: Profile, host_budget: int | str = 0, *, link_share: float = LINK_SHARE) -> Planner:
+def planner_for(
+    profile: Profile, host_budget: int | str = 0, *, link_share: float = LINK_SHARE, engine: Engine = "tape"
+) -> Planner:
     """Return a planner of one profile for any number of budgets.
 
     Raises:
@@ -100,7 +116,60 @@ def planner_for(profile: Profile, host_budget: int | str = 0, *, link_share: flo
         0
     """
     host_bytes = parse_bytes(host_budget)
-    return OffloadPlanner(profile, host_bytes, link_share=link_share) if host_bytes else Planner(profile)
+    if host_bytes:
+        return OffloadPlanner(profile, host_bytes, link_share=link_share)
+    return TracePlanner(profile, engine) if engine in ("auto", "graph") else Planner(profile)
+
+
+def traced_where_known(profile: Profile, plan: Plan) -> Plan:
+    """Have a plan's units run from traces: those that were traced, or all that may if the profile knows of no traces."""
+    graphs = {call.path: profile.graph_of(call) for call in profile.calls}
+    knows = any(graph.joint is not None or graph.why_not_traced for graph in graphs.values())
+    units = plan.with_engine("graph").units
+    stay = {path for path, graph in graphs.items() if graph.joint is None} if knows else set()
+    return replace(plan, units={path: plan.units[path] if path in stay else units[path] for path in units})
+
+
+class TracePlanner(Planner):
+    """Plans one profile for units that run from traces: all that can, or only where the tape's work would show."""
+
+    def __init__(self, profile: Profile, engine: Engine) -> None:
+        super().__init__(profile)
+        self._engine = engine
+
+    @cached_property
+    def _keeping(self) -> Planner:
+        return Planner(keeping_outputs(self.profile))
+
+    def plan(self, budget: int | str) -> Plan:
+        own = super().plan(budget) if self._engine == "auto" else None
+        if own is not None and self._tape_s(own) <= _LITTLE_GAIN * self.profile.step_s:
+            return own
+        try:
+            found = self._keeping.plan(budget)
+        except BudgetTooSmallError:
+            found = own or super().plan(budget)
+        return self._traced(found)
+
+    def _traced(self, found: Plan) -> Plan:
+        """Return a plan whose units run from traces, within its budget as well as on the tape, where their first step runs."""
+        budget = found.budget_bytes or 0
+        for _ in range(_MOST_ROUNDS):
+            traced = predicted_plan(self.profile, traced_where_known(self.profile, found))
+            excess = (traced.predicted_peak_bytes or 0) - budget
+            if excess <= 0:
+                # The bound counts the tape's own work.
+                return replace(traced, budget_bytes=budget, bound_slowdown=None)
+            try:
+                found = self._keeping.plan(max(0, (found.budget_bytes or 0) - excess))
+            except BudgetTooSmallError:
+                break
+        return super().plan(budget)
+
+    def _tape_s(self, plan: Plan) -> float:
+        """Return the seconds that the tape's own work adds to the step."""
+        decisions = decide(self.profile, plan)
+        return math.fsum(self._program.tape_s(call, decisions[call].watched) for call in calls_on_tape(decisions))
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -27,6 +28,7 @@ from recollect.plans.unit_plan import UnitPlan
 
 _COLUMNS = 80
 _FORMAT = "recollect.plan"
+_SAME_PLAN = (EngineChoice.TAPE, EngineChoice.GRAPH)
 # Times are too noisy to plan by if a slowdown may be this many times as large, and by more than this part of the step.
 _NOISY_FACTOR = 2.0
 _NOISY_SLOWDOWN = 0.05
@@ -179,10 +181,45 @@ class Plan(ShownInNotebooks):
         is_noisy = high > _NOISY_FACTOR * low and high - low > _NOISY_SLOWDOWN
         return f" ({100 * low:.1f} to {100 * high:.1f} between timing rounds{': too noisy to plan by' if is_noisy else ''})"
 
+    def with_engine(self, engine: EngineChoice | str) -> Plan:
+        """Return the plan with another engine for each unit on the tape or from a trace that can run on it.
+
+        Only the tape drops outputs, offloads, and holds values as parts. A unit that reads a dropped output runs on the tape,
+        too, which shows when it is called.
+
+        Args:
+            engine: "tape" or "graph", which carry out the same plan.
+
+        Returns:
+            A plan that keeps and recomputes the same values.
+
+        Raises:
+            PlanError: it is another engine, which keeps other values.
+
+        Example:
+            >>> plan = Plan({"layers.0": UnitPlan({"mlp.act.silu": "recompute"})})
+            >>> str(plan.with_engine("graph").units["layers.0"].engine)
+            'graph'
+        """
+        if engine not in _SAME_PLAN:
+            raise PlanError(f"engine: got {engine!r}, expected {' or '.join(repr(str(one)) for one in _SAME_PLAN)}")
+        units = {
+            path: replace(unit, engine=EngineChoice(engine))
+            if unit.engine in _SAME_PLAN and unit.keeps_whole and not unit.trips
+            else unit
+            for path, unit in self.units.items()
+        }
+        return replace(self, units=units)
+
     @property
     def is_compiled(self) -> bool:
         """Whether any unit runs inside `torch.compile`."""
         return any(unit.engine is EngineChoice.COMPILE for unit in self.units.values())
+
+    @cached_property
+    def drops_outputs(self) -> bool:
+        """Whether any unit's output is dropped, which the units that read it compute again."""
+        return any(unit.output is Action.RECOMPUTE for unit in self.units.values())
 
     @property
     def offloads(self) -> bool:

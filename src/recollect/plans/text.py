@@ -150,6 +150,8 @@ def _unit_items(unit: UnitPlan, classes: Mapping[str, str]) -> list[str]:
     if unit.engine is EngineChoice.COMPILE:
         items = _actions(unit, classes) if unit.actions else ["keep what PyTorch chooses"]
         return ["inside torch.compile", *items]
+    if unit.engine is EngineChoice.GRAPH:
+        return ["from a trace", *_actions(unit, classes)]
     return _actions(unit, classes)
 
 

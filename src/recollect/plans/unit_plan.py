@@ -62,12 +62,10 @@ class UnitPlan:
                 f"engine: got {self.engine.value!r} with {name!r} offloaded, expected 'tape': other engines copy nothing to "
                 "host memory. Leave out one of them."
             )
-        if self.engine is EngineChoice.COMPILE and (
-            self.output is not Action.KEEP or Action.SHARD in self.actions.values()
-        ):
+        if self.engine in (EngineChoice.COMPILE, EngineChoice.GRAPH) and not self.keeps_whole:
             raise PlanError(
-                "engine: got 'compile' for a unit that drops its output or holds values as parts, expected 'tape': compiled "
-                "code keeps what a unit returns, and whole values. Leave out one of them."
+                f"engine: got {self.engine.value!r} for a unit that drops its output or holds values as parts, expected "
+                "'tape': compiled and traced code keeps what a unit returns, and whole values. Leave out one of them."
             )
 
     def __hash__(self) -> int:
@@ -76,6 +74,11 @@ class UnitPlan:
     def __reduce__(self) -> tuple[Any, ...]:
         # A mappingproxy cannot be pickled or deep-copied.
         return UnitPlan, (dict(self.actions), self.output, self.engine, dict(self.trips))
+
+    @property
+    def keeps_whole(self) -> bool:
+        """Whether the output is kept, and no value is held as a part."""
+        return self.output is Action.KEEP and Action.SHARD not in self.actions.values()
 
     @property
     def recomputes_anything(self) -> bool:

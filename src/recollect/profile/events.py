@@ -17,6 +17,8 @@ number of its own. A storage "dies" when only the tape still refers to it.
 | `(GIVE_BACK, handle)` | the formula that got it by `PEEK` has run, and no longer holds it |
 | `(LET_GO, call)` | that backward has ended, and no longer holds values that it computed for a call |
 | `(RELEASE, handle)` | backward, or a discarded graph, released it |
+| `(REACH, call)` | the first formula of a call's backward runs next; only in profiles for units that run from traces |
+| `(LEAVE, call)` | a formula runs next that is none of the reached call's |
 | `(RETURN, call)` | a unit's forward returned |
 | `(PHASE, phase)` | forward, backward or the optimizer step begins |
 """
@@ -45,6 +47,8 @@ SUM: Final = 10
 PEEK: Final = 11
 LET_GO: Final = 12
 GIVE_BACK: Final = 13
+REACH: Final = 14
+LEAVE: Final = 15
 
 FORWARD: Final = 0
 BACKWARD: Final = 1
@@ -155,6 +159,8 @@ class _Checker:
             PEEK: ("PEEK", (1,), self._handle),
             LET_GO: ("LET_GO", (1,), self._call),
             GIVE_BACK: ("GIVE_BACK", (1,), self._handle),
+            REACH: ("REACH", (1,), self._call),
+            LEAVE: ("LEAVE", (1,), self._call),
         }
 
     def problem_of(self, event: Event) -> str:

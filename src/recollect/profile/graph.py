@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from recollect.plans.value_names import module_of
+from recollect.profile.joint import JointRecord
 from recollect.profile.variant import VariantRecord
 
 
@@ -104,6 +105,10 @@ class UnitGraph:
     is not to be compiled."""
     eager_s: float = 0.0
     """Seconds of forward and backward outside the compiler, measured with those of the variants; 0 without variants."""
+    joint: JointRecord | None = None
+    """Its ops in forward and backward, as traced; None if it was not to be traced, or could not be."""
+    why_not_traced: str = ""
+    """Why it could not be; empty if it could, or was not to be."""
 
     def __post_init__(self) -> None:
         times = ("tape_s", self.tape_s), ("eager_s", self.eager_s)

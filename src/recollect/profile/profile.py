@@ -24,6 +24,7 @@ from recollect.notebooks import ShownInNotebooks
 from recollect.plans.paths import expand_classes
 from recollect.profile.events import ALLOC, PHASE, StepLog, check_log
 from recollect.profile.graph import OpRecord, PartRecord, UnitCall, UnitGraph, ValueRecord
+from recollect.profile.joint import JointOp, JointRecord
 from recollect.profile.variant import VariantRecord
 
 _FORMAT = "recollect.profile"
@@ -323,7 +324,9 @@ def _construct(kind: Callable[..., _Built], place: Field, **arguments: Any) -> _
         raise place.error(f"{place.where}: {problem}") from None
 
 
-def _encode(record: UnitGraph | ValueRecord | OpRecord | PartRecord | VariantRecord | UnitCall) -> dict[str, Any]:
+def _encode(
+    record: UnitGraph | ValueRecord | OpRecord | PartRecord | VariantRecord | JointRecord | JointOp | UnitCall,
+) -> dict[str, Any]:
     """Return a record as JSON data, without fields that have their default."""
     data = {f.name: value for f in fields(record) if (value := getattr(record, f.name)) != f.default}
     if isinstance(record, UnitGraph) and record.module_tape_s:
@@ -342,6 +345,7 @@ def _decode_graph(graph: Field) -> UnitGraph:
         module_tape_s=() if modules is None else tuple((m, modules.get(m).number()) for m in modules.keys()),
         parts=tuple(PartRecord(**part.arguments(PartRecord)) for part in graph.items("parts")),
         variants=tuple(_decode_variant(variant) for variant in graph.items("variants")),
+        joint=None if (joint := graph.find("joint")) is None else _decode_joint(joint),
         **graph.arguments(UnitGraph),
     )
 
@@ -355,6 +359,17 @@ def _decode_variant(variant: Field) -> VariantRecord:
             _numbers(stretch, "most bytes", "change", "value let go") for stretch in variant.get("backward").array()
         ),
         **variant.arguments(VariantRecord),
+    )
+
+
+def _decode_joint(joint: Field) -> JointRecord:
+    """Read a traced unit; raise the document's error at what cannot be."""
+    return _construct(
+        JointRecord,
+        joint,
+        ops=tuple(JointOp(**op.arguments(JointOp)) for op in joint.get("ops").array()),
+        gradients=tuple(one.integers() for one in joint.get("gradients").array()),
+        **joint.arguments(JointRecord),
     )
 
 

@@ -72,7 +72,7 @@ class StepReader:
             events.ALLOC: self._alloc, events.FREE: self._free, events.OP: self._op, events.DIES: self._dies,
             events.SAVE: self._save, events.RELEASE: self._release, events.WORK: self._work, events.PHASE: self._phase,
             **{code: partial(self._asks, code) for code in (events.USE, events.PEEK, events.GIVE_BACK)},
-            **{code: partial(self._ends_call, code) for code in (events.LET_GO, events.RETURN)},
+            **{code: partial(self._ends_call, code) for code in (events.LEAVE, events.LET_GO, events.REACH, events.RETURN)},
         }  # fmt: skip
         self._begin()
         for _ in self._profile.log.play(handlers):

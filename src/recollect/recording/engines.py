@@ -22,12 +22,14 @@ from recollect.profile.variant import VariantRecord
 from recollect.quantities import parse_bytes
 from recollect.ranks.group import ALONE, Place, Ranks
 from recollect.ranks.members import with_common_times
+from recollect.recording.joints import with_joints
+from recollect.recording.step_recorder import Costs
 from recollect.recording.unit_runs import ModelledRuns, UnitRuns
 from recollect.recording.unit_samples import UnitSample
 from recollect.recording.variants import with_variants
 
-RecordedEngine: TypeAlias = Literal["tape", "compile"]
-"""What a record is for: the tape alone; or besides units inside `torch.compile`."""
+RecordedEngine: TypeAlias = Literal["tape", "auto", "graph", "compile"]
+"""What a record is for: the ops of eager mode, on the tape or from traces; or besides units inside `torch.compile`."""
 
 
 def check_engine(engine: str, model: nn.Module, *, split_backward: bool) -> None:
@@ -39,7 +41,7 @@ def check_engine(engine: str, model: nn.Module, *, split_backward: bool) -> None
     """
     if engine not in get_args(RecordedEngine):
         raise RecordError(f"engine: got {engine!r}, expected {', '.join(map(repr, get_args(RecordedEngine)))}")
-    if engine == "tape":
+    if engine != "compile":
         return
     if split_backward:
         raise _not_yet(
@@ -59,6 +61,7 @@ def with_engine(
     device: torch.device,
     *,
     hardware: Hardware | None = None,
+    costs: Costs | None = None,
     ranks: Ranks = ALONE,
     place: Place = Place.START,
     compiled: Callable[[str, float], object] = lambda path, compile_s: None,
@@ -74,7 +77,9 @@ def with_engine(
         UserWarning: units of some kind cannot be compiled, or have graph breaks.
     """
     profile = with_common_times(profile, ranks, place)
-    if engine == "tape":
+    if engine in ("auto", "graph") and samples:
+        return ranks.together(lambda: with_joints(profile, samples, device, costs), place)
+    if engine != "compile":
         return profile
 
     def measured() -> Profile:
@@ -93,7 +98,7 @@ def check_host_engine(engine: str, host_budget: int | str) -> None:
     Raises:
         NotYetError: they are.
     """
-    if engine != "tape" and parse_bytes(host_budget):
+    if engine not in ("tape", "auto") and parse_bytes(host_budget):
         raise _not_yet(engine, "host_budget", host_budget, "copies to host memory", "Leave out host_budget")
 
 

@@ -22,6 +22,7 @@ from recollect.errors import HardwareError, RecordError
 from recollect.loss.intercept import loss_in_chunks
 from recollect.measuring.device_memory import other_bytes
 from recollect.plans.paths import unit_words
+from recollect.profile.events import BACKWARD
 from recollect.profile.profile import Profile
 from recollect.progress import stage
 from recollect.ranks.group import ALONE, Place
@@ -43,6 +44,7 @@ from recollect.recording.optimizers import Optimizers, check_optimizers
 from recollect.recording.restored_state import free_gradients, undisturbed
 from recollect.recording.step_recorder import Costs
 from recollect.recording.step_recording import Collectives, Gradients, StepRecording
+from recollect.recording.trackers import Reached
 from recollect.tensors import inner_tensors
 from recollect.tracebacks import lets_go
 
@@ -106,7 +108,9 @@ def record(
         engine: "compile" also measures repeated layers inside `torch.compile`, for each of several sets of values to keep, so
             that plans can choose them (`EngineChoice.COMPILE`). The profile's step then runs them compiled. It compiles each
             kind of layer up to eleven times, seconds to a minute each. With `fake`, nothing of it runs: bytes and times are
-            estimated from the code that would (`VariantRecord.is_estimated`).
+            estimated from the code that would (`VariantRecord.is_estimated`). "graph" and "auto" trace each kind of repeated
+            layer, a second each, so that the peak of plans that run from traces is predicted to the byte from the second step
+            on; the first runs on the tape. `UnitGraph.why_not_traced` says why one was not.
         host_link: measure copies to host memory and back, too, once in a process, so that plans can have a `host_budget`. With
             `fake`, `hardware` says how fast they are.
         group: the processes that record together, whose profiles get the median of their times, so that they make the same plan
@@ -154,7 +158,7 @@ def record(
     def prepared() -> tuple[StepRecording, OptimizerStep]:
         check_optimizers(model, optimizer)
         costs = modelled or MeasuredCosts(loop.device)
-        return loop.prepared(costs, units, collectives, keeps_samples=engine != "tape")
+        return loop.prepared(costs, units, collectives, engine=engine)
 
     with stage("recording the step"):
         recording, optimizer_step = ranks.together(prepared, Place.START)
@@ -165,7 +169,8 @@ def record(
             profile = ranks.together(lambda: with_host_link(profile, loop.device), Place.START)
         hardware = None if modelled is None else modelled.hardware
         samples = recording.samples_of_graph
-        return with_engine(engine, profile, samples, loop.device, hardware=hardware, ranks=ranks)
+        costs = recording.costs
+        return with_engine(engine, profile, samples, loop.device, hardware=hardware, costs=costs, ranks=ranks)
 
 
 def record_with(
@@ -208,7 +213,7 @@ class _Loop:
         self.is_elsewhere = all(parameter.device.type == "meta" for parameter in self.model.parameters())
 
     def prepared(
-        self, costs: Costs, units: Iterable[str] | None, collectives: Collectives, *, keeps_samples: bool = False
+        self, costs: Costs, units: Iterable[str] | None, collectives: Collectives, *, engine: RecordedEngine = "tape"
     ) -> tuple[StepRecording, OptimizerStep]:
         recording = StepRecording(
             self.model,
@@ -216,8 +221,11 @@ class _Loop:
             costs,
             self.device,
             replays_collectives=collectives == "replay",
-            keeps_samples=keeps_samples,
+            keeps_samples=engine != "tape",
         )
+        if engine in ("auto", "graph"):
+            recorder = recording.recorder
+            recorder.reached = Reached(recorder.log, recorder.calls, partial(recorder.begin_phase, BACKWARD))
         if self.is_elsewhere and isinstance(costs, ModelledCosts):
             recording.kernels = costs.hardware.device
         return recording, record_optimizer_step(self.optimizer, self.device)

@@ -10,7 +10,14 @@ from torch import nn
 
 from recollect._torch_fsdp import freed_after_forward, is_fully_sharded
 from recollect._torch_functions import python_backward
-from recollect._torch_private import current_autograd_node, desugars, is_fake_tensor, tree_leaves, untraced
+from recollect._torch_private import (
+    current_autograd_node,
+    desugars,
+    is_fake_tensor,
+    next_autograd_node,
+    tree_leaves,
+    untraced,
+)
 from recollect.engine.facts import OpFacts, OpMode, facts_of
 from recollect.engine.function_call import FunctionCall
 from recollect.engine.function_mode import FunctionMode
@@ -98,8 +105,10 @@ class RecordingTape(Tape):
             self.samples.take(unit_path, len(recorder.calls), args, kwargs)
         recorder.calls.append(RecordedCall(unit_path))
         recorder.current = index = len(recorder.calls) - 1
+        first_node = next_autograd_node()
         try:
             output = super().run(unit_path, forward, args, kwargs)
+            recorder.calls[index].nodes = range(first_node, next_autograd_node())
             for tensor in strided_tensors(output):
                 value = recorder.value_index(tensor.untyped_storage())
                 if value is not None:
@@ -123,6 +132,8 @@ class RecordingTape(Tape):
         if not isinstance(packed, _Handle):
             return super().unpack(packed)
         if packed.need is not None:
+            if self.recorder.reached is not None:
+                self.recorder.reached.note()
             self.recorder.use(packed.need.index, packed.saver)
         with self.recorder.unseen():
             tensor = super().unpack(packed.packed)
@@ -359,6 +370,8 @@ class StepMode(OpMode):
             recorder.note_present(args[0])  # A parameter gets its gradient, which compiled code has made unseen.
         if facts.is_view or facts.is_lazy:
             return func(*args, **kwargs)
+        if recorder.reached is not None:
+            recorder.reached.note()
         output, run = recorder.costs.run(func, facts, args, kwargs, may_repeat=recorder.current is not None)
         recorder.after_op(func, facts, args, kwargs, output, run)
         if recorder.ranks is not None:

@@ -33,6 +33,7 @@ from recollect.recording.replicated_values import RanksWithParts
 from recollect.recording.trackers import (
     Filled,
     Persistent,
+    Reached,
     RecordedCall,
     RecordedOp,
     RecordedValue,
@@ -84,8 +85,8 @@ class StepRecorder:
         # Calls that communicate, in forward or in backward: alone in one process they would wait for ever.
         self.communicating: set[int] = set()
         self._device = device
-        self._phase = -1
-        self._backward_call = -1
+        self._phase = self._backward_call = -1
+        self.reached: Reached | None = None
         # The running backward, if it keeps its graph; its running formula, and the values that this has asked for.
         self._kept_backward = self._peeking_node = -1
         self._peeked: list[int] = []

@@ -16,7 +16,14 @@ from typing import Any, TypeAlias
 
 import torch
 
-from recollect._torch_private import is_fake_tensor, is_opaque_subclass, is_traceable_wrapper_subclass, untraced
+from recollect._torch_private import (
+    accumulates_gradient,
+    current_autograd_node,
+    is_fake_tensor,
+    is_opaque_subclass,
+    is_traceable_wrapper_subclass,
+    untraced,
+)
 from recollect.costs.op_costs import OpRun
 from recollect.engine.subclasses import strided_tensors
 from recollect.measuring.deaths import is_of_the_allocator, reachable_storages
@@ -330,6 +337,8 @@ class RecordedCall:
     contents: dict[int, int] = field(default_factory=dict)
     # No plan may drop its output.
     output_stays: bool = False
+    # Numbers of the nodes of autograd's graph that its forward made.
+    nodes: range = range(0)
 
     def add_input(self, nbytes: int) -> int:
         """Add a value that was computed outside the unit; return its index."""
@@ -345,6 +354,28 @@ class RecordedCall:
         if not isinstance(tracker, TrackedValue):
             return -1
         return tracker.value if tracker.call == index else self.origins.get((tracker.call, tracker.value), -1)
+
+
+class Reached:
+    """Logs where backward reaches units and leaves them, for units that run from traces."""
+
+    def __init__(self, log: Log, calls: Sequence[RecordedCall], begin_backward: Callable[[], None]) -> None:
+        self._log = log
+        self._calls = calls
+        self._begin_backward = begin_backward
+        self._call = -1
+
+    def note(self) -> None:
+        """Note which formula runs, if any; what adds up a parameter's gradient belongs to the unit before it."""
+        node = current_autograd_node()
+        if node < 0 or accumulates_gradient() or (self._call >= 0 and node in self._calls[self._call].nodes):
+            return
+        self._begin_backward()
+        if self._call >= 0:
+            self._log(events.LEAVE, self._call)
+        self._call = next((index for index, call in enumerate(self._calls) if node in call.nodes), -1)
+        if self._call >= 0:
+            self._log(events.REACH, self._call)
 
 
 def keep_all(calls: Sequence[RecordedCall], tensors: Iterable[torch.Tensor]) -> None:

@@ -61,7 +61,7 @@ class UnitSample:
 
     `requires_grad`: for each leaf of the arguments, if it did. `autocast`: the type to which it was cast; None if off.
     `input_values`, `output_values`: for each leaf of the arguments, and each tensor returned, the index of the value that it is
-    in the unit's graph; -1 if it is none.
+    in the unit's graph; -1 if it is none. `num_hooks`: of modules inside the unit; some models put hooks on while they run.
     """
 
     call: int
@@ -72,6 +72,7 @@ class UnitSample:
     autocast: torch.dtype | None
     input_values: tuple[int, ...] = ()
     output_values: tuple[int, ...] = ()
+    num_hooks: int = 0
 
     @property
     def parameter_bytes(self) -> int:
@@ -168,7 +169,8 @@ class UnitSamples:
         args, kwargs = tree_map(lambda _: next(remaining), (args, kwargs))
         kind_of_device = self._device.type
         autocast = torch.get_autocast_dtype(kind_of_device) if torch.is_autocast_enabled(kind_of_device) else None
-        self.samples.append(UnitSample(call, module, args, kwargs, requires_grad, autocast))
+        hooks = num_hooks(module)
+        self.samples.append(UnitSample(call, module, args, kwargs, requires_grad, autocast, num_hooks=hooks))
 
     def note_values(self, call: int, value_of: Callable[[Any], int], arguments: Any, output: Any) -> None:
         """Note which values a call read and returned, if there is a sample of it; `value_of` tells -1 for what is none."""
@@ -176,6 +178,12 @@ class UnitSamples:
             inputs = tuple(map(value_of, tree_leaves(arguments)))
             outputs = tuple(value_of(leaf) for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor))
             self.samples[-1] = replace(self.samples[-1], input_values=inputs, output_values=outputs)
+
+
+def num_hooks(module: nn.Module) -> int:
+    """Return how many hooks the modules inside a module have."""
+    inside = [vars(part) for part in module.modules() if part is not module]
+    return sum(len(part.get(name) or ()) for part in inside for name in HOOKS)
 
 
 def _copied(leaf: Any) -> Any:

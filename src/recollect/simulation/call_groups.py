@@ -15,7 +15,21 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from recollect.plans.action import Action
-from recollect.profile.events import ALLOC, DIES, GIVE_BACK, LET_GO, OP, PEEK, PHASE, RELEASE, RETURN, SAVE, USE
+from recollect.profile.events import (
+    ALLOC,
+    DIES,
+    GIVE_BACK,
+    LEAVE,
+    LET_GO,
+    OP,
+    PEEK,
+    PHASE,
+    REACH,
+    RELEASE,
+    RETURN,
+    SAVE,
+    USE,
+)
 from recollect.simulation.decisions import CallActions, ValueActions
 from recollect.simulation.program import BULK, EDGE, WINDOW, Key, Program, ProgramOp
 
@@ -110,7 +124,7 @@ class Division:
                 step = (owner == saver, read.get(key, key[1]), handles.setdefault(handle, len(handles)))
             elif code == DIES:
                 step = (operands[0][1],)
-            elif code in (LET_GO, RETURN):
+            elif code in (LEAVE, LET_GO, REACH, RETURN):
                 step = ()
             elif code == BULK:
                 step = operands[:2]
@@ -153,7 +167,7 @@ class Division:
             home = self._homes[operands[0]]
         elif code == RETURN:
             self._returned.add(home)
-        elif code != LET_GO:
+        elif code not in (LEAVE, LET_GO, REACH):
             key = operands[0]
             home = key[0]
             if code == ALLOC:

@@ -1,11 +1,12 @@
-"""Plays the calls that run inside `torch.compile`: what was recorded of their variant, in place of their ops.
+"""Plays the calls that run inside `torch.compile` or from traces: what is known of their variant, in place of their ops.
 
 Storages that no op of the unit makes, such as gradients of parameters that outlive backward, are in the recorded events, not in
 the variant; so these still change memory, but no longer raise the peak while the compiled code runs:
 
     first op    the variant's forward, then its outputs and what it keeps
     return      the recorded events of forward are left out up to here; the bytes by which they changed memory come in backward
-    first use   the variant's backward, undone at its end; then the kept bytes are freed
+    first use   (or where backward reaches the call, if the log says so) the variant's backward, undone at its end; then the
+                kept bytes are freed
     last use    recorded events up to here change memory only
 """
 
@@ -14,7 +15,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator
 from typing import Any, Final
 
-from recollect.profile.events import ALLOC, FREE, OP, RELEASE, RETURN, SAVE, WORK
+from recollect.profile.events import ALLOC, FREE, LEAVE, OP, PHASE, REACH, RELEASE, RETURN, SAVE, WORK
+from recollect.programs.unit import returned_values
 from recollect.simulation.playback import COMPILED, Actions, Playback, Token
 from recollect.simulation.program import BULK, Key, ProgramOp
 
@@ -36,9 +38,13 @@ class CompiledSchedule:
         # until an event that a plan may change.
         self._adds_up = not step.program.bulk_codes
         self._made: dict[Key, int] = {}
+        # Where the log says which formulas run: the call that backward has reached, -1 outside; and those that it has.
+        self._reached: int | None = None
+        self._has_reached: set[int] = set()
 
     def actions(self) -> Actions:
         own: Actions = {OP: self._op, SAVE: self._save, RETURN: self._return, RELEASE: self._release}
+        own = {**own, PHASE: self._begin_phase, REACH: self._reach, LEAVE: self._leave}
         found: Actions = {**self._play, **own, BULK: self._bulk}
         if self._adds_up:
             found = {code: self._after_made(handler) for code, handler in found.items()}
@@ -84,7 +90,7 @@ class CompiledSchedule:
     def _bulk(self, most_bytes: int, change_bytes: int, call: int = -1) -> None:
         if self._running is not None:
             self._running.change_bytes += change_bytes
-        elif call in self._open and self._open[call].is_in_backward:
+        elif self._is_in_backward_of(call):
             self._play[BULK](max(0, change_bytes), change_bytes, call)
         else:
             self._play[BULK](most_bytes, change_bytes, call)
@@ -106,8 +112,27 @@ class CompiledSchedule:
         if self._running is None and not self._is_in_backward():
             self._play[WORK](*operands)
 
+    def _reach(self, call: int) -> None:
+        self._reached = call
+        if call in self._open:
+            self._has_reached.add(call)
+            self._open[call].get()
+
+    def _leave(self, _: int) -> None:
+        self._reached = -1
+
+    def _begin_phase(self, phase: int) -> None:
+        self._play[PHASE](phase)
+        self._reached = None if self._reached is None else -1
+
+    def _is_in_backward_of(self, call: int) -> bool:
+        """Whether a formula of a call runs whose code has run; of this call, unless the log says of which one."""
+        if self._reached is not None:
+            return self._reached in self._has_reached
+        return call in self._open and self._open[call].is_in_backward
+
     def _is_in_backward(self) -> bool:
-        return any(call.is_in_backward for call in self._open.values())
+        return any(map(self._is_in_backward_of, self._open))
 
 
 class _CompiledCall:
@@ -127,12 +152,14 @@ class _CompiledCall:
         self._num_saved = 0
         self._num_released = 0
         graph = step.profile.graph_of(step.profile.calls[call])
-        self._variant = variant = graph.variants[step.decisions[call].variant]
+        self._variant = variant = step.program.variant(call, step.decisions[call])
         step.works_in(call, step.profile.block_bytes(variant.forward_bytes))
         play[BULK](step.profile.block_bytes(variant.forward_bytes), 0)
         step.spends(_FORWARD_PART * variant.step_s)
+        returned = returned_values(graph)
         for index, value in enumerate(graph.values):
-            if value.producer is not None and (value.is_output or (call, index) in step.program.read_by_others):
+            is_there = value.is_output or (call, index) in step.program.read_by_others or index in returned
+            if value.producer is not None and is_there:
                 play[ALLOC]((call, index), step.profile.block_bytes(value.nbytes))
         self._own = list(self._kept())
         self._held = {value: step.bytes_of(step.program.key(call, value)) for value in variant.held}
@@ -158,6 +185,7 @@ class _CompiledCall:
             return
         self.is_in_backward = True
         step, change_bytes = self._step, 0
+        step.call = self.call
         step.spends((1 - _FORWARD_PART) * self._variant.step_s)
         for most_bytes, change, let_go in self._variant.backward:
             step.works_in(self.call, change_bytes + most_bytes)

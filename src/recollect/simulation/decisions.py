@@ -15,6 +15,7 @@ from recollect.plans.unit_plan import UnitPlan
 from recollect.plans.value_names import collective_kind
 from recollect.profile.graph import UnitGraph, ValueRecord
 from recollect.profile.profile import Profile
+from recollect.programs.unit import cut_unit
 
 
 class ValueActions(NamedTuple):
@@ -71,7 +72,7 @@ class CallActions:
     """Whether the plan names the unit, even if only to keep everything."""
     engine: EngineChoice = EngineChoice.TAPE
     """The engine that carries the plan out. Engines other than the tape play the call by their own schedule
-    (`recollect.simulation.simulate`) and have no actions for single values."""
+    (`recollect.simulation.simulate`), and have no actions for single values, except units that run from traces."""
     trips: tuple[tuple[int, Trip], ...] = ()
     """The trips of offloaded values, by index, in order. In `values` these are kept: stored for as long."""
     variant: int = -1
@@ -122,8 +123,11 @@ def decide_call(graph: UnitGraph, unit: UnitPlan | None) -> CallActions:
         for index, value in enumerate(graph.values)
         if value.producer is not None
     }
+    values = ValueActions.of(actions)
+    if unit.engine is EngineChoice.GRAPH and unit.recomputes_anything and cut_unit(graph, values.recomputed):
+        return CallActions(values, engine=unit.engine)
     trips = [(index, unit.trips[graph.values[index].name]) for index, a in actions.items() if a is Action.OFFLOAD]
-    return CallActions(ValueActions.of(actions), unit.output, trips=tuple(trips))
+    return CallActions(values, unit.output, trips=tuple(trips))
 
 
 def plain_call(graph: UnitGraph) -> CallActions:

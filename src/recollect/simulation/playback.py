@@ -130,6 +130,8 @@ class Playback(HostRoom):
             events.GIVE_BACK: self._gives_back,
             events.LET_GO: self._lets_go,
             events.RELEASE: self._release,
+            events.REACH: _nothing,
+            events.LEAVE: _nothing,
             events.RETURN: self._return,
             events.PHASE: self._begin_phase,
         }
@@ -329,6 +331,10 @@ class Playback(HostRoom):
         self.peaks_bytes[phase] = max(self.peaks_bytes[phase], self.alive_bytes)
         if phase == BACKWARD:
             self.kept_bytes = max(self.kept_bytes, self.alive_bytes - self.profile.persistent_bytes)
+
+
+def _nothing(_call: int) -> None:
+    """Handle what only other engines have to know."""
 
 
 _NOTHING: Final = object()

@@ -9,10 +9,11 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from itertools import chain
 from typing import Any, ClassVar, Final
 
+from recollect.plans.action import EngineChoice
 from recollect.profile.events import (
     ALLOC,
     DIES,
@@ -20,12 +21,15 @@ from recollect.profile.events import (
     GIVE_BACK,
     OP,
     OPTIMIZER,
+    REACH,
     SAVE,
     WORK,
     Event,
 )
 from recollect.profile.graph import OpRecord, UnitGraph
 from recollect.profile.profile import Profile
+from recollect.profile.variant import VariantRecord
+from recollect.programs.unit import again_s, played_unit
 from recollect.simulation.decisions import CallActions
 from recollect.simulation.windows import Edge, Window
 
@@ -133,6 +137,28 @@ class Program:
         record = self.profile.calls[call]
         return record.num_runs * float(self._watched_s(record.graph, dropped))
 
+    @cached_property
+    def _chained(self) -> frozenset[int]:
+        """The calls that begin when their parameters have gradients, to which backward adds."""
+        calls = self.profile.calls
+        if self.profile.persistent.get("gradients"):
+            return frozenset(range(len(calls)))
+        found: set[int] = set()
+        have_gradients: set[str] = set()
+        for code, call, *_ in self.profile.log.events():
+            if code == REACH:
+                have_gradients.add(calls[call].path)
+            elif code == OP and calls[call].path in have_gradients:
+                found.add(call)
+        return frozenset(found)
+
+    def variant(self, call: int, decision: CallActions) -> VariantRecord:
+        """Return the variant that a call runs as, which its engine plays in place of ops: the recorded one, or of its trace."""
+        graph = self.profile.graph_of(self.profile.calls[call])
+        if decision.variant >= 0:
+            return graph.variants[decision.variant]
+        return played_unit(graph, decision.values.recomputed, self.profile.device, is_chained=call in self._chained)
+
     def added_s(
         self,
         decisions: Mapping[int, CallActions] | Sequence[CallActions],
@@ -141,7 +167,16 @@ class Program:
     ) -> float:
         """Return the seconds that a plan adds: the tape's overhead, the ops that run again, in any order, and other engines."""
         engines_s = (table[decisions[call].variant] for call, table in self._engine_s.items())
-        return math.fsum(chain((self.tape_s(call, decisions[call].watched) for call in on_tape), rerun_s, engines_s))
+        pairs = decisions.items() if isinstance(decisions, Mapping) else enumerate(decisions)
+        traced_s = (self._again_s(call, one) for call, one in pairs if one.engine is EngineChoice.GRAPH)
+        tape_s = (self.tape_s(call, decisions[call].watched) for call in on_tape)
+        return math.fsum(chain(tape_s, rerun_s, engines_s, traced_s))
+
+    def _again_s(self, call: int, decision: CallActions) -> float:
+        """Return the seconds of the ops that a traced unit runs again, in all the runs that the call represents."""
+        record = self.profile.calls[call]
+        graph = self.profile.graph_of(record)
+        return record.num_runs * again_s(graph, decision.values.recomputed)
 
     def _instructions(self) -> Iterator[Instruction]:
         starts = iter([*(window.start for window in self.windows[1:]), -1])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Final
 
 from recollect.plans.action import EngineChoice
 from recollect.plans.plan import Plan
@@ -20,6 +21,9 @@ from recollect.simulation.playback import Actions, Playback
 from recollect.simulation.program import WINDOW, Program
 from recollect.simulation.windows import Window, edges_for
 from recollect.simulation.windows import windows as all_windows
+
+# Engines that run a unit as two pieces of code, which are played as what is known of these.
+_BY_VARIANT: Final = (EngineChoice.COMPILE, EngineChoice.GRAPH)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +80,8 @@ def simulate(
     on_tape = calls_on_tape(decisions)
     edges = edges_for(profile, decisions)
     if program is None or (edges and not program.edges):
-        # Compiled code's memory replaces the recorded memory in the windows of its calls.
-        needs_windows = any(decision.engine is EngineChoice.COMPILE for decision in decisions)
+        # The memory of other code replaces the recorded memory in the windows of its calls.
+        needs_windows = any(decision.engine in _BY_VARIANT for decision in decisions)
         program = Program(profile, windows or (all_windows(profile) if needs_windows else ()), edges)
     return run(Playback(program, dict(enumerate(decisions)), on_tape))
 
@@ -138,7 +142,7 @@ def run(playback: Playback) -> Simulation:
 
 def handlers(playback: Playback) -> Actions:
     """Return the handler for each code of the program, with each call played as its engine would."""
-    compiled = [call for call, decision in playback.decisions.items() if decision.engine is EngineChoice.COMPILE]
+    compiled = [call for call, decision in playback.decisions.items() if decision.engine in _BY_VARIANT]
     play = playback.actions()
     return CompiledSchedule(playback, compiled, play).actions() if compiled else play
 

@@ -14,7 +14,7 @@ from blocks import Block
 from recollect._torch_parallel import split_backward
 from recollect.applying import applied_to
 from recollect.engine.tape import Tape
-from recollect.engine.tape_engine import _UnitForward
+from recollect.engine.tape_forwards import UnitForward
 from recollect.profile.events import GIVE_BACK, LET_GO, PEEK
 from recollect.profile.profile import Profile
 
@@ -155,5 +155,5 @@ def test_a_backward_that_fails_leaves_nothing_behind(profile: Profile) -> None:
     with pytest.raises(ValueError, match="half way"):
         torch.autograd.grad(loss, step.x, retain_graph=True)
     (applied,) = applied_to(step.model)
-    tapes: set[Tape] = {forward.tape for forward in applied._forwards if isinstance(forward, _UnitForward)}
+    tapes: set[Tape] = {forward.tape for forward in applied._forwards if isinstance(forward, UnitForward)}
     assert tapes and not any(passed() for tape in tapes for passed in tape._passes.values())

@@ -324,7 +324,7 @@ def test_what_it_was_made_from_can_change() -> None:
     [
         ({"actions": {"up.mm": "save"}}, "value 'up.mm': got 'save', expected 'keep' or 'recompute'"),
         ({"actions": {}, "output": "drop"}, "output: got 'drop', expected 'keep' or 'recompute'"),
-        ({"actions": {}, "engine": "region"}, "engine: got 'region', expected 'tape' or 'compile'"),
+        ({"actions": {}, "engine": "region"}, "engine: got 'region', expected 'tape' or 'graph' or 'compile'"),
     ],
 )
 def test_unit_messages(arguments: dict[str, Any], message: str) -> None:
@@ -374,7 +374,7 @@ def unit(**changes: Any) -> dict[str, Any]:
         (unit(values={"up.mm": "save"}), r'units\[0\]\.values\.up\.mm: got "save", expected "keep" or "recompute"'),
         (unit(values=["up.mm"]), r'units\[0\]\.values: got \["up.mm"\], expected an object'),
         (unit(output="drop"), r'units\[0\]\.output: got "drop", expected "keep" or "recompute"'),
-        (unit(engine="region"), r'units\[0\]\.engine: got "region", expected "tape" or "compile"'),
+        (unit(engine="region"), r'units\[0\]\.engine: got "region", expected "tape" or "graph" or "compile"'),
         (unit(engine=None, value={}), r"units\[0\]\.value: unknown key, expected one of paths, exact_paths"),
         (unit(paths=["layers.3-1"]), r"units\[0\]\.paths\[0\]: the range 3-1 does not count up"),
         (unit(paths=["a.0-1.b.0-1"]), r"units\[0\]\.paths\[0\]: two ranges in one path"),

@@ -202,7 +202,7 @@ def test_units_without_a_sample_get_no_variants_and_are_named(plain: Profile) ->
 
 
 def test_another_engine_is_an_error() -> None:
-    with pytest.raises(RecordError, match="engine: got 'region', expected 'tape', 'compile'"):
+    with pytest.raises(RecordError, match="engine: got 'region', expected 'tape', 'auto', 'graph', 'compile'"):
         recollect.record(Stack(), torch.randn(ROWS, WIDTH), engine="region")  # type: ignore[arg-type]
 
 

@@ -99,7 +99,7 @@ def test_a_plan_of_a_variant_that_was_not_recorded_is_refused() -> None:
 
 
 def test_a_compiled_unit_keeps_its_output_and_whole_values() -> None:
-    with pytest.raises(PlanError, match="compiled code keeps what a unit returns"):
+    with pytest.raises(PlanError, match="compiled and traced code keeps what a unit returns"):
         UnitPlan({"h": "recompute"}, output="recompute", engine="compile")
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -15,14 +15,14 @@ import recollect
 from recollect.byte_format import format_bytes
 from recollect.costs.op_work import flops_of
 from recollect.engine.facts import OpMode
-from recollect.engine.placed_forward import Applied
 from recollect.errors import BenchError, BudgetTooSmallError
 from recollect.integrations.megatron import megatron_plan
 from recollect.lab.bench.race import Contestant, Race, percentile
 from recollect.lab.bench.results import Row
 from recollect.lab.bench.settings import Setting
+from recollect.lab.bench.switchable import SwitchablePlan
 from recollect.lab.train.optimizer_step import resident_bytes
-from recollect.measuring.device_memory import empty_cache
+from recollect.measuring.device_memory import empty_cache, is_out_of_memory
 from recollect.measuring.meter import PeakMeasurement, measure_peak, storage_bytes
 from recollect.measuring.timing import timed
 from recollect.planning.choose import Planner
@@ -31,9 +31,6 @@ from recollect.recording.model_step import run_forward
 
 if TYPE_CHECKING:
     from recollect.plans.plan import Plan
-
-# PyTorch's CPU allocator raises a plain RuntimeError with this text.
-_CPU_ALLOCATOR = "can't allocate memory"
 
 
 class FlopCount(OpMode):
@@ -136,33 +133,6 @@ class Subject:
             "num_microbatches": self.num_microbatches,
             "optimizer": type(self.optimizer).__name__,
         }
-
-
-class SwitchablePlan:
-    """An applied plan or policy that is active only in `on()`, and keeps what it learnt in earlier steps, as in training.
-
-    Example:
-        >>> import recollect
-        >>> from torch import nn
-        >>> model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in range(4)))
-        >>> plan = recollect.Plan({"0": recollect.UnitPlan({"1.gelu": "recompute"})})
-        >>> plans = [SwitchablePlan(recollect.apply(model, plan)) for _ in range(2)]
-        >>> with plans[0].on():
-        ...     pass
-    """
-
-    def __init__(self, applied: Applied) -> None:
-        self._applied = applied
-        self._suspension = ExitStack()
-        self._suspension.enter_context(applied.suspended())
-
-    @contextmanager
-    def on(self) -> Iterator[None]:
-        self._suspension.close()
-        try:
-            yield
-        finally:
-            self._suspension.enter_context(self._applied.suspended())
 
 
 @dataclass(eq=False, kw_only=True)
@@ -336,17 +306,3 @@ def _timed(entry: _Entry) -> Row:
         slowdown_p20=low,
         slowdown_p80=high,
     )
-
-
-def is_out_of_memory(error: BaseException | None) -> bool:
-    """Tell whether an error, or one of its causes, reports a lack of memory.
-
-    Example:
-        >>> is_out_of_memory(MemoryError()), is_out_of_memory(RuntimeError("shapes do not match"))
-        (True, False)
-    """
-    while error is not None:
-        if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or _CPU_ALLOCATOR in str(error):
-            return True
-        error = error.__cause__
-    return False

@@ -1,0 +1,154 @@
+"""Faults of the graph engine: what a trace rests on, how it is cut, and how its programs run."""
+
+from __future__ import annotations
+
+from mutations.mutation import Mutation
+
+__all__ = ["MUTATIONS"]
+
+MUTATIONS = (
+    Mutation(
+        "graph-draws-bare",
+        "a random op that runs again in backward draws other numbers",
+        "engine/graph",
+        (("if op in self._drawing or op in self._drawn:", "if op in self._drawing:"),),
+    ),
+    Mutation(
+        "graph-hooks-unguarded",
+        "a hook that is added inside a unit after it was traced is ignored",
+        "_torch_dynamo.py",
+        (("skip_nnmodule_hook_guards=False", "skip_nnmodule_hook_guards=True"),),
+    ),
+    Mutation(
+        "graph-casts-of-its-own",
+        "under autocast, a traced unit casts a parameter that another module has, too, or another call of it",
+        "engine/graph",
+        (("if kind not in self._has_traced and keeps_casts():", "if False:"),),
+    ),
+    Mutation(
+        "graph-whole-chain-only",
+        "a pipeline that splits backward asks for a part of a unit's chain, which has ended",
+        "engine/graph",
+        (("elif stretch != call.next_stretch and stretch not in call.found:", "elif False:"),),
+    ),
+    Mutation(
+        "graph-methods-unseen",
+        "a method that replaces one of a traced unit is ignored",
+        "engine/graph",
+        (("if any(kind_of.forward is not forward for kind_of, forward in self._methods):", "if False:"),),
+    ),
+    Mutation(
+        "graph-says-that-it-compiles",
+        "code that asks whether it is compiled takes another branch in a trace",
+        "_torch_dynamo.py",
+        (("answers.update(dict.fromkeys(before, False))", "answers.update({})"),),
+    ),
+    Mutation(
+        "graph-ops-not-compared",
+        "a trace with other ops than those of eager mode is run",
+        "engine/graph",
+        (("if found != noted:", "if False:"),),
+    ),
+    Mutation(
+        "graph-adds-first",
+        "a unit adds up the gradients of what it reads several times, where eager mode adds over the whole step",
+        "engine/graph",
+        (("for _ in range(count - 1):", "for _ in range(0):"),),
+    ),
+    Mutation(
+        "graph-edges-for-gradients",
+        "edges of autograd's graph without a gradient are taken for summands",
+        "engine/graph",
+        (("_added_up(total, counts[index])", "_added_up(total, self.num_edges(index))"),),
+    ),
+    Mutation(
+        "graph-saves-for-the-last",
+        "forward saves what a backward from fewer outputs needed, and the next one needs more",
+        "engine/graph",
+        (("self.latest = program if program.needs == self._most.needs else self._most", "self.latest = program"),),
+    ),
+    Mutation(
+        "graph-autocast-of-forward",
+        "backward is recorded under the autocast of forward",
+        "engine/graph",
+        (("nullcontext() if autocast else disable_autocast()", "nullcontext()"),),
+    ),
+    Mutation(
+        "graph-autocast-of-backward",
+        "autocast that is on in backward changes nothing there",
+        "engine/graph",
+        (("(*tangents, autocast_now(self.trace.devices))", "(*tangents, ())"),),
+    ),
+    Mutation(
+        "graph-contexts-left-open",
+        "after a unit that cannot be traced, the autocast that it switches on inside stays on",
+        "engine/graph",
+        (("if step < 0 and num_open < 0:", "if False:"),),
+    ),
+    Mutation(
+        "graph-views-of-another-backward",
+        "a backward reads views that only another backward has made",
+        "engine/graph",
+        (("for place in own:", "for place in own[:0]:"),),
+    ),
+    Mutation(
+        "graph-writer-left-out",
+        "memory is made again without the op that writes to it and returns something else",
+        "programs",
+        (("touched.setdefault(storage, 0)", "pass"),),
+    ),
+    Mutation(
+        "graph-writes-twice",
+        "an op that writes to a buffer runs again",
+        "programs",
+        (("if not self.available.isdisjoint(op.writes):", "if False:"),),
+    ),
+    Mutation(
+        "graph-order-unchecked",
+        "an op runs again on what was written to after it had run",
+        "programs",
+        (("if is_late and number not in", "if False and number not in"),),
+    ),
+    Mutation(
+        "graph-statistics-twice",
+        "batch norm in a trace updates its running statistics once more when it runs again",
+        "engine/graph",
+        (("if statistics is not None and self._runs_again(op) and args[statistics[1]]:", "if False:"),),
+    ),
+    Mutation(
+        "graph-changes-unseen",
+        "a backward reads what was written to since forward",
+        "engine/graph",
+        (("if changes or (content is not None and content != glance_at(tensor)):", "if False:"),),
+    ),
+    Mutation(
+        "graph-data-unseen",
+        "ops run again on a parameter that was written to through `.data` since forward",
+        "engine/graph",
+        (("glance_at(tensor) if is_again else None", "None"),),
+    ),
+    Mutation(
+        "graph-frees-too-soon",
+        "what forward saved is freed though the graph is retained",
+        "engine/graph",
+        (("if not keeps_graph():", "if True:"),),
+    ),
+    Mutation(
+        "graph-traces-forever",
+        "a unit whose attributes change in every call is traced in every call",
+        "engine/graph",
+        (("if self._num_misses > _MOST_MISSES:", "if False:"),),
+    ),
+    Mutation(
+        "graph-bytes-of-workspaces",
+        "the prediction of a traced unit forgets what its ops need while they run",
+        "programs",
+        (("self._takes(op.working_bytes)", "pass"),),
+    ),
+    Mutation(
+        "graph-parts-kept",
+        "gradients that a chain of nodes hands over stay in the prediction until the unit's backward ends",
+        "programs",
+        (("if frees and index in joint.parameters:", "if False:"),),
+    ),
+)

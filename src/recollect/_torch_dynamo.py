@@ -1,0 +1,199 @@
+"""Every private name of PyTorch's Dynamo that the graph engine uses, each with the reason why a public one is not enough.
+
+Importing this imports Dynamo, which takes a second: files import it inside functions.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import re
+import threading
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+
+import torch
+import torch._dynamo as dynamo
+from torch import fx
+from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
+from torch._dynamo import config as dynamo_config
+from torch._dynamo import convert_frame, eval_frame, external_utils, mark_static_address
+from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit, TorchDynamoException, Unsupported
+from torch._dynamo.variables.torch import tracing_state_functions
+from torch._subclasses.fake_impls import register_op_impl
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+
+__all__ = ["BackendCompilerFailed", "Unsupported"]
+
+# The errors of a function that could not be traced, or not into one graph, or too often.
+ERRORS = (TorchDynamoException, FailOnRecompileLimitHit)
+
+# The errors of an op on fake tensors whose result depends on what they hold.
+DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)
+
+Backend = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
+
+# What model code calls to learn whether it is compiled. Layers of `transformers` then choose other kernels.
+_ASKED = (
+    torch.compiler.is_compiling,
+    torch.compiler.is_dynamo_compiling,
+    torch.compiler.is_exporting,
+    torch._utils.is_compiling,
+    external_utils.is_compiling,
+)
+
+# In one graph, for each way in which its guards can differ.
+_MOST_TRACES = 64
+
+
+def traced_whole(function: FunctionType, backend: Backend) -> Callable[..., Any]:
+    """Return a function that Dynamo traces into one graph for a backend, or whose call raises an error.
+
+    Its code and its globals are copies: Dynamo keeps there what was traced for it, which is released with it.
+    """
+    own = FunctionType(function.__code__.replace(), {**function.__globals__}, function.__name__, function.__defaults__)
+    # Not `torch.compile`: it does not tell why a trace does not fit a call.
+    optimize = dynamo.optimize(backend, nopython=True, guard_fail_fn=_note_failure, dynamic=False)
+    compiled: Callable[..., Any] = optimize(own)
+    return compiled
+
+
+def raised_by_tracing(error: BaseException) -> bool:
+    """Whether an error was raised before anything of the traced function had run.
+
+    Dynamo raises errors of other types, too, for code that it did not expect.
+    """
+    if isinstance(error, ERRORS):
+        return True
+    files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
+    is_outside = itertools.dropwhile(lambda file: file != eval_frame.__file__, files)
+    inside = itertools.dropwhile(lambda file: file == eval_frame.__file__, is_outside)
+    return next(inside, "") == convert_frame.__file__
+
+
+def fits_a_trace(function: Callable[..., Any], *args: Any) -> bool:
+    """Whether a function from `traced_whole` has a trace for a call.
+
+    `torch.compiler.set_stance` could ask for it, but holds for the calls of all threads.
+    """
+    code = function._torchdynamo_orig_callable.__code__  # type: ignore[attr-defined]
+    given = dict(zip(code.co_varnames, args, strict=False))
+    return any(entry.guard_manager.check(given) for entry in _debug_get_cache_entry_list(code))
+
+
+def what_differs() -> str:
+    """Return the first condition of a trace that the last call did not meet, of those that fitted no trace."""
+    # As in "0/1: forward.__self__.count == 1   # self.count += 1 ...".
+    return re.sub(r"^\d+/\d+: |\bforward\.__self__\.|\s+#.*", "", _failure[0].partition("\n")[0])
+
+
+def _note_failure(failure: Any) -> None:
+    _failure[0] = failure.reason
+
+
+_failure = [""]
+
+
+def first_line(error: BaseException) -> str:
+    """Return what kept a function from being traced, and the line of code, if Dynamo says which."""
+    inner = getattr(error, "inner_exception", None) or error
+    lines = [line.strip() for line in str(inner).splitlines() if line.strip()] or [type(inner).__name__]
+    where = list(getattr(error, "real_stack", None) or ())
+    code = f" in `{where[-1].line}` ({Path(where[-1].filename).name}:{where[-1].lineno})" if where else ""
+    return lines[0].rstrip(".") + code
+
+
+@contextmanager
+def tracing_as_eager() -> Iterator[None]:
+    """Have Dynamo guard the hooks of modules, and tell code that asks whether it is compiled that it is not.
+
+    By default it takes hooks for constant: one added later would be ignored. There is no public way to change the answers.
+    What Dynamo warns of is its own affair; the unit's own warnings were shown when it ran on the tape.
+    """
+    with _TURN, _tracing_as_eager():
+        yield
+
+
+# What is changed holds for all threads.
+_TURN = threading.RLock()
+
+
+@contextmanager
+def _tracing_as_eager() -> Iterator[None]:
+    answers = tracing_state_functions()
+    before = {function: answers[function] for function in _ASKED if function in answers}
+    answers.update(dict.fromkeys(before, False))
+    # It writes pages of what a user can do nothing about, and its error says the same.
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    level = log.level
+    log.setLevel(logging.CRITICAL)
+    # Code asks first whether it is compiled.
+    mark_static_address._dynamo_forbidden = False
+    try:
+        with (
+            warnings.catch_warnings(),
+            dynamo_config.patch(
+                skip_nnmodule_hook_guards=False,
+                recompile_limit=_MOST_TRACES,
+                accumulated_recompile_limit=2**20,
+                ignore_logging_functions=dynamo_config.ignore_logging_functions
+                | {mark_static_address, *_logging_once()},
+            ),
+        ):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        mark_static_address._dynamo_forbidden = True
+        log.setLevel(level)
+        answers.update(before)
+
+
+def _logging_once() -> set[Callable[..., Any]]:
+    """Return the methods of loggers, which libraries add, that say the same only once: the tape's call has said it."""
+    return {method for method in vars(logging.Logger).values() if hasattr(method, "cache_info")}
+
+
+def _fake_grouped_mm(
+    mode: FakeTensorMode,
+    func: Any,
+    one: torch.Tensor,
+    other: torch.Tensor,
+    offs: Any = None,
+    bias: Any = None,
+    out_dtype: Any = None,
+) -> Any:
+    """Return what `_grouped_mm` makes of other types than bfloat16, which PyTorch refuses for fake tensors."""
+    if one.dtype is other.dtype is torch.bfloat16:
+        return NotImplemented
+    shape = [one.shape[-2], other.shape[-1]]
+    if one.dim() == other.dim():
+        shape.insert(0, one.shape[0] if one.dim() == 3 else offs.shape[0])
+    dtype = out_dtype or one.dtype
+    aligned = 16 // dtype.itemsize
+    row = -(-shape[-1] // aligned) * aligned
+    strides = [shape[1] * row, row, 1] if len(shape) == 3 else [row, 1]
+    return one.new_empty_strided(shape, strides, dtype=dtype)
+
+
+register_op_impl(torch.ops.aten._grouped_mm.default)(_fake_grouped_mm)
+
+
+# How Dynamo writes the module whose forward it traces: the argument that this is bound to.
+_ROOT = re.compile(r"^L\['[^']*'\](?:\.__self__|\._orig_mod)*\.?")
+
+
+def module_path(node: fx.Node) -> str:
+    """Return the path, below the traced module, of the innermost module whose forward a node was traced in."""
+    stack = node.meta.get("nn_module_stack")
+    return _ROOT.sub("", str(next(reversed(stack.values()))[0])) if stack else ""
+
+
+def faked(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
+    """Return a fake tensor that stands for a real one, whose sizes are constants."""
+    found: torch.Tensor = mode.from_tensor(tensor, static_shapes=True)
+    return found

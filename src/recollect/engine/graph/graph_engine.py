@@ -1,0 +1,355 @@
+"""Implements the graph engine: runs units from traces, as straight-line programs of the ops that eager mode would run.
+
+NOTE [ When a trace holds ]
+1. Dynamo traces a unit into one graph, or not at all: code whose effects or branches it cannot see is not traced. Its guards
+   decide at each call whether the trace holds: arguments, attributes, hooks, parameters, settings.
+2. Guards do not see the methods of classes; these are compared here.
+3. The first call of each kind runs on the tape, and the trace must have its ops: the same names and shapes, in the same order.
+4. A call that fits no trace runs on the tape; the next one of its kind is traced anew. After a few of these, and where a unit
+   cannot be traced, it stays on the tape, with a warning that says why.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Hashable, Mapping
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
+
+import torch
+from torch import nn
+
+from recollect._torch_private import any_autocast_is_enabled, num_dispatch_modes, tree_leaves, uncompiled
+from recollect.engine.autocast_casts import keeps_casts, kept_casts
+from recollect.engine.eager_forward import look_for_compiler
+from recollect.engine.function_call import autocast_now
+from recollect.engine.graph.noting_tape import NotedOp, NotingTape
+from recollect.engine.own_checkpoints import running_unit
+from recollect.engine.placed_forward import PlacedForward, compiled_by_user, unit_module
+from recollect.engine.policy import ALL_KEPT, PlanPolicy
+from recollect.engine.self_check import switched_off
+from recollect.engine.tape_forwards import scope_forwards
+from recollect.engine.values import is_dropped
+from recollect.errors import ConfigWarning
+from recollect.plans.action import Action
+from recollect.plans.paths import unit_words
+from recollect.progress import stage
+from recollect.warning import warn_user
+
+if TYPE_CHECKING:
+    from recollect.engine.graph.node import TracedUnit
+    from recollect.engine.graph.traced_op import TracedOp
+    from recollect.engine.together import Agreement
+    from recollect.plans.unit_plan import UnitPlan
+
+# Kinds of calls that a unit is traced for, and calls that fit no trace, before it is left to the tape.
+_MOST_KINDS: Final = 8
+_MOST_MISSES: Final = 4
+
+# Seconds of a trace that are worth a word.
+_LONG_S = 60.0
+
+Kind: TypeAlias = tuple[Any, ...]
+"""Whether the module trains, what autocast casts to, and shapes and types of the tensors among a call's arguments."""
+
+
+def graph_forwards(
+    model: nn.Module, units: Mapping[str, UnitPlan], agreement: Agreement, host_bytes: int | None
+) -> list[PlacedForward]:
+    """Return forwards that run units from traces; units that recompute nothing run as before.
+
+    Raises:
+        UnknownNameError: the model has no such unit.
+    """
+    tape = NotingTape(PlanPolicy(units), agreement=agreement)
+    modules = {path: unit_module(model, path) for path, unit in units.items() if unit.recomputes_anything}
+    ids = {id(module) for module in modules.values()}
+    return [
+        GraphForward(path, module, tape, scope_forwards(module, tape, ids), tuple(units[path].actions.items()))
+        for path, module in modules.items()
+    ]
+
+
+class _NotTracedError(Exception):
+    """Dynamo has run the unit's code instead of tracing it."""
+
+
+class _Tracing(threading.local):
+    """The unit that this thread traces."""
+
+    unit: GraphForward | None = None
+
+
+_tracing = _Tracing()
+
+
+def _unit(is_traced: Callable[[], bool], forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    if not is_traced():
+        raise _NotTracedError
+    return forward(*args, **kwargs)
+
+
+class GraphForward(PlacedForward):
+    """Runs a unit from a trace, or on the tape.
+
+    Args:
+        actions: of its plan; units with equal ones may share traces.
+
+    Attributes:
+        why_not: why the unit stays on the tape; empty if it does not.
+        num_traces: of all units of this process so far, with those that failed; Dynamo holds memory for each.
+    """
+
+    num_traces = 0
+
+    def __init__(
+        self, path: str, module: nn.Module, tape: NotingTape, scopes: list[PlacedForward], actions: Hashable = None
+    ) -> None:
+        super().__init__(module)
+        self.path = path
+        self.tape = tape
+        self.why_not = "its user compiled it" if compiled_by_user(module) else ""
+        self._scopes = scopes
+        self._noted: dict[Kind, list[NotedOp]] = {}
+        self._kind: Kind = ()
+        self._has_traced: set[Kind] = set()
+        self._num_misses = 0
+        self._run: Callable[..., Any] | None = None
+        self._methods: list[tuple[Any, Any]] = []
+        # Those that autocast kept in the last call that ran on the tape.
+        self._casts: Any = None
+        # Units that may share traces.
+        self._alike = type(module), path if actions is None else actions
+
+    def take_off(self) -> None:
+        super().take_off()
+        for scope in self._scopes:
+            scope.take_off()
+
+    @uncompiled
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.recomputes():
+            return self.forward(*args, **kwargs)
+        if not self.has_looked:
+            look_for_compiler(self)
+        if (
+            not self.why_not
+            and not num_dispatch_modes()
+            and not switched_off()
+            and not torch.is_anomaly_enabled()  # It looks at the result of each op.
+            and not self._reads_dropped(args, kwargs)
+        ):
+            kind = self._kind_of(args, kwargs)
+            if kind not in self._has_traced and keeps_casts():
+                self._look_at_casts(args, kwargs)
+            if kind in self._noted:
+                try:
+                    return self._from_trace(kind, args, kwargs)
+                except _NotTracedError:
+                    self._noted.pop(kind, None)
+            if not self.why_not:
+                return self._on_tape(args, kwargs, note=kind)
+        return self._on_tape(args, kwargs)
+
+    def _kind_of(self, args: Any, kwargs: Any) -> Kind:
+        tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
+        autocast = autocast_now({one.device.type for one in tensors}) if any_autocast_is_enabled() else ()
+        return self.module.training, autocast, *[(one.shape, one.dtype) for one in tensors]
+
+    def _look_at_casts(self, args: Any, kwargs: Any) -> None:
+        """Leave the unit to the tape if others may read the casts that autocast keeps: a traced unit makes its own."""
+        tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
+        parameters = {id(one) for one in self.module.parameters()}
+        inside = {id(part) for part in self.module.modules()}
+        others = [part for part in self.applied.model.modules() if id(part) not in inside]
+        shared = {id(one) for part in others for one in part.parameters(recurse=False)} & parameters
+        casts = kept_casts(next(self.module.parameters(), torch.empty(0)).device)
+        if any(one.is_leaf and one.requires_grad for one in tensors):
+            self._leave_to_tape("autocast keeps the cast of its input for all that read it")
+        elif shared:
+            self._leave_to_tape("autocast keeps the cast of a parameter that other modules have, too")
+        elif casts is self._casts:
+            self._leave_to_tape(
+                "it is called several times under one autocast, which keeps the casts of its parameters"
+            )
+        self._casts = casts
+
+    def _from_trace(self, kind: Kind, args: Any, kwargs: Any) -> Any:
+        """Run the unit as traced; trace it first if no trace fits.
+
+        Raises:
+            _NotTracedError: it cannot.
+        """
+        from recollect import _torch_dynamo as dynamo
+
+        if any(kind_of.forward is not forward for kind_of, forward in self._methods):
+            self._leave_to_tape("a method of one of its classes was replaced")
+            raise _NotTracedError
+        from recollect.engine.graph.node import running
+
+        running.path = self.path
+        call = _is_traced, self.forward, args, kwargs
+        if kind in self._has_traced and self._run is not None:
+            try:
+                with running_unit():
+                    return self._run(*call)
+            except dynamo.ERRORS as error:  # No trace fits, and `_backend` makes none here.
+                self._num_misses += 1
+                if self._num_misses > _MOST_MISSES:
+                    differs = f"{dynamo.what_differs()!r} did not hold in the last one"
+                    self._leave_to_tape(f"its calls differ, and each would have to be traced: {differs}")
+                    raise _NotTracedError from error
+        elif self._run is None and (run := self._run_of_another(kind, call)):
+            self._run = run
+            self._remember(kind)
+            with running_unit():
+                return run(*call)
+        return self._traced(kind, call)
+
+    def _run_of_another(self, kind: Kind, call: Any) -> Callable[..., Any] | None:
+        """Return what runs an equal unit under an equal plan from a trace, if that fits this call."""
+        from recollect._torch_dynamo import fits_a_trace
+
+        for reference in self.tape.traced.get(self._alike, ()):
+            other: GraphForward | None = reference()
+            if other is None or other._run is None or other._noted.get(kind) != self._noted[kind]:
+                continue
+            if fits_a_trace(other._run, *call):
+                return other._run
+        return None
+
+    def _traced(self, kind: Kind, call: Any) -> Any:
+        """Trace the unit, and run it."""
+        from recollect import _torch_dynamo as dynamo
+
+        if self._run is None:
+            torch.compiler.assume_constant_result(_is_traced)  # Here: it imports Dynamo.
+            self._run = dynamo.traced_whole(_unit, _backend)  # type: ignore[arg-type]
+            self.tape.traced.setdefault(self._alike, []).append(weakref.ref(self))
+        self._kind = kind
+        GraphForward.num_traces += 1
+        begin = perf_counter()
+        try:
+            with stage(f"tracing {unit_words(self.path)}"), dynamo.tracing_as_eager(), running_unit():
+                _tracing.unit = self
+                output = self._run(*call)
+        except Exception as error:
+            if not dynamo.raised_by_tracing(error):
+                raise
+            # One that was traced before may have changed: its next call on the tape tells.
+            if kind not in self._has_traced:
+                self._leave_to_tape(dynamo.first_line(error))
+            self._has_traced.discard(kind)
+            raise _NotTracedError from error
+        finally:
+            _tracing.unit = None
+        self._tell_if_long(perf_counter() - begin)
+        self._remember(kind)
+        return output
+
+    def _remember(self, kind: Kind) -> None:
+        self._has_traced.add(kind)
+        self._methods = [(kind_of, kind_of.forward) for kind_of in {type(part) for part in self.module.modules()}]
+
+    def _reads_dropped(self, args: Any, kwargs: Any) -> bool:
+        """Whether it gets what another unit drops and the tape makes again: a trace would hold it."""
+        plan = self.applied.plan
+        if plan is None or not plan.drops_outputs:
+            return False
+        return any(map(is_dropped, tree_leaves((args, kwargs))))
+
+    def _tell_if_long(self, seconds: float) -> None:
+        if seconds > _LONG_S:
+            warn_user(
+                f"recollect: tracing {unit_words(self.path)} took {seconds:.0f} s. To train without that, plan it with "
+                "engine='tape'.",
+                ConfigWarning,
+            )
+
+    def _on_tape(self, args: Any, kwargs: Any, note: Kind | None = None) -> Any:
+        for scope in self._scopes:
+            scope.applied = self.applied
+            scope.put()
+        try:
+            with running_unit(), self.tape.noting(is_on=note is not None) as noted:
+                output = self.tape.run(self.path, self.forward, args, kwargs)
+        finally:
+            if not self.why_not:
+                for scope in reversed(self._scopes):
+                    scope.take_off()
+        if note is not None:
+            if len(self._noted) >= _MOST_KINDS:
+                self._leave_to_tape(f"its arguments come in more than {_MOST_KINDS} shapes")
+            else:
+                self._noted[note] = noted
+        return output
+
+    def _leave_to_tape(self, why_not: str) -> None:
+        self.why_not = why_not
+        self._run, self._noted = None, {}
+        told = vars(self.applied).setdefault("told_why_not", set())
+        key = type(self.module), why_not
+        if key not in told:
+            told.add(key)
+            warn_user(
+                f"recollect: {unit_words(self.path)}, and others like it, run on the tape, exactly but with more Python around "
+                f"each op: {why_not}. To have them run from traces, take that out of their forward; to stay with the tape "
+                "without this warning, plan them with engine='tape'.",
+                ConfigWarning,
+            )
+
+    def traced(self, graph: Any, inputs: Any) -> TracedUnit:
+        """Return the unit as Dynamo's graph of it says.
+
+        Raises:
+            UntraceableError: its ops are not those that ran on the tape; or the plan cannot be carried out so.
+        """
+        from recollect.engine.graph.node import TracedUnit
+        from recollect.engine.graph.trace import Trace
+        from recollect.programs.cut import UntraceableError
+
+        trace = Trace(graph, inputs, self._scopes_of(graph))
+        noted = self._noted[self._kind]
+        found = [NotedOp.of(op.scope, op.facts.name, op.layouts) for op in trace.ops if op.is_noted]
+        if found != noted:
+            if any(part._forward_hooks or part._forward_pre_hooks for part in list(self.module.modules())[1:]):
+                raise UntraceableError("there are hooks on modules inside it")
+            differing = next((pair for pair in zip(found, noted, strict=False) if pair[0] != pair[1]), None)
+            what = f"{differing[0]} in place of {differing[1]}" if differing else f"{len(found)} ops, not {len(noted)}"
+            raise UntraceableError(f"traced, it runs other ops than in eager mode: {what}")
+        # Dynamo holds it until the traced code is gone, which this object holds: it must not hold this object.
+        return TracedUnit(trace, functools.partial(_is_kept, self.tape, self.path))
+
+    def _scopes_of(self, graph: Any) -> dict[str, str | None]:
+        """Return the path of the module, as the tape names it, in which each node of a graph was traced."""
+        from recollect._torch_dynamo import module_path
+
+        names = {id(scope.module): scope.scope for scope in reversed(self._scopes)}  # type: ignore[attr-defined]
+        found: dict[str, str | None] = {}
+        for node in graph.graph.nodes:
+            path = module_path(node)
+            found[node.name] = None if not path else names.get(id(self.module.get_submodule(path)), path)
+        return found
+
+
+def _is_kept(tape: NotingTape, path: str, op: TracedOp, index: int) -> bool:
+    if op.count < 0 or op.keeps:
+        return True
+    actions = tape.op_actions((path, op.scope, op.facts.name), op.count, op.facts, True)
+    if actions is ALL_KEPT:
+        return True
+    return (actions[index] if len(actions) > 1 else actions[0]) is not Action.RECOMPUTE
+
+
+def _backend(graph: Any, inputs: Any) -> Callable[..., Any]:
+    """Make the function that runs in place of a traced graph."""
+    forward = _tracing.unit
+    if forward is None:
+        raise _NotTracedError
+    return forward.traced(graph, inputs).run
+
+
+def _is_traced() -> bool:
+    return _tracing.unit is not None

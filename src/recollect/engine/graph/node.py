@@ -1,0 +1,388 @@
+"""Runs a traced unit as a node of autograd's graph: forward's program, and backward's for the gradients that come in.
+
+One node returns its gradients together, and all those of a unit's parameters would be alive at its end. Where that matters,
+since they are then added to gradients that are there, or a hook lets go of them, the unit is a chain of nodes, linked by
+empty tensors: each returns the gradients that are there when its stretch of backward has run.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+
+from recollect._torch_parallel import runs_in_ddp
+from recollect._torch_private import below_autograd, disable_autocast, keeps_graph
+from recollect.engine.content import glance_at
+from recollect.engine.function_call import autocast_now
+from recollect.engine.graph.code import Run, RunInParts, backward_code, backward_in_parts, forward_code
+from recollect.engine.graph.cut import Cut, IsKept, cut
+from recollect.engine.graph.joint import TAKES_LIST
+from recollect.engine.graph.trace import Tangents, Trace
+from recollect.engine.graph.traced_op import TracedOp, TracedTensor
+from recollect.engine.opcall import Settings, current_settings
+from recollect.errors import ConfigError, MutatedValueError
+from recollect.plans.paths import unit_words
+
+_NO_MODES: Final = ()
+
+
+@dataclass(eq=False, slots=True)
+class Program:
+    """The two functions of one cut.
+
+    Attributes:
+        read: positions of inputs of which forward saves something: others may write to them.
+        returned: positions of outputs of which forward saves something.
+        shown: positions of saved tensors that are outputs, and of these outputs.
+        again: for each of `read`, then of `returned`, whether ops read it that run again: content is compared, too, as on
+            the tape.
+    """
+
+    cut: Cut
+    forward: Run
+    backward: Run
+    read: tuple[int, ...]
+    returned: tuple[int, ...]
+    shown: tuple[tuple[int, int], ...]
+    again: tuple[bool, ...]
+    in_parts: RunInParts | None = None
+
+    @property
+    def needs(self) -> list[Any]:
+        """What its backward is given of forward, in order."""
+        return [*self.cut.saved, *self.cut.draws]
+
+    @classmethod
+    def of(cls, made: Cut) -> Program:
+        trace = made.trace
+        storages = {tensor.storage for tensor in made.saved}
+        outputs = {tensor: index for index, tensor in enumerate(trace.outputs) if tensor not in trace.passed_on}
+        read = tuple(index for index, tensor in enumerate(trace.inputs) if tensor.storage in storages)
+        returned = tuple(index for tensor, index in outputs.items() if tensor.storage in storages)
+        read_again = {tensor.storage for op in made.backward if not op.is_backward for tensor in _read_again(op)}
+        seen = [*(trace.inputs[index] for index in read), *(trace.outputs[index] for index in returned)]
+        return cls(
+            made,
+            forward_code(made),
+            backward_code(made),
+            read,
+            returned,
+            tuple((index, outputs[tensor]) for index, tensor in enumerate(made.saved) if tensor in outputs),
+            tuple(tensor.storage in read_again for tensor in seen),
+        )
+
+    def pick(self, saved: list[Any], other: Program) -> list[Any]:
+        """Return what this one's backward needs of what another one's forward has saved."""
+        has = other.needs
+        return [saved[has.index(one)] for one in self.needs]
+
+
+class _Running(threading.local):
+    """The path of the unit that runs on this thread: equal units share a trace."""
+
+    path = ""
+
+
+running = _Running()
+
+
+def _read_again(op: TracedOp) -> list[TracedTensor]:
+    """Return what an op reads when it runs again: batch norm runs without the statistics that it updates."""
+    statistics = op.facts.running_stats
+    if statistics is None or not op.args[statistics[1]]:
+        return op.reads
+    updated = [op.args[position] for position in statistics[0]]
+    return [tensor for tensor in op.reads if tensor not in updated]
+
+
+class TracedUnit:
+    """A unit that runs from a trace, under one plan, in calls like the traced one.
+
+    Args:
+        trace: of a call.
+        is_kept: what the plan keeps.
+
+    Raises:
+        UntraceableError: the plan cannot be carried out so.
+    """
+
+    def __init__(self, trace: Trace, is_kept: IsKept) -> None:
+        self.trace = trace
+        self._is_kept = is_kept
+        self._programs: dict[Tangents, Program] = {}
+        # Backwards from fewer outputs need less; each may be the next one.
+        self._most = self.program(trace.usual_tangents)
+        # For the next forward: that of the last backward, which the next one will probably be like.
+        self.latest = self._most
+        self.num_inputs = len(trace.inputs)
+        self.made = [index for index, tensor in enumerate(trace.outputs) if tensor not in trace.passed_on]
+        self.no_grad = [place for place, index in enumerate(self.made) if not trace.outputs_need_grad[index]]
+        self.parameters = [i for i in range(self.num_inputs) if trace.needs_grad[i] and trace.is_parameter[i]]
+        self.stretches = self.latest.cut.stretches()
+        # By the paths of units that share this.
+        self._last: dict[str, weakref.ref[_Call]] = {}
+        # An input is given once for each gradient that eager mode adds up for it: the engine adds them, in its order.
+        self._edges = [trace.num_edges(i) for i in range(self.num_inputs)]
+        self._repeats = [i for i, count in enumerate(self._edges) for _ in range(count - 1)]
+
+    def program(self, tangents: Tangents) -> Program:
+        if tangents not in self._programs:
+            self._programs[tangents] = Program.of(cut(self.trace, self.trace.backward(tangents), self._is_kept))
+        return self._programs[tangents]
+
+    def run(self, *inputs: Any) -> Sequence[Any]:
+        """Run forward on the tensors that the traced graph reads."""
+        call = _Call(self)
+        before, self._last[call.path] = self._last.get(call.path), weakref.ref(call)
+        if len(self.stretches) > 1 and self._lets_go(inputs, None if before is None else before()):
+            made = self._chained(call, inputs)
+        else:
+            repeats = [inputs[index] for index in self._repeats]
+            made = _Node.apply(call, *inputs, *repeats)  # type: ignore[no-untyped-call]
+        passed_on = self.trace.passed_on
+        if not passed_on:
+            return made  # type: ignore[no-any-return]
+        found = iter(made)
+        return [inputs[passed_on[one]] if one in passed_on else next(found) for one in self.trace.outputs]
+
+    def _lets_go(self, inputs: Sequence[Any], before: _Call | None) -> bool:
+        """Whether gradients of parameters are let go of as soon as they are there, given the call before this one."""
+        if runs_in_ddp() or (before is not None and before.saved is not None):
+            return True  # Backward of that call will have made gradients.
+        for index in self.parameters:
+            parameter = inputs[index]
+            if parameter.grad is not None or parameter._post_accumulate_grad_hooks:
+                return True
+        return False
+
+    def _chained(self, call: _Call, inputs: Sequence[Any]) -> Any:
+        link: Any = None
+        call.inputs = tuple(inputs)
+        for stretch in reversed(range(len(self.stretches))):
+            own = [inputs[i] for i in self.stretches[stretch] for _ in range(self._edges[i])]
+            link = _Link.apply(call, stretch, link, *own)  # type: ignore[no-untyped-call]
+        return link
+
+    def _given(self, call: _Call, gradients: list[Any]) -> tuple[list[Any], Program]:
+        """Return what backward's program is given, which is let go of elsewhere, and the program."""
+        tangents: list[tuple[int, ...] | None] = [None] * len(self.trace.outputs)
+        for index, gradient in zip(self.made, gradients, strict=True):
+            tangents[index] = None if gradient is None else gradient.stride()
+        kind = (*tangents, autocast_now(self.trace.devices))
+        program = call.program if kind == call.program.cut.kind else self.program(kind)
+        self.latest = program if program.needs == self._most.needs else self._most
+        given = [one for one in gradients if one is not None] + call.take(program)
+        gradients.clear()
+        return given, program
+
+    def backward(self, call: _Call, gradients: list[Any]) -> tuple[Any, ...]:
+        """Run backward; `gradients` are those of what the node returned."""
+        given, program = self._given(call, gradients)
+        with call.as_in_forward():
+            found = program.backward(given)
+        return self._in_order(found, program)
+
+    def backward_of(self, call: _Call, stretch: int, gradients: list[Any]) -> tuple[Any, ...]:
+        """Run a stretch of backward; the first one begins with gradients, the others where the one before ended.
+
+        Pipelines that split backward keep the graph in the first half, and in the second one ask for single stretches.
+        """
+        if stretch == 0 and not call.began_with_same(gradients):
+            call.began_with = list(gradients) if keeps_graph() else []
+            call.found = {}
+            self._begin(call, gradients)
+        elif stretch != call.next_stretch and stretch not in call.found:
+            self._begin(call, list(call.began_with) or [None] * len(self.made))
+            call.found = {number: self._stretch(call, number) for number in range(len(self.stretches))}
+        return call.found.pop(stretch) if stretch in call.found else self._stretch(call, stretch)
+
+    def _begin(self, call: _Call, gradients: list[Any]) -> None:
+        given, program = self._given(call, gradients)
+        if program.in_parts is None:
+            program.in_parts = backward_in_parts(program.cut, program.cut.parts(self.stretches))
+        call.handed_over = []
+        call.running = program.in_parts(given, call.handed_over), program
+        call.next_stretch = 0
+
+    def _stretch(self, call: _Call, stretch: int) -> tuple[Any, ...]:
+        generator, program = call.running
+        with call.as_in_forward():
+            next(generator)
+        call.next_stretch += 1
+        found = call.handed_over
+        link = None if stretch + 1 == len(self.stretches) else found[0].new_empty(0) if found else torch.empty(0)
+        ordered: list[Any] = [None, None, link]
+        for index in self.stretches[stretch]:
+            num_edges, num_found = self._edges[index], len(program.cut.gradients[index])
+            ordered += found[:num_found] + [None] * (num_edges - num_found)
+            del found[:num_found]
+        return tuple(ordered)
+
+    def _in_order(self, found: list[Any], program: Program) -> tuple[Any, ...]:
+        """Return gradients in the order of the node's arguments, of which the first is no tensor."""
+        first: list[Any] = [None]
+        others: list[Any] = []
+        following = iter(found)
+        for contributions, count in zip(program.cut.gradients, self._edges, strict=True):
+            first.append(next(following) if contributions else None)
+            rest = [next(following) for _ in contributions[1:]]
+            others += rest + [None] * (count - 1 - len(rest))
+        del following
+        found.clear()
+        return *first, *others
+
+
+class _Call:
+    """One call of a unit, until its backward has run."""
+
+    __slots__ = (
+        "__weakref__",
+        "began_with",
+        "found",
+        "handed_over",
+        "inputs",
+        "next_stretch",
+        "path",
+        "program",
+        "running",
+        "saved",
+        "seen",
+        "settings",
+        "unit",
+    )
+
+    def __init__(self, unit: TracedUnit) -> None:
+        self.unit = unit
+        self.path = running.path
+        self.program = unit.latest
+        self.settings: Settings = current_settings(_NO_MODES)
+        self.saved: list[Any] | None = None
+        # What the unit was given and has returned, of what is saved, with versions and content: others may write to it.
+        self.seen: list[tuple[torch.Tensor, int, bytes | int | None]] = []
+        # Of a chain: what forward is given, until it has run; the backward that is running; and what it has found.
+        self.inputs: tuple[Any, ...] = ()
+        self.running: Any = None
+        self.next_stretch = 0
+        self.handed_over: list[Any] = []
+        # The gradients with which a backward began that keeps the graph, and what was found again for them, by stretches.
+        self.began_with: list[Any] = []
+        self.found: dict[int, tuple[Any, ...]] = {}
+
+    def began_with_same(self, gradients: list[Any]) -> bool:
+        return 0 in self.found and all(one is before for one, before in zip(gradients, self.began_with, strict=True))
+
+    @contextmanager
+    def as_in_forward(self) -> Iterator[None]:
+        """Within the block, ops run below autograd and autocast, under the settings of forward."""
+        try:
+            with below_autograd(), disable_autocast():
+                now = current_settings(_NO_MODES)
+                if now is self.settings:
+                    yield
+                else:
+                    with self.settings.applied(now):
+                        yield
+        finally:
+            torch._C._set_grad_enabled(False)
+
+    def forward(self, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        unit, program = self.unit, self.program
+        with below_autograd(), disable_autocast():
+            found = program.forward(list(inputs))
+        num_outputs = len(unit.trace.outputs)
+        saved = self.saved = found[num_outputs:]
+        seen = [inputs[index] for index in program.read]
+        if program.returned:
+            # An output itself would hold its node, which holds what is saved, in a circle.
+            aliases = {index: found[index].detach() for index in program.returned}
+            for index, of_output in program.shown:
+                saved[index] = aliases[of_output]
+            seen += aliases.values()
+        self.seen = [
+            (tensor, tensor._version, glance_at(tensor) if is_again else None)
+            for tensor, is_again in zip(seen, program.again, strict=True)
+            if not tensor.is_inference()
+        ]
+        return tuple([found[index] for index in unit.made])
+
+    def take(self, program: Program) -> list[Any]:
+        """Return what is saved, for a program's backward; let go of it unless there may be another one.
+
+        Raises:
+            MutatedValueError: some of it was written to.
+        """
+        saved = self.saved
+        if saved is None:
+            raise RuntimeError(
+                f"backward ran a second time through {unit_words(self.path)}, and what it had saved is freed. Call the "
+                "first backward with retain_graph=True."
+            )
+        for tensor, version, content in self.seen:
+            changes = tensor._version - version
+            if changes or (content is not None and content != glance_at(tensor)):
+                raise MutatedValueError(unit=self.path, module="", op="", shape=tuple(tensor.shape), changes=changes)
+        if not keeps_graph():
+            self.saved, self.seen = None, []
+        elif program is self.program:
+            saved = list(saved)
+        return saved if program is self.program else program.pick(saved, self.program)
+
+
+class _Node(torch.autograd.Function):
+    boxed_grads_call = True
+
+    @staticmethod
+    def forward(ctx: Any, call: _Call, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        outputs = call.forward(inputs[: call.unit.num_inputs])
+        if call.unit.no_grad:
+            ctx.mark_non_differentiable(*[outputs[index] for index in call.unit.no_grad])
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return ctx.call.unit.backward(ctx.call, _listed(gradients, ctx.call))
+
+
+class _Link(torch.autograd.Function):
+    """One node of a chain. The one that comes last in backward is made first; the one that comes first runs forward."""
+
+    boxed_grads_call = True
+
+    @staticmethod
+    def forward(ctx: Any, call: _Call, stretch: int, link: Any, *inputs: torch.Tensor) -> Any:
+        ctx.call, ctx.stretch = call, stretch
+        ctx.set_materialize_grads(False)
+        if stretch:
+            return call.inputs[call.unit.parameters[0]].new_empty(0)
+        outputs = call.forward(call.inputs)
+        call.inputs = ()
+        if call.unit.no_grad:
+            ctx.mark_non_differentiable(*[outputs[index] for index in call.unit.no_grad])
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return ctx.call.unit.backward_of(ctx.call, ctx.stretch, _listed(gradients, ctx.call))
+
+
+def _listed(gradients: Any, call: _Call) -> list[Any]:
+    """Return incoming gradients in a list that nothing else holds.
+
+    Raises:
+        ConfigError: second derivatives are wanted.
+    """
+    if torch.is_grad_enabled():
+        raise ConfigError(
+            settings={"create_graph": True},
+            reason=f"{unit_words(call.path)} runs from a trace, which has no second derivatives",
+            advice="Use the engine 'tape' for it, or leave it out of the plan.",
+        )
+    return gradients[0] if TAKES_LIST else list(gradients)

@@ -1,0 +1,81 @@
+"""A tape that notes the ops of a unit's call, with which a trace of the unit is compared."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+
+from recollect.engine.facts import facts_of
+from recollect.engine.function_mode import FunctionMode
+from recollect.engine.policy import Policy
+from recollect.engine.tape import Tape
+from recollect.engine.together import Agreement
+from recollect.tensors import tensors_in
+
+
+class NotedOp(NamedTuple):
+    """An op that has run: the module that it ran in, its name, and the shapes and strides of its results."""
+
+    module: str
+    name: str
+    shapes: tuple[tuple[int, ...], ...]
+    strides: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(cls, module: str, name: str, layouts: Iterable[tuple[Sequence[int], Sequence[int]]]) -> NotedOp:
+        """Note an op. The stride of a dimension of size 1 says nothing, and is taken as 0."""
+        layouts = list(layouts)
+        strides = [tuple(step if size > 1 else 0 for size, step in zip(*layout, strict=True)) for layout in layouts]
+        return cls(module, name, tuple(tuple(shape) for shape, _ in layouts), tuple(strides))
+
+    def __str__(self) -> str:
+        layouts = [
+            f" {list(shape)} of strides {list(steps)}" for shape, steps in zip(self.shapes, self.strides, strict=True)
+        ]
+        return f"{self.module}.{self.name}".lstrip(".") + "".join(layouts)
+
+
+class NotingTape(Tape):
+    """A tape that notes ops while it is asked to.
+
+    Attributes:
+        noted: the ops so far; None: nobody asks.
+        traced: units that have been traced, by what they must have in common to share a trace.
+    """
+
+    def __init__(self, policy: Policy, *, agreement: Agreement | None = None) -> None:
+        super().__init__(policy, agreement=agreement)
+        self.noted: list[NotedOp] | None = None
+        self.traced: dict[Hashable, list[weakref.ref[Any]]] = {}
+
+    @contextmanager
+    def noting(self, *, is_on: bool) -> Iterator[list[NotedOp]]:
+        """Note the ops of the block's calls in the list that this yields."""
+        found: list[NotedOp] = []
+        self.noted = found if is_on else None
+        try:
+            yield found
+        finally:
+            self.noted = None
+
+    def new_mode(self, unit_path: str) -> FunctionMode:
+        return FunctionMode(self, unit_path) if self.noted is None else _NotingMode(self, unit_path, self.noted)
+
+
+class _NotingMode(FunctionMode):
+    def __init__(self, tape: Tape, unit_path: str, noted: list[NotedOp]) -> None:
+        super().__init__(tape, unit_path)
+        self._noted = noted
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = super().__torch_dispatch__(func, types, args, kwargs)
+        facts = facts_of(func)
+        if output is not NotImplemented and not facts.changes_nothing and not self.is_foreign():
+            results = [result for result in tensors_in(output) if result.layout is torch.strided]
+            layouts = [(result.shape, result.stride()) for result in results]
+            self._noted.append(NotedOp.of(self.scope, facts.name, layouts))
+        return output

@@ -1,0 +1,95 @@
+"""Lays out the results of traced ops as their kernels do, where functions for fake tensors may be wrong.
+
+PyTorch computes what an op makes of fake tensors by Python functions, some of which differ from the kernels in the strides of
+results, for arguments that are not contiguous. Autograd asks strides: with other strides it runs other ops. So such an op runs
+once, on zeros: its result is as large as in backward, and is freed at once.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final, TypeAlias
+
+import torch
+
+from recollect._torch_private import tree_flatten, tree_map, unset_fake_temporarily
+from recollect.engine.facts import OpFacts
+from recollect.tensors import tensors_in
+
+_aten = torch.ops.aten
+# Their results are contiguous, whatever their arguments are.
+_PRODUCTS: Final = frozenset({"mm", "bmm", "addmm", "baddbmm", "dot", "mv"})
+
+# The strides that these give to dimensions of size 1 decide whether a tensor counts as channels last.
+_VIEWS: Final = frozenset({"view", "_unsafe_view", "_reshape_alias"})
+
+_Layout: TypeAlias = tuple[torch.Size, tuple[int, ...]]
+
+# The layouts of an op's results, for arguments of the same layouts.
+_known: dict[Any, list[_Layout] | None] = {}
+
+
+def laid_out(func: Any, facts: OpFacts, args: Any, kwargs: Any, output: Any) -> Any:
+    """Return the fake results of an op, with the strides that its kernel gives them."""
+    read, made = tensors_in((args, kwargs)), tensors_in(output)
+    is_view = facts.is_view and facts.name in _VIEWS and 1 in made[0].shape
+    if func.namespace != "aten" or not made or facts.writes or facts.is_random or facts.name in _PRODUCTS:
+        return output
+    if facts.is_view and not is_view:
+        return output
+    if all(_is_contiguous(tensor) for tensor in (*read, *made)) or not all(_is_plain(tensor) for tensor in read):
+        return output
+    leaves, tree = tree_flatten((args, kwargs))
+    key = func, tree, tuple(_signature(leaf) for leaf in leaves)
+    if key not in _known:
+        _known[key] = _run_on_zeros(func, args, kwargs)
+    real = _known[key]
+    if real is None or [shape for shape, _ in real] != [tensor.shape for tensor in made]:
+        return output
+    strides = iter([stride for _, stride in real])
+    if is_view:
+        return output if output.stride() == real[0][1] else args[0].as_strided(*real[0], args[0].storage_offset())
+
+    def corrected(result: Any) -> Any:
+        if not isinstance(result, torch.Tensor):
+            return result
+        stride = next(strides)
+        return result if stride == result.stride() else result.new_empty_strided(result.shape, stride)
+
+    return tree_map(corrected, output)
+
+
+def _run_on_zeros(func: Any, args: Any, kwargs: Any) -> list[_Layout] | None:
+    """Return the layouts of an op's results; None if it cannot run on zeros: what fake tensors say is then taken."""
+    try:
+        with unset_fake_temporarily(), torch.no_grad():
+            found = func(*tree_map(_zeros, args), **tree_map(_zeros, kwargs))
+            return [(tensor.shape, tensor.stride()) for tensor in tensors_in(found)]
+    except Exception:
+        return None
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return (
+        tensor.layout is torch.strided and tensor.device.type != "meta" and not tensor.is_conj() and not tensor.is_neg()
+    )
+
+
+def _is_contiguous(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and tensor.is_contiguous()
+
+
+def _signature(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.device
+    return type(leaf), repr(leaf)
+
+
+def _zeros(leaf: Any) -> Any:
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    numel = (
+        1 + sum((size - 1) * stride for size, stride in zip(leaf.shape, leaf.stride(), strict=True))
+        if leaf.numel()
+        else 0
+    )
+    return torch.zeros(numel, dtype=leaf.dtype, device=leaf.device).as_strided(leaf.shape, leaf.stride())

@@ -1,0 +1,88 @@
+"""Runs units on a tape, and has the modules inside them tell it which one is running."""
+
+from collections.abc import Container, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from recollect._torch_private import has_compiled_forward, is_compiled_module, uncompiled
+from recollect.engine.eager_forward import look_for_compiler
+from recollect.engine.offload.flight import HostUse
+from recollect.engine.own_checkpoints import running_unit
+from recollect.engine.placed_forward import PlacedForward, unit_module
+from recollect.engine.tape import Tape
+
+
+def tape_forwards(model: nn.Module, unit_paths: Iterable[str], tape: Tape) -> list[PlacedForward]:
+    """Return the forwards that run units on a tape.
+
+    Raises:
+        UnknownNameError: the model has no such unit.
+    """
+    units = {path: unit_module(model, path) for path in unit_paths}
+    unit_ids = {id(unit) for unit in units.values()}
+    forwards: list[PlacedForward] = []
+    for path, unit in units.items():
+        forwards.append(UnitForward(unit, tape, path))
+        if not has_compiled_forward(unit):  # A compiled forward is kept as a whole.
+            forwards += scope_forwards(unit, tape, unit_ids)
+    return forwards
+
+
+def scope_forwards(unit: nn.Module, tape: Tape, unit_ids: Container[int]) -> list[PlacedForward]:
+    """Return the forwards that tell a tape which module inside a unit is running, except modules with these ids."""
+    return [ScopeForward(module, tape, name) for name, module in _plain_submodules(unit) if id(module) not in unit_ids]
+
+
+def _plain_submodules(unit: nn.Module, prefix: str = "") -> list[tuple[str, nn.Module]]:
+    """Return the modules below a unit whose `forward` may be wrapped, with their paths in the unit.
+
+    Scripted and compiled modules are left out, with everything inside them.
+    """
+    found: list[tuple[str, nn.Module]] = []
+    for name, child in unit.named_children():
+        if isinstance(child, torch.jit.ScriptModule) or is_compiled_module(child):
+            continue
+        path = f"{prefix}.{name}" if prefix else name
+        found += [(path, child), *_plain_submodules(child, path)]
+    return found
+
+
+class UnitForward(PlacedForward):
+    """Runs a unit on the tape."""
+
+    def __init__(self, module: nn.Module, tape: Tape, path: str) -> None:
+        super().__init__(module)
+        self.tape = tape
+        self.path = path
+
+    def host_use(self) -> HostUse | None:
+        return None if self.tape.offload is None else self.tape.offload.use()
+
+    @uncompiled
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.recomputes():
+            return self.forward(*args, **kwargs)
+        if not self.has_looked:
+            look_for_compiler(self)
+        with running_unit():
+            return self.tape.run(self.path, self.forward, args, kwargs)
+
+
+class ScopeForward(PlacedForward):
+    """Tells the tape which module inside a unit is running, so that values get the names that the plan uses."""
+
+    def __init__(self, module: nn.Module, tape: Tape, scope: str) -> None:
+        super().__init__(module)
+        self.tape = tape
+        self.scope = scope
+
+    @uncompiled
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        mode = self.tape.mode
+        if mode is None:
+            return self.forward(*args, **kwargs)
+        if not self.has_looked:
+            look_for_compiler(self)
+        return mode.run_module(self.scope, self.forward, args, kwargs)

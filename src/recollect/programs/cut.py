@@ -1,0 +1,286 @@
+"""Cuts a traced unit by a plan: what forward saves, and the ops of backward, with those that run again before they are needed.
+
+Saved is what the plan keeps and backward reads, and nothing else; every other value is computed again from that and from the
+unit's inputs, arguments first, before its first reader: the order in which the tape computes it. Gradients that backward adds
+up are added in place where one of the two is needed no more.
+
+NOTE [ Memory that is written to ]
+Writes in place run again too, each group of them in the order of forward, on memory made again. What an op makes of memory that
+forward writes to afterwards is kept, whatever the plan says, where this would not give the old content.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+from recollect.profile.joint import JointRecord
+
+IsKept = Callable[[int, int], bool]
+"""Whether a plan keeps a result of an op of forward, given the op and the position among its results."""
+
+
+class UntraceableError(Exception):
+    """A unit cannot run from a trace; the text says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """What runs when, and what is held in between, as numbers in a `JointRecord`.
+
+    Attributes:
+        forward: the ops of forward, without views that nothing reads.
+        saved: tensors that forward saves and backward reads.
+        draws: ops of forward that draw random numbers and run again.
+        backward: the ops of backward, with those of forward that run again.
+        sums: for each sum that is made in place, the position of the addend whose memory takes it.
+    """
+
+    forward: tuple[int, ...]
+    saved: tuple[int, ...]
+    draws: tuple[int, ...]
+    backward: tuple[int, ...]
+    sums: Mapping[int, int]
+
+
+def cut(joint: JointRecord, is_kept: IsKept) -> Cut:
+    """Cut a traced unit.
+
+    Raises:
+        UntraceableError: something would have to run again that cannot.
+    """
+    must_keep: set[int] = set()
+    while True:
+        try:
+            schedule = _scheduled(joint, _Forward(joint, is_kept, must_keep))
+            break
+        except _ReadsOldContentError as error:
+            if error.number in must_keep:
+                func = joint.ops[error.number].func
+                raise UntraceableError(f"{func} reads what is written to afterwards, and would run again") from None
+            must_keep.add(error.number)
+    saved, backward = tuple(sorted(schedule.saved)), tuple(schedule.ops)
+    draws = tuple(number for number in backward if number < joint.num_forward and joint.ops[number].is_random)
+    return Cut(_forward(joint, saved), saved, draws, backward, _sums(joint, saved, backward))
+
+
+class _ReadsOldContentError(Exception):
+    """An op that would run again reads memory that is written to after it has run: its results have to be kept."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+def _scheduled(joint: JointRecord, forward: _Forward) -> _Schedule:
+    schedule = _Schedule(joint, forward)
+    for number in _needed(joint):
+        op = joint.ops[number]
+        if not forward.storages.isdisjoint(op.writes):
+            raise UntraceableError(f"its backward writes to memory of forward, in {op.func}")
+        for tensor in op.reads:
+            schedule.provide(tensor)
+        schedule.ops.append(number)
+    for contributions in joint.gradients:
+        for tensor in contributions:
+            schedule.provide(tensor)
+    return schedule
+
+
+def _forward(joint: JointRecord, saved: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the ops of forward, without views that nothing reads."""
+    read = {*joint.outputs, *saved}
+    found = []
+    for number in reversed(range(joint.num_forward)):
+        op = joint.ops[number]
+        if not op.is_view or not read.isdisjoint(op.results):
+            read.update(op.reads)
+            found.append(number)
+    return tuple(found[::-1])
+
+
+def _needed(joint: JointRecord) -> list[int]:
+    """Return the ops of backward that gradients depend on: what the engine adds up is left to the engine."""
+    needed = {tensor for contributions in joint.gradients for tensor in contributions}
+    storages = {joint.tensors[tensor] for tensor in needed}
+    found = []
+    for number in reversed(range(joint.num_forward, len(joint.ops))):
+        op = joint.ops[number]
+        if not needed.isdisjoint(op.results) or not storages.isdisjoint(op.writes) or op.runs_anyway:
+            found.append(number)
+            needed.update(op.reads)
+            storages.update(joint.tensors[tensor] for tensor in op.reads)
+    return found[::-1]
+
+
+def _sums(joint: JointRecord, saved: tuple[int, ...], backward: tuple[int, ...]) -> dict[int, int]:
+    """Find the sums of backward that may be made in place: into memory of backward that nothing reads any more."""
+    memory = joint.tensors
+    last: dict[int, int] = {}
+    makes: set[int] = set()
+    for position, number in enumerate(backward):
+        last.update({memory[tensor]: position for tensor in joint.ops[number].reads})
+        if number >= joint.num_forward:
+            makes.update(joint.ops[number].results)
+    results = (tensor for contributions in joint.gradients for tensor in contributions)
+    outside = {memory[tensor] for tensor in (*joint.tangents, *saved, *results)}
+    found: dict[int, int] = {}
+    moved: dict[int, int] = {}
+    for position, number in enumerate(backward):
+        op = joint.ops[number]
+        for index in op.sums_into if number >= joint.num_forward else ():
+            target = memory[op.reads[index]]
+            root = moved.get(target, target)
+            if (
+                op.reads[index] in makes
+                and not outside & {target, root}
+                and last[target] == position
+                and last.get(root, position) <= position
+            ):
+                found[number] = index
+                (result,) = op.results
+                moved[memory[result]] = root
+                last[root] = max(last.get(memory[result], position), position)
+                break
+    return found
+
+
+class _Forward:
+    """What is known of forward's memory.
+
+    Attributes:
+        storages: all memory of forward, inputs included.
+        available: memory that is there in backward: of inputs, of what the unit returns, and of what is kept.
+        writes: for each memory that ops write to, the ops.
+        groups: for memory made anew and written to, the ops that make it what it is, in order.
+        between: for ops that read memory between writes to it and make what is written, the group that they belong to.
+        maker: for each tensor of forward, the op that made it; -1 for an input.
+    """
+
+    def __init__(self, joint: JointRecord, is_kept: IsKept, must_keep: Iterable[int]) -> None:
+        self._joint = joint
+        memory = joint.tensors
+        inputs = {memory[tensor] for tensor in joint.inputs}
+        kept: dict[int, bool] = {}
+        self.writes: defaultdict[int, list[int]] = defaultdict(list)
+        self.groups: dict[int, list[int]] = {}
+        self.maker: dict[int, int] = dict.fromkeys(joint.inputs, -1)
+        made_by: dict[int, list[int]] = defaultdict(list)
+        for number, op in enumerate(joint.ops[: joint.num_forward]):
+            touched = {memory[result]: index for index, result in enumerate(op.results) if result >= 0}
+            self.maker.update((result, number) for result in op.results if result >= 0)
+            for storage in op.writes:
+                self.writes[storage].append(number)
+                touched.setdefault(storage, 0)  # It need not be among the results.
+            for storage, index in touched.items():
+                if storage in inputs:
+                    continue
+                if storage not in kept or storage in op.writes:
+                    kept[storage] = is_kept(number, index)
+                made_by[storage].append(number)
+        for number in must_keep:
+            results = (memory[result] for result in joint.ops[number].results if result >= 0)
+            kept.update((storage, True) for storage in results if storage in kept)
+        outputs = {memory[tensor] for tensor in joint.outputs}
+        self.available = inputs | {storage for storage, is_there in kept.items() if is_there} | outputs
+        for storage in self.writes:
+            if storage not in self.available:
+                self.groups[storage] = made_by[storage]
+        self.between: dict[int, list[int]] = {}
+        for storage, ops in self.groups.items():
+            if between := self._between(storage, ops):
+                for number in between:
+                    makes = {memory[result] for result in joint.ops[number].results if result >= 0}
+                    if number in self.between or not makes.isdisjoint(self.groups):
+                        func = joint.ops[number].func
+                        raise UntraceableError(f"{func} reads memory between the writes to it, for several writes")
+                self.groups[storage] = sorted({*ops, *between})
+                self.between.update(dict.fromkeys(between, self.groups[storage]))
+        self.storages = inputs | kept.keys()
+
+    def _between(self, storage: int, ops: list[int]) -> list[int]:
+        """Return the ops that read some memory between the writes to it, and make what these write."""
+        memory, all_ops = self._joint.tensors, self._joint.ops
+        derived, readers = {storage}, []
+        for number in range(ops[0], ops[-1]):
+            makes = {memory[result] for result in all_ops[number].results if result >= 0}
+            if number not in ops and not makes & self.available:
+                if any(memory[read] in derived for read in all_ops[number].reads):
+                    derived |= makes
+                    readers.append(number)
+        needed, found = {memory[read] for number in ops for read in all_ops[number].reads} - {storage}, []
+        for number in reversed(readers):
+            op = all_ops[number]
+            if any(result >= 0 and memory[result] in needed for result in op.results) and not op.writes:
+                needed.update(memory[read] for read in op.reads)
+                found.append(number)
+        return found
+
+    def check(self, number: int) -> None:
+        """Check that an op of forward may run again, and then reads what it read in forward."""
+        op = self._joint.ops[number]
+        if op.stays:
+            raise UntraceableError(op.stays)
+        if not self.available.isdisjoint(op.writes):
+            raise UntraceableError(f"{op.func} would run again, and write to what is kept once more")
+        memory = self._joint.tensors
+        # Who reads a view is checked.
+        for storage in () if op.is_view else (memory[tensor] for tensor in op.reads):
+            is_late = any(write > number for write in self.writes.get(storage, ()))
+            if is_late and number not in self.groups.get(storage, ()):
+                if self.available.issuperset(memory[result] for result in op.results if result >= 0):
+                    raise UntraceableError(f"{op.func} reads what is written to afterwards, and would run again")
+                raise _ReadsOldContentError(number)
+
+
+class _Schedule:
+    """Puts the ops of forward that run again in front of their first readers."""
+
+    def __init__(self, joint: JointRecord, forward: _Forward) -> None:
+        self.ops: list[int] = []
+        self.saved: dict[int, None] = {}
+        self._joint = joint
+        self._forward = forward
+        # The first op of each block that has run, or waits for others.
+        self._made: set[int] = set()
+        self._waiting: set[int] = set()
+
+    def provide(self, tensor: int) -> None:
+        """Have a tensor there: saved, or made by ops that run again; by a loop, since chains can be thousands long."""
+        pending = [self._block(tensor)]
+        while pending:
+            block = pending[-1]
+            if not block or block[0] in self._made:
+                pending.pop()
+                continue
+            before = [self._block(read) for number in block for read in self._joint.ops[number].reads]
+            missing = [one for one in before if one and one[0] not in self._made and one[0] != block[0]]
+            if any(one[0] in self._waiting for one in missing):
+                func = self._joint.ops[block[0]].func
+                raise UntraceableError(f"{func} makes memory that is read between the writes to it")
+            if missing:
+                self._waiting.add(block[0])
+                pending += reversed(missing)
+                continue
+            self._run_again(block)
+
+    def _block(self, tensor: int) -> list[int]:
+        """Return the ops that make a tensor, which run one after the other; none if it is there."""
+        if tensor not in self._forward.maker:
+            return []
+        storage = self._joint.tensors[tensor]
+        if storage in self._forward.available:
+            self.saved[tensor] = None
+            return []
+        maker, groups = self._forward.maker[tensor], self._forward.groups
+        writes = self._joint.ops[maker].writes if maker >= 0 else ()
+        group = next((groups[one] for one in (storage, *writes) if one in groups), None)
+        return group or self._forward.between.get(maker) or [maker]
+
+    def _run_again(self, block: list[int]) -> None:
+        self._waiting.discard(block[0])
+        self._made.add(block[0])
+        for number in block:
+            self._forward.check(number)
+            self.ops.append(number)

@@ -1,0 +1,69 @@
+"""Cuts and plays the traced units of a profile, each in each way once."""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+
+from recollect.profile.graph import UnitGraph
+from recollect.profile.profile import block_bytes
+from recollect.profile.variant import VariantRecord
+from recollect.programs.cut import Cut, UntraceableError, cut
+from recollect.programs.play import made_values, play, values_by_memory
+
+
+@cache
+def cut_unit(graph: UnitGraph, recomputed: frozenset[int]) -> Cut | None:
+    """Cut a unit by the values that a plan recomputes; None if it stays on the tape.
+
+    That is if it was not traced, or something would have to run again that cannot.
+    """
+    joint = graph.joint
+    if joint is None:
+        return None
+    values = made_values(graph, joint)
+    outputs = {op.name: op.outputs for op in graph.ops if op.mutates}
+
+    def is_kept(number: int, index: int) -> bool:
+        op = joint.ops[number]
+        made = [value for result in op.results[index : index + 1] if (value := values.get(result)) is not None]
+        return op.keeps or recomputed.isdisjoint(made or outputs.get(op.name, ())[:1])
+
+    try:
+        return cut(joint, is_kept)
+    except UntraceableError:
+        return None
+
+
+@cache
+def again_s(graph: UnitGraph, recomputed: frozenset[int]) -> float:
+    """Return the seconds of the ops that a traced unit runs again."""
+    joint, made = graph.joint, cut_unit(graph, recomputed)
+    if joint is None or made is None:
+        return 0.0
+    seconds = {op.name: op.time_s for op in graph.ops}
+    return math.fsum(seconds.get(joint.ops[number].name, 0.0) for number in made.backward if number < joint.num_forward)
+
+
+@cache
+def returned_values(graph: UnitGraph) -> frozenset[int]:
+    """Return the values that a traced unit makes and hands out: what it returns, and what it leaves behind elsewhere."""
+    joint = graph.joint
+    if joint is None:
+        return frozenset()
+    values = values_by_memory(graph, joint)
+    return frozenset(values[joint.tensors[one]] for one in joint.outputs if joint.tensors[one] in values)
+
+
+@cache
+def played_unit(graph: UnitGraph, recomputed: frozenset[int], device: str, *, is_chained: bool) -> VariantRecord:
+    """Return what a unit takes that runs from its trace on a type of device; see `play`.
+
+    Raises:
+        ValueError: it stays on the tape.
+    """
+    made = cut_unit(graph, recomputed)
+    if made is None:
+        raise ValueError("the unit has no trace that can be cut so, expected one")
+    step_s = 3 * graph.forward_s + again_s(graph, recomputed)
+    return play(graph, made, lambda nbytes: block_bytes(nbytes, device), step_s, is_chained=is_chained)

@@ -1,0 +1,145 @@
+"""Every unit of the registry trains to the same bits on each engine, whatever runs its backward, in whatever loop.
+
+Compared are losses, gradients, parameters, buffers, what a unit counts, and where the generator is. On the graph engine a unit
+runs from its trace in the last step, or says why not.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import re
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import pytest
+
+from contract_steps import BACKWARDS, Run, plain
+from contract_units import TRACED_LATER, UNITS, WHY_NOT, Case, Model
+from engines import applied, num_tape_calls, traced_forwards
+from gradients import Step, assert_same_gradients
+from policies import FULL, KEEP_ALL, NOTHING_KEPT, Policy, Random
+
+pytestmark = [
+    pytest.mark.filterwarnings(r"ignore:.*`torch\.jit\.\w+` is deprecated"),
+    pytest.mark.filterwarnings(r"ignore:The \.grad attribute of a Tensor that is not a leaf"),
+    pytest.mark.filterwarnings("ignore:recollect. torch.utils.checkpoint has no effect", "ignore:Attempted to insert"),
+    pytest.mark.filterwarnings("ignore:recollect.*run on the tape, exactly"),
+]
+
+
+class Coin(Random):
+    """A coin for each value; outputs are kept."""
+
+    drops_outputs = False
+
+    def output_action(self, unit_path: str) -> Any:
+        return FULL.output
+
+
+every_unit = pytest.mark.parametrize("case", UNITS.values(), ids=UNITS)
+
+
+@every_unit
+def test_on_the_tape(case: Case) -> None:
+    expected = Run(case.model()).through(*BACKWARDS)
+    for name, policy in {"keep all": KEEP_ALL, "full": FULL, "nothing kept": NOTHING_KEPT, "coin": Random(1)}.items():
+        model = case.model()
+        with applied("tape", model, policy):
+            assert_same_gradients(expected, Run(model).through(*BACKWARDS), name)
+
+
+@every_unit
+def test_from_traces(case: Case) -> None:
+    """Every other unit recomputes all that it can, and the others some of it."""
+    expected = Run(case.model()).through(*BACKWARDS)
+    model = case.model()
+    policy = FULL if case.name in WHY_NOT else (FULL, Coin(0), FULL, Coin(5))[list(UNITS).index(case.name) % 4]
+    with applied("graph", model, policy) as handle:
+        run = Run(model)
+        run.through(*BACKWARDS[:-1])
+        num_calls = num_tape_calls(handle)
+        assert_same_gradients(expected, run.through(BACKWARDS[-1]))
+    why_not = next((forward.why_not for forward in traced_forwards(handle) if forward.why_not), "")
+    if case.name in WHY_NOT and (why_not or case.name not in TRACED_LATER):
+        assert re.search(WHY_NOT[case.name], why_not) and why_not, why_not
+    else:
+        assert (why_not, num_tape_calls(handle)) == ("", num_calls)
+
+
+Place = Callable[[Model, Policy], AbstractContextManager[Any]]
+
+
+def toggled(case: Case, place: Place) -> Step:
+    """Weights of a unit, and what it is given, need gradients in some steps only."""
+    model = case.model()
+    run = Run(model)
+    with place(model, FULL):
+        for needs_grad in (True, True, False, False, True):
+            model.units[0].first.weight.requires_grad_(needs_grad)
+            model.stem.requires_grad_(needs_grad)
+            run.through(plain)
+    return run.noted
+
+
+def applied_again(case: Case, place: Place) -> Step:
+    model = case.model()
+    run = Run(model)
+    with place(model, FULL):
+        run.through(plain, plain)
+    run.through(plain)
+    with place(model, Coin(1)):
+        run.through(plain, plain)
+    return run.noted
+
+
+def copied(case: Case, place: Place) -> Step:
+    """Copies of a planned model have no plan; the model itself goes on."""
+    model = case.model()
+    run = Run(model)
+    with place(model, FULL):
+        run.through(plain, plain)
+        twins = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+        found = {
+            f"copy {i}: {n}": t for i, twin in enumerate(twins) for n, t in Run(twin).through(plain, plain).items()
+        }
+        return found | run.through(plain)
+
+
+def two_models(case: Case, place: Place) -> Step:
+    """Their forwards and backwards interleave under different plans."""
+    models = [case.model(), case.model()]
+    runs = [Run(model) for model in models]
+    with place(models[0], FULL), place(models[1], Coin(1)):
+        for _ in range(3):
+            losses = [run.loss() for run in runs]
+            for run, (data, loss) in zip(runs, losses, strict=True):
+                loss.backward()
+                run.end_step(data)
+    return runs[0].noted | {f"second: {name}": tensor for name, tensor in runs[1].noted.items()}
+
+
+def differentiated_in_evaluation(case: Case, place: Place) -> Step:
+    model = case.model()
+    run = Run(model)
+    with place(model, FULL):
+        for is_training in (True, True, False, False, False, True):
+            model.train(is_training)
+            run.through(plain)
+    return run.noted
+
+
+LOOPS = (toggled, applied_again, copied, two_models, differentiated_in_evaluation)
+# Of these, each loop runs three, and each unit meets three loops.
+LOOPED = ("dropout", "cross_attention", "batch_norm_2d", "in_place", "weights_tied")
+
+
+@pytest.mark.parametrize("engine", ["tape", "graph"])
+@pytest.mark.parametrize(
+    ("loop", "name"), [(loop, LOOPED[(i + k) % 5]) for i, loop in enumerate(LOOPS) for k in range(3)]
+)
+def test_loops(loop: Callable[[Case, Place], Step], name: str, engine: str) -> None:
+    case = UNITS[name.replace("_", " ")]
+    assert_same_gradients(loop(case, lambda *_: nullcontext()), loop(case, partial(applied, engine)))

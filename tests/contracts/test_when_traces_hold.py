@@ -1,0 +1,274 @@
+"""What may change after a unit was traced, and what cannot be traced: exact, and a line says which unit, why, what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from contract_steps import Run, plain
+from contract_units import HOOKS, UNITS, WIDTH, Case, Model
+from engines import applied, num_tape_calls, traced_forwards
+from gradients import Step, assert_same_gradients
+from policies import FULL
+from recollect.engine.graph import graph_engine
+from recollect.errors import ConfigError, ConfigWarning, MutatedValueError
+
+FEED_FORWARD = UNITS["feed forward"]
+TO_DO = (
+    r"\. To have them run from traces, take that out of their forward; to stay with the tape without this warning, plan them "
+    r"with engine='tape'\.$"
+)
+
+
+def line(why_not: str, unit: str = "units.0") -> str:
+    begin = (
+        f"^recollect: unit '{unit}', and others like it, run on the tape, exactly but with more Python around each op: "
+    )
+    return begin + why_not + TO_DO
+
+
+def changed(change: Callable[[Model], object], name: str = "feed forward") -> tuple[Any, str]:
+    """Train, change something, train on, and compare; return the handle, and why a unit is not traced any more."""
+    plainly, model = UNITS[name].model(), UNITS[name].model()
+    expected = Run(plainly)
+    expected.through(plain, plain)
+    with applied("graph", model, FULL) as handle:
+        run = Run(model)
+        run.through(plain, plain)
+        assert num_tape_calls(handle) == len(model.paths)
+        change(plainly)
+        expected.through(plain, plain, plain)
+        change(model)
+        assert_same_gradients(expected.noted, run.through(plain, plain, plain))
+    return handle, next((forward.why_not for forward in traced_forwards(handle) if forward.why_not), "")
+
+
+# What changes
+
+
+@pytest.mark.parametrize("kind", ["forward hook", "forward pre hook"])
+def test_a_hook_that_is_added_inside_a_unit(kind: str) -> None:
+    with pytest.warns(ConfigWarning, match=line("there are hooks on modules inside it")):
+        changed(lambda model: HOOKS[kind](model.units[0].second))
+
+
+@pytest.mark.filterwarnings("ignore:recollect.*run on the tape, exactly")
+@pytest.mark.parametrize("kind", ["full backward hook", "gradient hook", "post-accumulate hook"])
+def test_other_hooks_that_are_added_inside_a_unit(kind: str) -> None:
+    changed(lambda model: HOOKS[kind](model.units[0].second))
+
+
+@pytest.mark.filterwarnings("ignore:recollect.*run on the tape, exactly")
+def test_a_hook_on_one_of_two_layers_that_share_code() -> None:
+    handle, _ = changed(lambda model: HOOKS["forward hook"](model.units[1].second), "weights shared by units")
+    assert [bool(forward.why_not) for forward in traced_forwards(handle)] == [False, True]
+
+
+def test_a_method_that_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    def scaled(self: nn.Linear, hidden: Tensor) -> Tensor:
+        return nn.functional.linear(hidden, self.weight, self.bias) * 2
+
+    with pytest.warns(ConfigWarning, match=line("a method of one of its classes was replaced")):
+        changed(lambda _: monkeypatch.setattr(nn.Linear, "forward", scaled))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: setattr(model.units[0], "first", nn.Linear(WIDTH, WIDTH)),
+        lambda model: model.units[0].first.register_parameter("bias", None),
+        lambda model: model.units[0].second.requires_grad_(False),
+        lambda model: model.units[0].double() and model.float(),
+        lambda model: model.units[0].load_state_dict({k: v * 2 for k, v in model.units[0].state_dict().items()}),
+        lambda model: setattr(model.units[0].first.weight, "data", model.units[0].first.weight.data * 2),
+        lambda model: torch.set_default_dtype(torch.float32),
+    ],
+    ids=["module", "no parameter", "frozen", "there and back", "loaded", "data", "nothing"],
+)
+@pytest.mark.filterwarnings("ignore:recollect.*run on the tape, exactly")
+def test_parts_that_are_replaced(change: Callable[[Model], object]) -> None:
+    torch.manual_seed(7)
+    state = torch.get_rng_state()
+
+    def the_same(model: Model) -> None:
+        before = torch.get_rng_state()
+        torch.set_rng_state(state)
+        change(model)
+        torch.set_rng_state(before)
+
+    changed(the_same)
+
+
+def test_an_attribute_that_changes_between_forward_and_backward() -> None:
+    case = Case("scaled", lambda self, x: (self.first(x) * self.count).sin().exp())
+
+    def steps(model: Model) -> Step:
+        run = Run(model)
+        for _ in range(3):
+            model.units[0].count = 2
+            data, loss = run.loss()
+            model.units[0].count = 3
+            loss.backward()
+            run.end_step(data)
+        return run.noted
+
+    model, expected = case.model(), steps(case.model())
+    with applied("graph", model, FULL) as handle:
+        assert_same_gradients(expected, steps(model))
+        assert num_tape_calls(handle) == 1
+
+
+# What is not traced
+
+
+def sine(hidden: Tensor) -> Tensor:
+    return hidden.sin()
+
+
+@torch.compiler.substitute_in_graph(sine)
+def _sine_in_a_trace(hidden: Tensor) -> Tensor:
+    return hidden.cos()
+
+
+@pytest.mark.parametrize(
+    ("function", "why_not"),
+    [
+        (
+            (lambda self, x: self.first(x) if x.sum() > 0 else self.second(x)),
+            r"Data-dependent branching in `\(lambda self, x: self.first\(x\) if x.sum\(\) > 0 else self.second\(x\)\),?` "
+            r"\(test_when_traces_hold\.py:\d+\)",
+        ),
+        (
+            lambda self, x: self.first(x) * x.sum().item(),
+            r"what aten\._local_scalar_dense\.default gives back depends on data",
+        ),
+        (
+            lambda self, x: sine(self.first(x)),
+            r"traced, it runs other ops than in eager mode: cos \[4, 8\] of strides \[8, 1\] in place of sin \[4, 8\] of "
+            r"strides \[8, 1\]",
+        ),
+        (lambda self, x: (self.first(x), x[1:]), "it returns a view of what it was given"),
+    ],
+    ids=["branch", "number", "other ops", "view"],
+)
+def test_what_cannot_be_traced(function: Any, why_not: str) -> None:
+    case = Case("untraceable", function)
+    model, expected = case.model(), Run(case.model()).through(plain, plain, plain)
+    with applied("graph", model, FULL), pytest.warns(ConfigWarning, match=line(why_not)) as told:
+        assert_same_gradients(expected, Run(model).through(plain, plain, plain))
+    assert len(told) == 1
+
+
+def test_guards_that_fail_in_every_call() -> None:
+    case = UNITS["counter"]
+    model, expected = case.model(), Run(case.model()).through(*[plain] * 8)
+    why_not = r"its calls differ, and each would have to be traced: 'count == 1' did not hold in the last one"
+    with applied("graph", model, FULL), pytest.warns(ConfigWarning, match=line(why_not)) as told:
+        assert_same_gradients(expected, Run(model).through(*[plain] * 8))
+    assert len(told) == 1
+
+
+def test_arguments_of_many_shapes() -> None:
+    case = Case(
+        "shapes",
+        FEED_FORWARD.function,
+        calls=lambda units, x: torch.stack([units[0](x[:, :, None].expand(4, 8, n).mT).mean() for n in range(1, 11)]),
+    )
+    model, expected = case.model(), Run(case.model()).through(plain, plain)
+    why_not = "its arguments come in more than 8 shapes"
+    with applied("graph", model, FULL), pytest.warns(ConfigWarning, match=line(why_not)):
+        assert_same_gradients(expected, Run(model).through(plain, plain))
+
+
+def test_a_trace_that_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graph_engine, "_LONG_S", 0.0)
+    model = FEED_FORWARD.model()
+    message = r"^recollect: tracing unit 'units\.0' took \d+ s\. To train without that, plan it with engine='tape'\.$"
+    with applied("graph", model, FULL), pytest.warns(ConfigWarning, match=message):
+        Run(model).through(plain, plain)
+
+
+@pytest.mark.filterwarnings("ignore:recollect. torch.compile has no effect")
+def test_a_compiled_unit() -> None:
+    model, expected = FEED_FORWARD.model(), Run(FEED_FORWARD.model()).through(plain, plain, plain)
+    model.units[0].compile(backend="eager")
+    with applied("graph", model, FULL) as handle:
+        assert_same_gradients(expected, Run(model).through(plain, plain, plain))
+        assert [forward.why_not for forward in traced_forwards(handle)] == ["its user compiled it"]
+
+
+# What no backward can do
+
+
+def after_a_trace(name: str = "kept value out") -> tuple[Any, Run]:
+    model = UNITS[name].model()
+    handle = applied("graph", model, FULL)
+    run = Run(model)
+    run.through(plain, plain)
+    return handle, run
+
+
+def test_second_derivatives() -> None:
+    handle, run = after_a_trace()
+    message = (
+        r"create_graph=True.*unit 'units\.0' runs from a trace, which has no second derivatives.*"
+        r"Use the engine 'tape' for it, or leave it out of the plan"
+    )
+    with handle, pytest.raises(ConfigError, match=message):
+        run.loss()[1].backward(create_graph=True)
+
+
+def test_a_second_backward_without_the_graph() -> None:
+    handle, run = after_a_trace()
+    message = (
+        r"^backward ran a second time through unit 'units\.0', and what it had saved is freed\. Call the first backward with "
+        r"retain_graph=True\.$"
+    )
+    with handle:
+        output = run.model.units[0](torch.ones(4, WIDTH))[1].sum()
+        output.backward()
+        with pytest.raises(RuntimeError, match=message):
+            output.backward()
+
+
+def test_what_a_unit_writes_to_is_seen_outside() -> None:
+    model = UNITS["other input written"].model()
+    with applied("graph", model, FULL) as handle:
+        run = Run(model)
+        run.through(plain, plain)
+        table, weight = torch.ones(4, WIDTH), torch.ones(4, WIDTH, requires_grad=True)
+        product = weight * table
+        model.units[0](torch.ones(4, WIDTH), table)
+        assert num_tape_calls(handle) == 1
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            product.sum().backward()
+
+
+@pytest.mark.parametrize("write", [lambda unit, given, made: made.add_(1), lambda unit, given, made: given.add_(1)])
+def test_writes_before_backward(write: Callable[..., Any]) -> None:
+    handle, run = after_a_trace()
+    unit, given = run.model.units[0], torch.ones(4, WIDTH)
+    with handle:
+        made, other = unit(given)
+        with torch.no_grad():
+            write(unit, given, made)
+        message = (
+            r"a tensor of shape \[4, 8\], saved for backward in units\.0, was changed in place 1 time before backward"
+        )
+        with pytest.raises(MutatedValueError, match=message):
+            other.sum().backward()
+
+
+def test_writes_that_raise_no_version() -> None:
+    """Seen, as on the tape, where an op would run again on a small tensor; autograd's own formulas read what is there now."""
+    handle, run = after_a_trace("feed forward")
+    with handle:
+        _, loss = run.loss()
+        run.model.units[0].first.bias.data.mul_(2)
+        message = r"a tensor of shape \[8\], saved for backward in units\.0, was changed in place \(through `\.data` or NumPy\)"
+        with pytest.raises(MutatedValueError, match=message):
+            loss.backward()

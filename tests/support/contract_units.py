@@ -1,0 +1,863 @@
+"""The registry of units that the contracts run: what layers do, each in a few lines, with how its model calls it.
+
+A unit is a function of (unit, hidden, ...) that uses the unit's parts; hidden states are [4, 8]. `WHY_NOT` is what the graph
+engine says of those that stay on the tape.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import random
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from library_ops import double_, drop, half_square
+
+WIDTH, ROWS = 8, 4
+
+Function = Callable[..., Any]
+Parts = Callable[[], dict[str, nn.Module]]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One unit, and the model around it.
+
+    Attributes:
+        name: of the unit.
+        function: what the unit computes.
+        parts: modules of its own.
+        calls: how the model calls its units, given the list of them and a hidden state; gives back one tensor or several.
+        num_units: how many the model has.
+        prepare: what happens to the model before it trains: hooks, ties, dtypes.
+        around: the context of each forward.
+        dtype: of the model and its input.
+        is_alone: plain autograd refuses a second forward before the first backward.
+        is_composite: its backward has an op that runs others, in which autocast has no effect under dispatch modes.
+    """
+
+    name: str
+    function: Function
+    parts: Parts = dict
+    calls: Callable[[Any, Tensor], Any] = lambda units, hidden: units[0](hidden)
+    num_units: int = 1
+    prepare: Callable[[Any], object] = lambda model: None
+    around: Callable[[], Any] = nullcontext
+    dtype: torch.dtype = torch.float32
+    is_alone: bool = False
+    is_composite: bool = False
+
+    def model(self) -> Model:
+        SCALE[0] = 1.0
+        random.seed(0)
+        np.random.seed(0)
+        torch.manual_seed(0)
+        model = Model(self).to(self.dtype)
+        self.prepare(model)
+        return model.train()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return case_named, (self.name,)
+
+
+class Unit(nn.Module):
+    """Runs a function of itself and what it is given."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        self.case = case
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH**0.5)
+        self.register_buffer("seen", torch.ones(WIDTH))
+        self.count = 0
+        self.losses: list[Tensor] = []
+        for name, part in case.parts().items():
+            self.add_module(name, part)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.case.function(self, *args, **kwargs)
+
+
+class Model(nn.Module):
+    """A stem, units, and a mean of squares of what they give back. [4, 8] -> scalars."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        self.stem = nn.Linear(WIDTH, WIDTH)
+        self.units = nn.ModuleList(Unit(case) for _ in range(case.num_units))
+        self.case = case
+
+    @property
+    def paths(self) -> list[str]:
+        return [f"units.{index}" for index in range(len(self.units))]
+
+    def forward(self, hidden: Tensor) -> list[Tensor]:
+        with self.case.around():
+            output = self.case.calls(self.units, self.stem(hidden))
+        outputs = list(output) if isinstance(output, (list, tuple)) else [output]
+        losses = [one for unit in self.units for one in unit.losses]
+        for unit in self.units:
+            unit.losses.clear()
+        return [one.abs().float().square().mean() for one in [*outputs, *losses]]
+
+
+UNITS: dict[str, Case] = {}
+
+
+def case_named(name: str) -> Case:
+    return UNITS[name]
+
+
+def units(functions: dict[str, Function], **how: Any) -> None:
+    """Enter functions in the registry; `how` is the same for all of them."""
+    assert not UNITS.keys() & functions.keys()
+    UNITS.update((name, Case(name, function, **how)) for name, function in functions.items())
+
+
+def modules(makers: dict[str, Callable[[], nn.Module]], function: Function, **how: Any) -> None:
+    """Enter modules, which the function runs as the unit's `inner`."""
+    for name, make in makers.items():
+        units({name: function}, parts=partial(_parts, make), **how)
+
+
+def _parts(make: Callable[[], nn.Module]) -> dict[str, nn.Module]:
+    return {"inner": make()}
+
+
+# Ops, one after the other, and modules of PyTorch
+
+
+def _conjugate(self: Any, x: Tensor) -> Tensor:
+    """A conjugate has the same storage, layout and version as the original, and other numbers."""
+    number = torch.view_as_complex(self.first(x).reshape(4, -1, 2)) * 2
+    return torch.view_as_real(number.conj().exp() + number * number.conj()).flatten(1)
+
+
+def _negative_view(self: Any, x: Tensor) -> Tensor:
+    doubled = self.first(x) * 2
+    return torch._neg_view(doubled).exp() * doubled.sin()
+
+
+def _foreach(self: Any, x: Tensor) -> Tensor:
+    rows = list(torch._foreach_mul([row.clone() for row in self.first(x)], 2.0))
+    torch._foreach_add_(rows, [row.detach() for row in rows])
+    return torch.stack(rows).sin()
+
+
+@torch.no_grad()
+def _without_gradient(x: Tensor) -> Tensor:
+    return x.sin().exp()
+
+
+def _sdpa(self: Any, x: Tensor, mask: Tensor | None = None, **how: Any) -> Tensor:
+    heads = [one.view(1, 2, 4, 4) for one in (self.first(x), x, self.second(x))]
+    return F.scaled_dot_product_attention(*heads, mask, **how).reshape(4, 8)
+
+
+def _rotary(self: Any, x: Tensor) -> Tensor:
+    """As complex multiplication, the way Llama's first code did it."""
+    turned = torch.view_as_complex(self.first(x).reshape(4, -1, 2)) * torch.polar(torch.ones(4), torch.arange(4.0))
+    return torch.view_as_real(turned).flatten(1).cos()
+
+
+units(
+    {
+        "feed forward": lambda self, x: x + self.second(F.gelu(self.first(x))),
+        "causal sdpa": lambda self, x: _sdpa(self, x, is_causal=True),
+        "masked sdpa": lambda self, x: _sdpa(self, x, torch.ones(4, 4).tril().bool()),
+        "split and cat": lambda self, x: (
+            torch.cat(self.first(x).sin().split([3, 5], 1)[::-1], 1) + torch.cat(x.exp().chunk(4))
+        ),
+        "gather and scatter": lambda self, x: x.gather(1, x.argsort(1)).scatter_add(1, x.argsort(0), self.first(x)),
+        "index put": lambda self, x: (
+            self.first(x).index_put((torch.tensor([1, 3]),), x[:2].sin(), accumulate=True).cos()
+        ),
+        "topk": lambda self, x: self.first(x).topk(3).values.exp().sum(1, True) + x,
+        "cumsum": lambda self, x: self.first(x).sin().cumsum(0).cumprod(1),
+        "cross entropy": lambda self, x: x + F.cross_entropy(self.first(x), torch.tensor([1, 2, -100, 7])),
+        "fourier": lambda self, x: (torch.fft.rfft(self.first(x)).abs() @ self.weight[:5]).sin(),
+        "one hot": lambda self, x: F.one_hot(self.first(x).argmax(-1), 8).float() @ self.weight + x,
+        "views": lambda self, x: self.first(x).t().unsqueeze(0).expand(2, 8, 4)[1, ::1].flip(0).roll(1, 0).t().exp(),
+        "pad and unfold": lambda self, x: F.pad(self.first(x), (1, 1)).unfold(1, 3, 1).exp().mean(-1),
+        "gumbel softmax": lambda self, x: F.gumbel_softmax(self.first(x), hard=True) * x,
+        "custom op": lambda self, x: half_square(self.first(x)).sin(),
+        "custom op that draws": lambda self, x: self.first(x).sin() * drop(x.detach(), 0.5)[0],
+        "without gradient inside": lambda self, x: self.first(x) * _without_gradient(x),
+        "other dtype view": lambda self, x: (self.first(x) * (x.detach().view(torch.int32) & 1).float()).exp(),
+        "one element": lambda self, x: self.first(x) * (1 + x.detach().abs().max().item()),
+        "mask of data": lambda self, x: self.first(x)[x > 0].exp().sum() + x,
+        "rotary": _rotary,
+        "conjugate": _conjugate,
+        "negative view": _negative_view,
+        "foreach": _foreach,
+    }
+)
+
+
+def _inner(self: Any, x: Tensor) -> Tensor:
+    return self.inner(self.first(x)).sin()
+
+
+def _images(self: Any, x: Tensor) -> Tensor:
+    return self.inner(self.first(x).reshape(2, 4, 2, 2)).reshape(4, -1).sin()
+
+
+def _cells(self: Any, x: Tensor) -> Tensor:
+    state = None
+    for row in self.first(x).split(2):
+        state = self.inner(row, state)
+    return x + state.repeat(2, 1)
+
+
+def _looked_up(self: Any, x: Tensor) -> Tensor:
+    found = self.inner((x.detach()[:, :3].abs() * 3).long().clamp(max=9))
+    return self.first(x) + (found if found.ndim == 2 else found.mean(1))
+
+
+def _attended(self: Any, x: Tensor) -> Tensor:
+    output, weights = self.inner(x, self.first(x), x, need_weights=True)
+    return output * weights.mean()
+
+
+def _pooled(self: Any, x: Tensor) -> Tensor:
+    small, where = self.inner(self.first(x).reshape(1, 1, 4, 8))
+    return F.max_unpool2d(small.sin(), where, 2).reshape(4, 8).exp()
+
+
+modules(
+    {
+        "batch norm": lambda: nn.BatchNorm1d(8, momentum=None),
+        "alpha dropout": lambda: nn.AlphaDropout(0.4),
+        "random relu": nn.RReLU,
+        "random relu in place": lambda: nn.RReLU(inplace=True),
+        "relu in place": lambda: nn.ReLU(inplace=True),
+        "weight norm": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(8, 8)),
+        "encoder layer": lambda: nn.TransformerEncoderLayer(8, 2, 16, 0.1),
+        "compiled part": lambda: torch.compile(nn.Linear(8, 8), backend="aot_eager"),
+        "scripted part": lambda: torch.jit.trace(nn.Sequential(nn.Linear(8, 8), nn.Tanh()), torch.ones(4, 8)),
+    },
+    _inner,
+)
+modules(
+    {
+        "batch norm 2d": lambda: nn.BatchNorm2d(4),
+        "batch norm without statistics": lambda: nn.BatchNorm2d(4, track_running_stats=False),
+        "frozen batch norm": lambda: nn.BatchNorm2d(4).requires_grad_(False),
+        "instance norm": lambda: nn.InstanceNorm2d(4, track_running_stats=True),
+        "group norm": lambda: nn.GroupNorm(2, 4),
+        "channel dropout": lambda: nn.Dropout2d(0.4),
+        "convolution": lambda: nn.Conv2d(4, 4, 3, padding=1),
+        "transposed convolution": lambda: nn.ConvTranspose2d(4, 4, 1),
+    },
+    _images,
+)
+modules(
+    {"lstm": lambda: nn.LSTM(8, 8, num_layers=2, dropout=0.3), "gru": lambda: nn.GRU(8, 8)},
+    lambda self, x: self.inner(self.first(x).unsqueeze(0))[0].squeeze(0),
+)
+modules({"gru cells": lambda: nn.GRUCell(8, 8)}, _cells)
+modules(
+    {
+        "embedding with padding": lambda: nn.Embedding(10, 8, padding_idx=0),
+        "embedding bag": lambda: nn.EmbeddingBag(10, 8, mode="max"),
+    },
+    _looked_up,
+)
+modules({"pool and unpool": lambda: nn.MaxPool2d(2, return_indices=True)}, _pooled)
+modules({"attention with weights": lambda: nn.MultiheadAttention(8, 2, dropout=0.2)}, _attended)
+modules(
+    {"bilinear": lambda: nn.Bilinear(8, 8, 8)}, lambda self, x: self.inner(x, self.first(x).sin()), is_composite=True
+)
+# Their forward writes to what the one before has saved.
+modules({"embedding with a maximum norm": lambda: nn.Embedding(10, 8, max_norm=0.5)}, _looked_up, is_alone=True)
+modules({"spectral norm": lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8))}, _inner, is_alone=True)
+
+# Random numbers
+
+
+def _own_generator(self: Any, x: Tensor) -> Tensor:
+    generator = torch.Generator().manual_seed(self.count)
+    self.count += 1
+    return self.first(x) * torch.rand(x.shape, generator=generator).exp()
+
+
+def _seeds_of_its_own(self: Any, x: Tensor) -> Tensor:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        x = F.dropout(self.first(x).sin(), 0.5)
+    return F.dropout(x.cos(), 0.5)
+
+
+units(
+    {
+        "dropout": lambda self, x: x + F.dropout(F.dropout(self.first(x).sin(), 0.3).exp(), 0.2),
+        "attention dropout": lambda self, x: _sdpa(self, x, dropout_p=0.3),
+        "noise": lambda self, x: self.first(x) * torch.randn_like(x) + torch.rand(8) * torch.empty(8).bernoulli_(0.5),
+        "own generator": _own_generator,
+        "seeds of its own": _seeds_of_its_own,
+        "random of python": lambda self, x: self.first(x) * random.random(),
+        "random of numpy": lambda self, x: self.first(x) * float(np.random.rand()),
+        "layer drop": lambda self, x: x if random.random() < 0.3 else self.second(self.first(x).sin()),
+    }
+)
+
+# Memory that is written to
+
+
+def _in_place(self: Any, x: Tensor) -> Tensor:
+    product = x @ self.weight
+    product += self.first.bias
+    return product.sigmoid_().sin() + x
+
+
+def _input_written(self: Any, x: Tensor, table: Tensor | None = None) -> Tensor:
+    written = x if table is None else table
+    written += 1
+    return self.first(x).sin() * written
+
+
+def _buffer_written(self: Any, x: Tensor) -> Tensor:
+    self.seen.mul_(0.9).add_(x.detach().mean(0))
+    return self.first(x) + self.seen.detach().clone()
+
+
+def _buffer_replaced(self: Any, x: Tensor) -> Tensor:
+    self.seen = self.seen * 0.9 + x.detach().mean(0)
+    return self.first(x) * self.seen
+
+
+def _statistics_written(self: Any, x: Tensor) -> Tensor:
+    """As batch norm does it, in sight: run twice, it would count the batch twice."""
+    given = self.first(x), None, None, self.seen, self.seen, True, 0.1, 1e-5
+    return torch.ops.aten._native_batch_norm_legit(*given)[0].sin()
+
+
+def layout_in_place(self: Any, x: Tensor) -> Tensor:
+    """`transpose_` and its kin bump the version counter, though no number changes."""
+    doubled = self.first(x) * 2
+    above = doubled + 1
+    doubled.transpose_(0, -1).unsqueeze_(0).squeeze_(0).t_()
+    return above.sin() * doubled
+
+
+def _data_assigned(self: Any, x: Tensor) -> Tensor:
+    """Assigns to `.data`, which is older than `no_grad` and still in use."""
+    scaled = self.first(x) * 2
+    scaled.data = scaled.data.clamp(-1, 1)
+    return scaled.exp()
+
+
+def _data_written(self: Any, x: Tensor) -> Tensor:
+    scaled = self.first(x) * 2
+    scaled.data.clamp_(-1, 1)
+    return scaled.exp()
+
+
+def _filled_by_parts(self: Any, x: Tensor) -> Tensor:
+    """A static cache: rows are written into a buffer at places that depend on the data."""
+    cache = torch.zeros(6, WIDTH)
+    cache.index_copy_(0, x[:, 0].argsort(), self.first(x))
+    cache.scatter_add_(0, torch.ones(1, WIDTH, dtype=torch.long), x[:1].sin())
+    return cache[:4].exp() + cache[2:]
+
+
+def _slices_put_together(self: Any, x: Tensor) -> Tensor:
+    """As Hugging Face's DeepSeek-V3 makes keys of a rotated part and another one."""
+    keys = x.new_empty(4, 2, WIDTH // 2)
+    keys[..., :3] = self.first(x).view(4, 2, -1)[..., :3].sin()
+    keys[..., 3:] = x.view(4, 2, -1)[..., :1].exp()
+    return (keys.square() * keys.tanh()).flatten(1)
+
+
+def _slices_filled_out_of_sight(self: Any, x: Tensor) -> Tensor:
+    """Half of a buffer, and some of it twice; what is left is filled as a foreign kernel fills it."""
+    keys = torch.empty_like(x)
+    keys[:, :2] = self.first(x)[:, :2].sin()
+    keys[:, 1:3] = x[:, 1:3].exp()
+    keys[:, 4:] = x[:, 4:].cos()
+    keys.detach().numpy()[:, 3] = 2
+    return keys.square()
+
+
+def _resized(self: Any, x: Tensor) -> Tensor:
+    buffer = torch.empty(0)
+    with torch.no_grad():
+        torch.mm(x, self.weight, out=buffer)
+        buffer += 1
+    return self.first(x) * buffer.sigmoid()
+
+
+def _written_by_a_custom_op(self: Any, x: Tensor) -> Tensor:
+    """Ops of `torch.library.custom_op` raise the version of what they write to before dispatch modes see them."""
+    factor = (x @ self.weight).detach().sin()
+    before = factor.exp()
+    double_(factor)
+    return self.first(x) * factor.cos() * before
+
+
+def _constant_written(self: Any, x: Tensor) -> Tensor:
+    factor = torch.ones(WIDTH)
+    before = factor.exp()
+    double_(factor)
+    double_(factor[:2])
+    return x * (factor * self.first(x)).sin() * before
+
+
+def _numpy_inside(self: Any, x: Tensor) -> Tensor:
+    scale = torch.zeros_like(x)
+    scale.numpy()[...] = x.detach().numpy() + 1
+    return self.first(x).sin() * scale
+
+
+units(
+    {
+        "in place": _in_place,
+        "input written": _input_written,
+        "buffer written": _buffer_written,
+        "buffer replaced": _buffer_replaced,
+        "statistics written": _statistics_written,
+        "layout in place": layout_in_place,
+        "data assigned": _data_assigned,
+        "data written": _data_written,
+        "filled by parts": _filled_by_parts,
+        "slices put together": _slices_put_together,
+        "slices filled out of sight": _slices_filled_out_of_sight,
+        # Its strides say nothing.
+        "buffer without elements": lambda self, x: (
+            self.first(x) * (1 + torch.empty_strided((0, 2), (0, 0)).fill_(1).sum())
+        ),
+        "resized": _resized,
+        "written by a custom op": _written_by_a_custom_op,
+        "constant written by a custom op": _constant_written,
+        "numpy inside": _numpy_inside,
+    }
+)
+units({"other input written": _input_written}, calls=lambda units, x: units[0](x, x.detach().clone()))
+
+# Weights
+
+
+def _hidden_layer(self: Any, x: Tensor) -> Tensor:
+    return self.second(self.first(x).sin())
+
+
+def _chained(units: Any, x: Tensor) -> Tensor:
+    for one in units:
+        x = one(x).sin()
+    return x
+
+
+def _twice(self: Any, x: Tensor) -> Tensor:
+    return self.first(x).sin() + self.second(self.first(x.cos()).exp())
+
+
+def _weights_tied(self: Any, x: Tensor) -> Tensor:
+    return F.linear(F.linear(x, self.first.weight).sin(), self.first.weight.t())
+
+
+units({"weights tied": _weights_tied, "module called twice": _twice})
+units(
+    {"module with two names": lambda self, x: self.again(self.first(x).sin()).exp()},
+    prepare=lambda model: model.units[0].add_module("again", model.units[0].first),
+)
+units({"weights frozen": _hidden_layer}, prepare=lambda model: model.units[0].first.requires_grad_(False))
+units({"all frozen": _hidden_layer}, prepare=lambda model: model.requires_grad_(False))
+units(
+    {"low rank adapter": lambda self, x: self.first(x) + self.up(F.dropout(self.down(x), 0.1)).sin()},
+    parts=lambda: {"down": nn.Linear(8, 2, bias=False), "up": nn.Linear(2, 8, bias=False)},
+    prepare=lambda model: [p.requires_grad_(".down" in name or ".up" in name) for name, p in model.named_parameters()],
+)
+units(
+    {"weights shared by units": _twice},
+    num_units=2,
+    calls=_chained,
+    prepare=lambda model: setattr(model.units[1].first, "weight", model.units[0].first.weight),
+)
+units(
+    {"weights shared with the stem": _twice},
+    prepare=lambda model: setattr(model.units[0].first, "weight", model.stem.weight),
+)
+units(
+    {"unit called three times": lambda self, x: F.dropout(self.first(x).exp().sin(), 0.1)},
+    calls=lambda units, x: _chained([units[0]] * 3, x),
+)
+
+# Arguments and results
+
+
+def _values(found: Any) -> list[Any]:
+    if isinstance(found, dict):
+        found = list(found.values())
+    if not isinstance(found, (list, tuple)):
+        return [found] if isinstance(found, Tensor) and found.is_floating_point() else []
+    return [value for one in found for value in _values(one)]
+
+
+units(
+    {
+        "dict out": lambda self, x: {"first": self.first(x).sin(), "none": None, "second": self.second(x).exp()},
+        "nested out": lambda self, x: (None, [self.first(x).sin(), {"a": self.second(x).exp()}], 3, "word"),
+        "input out": lambda self, x: (self.first(x).sin(), x),
+        "view of the input out": lambda self, x: (self.first(x).sin(), x[1:]),
+        "only the input out": lambda self, x: x,
+        "two views out": lambda self, x: self.first(x).sin().chunk(2),
+        "value and its view out": lambda self, x: [(y := self.first(x).sin()), y.t()],
+        "the same twice out": lambda self, x: [(y := self.first(x).sin()), y],
+        "kept value out": lambda self, x: [(y := self.first(x).sigmoid()), y * 2],
+        "no gradient out": lambda self, x: (self.first(x).sin(), x.detach().exp(), x.argmax()),
+        "parameter and buffer out": lambda self, x: (self.first(x).sin(), self.weight, self.seen),
+    },
+    calls=lambda units, x: _values(units[0](x)),
+)
+
+
+def _keywords(self: Any, *, hidden: Tensor, scale: float, how: dict[str, Any]) -> Tensor:
+    other, (third, nothing) = how["rest"]
+    assert nothing is None
+    return getattr(self.first(hidden) * scale, how["mode"])() * other + third
+
+
+def _integers(self: Any, x: Tensor, order: Tensor, mask: Tensor, number: int) -> Tensor:
+    return torch.where(mask, self.first(x) * number, x.index_fill(0, order, 0.5).sin())
+
+
+units(
+    {"keywords and containers": _keywords},
+    calls=lambda units, x: units[0](hidden=x, scale=0.5, how={"mode": "sin", "rest": [x.cos(), (x.exp(), None)]}),
+)
+units(
+    {"integers and masks": _integers},
+    calls=lambda units, x: units[0](x, torch.tensor([3, 0, 2]), torch.ones(4, 8).tril().bool(), 7),
+)
+units({"the same twice in": lambda self, x, y: self.first(x).sin() * y.exp()}, calls=lambda units, x: units[0](x, x))
+units(
+    {"views of one in": lambda self, x, y, z: torch.cat([self.first(x) * y, (z.t() * x).exp()])},
+    calls=lambda units, x: units[0](x[:2], x[1:3], x.t()[:, :2]),
+)
+units(
+    {"strides in": lambda self, x, y: self.first(x) * y.sin() + x.exp()},
+    calls=lambda units, x: units[0](x.t().contiguous().t(), x[:, :1].expand(4, 8)),
+)
+units({"no gradient in": _hidden_layer}, calls=lambda units, x: units[0](x.detach()))
+units({"two shapes": _hidden_layer}, calls=lambda units, x: units[0](x) + units[0](x[:2]).repeat(2, 1))
+units({"double precision": _hidden_layer}, dtype=torch.float64)
+units(
+    {"half precision": lambda self, x: F.layer_norm(self.second(F.gelu(self.first(x))), (8,)) + x}, dtype=torch.bfloat16
+)
+units(
+    {"complex in and out": lambda self, x: (x * self.first(x.imag)).exp()},
+    calls=lambda units, x: units[0](torch.complex(x, x.sin())).real,
+)
+
+# Tensors that several readers share
+
+
+def _across(units: Any, x: Tensor) -> Tensor:
+    memory = x.sin()
+    for one in units:
+        x = one(x, memory)
+    return x + memory.exp()
+
+
+def _biased(units: Any, x: Tensor) -> Tensor:
+    bias = None
+    for one in units:
+        x, bias = one(x, bias)
+    return x + bias
+
+
+def _cross_attention(self: Any, x: Tensor, memory: Tensor) -> Tensor:
+    return x + self.first(x) * self.second(memory).sigmoid() + memory.exp() * (memory @ self.weight)
+
+
+def _position_bias(self: Any, x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """T5's first layer computes it, and all others add it to their scores."""
+    bias = self.second.weight[:4] if bias is None else bias
+    return x + (self.first(x).sin() + bias) * bias.exp(), bias
+
+
+units({"cross attention": _cross_attention}, num_units=2, calls=_across)
+units({"position bias": _position_bias}, num_units=3, calls=_biased)
+units(
+    {
+        "input with many readers": lambda self, x: self.first(x).sin() * x + self.second(x).exp() * x.cos(),
+        "weight with many readers": lambda self, x: (
+            x @ self.weight + (x.sin() @ self.weight).exp() * self.weight.mean()
+        ),
+    },
+    calls=lambda units, x: units[0](x) * x.sin() + x.exp(),
+)
+
+# Autocast
+
+
+def _weight_cast_twice(self: Any, x: Tensor) -> Tensor:
+    """Autocast keeps the cast, whose gradients are added in 16 bits."""
+    return self.first(self.first(x).sin()).float() + (self.first(x.cos()) @ self.weight).float()
+
+
+def _autocast_inside(self: Any, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        x = (self.first(x).sin() @ self.weight).relu()
+    return (x @ self.weight.bfloat16()).float().exp().cos()
+
+
+def _autocast_off_inside(self: Any, x: Tensor) -> Tensor:
+    x = self.first(x)
+    with torch.autocast("cpu", enabled=False):
+        return self.second(x.float()).exp()
+
+
+def _number_under_autocast(self: Any, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return (self.first(x) * x.detach().sum().item()).float()
+
+
+units({"autocast inside": _autocast_inside, "number under autocast": _number_under_autocast})
+for _dtype in (torch.bfloat16, torch.float16):
+    units(
+        {
+            f"autocast to {_dtype}": lambda self, x: self.second(
+                F.layer_norm(self.first(x).exp(), (8,)).softmax(-1)
+            ).float()
+        },
+        around=partial(torch.autocast, "cpu", _dtype),
+    )
+units(
+    {"weight cast twice": _weight_cast_twice, "autocast off inside": _autocast_off_inside},
+    around=partial(torch.autocast, "cpu", torch.bfloat16),
+    num_units=2,
+    calls=_chained,
+)
+
+# Gradients of one's own
+
+
+class Double(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        output = x.sin() * 2
+        ctx.save_for_backward(x, output)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        x, output = ctx.saved_tensors
+        return gradient * x.cos() + output
+
+
+class KernelSine(torch.autograd.Function):
+    """Fills a buffer behind PyTorch's back, as a Triton kernel does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        output = torch.empty_like(x)
+        output.numpy()[...] = x.detach().sin().numpy()
+        ctx.save_for_backward(x, output)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        x, output = ctx.saved_tensors
+        return gradient * x.cos() + 0 * output
+
+
+class InPlaceDouble(torch.autograd.Function):
+    """Writes into its argument behind PyTorch's back, and says so to autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.mark_dirty(x)
+        values = x.detach().numpy()
+        values *= 2
+        ctx.save_for_backward(x)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (doubled,) = ctx.saved_tensors
+        return gradient * 2 + 0 * doubled
+
+
+def _force_field(self: Any, x: Tensor) -> Tensor:
+    with torch.enable_grad():
+        position = x.detach().requires_grad_()
+        energy = (position @ self.weight).tanh().square().sum()
+    return self.first(x) + torch.autograd.grad(energy, position, create_graph=True)[0]
+
+
+def _own_checkpoint(self: Any, x: Tensor) -> Tensor:
+    inner = checkpoint(lambda y: F.dropout((y @ self.weight).sigmoid(), 0.2), x.sin(), use_reentrant=False)
+    return inner.cos()  # type: ignore[no-any-return]
+
+
+def _saved_on_cpu(self: Any, x: Tensor) -> Tensor:
+    with torch.autograd.graph.save_on_cpu():
+        x = (self.first(x).sin() @ self.weight).sigmoid()
+    return x.cos() * x
+
+
+def _inference_inside(self: Any, x: Tensor) -> Tensor:
+    """A table made under inference mode: such tensors have no version counter."""
+    with torch.inference_mode():
+        table = torch.arange(WIDTH).cos()
+    return (self.first(x) + table).sin()
+
+
+def _hooked(self: Any, x: Tensor) -> Tensor:
+    x = self.first(x).sin()
+    if x.requires_grad:
+        x.register_hook(lambda gradient: gradient * 2)
+    return x.exp()
+
+
+def _jacobian(self: Any, x: Tensor) -> Tensor:
+    found = torch.func.vmap(torch.func.jacrev(torch.tanh))(self.first(x)) @ x.unsqueeze(-1)
+    return found.squeeze(-1) + torch.func.linearize(torch.tanh, x)[1](x)
+
+
+units(
+    {
+        "function": lambda self, x: Double.apply(self.first(x)).square(),
+        "function that writes unseen": lambda self, x: KernelSine.apply(self.first(x)).square(),
+        "function in place": lambda self, x: InPlaceDouble.apply(self.first(x).sin()).square(),
+        "vmap": lambda self, x: torch.func.vmap(torch.tanh)(self.first(x)).sin(),
+        "jacobian": _jacobian,
+        "jvp": lambda self, x: torch.func.jvp(torch.tanh, (self.first(x),), (x.sin(),))[1],
+        "func grad": lambda self, x: torch.func.grad(lambda y: y.sin().sum())(self.first(x)) * x,
+        "force field": _force_field,
+        "own checkpoint": _own_checkpoint,
+        "saved on cpu inside": _saved_on_cpu,
+        "inference inside": _inference_inside,
+        "gradient hook within": _hooked,
+    }
+)
+
+# Python around the ops
+
+POSITION = contextvars.ContextVar("POSITION", default=2.0)
+SCALE = [1.0]
+
+
+def _asks_the_compiler(self: Any, x: Tensor) -> Tensor:
+    if torch.compiler.is_compiling() or torch._dynamo.is_compiling():
+        return (self.first(x) * 1.000001).sin()
+    return self.first(x).sin()
+
+
+def _counter(self: Any, x: Tensor) -> Tensor:
+    self.count += 1
+    return (self.first(x) * self.count).sin()
+
+
+def _auxiliary_losses(self: Any, x: Tensor) -> Tensor:
+    scores = self.second(x).softmax(-1)
+    self.losses.append(scores.square().sum())
+    return self.first(x) * scores
+
+
+def _earlier_call(self: Any, x: Tensor) -> Tensor:
+    output = self.first(x).sin() + getattr(self, "last", 0.0)
+    self.last = output.detach()
+    return output
+
+
+def _loop_over_experts(self: Any, x: Tensor) -> Tensor:
+    choice = self.first(x).argmax(-1) % 3
+    output = x.clone()
+    for index, expert in enumerate(self.experts):
+        tokens = (choice == index).nonzero().squeeze(-1)
+        output = output.index_add(0, tokens, expert(x[tokens]).tanh())
+    return output
+
+
+def _all_experts(self: Any, x: Tensor) -> Tensor:
+    weights = self.first(x).softmax(-1)
+    return sum(expert(x).tanh() * weights[:, i, None] for i, expert in enumerate(self.experts))
+
+
+units(
+    {
+        "branch on data": lambda self, x: self.first(x).sin() if x.sum() > 0 else self.second(x).cos(),
+        "branch on training": lambda self, x: F.dropout(self.first(x), 0.5) if self.training else self.second(x),
+        "asks the compiler": _asks_the_compiler,
+        "context variable": lambda self, x: self.first(x) * POSITION.get(),
+        "counter": _counter,
+        "auxiliary losses": _auxiliary_losses,
+        "attribute of an earlier call": _earlier_call,
+    }
+)
+units(
+    {"loop over experts": _loop_over_experts, "all experts": _all_experts},
+    parts=lambda: {"experts": nn.ModuleList(nn.Linear(8, 8) for _ in range(3))},
+)
+units(
+    {"attribute that changes": lambda self, x: (self.first, self.second, torch.sin)[self.count](x).exp()},
+    calls=lambda units, x: (setattr(units[0], "count", (units[0].count + 1) % 3), units[0](x))[1],
+)
+units(
+    {"a global that changes": lambda self, x: self.first(x).sin() * SCALE[0]},
+    calls=lambda units, x: (SCALE.__setitem__(0, SCALE[0] % 2 + 1), units[0](x))[1],
+)
+
+# Hooks: on the unit, where they run around it, and inside
+
+
+def _scaled_gradients(module: Any, gradients: Any, *_: Any) -> Any:
+    return tuple(None if one is None else one * 2 for one in gradients)
+
+
+def _halved(parameter: Any) -> None:
+    parameter.grad.mul_(0.5)
+
+
+HOOKS: dict[str, Callable[[nn.Module], Any]] = {
+    "forward hook": lambda part: part.register_forward_hook(lambda module, args, output: output * 2),
+    "forward pre hook": lambda part: part.register_forward_pre_hook(lambda module, args: (args[0] * 2,)),
+    "full backward hook": lambda part: part.register_full_backward_hook(_scaled_gradients),
+    "full backward pre hook": lambda part: part.register_full_backward_pre_hook(_scaled_gradients),
+    "gradient hook": lambda part: next(part.parameters()).register_hook(lambda gradient: gradient * 2),
+    "post-accumulate hook": lambda part: next(part.parameters()).register_post_accumulate_grad_hook(_halved),
+}
+for _name, _register in HOOKS.items():
+    units({f"{_name} on it": _hidden_layer}, prepare=lambda model, add=_register: add(model.units[0]))
+    units({f"{_name} inside": _hidden_layer}, prepare=lambda model, add=_register: add(model.units[0].second))
+
+# What the graph engine says of units that it leaves to the tape; or Dynamo, whose words change.
+_WORDS: dict[str, tuple[str, ...]] = {
+    ".": (
+        *("lstm", "gru", "scripted part", "batch norm", "own generator", "seeds of its own", "random of python"),
+        *("random of numpy", "layer drop", "input written", "data assigned", "resized", "jacobian", "force field"),
+        *("saved on cpu inside", "context variable", "branch on data"),
+        *("full backward hook inside", "full backward pre hook inside"),
+    ),
+    "reads memory between the writes to it": ("random relu in place",),
+    "writes random numbers in place": ("written by a custom op", "constant written by a custom op"),
+    "gives back depends on data": ("one element", "loop over experts", "mask of data", "number under autocast"),
+    "it returns two tensors that share memory|it returns a view of what it was given": (
+        *("view of the input out", "two views out", "value and its view out", "position bias", "spectral norm"),
+        "attribute of an earlier call",
+    ),
+    "it runs other ops than in eager mode": (
+        *("one hot", "compiled part", "attribute that changes", "numpy inside", "slices filled out of sight"),
+        *("function that writes unseen", "function in place"),
+    ),
+    "there are hooks on modules inside it": ("forward hook inside", "forward pre hook inside"),
+    "its calls differ, and each would have to be traced: 'count ==": ("counter",),
+    "it writes to an input that needs a gradient": ("embedding with a maximum norm",),
+    "would run again, and write to what is kept once more": ("statistics written",),
+    "it calls register_hook": ("gradient hook within",),
+    "it calls tag_activation_checkpoint": ("own checkpoint",),
+}
+WHY_NOT = {name: words for words, names in _WORDS.items() for name in names}
+# Of these, what newer versions of Dynamo trace, to the same bits.
+TRACED_LATER = ("random of python", "context variable")

@@ -1,0 +1,174 @@
+"""What surrounds a call of a traced unit: autocast's casts, threads, writes, split backwards, and what holds the model."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from blocks import Block
+from engines import num_tape_calls, traced, traced_forwards
+from gradients import Step, assert_same_gradients
+from policies import FULL
+from recollect._torch_parallel import split_backward
+from recollect.engine.placed_forward import Applied
+from recollect.errors import ConfigWarning, MutatedValueError
+
+X = torch.randn(8, 16, generator=torch.Generator().manual_seed(0))
+PATHS = ("0", "1", "2")
+bfloat16 = torch.autocast("cpu", torch.bfloat16)
+
+
+def model(dropout: float = 0.1) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block(16, dropout) for _ in PATHS))
+
+
+def plainly(trained: nn.Module) -> Tensor:
+    loss: Tensor = trained(X).square().mean()
+    loss.backward()
+    return loss
+
+
+def step(trained: nn.Module, run: Callable[[Any], Tensor] = plainly) -> Step:
+    trained.zero_grad()
+    torch.manual_seed(7)
+    loss = run(trained)
+    grads = {name: p.grad.clone() for name, p in trained.named_parameters() if p.grad is not None}
+    return {"loss": loss.detach(), **grads}
+
+
+def is_equal(run: Callable[[Any], Tensor], new: Callable[[], nn.Module] = model, steps: int = 3) -> Applied:
+    """Check that steps are those of a plain model; the first one runs on the tape."""
+    plain, planned = new(), new()
+    with traced(planned, PATHS, FULL) as handle:
+        for _ in range(steps):
+            assert_same_gradients(step(plain, run), step(planned, run))
+    return handle
+
+
+def _tied() -> nn.Module:
+    made = model()
+    made[2].up.weight = made[0].up.weight  # type: ignore[union-attr]
+    return made
+
+
+def _under_autocast(trained: Any) -> Tensor:
+    with bfloat16:
+        loss: Tensor = trained(X).square().mean()
+    loss.backward()
+    return loss
+
+
+def _two_under_one_autocast(trained: Any) -> Tensor:
+    with bfloat16:
+        loss = (trained(X) + trained(2 * X)).square().mean()
+    loss.backward()
+    return loss
+
+
+def _of_a_leaf(trained: Any) -> Tensor:
+    leaf = X.clone().requires_grad_()
+    with bfloat16:
+        loss = (trained[0](leaf) + trained[0].up(leaf)[:, :16]).square().mean()
+    loss.backward()
+    assert leaf.grad is not None
+    return torch.stack([loss, leaf.grad.sum()])
+
+
+@pytest.mark.parametrize(
+    ("run", "new", "why_not"),
+    [
+        (_under_autocast, model, ""),
+        (_under_autocast, _tied, "autocast keeps the cast of a parameter that other modules have, too"),
+        (
+            _two_under_one_autocast,
+            model,
+            "it is called several times under one autocast, which keeps the casts of its parameters",
+        ),
+        (_of_a_leaf, model, "autocast keeps the cast of its input for all that read it"),
+    ],
+)
+def test_casts_that_autocast_shares(run: Callable[[Any], Tensor], new: Callable[[], nn.Module], why_not: str) -> None:
+    """Otherwise gradients would be added up in another precision."""
+    with pytest.warns(ConfigWarning, match=why_not) if why_not else nullcontext():
+        handle = is_equal(run, new)
+    assert traced_forwards(handle)[0].why_not == why_not
+
+
+def test_threads_that_trace_at_the_same_time() -> None:
+    """Of models without dropout that are there before: threads share a generator."""
+    found: list[Applied] = []
+    models = [model(0.0) for _ in range(4)]
+    threads = [threading.Thread(target=lambda: found.append(is_equal(plainly, models.pop))) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [forward.why_not for handle in found for forward in traced_forwards(handle)] == [""] * 6
+
+
+def test_gradients_of_inputs_first_and_of_parameters_one_by_one() -> None:
+    """As stages of pipelines do that split backward; with gradients that are there, a unit is a chain of nodes."""
+
+    def halves(trained: nn.Module) -> Tensor:
+        for parameter in trained.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        x = X.clone().requires_grad_()
+        loss: Tensor = trained(x).square().mean()
+        split_backward(loss, [x], trained)
+        assert x.grad is not None
+        return torch.stack([loss, x.grad.sum()])
+
+    assert num_tape_calls(is_equal(halves)) == len(PATHS)
+
+
+def test_a_unit_without_any_gradient() -> None:
+    handle = is_equal(plainly, lambda: _frozen(model()))
+    assert num_tape_calls(handle) == len(PATHS)
+
+
+def _frozen(trained: nn.Sequential) -> nn.Module:
+    trained[0].requires_grad_(False)
+    return trained
+
+
+def test_a_step_that_looks_for_anomalies_runs_on_the_tape() -> None:
+    def anomalous(trained: nn.Module) -> Tensor:
+        with torch.autograd.set_detect_anomaly(True):
+            return plainly(trained)
+
+    handle = is_equal(anomalous)
+    assert num_tape_calls(handle) == 3 * len(PATHS)
+    assert [forward.why_not for forward in traced_forwards(handle)] == [""] * 3
+
+
+def test_a_write_that_raises_no_version() -> None:
+    planned = model()
+    with traced(planned, PATHS, FULL):
+        for _ in range(2):
+            plainly(planned)
+        hidden = planned[0](X)
+        output = planned[1](hidden)
+        hidden.data.add_(1)
+        with pytest.raises(MutatedValueError, match="shape \\[8, 16\\], saved for backward in 1, was changed in place"):
+            output.sum().backward()
+
+
+def test_a_traced_model_is_let_go_of() -> None:
+    planned = model()
+    handle = traced(planned, PATHS, FULL)
+    for _ in range(2):
+        plainly(planned)
+    assert num_tape_calls(handle) == len(PATHS)
+    reference = weakref.ref(planned[0].up.weight)
+    del planned, handle
+    gc.collect()
+    assert reference() is None

@@ -1,0 +1,244 @@
+"""Programs of traced units: what they save, what runs again, and their bytes, against the meter to the byte."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import recollect
+from recollect.errors import ProfileFormatError
+from recollect.planning.planners import traced_where_known
+from recollect.profile.events import StepLog
+from recollect.profile.graph import OpRecord, UnitGraph, ValueRecord
+from recollect.profile.joint import JointOp, JointRecord
+from recollect.programs.cut import UntraceableError, cut
+from recollect.programs.play import play
+from recollect.programs.unit import cut_unit, played_unit
+from recollect.recording import engines
+from recollect.recording.joints import with_joints
+from recollect.recording.unit_samples import UnitSample
+from recollect.recording.unit_trace import trace_unit
+from recollect.simulation.decisions import decide_call, recompute_all_unit
+from recollect.simulation.simulate import predicted_plan
+
+CPU = torch.device("cpu")
+WIDTH = 16
+
+# x -> exp -> sin, whose backward is cos of what exp made, times the gradient.
+X, EXP, SIN, TANGENT, COS, OUT = range(6)
+JOINT = JointRecord(
+    storages=(64,) * 6,
+    tensors=(0, 1, 2, 3, 4, 5),
+    ops=(
+        JointOp("aten.exp", "exp", reads=(X,), results=(EXP,)),
+        JointOp("aten.sin", "sin", reads=(EXP,), results=(SIN,)),
+        JointOp("aten.cos", reads=(EXP,), results=(COS,)),
+        JointOp("aten.mul", reads=(TANGENT, COS), results=(OUT,)),
+    ),
+    num_forward=2,
+    inputs=(X,),
+    outputs=(SIN,),
+    tangents=(TANGENT,),
+    gradients=((OUT,),),
+    input_values=(0,),
+)
+GRAPH = UnitGraph(
+    (ValueRecord("x", 64, None), ValueRecord("exp", 64, 0), ValueRecord("sin", 64, 1, is_output=True)),
+    (OpRecord("exp", (0,), (1,), 1e-6), OpRecord("sin", (1,), (2,), 1e-6)),
+    joint=JOINT,
+)
+
+
+def test_what_is_kept_is_saved_and_what_is_dropped_runs_again_from_the_input() -> None:
+    kept, dropped = cut_unit(GRAPH, frozenset()), cut_unit(GRAPH, frozenset({1}))
+    assert kept is not None
+    assert dropped is not None
+    assert (kept.saved, kept.backward) == ((EXP,), (2, 3))
+    assert (dropped.saved, dropped.backward) == ((X,), (0, 2, 3))
+
+
+def test_bytes_of_both() -> None:
+    kept, dropped = (played_unit(GRAPH, frozenset(values), "cpu", is_chained=False) for values in ((), (1,)))
+    # Beside the gradient that comes in: cos beside exp, and the gradient beside cos; both are gone at the end.
+    assert (kept.kept, kept.held, kept.own_bytes, kept.forward_bytes) == ((1,), (), 64, 128)
+    assert kept.backward == ((64, -64, -1),)
+    # The input is let go of once exp has run again.
+    assert (dropped.held, dropped.own_bytes) == ((0,), 0)
+    assert dropped.backward == ((64, 64, 0), (64, -64, -1))
+
+
+def test_a_workspace_counts_while_its_op_runs() -> None:
+    ops = (JOINT.ops[0], replace(JOINT.ops[1], working_bytes=500), *JOINT.ops[2:])
+    graph = replace(GRAPH, joint=replace(JOINT, ops=ops))
+    assert played_unit(graph, frozenset(), "cpu", is_chained=False).forward_bytes == 64 + 500
+
+
+def test_a_chain_frees_what_it_hands_over() -> None:
+    """The gradient of w is there first, and nothing reads w any more; x is then let go of."""
+    x, w, product, tangent, grad_w, grad_x = range(6)
+    ops = (
+        JointOp("aten.mul", "mul", reads=(x, w), results=(product,)),
+        JointOp("aten.mul", reads=(tangent, x), results=(grad_w,)),
+        JointOp("aten.neg", reads=(tangent,), results=(grad_x,)),
+    )
+    gradients = ((grad_x,), (grad_w,))
+    joint = replace(
+        JOINT, ops=ops, num_forward=1, inputs=(x, w), outputs=(product,), gradients=gradients, parameters=(1,)
+    )
+    values = (ValueRecord("x", 64, None), ValueRecord("mul", 64, 0, is_output=True))
+    joint = replace(joint, input_values=(0, -1))
+    graph = UnitGraph(values, (OpRecord("mul", (0,), (1,), 1e-6),), joint=joint)
+    whole, chained = (played_unit(graph, frozenset(), "cpu", is_chained=flag).backward for flag in (False, True))
+    assert whole == ((64, 64, 0), (64, 0, -1))
+    assert chained == ((64, 64, 0), (0, -64, -1))
+
+
+def test_what_ranks_run_together_does_not_run_again() -> None:
+    joint = replace(
+        JOINT, ops=(replace(JOINT.ops[0], stays="it would run again, which ranks agree on"), *JOINT.ops[1:])
+    )
+    with pytest.raises(UntraceableError, match="^it would run again, which ranks agree on$"):
+        cut(joint, lambda number, index: False)
+    assert cut_unit(replace(GRAPH, joint=joint), frozenset({1})) is None
+
+
+def test_a_unit_without_a_trace_is_not_played() -> None:
+    graph = replace(GRAPH, joint=None)
+    assert cut_unit(graph, frozenset()) is None
+    with pytest.raises(ValueError, match="^the unit has no trace that can be cut so, expected one$"):
+        played_unit(graph, frozenset(), "cpu", is_chained=False)
+    made = cut_unit(GRAPH, frozenset())
+    assert made is not None
+    with pytest.raises(ValueError, match="^joint: got none, expected a unit that was traced$"):
+        play(graph, made)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"inputs": (7,)}, "joint: tensor 7, expected 0 to 5"),
+        ({"tensors": (0, 1, 2, 3, 4, 9)}, "joint: memory 9, expected 0 to 5"),
+        ({"num_forward": 5}, "joint: 5 ops of forward, expected 0 to 4"),
+    ],
+)
+def test_a_joint_record_refers_to_what_is_there(change: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        replace(JOINT, **change)
+
+
+class Layer(nn.Module):
+    """Attention and a product, with dropout, and the input read twice. [8, 16] -> [8, 16]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.mixed, self.wide, self.narrow = (
+            nn.Linear(WIDTH, 3 * WIDTH),
+            nn.Linear(WIDTH, 32),
+            nn.Linear(32, WIDTH, bias=False),
+        )
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        query, key, value = self.mixed(self.norm(hidden)).view(1, 8, 6, 8).transpose(1, 2).split(2, 1)
+        hidden = hidden + F.scaled_dot_product_attention(query, key, value, is_causal=True).transpose(1, 2).reshape(
+            8, WIDTH
+        )
+        return hidden + F.dropout(self.narrow(F.gelu(self.wide(hidden))), 0.1)
+
+
+class Layers(nn.Module):
+    def __init__(self, layer: type[nn.Module] = Layer) -> None:
+        super().__init__()
+        self.stem = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(layer() for _ in range(2))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        hidden = self.stem(hidden)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return hidden.square().mean()
+
+
+def test_each_program_takes_what_the_meter_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    samples: dict[int, UnitSample] = {}
+    monkeypatch.setattr(
+        engines, "with_joints", lambda p, found, *rest: samples.update(found) or with_joints(p, found, *rest)
+    )
+    profile = recollect.record(Layers(), torch.randn(8, WIDTH), engine="graph")
+    assert recollect.Profile.from_json(profile.to_json()) == profile
+    index = next(call.graph for call in profile.calls if call.repeated)
+    graph, sample = profile.graphs[index], samples[index]
+    lean = recompute_all_unit(graph).actions
+    every_other = {name: action if number % 2 else "keep" for number, (name, action) in enumerate(lean.items())}
+    for actions in (every_other, lean):
+        unit = recollect.UnitPlan(actions, engine="graph")
+        played = played_unit(graph, decide_call(graph, unit).values.recomputed, "cpu", is_chained=False)
+        module = sample.copied_module()
+        with recollect.apply(module, recollect.Plan({"": unit})):
+            for _ in range(3):
+                found = trace_unit(sample, lambda *args, module=module, **kwargs: module(*args, **kwargs), CPU)
+                module.zero_grad()
+        assert (found.held, found.own_bytes, found.backward) == (played.held, played.own_bytes, played.backward)
+        # Room for the state that is copied beside other threads.
+        assert found.forward_bytes <= played.forward_bytes <= found.forward_bytes + 5056
+
+
+@pytest.mark.parametrize("gradients", ["freed", "accumulated"])
+def test_the_peak_of_a_step(gradients: Any) -> None:
+    """Gradients that are there already are handed over by a chain of nodes, and freed."""
+    model, data = Layers(), torch.randn(8, WIDTH)
+    profile = recollect.record(model, data, engine="graph", gradients=gradients, holds_output=False)
+    lean = {call.path: recompute_all_unit(profile.graph_of(call)) for call in profile.calls if call.repeated}
+    plan = predicted_plan(profile, traced_where_known(profile, recollect.Plan(lean)))
+    with recollect.apply(model, plan):
+        for _ in range(3):
+            if gradients == "freed":
+                model.zero_grad()
+            found = recollect.measure_peak(lambda: model(data).backward(), device="cpu")
+    measured = profile.persistent_bytes + found.peak_growth_bytes
+    assert measured <= (plan.predicted_peak_bytes or 0) <= measured + 2048
+
+
+def test_a_planner_of_traces_stays_within_its_budget() -> None:
+    profile = recollect.record(Layers(), torch.randn(8, WIDTH), engine="graph")
+    plan = recollect.plan(profile, "90%", engine="graph")
+    assert {str(plan.units[f"layers.{index}"].engine) for index in range(2)} == {"graph"}
+    assert (plan.predicted_peak_bytes or 0) <= (plan.budget_bytes or 0)
+
+
+def test_a_unit_that_gets_hooks_while_its_model_runs_is_not_traced() -> None:
+    class Hooked(Layers):
+        def forward(self, hidden: Tensor) -> Tensor:
+            handle = self.layers[0].get_submodule("norm").register_forward_hook(lambda *_: None)
+            hidden = super().forward(hidden)
+            handle.remove()
+            return hidden
+
+    profile = recollect.record(Hooked(), torch.randn(8, WIDTH), engine="graph")
+    why = next(profile.graph_of(call).why_not_traced for call in profile.calls if call.path == "layers.0")
+    assert why == "it gets hooks while its model runs"
+
+
+def test_a_unit_that_cannot_be_traced_stays_on_the_tape() -> None:
+    class Branches(Layer):
+        def forward(self, hidden: Tensor) -> Tensor:
+            return super().forward(hidden if hidden.sum() > 1e9 else hidden.clone())
+
+    profile = recollect.record(Layers(Branches), torch.randn(8, WIDTH), engine="graph")
+    graph = next(profile.graph_of(call) for call in profile.calls if call.repeated)
+    assert graph.joint is None
+    assert graph.why_not_traced.startswith("Data-dependent branching")
+    plan = recollect.plan(profile, "90%", engine="graph")
+    assert {str(unit.engine) for unit in plan.units.values()} == {"tape"}
+
+
+def test_a_document_with_an_impossible_joint_record_says_where() -> None:
+    profile = recollect.Profile((GRAPH,), (), StepLog(), step_s=0.0)
+    text = profile.to_json().replace('"num_forward":2', '"num_forward":9')
+    with pytest.raises(ProfileFormatError, match=r"^graphs\[0\].joint: joint: 9 ops of forward, expected 0 to 4$"):
+        recollect.Profile.from_json(text)
