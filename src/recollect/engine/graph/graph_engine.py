@@ -44,6 +44,9 @@ if TYPE_CHECKING:
     from recollect.engine.together import Agreement
     from recollect.plans.unit_plan import UnitPlan
 
+# In torch 2.11 the gradient of `cumsum` has other bits than in eager mode.
+OLDEST_TRACED: Final = "2.13"
+
 # Kinds of calls that a unit is traced for, and calls that fit no trace, before it is left to the tape.
 _MOST_KINDS: Final = 8
 _MOST_MISSES: Final = 4
@@ -63,6 +66,12 @@ def graph_forwards(
     Raises:
         UnknownNameError: the model has no such unit.
     """
+    if torch.__version__ < OLDEST_TRACED:
+        warn_user(
+            f"recollect: layers run from traces from torch {OLDEST_TRACED} on, and this is torch {torch.__version__}: they run on "
+            "the tape. Install a newer version, or plan with engine='tape'.",
+            ConfigWarning,
+        )
     tape = NotingTape(PlanPolicy(units), agreement=agreement)
     modules = {path: unit_module(model, path) for path, unit in units.items() if unit.recomputes_anything}
     ids = {id(module) for module in modules.values()}
@@ -111,6 +120,8 @@ class GraphForward(PlacedForward):
         self.path = path
         self.tape = tape
         self.why_not = "its user compiled it" if compiled_by_user(module) else ""
+        if torch.__version__ < OLDEST_TRACED:
+            self.why_not = "this version of PyTorch is too old"
         self._scopes = scopes
         self._noted: dict[Kind, list[NotedOp]] = {}
         self._kind: Kind = ()
