@@ -68,8 +68,8 @@ def graph_forwards(
     """
     if torch.__version__ < OLDEST_TRACED:
         warn_user(
-            f"recollect: layers run from traces from torch {OLDEST_TRACED} on, and this is torch {torch.__version__}: they run on "
-            "the tape. Install a newer version, or plan with engine='tape'.",
+            f"recollect: layers run from traces from torch {OLDEST_TRACED} on, and this is torch {torch.__version__}: they run "
+            "on the tape. Install a newer version, or plan with engine='tape'.",
             ConfigWarning,
         )
     tape = NotingTape(PlanPolicy(units), agreement=agreement)
