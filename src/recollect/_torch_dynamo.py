@@ -23,18 +23,13 @@ from torch import fx
 from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch._dynamo import config as dynamo_config
 from torch._dynamo import convert_frame, eval_frame, external_utils, mark_static_address
-from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit, TorchDynamoException, Unsupported
+from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch._dynamo.variables.torch import tracing_state_functions
 from torch._subclasses.fake_impls import register_op_impl
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
-
-__all__ = ["BackendCompilerFailed", "Unsupported"]
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 # The errors of a function that could not be traced, or not into one graph, or too often.
 ERRORS = (TorchDynamoException, FailOnRecompileLimitHit)
-
-# The errors of an op on fake tensors whose result depends on what they hold.
-DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)
 
 Backend = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 

@@ -95,7 +95,6 @@ class _Memory:
     Args:
         joint: the unit.
         blocks: of the device.
-        step_s: seconds of its forward and backward.
         outside: the memory that others hold, with its values.
 
     Attributes:

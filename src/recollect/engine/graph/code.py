@@ -26,31 +26,25 @@ Part: TypeAlias = tuple[int, list[TracedTensor]]
 """Gradients to hand over, and the number of ops of backward that have run then."""
 
 _ADD_IN_PLACE = ADDS[1]
-_PLAIN: Final = (int, bool, str, type(None))
+_PLAIN: Final = (int, float, bool, str, type(None))
 
 
 def forward_code(cut: Cut) -> Run:
     """Return a function from a unit's inputs to its outputs, followed by what backward needs: tensors, and draws."""
-    text = _Text("forward", cut.trace.inputs, [*cut.trace.outputs, *cut.saved], drawing=cut.draws)
-    for op in cut.forward:
-        text.add(op)
+    text = _Text("forward", cut.forward, cut.trace.inputs, [*cut.trace.outputs, *cut.saved], drawing=cut.draws)
     return text.function()
 
 
 def backward_code(cut: Cut) -> Run:
     """Return a function from the gradients from outside, and what forward saved, to what inputs' gradients are made of."""
     gradients = [tensor for contributions in cut.gradients for tensor in contributions]
-    text = _Text("backward", [*cut.tangents, *cut.saved], gradients, drawn=cut.draws, sums=cut.sums)
-    for op in cut.backward:
-        text.add(op)
+    text = _Text("backward", cut.backward, [*cut.tangents, *cut.saved], gradients, drawn=cut.draws, sums=cut.sums)
     return text.function()
 
 
 def backward_in_parts(cut: Cut, parts: Sequence[Part]) -> RunInParts:
     """Return a generator that does the same, and adds the gradients of each part, in order, to a list that it is given."""
-    text = _Text("backward", [*cut.tangents, *cut.saved], [], drawn=cut.draws, sums=cut.sums)
-    for op in cut.backward:
-        text.add(op)
+    text = _Text("backward", cut.backward, [*cut.tangents, *cut.saved], [], drawn=cut.draws, sums=cut.sums)
     return text.generator(parts)
 
 
@@ -63,6 +57,7 @@ class _Text:
 
     Args:
         title: what it runs.
+        ops: to run, in order.
         inputs: the tensors that it is given, before the draws.
         results: the tensors that it returns.
         drawing: random ops whose draws it returns as well.
@@ -73,6 +68,7 @@ class _Text:
     def __init__(
         self,
         title: str,
+        ops: Sequence[TracedOp],
         inputs: Sequence[TracedTensor],
         results: Sequence[TracedTensor],
         *,
@@ -85,13 +81,10 @@ class _Text:
         self._results = list(results)
         self._drawing = {op: f"d{index}" for index, op in enumerate(drawing)}
         self._drawn = {op: f"d{index}" for index, op in enumerate(drawn)}
-        self._ops: list[TracedOp] = []
+        self._ops = ops
         self._sums = sums
         self._names: dict[Any, str] = {}
         self._globals: dict[str, Any] = {"inf": float("inf"), "nan": float("nan"), "grad": torch._C._set_grad_enabled}
-
-    def add(self, op: TracedOp) -> None:
-        self._ops.append(op)
 
     def function(self) -> Run:
         run: Run = self._compiled("given", [*self._unpacking(), *self._body(), self._returning()])
@@ -199,6 +192,6 @@ class _Text:
             return "{" + ", ".join(f"{name!r}: {self._text(one)}" for name, one in argument.items()) + "}"
         if isinstance(argument, (list, tuple)) and not hasattr(argument, "_fields"):
             return "[" + ", ".join(map(self._text, argument)) + "]"
-        if type(argument) in _PLAIN or type(argument) is float:
+        if type(argument) in _PLAIN:
             return repr(argument)
         return self._constant(argument)

@@ -4,7 +4,7 @@ NOTE [ When a trace holds ]
 1. Dynamo traces a unit into one graph, or not at all: code whose effects or branches it cannot see is not traced. Its guards
    decide at each call whether the trace holds: arguments, attributes, hooks, parameters, settings.
 2. Guards do not see the methods of classes; these are compared here.
-3. The first call of each kind runs on the tape, and the trace must have its ops: the same names and shapes, in the same order.
+3. The first call of each kind runs on the tape, and the trace must have its ops: the same names, shapes and strides, in order.
 4. A call that fits no trace runs on the tape; the next one of its kind is traced anew. After a few of these, and where a unit
    cannot be traced, it stays on the tape, with a warning that says why.
 """
@@ -25,7 +25,9 @@ from recollect._torch_private import any_autocast_is_enabled, num_dispatch_modes
 from recollect.engine.autocast_casts import keeps_casts, kept_casts
 from recollect.engine.eager_forward import look_for_compiler
 from recollect.engine.function_call import autocast_now
+from recollect.engine.graph.node import TracedUnit, running
 from recollect.engine.graph.noting_tape import NotedOp, NotingTape
+from recollect.engine.graph.trace import Trace
 from recollect.engine.own_checkpoints import running_unit
 from recollect.engine.placed_forward import PlacedForward, compiled_by_user, unit_module
 from recollect.engine.policy import ALL_KEPT, PlanPolicy
@@ -35,11 +37,11 @@ from recollect.engine.values import is_dropped
 from recollect.errors import ConfigWarning
 from recollect.plans.action import Action
 from recollect.plans.paths import unit_words
+from recollect.programs.cut import UntraceableError
 from recollect.progress import stage
 from recollect.warning import warn_user
 
 if TYPE_CHECKING:
-    from recollect.engine.graph.node import TracedUnit
     from recollect.engine.graph.traced_op import TracedOp
     from recollect.engine.together import Agreement
     from recollect.plans.unit_plan import UnitPlan
@@ -198,8 +200,6 @@ class GraphForward(PlacedForward):
         if any(kind_of.forward is not forward for kind_of, forward in self._methods):
             self._leave_to_tape("a method of one of its classes was replaced")
             raise _NotTracedError
-        from recollect.engine.graph.node import running
-
         running.path = self.path
         call = _is_traced, self.forward, args, kwargs
         if kind in self._has_traced and self._run is not None:
@@ -317,10 +317,6 @@ class GraphForward(PlacedForward):
         Raises:
             UntraceableError: its ops are not those that ran on the tape; or the plan cannot be carried out so.
         """
-        from recollect.engine.graph.node import TracedUnit
-        from recollect.engine.graph.trace import Trace
-        from recollect.programs.cut import UntraceableError
-
         trace = Trace(graph, inputs, self._scopes_of(graph))
         noted = self._noted[self._kind]
         found = [NotedOp.of(op.scope, op.facts.name, op.layouts) for op in trace.ops if op.is_noted]

@@ -20,6 +20,7 @@ from torch import fx
 from torch.autograd.graph import get_gradient_edge
 
 from recollect._torch_private import (
+    DATA_DEPENDENT,
     FakeTensorMode,
     HigherOrderOperator,
     desugars,
@@ -79,7 +80,7 @@ class Trace:
             raise UntraceableError("it reads a tensor that is a constant of its code")
         if any(not isinstance(one, torch.Tensor) or is_traceable_wrapper_subclass(one) for one in inputs):
             raise UntraceableError("it reads tensors of a subclass, such as DTensor")
-        from recollect._torch_dynamo import DATA_DEPENDENT, faked  # Here: it imports Dynamo.
+        from recollect._torch_dynamo import faked  # Here: it imports Dynamo.
 
         self.devices = {one.device.type for one in inputs}
         modes = [one.fake_mode for one in inputs if is_fake_tensor(one)]
