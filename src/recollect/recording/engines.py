@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Final, Literal, TypeAlias, get_args
+from typing import Final, TypeAlias, get_args
 
 import torch
 from torch import nn
@@ -15,6 +15,7 @@ from recollect.costs.hardware import Hardware
 from recollect.engine.eager_forward import expect_compiler
 from recollect.errors import NotYetError, RecordError
 from recollect.planning.compiled_menu import undominated
+from recollect.planning.planners import Engine
 from recollect.profile.events import PEEK
 from recollect.profile.graph import UnitGraph
 from recollect.profile.profile import Profile
@@ -28,7 +29,7 @@ from recollect.recording.unit_runs import ModelledRuns, UnitRuns
 from recollect.recording.unit_samples import UnitSample
 from recollect.recording.variants import with_variants
 
-RecordedEngine: TypeAlias = Literal["tape", "auto", "graph", "compile"]
+RecordedEngine: TypeAlias = Engine
 """What a record is for: the ops of eager mode, on the tape or from traces; or besides units inside `torch.compile`."""
 
 

@@ -18,13 +18,9 @@ IsKept = Callable[[TracedOp, int], bool]
 
 @dataclass(eq=False, slots=True)
 class Cut:
-    """What runs when, and what is held in between.
+    """A cut of `recollect.programs.cut`, with ops and tensors in place of numbers.
 
     Attributes:
-        forward: the ops of forward, without views that nothing reads.
-        saved: tensors that forward saves and backward reads.
-        draws: ops of forward that draw random numbers and run again.
-        backward: the ops of backward, with those of forward that run again.
         gradients: for each input, what is to be added up to its gradient.
         sums: for each sum that is made in place, the addend whose memory takes it, and the other one.
         joint, numbers: the trace as a record, and the cut as numbers in it.
