@@ -176,8 +176,7 @@ class TracedUnit:
             tangents[index] = None if gradient is None else gradient.stride()
         kind = (*tangents, autocast_now(self.trace.devices))
         program = call.program if kind == call.program.cut.kind else self.program(kind)
-        needs_all = program is self._most or program.needs == self._most.needs
-        self.latest = program if needs_all else self._most
+        self.latest = program if program.needs == self._most.needs else self._most
         given = [one for one in gradients if one is not None] + call.take(program)
         gradients.clear()
         return given, program
