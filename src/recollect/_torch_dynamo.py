@@ -42,6 +42,14 @@ _ASKED = (
     external_utils.is_compiling,
 )
 
+# They write pages of what a user can do nothing about: the first one's error says the same, and the second one of torch 2.11
+# cannot write down which functions are ignored.
+_WRITE_PAGES = [logging.getLogger(f"torch.{name}") for name in ("_subclasses.fake_tensor", "_dynamo.metrics_context")]
+
+# The Function as which torch 2.11 traces hooks on gradients inside, in the wrong order and without what they write. Dynamo
+# refuses Functions with a `vjp`.
+_HOOK: Any = getattr(external_utils, "_ApplyBackwardHook", None)
+
 # In one graph, for each way in which its guards can differ.
 _MOST_TRACES = 64
 
@@ -123,12 +131,13 @@ def _tracing_as_eager() -> Iterator[None]:
     answers = tracing_state_functions()
     before = {function: answers[function] for function in _ASKED if function in answers}
     answers.update(dict.fromkeys(before, False))
-    # It writes pages of what a user can do nothing about, and its error says the same.
-    log = logging.getLogger("torch._subclasses.fake_tensor")
-    level = log.level
-    log.setLevel(logging.CRITICAL)
+    levels = [(log, log.level) for log in _WRITE_PAGES]
+    for log in _WRITE_PAGES:
+        log.setLevel(logging.CRITICAL)
     # Code asks first whether it is compiled.
     mark_static_address._dynamo_forbidden = False
+    if _HOOK is not None:
+        _HOOK.vjp = None
     try:
         with (
             warnings.catch_warnings(),
@@ -144,7 +153,10 @@ def _tracing_as_eager() -> Iterator[None]:
             yield
     finally:
         mark_static_address._dynamo_forbidden = True
-        log.setLevel(level)
+        if _HOOK is not None:
+            del _HOOK.vjp
+        for log, level in levels:
+            log.setLevel(level)
         answers.update(before)
 
 

@@ -7,7 +7,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from types import FrameType
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -235,6 +236,18 @@ def split_backward(loss: torch.Tensor, inputs: Sequence[torch.Tensor], model: nn
         return
     _, groups = stage_backward_input([loss], None, list(inputs), model.parameters())
     stage_backward_weight(model.parameters(), groups)
+
+
+# Before torch 2.13 the second half does not find the nodes of Functions again.
+SPLITS_FUNCTIONS: Final = torch.__version__ >= "2.13"
+
+
+def runs_in_stage() -> bool:
+    """Whether a stage of torch's pipelines calls this."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_globals.get("__name__") != "torch.distributed.pipelining.stage":
+        frame = frame.f_back
+    return frame is not None
 
 
 def processes_of(model: nn.Module) -> list[Sequence[int]]:

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import recollect
 from contract_steps import Run, plain
 from contract_units import HOOKS, UNITS, WIDTH, Case, Model
 from engines import applied, num_tape_calls, traced_forwards
@@ -273,12 +272,3 @@ def test_writes_that_raise_no_version() -> None:
         message = r"a tensor of shape \[8\], saved for backward in units\.0, was changed in place \(through `\.data` or NumPy\)"
         with pytest.raises(MutatedValueError, match=message):
             loss.backward()
-
-
-def test_an_old_version_of_pytorch_runs_on_the_tape(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graph_engine, "OLDEST_TRACED", "99.0")
-    model = nn.Sequential(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()))
-    plan = recollect.Plan({"0": recollect.UnitPlan({"1.gelu": "recompute"}, engine="graph")})
-    with pytest.warns(ConfigWarning, match=r"layers run from traces from torch 99\.0 on, and this is torch"):
-        handle = recollect.apply(model, plan)
-    assert [forward.why_not for forward in traced_forwards(handle)] == ["this version of PyTorch is too old"]

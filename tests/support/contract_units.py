@@ -182,7 +182,9 @@ units(
             self.first(x).index_put((torch.tensor([1, 3]),), x[:2].sin(), accumulate=True).cos()
         ),
         "topk": lambda self, x: self.first(x).topk(3).values.exp().sum(1, True) + x,
-        "cumsum": lambda self, x: self.first(x).sin().cumsum(0).cumprod(1),
+        "cumsum": lambda self, x: self.first(x).sin().cumsum(0).exp(),
+        "product": lambda self, x: self.first(x).prod(1, keepdim=True) * x,
+        "cumulative product": lambda self, x: self.first(x).cumprod(1),
         "cross entropy": lambda self, x: x + F.cross_entropy(self.first(x), torch.tensor([1, 2, -100, 7])),
         "fourier": lambda self, x: (torch.fft.rfft(self.first(x)).abs() @ self.weight[:5]).sin(),
         "one hot": lambda self, x: F.one_hot(self.first(x).argmax(-1), 8).float() @ self.weight + x,
@@ -855,7 +857,9 @@ _WORDS: dict[str, tuple[str, ...]] = {
     "its calls differ, and each would have to be traced: 'count ==": ("counter",),
     "it writes to an input that needs a gradient": ("embedding with a maximum norm",),
     "would run again, and write to what is kept once more": ("statistics written",),
-    "it calls register_hook": ("gradient hook within",),
+    "chooses its ops by what a tensor holds": ("product", "cumulative product"),
+    # torch 2.11 quotes the line.
+    r"it calls register_hook|x\.register_hook\(": ("gradient hook within",),
     "it calls tag_activation_checkpoint": ("own checkpoint",),
 }
 WHY_NOT = {name: words for words, names in _WORDS.items() for name in names}

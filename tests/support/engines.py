@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import pytest
-import torch
 from torch import nn
 
 from contract_units import Model
 from policies import Policy, Uniform
 from recollect.applying import apply_policy
 from recollect.engine.eager_forward import eager_forwards
-from recollect.engine.graph.graph_engine import OLDEST_TRACED, GraphForward
+from recollect.engine.graph.graph_engine import GraphForward
 from recollect.engine.graph.noting_tape import NotingTape
 from recollect.engine.placed_forward import Applied, unit_module
 from recollect.engine.tape_forwards import scope_forwards
@@ -34,8 +32,6 @@ def applied(engine: str, model: Model, policy: Policy) -> Applied:
 
 
 def traced(model: nn.Module, paths: Sequence[str], policy: Policy) -> Applied:
-    if torch.__version__ < OLDEST_TRACED:
-        pytest.skip("layers run from traces from torch 2.13 on")
     tape = CountingTape(policy)
     units = {path: unit_module(model, path) for path in paths}
     ids = {id(unit) for unit in units.values()}

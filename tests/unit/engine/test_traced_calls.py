@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
 
 from blocks import Block
 from engines import num_tape_calls, traced, traced_forwards
 from gradients import Step, assert_same_gradients
 from policies import FULL
-from recollect._torch_parallel import split_backward
+from recollect._torch_parallel import SPLITS_FUNCTIONS, fake_process_group, split_backward
 from recollect.engine.placed_forward import Applied
 from recollect.errors import ConfigWarning, MutatedValueError
 
@@ -115,6 +116,7 @@ def test_threads_that_trace_at_the_same_time() -> None:
     assert [forward.why_not for handle in found for forward in traced_forwards(handle)] == [""] * 6
 
 
+@pytest.mark.filterwarnings("ignore:recollect.*run on the tape, exactly")
 def test_gradients_of_inputs_first_and_of_parameters_one_by_one() -> None:
     """As stages of pipelines do that split backward; with gradients that are there, a unit is a chain of nodes."""
 
@@ -122,12 +124,17 @@ def test_gradients_of_inputs_first_and_of_parameters_one_by_one() -> None:
         for parameter in trained.parameters():
             parameter.grad = torch.zeros_like(parameter)
         x = X.clone().requires_grad_()
-        loss: Tensor = trained(x).square().mean()
+        with fake_process_group(0, 1):
+            stage = PipelineStage(trained, 0, 1, torch.device("cpu"))
+            loss: Tensor = stage.forward_maybe_with_nosync(x).square().mean()
         split_backward(loss, [x], trained)
         assert x.grad is not None
         return torch.stack([loss, x.grad.sum()])
 
-    assert num_tape_calls(is_equal(halves)) == len(PATHS)
+    handle = is_equal(halves)
+    lost = "a stage of a pipeline may split its backward, which takes traces from torch 2.13 on only"
+    assert [forward.why_not for forward in traced_forwards(handle)] == ["" if SPLITS_FUNCTIONS else lost] * 3
+    assert num_tape_calls(handle) == len(PATHS) * (1 if SPLITS_FUNCTIONS else 3)
 
 
 def test_a_unit_without_any_gradient() -> None:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 import torch
 from torch import nn
 
+from recollect._torch_parallel import SPLITS_FUNCTIONS, runs_in_stage
 from recollect._torch_private import any_autocast_is_enabled, num_dispatch_modes, tree_leaves, uncompiled
 from recollect.engine.autocast_casts import keeps_casts, kept_casts
 from recollect.engine.eager_forward import look_for_compiler
@@ -46,9 +47,6 @@ if TYPE_CHECKING:
     from recollect.engine.together import Agreement
     from recollect.plans.unit_plan import UnitPlan
 
-# In torch 2.11 the gradient of `cumsum` has other bits than in eager mode.
-OLDEST_TRACED: Final = "2.13"
-
 # Kinds of calls that a unit is traced for, and calls that fit no trace, before it is left to the tape.
 _MOST_KINDS: Final = 8
 _MOST_MISSES: Final = 4
@@ -68,12 +66,6 @@ def graph_forwards(
     Raises:
         UnknownNameError: the model has no such unit.
     """
-    if torch.__version__ < OLDEST_TRACED:
-        warn_user(
-            f"recollect: layers run from traces from torch {OLDEST_TRACED} on, and this is torch {torch.__version__}: they run "
-            "on the tape. Install a newer version, or plan with engine='tape'.",
-            ConfigWarning,
-        )
     tape = NotingTape(PlanPolicy(units), agreement=agreement)
     modules = {path: unit_module(model, path) for path, unit in units.items() if unit.recomputes_anything}
     ids = {id(module) for module in modules.values()}
@@ -122,8 +114,6 @@ class GraphForward(PlacedForward):
         self.path = path
         self.tape = tape
         self.why_not = "its user compiled it" if compiled_by_user(module) else ""
-        if torch.__version__ < OLDEST_TRACED:
-            self.why_not = "this version of PyTorch is too old"
         self._scopes = scopes
         self._noted: dict[Kind, list[NotedOp]] = {}
         self._kind: Kind = ()
@@ -317,6 +307,10 @@ class GraphForward(PlacedForward):
         Raises:
             UntraceableError: its ops are not those that ran on the tape; or the plan cannot be carried out so.
         """
+        if not SPLITS_FUNCTIONS and runs_in_stage():
+            raise UntraceableError(
+                "a stage of a pipeline may split its backward, which takes traces from torch 2.13 on only"
+            )
         trace = Trace(graph, inputs, self._scopes_of(graph))
         noted = self._noted[self._kind]
         found = [NotedOp.of(op.scope, op.facts.name, op.layouts) for op in trace.ops if op.is_noted]

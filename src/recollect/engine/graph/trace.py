@@ -42,6 +42,9 @@ _NO_OPS = frozenset({"prim", "profiler"})
 ADDS: Final = (_aten.add.Tensor, _aten.add_.Tensor)
 _RESHAPES: Final = (_aten.view.default, _aten._unsafe_view.default)
 
+# Formulas of gradients that look for zeros, but not in fake tensors: these it gives another formula, with other bits.
+_ASK_DATA: Final = ("ProdBackward", "CumprodBackward")
+
 Tangents: TypeAlias = tuple[Any, ...]
 """The strides of each gradient that backward begins with, None for one that is not there; last, where autocast is on."""
 
@@ -151,6 +154,8 @@ class Trace:
         seen = set(pending)
         while pending:
             node = pending.pop()
+            if node.name().startswith(_ASK_DATA):
+                raise UntraceableError(f"{node.name()} chooses its ops by what a tensor holds")
             for place, (following, _) in enumerate(node.next_functions):
                 if following in position:
                     found.append((node, place, position[following]))
