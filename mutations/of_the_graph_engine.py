@@ -116,6 +116,18 @@ MUTATIONS = (
         (("if statistics is not None and self._runs_again(op) and args[statistics[1]]:", "if False:"),),
     ),
     Mutation(
+        "graph-memory-out-twice",
+        "a traced unit gives back a value and a detached alias of it as one",
+        "engine/graph",
+        (("if len({one for one, _ in made}) < len(made) or", "if"),),
+    ),
+    Mutation(
+        "graph-formula-of-fakes",
+        "a gradient is computed by the formula for fake tensors, where eager mode looks for zeros",
+        "engine/graph",
+        (("if node.name().startswith(_ASK_DATA):", "if False:"),),
+    ),
+    Mutation(
         "graph-changes-unseen",
         "a backward reads what was written to since forward",
         "engine/graph",

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from contract_steps import Run, plain
-from contract_units import HOOKS, UNITS, WIDTH, Case, Model
+from contract_units import HOOKS, ROWS, UNITS, WIDTH, Case, Model
 from engines import applied, num_tape_calls, traced_forwards
 from gradients import Step, assert_same_gradients
 from policies import FULL
@@ -210,6 +210,18 @@ def after_a_trace(name: str = "kept value out") -> tuple[Any, Run]:
     run = Run(model)
     run.through(plain, plain)
     return handle, run
+
+
+@pytest.mark.parametrize(
+    ("number", "what"), [(0, "its base or another view of its base has been modified"), (1, "is being modified")]
+)
+def test_writes_to_outputs_that_share_memory(number: int, what: str) -> None:
+    """Autograd refuses them: the other output's gradient would lack the write."""
+    handle, run = after_a_trace("value and its view out")
+    with handle, pytest.raises(RuntimeError, match=f"is a view and {what} inplace"):
+        outputs = run.model.units[0](run.model.stem(torch.ones(ROWS, WIDTH)))
+        outputs[number].mul_(2)
+        outputs[1].sum().backward()
 
 
 def test_second_derivatives() -> None:

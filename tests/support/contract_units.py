@@ -512,6 +512,7 @@ units(
         "view of the input out": lambda self, x: (self.first(x).sin(), x[1:]),
         "only the input out": lambda self, x: x,
         "two views out": lambda self, x: self.first(x).sin().chunk(2),
+        "value and its alias out": lambda self, x: [(y := self.first(x).sin()), y.view_as(y)],
         "value and its view out": lambda self, x: [(y := self.first(x).sin()), y.t()],
         "the same twice out": lambda self, x: [(y := self.first(x).sin()), y],
         "kept value out": lambda self, x: [(y := self.first(x).sigmoid()), y * 2],
@@ -845,9 +846,9 @@ _WORDS: dict[str, tuple[str, ...]] = {
     "reads memory between the writes to it": ("random relu in place",),
     "writes random numbers in place": ("written by a custom op", "constant written by a custom op"),
     "gives back depends on data": ("one element", "loop over experts", "mask of data", "number under autocast"),
-    "it returns two tensors that share memory|it returns a view of what it was given": (
-        *("view of the input out", "two views out", "value and its view out", "position bias", "spectral norm"),
-        "attribute of an earlier call",
+    "it returns a view of what it was given": ("view of the input out", "position bias", "spectral norm"),
+    "it returns the same memory twice: as one tensor, or with and without a gradient": (
+        *("attribute of an earlier call", "value and its alias out"),
     ),
     "it runs other ops than in eager mode": (
         *("one hot", "compiled part", "attribute that changes", "numpy inside", "slices filled out of sight"),

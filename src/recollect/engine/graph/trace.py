@@ -123,13 +123,16 @@ class Trace:
         self._backward: dict[Tangents, BackwardTrace] = {}
 
     def _check_outputs(self) -> None:
-        """Refuse outputs that share memory, which autograd would have to be told of."""
+        """Refuse what autograd would have to be told of."""
         storages = {one.storage for one in self.inputs}
-        made = [one for one in self.outputs if one not in self.passed_on]
-        if any(one.storage in storages for one in made):
+        needs = zip(self.outputs, self.outputs_need_grad, strict=True)
+        made = [(one, needs_grad) for one, needs_grad in needs if one not in self.passed_on]
+        if any(one.storage in storages for one, _ in made):
             raise UntraceableError("it returns a view of what it was given")
-        if len({one.storage for one in made}) < len(made):
-            raise UntraceableError("it returns two tensors that share memory")
+        # Others are views of each other, as in eager mode: autograd refuses writes of which a gradient would not know.
+        num_kinds = len({(one.storage, needs_grad) for one, needs_grad in made})
+        if len({one for one, _ in made}) < len(made) or len({one.storage for one, _ in made}) < num_kinds:
+            raise UntraceableError("it returns the same memory twice: as one tensor, or with and without a gradient")
         for op in self.ops:
             for tensor, needs_grad in zip(self.inputs, self.needs_grad, strict=True):
                 if needs_grad and tensor.storage in op.written:
