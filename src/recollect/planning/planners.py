@@ -21,18 +21,18 @@ from recollect.errors import BudgetTooSmallError, PlanError
 from recollect.planning.bound import LowerBound, check_bound, host_bound
 from recollect.planning.choose import HOST_ADVICE, Planner
 from recollect.planning.offload_mix import OffloadUnits, measured_units
-from recollect.planning.output_choices import keeping_outputs
+from recollect.planning.trace_planner import TracePlanner
 from recollect.planning.trips import HASTES, LINK_SHARE, Name, TripPlanner, link_of
 from recollect.plans.plan import Plan
 from recollect.plans.unit_plan import digest_of
 from recollect.profile.profile import Profile
 from recollect.progress import stage
 from recollect.quantities import parse_budget, parse_bytes
-from recollect.simulation.decisions import calls_on_tape, decide
+from recollect.simulation.decisions import decide
 from recollect.simulation.lifetimes import EveryEvent
 from recollect.simulation.peak_sums import Peaks, PeakSums, checked
 from recollect.simulation.program import Program
-from recollect.simulation.simulate import predicted_plan, simulate, simulated_plan
+from recollect.simulation.simulate import simulate, simulated_plan
 from recollect.simulation.windows import edges, windows
 
 Engine: TypeAlias = Literal["tape", "auto", "graph", "compile"]
@@ -119,57 +119,6 @@ def planner_for(
     if host_bytes:
         return OffloadPlanner(profile, host_bytes, link_share=link_share)
     return TracePlanner(profile, engine) if engine in ("auto", "graph") else Planner(profile)
-
-
-def traced_where_known(profile: Profile, plan: Plan) -> Plan:
-    """Have a plan's units run from traces: those that were traced, or all that may if the profile knows of no traces."""
-    graphs = {call.path: profile.graph_of(call) for call in profile.calls}
-    knows = any(graph.joint is not None or graph.why_not_traced for graph in graphs.values())
-    units = plan.with_engine("graph").units
-    stay = {path for path, graph in graphs.items() if graph.joint is None} if knows else set()
-    return replace(plan, units={path: plan.units[path] if path in stay else units[path] for path in units})
-
-
-class TracePlanner(Planner):
-    """Plans one profile for units that run from traces: all that can, or only where the tape's work would show."""
-
-    def __init__(self, profile: Profile, engine: Engine) -> None:
-        super().__init__(profile)
-        self._engine = engine
-
-    @cached_property
-    def _keeping(self) -> Planner:
-        return Planner(keeping_outputs(self.profile))
-
-    def plan(self, budget: int | str) -> Plan:
-        own = super().plan(budget) if self._engine == "auto" else None
-        if own is not None and self._tape_s(own) <= _LITTLE_GAIN * self.profile.step_s:
-            return own
-        try:
-            found = self._keeping.plan(budget)
-        except BudgetTooSmallError:
-            found = own or super().plan(budget)
-        return self._traced(found)
-
-    def _traced(self, found: Plan) -> Plan:
-        """Return a plan whose units run from traces, within its budget as well as on the tape, where their first step runs."""
-        budget = found.budget_bytes or 0
-        for _ in range(_MOST_ROUNDS):
-            traced = predicted_plan(self.profile, traced_where_known(self.profile, found))
-            excess = (traced.predicted_peak_bytes or 0) - budget
-            if excess <= 0:
-                # The bound counts the tape's own work.
-                return replace(traced, budget_bytes=budget, bound_slowdown=None)
-            try:
-                found = self._keeping.plan(max(0, (found.budget_bytes or 0) - excess))
-            except BudgetTooSmallError:
-                break
-        return super().plan(budget)
-
-    def _tape_s(self, plan: Plan) -> float:
-        """Return the seconds that the tape's own work adds to the step."""
-        decisions = decide(self.profile, plan)
-        return math.fsum(self._program.tape_s(call, decisions[call].watched) for call in calls_on_tape(decisions))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,90 @@
+"""Make the plan for a budget for units that run from traces, or for some of them that stay on the tape."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import replace
+from functools import cached_property
+from typing import Final, Literal
+
+from recollect.errors import BudgetTooSmallError
+from recollect.planning.choose import Planner
+from recollect.planning.output_choices import keeping_outputs
+from recollect.plans.action import EngineChoice
+from recollect.plans.plan import Plan
+from recollect.profile.profile import Profile
+from recollect.simulation.decisions import calls_on_tape, decide
+from recollect.simulation.simulate import predicted_plan
+
+# The part of the step that the tape's own work may take under "auto".
+_LITTLE_GAIN: Final = 0.01
+# How often a plan is made for a smaller budget, where from traces one takes more memory than on the tape.
+_MOST_ROUNDS: Final = 8
+
+
+def traced_where_known(profile: Profile, plan: Plan) -> Plan:
+    """Have a plan's units run from traces: those that were traced, or all that may if the profile knows of no traces."""
+    graphs = {call.path: profile.graph_of(call) for call in profile.calls}
+    knows = any(graph.joint is not None or graph.why_not_traced for graph in graphs.values())
+    units = plan.with_engine("graph").units
+    stay = {path for path, graph in graphs.items() if graph.joint is None} if knows else set()
+    return replace(plan, units={path: plan.units[path] if path in stay else units[path] for path in units})
+
+
+class TracePlanner(Planner):
+    """Plans one profile for units that run from traces: all that can, or only where the tape's work would show.
+
+    Args:
+        engine: "graph", whose plans have a note if units stay on the tape; or "auto".
+    """
+
+    def __init__(self, profile: Profile, engine: Literal["auto", "graph"]) -> None:
+        super().__init__(profile)
+        self._engine = engine
+
+    @cached_property
+    def _keeping(self) -> Planner:
+        return Planner(keeping_outputs(self.profile))
+
+    def plan(self, budget: int | str) -> Plan:
+        own = super().plan(budget) if self._engine == "auto" else None
+        if own is not None and self._tape_s(own) <= _LITTLE_GAIN * self.profile.step_s:
+            return own
+        try:
+            found = self._keeping.plan(budget)
+        except BudgetTooSmallError:
+            found = own or super().plan(budget)
+        traced = self._traced(found)
+        return traced if self._engine == "auto" else self._noted(traced)
+
+    def _noted(self, made: Plan) -> Plan:
+        """Note in a plan how many layers do not run from traces, and why."""
+        layers = {call.path: self.profile.graph_of(call) for call in self.profile.calls if call.repeated}
+        planned = [path for path, unit in made.units.items() if path in layers and unit.recomputes_anything]
+        on_tape = [layers[path] for path in planned if made.units[path].engine is EngineChoice.TAPE]
+        reasons = Counter(
+            layer.why_not_traced or "no plan found with all from traces fits the budget" for layer in on_tape
+        )
+        notes = [f"{count} of {len(planned)} layers run on the tape: {reason}" for reason, count in reasons.items()]
+        return made.with_note("; ".join(filter(None, (made.note, *notes))))
+
+    def _traced(self, found: Plan) -> Plan:
+        """Return a plan whose units run from traces, within its budget as well as on the tape, where their first step runs."""
+        budget = found.budget_bytes or 0
+        for _ in range(_MOST_ROUNDS):
+            traced = predicted_plan(self.profile, traced_where_known(self.profile, found))
+            excess = (traced.predicted_peak_bytes or 0) - budget
+            if excess <= 0:
+                # The bound counts the tape's own work.
+                return replace(traced, budget_bytes=budget, bound_slowdown=None)
+            try:
+                found = self._keeping.plan(max(0, (found.budget_bytes or 0) - excess))
+            except BudgetTooSmallError:
+                break
+        return super().plan(budget)
+
+    def _tape_s(self, plan: Plan) -> float:
+        """Return the seconds that the tape's own work adds to the step."""
+        decisions = decide(self.profile, plan)
+        return math.fsum(self._program.tape_s(call, decisions[call].watched) for call in calls_on_tape(decisions))
