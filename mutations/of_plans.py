@@ -19,6 +19,12 @@ MUTATIONS = (
         ),
     ),
     Mutation(
+        "traces-of-halves",
+        "the planner lets units run from traces whose backward is split in two, all of it in each half",
+        "planning",
+        (("(self._runs_twice or self._tape_s(own)", "(self._tape_s(own)"),),
+    ),
+    Mutation(
         "chain-one-byte-short",
         "an option that needs just what is left is not taken",
         "planning",

@@ -13,6 +13,7 @@ from recollect.planning.choose import Planner
 from recollect.planning.output_choices import keeping_outputs
 from recollect.plans.action import EngineChoice
 from recollect.plans.plan import Plan
+from recollect.profile.events import PEEK
 from recollect.profile.profile import Profile
 from recollect.simulation.decisions import calls_on_tape, decide
 from recollect.simulation.simulate import predicted_plan
@@ -49,7 +50,7 @@ class TracePlanner(Planner):
 
     def plan(self, budget: int | str) -> Plan:
         own = super().plan(budget) if self._engine == "auto" else None
-        if own is not None and self._tape_s(own) <= _LITTLE_GAIN * self.profile.step_s:
+        if own is not None and (self._runs_twice or self._tape_s(own) <= _LITTLE_GAIN * self.profile.step_s):
             return own
         try:
             found = self._keeping.plan(budget)
@@ -57,6 +58,11 @@ class TracePlanner(Planner):
             found = own or super().plan(budget)
         traced = self._traced(found)
         return traced if self._engine == "auto" else self._noted(traced)
+
+    @property
+    def _runs_twice(self) -> bool:
+        """Whether a backward keeps its graph for another one, as in halves: a trace then runs all of backward in each."""
+        return any(True for _ in self.profile.log.operands(PEEK))
 
     def _noted(self, made: Plan) -> Plan:
         """Note in a plan how many layers do not run from traces, and why."""

@@ -55,3 +55,10 @@ def test_a_plan_says_why_layers_were_not_traced(modelled: Profile) -> None:
     assert plan.note.endswith(f"; {number} of {number} layers run on the tape: it reads the clock")
     assert engines(plan) == {"tape"}
     assert "layers" not in recollect.plan(modelled, "70%", engine="graph").note
+
+
+@pytest.mark.parametrize(("split_backward", "engine"), [(False, "graph"), (True, "tape")])
+def test_the_choice_of_an_engine(split_backward: bool, engine: str) -> None:
+    """A trace runs all of backward in each half; otherwise the tape's own work shows in layers as small as these."""
+    profile = recorded(3, split_backward=split_backward)
+    assert engines(recollect.plan(profile, "70%", engine="auto")) == {engine}
