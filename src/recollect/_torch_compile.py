@@ -43,7 +43,7 @@ _MOST_COMPILATIONS = 256
 _HAS_LIMIT = "recompile_limit" in inspect.signature(torch.compile).parameters
 
 # Joint graphs carry these in `Node.meta`; nothing public tells the module and the op that a node was traced from.
-_MODULES, _OP, _AUTOGRAD, _SIDE, _POLICY = "nn_module_stack", "original_aten", "seq_nr", "partitioner_tag", "recompute"
+_OP, _AUTOGRAD, _SIDE, _POLICY = "original_aten", "seq_nr", "partitioner_tag", "recompute"
 
 
 def compiled_whole(function: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
@@ -193,11 +193,6 @@ def autograd_number(node: fx.Node) -> int | None:
     """Return a number that the nodes of one op share, if autograd recorded it; None for nodes that Inductor inserted."""
     number: int | None = node.meta.get(_AUTOGRAD)
     return number
-
-
-def module_stack(node: fx.Node) -> list[tuple[str, str]]:
-    """Return (number of the call, the compiler's name of the module) of the modules around a node, outermost first."""
-    return [(key, str(entry[0])) for key, entry in (node.meta.get(_MODULES) or {}).items()]
 
 
 def is_seeds(node: fx.Node) -> bool:

@@ -14,8 +14,9 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import FunctionType
+from types import FunctionType, SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch._dynamo as dynamo
@@ -44,11 +45,10 @@ _ASKED = (
 
 # They write pages of what a user can do nothing about: the first one's error says the same, and the second one of torch 2.11
 # cannot write down which functions are ignored.
-_WRITE_PAGES = [logging.getLogger(f"torch.{name}") for name in ("_subclasses.fake_tensor", "_dynamo.metrics_context")]
+_FAKES, _METRICS = map(logging.getLogger, ("torch._subclasses.fake_tensor", "torch._dynamo.metrics_context"))
 
-# The Function as which torch 2.11 traces hooks on gradients inside, in the wrong order and without what they write. Dynamo
-# refuses Functions with a `vjp`.
-_HOOK: Any = getattr(external_utils, "_ApplyBackwardHook", None)
+# The Function as which torch 2.11 traces hooks on gradients inside, in the wrong order and without what they write.
+_HOOK: Any = getattr(external_utils, "_ApplyBackwardHook", SimpleNamespace(vjp=None))
 
 # In one graph, for each way in which its guards can differ.
 _MOST_TRACES = 64
@@ -131,16 +131,15 @@ def _tracing_as_eager() -> Iterator[None]:
     answers = tracing_state_functions()
     before = {function: answers[function] for function in _ASKED if function in answers}
     answers.update(dict.fromkeys(before, False))
-    levels = [(log, log.level) for log in _WRITE_PAGES]
-    for log in _WRITE_PAGES:
-        log.setLevel(logging.CRITICAL)
     # Code asks first whether it is compiled.
     mark_static_address._dynamo_forbidden = False
-    if _HOOK is not None:
-        _HOOK.vjp = None
     try:
         with (
             warnings.catch_warnings(),
+            mock.patch.object(_FAKES, "disabled", True),
+            mock.patch.object(_METRICS, "disabled", True),
+            # Dynamo refuses Functions that have one of their own.
+            mock.patch.object(_HOOK, "vjp", None),
             dynamo_config.patch(
                 skip_nnmodule_hook_guards=False,
                 recompile_limit=_MOST_TRACES,
@@ -153,10 +152,6 @@ def _tracing_as_eager() -> Iterator[None]:
             yield
     finally:
         mark_static_address._dynamo_forbidden = True
-        if _HOOK is not None:
-            del _HOOK.vjp
-        for log, level in levels:
-            log.setLevel(level)
         answers.update(before)
 
 
@@ -190,14 +185,18 @@ def _fake_grouped_mm(
 register_op_impl(torch.ops.aten._grouped_mm.default)(_fake_grouped_mm)
 
 
-# How Dynamo writes the module whose forward it traces: the argument that this is bound to.
-_ROOT = re.compile(r"^L\['[^']*'\](?:\.__self__|\._orig_mod)*\.?")
+# How Dynamo writes the module whose forward it traces: an argument, or one inside the forward's wrapper.
+_ROOT = re.compile(r"^L\['[^']*'\](?:\[\d+\])*(?:\.(?:__self__|_orig_mod|__wrapped__|func|args\[\d+\]))*\.?")
+
+
+def module_stack(node: fx.Node) -> list[tuple[str, str]]:
+    """Return (number of the call, path below the traced module) of the modules around a node, outermost first."""
+    return [(key, _ROOT.sub("", str(entry[0]))) for key, entry in (node.meta.get("nn_module_stack") or {}).items()]
 
 
 def module_path(node: fx.Node) -> str:
     """Return the path, below the traced module, of the innermost module whose forward a node was traced in."""
-    stack = node.meta.get("nn_module_stack")
-    return _ROOT.sub("", str(next(reversed(stack.values()))[0])) if stack else ""
+    return next((path for _, path in reversed(module_stack(node))), "")
 
 
 def faked(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import sys
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from types import FrameType
 from typing import Any, Final
 
 import torch
@@ -244,10 +244,8 @@ SPLITS_FUNCTIONS: Final = torch.__version__ >= "2.13"
 
 def runs_in_stage() -> bool:
     """Whether a stage of torch's pipelines calls this."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None and frame.f_globals.get("__name__") != "torch.distributed.pipelining.stage":
-        frame = frame.f_back
-    return frame is not None
+    modules = (frame.f_globals.get("__name__") for frame, _ in traceback.walk_stack(None))
+    return "torch.distributed.pipelining.stage" in modules
 
 
 def processes_of(model: nn.Module) -> list[Sequence[int]]:

@@ -12,7 +12,7 @@ import torch
 
 import recollect
 from contract_units import ROWS, UNITS, WIDTH, Case
-from recollect.planning.planners import traced_where_known
+from recollect.planning.trace_planner import traced_where_known
 from recollect.plans.plan import Plan
 from recollect.plans.unit_plan import UnitPlan
 from recollect.profile.profile import Profile

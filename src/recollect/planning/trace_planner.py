@@ -34,11 +34,7 @@ def traced_where_known(profile: Profile, plan: Plan) -> Plan:
 
 
 class TracePlanner(Planner):
-    """Plans one profile for units that run from traces: all that can, or only where the tape's work would show.
-
-    Args:
-        engine: "graph", whose plans have a note if units stay on the tape; or "auto".
-    """
+    """Plans one profile for units that run from traces: all that can, or under "auto" where the tape's work would show."""
 
     def __init__(self, profile: Profile, engine: Literal["auto", "graph"]) -> None:
         super().__init__(profile)
@@ -50,7 +46,9 @@ class TracePlanner(Planner):
 
     def plan(self, budget: int | str) -> Plan:
         own = super().plan(budget) if self._engine == "auto" else None
-        if own is not None and (self._runs_twice or self._tape_s(own) <= _LITTLE_GAIN * self.profile.step_s):
+        # Where a backward keeps its graph for another one, as in halves, a trace runs all of it in each.
+        is_kept = any(True for _ in self.profile.log.operands(PEEK))
+        if own is not None and (is_kept or self._tape_s(own) <= _LITTLE_GAIN * self.profile.step_s):
             return own
         try:
             found = self._keeping.plan(budget)
@@ -58,11 +56,6 @@ class TracePlanner(Planner):
             found = own or super().plan(budget)
         traced = self._traced(found)
         return traced if self._engine == "auto" else self._noted(traced)
-
-    @property
-    def _runs_twice(self) -> bool:
-        """Whether a backward keeps its graph for another one, as in halves: a trace then runs all of backward in each."""
-        return any(True for _ in self.profile.log.operands(PEEK))
 
     def _noted(self, made: Plan) -> Plan:
         """Note in a plan how many layers do not run from traces, and why."""

@@ -12,8 +12,9 @@ forward writes to afterwards is kept, whatever the plan says, where this would n
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 from recollect.profile.joint import JointRecord
 
@@ -23,6 +24,13 @@ IsKept = Callable[[int, int], bool]
 
 class UntraceableError(Exception):
     """A unit cannot run from a trace; the text says why."""
+
+
+def other_ops(found: Sequence[object], expected: Sequence[object]) -> str:
+    """Say that a trace has other ops than were recorded: the first one that differs."""
+    pairs = zip_longest(found, expected, fillvalue="nothing")
+    one, other = next(pair for pair in pairs if pair[0] != pair[1])
+    return f"traced, it runs other ops than in eager mode: {one} in place of {other}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from recollect.engine.own_checkpoints import running_unit
 from recollect.profile.graph import UnitGraph
 from recollect.profile.joint import JointRecord
 from recollect.profile.profile import Profile
+from recollect.programs.cut import other_ops
 from recollect.programs.play import new_results, values_by_memory
 from recollect.progress import stage
 from recollect.recording.fake_model import fake_run
@@ -143,16 +144,14 @@ def _with_joint(graph: UnitGraph, joint: JointRecord | str) -> UnitGraph:
         return replace(graph, why_not_traced=joint)
     recorded = {op.name: op for op in graph.ops}
     named = [op for op in joint.ops[: joint.num_forward] if op.name]
-    found = [(op.name, [] if op.writes else [joint.bytes_of(t) for t in new_results(op, joint)]) for op in named]
-    found = [(name, sizes) for name, sizes in found if sizes or name in recorded]
+    sizes = [(op.name, [] if op.writes else [joint.bytes_of(t) for t in new_results(op, joint)]) for op in named]
+    found = [f"{name} of {made} bytes" for name, made in sizes if made or name in recorded]
     expected = [
-        (op.name, [] if op.mutates else [graph.values[value].nbytes for value in op.outputs]) for op in graph.ops
+        f"{op.name} of {[] if op.mutates else [graph.values[value].nbytes for value in op.outputs]} bytes"
+        for op in graph.ops
     ]
     if found != expected:
-        pairs = zip([*found, ("", [])], [*expected, ("", [])], strict=False)
-        one, other = next(pair for pair in pairs if pair[0] != pair[1])
-        what = f"{one[0] or 'nothing'} {one[1]} in place of {other[0] or 'nothing'} {other[1]}"
-        return replace(graph, why_not_traced=f"traced, it runs other ops than in eager mode: {what}")
+        return replace(graph, why_not_traced=other_ops(found, expected))
     states = {name: op.state_bytes for name, op in recorded.items()}
     ops = (replace(op, state_bytes=states.get(op.name, 0)) for op in joint.ops)
     return replace(graph, joint=replace(joint, ops=tuple(ops)))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import recollect
 from recollect.errors import ProfileFormatError
-from recollect.planning.planners import traced_where_known
+from recollect.planning.trace_planner import traced_where_known
 from recollect.profile.events import StepLog
 from recollect.profile.graph import OpRecord, UnitGraph, ValueRecord
 from recollect.profile.joint import JointOp, JointRecord

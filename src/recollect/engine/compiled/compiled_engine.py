@@ -19,12 +19,13 @@ import torch
 from torch import nn
 
 from recollect._torch_fsdp import fully_sharded_parameters, is_fully_sharded
-from recollect._torch_private import keeps_graph, tree_leaves, uncompiled, untraced, without_compiler
+from recollect._torch_private import keeps_graph, uncompiled, untraced, without_compiler
 from recollect.engine.placed_forward import PlacedForward, compiled_by_user, unit_module, user_forward
 from recollect.errors import BudgetWarning, ConfigError, NotYetError, UnsupportedModelError
 from recollect.plans.action import Action
 from recollect.plans.paths import unit_words
 from recollect.plans.unit_plan import UnitPlan
+from recollect.tensors import tensors_in
 from recollect.warning import warn_user
 
 if TYPE_CHECKING:
@@ -128,7 +129,7 @@ class CompiledForward(PlacedForward):
             output = compiled(*args, **kwargs)
         except self._compiler.ERRORS as error:
             raise _not_compiled(self.path, error) from error
-        for node in {tensor.grad_fn for tensor in tree_leaves(output) if isinstance(tensor, torch.Tensor)}:
+        for node in {tensor.grad_fn for tensor in tensors_in(output)}:
             if node is not None:
                 node.register_prehook(self._before_backward)
         return output
@@ -189,7 +190,7 @@ class CompiledForward(PlacedForward):
 
 
 def _shapes_of(args: Any, kwargs: Any) -> Shapes:
-    return tuple(leaf.shape for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
+    return tuple(tensor.shape for tensor in tensors_in((args, kwargs)))
 
 
 def _check_how_it_was_compiled(module: nn.Module, path: str) -> None:

@@ -6,7 +6,6 @@ An op may have become several nodes: the last of them is its result. Names are c
 from __future__ import annotations
 
 import operator
-import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -20,14 +19,11 @@ from recollect._torch_compile import (
     is_made_by_inductor,
     is_of_backward,
     is_seeds,
-    module_stack,
     traced_op,
 )
+from recollect._torch_dynamo import module_stack
 from recollect.engine.facts import OpFacts, facts_of
 from recollect.plans.value_names import module_of, result_names, value_stem
-
-# How the compiler writes the module whose forward it compiles: an argument, or one inside the forward's wrapper.
-_ROOT = re.compile(r"^L\['[^']*'\](?:\[\d+\])*(?:\.(?:__self__|_orig_mod|__wrapped__|func|args\[\d+\]))*\.?")
 
 
 @dataclass(slots=True)
@@ -68,7 +64,7 @@ def unit_of(node: fx.Node, units: Iterable[str]) -> tuple[str, str, str] | None:
         node: of a joint graph.
         units: paths, as seen from the module that was compiled; empty for that module itself.
     """
-    stack = [("", "")] + [(call, _ROOT.sub("", path)) for call, path in module_stack(node)]
+    stack = [("", ""), *module_stack(node)]
     known = set(units)
     found = next(((call, path) for call, path in reversed(stack) if path in known), None)
     return None if found is None else (found[1], found[0], stack[-1][1])

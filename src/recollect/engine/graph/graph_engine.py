@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
@@ -38,8 +38,9 @@ from recollect.engine.values import is_dropped
 from recollect.errors import ConfigWarning
 from recollect.plans.action import Action
 from recollect.plans.paths import unit_words
-from recollect.programs.cut import UntraceableError
+from recollect.programs.cut import UntraceableError, other_ops
 from recollect.progress import stage
+from recollect.tensors import tensors_in
 from recollect.warning import warn_user
 
 if TYPE_CHECKING:
@@ -144,9 +145,10 @@ class GraphForward(PlacedForward):
             and not torch.is_anomaly_enabled()  # It looks at the result of each op.
             and not self._reads_dropped(args, kwargs)
         ):
-            kind = self._kind_of(args, kwargs)
+            tensors = tensors_in((args, kwargs))
+            kind = self._kind_of(tensors)
             if kind not in self._has_traced and keeps_casts():
-                self._look_at_casts(args, kwargs)
+                self._look_at_casts(tensors)
             if kind in self._noted:
                 try:
                     return self._from_trace(kind, args, kwargs)
@@ -156,14 +158,12 @@ class GraphForward(PlacedForward):
                 return self._on_tape(args, kwargs, note=kind)
         return self._on_tape(args, kwargs)
 
-    def _kind_of(self, args: Any, kwargs: Any) -> Kind:
-        tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
+    def _kind_of(self, tensors: Sequence[torch.Tensor]) -> Kind:
         autocast = autocast_now({one.device.type for one in tensors}) if any_autocast_is_enabled() else ()
         return self.module.training, autocast, *[(one.shape, one.dtype) for one in tensors]
 
-    def _look_at_casts(self, args: Any, kwargs: Any) -> None:
+    def _look_at_casts(self, tensors: Sequence[torch.Tensor]) -> None:
         """Leave the unit to the tape if others may read the casts that autocast keeps: a traced unit makes its own."""
-        tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
         parameters = {id(one) for one in self.module.parameters()}
         inside = {id(part) for part in self.module.modules()}
         others = [part for part in self.applied.model.modules() if id(part) not in inside]
@@ -317,9 +317,7 @@ class GraphForward(PlacedForward):
         if found != noted:
             if any(part._forward_hooks or part._forward_pre_hooks for part in list(self.module.modules())[1:]):
                 raise UntraceableError("there are hooks on modules inside it")
-            differing = next((pair for pair in zip(found, noted, strict=False) if pair[0] != pair[1]), None)
-            what = f"{differing[0]} in place of {differing[1]}" if differing else f"{len(found)} ops, not {len(noted)}"
-            raise UntraceableError(f"traced, it runs other ops than in eager mode: {what}")
+            raise UntraceableError(other_ops(found, noted))
         # Dynamo holds it until the traced code is gone, which this object holds: it must not hold this object.
         return TracedUnit(trace, functools.partial(_is_kept, self.tape, self.path))
 
