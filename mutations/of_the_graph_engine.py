@@ -122,6 +122,17 @@ MUTATIONS = (
         (("if len({one for one, _ in made}) < len(made) or", "if"),),
     ),
     Mutation(
+        "graph-backward-writes-lost",
+        "what a Function's backward writes to a buffer is lost in a trace",
+        "engine/graph",
+        (
+            (
+                "if any(not op.written.isdisjoint(one.storage for one in self.inputs) for op in recorder.ops):",
+                "if False:",
+            ),
+        ),
+    ),
+    Mutation(
         "graph-formula-of-fakes",
         "a gradient is computed by the formula for fake tensors, where eager mode looks for zeros",
         "engine/graph",

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from contract_steps import Run, plain
-from contract_units import HOOKS, ROWS, UNITS, WIDTH, Case, Model
+from contract_units import HOOKS, ROWS, UNITS, WIDTH, Case, Model, WrittenDouble
 from engines import applied, num_tape_calls, traced_forwards
 from gradients import Step, assert_same_gradients
 from policies import FULL
@@ -222,6 +222,13 @@ def test_writes_to_outputs_that_share_memory(number: int, what: str) -> None:
         outputs = run.model.units[0](run.model.stem(torch.ones(ROWS, WIDTH)))
         outputs[number].mul_(2)
         outputs[1].sum().backward()
+
+
+def test_a_backward_that_writes_to_an_input() -> None:
+    model = Case("unit", lambda self, x: WrittenDouble.apply(self.first(x), self.seen)).model()
+    with applied("graph", model, FULL) as handle, pytest.warns(ConfigWarning, match="it was given|same tensor twice"):
+        Run(model).through(plain, plain)
+    assert traced_forwards(handle)[0].why_not
 
 
 def test_second_derivatives() -> None:

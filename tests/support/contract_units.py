@@ -658,6 +658,25 @@ class Double(torch.autograd.Function):
         return gradient * x.cos() + output
 
 
+class WrittenDouble(torch.autograd.Function):
+    """Writes to its result in forward, and to a buffer in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, buffer: Tensor | None = None) -> Tensor:
+        ctx.buffer = buffer
+        output = x.sin()
+        output *= 2
+        ctx.save_for_backward(x, output)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        if ctx.buffer is not None:
+            ctx.buffer.copy_(gradient.sum(0))
+        x, output = ctx.saved_tensors
+        return gradient * x.cos() + output, None
+
+
 class KernelSine(torch.autograd.Function):
     """Fills a buffer behind PyTorch's back, as a Triton kernel does."""
 
@@ -731,6 +750,7 @@ def _jacobian(self: Any, x: Tensor) -> Tensor:
 units(
     {
         "function": lambda self, x: Double.apply(self.first(x)).square(),
+        "function that writes to its result": lambda self, x: WrittenDouble.apply(self.first(x)).square(),
         "function that writes unseen": lambda self, x: KernelSine.apply(self.first(x)).square(),
         "function in place": lambda self, x: InPlaceDouble.apply(self.first(x).sin()).square(),
         "vmap": lambda self, x: torch.func.vmap(torch.tanh)(self.first(x)).sin(),
@@ -852,17 +872,19 @@ _WORDS: dict[str, tuple[str, ...]] = {
     ),
     "it runs other ops than in eager mode": (
         *("one hot", "compiled part", "attribute that changes", "numpy inside", "slices filled out of sight"),
-        *("function that writes unseen", "function in place"),
+        "function that writes unseen",
     ),
     "there are hooks on modules inside it": ("forward hook inside", "forward pre hook inside"),
     "its calls differ, and each would have to be traced: 'count ==": ("counter",),
     "it writes to an input that needs a gradient": ("embedding with a maximum norm",),
     "would run again, and write to what is kept once more": ("statistics written",),
+    "it runs other ops than in eager mode|a Function in it returns the same tensor twice": ("function in place",),
+    "a Function in it returns the same tensor twice when it is traced": ("function that writes to its result",),
     "chooses its ops by what a tensor holds": ("product", "cumulative product"),
     # torch 2.11 quotes the line.
     r"it calls register_hook|x\.register_hook\(": ("gradient hook within",),
     "it calls tag_activation_checkpoint": ("own checkpoint",),
 }
 WHY_NOT = {name: words for words, names in _WORDS.items() for name in names}
-# Of these, what newer versions of Dynamo trace, to the same bits.
-TRACED_LATER = ("random of python", "context variable")
+# Of these, what newer versions of PyTorch trace, to the same bits.
+TRACED_LATER = ("random of python", "context variable", "function that writes to its result")

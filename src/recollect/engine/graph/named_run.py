@@ -7,6 +7,10 @@ from typing import Any, Protocol
 import torch
 from torch import fx
 
+from recollect._torch_private import HigherOrderOperator
+from recollect.programs.cut import UntraceableError
+from recollect.tensors import tensors_in
+
 
 class Scoped(Protocol):
     """Is told which module runs.
@@ -49,7 +53,13 @@ class NamedRun(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         self._last = n
         self._recorder.scope = self._paths.get(n.name) or ""
-        return super().run_node(n)
+        result = super().run_node(n)
+        if isinstance(n.target, HigherOrderOperator):
+            tensors = tensors_in(result)
+            # In torch 2.11 Functions that write to their results, whose gradients then come out as zeros.
+            if len(set(map(id, tensors))) < len(tensors):
+                raise UntraceableError("a Function in it returns the same tensor twice when it is traced")
+        return result
 
 
 def _enters(node: fx.Node) -> int:

@@ -215,6 +215,8 @@ class Trace:
                         retain_graph=True,
                         allow_unused=True,
                     )
+        if any(not op.written.isdisjoint(one.storage for one in self.inputs) for op in recorder.ops):
+            raise UntraceableError("its backward writes to what it was given")
         gradients: list[list[TracedTensor]] = [[] for _ in self.inputs]
         for index, gradient in zip(needing, found, strict=True):
             if gradient is not None:
