@@ -19,7 +19,7 @@ from flags import MachineFlags
 from models import ModelName, build, model_inputs
 from recollect.measuring.device_memory import empty_cache
 from recollect.measuring.meter import storage_bytes
-from recollect.measuring.timing import timed, wait_for
+from recollect.measuring.timing import timed_work, wait_for
 from recollect.recording.find_units import find_units
 
 
@@ -99,7 +99,7 @@ class Step:
         """Run one step and time it."""
         self.clear()
         gc.collect()
-        return timed(self.run, self.device)[1]
+        return timed_work(self.run, self.device)[1]
 
     def launched_s(self) -> float:
         """Run one step, and return the seconds until all of it was launched (on a CPU: completed)."""

@@ -358,3 +358,17 @@ def _reduced_precision_switch(kind: str) -> _Switch:
     name = f"cublas_allow_{kind}_reduced_precision_reduction"
     change = getattr(torch._C, f"_set_{name}")
     return getattr(torch._C, f"_get_{name}"), lambda value: change(*value if isinstance(value, tuple) else (value,))
+
+
+@contextmanager
+def without_global_hooks() -> Iterator[None]:
+    """Within the block, no hook runs that is of all modules."""
+    tables = [table for name, table in vars(torch.nn.modules.module).items() if name.startswith("_global_")]
+    kept = [(table, dict(table)) for table in tables if isinstance(table, dict)]
+    try:
+        for table, _ in kept:
+            table.clear()
+        yield
+    finally:
+        for table, its in kept:
+            table.update(its)

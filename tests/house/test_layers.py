@@ -14,6 +14,7 @@ LAYERS = (
     "notebooks",
     "errors",
     "tracebacks",
+    "garbage",
     "extras",
     "arguments",
     "quantities",

@@ -26,6 +26,7 @@ from recollect.quantities import parse_budget
 from recollect.ranks.group import Place
 from recollect.ranks.members import common_plan
 from recollect.recording.engines import RecordedEngine, with_engine
+from recollect.recording.host_times import around_ops
 from recollect.recording.step_recording import StepRecording
 from recollect.warning import warn_user
 
@@ -131,7 +132,7 @@ class StepPlanner:
         self.steps.note(calls, courses)
         with stage("planning"):
             with self.placement.suspended():
-                profile = self.lockstep.together(lambda: self._profile(recording, calls, budget), is_end=True)
+                profile = self.lockstep.together(lambda: self._profile(recording, calls), is_end=True)
                 profile = self._measured(profile, recording)
             if late_bytes := recording.late_gradients_bytes:
                 calls = [replace(call, has_gradients=True) for call in calls]
@@ -155,13 +156,13 @@ class StepPlanner:
         self.placement.put(planned)
         self.log(planned.line(time.perf_counter() - begin))
 
-    def _profile(self, recording: StepRecording, calls: Sequence[Call], budget: int | str) -> Profile:
+    def _profile(self, recording: StepRecording, calls: Sequence[Call]) -> Profile:
         recording.stop(self.optimizers)
         profile = recording.profile(
             optimizer_step=None,
             gradients="freed",
             batch=f"{calls[0]}, {len(calls)} calls" if len(calls) > 1 else str(calls[0]),
-            budget=budget,
+            around=around_ops(self.device),
         )
         return with_host_link(profile, self.device) if self.host_bytes else profile
 

@@ -15,6 +15,7 @@ import torch
 from recollect._torch_parallel import waited_for
 from recollect._torch_private import keep_busy, tree_map
 from recollect.engine.facts import OpFacts
+from recollect.garbage import without_collections
 from recollect.measuring.meter import CpuOpPeaks, CudaOpPeaks
 from recollect.measuring.timing import timed_by_events, timed_work
 
@@ -152,7 +153,8 @@ class MeasuredCosts:
         self._is_inside_op = False
 
     def _run_once(self, func: Any, args: Any, kwargs: Any, samples: list[float]) -> Any:
-        output, op_s = timed_alone(lambda: func(*args, **kwargs), self._device)
+        with without_collections():
+            output, op_s = timed_alone(lambda: func(*args, **kwargs), self._device)
         samples.append(op_s)
         return output
 

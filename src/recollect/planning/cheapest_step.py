@@ -93,7 +93,12 @@ class CheapestStep:
         graphs = [profile.graph_of(call) for call in profile.calls]
         self._nbytes = np.array([profile.block_bytes(v.nbytes) for g in graphs for v in g.values], dtype=np.int64)
         self._op_s = np.array(
-            [c.num_runs * op.time_s for c in profile.calls for op in profile.graph_of(c).ops], dtype=float
+            [
+                c.num_runs * graph.again_s(op)
+                for c, graph in zip(profile.calls, graphs, strict=True)
+                for op in graph.ops
+            ],
+            dtype=float,
         )
         # The op that can compute a value again, or -1.
         self._maker = np.array(

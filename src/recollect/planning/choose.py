@@ -8,17 +8,16 @@
    memory at that peak.
 """
 
-import gc
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 
 from recollect.arguments import check_kind
 from recollect.byte_format import format_bytes
 from recollect.errors import BudgetTooSmallError, ProfileFormatError
+from recollect.garbage import without_collections
 from recollect.planning.bound import LowerBound, check_bound
 from recollect.planning.chain import Chain
 from recollect.planning.chain_solver import ChainSolver
@@ -49,29 +48,6 @@ CACHE_ADVICE = "The output holds a cache for generation (past_key_values): free 
 # A chunked loss pays only if the logits are at least this fraction of the bytes that grow with the batch.
 _LARGE_PART = 0.1
 _ESTIMATED = "bytes and times of compiled units are estimates from their code, which never ran"
-
-
-@contextmanager
-def without_collections() -> Iterator[None]:
-    """Collect no garbage in a with-block or function, in any thread.
-
-    A planner makes many small objects that refer to each other and that reference counts soon free. Collections would find
-    next to nothing, and take half of the time: they are frequent, and each visits all objects of a large step.
-
-    Example:
-        >>> with without_collections():
-        ...     gc.isenabled()
-        False
-        >>> gc.isenabled()
-        True
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 class Planner:

@@ -88,7 +88,7 @@ def with_compiled_costs(graph: UnitGraph) -> UnitGraph:
         return s_per_byte * (read_bytes if is_reduction else _FUSED * made_bytes)
 
     ops = tuple(replace(op, time_s=time_s(op), state_bytes=0) for op in graph.ops)
-    return replace(graph, ops=ops, tape_s=0.0, module_tape_s=(), parts=(), variants=(), eager_s=0.0)
+    return replace(graph, ops=ops, tape_s=0.0, module_tape_s=(), again_op_s=0.0, parts=(), variants=(), eager_s=0.0)
 
 
 def undominated(variants: Sequence[VariantRecord], values: UnitGraph) -> tuple[VariantRecord, ...]:

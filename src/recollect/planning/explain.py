@@ -109,7 +109,7 @@ def usage_in(profile: Profile, decisions: Sequence[CallActions], lives: Lifetime
         if (variant := decisions[index].variant) >= 0:
             tape_s = max(0.0, graph.variants[variant].step_s - graph.variants[0].step_s)
         # One after the other: `sum` rounds in another way in newer Pythons.
-        again_s = reduce(add, (op.time_s for op in again), 0.0)
+        again_s = reduce(add, map(graph.again_s, again), 0.0)
         names = _names(graph)
         accounts.append(
             LayerUsage(

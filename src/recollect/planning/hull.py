@@ -197,7 +197,7 @@ class Evaluator:
         self._module_tape_s = dict(graph.module_tape_s)
         self._nbytes = [value.nbytes for value in values]
         self._parts = {part.value: part for part in graph.parts}
-        self._op_s = [op.time_s for op in graph.ops]
+        self._op_s = [graph.again_s(op) for op in graph.ops]
         self._state_bytes = [op.state_bytes for op in graph.ops]
         self._has_states = any(self._state_bytes)
         # For each op, last first: its index, its results, and its arguments that ops produced.
@@ -321,7 +321,7 @@ class _Network:
         for index, op in enumerate(self._graph.ops):
             node = self._num_values + index
             # A random op can run again only if its generator's state is held until then.
-            yield node, self._sink, op.state_bytes, op.time_s
+            yield node, self._sink, op.state_bytes, self._graph.again_s(op)
             for value in set(op.inputs):
                 yield node, value, -1, 0.0
 

@@ -29,9 +29,6 @@ from recollect.plans.unit_plan import UnitPlan
 _COLUMNS = 80
 _FORMAT = "recollect.plan"
 _SAME_PLAN = (EngineChoice.TAPE, EngineChoice.GRAPH)
-# Times are too noisy to plan by if a slowdown may be this many times as large, and by more than this part of the step.
-_NOISY_FACTOR = 2.0
-_NOISY_SLOWDOWN = 0.05
 # 2: a plan that offloads. One that does not is written as version 1, which every reader knows.
 _VERSION = 2
 
@@ -56,8 +53,8 @@ class Plan(ShownInNotebooks):
         predicted_host_bytes: simulated most bytes of offloaded values in host memory at once; None if none are.
         to_host_bytes_per_s, from_host_bytes_per_s: the rates of copies that the plan was made for.
         host_wait_slowdown: the part of `predicted_slowdown` in which the step waits for copies.
-        low_factor, high_factor: of `predicted_slowdown`: the least and the most of the rounds in which units were timed;
-            None if they were not, as in a fake profile.
+        slowdown_error: by how much the measured slowdown differs from `predicted_slowdown` in one of ten steps; None if
+            that is unknown, as for modelled times.
         class_names: of modules that have a number for a name, as in an `nn.Sequential`: (path, class), in which a path may
             have a range. Only shown next to the names.
         source: a weak reference to the profile that the plan was made from, whose memory a notebook then draws. It is no
@@ -92,8 +89,7 @@ class Plan(ShownInNotebooks):
     to_host_bytes_per_s: float | None = None
     from_host_bytes_per_s: float | None = None
     host_wait_slowdown: float | None = None
-    low_factor: float | None = None
-    high_factor: float | None = None
+    slowdown_error: float | None = None
     class_names: tuple[tuple[str, str], ...] = ()
     source: Callable[[], Any] | None = field(default=None, compare=False)
 
@@ -105,7 +101,7 @@ class Plan(ShownInNotebooks):
                 raise PlanError(f"{name}: got {nbytes}, expected 0 or more")
         # Where units were compiled for the profile, others may be faster than with the compiler's own choice.
         least = {"predicted_slowdown": -1}
-        for name in ("predicted_slowdown", "bound_slowdown", "host_wait_slowdown", "low_factor", "high_factor"):
+        for name in ("predicted_slowdown", "bound_slowdown", "host_wait_slowdown", "slowdown_error"):
             slowdown = getattr(self, name)
             if slowdown is not None and not (math.isfinite(slowdown) and slowdown >= least.get(name, 0)):
                 raise PlanError(f"{name}: got {slowdown}, expected a finite number, {least.get(name, 0)} or more")
@@ -167,19 +163,18 @@ class Plan(ShownInNotebooks):
 
     @property
     def slowdown_range(self) -> tuple[float, float] | None:
-        """The predicted slowdown by the fastest and by the slowest rounds in which units were timed; None if unknown."""
-        if not self.predicted_slowdown or self.low_factor is None or self.high_factor is None:
+        """Between which slowdowns nine of ten measured ones are; None if unknown."""
+        if not self.predicted_slowdown or self.slowdown_error is None:
             return None
-        return self.predicted_slowdown * self.low_factor, self.predicted_slowdown * self.high_factor
+        return max(0.0, self.predicted_slowdown - self.slowdown_error), self.predicted_slowdown + self.slowdown_error
 
     @property
     def range_text(self) -> str:
-        """That range in percent, to print behind the slowdown; says where it is too wide to plan by."""
+        """That range in percent, to print behind the slowdown."""
         if self.slowdown_range is None:
             return ""
         low, high = self.slowdown_range
-        is_noisy = high > _NOISY_FACTOR * low and high - low > _NOISY_SLOWDOWN
-        return f" ({100 * low:.1f} to {100 * high:.1f} between timing rounds{': too noisy to plan by' if is_noisy else ''})"
+        return f" ({100 * low:.1f} to {100 * high:.1f})"
 
     def with_engine(self, engine: EngineChoice | str) -> Plan:
         """Return the plan with another engine for each unit on the tape or from a trace that can run on it.
@@ -247,7 +242,7 @@ class Plan(ShownInNotebooks):
         numbers = {
             name: number
             for name, number in numbers.items()
-            if number is not None or not ("host" in name or "factor" in name)
+            if number is not None or not ("host" in name or "error" in name)
         }
         version = _VERSION if self.offloads else 1
         names = {"class_names": dict(class_names)} if (class_names := numbers.pop("class_names")) else {}

@@ -53,7 +53,7 @@ class OpRecord:
     outputs: tuple[int, ...]
     """Indices of the values that it reads and computes."""
     time_s: float
-    """Seconds that one more run takes, the tape's Python overhead included."""
+    """Seconds that it takes, without what Python and PyTorch take around it."""
     mutates: bool = False
     """It writes its only output into the storage of its first input."""
     state_bytes: int = 0
@@ -98,6 +98,8 @@ class UnitGraph:
     module_tape_s: tuple[tuple[str, float], ...] = ()
     """(module path, seconds): extra overhead in forward if any value that the module computes is dropped, since the tape then
     has to see all of the module's ops."""
+    again_op_s: float = 0.0
+    """What the tape takes around each op that it runs again."""
     parts: tuple[PartRecord, ...] = ()
     """Of the values that were the same on all ranks, those that can be held as parts."""
     variants: tuple[VariantRecord, ...] = ()
@@ -111,7 +113,7 @@ class UnitGraph:
     """Why it could not be; empty if it could, or was not to be."""
 
     def __post_init__(self) -> None:
-        times = ("tape_s", self.tape_s), ("eager_s", self.eager_s)
+        times = tuple((name, getattr(self, name)) for name in ("tape_s", "again_op_s", "eager_s"))
         for where, tape_s in (*times, *((f"module_tape_s[{m!r}]", s) for m, s in self.module_tape_s)):
             if not (math.isfinite(tape_s) and tape_s >= 0):
                 raise ValueError(f"{where}: got {tape_s} s, expected a finite number, 0 or more")
@@ -173,6 +175,10 @@ class UnitGraph:
                 raise ValueError(
                     f"{where}: lists value {value} as an output, whose producer is {self.values[value].producer}"
                 )
+
+    def again_s(self, op: OpRecord) -> float:
+        """Return the seconds that an op takes on the tape when it runs again."""
+        return op.time_s + self.again_op_s
 
     def watched_s(self, dropped: Iterable[int]) -> float:
         """Return the overhead of the tape in forward, in seconds, if these values are dropped."""

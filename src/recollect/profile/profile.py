@@ -24,6 +24,7 @@ from recollect.notebooks import ShownInNotebooks
 from recollect.plans.paths import expand_classes
 from recollect.profile.events import ALLOC, PHASE, StepLog, check_log
 from recollect.profile.graph import OpRecord, PartRecord, UnitCall, UnitGraph, ValueRecord
+from recollect.profile.host_times import HostTimes
 from recollect.profile.joint import JointOp, JointRecord
 from recollect.profile.variant import VariantRecord
 
@@ -48,7 +49,6 @@ _KINDS = {
 _FLOATS = {
     "seconds": ("step_s", "gather_latency_s", "gather_s_per_byte", "host_latency_s"),
     "bytes per second": ("to_host_bytes_per_s", "from_host_bytes_per_s"),
-    "times as much": ("low_factor", "high_factor"),
 }
 
 
@@ -76,8 +76,7 @@ class Profile(ShownInNotebooks):
         to_host_bytes_per_s, from_host_bytes_per_s: rates of copies from the device to its host's memory, and of copies back; 0
             if unknown, so that nothing can be offloaded.
         host_latency_s: seconds of the smallest such copy.
-        low_factor, high_factor: of what recompute adds: as little and as much as the rounds say in which units were timed; 0 if
-            they were not.
+        host: what the tape takes around ops, as measured, from which the graphs' times are; None if it was not measured.
         outputs: the events with which the log would say that an output of the model died.
         parameter_itemsize: bytes of an element of a parameter, of the widest one; 0 if unknown.
         makes_cache: the model's output holds keys and values for generation, as a Hugging Face model's does by default.
@@ -108,12 +107,11 @@ class Profile(ShownInNotebooks):
     to_host_bytes_per_s: float = 0.0
     from_host_bytes_per_s: float = 0.0
     host_latency_s: float = 0.0
-    low_factor: float = 0.0
-    high_factor: float = 0.0
     outputs: tuple[tuple[int, ...], ...] = ()
     class_names: tuple[tuple[str, str], ...] = ()
     parameter_itemsize: int = 0
     makes_cache: bool = False
+    host: HostTimes | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "persistent", MappingProxyType(dict(self.persistent)))
@@ -243,6 +241,9 @@ class Profile(ShownInNotebooks):
             ),
             persistent={kind: persistent.get(kind).integer(least=0) for kind in persistent.keys()},
             outputs=tuple(event.integers() for event in root.items("outputs")),
+            host=None
+            if (host := root.find("host")) is None
+            else _construct(HostTimes, host, **host.arguments(HostTimes)),
             **root.arguments(Profile, least={"calibration_bytes": None, "loss_chunks": 1, "shard_ranks": 1}),
         )
         graphs = [profile.graph_of(call) for call in profile.calls]
@@ -325,7 +326,9 @@ def _construct(kind: Callable[..., _Built], place: Field, **arguments: Any) -> _
 
 
 def _encode(
-    record: UnitGraph | ValueRecord | OpRecord | PartRecord | VariantRecord | JointRecord | JointOp | UnitCall,
+    record: (
+        UnitGraph | ValueRecord | OpRecord | PartRecord | VariantRecord | JointRecord | JointOp | UnitCall | HostTimes
+    ),
 ) -> dict[str, Any]:
     """Return a record as JSON data, without fields that have their default."""
     data = {f.name: value for f in fields(record) if (value := getattr(record, f.name)) != f.default}

@@ -206,7 +206,7 @@ def with_common_times(profile: Profile, ranks: Ranks, place: Place = Place.START
 def _times(profile: Profile) -> Iterator[float]:
     yield from (profile.step_s, profile.gather_latency_s, profile.gather_s_per_byte)
     for graph in profile.graphs:
-        yield graph.tape_s
+        yield from (graph.tape_s, graph.again_op_s)
         yield from (seconds for _, seconds in graph.module_tape_s)
         yield from (op.time_s for op in graph.ops)
         yield from (part.gather_s for part in graph.parts)
@@ -220,6 +220,7 @@ def _with_times(profile: Profile, times: Iterator[float]) -> Profile:
         replace(
             graph,
             tape_s=next(times),
+            again_op_s=next(times),
             module_tape_s=tuple((module, next(times)) for module, _ in graph.module_tape_s),
             ops=tuple(replace(op, time_s=next(times)) for op in graph.ops),
             parts=tuple(replace(part, gather_s=next(times)) for part in graph.parts),

@@ -1,11 +1,14 @@
 """Turn the record of a step into a `Profile`."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
+from recollect.costs.op_costs import OpRun
 from recollect.profile import events
 from recollect.profile.events import Event, StepLog
 from recollect.profile.graph import OpRecord, PartRecord, UnitCall, UnitGraph, ValueRecord
+from recollect.profile.host_times import NOTHING, AroundOps, HostTimes
 from recollect.profile.profile import Profile
 from recollect.recording.replicated_values import RanksWithParts
 from recollect.recording.step_recorder import Costs, StepRecorder
@@ -14,9 +17,17 @@ from recollect.warning import warn_user
 
 
 def assemble(
-    recorder: StepRecorder, costs: Costs, layers: set[str], *, ranks: RanksWithParts | None = None, **facts: Any
+    recorder: StepRecorder,
+    costs: Costs,
+    layers: set[str],
+    *,
+    ranks: RanksWithParts | None = None,
+    around: AroundOps = NOTHING,
+    **facts: Any,
 ) -> Profile:
     """Return the profile; calls with equal graphs share one.
+
+    `around`: what is around the ops of units.
 
     Warns:
         UserWarning: none of the layers ran.
@@ -27,7 +38,11 @@ def assemble(
     if ranks is not None:
         parts, of_parts = ranks.told(recorder.calls)
         facts |= of_parts
-    made = (_graph(call, costs, own) for call, own in zip(recorder.calls, parts, strict=True))
+
+    def seconds_of(run: OpRun | None) -> float:
+        return max(0.0, costs.seconds_of(run) - around.recorded_s)
+
+    made = (_graph(call, costs, seconds_of, around.host, own) for call, own in zip(recorder.calls, parts, strict=True))
     graph_of_call = [graphs.setdefault(graph, len(graphs)) for graph in made]
     sources = [{source for source, _ in call.origins} for call in recorder.calls]
     calls = tuple(
@@ -43,8 +58,8 @@ def assemble(
     )
     forward_s = [graph.forward_s for graph in graphs]
     step_s = math.fsum(forward_s[call.graph] for call in calls)
-    step_s += math.fsum(costs.seconds_of(run) for run in recorder.other_runs)
-    log = StepLog(blocks=(_resolved(recorder, costs),), sequence=((0, -1),))
+    step_s += math.fsum(seconds_of(run) for run in recorder.other_runs)
+    log = StepLog(blocks=(_resolved(recorder, costs, seconds_of),), sequence=((0, -1),))
     return Profile(graphs=tuple(graphs), calls=calls, log=log, step_s=step_s, **facts)
 
 
@@ -59,7 +74,7 @@ def _warn_if_none_ran(layers: set[str], ran: set[str], model_class: str) -> None
     )
 
 
-def _resolved(recorder: StepRecorder, costs: Costs) -> tuple[Event, ...]:
+def _resolved(recorder: StepRecorder, costs: Costs, seconds_of: Callable[[OpRun], float]) -> tuple[Event, ...]:
     """Return the events of a step without a recorder: with bytes and times of ops, and gradients summed in place."""
     resolved: list[Event] = []
     # The storage that holds a sum made in place: by the number of the sum's own storage; -1 for one that became a sum.
@@ -70,7 +85,7 @@ def _resolved(recorder: StepRecorder, costs: Costs) -> tuple[Event, ...]:
             run = recorder.other_runs[operands[0]]
             # SUM counts the memory of the sum itself.
             is_sum = bool(following) and following[0] == events.SUM
-            resolved.append((code, 0 if is_sum else costs.working_bytes_of(run), round(1e9 * costs.seconds_of(run))))
+            resolved.append((code, 0 if is_sum else costs.working_bytes_of(run), round(1e9 * seconds_of(run))))
         elif code == events.SUM:
             storage, addend, nbytes = operands
             if following == (events.FREE, addend):
@@ -87,18 +102,33 @@ def _resolved(recorder: StepRecorder, costs: Costs) -> tuple[Event, ...]:
     return tuple(resolved)
 
 
-def _graph(call: RecordedCall, costs: Costs, parts: tuple[PartRecord, ...]) -> UnitGraph:
+def _graph(
+    call: RecordedCall,
+    costs: Costs,
+    seconds_of: Callable[[OpRun | None], float],
+    host: HostTimes,
+    parts: tuple[PartRecord, ...],
+) -> UnitGraph:
     values = tuple(ValueRecord(**vars(value)) for value in call.values)
     ops = tuple(
         OpRecord(
             name=op.name,
             inputs=op.inputs,
             outputs=op.outputs,
-            time_s=costs.seconds_of(op.run),
+            time_s=seconds_of(op.run),
             mutates=op.mutates,
             state_bytes=op.state_bytes,
             working_bytes=costs.working_bytes_of(op.run),
         )
         for op in call.ops
     )
-    return UnitGraph(values, ops, parts=parts)
+    watching_s = {module: host.watching_s(module, number) for module, number in call.seen_ops.items()}
+    always_s = [watching_s.pop(module) for module in call.watched_modules & watching_s.keys()]
+    return UnitGraph(
+        values,
+        ops,
+        tape_s=math.fsum((host.unit_s, *always_s)),
+        module_tape_s=tuple(watching_s.items()),
+        again_op_s=host.again_op_s,
+        parts=parts,
+    )

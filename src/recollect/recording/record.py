@@ -23,6 +23,7 @@ from recollect.loss.intercept import loss_in_chunks
 from recollect.measuring.device_memory import other_bytes
 from recollect.plans.paths import unit_words
 from recollect.profile.events import BACKWARD
+from recollect.profile.host_times import NOTHING
 from recollect.profile.profile import Profile
 from recollect.progress import stage
 from recollect.ranks.group import ALONE, Place
@@ -30,6 +31,7 @@ from recollect.ranks.members import GroupChoice, check_alike, ranks_of
 from recollect.recording.engines import RecordedEngine, check_engine, with_engine
 from recollect.recording.fake_model import fake_run
 from recollect.recording.find_units import find_units
+from recollect.recording.host_times import around_ops
 from recollect.recording.model_step import (
     LossFunction,
     check_step,
@@ -154,6 +156,7 @@ def record(
 
     loop = _Loop(model, batch, step, optimizer, loss_fn, holds_output, gradients, loss_chunks, split_backward)
     loop.is_elsewhere |= hardware is not None
+    loop.is_timed = not fake
 
     def prepared() -> tuple[StepRecording, OptimizerStep]:
         check_optimizers(model, optimizer)
@@ -206,6 +209,7 @@ class _Loop:
     loss_chunks: int = 1
     split_backward: bool = False
     within: AbstractContextManager[object] = nullcontext()
+    is_timed: bool = False
 
     def __post_init__(self) -> None:
         self.device = device_of(self.model, self.batch)
@@ -247,11 +251,13 @@ class _Loop:
             if self.step is None:
                 prepare_gradients(self.model, self.gradients)
             self._run(recording, others_bytes, master_weights)
+            around = around_ops(self.device) if self.is_timed else NOTHING
             return recording.profile(
                 optimizer_step=reductions_of(self.model).then(optimizer_step),
                 gradients=self.gradients if self.step is None else "freed",
                 batch=describe_batch(self.batch) if self.step is None else "",
                 loss_chunks=self.loss_chunks,
+                around=around,
             )
 
     def _run_unseen(self) -> None:

@@ -1,7 +1,5 @@
 """One recording: from `start` to `stop`, everything that runs on this thread is recorded, whoever calls it."""
 
-import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import KW_ONLY, dataclass, replace
@@ -21,12 +19,11 @@ from recollect.engine.policy import DropAll
 from recollect.engine.tape import forget_last_step
 from recollect.measuring.device_memory import memory_bytes
 from recollect.measuring.meter import storage_bytes
-from recollect.measuring.timing import waits_for_others
 from recollect.plans.unit_plan import UnitPlan
 from recollect.profile import events
+from recollect.profile.host_times import NOTHING, AroundOps
 from recollect.profile.profile import Profile, block_bytes
 from recollect.profile.repeated_steps import fold
-from recollect.quantities import parse_budget
 from recollect.recording.assemble import assemble
 from recollect.recording.find_units import Unit, class_names
 from recollect.recording.next_step import Leftovers, Phases, Returns, leftovers, with_last_step
@@ -37,17 +34,6 @@ from recollect.recording.replicated_values import RanksWithParts
 from recollect.recording.step_recorder import Costs, StepRecorder
 from recollect.recording.trackers import UnrelatedMemory, filled_storages, freed_gradients, storage_numbers
 from recollect.recording.unit_samples import UnitSample, UnitSamples
-from recollect.recording.unit_times import (
-    TOGETHER,
-    Rounds,
-    in_one_backward,
-    leanest_of,
-    measure_unit_times,
-    rounds_for,
-    with_unit_times,
-)
-from recollect.simulation.decisions import CallActions
-from recollect.simulation.simulate import simulate
 
 Gradients: TypeAlias = Literal["held", "freed", "accumulated"]
 """Gradients of the last step when the next one begins: alive until backward begins, freed, or added to by backward."""
@@ -99,8 +85,7 @@ class StepRecording:
         self._modelled = self.costs if isinstance(self.costs, ModelledCosts) else None
         self.recorder = StepRecorder(self.costs, self.device)
         self._ranks = self.recorder.ranks = RanksWithParts.of(self.model, self.device, self._modelled)
-        takes_any = self.keeps_samples or self._modelled is None  # Fake ones cannot be timed.
-        self._samples = UnitSamples(self.model, self.device, in_excerpts=self.in_loop, takes_any=takes_any)
+        self._samples = UnitSamples(self.model, self.device, in_excerpts=self.in_loop, takes_any=self.keeps_samples)
         self._stack = ExitStack()
         self._persistent: dict[str, int] = {}
         self.returns = Returns(self.recorder)
@@ -241,7 +226,7 @@ class StepRecording:
         gradients: Gradients,
         batch: str,
         loss_chunks: int = 1,
-        budget: int | str | None = None,
+        around: AroundOps = NOTHING,
     ) -> Profile:
         """Return the profile of the step as it runs from the second time on.
 
@@ -250,7 +235,7 @@ class StepRecording:
             gradients: whether gradients of the last step are alive in forward.
             batch: describes it.
             loss_chunks: parts of the loss.
-            budget: units are timed as far as that takes no more memory than this, or than the recorded step.
+            around: what is around the ops of units, as measured.
         """
         recorder, modelled = self.recorder, self._modelled
         unseen_bytes = _UNSEEN_ON_CUDA_BYTES if self.device.type == "cuda" else _UNSEEN_BYTES
@@ -287,71 +272,16 @@ class StepRecording:
             outputs=tuple(self.returns.deaths()),
             makes_cache=self.returns.makes_cache,
             ranks=self._ranks,
+            around=around,
+            host=None if around is NOTHING else around.host,
             **({} if host_link is None else host_link.profile_fields()),
         )
-        # A copy of a unit that communicates cannot run alone.
-        samples = [sample for sample in self._samples.samples if sample.call not in recorder.communicating]
         if self.keeps_samples:
-            by_call = {sample.call: sample for sample in samples}
+            # A copy of a unit that communicates cannot run alone.
+            by_call = {s.call: s for s in self._samples.samples if s.call not in recorder.communicating}
             pairs = [(made.calls[call].graph, first) for call, first in self._samples.first_alike.items()]
             self.samples_of_graph = {graph: by_call[first] for graph, first in reversed(pairs) if first in by_call}
-        return fold(self._timed(made, samples, budget) if modelled is None else made)
-
-    def _timed(self, profile: Profile, samples: list[UnitSample], budget: int | str | None) -> Profile:
-        """Return the profile with times of units that run alone, on copies, as far as they have room."""
-        recorder = self.recorder
-        limit_bytes = self._limit_bytes(profile, budget)
-        alive_bytes = profile.persistent_bytes + self._leftovers.total_bytes + self._sample_bytes
-
-        def room_bytes(sample: UnitSample) -> float:
-            produced = [v.nbytes for v in profile.graph_of(profile.calls[sample.call]).values if v.producer is not None]
-            most_bytes = max(2 * max(produced, default=0), backward_bytes[sample.call])
-            return limit_bytes - alive_bytes - sum(produced) - most_bytes
-
-        # For each call's backward; and the most that one of its ops needs, results and workspace.
-        backward_s, backward_bytes = [0.0] * len(profile.calls), [0] * len(profile.calls)
-        for run, call in zip(recorder.other_runs, recorder.backward_of, strict=True):
-            if call >= 0:
-                backward_s[call] += self.costs.seconds_of(run)
-                backward_bytes[call] = max(backward_bytes[call], self.costs.working_bytes_of(run))
-        first_alike, known = self._samples.first_alike, set[int]()
-        num_calls = Counter(first_alike.values())
-
-        def rounds(sample: UnitSample) -> Rounds:
-            if waits_for_others():
-                return TOGETHER
-            found = rounds_for(
-                profile.graph_of(profile.calls[sample.call]).forward_s + backward_s[sample.call],
-                num_ops=recorder.calls[sample.call].seen_ops.total(),
-                num_calls=num_calls[sample.call],
-                allocates=self.device.type == "cuda",
-            )
-            if not found.number:
-                known.add(sample.call)
-            return found
-
-        self._samples.samples.clear()
-        timed = measure_unit_times(samples, self.device, room_bytes=room_bytes, rounds=rounds)
-        times = {call: timed[first] for call, first in first_alike.items() if first in timed}
-        return with_unit_times(
-            profile,
-            times,
-            seen_ops={
-                profile.calls[index].graph: {m: n for m, n in call.seen_ops.items() if m not in call.watched_modules}
-                for index, call in enumerate(recorder.calls)
-            },
-            backward_s=backward_s,
-            leanest=leanest_of(in_one_backward(profile), {profile.calls[call].graph for call in times}),
-            known={profile.calls[call].graph for call, first in first_alike.items() if first in known},
-        )
-
-    def _limit_bytes(self, profile: Profile, budget: int | str | None) -> float:
-        """Return how much memory may be in use while units are timed."""
-        if budget is None:
-            return profile.device_memory_bytes or math.inf
-        plain = simulate(profile, [CallActions()] * len(profile.calls))
-        given = parse_budget(budget, reference_bytes=plain.peak_bytes, device_bytes=profile.device_memory_bytes)
-        return max(given, self.peak_bytes)
+        return fold(made)
 
     def _with_last_step(self, gradients: Gradients) -> list[events.Event]:
         """Return the events with what the last step left behind, until it is replaced.

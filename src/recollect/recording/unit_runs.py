@@ -17,18 +17,23 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from recollect._torch_private import HigherOrderOperator
+from recollect._torch_private import HigherOrderOperator, tree_leaves
 from recollect.costs.hardware import Hardware, Kind
 from recollect.costs.op_work import touched_bytes, work_of
 from recollect.costs.roofline import Work, seconds
 from recollect.engine.facts import facts_of
+from recollect.measuring.timing import timed, work_clock
 from recollect.profile.profile import block_bytes
 from recollect.recording.event_log import Death, settled
 from recollect.recording.fake_model import fake_run
 from recollect.recording.unit_samples import UnitSample
-from recollect.recording.unit_times import rounds_within, time_run
 from recollect.recording.unit_trace import Part, UnitTrace, trace_unit
 from recollect.tensors import tensors_in
+
+# Where ways to run a unit are timed in turn: seconds of all rounds, and their number at least and at most.
+_TIMED_S: Final = 3.0
+_FEWEST_ROUNDS: Final = 3
+_MOST_ROUNDS: Final = 15
 
 # What takes longest in a fused kernel, by calls in its code.
 _KINDS: Final[tuple[tuple[re.Pattern[str], Kind], ...]] = (
@@ -65,7 +70,7 @@ class UnitRuns:
         return time_run(sample, module, self.device, forward)
 
     def rounds(self, round_s: float) -> int:
-        return rounds_within(round_s)
+        return min(_MOST_ROUNDS, max(_FEWEST_ROUNDS, int(_TIMED_S / max(1e-9, round_s))))
 
     def trace(self, sample: UnitSample, forward: Callable[..., Any]) -> UnitTrace:
         """Return what a run does to memory; see `trace_unit`."""
@@ -164,3 +169,39 @@ class _Storages:
                 death = self._alive[address] = Death(storage, self._events.append)
                 death.means = (address, 0)
                 self._events.append((address, block_bytes(storage.nbytes(), self._device.type)))
+
+
+def time_run(
+    sample: UnitSample,
+    module: nn.Module,
+    device: torch.device,
+    forward: Callable[..., Any] | None = None,
+    clock: Callable[[], float] | None = None,
+) -> tuple[float, float] | None:
+    """Return the seconds of a unit's forward and backward; None if there is nothing to differentiate."""
+    clock = clock or work_clock(device)
+    trained: list[Any] = [p for p in module.parameters() if p.requires_grad]
+    args, kwargs = sample.inputs(trained)
+    autocast = sample.autocast
+    with torch.enable_grad(), torch.autocast(device.type, dtype=autocast, enabled=autocast is not None):
+        output, forward_s = timed(lambda: (forward or module)(*args, **kwargs), device, clock=clock)
+    ends = [t for t in tree_leaves(output) if isinstance(t, torch.Tensor) and t.requires_grad]
+    if not ends or not trained:
+        return None
+    with torch.enable_grad():
+        end = _End.apply([torch.ones_like(end) for end in ends], *ends)  # type: ignore[no-untyped-call]
+    _, backward_s = timed(lambda: torch.autograd.grad(end, trained, allow_unused=True), device, clock=clock)
+    return forward_s, backward_s
+
+
+class _End(torch.autograd.Function):
+    """A scalar whose backward hands on gradients; given gradients, `torch.autograd.grad` spends a second importing SymPy."""
+
+    @staticmethod
+    def forward(ctx: Any, gradients: list[torch.Tensor], *ends: torch.Tensor) -> torch.Tensor:
+        ctx.gradients = gradients
+        return ends[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return (None, *ctx.gradients)

@@ -22,6 +22,11 @@ from recollect.simulation.program import WINDOW, Program
 from recollect.simulation.windows import Window, edges_for
 from recollect.simulation.windows import windows as all_windows
 
+# Nine of ten measured slowdowns differ from the predicted one by no more than this part of the step, and of the slowdown
+# (`benchmarks/step_times.py`, two processors).
+_LEAST_ERROR: Final = 0.03
+_ERROR: Final = 0.15
+
 # Engines that run a unit as two pieces of code, which are played as what is known of these.
 _BY_VARIANT: Final = (EngineChoice.COMPILE, EngineChoice.GRAPH)
 
@@ -106,9 +111,7 @@ def simulated_plan(profile: Profile, plan: Plan, simulation: Simulation) -> Plan
         # A fake profile belongs to no device: its times are modelled.
         device_name="" if profile.fake else profile.device_name,
         loss_chunks=profile.loss_chunks,
-        # The uncertainty of times of compiled units is unknown.
-        low_factor=None if plan.is_compiled else profile.low_factor or None,
-        high_factor=None if plan.is_compiled else profile.high_factor or None,
+        slowdown_error=None if profile.host is None or plan.is_compiled else _LEAST_ERROR + _ERROR * slowdown,
         class_names=profile.class_names,
         source=weakref.ref(profile),
     )

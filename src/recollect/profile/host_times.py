@@ -1,0 +1,50 @@
+"""The time that Python and PyTorch take around the ops of a step."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+
+
+@dataclass(frozen=True, slots=True)
+class HostTimes:
+    """Seconds of host time around the ops of a unit, on one machine.
+
+    Raises:
+        ValueError: a number that is negative or not finite.
+
+    Example:
+        >>> HostTimes(unit_s=2e-4, module_s=5e-5, seen_op_s=2e-5, again_op_s=8e-6).watching_s("mlp", 10)
+        0.00025
+    """
+
+    unit_s: float = 0.0
+    """For a call of a unit on the tape, in forward and backward."""
+    module_s: float = 0.0
+    """For a module inside it whose ops the tape sees."""
+    seen_op_s: float = 0.0
+    """For an op that the tape sees in forward."""
+    again_op_s: float = 0.0
+    """For an op that the tape runs again, beyond the op itself."""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            number = getattr(self, field.name)
+            if not (math.isfinite(number) and number >= 0):
+                raise ValueError(f"host.{field.name}: got {number} s, expected a finite number, 0 or more")
+
+    def watching_s(self, module: str, num_ops: int) -> float:
+        """Return what the tape takes to see the ops of a module of a unit, or of the unit itself ("")."""
+        return bool(module) * self.module_s + num_ops * self.seen_op_s
+
+
+@dataclass(frozen=True, slots=True)
+class AroundOps:
+    """What is around the ops of a step, and how recording slows them."""
+
+    host: HostTimes
+    recorded_s: float
+    """Seconds by which an op takes longer while it is recorded."""
+
+
+NOTHING = AroundOps(HostTimes(), 0.0)

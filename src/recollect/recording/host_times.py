@@ -1,0 +1,207 @@
+"""Measure what Python and PyTorch take around ops, by small layers that run with the tape and without.
+
+The ops of these layers compute next to nothing. What such a layer takes on the tape beyond plain eager mode is proportional to
+the number of its ops, plus something for each call; a layer of few ops and one of many tell both apart.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import gelu, linear, scaled_dot_product_attention, silu
+
+from recollect._torch_private import without_global_hooks
+from recollect.applying import apply_policy
+from recollect.costs.op_costs import MeasuredCosts
+from recollect.engine.policy import DropAll
+from recollect.engine.tape import Tape
+from recollect.measuring.timing import wait_for, work_clock
+from recollect.profile.events import WORK
+from recollect.profile.host_times import AroundOps, HostTimes
+from recollect.recording.find_units import find_units
+from recollect.recording.step_recording import StepRecording
+from recollect.simulation.decisions import drop_all
+from recollect.simulation.simulate import simulate
+
+_WIDTH: Final = 8
+_NUM_LAYERS: Final = 2
+_NUM_MODULES: Final = 4
+# In the first rounds the tape learns which modules to watch.
+_WARM_UPS: Final = 2
+_ROUNDS: Final = 15
+
+
+def around_ops(device: torch.device) -> AroundOps:
+    """Measure what is around ops on a device, once in a process: about a third of a second; nothing is on a meta device."""
+    if device.type == "meta":
+        return AroundOps(HostTimes(), 0.0)
+    return _measured(device, torch.get_num_threads())
+
+
+@cache
+def _measured(device: torch.device, _num_threads: int) -> AroundOps:
+    # On a thread of its own, free of the caller's modes, hooks, autocast and `no_grad`.
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(_measure, device).result()
+
+
+def _measure(device: torch.device) -> AroundOps:
+    with without_global_hooks():
+        few, many, modules = (_Layer.measured(kind, device) for kind in (_FewOps, _ManyOps, _Modules))
+    is_cpu = device.type == "cpu"
+    recorded_s = (few.recorded_s + many.recorded_s - few.plain_s - many.plain_s) / (few.num_all + many.num_all)
+    recorded_s = max(0.0, recorded_s) if is_cpu else 0.0
+
+    def again_s(layer: _Layer) -> float:
+        kernels_s = layer.again_s - layer.num_again * recorded_s if is_cpu else 0.0
+        return layer.backward_s - kernels_s
+
+    forward_s, seen_op_s = _line((few.num_seen, few.forward_s), (many.num_seen, many.forward_s))
+    backward_s, again_op_s = _line((few.num_again, again_s(few)), (many.num_again, again_s(many)))
+    module_s = max(0.0, modules.forward_s - forward_s - modules.num_seen * seen_op_s) / _NUM_MODULES
+    return AroundOps(HostTimes(max(0.0, forward_s + backward_s), module_s, seen_op_s, again_op_s), recorded_s)
+
+
+def _line(few: tuple[int, float], many: tuple[int, float]) -> tuple[float, float]:
+    """Return what is there at no op, and what each adds, at least 0."""
+    each_s = max(0.0, (many[1] - few[1]) / (many[0] - few[0]))
+    return few[1] - few[0] * each_s, each_s
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """Seconds and numbers of ops of one layer."""
+
+    num_seen: int
+    num_again: int
+    num_all: int
+    """Of ops that the tape sees in forward, that it runs again, and that a step has, each for one layer."""
+    recorded_s: float
+    again_s: float
+    """Seconds of all, and of those that run again, as recorded."""
+    plain_s: float
+    """A step without the tape."""
+    forward_s: float
+    backward_s: float
+    """What the tape adds, where it drops all it can."""
+
+    @classmethod
+    def measured(cls, kind: type[nn.Module], device: torch.device) -> _Layer:
+        model = nn.Sequential(*(kind(device) for _ in range(_NUM_LAYERS)))
+        inputs = torch.full((1, _WIDTH, _WIDTH), 0.5, device=device, dtype=torch.float32, requires_grad=True)
+        # First, so that nothing is new when the step is recorded.
+        (plain_forward_s, plain_backward_s), (forward_s, backward_s) = _medians(model, inputs, device)
+        recording = _recorded(model, inputs, device)
+        profile = recording.profile(optimizer_step=None, gradients="freed", batch="")
+        graphs = [profile.graph_of(call) for call in profile.calls]
+        leanest = simulate(profile, [drop_all(graph) for graph in graphs])
+        works_ns = [time_ns for _, time_ns in profile.log.operands(WORK)]
+        num_seen = sum(call.seen_ops.total() for call in recording.recorder.calls)
+        return cls(
+            num_seen // _NUM_LAYERS,
+            leanest.recomputed_ops // _NUM_LAYERS,
+            (sum(len(graph.ops) for graph in graphs) + len(works_ns)) // _NUM_LAYERS,
+            profile.step_s / _NUM_LAYERS,
+            leanest.recompute_s / _NUM_LAYERS,
+            (plain_forward_s + plain_backward_s) / _NUM_LAYERS,
+            (forward_s - plain_forward_s) / _NUM_LAYERS,
+            (backward_s - plain_backward_s) / _NUM_LAYERS,
+        )
+
+
+def _recorded(model: nn.Module, inputs: Tensor, device: torch.device) -> StepRecording:
+    recording = StepRecording(
+        model, find_units(model, [str(n) for n in range(_NUM_LAYERS)]), MeasuredCosts(device), device
+    )
+    recording.start({"parameters": list(model.parameters()), "batch": [inputs]})
+    try:
+        model(inputs).sum().backward()
+    except BaseException:
+        recording.abort()
+        raise
+    recording.stop()
+    return recording
+
+
+def _medians(model: nn.Module, inputs: Tensor, device: torch.device) -> tuple[tuple[float, float], tuple[float, float]]:
+    """Return the median seconds of forward and backward of a step without the tape, and on one that drops all it can."""
+    tape = Tape(DropAll(), runs_to_settle=1, compares=False)
+    rounds: list[tuple[float, float, float, float]] = []
+    clock = work_clock(device) if device.type == "cpu" else time.perf_counter
+    for _ in range(_WARM_UPS + _ROUNDS):
+        plain = _timed(model, inputs, device, clock)
+        with apply_policy(model, [str(n) for n in range(_NUM_LAYERS)], tape):
+            rounds.append((*plain, *_timed(model, inputs, device, clock)))
+    plain_forward_s, plain_backward_s, *lean = map(statistics.median, zip(*rounds[_WARM_UPS:], strict=True))
+    return (plain_forward_s, plain_backward_s), (lean[0], lean[1])
+
+
+def _timed(model: nn.Module, inputs: Tensor, device: torch.device, clock: Any) -> tuple[float, float]:
+    """Return the seconds that the host takes for forward and backward."""
+    wait_for(device)
+    begin_s = clock()
+    loss = model(inputs).sum()
+    middle_s = clock()
+    loss.backward()
+    end_s = clock()
+    model.zero_grad(set_to_none=True)
+    inputs.grad = None
+    return middle_s - begin_s, end_s - middle_s
+
+
+class _FewOps(nn.Module):
+    """A layer of three ops."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.weight = _weight(device, _WIDTH)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs + gelu(linear(inputs, self.weight))
+
+
+class _ManyOps(nn.Module):
+    """A layer as large models have it, without modules inside."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.scale = _weight(device)
+        self.query, self.key, self.value, self.out = (_weight(device, _WIDTH) for _ in range(4))
+        self.gate, self.up, self.down = (_weight(device, _WIDTH) for _ in range(3))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        normed = self._normed(inputs)
+        heads = (
+            linear(normed, weight).view(1, _WIDTH, 2, -1).transpose(1, 2)
+            for weight in (self.query, self.key, self.value)
+        )
+        attended = scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2).reshape(1, _WIDTH, _WIDTH)
+        inputs = inputs + linear(attended, self.out)
+        normed = self._normed(inputs)
+        return inputs + linear(silu(linear(normed, self.gate)) * linear(normed, self.up), self.down)
+
+    def _normed(self, inputs: Tensor) -> Tensor:
+        return inputs * torch.rsqrt(inputs.pow(2).mean(-1, keepdim=True) + 1e-6) * self.scale
+
+
+class _Modules(nn.Module):
+    """A layer whose ops are in modules inside it."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.parts = nn.Sequential(*(_FewOps(device) for _ in range(_NUM_MODULES)))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs + self.parts(inputs)
+
+
+def _weight(device: torch.device, *rows: int) -> nn.Parameter:
+    # No random number is drawn.
+    return nn.Parameter(torch.full((*rows, _WIDTH), 0.1, device=device, dtype=torch.float32))

@@ -1,0 +1,134 @@
+"""What is around ops is measured on layers of its own: the user's step runs once, and nobody else sees them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook
+
+import recollect
+from recollect.errors import ProfileFormatError
+from recollect.profile.profile import Profile
+from recollect.recording import host_times
+from recollect.recording.host_times import around_ops
+
+CPU = torch.device("cpu")
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 32), nn.Linear(32, 16)
+        self.num_runs = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.num_runs += 1
+        return x + self.down(self.up(self.norm(x)).relu())
+
+
+def recorded(model: nn.Module) -> Profile:
+    return recollect.record(model, torch.ones(4, 16), loss_fn=torch.sum)
+
+
+@pytest.fixture(autouse=True)
+def measured_anew() -> None:
+    host_times._measured.cache_clear()
+
+
+def test_the_step_runs_once_and_nobody_sees_more() -> None:
+    model = nn.Sequential(*(Layer() for _ in range(3)))
+    seen = Counter[type]()
+    hook = register_module_forward_hook(lambda module, _args, _output: seen.update([type(module)]))
+    state = torch.get_rng_state()
+    try:
+        recorded(model)
+    finally:
+        hook.remove()
+    # `record` restores attributes, but hooks of all modules are the user's.
+    assert seen == {nn.Sequential: 1, Layer: 3, nn.LayerNorm: 3, nn.Linear: 6}
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_step_of_the_users_own_runs_once() -> None:
+    model = nn.Sequential(*(Layer() for _ in range(3)))
+    recollect.record(model, step=lambda: model(torch.ones(4, 16)).sum().backward())
+    assert [layer.num_runs for layer in model] == [1, 1, 1]
+
+
+def test_steps_under_attach_run_once_each() -> None:
+    model = nn.Sequential(*(Layer() for _ in range(3)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    recollect.attach(model, optimizer, budget="100%", log=lambda line: None)
+    for _ in range(3):
+        model(torch.ones(4, 16)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert [layer.num_runs for layer in model] == [3, 3, 3]
+
+
+def test_modes_of_the_caller_see_only_the_step() -> None:
+    class Counting(torch.utils._python_dispatch.TorchDispatchMode):
+        num_ops = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            Counting.num_ops += 1
+            return func(*args, **(kwargs or {}))
+
+    numbers = []
+    for clear in (True, False):  # Measured within the first recording, and known in the second.
+        if clear:
+            host_times._measured.cache_clear()
+        Counting.num_ops = 0
+        with Counting():
+            recorded(nn.Sequential(*(Layer() for _ in range(3))))
+        numbers.append(Counting.num_ops)
+    assert numbers[0] == numbers[1] > 0
+
+
+@pytest.mark.parametrize(
+    "context", [torch.no_grad, torch.inference_mode, lambda: torch.autocast("cpu", torch.bfloat16)]
+)
+def test_is_measured_as_usual_wherever_it_is_asked_for(context: Any) -> None:
+    with context():
+        found = around_ops(CPU)
+    assert found is around_ops(CPU)
+    assert min(found.host.unit_s, found.host.seen_op_s) > 0
+
+
+def test_units_know_what_the_tape_takes() -> None:
+    profile = recorded(nn.Sequential(*(Layer() for _ in range(3))))
+    graph, host = profile.graphs[0], around_ops(CPU).host
+    assert profile.host == host
+    assert graph.tape_s == host.unit_s and graph.again_op_s == host.again_op_s
+    by_module = dict(graph.module_tape_s)
+    # LayerNorm is one op for the tape; a linear layer of a matrix is a transposition and a product.
+    assert by_module == {
+        "": 2 * host.seen_op_s,
+        "norm": host.module_s + host.seen_op_s,
+        "up": host.module_s + 2 * host.seen_op_s,
+        "down": host.module_s + 2 * host.seen_op_s,
+    }
+    assert graph.again_s(graph.ops[0]) == graph.ops[0].time_s + host.again_op_s
+
+
+def test_what_it_is_made_from_is_in_the_file_and_must_be_a_time() -> None:
+    profile = recorded(nn.Sequential(*(Layer() for _ in range(3))))
+    assert Profile.from_json(profile.to_json()) == profile
+    text = profile.to_json().replace(f'"unit_s":{profile.host.unit_s}', '"unit_s":-1.0')  # type: ignore[union-attr]
+    with pytest.raises(
+        ProfileFormatError, match=r"host: host\.unit_s: got -1\.0 s, expected a finite number, 0 or more"
+    ):
+        Profile.from_json(text)
+
+
+def test_plans_of_measured_steps_say_how_sure_they_are() -> None:
+    profile = recorded(nn.Sequential(*(Layer() for _ in range(3))))
+    plan = recollect.classic_plan(profile, "full")
+    assert plan.slowdown_error == pytest.approx(0.03 + 0.15 * plan.predicted_slowdown)  # type: ignore[operator]
+    unsure = dataclasses.replace(profile, host=None)
+    assert recollect.classic_plan(unsure, "full").slowdown_error is None
