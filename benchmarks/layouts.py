@@ -34,7 +34,7 @@ from layout_models import LAYOUTS, Layout, loss_of
 from recollect.plans.plan import Plan
 from recollect.plans.unit_plan import UnitPlan
 from recollect.profile.profile import Profile
-from recollect.simulation.simulate import predicted_plan
+from recollect.simulation.predicted import predicted_plan
 
 RESULTS = Path(__file__).parent / "results" / "layouts.csv"
 OVER_GLOO = ("DDP", "FSDP2", "TP")

@@ -16,7 +16,7 @@ from recollect.planning.trace_planner import traced_where_known
 from recollect.plans.plan import Plan
 from recollect.plans.unit_plan import UnitPlan
 from recollect.profile.profile import Profile
-from recollect.simulation.simulate import predicted_plan
+from recollect.simulation.predicted import predicted_plan
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:recollect"),

@@ -19,7 +19,7 @@ from recollect.lab.models.gpt import GPTModel
 from recollect.measuring.meter import measure_peak
 from recollect.planning.choose import Planner
 from recollect.simulation.decisions import compiled_unit
-from recollect.simulation.simulate import predicted_plan
+from recollect.simulation.predicted import predicted_plan
 
 pytestmark = [
     pytest.mark.long,

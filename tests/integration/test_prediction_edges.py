@@ -19,7 +19,8 @@ from recollect.plans.unit_plan import UnitPlan
 from recollect.profile.profile import Profile
 from recollect.simulation.decisions import decide
 from recollect.simulation.peak_sums import PeakSums
-from recollect.simulation.simulate import simulate, simulated_plan
+from recollect.simulation.predicted import simulated_plan
+from recollect.simulation.simulate import simulate
 
 pytestmark = pytest.mark.integration
 

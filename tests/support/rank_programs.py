@@ -32,7 +32,7 @@ from recollect.plans.plan import Plan
 from recollect.plans.unit_plan import UnitPlan
 from recollect.plans.value_names import collective_kind
 from recollect.profile.profile import Profile
-from recollect.simulation.simulate import predicted_plan
+from recollect.simulation.predicted import predicted_plan
 from watch import Watch
 
 RANKS = 2

@@ -37,7 +37,7 @@ from recollect.recording.fake_model import fake_run
 from recollect.recording.model_step import call_model, device_of
 from recollect.recording.restored_state import undisturbed
 from recollect.simulation.decisions import keep_all_unit
-from recollect.simulation.simulate import predicted_plan
+from recollect.simulation.predicted import predicted_plan
 from recollect.simulation.windows import returning_values
 
 PolicyFunction = Callable[..., CheckpointPolicy | bool]

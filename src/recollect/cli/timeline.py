@@ -10,7 +10,7 @@ from recollect.cli.common import check_folder, describe_step, step_recorder
 from recollect.pictures.viewers import write_snapshot, write_trace
 from recollect.plans.plan import Plan
 from recollect.printing import print_line
-from recollect.simulation.simulate import predicted_plan
+from recollect.simulation.predicted import predicted_plan
 
 _WRITERS = {
     "trace": (write_trace, "Trace written to {}: open it on ui.perfetto.dev."),

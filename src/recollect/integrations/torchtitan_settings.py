@@ -24,7 +24,7 @@ from recollect.plans.unit_plan import UnitPlan
 from recollect.plans.value_names import module_of
 from recollect.profile.graph import UnitGraph
 from recollect.profile.profile import Profile
-from recollect.simulation.simulate import predicted_plan
+from recollect.simulation.predicted import predicted_plan
 
 __all__ = ["TitanPolicy", "nearest_policy", "torchtitan_flags", "torchtitan_plan"]
 

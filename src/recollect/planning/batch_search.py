@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 
 from recollect.byte_format import format_bytes
 from recollect.errors import BudgetTooSmallError, ConfigError, RecollectError, RecordError
-from recollect.planning.choose import Planner, advice
+from recollect.planning.choose import advice
 from recollect.planning.classic import classic_plan
+from recollect.planning.planners import planner_for
 from recollect.plans.plan import Plan
 from recollect.profile.profile import Profile
 from recollect.progress import stage
@@ -249,7 +250,7 @@ class _Search:
         """
         size = number * self.multiple_of
         profile = self._recorded(size)
-        planner = Planner(profile)
+        planner = planner_for(profile)
         if not self.tried:
             self.device_name = profile.device_name
             device_bytes = profile.device_memory_bytes

@@ -30,8 +30,9 @@ from recollect.profile.profile import Profile, kind_text
 from recollect.quantities import parse_budget
 from recollect.simulation.decisions import CallActions, decide, plain_call
 from recollect.simulation.peak_sums import PeakSums, checked
+from recollect.simulation.predicted import simulated_plan
 from recollect.simulation.program import Program
-from recollect.simulation.simulate import Simulation, simulate, simulated_plan
+from recollect.simulation.simulate import Simulation, simulate
 from recollect.simulation.timeline import explain_peak
 from recollect.simulation.windows import windows
 

@@ -25,7 +25,7 @@ from recollect.plans.action import Action
 from recollect.plans.plan import Plan
 from recollect.profile.profile import Profile
 from recollect.simulation.decisions import compiled_unit, keep_all_unit, recompute_all_unit
-from recollect.simulation.simulate import predicted_plan
+from recollect.simulation.predicted import predicted_plan
 
 ClassicName = Literal["keep_all", "full", "every_nth", "sqrt"]
 CLASSIC_NAMES: tuple[ClassicName, ...] = ("keep_all", "full", "every_nth", "sqrt")

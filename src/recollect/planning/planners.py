@@ -20,6 +20,7 @@ from recollect.byte_format import least_amount
 from recollect.errors import BudgetTooSmallError, PlanError
 from recollect.planning.bound import LowerBound, check_bound, host_bound
 from recollect.planning.choose import HOST_ADVICE, Planner
+from recollect.planning.clocked_planner import tape_planner
 from recollect.planning.offload_mix import OffloadUnits, measured_units
 from recollect.planning.trace_planner import TracePlanner
 from recollect.planning.trips import HASTES, LINK_SHARE, Name, TripPlanner, link_of
@@ -31,8 +32,9 @@ from recollect.quantities import parse_budget, parse_bytes
 from recollect.simulation.decisions import decide
 from recollect.simulation.lifetimes import EveryEvent
 from recollect.simulation.peak_sums import Peaks, PeakSums, checked
+from recollect.simulation.predicted import simulated_plan
 from recollect.simulation.program import Program
-from recollect.simulation.simulate import simulate, simulated_plan
+from recollect.simulation.simulate import simulate
 from recollect.simulation.windows import edges, windows
 
 Engine: TypeAlias = Literal["tape", "auto", "graph", "compile"]
@@ -118,7 +120,9 @@ def planner_for(
     host_bytes = parse_bytes(host_budget)
     if host_bytes:
         return OffloadPlanner(profile, host_bytes, link_share=link_share)
-    return TracePlanner(profile, engine) if engine in ("auto", "graph") else Planner(profile)
+    if engine in ("auto", "graph"):
+        return TracePlanner(profile, engine)
+    return tape_planner(profile)
 
 
 @dataclass(frozen=True, slots=True)

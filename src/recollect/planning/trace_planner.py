@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from dataclasses import replace
 from functools import cached_property
@@ -10,15 +9,16 @@ from typing import Final, Literal
 
 from recollect.errors import BudgetTooSmallError
 from recollect.planning.choose import Planner
+from recollect.planning.clocked_planner import tape_planner
 from recollect.planning.output_choices import keeping_outputs
 from recollect.plans.action import EngineChoice
 from recollect.plans.plan import Plan
 from recollect.profile.events import PEEK
+from recollect.profile.host_times import HostTimes
 from recollect.profile.profile import Profile
-from recollect.simulation.decisions import calls_on_tape, decide
-from recollect.simulation.simulate import predicted_plan
+from recollect.simulation.predicted import predicted_plan
 
-# The part of the step that the tape's own work may take under "auto".
+# By this part of the step a plan from traces has to be faster than one on the tape under "auto".
 _LITTLE_GAIN: Final = 0.01
 # How often a plan is made for a smaller budget, where from traces one takes more memory than on the tape.
 _MOST_ROUNDS: Final = 8
@@ -39,23 +39,29 @@ class TracePlanner(Planner):
     def __init__(self, profile: Profile, engine: Literal["auto", "graph"]) -> None:
         super().__init__(profile)
         self._engine = engine
+        self._on_tape = tape_planner(profile)
 
     @cached_property
     def _keeping(self) -> Planner:
-        return Planner(keeping_outputs(self.profile))
+        return tape_planner(_without_tape(keeping_outputs(self.profile)))
+
+    def bound_slowdown(self, budget_bytes: int) -> float | None:
+        return self._on_tape.bound_slowdown(budget_bytes)
 
     def plan(self, budget: int | str) -> Plan:
-        own = super().plan(budget) if self._engine == "auto" else None
+        own = self._on_tape.plan(budget) if self._engine == "auto" else None
         # Where a backward keeps its graph for another one, as in halves, a trace runs all of it in each.
-        is_kept = any(True for _ in self.profile.log.operands(PEEK))
-        if own is not None and (is_kept or self._tape_s(own) <= _LITTLE_GAIN * self.profile.step_s):
+        if own is not None and any(True for _ in self.profile.log.operands(PEEK)):
             return own
         try:
             found = self._keeping.plan(budget)
         except BudgetTooSmallError:
-            found = own or super().plan(budget)
+            found = own or self._on_tape.plan(budget)
         traced = self._traced(found)
-        return traced if self._engine == "auto" else self._noted(traced)
+        if own is None:
+            return self._noted(traced)
+        gain = (own.predicted_slowdown or 0.0) - (traced.predicted_slowdown or 0.0)
+        return traced if gain > _LITTLE_GAIN else own
 
     def _noted(self, made: Plan) -> Plan:
         """Note in a plan how many layers do not run from traces, and why."""
@@ -81,9 +87,12 @@ class TracePlanner(Planner):
                 found = self._keeping.plan(max(0, (found.budget_bytes or 0) - excess))
             except BudgetTooSmallError:
                 break
-        return super().plan(budget)
+        return self._on_tape.plan(budget)
 
-    def _tape_s(self, plan: Plan) -> float:
-        """Return the seconds that the tape's own work adds to the step."""
-        decisions = decide(self.profile, plan)
-        return math.fsum(self._program.tape_s(call, decisions[call].watched) for call in calls_on_tape(decisions))
+
+def _without_tape(profile: Profile) -> Profile:
+    """Return the profile of a step whose units run from traces: an op that runs again is issued as in forward."""
+    host = profile.host or HostTimes()
+    again_op_s = host.forward_op_s
+    graphs = (replace(g, tape_s=0.0, module_tape_s=(), again_op_s=again_op_s) for g in profile.graphs)
+    return replace(profile, graphs=tuple(graphs), host=replace(host, again_op_s=again_op_s))

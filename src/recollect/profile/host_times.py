@@ -18,6 +18,9 @@ class HostTimes:
         0.00025
     """
 
+    forward_op_s: float = 0.0
+    backward_op_s: float = 0.0
+    """To issue an op of forward, and of backward, to a device that runs it later; 0 on a CPU."""
     unit_s: float = 0.0
     """For a call of a unit on the tape, in forward and backward."""
     module_s: float = 0.0
@@ -26,12 +29,19 @@ class HostTimes:
     """For an op that the tape sees in forward."""
     again_op_s: float = 0.0
     """For an op that the tape runs again, beyond the op itself."""
+    traced_unit_s: float = 0.0
+    """For a call of a unit that runs from a trace, beyond the same ops without a plan."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
             number = getattr(self, field.name)
             if not (math.isfinite(number) and number >= 0):
                 raise ValueError(f"host.{field.name}: got {number} s, expected a finite number, 0 or more")
+
+    @property
+    def has_issue_times(self) -> bool:
+        """Whether a device runs ops behind the host."""
+        return self.forward_op_s > 0
 
     def watching_s(self, module: str, num_ops: int) -> float:
         """Return what the tape takes to see the ops of a module of a unit, or of the unit itself ("")."""

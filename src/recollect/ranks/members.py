@@ -23,7 +23,7 @@ from recollect.plans.unit_plan import digest_of
 from recollect.profile.graph import UnitGraph
 from recollect.profile.profile import Profile
 from recollect.ranks.group import ALONE, Place, Ranks, group_of
-from recollect.simulation.simulate import predicted_plan
+from recollect.simulation.predicted import predicted_plan
 
 # A DeviceMesh is imported only where there is one.
 GroupChoice: TypeAlias = "dist.ProcessGroup | Any | Literal['alone'] | None"

@@ -56,7 +56,8 @@ def _measure(device: torch.device) -> AroundOps:
     with without_global_hooks():
         few, many, modules = (_Layer.measured(kind, device) for kind in (_FewOps, _ManyOps, _Modules))
     is_cpu = device.type == "cpu"
-    recorded_s = (few.recorded_s + many.recorded_s - few.plain_s - many.plain_s) / (few.num_all + many.num_all)
+    plain_s = sum(one.plain_forward_s + one.plain_backward_s for one in (few, many))
+    recorded_s = (few.recorded_s + many.recorded_s - plain_s) / (few.num_all + many.num_all)
     recorded_s = max(0.0, recorded_s) if is_cpu else 0.0
 
     def again_s(layer: _Layer) -> float:
@@ -66,7 +67,15 @@ def _measure(device: torch.device) -> AroundOps:
     forward_s, seen_op_s = _line((few.num_seen, few.forward_s), (many.num_seen, many.forward_s))
     backward_s, again_op_s = _line((few.num_again, again_s(few)), (many.num_again, again_s(many)))
     module_s = max(0.0, modules.forward_s - forward_s - modules.num_seen * seen_op_s) / _NUM_MODULES
-    return AroundOps(HostTimes(max(0.0, forward_s + backward_s), module_s, seen_op_s, again_op_s), recorded_s)
+    host = HostTimes(
+        forward_op_s=0.0 if is_cpu else many.plain_forward_s / many.num_forward,
+        backward_op_s=0.0 if is_cpu else many.plain_backward_s / (many.num_all - many.num_forward),
+        unit_s=max(0.0, forward_s + backward_s),
+        module_s=module_s,
+        seen_op_s=seen_op_s,
+        again_op_s=again_op_s,
+    )
+    return AroundOps(host, recorded_s)
 
 
 def _line(few: tuple[int, float], many: tuple[int, float]) -> tuple[float, float]:
@@ -81,12 +90,14 @@ class _Layer:
 
     num_seen: int
     num_again: int
+    num_forward: int
     num_all: int
-    """Of ops that the tape sees in forward, that it runs again, and that a step has, each for one layer."""
+    """Of ops that the tape sees in forward, that it runs again, that forward has, and that a step has, each for one layer."""
     recorded_s: float
     again_s: float
     """Seconds of all, and of those that run again, as recorded."""
-    plain_s: float
+    plain_forward_s: float
+    plain_backward_s: float
     """A step without the tape."""
     forward_s: float
     backward_s: float
@@ -102,15 +113,18 @@ class _Layer:
         profile = recording.profile(optimizer_step=None, gradients="freed", batch="")
         graphs = [profile.graph_of(call) for call in profile.calls]
         leanest = simulate(profile, [drop_all(graph) for graph in graphs])
+        num_forward = sum(len(graph.ops) for graph in graphs)
         works_ns = [time_ns for _, time_ns in profile.log.operands(WORK)]
         num_seen = sum(call.seen_ops.total() for call in recording.recorder.calls)
         return cls(
             num_seen // _NUM_LAYERS,
             leanest.recomputed_ops // _NUM_LAYERS,
-            (sum(len(graph.ops) for graph in graphs) + len(works_ns)) // _NUM_LAYERS,
+            num_forward // _NUM_LAYERS,
+            (num_forward + len(works_ns)) // _NUM_LAYERS,
             profile.step_s / _NUM_LAYERS,
             leanest.recompute_s / _NUM_LAYERS,
-            (plain_forward_s + plain_backward_s) / _NUM_LAYERS,
+            plain_forward_s / _NUM_LAYERS,
+            plain_backward_s / _NUM_LAYERS,
             (forward_s - plain_forward_s) / _NUM_LAYERS,
             (backward_s - plain_backward_s) / _NUM_LAYERS,
         )
@@ -178,11 +192,13 @@ class _ManyOps(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         normed = self._normed(inputs)
-        heads = (
+        query, key, value = (
             linear(normed, weight).view(1, _WIDTH, 2, -1).transpose(1, 2)
             for weight in (self.query, self.key, self.value)
         )
-        attended = scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2).reshape(1, _WIDTH, _WIDTH)
+        attended = (
+            scaled_dot_product_attention(query, key, value, is_causal=True).transpose(1, 2).reshape(1, _WIDTH, _WIDTH)
+        )
         inputs = inputs + linear(attended, self.out)
         normed = self._normed(inputs)
         return inputs + linear(silu(linear(normed, self.gate)) * linear(normed, self.up), self.down)
@@ -199,7 +215,8 @@ class _Modules(nn.Module):
         self.parts = nn.Sequential(*(_FewOps(device) for _ in range(_NUM_MODULES)))
 
     def forward(self, inputs: Tensor) -> Tensor:
-        return inputs + self.parts(inputs)
+        outputs: Tensor = self.parts(inputs)
+        return inputs + outputs
 
 
 def _weight(device: torch.device, *rows: int) -> nn.Parameter:

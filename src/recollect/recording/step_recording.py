@@ -34,6 +34,8 @@ from recollect.recording.replicated_values import RanksWithParts
 from recollect.recording.step_recorder import Costs, StepRecorder
 from recollect.recording.trackers import UnrelatedMemory, filled_storages, freed_gradients, storage_numbers
 from recollect.recording.unit_samples import UnitSample, UnitSamples
+from recollect.simulation.clocks import has_two_clocks, step_times
+from recollect.simulation.decisions import CallActions
 
 Gradients: TypeAlias = Literal["held", "freed", "accumulated"]
 """Gradients of the last step when the next one begins: alive until backward begins, freed, or added to by backward."""
@@ -281,6 +283,9 @@ class StepRecording:
             by_call = {s.call: s for s in self._samples.samples if s.call not in recorder.communicating}
             pairs = [(made.calls[call].graph, first) for call, first in self._samples.first_alike.items()]
             self.samples_of_graph = {graph: by_call[first] for graph, first in reversed(pairs) if first in by_call}
+        if has_two_clocks(made):
+            plain = [CallActions()] * len(made.calls)
+            made = replace(made, step_s=step_times(made, plain).step_s)
         return fold(made)
 
     def _with_last_step(self, gradients: Gradients) -> list[events.Event]:

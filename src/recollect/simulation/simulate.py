@@ -6,26 +6,19 @@ recorded step, is added for them.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final
 
 from recollect.plans.action import EngineChoice
-from recollect.plans.plan import Plan
 from recollect.profile.events import BACKWARD, FORWARD, PHASE_NAMES
 from recollect.profile.profile import Profile
 from recollect.simulation.compiled_calls import CompiledSchedule
-from recollect.simulation.decisions import CallActions, calls_on_tape, decide
+from recollect.simulation.decisions import CallActions, calls_on_tape
 from recollect.simulation.playback import Actions, Playback
 from recollect.simulation.program import WINDOW, Program
 from recollect.simulation.windows import Window, edges_for
 from recollect.simulation.windows import windows as all_windows
-
-# Nine of ten measured slowdowns differ from the predicted one by no more than this part of the step, and of the slowdown
-# (`benchmarks/step_times.py`, two processors).
-_LEAST_ERROR: Final = 0.03
-_ERROR: Final = 0.15
 
 # Engines that run a unit as two pieces of code, which are played as what is known of these.
 _BY_VARIANT: Final = (EngineChoice.COMPILE, EngineChoice.GRAPH)
@@ -89,32 +82,6 @@ def simulate(
         needs_windows = any(decision.engine in _BY_VARIANT for decision in decisions)
         program = Program(profile, windows or (all_windows(profile) if needs_windows else ()), edges)
     return run(Playback(program, dict(enumerate(decisions)), on_tape))
-
-
-def predicted_plan(profile: Profile, plan: Plan) -> Plan:
-    """Return the plan with the predictions of a simulation filled in.
-
-    Raises:
-        PlanError: as `decide`.
-    """
-    return simulated_plan(profile, plan, simulate(profile, decide(profile, plan)))
-
-
-def simulated_plan(profile: Profile, plan: Plan, simulation: Simulation) -> Plan:
-    slowdown = simulation.recompute_s / profile.step_s if profile.step_s > 0 else 0.0
-    return replace(
-        plan,
-        predicted_peak_bytes=simulation.peak_bytes,
-        predicted_slowdown=slowdown,
-        predicted_host_bytes=simulation.host_bytes or None,
-        torch_version=profile.torch_version,
-        # A fake profile belongs to no device: its times are modelled.
-        device_name="" if profile.fake else profile.device_name,
-        loss_chunks=profile.loss_chunks,
-        slowdown_error=None if profile.host is None or plan.is_compiled else _LEAST_ERROR + _ERROR * slowdown,
-        class_names=profile.class_names,
-        source=weakref.ref(profile),
-    )
 
 
 def run(playback: Playback) -> Simulation:

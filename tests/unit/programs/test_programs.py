@@ -24,7 +24,7 @@ from recollect.recording.joints import with_joints
 from recollect.recording.unit_samples import UnitSample
 from recollect.recording.unit_trace import trace_unit
 from recollect.simulation.decisions import decide_call, recompute_all_unit
-from recollect.simulation.simulate import predicted_plan
+from recollect.simulation.predicted import predicted_plan
 
 CPU = torch.device("cpu")
 WIDTH = 16

@@ -24,7 +24,8 @@ from recollect.profile.variant import VariantRecord
 from recollect.simulation.decisions import CallActions, compiled_unit, decide, drop_all
 from recollect.simulation.lifetimes import lifetimes
 from recollect.simulation.peak_sums import PeakSums
-from recollect.simulation.simulate import simulate, simulated_plan
+from recollect.simulation.predicted import simulated_plan
+from recollect.simulation.simulate import simulate
 
 _TWO_VARIANTS = (
     VariantRecord((1,), (0,), 120, 500, ((300, -50, 0), (40, -30, -1)), 4.0, is_default=True),

@@ -25,7 +25,7 @@ from recollect.plans.unit_plan import UnitPlan
 from recollect.profile.graph import UnitGraph
 from recollect.profile.profile import Profile
 from recollect.simulation.decisions import keep_all_unit, recompute_all_unit
-from recollect.simulation.simulate import predicted_plan
+from recollect.simulation.predicted import predicted_plan
 from recollect.warning import warn_user
 
 Chunks = Sequence[Sequence[str]]

@@ -23,7 +23,7 @@ from recollect.profile.graph import UnitGraph
 from recollect.profile.profile import Profile
 from recollect.simulation.decisions import decide
 from recollect.simulation.peak_sums import PeakSums
-from recollect.simulation.simulate import predicted_plan
+from recollect.simulation.predicted import predicted_plan
 
 
 def nearest_settings(profile: Profile, plan: Plan, setting: TrainingSetting | None = None) -> Nearest[RecomputeConfig]:

@@ -26,6 +26,7 @@ from recollect.measuring.device_memory import empty_cache, is_out_of_memory
 from recollect.measuring.meter import PeakMeasurement, measure_peak, storage_bytes
 from recollect.measuring.timing import timed
 from recollect.planning.choose import Planner
+from recollect.planning.planners import planner_for
 from recollect.profile.profile import Profile
 from recollect.recording.model_step import run_forward
 
@@ -166,7 +167,7 @@ def measure(
     """
     report("recording")
     try:
-        planner = Planner(subject.record())
+        planner = planner_for(subject.record())
     except Exception as problem:
         if not is_out_of_memory(problem):
             raise

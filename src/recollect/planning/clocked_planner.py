@@ -1,0 +1,80 @@
+"""Plan a step that a device runs behind its host: on the clock that binds.
+
+Seconds of the host count where the device waits for it, seconds of the device where it does not (`simulation/clocks.py`). Which
+it is depends on the plan: the tape's Python may make a step wait that did not wait before. Then the other clock is tried, too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cached_property
+
+from recollect.planning.choose import Planner
+from recollect.plans.plan import Plan
+from recollect.profile.profile import Profile
+from recollect.simulation.clocks import StepTimes, has_two_clocks, priced, step_times
+from recollect.simulation.decisions import CallActions, decide
+from recollect.simulation.predicted import predicted_plan
+
+
+class ClockedPlanner(Planner):
+    """Plans one profile with two clocks for any number of budgets.
+
+    Args:
+        profile: the recorded step, for which `has_two_clocks` holds.
+    """
+
+    def __init__(self, profile: Profile) -> None:
+        self._recorded = profile
+        self._plain_times = step_times(profile, [CallActions()] * len(profile.calls))
+        self._binds = float(_host_binds(self._plain_times))
+        super().__init__(self._on_clock(self._binds))
+
+    @cached_property
+    def _other(self) -> Planner:
+        return Planner(self._on_clock(1 - self._binds))
+
+    def _on_clock(self, host_price: float) -> Profile:
+        host_s, device_s, _ = self._plain_times
+        step_s = host_price * host_s + (1 - host_price) * device_s
+        return replace(priced(self._recorded, host_price), step_s=step_s)
+
+    def plan(self, budget: int | str) -> Plan:
+        """Return the faster of the plans on either clock, as far as both may bind.
+
+        Raises:
+            BudgetTooSmallError, QuantityError: as `recollect.plan`.
+        """
+        found, times = self._timed(super().plan(budget))
+        if _host_binds(times) != self._binds:
+            other, its = self._timed(self._other.plan(budget))
+            found, times = min((found, times), (other, its), key=lambda one: one[1].step_s)
+        bound = self.bound_slowdown(found.budget_bytes or 0)
+        found = replace(found, bound_slowdown=bound and min(bound, found.predicted_slowdown or 0.0))
+        if not _host_binds(times):
+            return found
+        text = f"the host is the limit: kernels take {1e3 * times.device_s:.0f} of {1e3 * times.step_s:.0f} ms"
+        return replace(found, note="; ".join(filter(None, (found.note, text))))
+
+    def bound_slowdown(self, budget_bytes: int) -> float | None:
+        """Return a lower bound on the slowdown of any plan within a budget; inf if no plan fits, None if unknown.
+
+        Each clock has a bound; the step takes at least as long as either says.
+        """
+        own = super().bound_slowdown(budget_bytes)
+        if own is None:
+            return None
+        return max(0.0, self.profile.step_s * (1 + own) / self._plain_times.step_s - 1)
+
+    def _timed(self, plan: Plan) -> tuple[Plan, StepTimes]:
+        times = step_times(self._recorded, decide(self._recorded, plan))
+        return replace(predicted_plan(self._recorded, plan), note=plan.note), times
+
+
+def tape_planner(profile: Profile) -> Planner:
+    """Return a planner for units on the tape, by as many clocks as the step has."""
+    return ClockedPlanner(profile) if has_two_clocks(profile) else Planner(profile)
+
+
+def _host_binds(times: StepTimes) -> bool:
+    return times.host_s > times.device_s

@@ -1,0 +1,107 @@
+"""Play a step with two clocks: the host issues ops, and the device runs them, behind it.
+
+    host = host + issue(op)        device = max(device, host) + kernel(op)
+
+Where the device has always something to do, the kernels are what a step takes; where it waits for the host, Python is. On a
+CPU there is one clock: what is around an op delays the next one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Final, NamedTuple
+
+from recollect.plans.action import EngineChoice
+from recollect.profile.events import BACKWARD, FORWARD
+from recollect.profile.graph import OpRecord, UnitGraph
+from recollect.profile.host_times import HostTimes
+from recollect.profile.profile import Profile
+from recollect.simulation.decisions import CallActions
+from recollect.simulation.lifetimes import ClockedPlayback, EveryEvent
+
+# Ops whose result the host waits for.
+_WAITS: Final = ("_local_scalar_dense", "nonzero", "is_nonzero", "masked_select", "unique")
+
+
+class StepTimes(NamedTuple):
+    """How long the host and the device work in a step, and how long it takes."""
+
+    host_s: float
+    device_s: float
+    step_s: float
+
+
+def has_two_clocks(profile: Profile) -> bool:
+    """Whether a device runs the step behind its host, and what the host takes is known; not for units inside the compiler."""
+    return profile.host is not None and profile.host.has_issue_times and not any(g.variants for g in profile.graphs)
+
+
+def step_times(profile: Profile, decisions: Sequence[CallActions]) -> StepTimes:
+    """Return the times of a step under a plan.
+
+    Complexity: about two simulations.
+    """
+    playback = _TwoClocks(EveryEvent(profile), decisions)
+    play = playback.actions()
+    for code, operands in playback.program.instructions:
+        play[code](*operands)
+    return StepTimes(playback.host_s, playback.busy_s, max(playback.host_s, playback.device_s))
+
+
+class _TwoClocks(ClockedPlayback):
+    def __init__(self, program: EveryEvent, decisions: Sequence[CallActions]) -> None:
+        # What runs again in a traced unit runs again on the tape, too.
+        super().__init__(program, [replace(one, engine=EngineChoice.TAPE) for one in decisions])
+        self._traced = {call for call, one in enumerate(decisions) if one.engine is EngineChoice.GRAPH}
+        self._times = program.profile.host or HostTimes()
+        self.host_s = self.device_s = self.busy_s = 0.0
+
+    def work(self, op: OpRecord) -> None:
+        self._issue(self._issue_s(), op.time_s)
+        if any(word in op.name for word in _WAITS):
+            self.host_s = max(self.host_s, self.device_s)
+
+    def _issue_s(self) -> float:
+        if self.is_recomputing and self.call not in self._traced:
+            return self._times.again_op_s
+        return self._times.forward_op_s
+
+    def _work_outside(self, nbytes: int, time_ns: int | None = None) -> None:
+        issue_s = self._times.backward_op_s if self.phase == BACKWARD else self._times.forward_op_s
+        self._issue(issue_s, (self.untimed_s or 0.0) if time_ns is None else 1e-9 * time_ns)
+
+    def _issue(self, issue_s: float, kernel_s: float) -> None:
+        num_runs = self.profile.calls[self.call].num_runs if self.call >= 0 else 1
+        self.host_s += num_runs * issue_s
+        self.device_s = max(self.device_s, self.host_s) + num_runs * kernel_s
+        self.busy_s += num_runs * kernel_s
+
+    def _return(self, call: int) -> None:
+        super()._return(call)
+        if self.phase != FORWARD:
+            return
+        if call in self._traced:
+            self.host_s += self.profile.calls[call].num_runs * self._times.traced_unit_s
+        elif call in self.on_tape:
+            self.host_s += self.program.tape_s(call, self.decisions[call].watched)
+
+
+def priced(profile: Profile, host_price: float) -> Profile:
+    """Return the profile of the same step on one clock: a mean of both, in which the host's counts so much.
+
+    A step takes at least what the host takes, and what the device takes, and so any mean of both.
+    """
+    device_price = 1 - host_price
+
+    def of_graph(graph: UnitGraph) -> UnitGraph:
+        return replace(
+            graph,
+            ops=tuple(replace(op, time_s=device_price * op.time_s) for op in graph.ops),
+            tape_s=host_price * graph.tape_s,
+            module_tape_s=tuple((module, host_price * seconds) for module, seconds in graph.module_tape_s),
+            again_op_s=host_price * graph.again_op_s,
+            parts=tuple(replace(part, gather_s=device_price * part.gather_s) for part in graph.parts),
+        )
+
+    return replace(profile, graphs=tuple(map(of_graph, profile.graphs)), host=None)
