@@ -1,6 +1,7 @@
 """`recollect calibrate`: measure this device and write a file for `--hardware`."""
 
 import statistics
+from dataclasses import replace
 
 from rich.console import Console
 from rich.table import Table
@@ -11,12 +12,15 @@ from recollect.cli.common import check_folder, write_file
 from recollect.costs.calibrate import Calibration, calibrate
 from recollect.costs.hardware import KINDS
 from recollect.lab.train.optimizer_step import resolve_device
+from recollect.recording.host_times import around_ops
 
 
 def run_calibrate(command: Calibrate, console: Console) -> None:
     """Measure the device, print its rates and the fit of the cost model, and write them."""
     check_folder(command.out, "--out")
-    measured = calibrate(resolve_device(command.device), quick=command.quick)
+    device = resolve_device(command.device)
+    measured = calibrate(device, quick=command.quick)
+    measured = replace(measured, hardware=replace(measured.hardware, host=around_ops(device).host))
     console.print(rates_table(measured))
     console.print(fit_table(measured))
     note = f", for --hardware {command.out}"
@@ -46,6 +50,15 @@ def rates_table(measured: Calibration) -> Table:
         table.add_row("copies to the host's memory", f"{link.to_host_bytes_per_s / 1e9:,.1f} GB/s")
         table.add_row("copies from the host's memory", f"{link.from_host_bytes_per_s / 1e9:,.1f} GB/s")
         table.add_row("smallest copy", f"{link.latency_s * 1e6:.1f} us")
+    if (host := hardware.host) is not None:
+        for what, seconds in (
+            ("issue an op in forward", host.forward_op_s),
+            ("issue an op in backward", host.backward_op_s),
+            ("tape: a call of a layer", host.unit_s),
+            ("tape: an op that it sees", host.seen_op_s),
+            ("tape: an op that it runs again", host.again_op_s),
+        ):
+            table.add_row(what, f"{seconds * 1e6:.1f} us")
     return table
 
 

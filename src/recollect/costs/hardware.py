@@ -15,6 +15,7 @@ from typing import Literal, get_args
 
 from recollect.errors import HardwareError
 from recollect.fields import Field, read_document
+from recollect.profile.host_times import HostTimes
 
 # What limits an op, apart from memory.
 Kind = Literal[
@@ -152,6 +153,8 @@ class Hardware:
     tensor, per second."""
     host_link: HostLink | None = None
     """Its link to host memory; None if unknown."""
+    host: HostTimes | None = None
+    """What Python and PyTorch take around ops on its host; None if unknown, and counted as nothing."""
 
     def __post_init__(self) -> None:
         if self.device not in ("cpu", "cuda"):
@@ -192,8 +195,7 @@ class Hardware:
         """Return the hardware as JSON text; `from_json` reads it back as an equal one."""
         document = {"format": _FORMAT, "version": _VERSION, **asdict(self)}
         document["rates"] = {rate.pop("dtype"): rate for rate in document["rates"]}
-        if self.host_link is None:
-            del document["host_link"]
+        document = {key: value for key, value in document.items() if value is not None}
         return json.dumps(document, indent=2, allow_nan=False) + "\n"
 
     @classmethod
@@ -206,7 +208,8 @@ class Hardware:
         root = read_document(text, format=_FORMAT, version=_VERSION, error=HardwareError)
         root.keys(allowed=["format", "version", *(f.name for f in fields(cls))])
         given = root.arguments(cls, least={"memory_bytes": None, "cache_bytes": None}, is_whole=True)
-        rates, elements, link = root.get("rates"), root.get("elements_per_s"), root.find("host_link")
+        rates, elements = root.get("rates"), root.get("elements_per_s")
+        link, host = root.find("host_link"), root.find("host")
         try:
             return cls(
                 rates=tuple(
@@ -214,6 +217,7 @@ class Hardware:
                 ),
                 elements_per_s={kind: elements.get(kind).number() for kind in elements.keys()},
                 host_link=None if link is None else HostLink(*_numbers(link, HostLink)),
+                host=None if host is None else HostTimes(*_numbers(host, HostTimes)),
                 **given,
             )
         except ValueError as problem:

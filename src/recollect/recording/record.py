@@ -23,7 +23,7 @@ from recollect.loss.intercept import loss_in_chunks
 from recollect.measuring.device_memory import other_bytes
 from recollect.plans.paths import unit_words
 from recollect.profile.events import BACKWARD
-from recollect.profile.host_times import NOTHING
+from recollect.profile.host_times import NOTHING, AroundOps
 from recollect.profile.profile import Profile
 from recollect.progress import stage
 from recollect.ranks.group import ALONE, Place
@@ -91,8 +91,8 @@ def record(
         fake: record on fake tensors, without memory or arithmetic; the model may be on the meta device. Times then
             come from a cost model, and control flow cannot depend on values.
         hardware: with `fake`, the hardware to model times for: a name such as "H100" or "RTX 4090" (listed in
-            `recollect.costs.hardware_table`), or the path of a file that `recollect calibrate` wrote. Default: this
-            machine's GPU if known, else an H100. `profile.device_name` says which. If given, or with the model on the meta
+            `recollect.costs.hardware_table`), or the path of a file that `recollect calibrate` wrote, which also says what the
+            host's Python takes. Default: this machine's GPU if known, else an H100. `profile.device_name` says which. If given, or with the model on the meta
             device, the kernels are those of its type of device, too.
         units: module paths of the layers to plan, where `find_units` does not find them.
         holds_output: with `batch`, the loop holds the model's output until the next one replaces it, as `out = ...` does.
@@ -156,7 +156,8 @@ def record(
 
     loop = _Loop(model, batch, step, optimizer, loss_fn, holds_output, gradients, loss_chunks, split_backward)
     loop.is_elsewhere |= hardware is not None
-    loop.is_timed = not fake
+    host = None if modelled is None else modelled.hardware.host
+    loop.around = AroundOps(host, 0.0) if host is not None else NOTHING if fake else None
 
     def prepared() -> tuple[StepRecording, OptimizerStep]:
         check_optimizers(model, optimizer)
@@ -209,7 +210,8 @@ class _Loop:
     loss_chunks: int = 1
     split_backward: bool = False
     within: AbstractContextManager[object] = nullcontext()
-    is_timed: bool = False
+    around: AroundOps | None = NOTHING
+    """What is around ops; None if that is to be measured."""
 
     def __post_init__(self) -> None:
         self.device = device_of(self.model, self.batch)
@@ -251,7 +253,7 @@ class _Loop:
             if self.step is None:
                 prepare_gradients(self.model, self.gradients)
             self._run(recording, others_bytes, master_weights)
-            around = around_ops(self.device) if self.is_timed else NOTHING
+            around = around_ops(self.device) if self.around is None else self.around
             return recording.profile(
                 optimizer_step=reductions_of(self.model).then(optimizer_step),
                 gradients=self.gradients if self.step is None else "freed",

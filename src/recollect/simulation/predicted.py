@@ -42,7 +42,9 @@ def simulated_plan(profile: Profile, plan: Plan, simulation: Simulation) -> Plan
         # A fake profile belongs to no device: its times are modelled.
         device_name="" if profile.fake else profile.device_name,
         loss_chunks=profile.loss_chunks,
-        slowdown_error=None if profile.host is None or plan.is_compiled else _LEAST_ERROR + _ERROR * slowdown,
+        slowdown_error=None
+        if profile.host is None or profile.fake or plan.is_compiled
+        else _LEAST_ERROR + _ERROR * slowdown,
         class_names=profile.class_names,
         source=weakref.ref(profile),
     )
