@@ -43,7 +43,7 @@ MUTATIONS = (
         "folded-runs-cost-once",
         "an op of a call that stands for several runs costs the time of one",
         "simulation",
-        (("self.rerun_s.append(num_runs * op.time_s)", "self.rerun_s.append(op.time_s)"),),
+        (("self.rerun_s.append(num_runs * self", "self.rerun_s.append(self"),),
     ),
     Mutation(
         "private-copy-not-played",
@@ -378,5 +378,41 @@ MUTATIONS = (
         "gradients of Megatron's fp32 copies, which it frees before forward, count through the whole step",
         "recording",
         (('[*parameters, *beside_parameters(parameters, "main_param")]', "parameters"),),
+    ),
+    Mutation(
+        "hosts-time-for-nothing",
+        "issuing ops takes the host no time",
+        "simulation",
+        (("self.host_s += num_runs * issue_s", "self.host_s += 0.0"),),
+    ),
+    Mutation(
+        "device-before-its-host",
+        "the device runs an op before the host has issued it",
+        "simulation",
+        (("self.device_s = max(self.device_s, self.host_s) + num_runs", "self.device_s = self.device_s + num_runs"),),
+    ),
+    Mutation(
+        "item-does-not-wait",
+        "the host reads a result before the device has it",
+        "simulation",
+        (("self.host_s = max(self.host_s, self.device_s)", "pass"),),
+    ),
+    Mutation(
+        "reruns-free-of-the-tape",
+        "an op that the tape runs again takes only its own time",
+        "profile",
+        (("return op.time_s + self.again_op_s", "return op.time_s"),),
+    ),
+    Mutation(
+        "hooks-see-other-layers",
+        "hooks of all modules see the layers that tell what is around ops",
+        "_torch_private.py",
+        (("            table.clear()\n", "            pass\n"),),
+    ),
+    Mutation(
+        "modes-see-other-layers",
+        "the caller's modes see the layers that tell what is around ops",
+        "recording",
+        (("return thread.submit(_measure, device).result()", "return _measure(device)"),),
     ),
 )

@@ -183,8 +183,9 @@ class Playback(HostRoom):
     def runs_again(self, call: int, op: OpRecord) -> None:
         self.settle()
         record = self.profile.calls[call]
-        self.num_rerun += record.num_runs
-        self.rerun_s.append(record.num_runs * self.profile.graph_of(record).again_s(op))
+        num_runs = record.num_runs
+        self.num_rerun += num_runs
+        self.rerun_s.append(num_runs * self.profile.graph_of(record).again_s(op))
         self.is_recomputing = op.name
 
     def _alloc(self, key: Key, nbytes: int) -> None:
