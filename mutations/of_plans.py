@@ -22,7 +22,7 @@ MUTATIONS = (
         "traces-of-halves",
         "the planner lets units run from traces whose backward is split in two, all of it in each half",
         "planning",
-        (("(is_kept or self._tape_s(own)", "(self._tape_s(own)"),),
+        (("any(True for _ in self.profile.log.operands(PEEK))", "False"),),
     ),
     Mutation(
         "chain-one-byte-short",

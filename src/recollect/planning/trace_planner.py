@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from dataclasses import replace
 from functools import cached_property
@@ -27,10 +28,13 @@ _MOST_ROUNDS: Final = 8
 def traced_where_known(profile: Profile, plan: Plan) -> Plan:
     """Have a plan's units run from traces: those that were traced, or all that may if the profile knows of no traces."""
     graphs = {call.path: profile.graph_of(call) for call in profile.calls}
-    knows = any(graph.joint is not None or graph.why_not_traced for graph in graphs.values())
     units = plan.with_engine("graph").units
-    stay = {path for path, graph in graphs.items() if graph.joint is None} if knows else set()
+    stay = {path for path, graph in graphs.items() if graph.joint is None} if _knows_traces(profile) else set()
     return replace(plan, units={path: plan.units[path] if path in stay else units[path] for path in units})
+
+
+def _knows_traces(profile: Profile) -> bool:
+    return any(graph.joint is not None or graph.why_not_traced for graph in profile.graphs)
 
 
 class TracePlanner(Planner):
@@ -77,12 +81,14 @@ class TracePlanner(Planner):
     def _traced(self, found: Plan) -> Plan:
         """Return a plan whose units run from traces, within its budget as well as on the tape, where their first step runs."""
         budget = found.budget_bytes or 0
+        # Without traces in the profile, the tape's bytes are the prediction, and not its times.
+        profile = self.profile if _knows_traces(self.profile) else _without_tape(self.profile)
         for _ in range(_MOST_ROUNDS):
-            traced = predicted_plan(self.profile, traced_where_known(self.profile, found))
+            traced = predicted_plan(profile, traced_where_known(profile, found))
             excess = (traced.predicted_peak_bytes or 0) - budget
             if excess <= 0:
                 # The bound counts the tape's own work.
-                return replace(traced, budget_bytes=budget, bound_slowdown=None)
+                return replace(traced, budget_bytes=budget, bound_slowdown=None, source=weakref.ref(self.profile))
             try:
                 found = self._keeping.plan(max(0, (found.budget_bytes or 0) - excess))
             except BudgetTooSmallError:
