@@ -92,8 +92,8 @@ def record(
             come from a cost model, and control flow cannot depend on values.
         hardware: with `fake`, the hardware to model times for: a name such as "H100" or "RTX 4090" (listed in
             `recollect.costs.hardware_table`), or the path of a file that `recollect calibrate` wrote, which also says what the
-            host's Python takes. Default: this machine's GPU if known, else an H100. `profile.device_name` says which. If given, or
-            with the model on the meta device, the kernels are those of its type of device, too.
+            host's Python takes. Default: this machine's GPU if known, else an H100. `profile.device_name` says which. If given,
+            or with the model on the meta device, the kernels are those of its type of device, too.
         units: module paths of the layers to plan, where `find_units` does not find them.
         holds_output: with `batch`, the loop holds the model's output until the next one replaces it, as `out = ...` does.
         gradients: of the last step, when the next one begins. "held": alive until backward begins (`zero_grad` between
