@@ -75,7 +75,7 @@ def plan(
         link_share: the part of the link's rate to plan for: other devices may use it, too, and a plan for all of it is much
             slower on a slightly slower link.
         engine: "graph" keeps what units return, and has them run from traces; where no such plan fits, some stay on the tape.
-            "auto" does so where the tape's own work takes more than 1 % of the step.
+            "auto" does so where that is faster by more than 1 % of the step.
 
     Returns:
         A plan with `predicted_peak_bytes <= budget_bytes`, the same for every run.
