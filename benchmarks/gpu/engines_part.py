@@ -31,6 +31,8 @@ from recollect.measuring.meter import measure_peak, storage_bytes
 from recollect.measuring.timing import wait_for
 from recollect.plans.action import EngineChoice
 from recollect.recording.model_step import resident_tensors
+from recollect.simulation.clocks import StepTimes, has_two_clocks, step_times
+from recollect.simulation.decisions import decide
 from recompute import Nothing, Recompute, Replaced, SwitchablePlan
 from results_csv import Number
 from subject import StepFlags
@@ -56,6 +58,7 @@ class Way:
         peak_bytes: of a step, once all is traced.
         host_s: seconds until `backward()` had returned, turn by turn.
         step_s: seconds of a step among steps back to back, turn by turn.
+        predicted: the same by two clocks; None of peers.
     """
 
     name: str
@@ -63,6 +66,7 @@ class Way:
     peak_bytes: int = 0
     host_s: list[float] = field(default_factory=list)
     step_s: list[float] = field(default_factory=list)
+    predicted: StepTimes | None = None
 
     def ratio(self, plain: Way) -> float:
         """Return the median of its step's time over the plain one's, turn by turn."""
@@ -105,6 +109,10 @@ class Width:
         begin = time.perf_counter()
         self._profile = recollect.record(self.loop.model, self.loop.batch, holds_output=False, gradients="freed")
         self.write("profile", recording=("s", time.perf_counter() - begin))
+        if (host := self._profile.host) is not None:
+            self.write("profile", **{f"host_{name}": ("s", seconds) for name, seconds in asdict(host).items()})
+        if PLAIN in self.ways:
+            self._predict(self.ways[PLAIN], recollect.Plan({}))
 
     def plans(self, peer: str) -> None:
         """Apply and measure the plan for the peak of a peer, on each engine."""
@@ -133,7 +141,9 @@ class Width:
     def _plan(self, name: str, plan: recollect.Plan) -> None:
         applied = self._stack.enter_context(recollect.apply(self.loop.model, plan))
         with Traces() as traces:
-            self._add(Way(name=name, recompute=SwitchablePlan(applied)))
+            way = Way(name=name, recompute=SwitchablePlan(applied))
+            self._predict(way, plan)
+            self._add(way)
         asked = [path for path, unit in plan.units.items() if unit.engine is EngineChoice.GRAPH]
         if not asked:
             return
@@ -148,6 +158,19 @@ class Width:
             numbers, table = saved_and_kept(name, traces.units, plan, self._profile)
             self.context.write(numbers, **asdict(self.sizes))
             self.context.console.print(table)
+
+    def _predict(self, way: Way, plan: recollect.Plan) -> None:
+        """Write how long host and device should work in a step, and how long it should take."""
+        assert self._profile is not None
+        if not has_two_clocks(self._profile):
+            return
+        way.predicted = times = step_times(self._profile, decide(self._profile, plan))
+        self.write(
+            way.name,
+            predicted_host_time=("s", times.host_s),
+            predicted_device_time=("s", times.device_s),
+            predicted_step_time=("s", times.step_s),
+        )
 
     def _add(self, way: Way) -> None:
         """Run a way's first steps, and measure its peaks: of these, of a later one, and with two micro-batches."""
@@ -226,12 +249,13 @@ class Width:
 
     def _table(self, num_rounds: int) -> Table:
         found = Table(title=f"{self.sizes}, {num_rounds} rounds", title_justify="left")
-        for heading in ("", "peak", "host ms", "step ms", "to plain"):
+        for heading in ("", "peak", "host ms", "predicted", "step ms", "predicted", "kernels predicted", "to plain"):
             found.add_column(heading, justify="right" if heading else "left")
         for way in self.ways.values():
-            cells = [f"{1e3 * statistics.median(times):.1f}" for times in (way.host_s, way.step_s)]
+            host, step = (f"{1e3 * statistics.median(times):.1f}" for times in (way.host_s, way.step_s))
+            clocks = ("", "", "") if way.predicted is None else [f"{1e3 * seconds:.1f}" for seconds in way.predicted]
             ratio = f"{way.ratio(self.ways[PLAIN]):.3f}" if PLAIN in self.ways else ""
-            found.add_row(way.name, format_bytes(way.peak_bytes), *cells, ratio)
+            found.add_row(way.name, format_bytes(way.peak_bytes), host, clocks[0], step, clocks[2], clocks[1], ratio)
         return found
 
     def bits(self) -> None:
