@@ -413,6 +413,6 @@ MUTATIONS = (
         "modes-see-other-layers",
         "the caller's modes see the layers that tell what is around ops",
         "recording",
-        (("return thread.submit(_measure, device).result()", "return _measure(device)"),),
+        (("(without_modes(), without_global_hooks())", "(without_global_hooks(),)"),),
     ),
 )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Final
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu, linear, scaled_dot_product_attention, silu
 
+from recollect._torch_functions import without_modes
 from recollect._torch_private import without_global_hooks
 from recollect.applying import apply_policy
 from recollect.costs.op_costs import MeasuredCosts
@@ -35,7 +36,7 @@ _NUM_LAYERS: Final = 2
 _NUM_MODULES: Final = 4
 # In the first rounds the tape learns which modules to watch.
 _WARM_UPS: Final = 2
-_ROUNDS: Final = 15
+_ROUNDS: Final = 9
 
 
 def around_ops(device: torch.device) -> AroundOps:
@@ -47,14 +48,17 @@ def around_ops(device: torch.device) -> AroundOps:
 
 @cache
 def _measured(device: torch.device, _num_threads: int) -> AroundOps:
-    # On a thread of its own, free of the caller's modes, hooks, autocast and `no_grad`.
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(_measure, device).result()
+    # Not on a thread of its own: it would leave a workspace of the device's libraries behind.
+    with ExitStack() as stack:
+        for context in (without_modes(), without_global_hooks()):
+            stack.enter_context(context)
+        for setting in (torch.enable_grad(), torch.inference_mode(False), torch.autocast(device.type, enabled=False)):
+            stack.enter_context(setting)
+        return _measure(device)
 
 
 def _measure(device: torch.device) -> AroundOps:
-    with without_global_hooks():
-        few, many, modules = (_Layer.measured(kind, device) for kind in (_FewOps, _ManyOps, _Modules))
+    few, many, modules = (_Layer.measured(kind, device) for kind in (_FewOps, _ManyOps, _Modules))
     is_cpu = device.type == "cpu"
     plain_s = sum(one.plain_forward_s + one.plain_backward_s for one in (few, many))
     recorded_s = (few.recorded_s + many.recorded_s - plain_s) / (few.num_all + many.num_all)
