@@ -75,7 +75,8 @@ def plans_for(profile: recollect.Profile, budgets: tuple[float, ...]) -> dict[st
 def run_model(flags: Flags, model: ModelName) -> list[Timed]:
     """Record, plan and time one model."""
     step = Step(flags.step, model)
-    step.seconds()
+    for _ in range(_UNSETTLED):  # Memory that is touched for the first time makes each op slower.
+        step.seconds()
     profile = step.record()
     plans = plans_for(profile, flags.budgets)
     seconds: dict[str, list[float]] = {name: [] for name in plans}
