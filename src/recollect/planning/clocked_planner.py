@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cached_property
 
+from recollect.arguments import check_kind
 from recollect.planning.choose import Planner
 from recollect.plans.plan import Plan
 from recollect.profile.profile import Profile
@@ -73,6 +74,7 @@ class ClockedPlanner(Planner):
 
 def tape_planner(profile: Profile) -> Planner:
     """Return a planner for units on the tape, by as many clocks as the step has."""
+    check_kind("plan(profile, budget)", "profile", profile, Profile, "recollect.Profile")
     return ClockedPlanner(profile) if has_two_clocks(profile) else Planner(profile)
 
 

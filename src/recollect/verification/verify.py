@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
@@ -38,6 +39,8 @@ from recollect.verification.steps import BatchStep, OwnStep, VerifiedStep
 _FEWEST_ROUNDS: Final = 2
 _MOST_ROUNDS: Final = 5
 _SETTLED: Final = 0.02
+# The first steps under a plan take longer: the tape compares content, and learns which modules to watch.
+_UNSETTLED: Final = 2
 # The usable part of a device, for a step in a group: a process that runs out of memory leaves the others waiting.
 _USABLE: Final = 0.9
 
@@ -66,7 +69,7 @@ def verify(
         model: the model that the plan is for.
         batch: a tensor, tuple or dict, passed to the model as `record` does; None with `step`.
         plan: the plan to check.
-        step: your own training step in place of a batch, which runs eight to fourteen times, always from the same parameters,
+        step: your own training step in place of a batch, which runs twelve to eighteen times, always from the same parameters,
             gradients, buffers and state of the optimizers; other changes that it makes remain.
         optimizer: its state counts; it steps only if `step` has it step.
         loss_fn: from the model's output to a scalar; see `record`.
@@ -75,8 +78,8 @@ def verify(
         compare: "step" runs the whole step without the plan; "units" compares unit by unit, which needs no more memory
             than full recompute; "auto" tries the step, and the units if the step runs out of memory. In a group it predicts
             whether the step fits, and compares units in all processes if it does not in one.
-        time: measure the slowdown too: two rounds of a step without the plan and one under it, up to five where these differ.
-            The first round is that whose gradients are compared.
+        time: measure the slowdown too: two rounds of a step without the plan and one under it, up to five where these differ,
+            after two steps under the plan, which take longer.
         group: the processes that verify together, each its own step, and all get one report: a process group or a device mesh;
             by default those that the model is spread over; "alone" for a report of its own.
 
@@ -132,7 +135,7 @@ def _work(plan: Plan, compare: str, *, is_timed: bool) -> tuple[str, int | None]
         return "verifying the plan unit by unit", None
     # Two for each peak, and one to compare on either side; one of the model as it is; and one before each peak that compiles.
     fewest = 6 + (plan.loss_chunks > 1 or plan.is_compiled) + 2 * plan.is_compiled
-    fewest += 2 * (_FEWEST_ROUNDS - 1) * is_timed
+    fewest += (_UNSETTLED + 2 * _FEWEST_ROUNDS if _stays(plan) else 2 * (_FEWEST_ROUNDS - 1)) * is_timed
     most = fewest + 2 * (_MOST_ROUNDS - _FEWEST_ROUNDS) * is_timed
     return f"verifying the plan in {fewest if fewest == most else f'{fewest} to {most}'} steps", most
 
@@ -279,16 +282,26 @@ class _Check:
         return measured
 
     def _slowdowns(self, plan: Plan, first: float) -> tuple[float, ...]:
-        """Return the slowdown in each round; the first has already run."""
-        found = [first]
-        with stage("timing steps"):
+        """Return the slowdown in each round; `first` if the plan was applied for the first time."""
+        stays = _stays(plan)
+        found = [] if stays else [first]
+        with stage("timing steps"), ExitStack() as stack:
+            applied = stack.enter_context(apply(self.model, plan)) if stays else None
+            for _ in range(_UNSETTLED if stays else 0):
+                self.step.run()
             while len(found) < _FEWEST_ROUNDS or (len(found) < _MOST_ROUNDS and self._in_any(not _have_settled(found))):
-                _, plain_s = timed(lambda: self._reference(plan), self.device)
-                with apply(self.model, plan):
+                with nullcontext() if applied is None else applied.suspended():
+                    _, plain_s = timed(lambda: self._reference(plan), self.device)
+                with apply(self.model, plan) if applied is None else nullcontext():
                     _, plan_s = timed(self.step.run, self.device)
                 # The ratio of neighbours, so that a machine that slows down favours neither.
                 found.append(plan_s / plain_s - 1)
         return tuple(found)
+
+
+def _stays(plan: Plan) -> bool:
+    """Whether a plan stays applied, and steps aside, while steps are timed; the plain step of others is under a plan, too."""
+    return not plan.is_compiled and plan.loss_chunks == 1
 
 
 def _have_settled(slowdowns: list[float]) -> bool:

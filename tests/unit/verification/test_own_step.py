@@ -83,12 +83,12 @@ def test_a_plan_that_runs_more_ops_is_slower(monkeypatch: pytest.MonkeyPatch) ->
     plain, planned = set(times[::2]), set(times[1::2])
     assert len(plain) == len(planned) == 1
     assert report.measured_slowdown == planned.pop() / plain.pop() - 1 > 0
-    assert len(times) == 4 and len(set(report.slowdowns)) == 1, "two rounds that agree are enough"
+    assert len(times) == 6 and len(report.slowdowns) == 2, "two rounds that agree are enough, after steps that do not count"
 
 
 def test_rounds_that_differ_are_followed_by_more_up_to_five(monkeypatch: pytest.MonkeyPatch) -> None:
     model, plan = model_and_plan()
-    seconds = iter([1.0, 1.1, 1.0, 1.4, 1.0, 1.2, 1.0, 1.3, 1.0, 1.25])
+    seconds = iter([1.0, 9.0, 1.0, 1.1, 1.0, 1.4, 1.0, 1.2, 1.0, 1.3, 1.0, 1.25])
     monkeypatch.setattr(of_verify, "timed", lambda run, _: (run(), next(seconds)))
     report = recollect.verify(model, ROWS, plan, loss_fn=mean_square)
     assert report.slowdowns == pytest.approx((0.1, 0.4, 0.2, 0.3, 0.25))
@@ -97,7 +97,7 @@ def test_rounds_that_differ_are_followed_by_more_up_to_five(monkeypatch: pytest.
 
 def test_times_that_say_nothing_are_called_noisy(monkeypatch: pytest.MonkeyPatch) -> None:
     model, plan = model_and_plan()
-    seconds = iter([1.0, 0.6, 1.0, 1.4, 1.0, 1.2, 1.0, 1.3, 1.0, 1.25])
+    seconds = iter([1.0, 9.0, 1.0, 0.6, 1.0, 1.4, 1.0, 1.2, 1.0, 1.3, 1.0, 1.25])
     monkeypatch.setattr(of_verify, "timed", lambda run, _: (run(), next(seconds)))
     report = recollect.verify(model, ROWS, plan, loss_fn=mean_square)
     assert "(-40.0% to 40.0% in 5 rounds: times too noisy to judge it by, predicted " in str(report)
