@@ -83,7 +83,9 @@ def test_a_plan_that_runs_more_ops_is_slower(monkeypatch: pytest.MonkeyPatch) ->
     plain, planned = set(times[::2]), set(times[1::2])
     assert len(plain) == len(planned) == 1
     assert report.measured_slowdown == planned.pop() / plain.pop() - 1 > 0
-    assert len(times) == 6 and len(report.slowdowns) == 2, "two rounds that agree are enough, after steps that do not count"
+    assert len(times) == 6 and len(report.slowdowns) == 2, (
+        "two rounds that agree are enough, after steps that do not count"
+    )
 
 
 def test_rounds_that_differ_are_followed_by_more_up_to_five(monkeypatch: pytest.MonkeyPatch) -> None:
