@@ -143,8 +143,8 @@ MUTATIONS = (
     Mutation(
         "unknown-keys-in-plans",
         "a misspelt key of a unit in a plan's file is passed over",
-        "plans",
-        (('entry.keys(allowed=["paths", "exact_paths", "engine", "output", "values", "trips"])', "pass"),),
+        "fields.py",
+        (("if key not in known and key not in head and not self.rules.ignores_unknown_keys:", "if False:"),),
     ),
     Mutation(
         "chunks-not-written",

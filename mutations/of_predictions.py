@@ -101,11 +101,11 @@ MUTATIONS = (
     Mutation(
         "tape-times-not-read",
         "a profile loses what watching its modules takes on the way through a file",
-        "profile",
+        "fields.py",
         (
             (
-                "module_tape_s=() if modules is None else tuple((m, modules.get(m).number()) for m in modules.keys())",
-                "module_tape_s=()",
+                "return lambda place: tuple((key, item(member)) for key, member in place.members().items())",
+                "return lambda place: ()",
             ),
         ),
     ),

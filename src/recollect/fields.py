@@ -10,13 +10,18 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from enum import Enum
 from functools import cache
 from pathlib import Path
-from types import MappingProxyType, NoneType
-from typing import Any, NoReturn, get_args, get_type_hints
+from types import NoneType
+from typing import Annotated, Any, Literal, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 
 from recollect.errors import MissingFileError, RecollectError
+
+_Built = TypeVar("_Built")
+
+_HEAD = ("format", "version")
 
 
 class _JsonError(ValueError):
@@ -66,7 +71,15 @@ def writing(path: object, error: type[Exception] = RecollectError, flag: str = "
         raise error(text.lstrip()) from None
 
 
-def read_document(text: str, *, format: str, version: int, error: type[Exception]) -> Field:
+def read_document(
+    text: str,
+    *,
+    format: str,
+    version: int,
+    error: type[Exception],
+    ignores_unknown_keys: bool = False,
+    needs_all_keys: bool = False,
+) -> Field:
     """Parse a versioned JSON document.
 
     Args:
@@ -74,6 +87,8 @@ def read_document(text: str, *, format: str, version: int, error: type[Exception
         format: the expected "format", such as "recollect.plan".
         version: the newest version that can be read; older ones are the caller's business.
         error: class of the exception to raise.
+        ignores_unknown_keys: whether keys that no field has are left out, as those of older versions; else they are refused.
+        needs_all_keys: whether only what may be None can be missing, despite other fields' defaults.
 
     Raises:
         error: not JSON, a duplicate key, NaN or infinity, another format, or a later version.
@@ -84,10 +99,8 @@ def read_document(text: str, *, format: str, version: int, error: type[Exception
         raise error(f"line {problem.lineno}, column {problem.colno}: not JSON: {problem.msg}") from None
     except (_JsonError, RecursionError) as problem:
         raise error(f"not a {format} document: {problem}") from None
-    root = Field(data, "document", error)
-    if not isinstance(data, dict):
-        root.fail("an object")
-    found_format, found_version = root.get("format"), root.get("version")
+    root = Field(data, "document", _Rules(error, ignores_unknown_keys, needs_all_keys))
+    found_format, found_version = (root.get(key) for key in _HEAD)
     if found_format.data != format:
         found_format.fail(repr(format))
     if found_version.integer(least=1) > version:
@@ -114,59 +127,58 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 @dataclass(frozen=True, slots=True)
+class _Rules:
+    """What the places of one document have in common."""
+
+    error: type[Exception]
+    ignores_unknown_keys: bool
+    needs_all_keys: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Field:
     """One place in a JSON document."""
 
     data: Any
     where: str
-    error: type[Exception]
+    rules: _Rules
 
     def fail(self, expected: str) -> NoReturn:
         """Raise the document's error, with the data here and what was expected."""
         shown = json.dumps(self.data)
         shown = shown if len(shown) <= 60 else shown[:57] + "..."
-        raise self.error(f"{self.where}: got {shown}, expected {expected}")
+        raise self.rules.error(f"{self.where}: got {shown}, expected {expected}")
 
-    def _child(self, key: str | int) -> str:
-        if isinstance(key, int):
-            return f"{self.where}[{key}]" if self.where != "document" else f"[{key}]"
-        return f"{self.where}.{key}" if self.where != "document" else key
+    def _child(self, key: str | int) -> Field:
+        where = f"[{key}]" if isinstance(key, int) else f".{key}"
+        where = where.removeprefix(".") if self.where == "document" else self.where + where
+        return Field(self.data[key], where, self.rules)
 
-    def keys(self, *, allowed: Sequence[str] | None = None) -> list[str]:
-        """Return the keys of the object here; raise for keys not in `allowed`, if given."""
+    def _keys(self) -> list[str]:
         if not isinstance(self.data, dict):
             self.fail("an object")
-        for key in self.data:
-            if allowed is not None and key not in allowed:
-                raise self.error(f"{self._child(key)}: unknown key, expected one of {', '.join(allowed)}")
         return list(self.data)
 
     def get(self, key: str) -> Field:
         """Return the place under `key`; raise if it is missing."""
-        if key not in self.keys():
-            raise self.error(f"{self.where}: the key {key!r} is missing")
-        return Field(self.data[key], self._child(key), self.error)
+        if key not in self._keys():
+            raise self.rules.error(f"{self.where}: the key {key!r} is missing")
+        return self._child(key)
 
-    def find(self, key: str) -> Field | None:
-        """Return the place under `key`; None if it is missing or null."""
-        return self.get(key) if self.keys() and self.data.get(key) is not None else None
+    def members(self) -> dict[str, Field]:
+        return {key: self._child(key) for key in self._keys()}
 
     def array(self) -> list[Field]:
         if not isinstance(self.data, list):
             self.fail("an array")
-        return [Field(item, self._child(index), self.error) for index, item in enumerate(self.data)]
-
-    def items(self, key: str) -> list[Field]:
-        """Return the places of the array under `key`; none if it is missing or null."""
-        found = self.find(key)
-        return [] if found is None else found.array()
+        return [self._child(index) for index in range(len(self.data))]
 
     def text(self) -> str:
         if not isinstance(self.data, str):
             self.fail("a string")
         return self.data
 
-    def integer(self, *, least: int | None = None) -> int:
+    def integer(self, *, least: int | None = 0) -> int:
         if type(self.data) is not int or (least is not None and self.data < least):
             self.fail("an integer" if least is None else f"an integer, {least} or more")
         return self.data
@@ -176,9 +188,6 @@ class Field:
         if not isinstance(self.data, list) or not all(type(item) is int for item in self.data):
             self.fail("an array of integers")
         return tuple(self.data)
-
-    def pairs(self) -> tuple[tuple[str, str], ...]:
-        return tuple((key, self.get(key).text()) for key in self.keys())
 
     def number(self) -> float:
         if type(self.data) not in (int, float) or not math.isfinite(self.data):
@@ -190,28 +199,90 @@ class Field:
             self.fail("true or false")
         return self.data
 
-    def arguments(
-        self, kind: type, *, least: Mapping[str, int | None] = MappingProxyType({}), is_whole: bool = False
-    ) -> dict[str, Any]:
-        """Return the object's values for the fields of a dataclass; missing or null ones have their defaults.
+    def word(self, allowed: Sequence[str]) -> str:
+        if self.data not in allowed:
+            self.fail(" or ".join(json.dumps(word) for word in allowed))
+        return str(self.data)
+
+    def record(self, kind: Callable[..., _Built], **given: Any) -> _Built:
+        """Return a dataclass or named tuple from the object here; missing or null fields have their defaults.
 
         Args:
-            kind: the dataclass. Its fields that are no text, number, bool, tuple of ints or pairs of texts, nor one of these or
-                None, are left out. Fields that may be None default to None.
-            least: the smallest ints of some fields, or None for any; default: 0.
-            is_whole: whether only fields that may be None can be missing; raise for other missing ones despite their defaults.
+            kind: the class. Fields that may be None default to None. A ValueError of its checks is reported with this place.
+            given: fields that need no reading.
         """
-        found = {}
-        for name, plain, default in _plain_fields(kind):
-            is_needed = default is MISSING or (is_whole and default is not None)
-            place = self.get(name) if is_needed else self.find(name)
-            if place is None:
-                found[name] = default
-            elif plain is int:
-                found[name] = place.integer(least=least.get(name, 0))
-            else:
-                found[name] = _READERS[plain](place)
-        return found
+        known = _fields_of(kind)
+        head = _HEAD if self.where == "document" else ()
+        for key, place in self.members().items():
+            if key not in known and key not in head and not self.rules.ignores_unknown_keys:
+                raise self.rules.error(f"{place.where}: unknown key, expected one of {', '.join((*head, *known))}")
+        for name, (reader, may_be_none, has_default) in known.items():
+            if name in given:
+                continue
+            can_be_missing = may_be_none or (has_default and not self.rules.needs_all_keys)
+            if self.data.get(name) is not None or not can_be_missing:
+                given[name] = reader(self.get(name))
+            elif not has_default:
+                given[name] = None
+        return self.checked(kind, **given)
+
+    def checked(self, function: Callable[..., _Built], **arguments: Any) -> _Built:
+        """Return what a function returns; its ValueError is reported with this place."""
+        try:
+            return function(**arguments)
+        except ValueError as problem:
+            where = "" if self.where == "document" else f"{self.where}: "
+            raise self.rules.error(f"{where}{problem}") from None
+
+
+@cache
+def _fields_of(kind: Any) -> dict[str, tuple[Callable[[Field], Any], bool, bool]]:
+    """Return each field's reader, whether it may be None, and whether it has a default."""
+    hints = get_type_hints(kind, include_extras=True)
+    if not is_dataclass(kind):  # a named tuple
+        return {name: (_reader(hint), False, name in kind._field_defaults) for name, hint in hints.items()}
+    return {
+        one.name: (
+            _reader(hints[one.name]),
+            NoneType in get_args(hints[one.name]),
+            one.default is not MISSING or one.default_factory is not MISSING,
+        )
+        for one in fields(kind)
+    }
+
+
+@cache
+def _reader(kind: Any) -> Callable[[Field], Any]:
+    """Return what reads a type: text, int, float, bool, word, tuple, mapping, dataclass, or one of these or None."""
+    parts: tuple[Any, ...] = get_args(kind)
+    if kind in _READERS:
+        return _READERS[kind]
+    if NoneType in parts:
+        (kind,) = {*parts} - {NoneType}
+        return _reader(kind)
+    if get_origin(kind) is Annotated:
+        return lambda place: _few_integers(place, *parts[1:])
+    if get_origin(kind) is Literal:
+        return lambda place: place.word(parts)
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return lambda place: place.word(tuple(kind))
+    if get_origin(kind) is Mapping:
+        item = _reader(parts[1])
+        return lambda place: {key: item(member) for key, member in place.members().items()}
+    if get_origin(kind) is tuple and get_args(parts[0])[:1] == (str,):
+        item = _reader(get_args(parts[0])[1])
+        return lambda place: tuple((key, item(member)) for key, member in place.members().items())
+    if get_origin(kind) is tuple:
+        item = _reader(parts[0])
+        return lambda place: tuple(item(entry) for entry in place.array())
+    return lambda place: place.record(kind)
+
+
+def _few_integers(place: Field, *expected: str) -> tuple[int, ...]:
+    numbers = place.integers()
+    if len(numbers) != len(expected):
+        raise place.rules.error(f"{place.where}: got {list(numbers)}, expected [{', '.join(expected)}]")
+    return numbers
 
 
 _READERS: dict[Any, Callable[[Field], Any]] = {
@@ -220,20 +291,6 @@ _READERS: dict[Any, Callable[[Field], Any]] = {
     float: Field.number,
     bool: Field.flag,
     tuple[int, ...]: Field.integers,
-    tuple[tuple[str, str], ...]: Field.pairs,
+    Annotated[int, "may be negative"]: lambda place: place.integer(least=None),
+    Any: lambda place: place.data,
 }
-
-
-@cache
-def _plain_fields(kind: type) -> list[tuple[str, Any, Any]]:
-    """Return the name, type without None, and default of the fields that a document has as they are."""
-    found: list[tuple[str, Any, Any]] = []
-    hints = get_type_hints(kind)
-    for field in fields(kind):
-        plain, default = hints[field.name], field.default
-        if NoneType in get_args(plain):
-            (plain,) = {*get_args(plain)} - {NoneType}
-            default = None if default is MISSING else default
-        if plain in _READERS:
-            found.append((field.name, plain, default))
-    return found

@@ -9,12 +9,12 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal, get_args
 
 from recollect.errors import HardwareError
-from recollect.fields import Field, read_document
+from recollect.fields import read_document
 from recollect.profile.host_times import HostTimes
 
 # What limits an op, apart from memory.
@@ -205,25 +205,9 @@ class Hardware:
         Raises:
             HardwareError: no JSON, not of this format, a later version, or a number that cannot be; says where.
         """
-        root = read_document(text, format=_FORMAT, version=_VERSION, error=HardwareError)
-        root.keys(allowed=["format", "version", *(f.name for f in fields(cls))])
-        given = root.arguments(cls, least={"memory_bytes": None, "cache_bytes": None}, is_whole=True)
-        rates, elements = root.get("rates"), root.get("elements_per_s")
-        link, host = root.find("host_link"), root.find("host")
-        try:
-            return cls(
-                rates=tuple(
-                    ArithmeticRate(dtype, *_numbers(rates.get(dtype), ArithmeticRate)) for dtype in rates.keys()
-                ),
-                elements_per_s={kind: elements.get(kind).number() for kind in elements.keys()},
-                host_link=None if link is None else HostLink(*_numbers(link, HostLink)),
-                host=None if host is None else HostTimes(*_numbers(host, HostTimes)),
-                **given,
-            )
-        except ValueError as problem:
-            if isinstance(problem, HardwareError):
-                raise
-            raise HardwareError(str(problem)) from None
+        root = read_document(text, format=_FORMAT, version=_VERSION, error=HardwareError, needs_all_keys=True)
+        rates = root.get("rates").members().items()
+        return root.record(cls, rates=tuple(rate.record(ArithmeticRate, dtype=dtype) for dtype, rate in rates))
 
     @classmethod
     def load(cls, path: str | Path) -> Hardware:
@@ -242,13 +226,6 @@ class Hardware:
             return cls.from_json(text)
         except HardwareError as error:
             raise HardwareError(f"{path}: {error}") from None
-
-
-def _numbers(place: Field, kind: type) -> list[float]:
-    """Return the numbers of a device's part, in the order of its fields; a rate is under its dtype."""
-    names = [f.name for f in fields(kind) if f.name != "dtype"]
-    place.keys(allowed=names)
-    return [place.get(name).number() for name in names]
 
 
 def _check(source: object, expected: str, *names: str, where: str = "") -> None:

@@ -14,13 +14,13 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 from recollect.byte_format import format_bytes
 from recollect.errors import PlanError, PlanFormatError
 from recollect.fields import Field, read_document, read_file, writing
 from recollect.notebooks import ShownInNotebooks
-from recollect.plans.action import OUTPUT_ACTIONS, Action, EngineChoice
+from recollect.plans.action import Action, EngineChoice
 from recollect.plans.paths import compress_paths, expand_classes, expand_paths, is_plain
 from recollect.plans.text import changed_units, layout, unit_rows, wrap
 from recollect.plans.trip import Trip
@@ -258,14 +258,7 @@ class Plan(ShownInNotebooks):
                 a wrong type or a duplicate unit; the message says where.
         """
         root = read_document(text, format=_FORMAT, version=_VERSION, error=PlanFormatError)
-        root.keys(allowed=["format", "version", *(field.name for field in fields(cls)[:-1])])
-        given = root.arguments(cls, least={"loss_chunks": 1})
-        try:
-            return cls(units=_decode_units(root.get("units")), **given)
-        except PlanFormatError:
-            raise
-        except PlanError as error:
-            raise PlanFormatError(str(error)) from None
+        return root.record(cls, units=_decode_units(root.get("units")), source=None)
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON.
@@ -331,45 +324,33 @@ def _encode_units(units: Mapping[str, UnitPlan]) -> list[dict[str, Any]]:
     return entries
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Entry:
+    """Units with equal plans, in a file."""
+
+    paths: tuple[str, ...]
+    exact_paths: tuple[str, ...] = ()
+    engine: EngineChoice = EngineChoice.TAPE
+    output: Literal["keep", "recompute"] = "keep"
+    values: Mapping[str, Action]
+    trips: Mapping[str, Trip] = field(default_factory=dict)
+
+
 def _decode_units(place: Field) -> dict[str, UnitPlan]:
     units: dict[str, UnitPlan] = {}
     for entry in place.array():
-        entry.keys(allowed=["paths", "exact_paths", "engine", "output", "values", "trips"])
-        values, trips = entry.get("values"), entry.find("trips")
-        output, engine = entry.find("output"), entry.find("engine")
-        unit = UnitPlan(
-            {name: _word(values.get(name), tuple(Action)) for name in values.keys()},
-            output=Action.KEEP if output is None else _word(output, OUTPUT_ACTIONS),
-            engine=EngineChoice.TAPE if engine is None else _word(engine, tuple(EngineChoice)),
-            trips={} if trips is None else {name: _decode_trip(trips.get(name)) for name in trips.keys()},
+        found = entry.record(_Entry)
+        unit = entry.checked(
+            UnitPlan, actions=found.values, output=found.output, engine=found.engine, trips=found.trips
         )
-        for where, path in _decode_paths(entry):
+        paths = [
+            (pattern.where, path)
+            for pattern in entry.get("paths").array()
+            for path in pattern.checked(expand_paths, pattern=pattern.data)
+        ]
+        paths += [(f"{entry.where}.exact_paths", path) for path in found.exact_paths]
+        for where, path in paths:
             if path in units:
                 raise PlanFormatError(f"{where}: the unit {path!r} is there twice; remove one of them")
             units[path] = unit
     return units
-
-
-def _decode_trip(place: Field) -> Trip:
-    place.keys(allowed=list(Trip._fields))
-    in_backward = place.find("leaves_in_backward")
-    leaves, returns = (place.get(name).integer(least=0) for name in ("leaves", "returns"))
-    return Trip(leaves, returns, in_backward is not None and in_backward.flag())
-
-
-def _decode_paths(entry: Field) -> list[tuple[str, str]]:
-    result = []
-    for pattern in entry.get("paths").array():
-        try:
-            result += [(pattern.where, path) for path in expand_paths(pattern.text())]
-        except ValueError as error:
-            if isinstance(error, PlanFormatError):
-                raise
-            raise PlanFormatError(f"{pattern.where}: {error}") from None
-    return result + [(path.where, path.text()) for path in entry.items("exact_paths")]
-
-
-def _word(place: Field, allowed: tuple[str, ...]) -> str:
-    if place.data not in allowed:
-        place.fail(" or ".join(json.dumps(word) for word in allowed))
-    return str(place.data)

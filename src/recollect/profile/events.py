@@ -26,7 +26,7 @@ number of its own. A storage "dies" when only the tape still refers to it.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Final, TypeAlias
+from typing import Annotated, Final, TypeAlias
 
 from recollect.profile.graph import UnitGraph
 
@@ -72,8 +72,8 @@ class StepLog:
 
     blocks: tuple[tuple[Event, ...], ...] = ()
     """Distinct runs of events; identical layers may share one."""
-    sequence: tuple[tuple[int, int], ...] = ()
-    """The step, as (block index, index in `Profile.calls` or -1)."""
+    sequence: tuple[Annotated[tuple[int, int], "block index", "call index or -1"], ...] = ()
+    """The step; call indices are those in `Profile.calls`."""
 
     def __post_init__(self) -> None:
         for index, block in enumerate(self.blocks):

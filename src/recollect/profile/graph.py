@@ -13,6 +13,7 @@ Limitations: a unit's graph is one recorded forward. Control flow that depends o
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Annotated
 
 from recollect.plans.value_names import module_of
 from recollect.profile.joint import JointRecord
@@ -222,10 +223,10 @@ class UnitCall:
     chained: bool = False
     """The next call in `Profile.calls` reads the unit's output, so that the output may be dropped and recomputed from an
     earlier unit's input."""
-    origins: tuple[tuple[int, int, int], ...] = ()
-    """For each value that another call computed: (value, index of that call, index of the value there)."""
-    outside: tuple[tuple[int, int], ...] = ()
-    """For each value computed between units: (value, number of its storage in the log)."""
+    origins: tuple[Annotated[tuple[int, int, int], "value", "call", "value of that call"], ...] = ()
+    """For each value that another call computed."""
+    outside: tuple[Annotated[tuple[int, int], "value", "storage"], ...] = ()
+    """For each value computed between units, its storage in the log."""
     num_runs: int = 1
     """The number of equal runs of the real step that this one stands for; see `recollect.profile.repeated_steps`."""
 

@@ -10,16 +10,16 @@ import gzip
 import json
 import math
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from itertools import takewhile
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Annotated, Any
 
 from recollect.byte_format import format_bytes
 from recollect.errors import ProfileFormatError
-from recollect.fields import Field, read_document, read_file, writing
+from recollect.fields import read_document, read_file, writing
 from recollect.notebooks import ShownInNotebooks
 from recollect.plans.paths import expand_classes
 from recollect.profile.events import ALLOC, PHASE, StepLog, check_log
@@ -95,7 +95,7 @@ class Profile(ShownInNotebooks):
     device_name: str = ""
     kernels: str = ""
     fake: bool = False
-    calibration_bytes: int = 0
+    calibration_bytes: Annotated[int, "may be negative"] = 0
     torch_version: str = ""
     model_class: str = ""
     batch: str = ""
@@ -226,28 +226,12 @@ class Profile(ShownInNotebooks):
             ProfileFormatError: the text is not JSON, not a profile, of a later version, or holds impossible numbers;
                 says where.
         """
-        root = read_document(text, format=_FORMAT, version=_VERSION, error=ProfileFormatError)
-        persistent = root.get("persistent")
-        profile = _construct(
-            Profile,
-            root,
-            graphs=tuple(_decode_graph(graph) for graph in root.get("graphs").array()),
-            calls=tuple(_decode_call(call) for call in root.get("calls").array()),
-            log=_construct(
-                StepLog,
-                log := root.get("log"),
-                blocks=tuple(tuple(event.integers() for event in block.array()) for block in log.get("blocks").array()),
-                sequence=tuple(step.integers() for step in log.get("sequence").array()),
-            ),
-            persistent={kind: persistent.get(kind).integer(least=0) for kind in persistent.keys()},
-            outputs=tuple(event.integers() for event in root.items("outputs")),
-            host=None
-            if (host := root.find("host")) is None
-            else _construct(HostTimes, host, **host.arguments(HostTimes)),
-            **root.arguments(Profile, least={"calibration_bytes": None, "loss_chunks": 1, "shard_ranks": 1}),
+        root = read_document(
+            text, format=_FORMAT, version=_VERSION, error=ProfileFormatError, ignores_unknown_keys=True
         )
+        profile = root.record(cls)
         graphs = [profile.graph_of(call) for call in profile.calls]
-        _construct(check_log, root, log=profile.log, graphs=graphs)
+        root.checked(check_log, log=profile.log, graphs=graphs)
         return profile
 
     def save(self, path: str | Path) -> None:
@@ -314,17 +298,6 @@ def kind_text(kind: str) -> str:
     return _KINDS.get(kind, kind.replace("_", " "))
 
 
-_Built = TypeVar("_Built")
-
-
-def _construct(kind: Callable[..., _Built], place: Field, **arguments: Any) -> _Built:
-    """Build an object that checks its arguments; report rejected ones with their place in the document."""
-    try:
-        return kind(**arguments)
-    except ValueError as problem:
-        raise place.error(f"{place.where}: {problem}") from None
-
-
 def _encode(
     record: (
         UnitGraph | ValueRecord | OpRecord | PartRecord | VariantRecord | JointRecord | JointOp | UnitCall | HostTimes
@@ -335,58 +308,3 @@ def _encode(
     if isinstance(record, UnitGraph) and record.module_tape_s:
         data["module_tape_s"] = dict(record.module_tape_s)
     return data
-
-
-def _decode_graph(graph: Field) -> UnitGraph:
-    """Read a unit's graph; raise the document's error at what cannot be."""
-    modules = graph.find("module_tape_s")
-    return _construct(
-        UnitGraph,
-        graph,
-        values=tuple(ValueRecord(**value.arguments(ValueRecord)) for value in graph.get("values").array()),
-        ops=tuple(OpRecord(**op.arguments(OpRecord)) for op in graph.get("ops").array()),
-        module_tape_s=() if modules is None else tuple((m, modules.get(m).number()) for m in modules.keys()),
-        parts=tuple(PartRecord(**part.arguments(PartRecord)) for part in graph.items("parts")),
-        variants=tuple(_decode_variant(variant) for variant in graph.items("variants")),
-        joint=None if (joint := graph.find("joint")) is None else _decode_joint(joint),
-        **graph.arguments(UnitGraph),
-    )
-
-
-def _decode_variant(variant: Field) -> VariantRecord:
-    """Read a compiled variant of a unit; raise the document's error at what cannot be."""
-    return _construct(
-        VariantRecord,
-        variant,
-        backward=tuple(
-            _numbers(stretch, "most bytes", "change", "value let go") for stretch in variant.get("backward").array()
-        ),
-        **variant.arguments(VariantRecord),
-    )
-
-
-def _decode_joint(joint: Field) -> JointRecord:
-    """Read a traced unit; raise the document's error at what cannot be."""
-    return _construct(
-        JointRecord,
-        joint,
-        ops=tuple(JointOp(**op.arguments(JointOp)) for op in joint.get("ops").array()),
-        gradients=tuple(one.integers() for one in joint.get("gradients").array()),
-        **joint.arguments(JointRecord),
-    )
-
-
-def _decode_call(call: Field) -> UnitCall:
-    """Read a call; raise the document's error at what cannot be."""
-    return UnitCall(
-        **call.arguments(UnitCall, least={"num_runs": 1}),
-        origins=tuple(_numbers(entry, "value", "call", "value of that call") for entry in call.items("origins")),
-        outside=tuple(_numbers(entry, "value", "storage") for entry in call.items("outside")),
-    )
-
-
-def _numbers(place: Field, *expected: str) -> tuple[Any, ...]:
-    numbers = place.integers()
-    if len(numbers) != len(expected):
-        raise place.error(f"{place.where}: got {list(numbers)}, expected [{', '.join(expected)}]")
-    return numbers

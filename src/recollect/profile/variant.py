@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import Annotated
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +24,7 @@ class VariantRecord:
     """All other bytes alive between forward and backward: kept values, random states, unnamed values."""
     forward_bytes: int
     """The most that forward needs above its inputs, with its outputs and kept values."""
-    backward: tuple[tuple[int, int, int], ...]
+    backward: tuple[Annotated[tuple[int, int, int], "most bytes", "change", "value let go"], ...]
     """For each stretch of backward, the most bytes above its start, the change at its end, and the index of the value
     in `held` released there, -1 for none. Values in `held` are not in the changes."""
     step_s: float

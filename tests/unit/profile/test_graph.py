@@ -197,18 +197,18 @@ def edited(**changes: Any) -> str:
         ("{", "not JSON"),
         (edited(version=3), "version: got 3, but this recollect reads up to 2"),
         (edited(format="other"), "format: got \"other\", expected 'recollect.profile'"),
-        (edited(step_s=-1.0), r"document: step_s: got -1\.0"),
+        (edited(step_s=-1.0), r"step_s: got -1\.0"),
         (edited(to_host_bytes_per_s="fast"), 'to_host_bytes_per_s: got "fast", expected a finite number'),
         (
             edited(host_latency_s=-1.0),
-            r"document: host_latency_s: got -1\.0, expected a finite number of seconds, 0 or more",
+            r"host_latency_s: got -1\.0, expected a finite number of seconds, 0 or more",
         ),
         (edited(step_s=None), "step_s: got null, expected a finite number"),
         (edited(fake="yes"), 'fake: got "yes", expected true or false'),
         (edited(persistent={"parameters": -1}), "persistent.parameters: got -1, expected an integer, 0 or more"),
         (edited(persistent=[]), r"persistent: got \[\], expected an object"),
         (edited(calls=[{"path": "a"}]), r"calls\[0\]: the key 'graph' is missing"),
-        (edited(calls=[{"path": "a", "graph": 7}]), "document: call 0 .* graph 7, expected 0 to 2"),
+        (edited(calls=[{"path": "a", "graph": 7}]), "call 0 .* graph 7, expected 0 to 2"),
         (
             edited(log={"blocks": [[[1, 2.5]]], "sequence": []}),
             r"log\.blocks\[0\]\[0\]: got \[1, 2\.5\], expected an array",
@@ -223,7 +223,7 @@ def edited(**changes: Any) -> str:
         ),
         (
             edited(calls=[{"path": "a", "graph": 0, "outside": [[99, 2]]}]),
-            r"document: call 0 \('a'\): outside \(99, 2\) is of a value that is not there",
+            r"call 0 \('a'\): outside \(99, 2\) is of a value that is not there",
         ),
         (edited(log={"blocks": [], "sequence": [[0, 0]]}), "log: sequence entry 0: block 0"),
         (
@@ -261,7 +261,7 @@ def test_malformed_documents_say_where(text: str, message: str) -> None:
 )
 def test_events_that_cannot_be_played_back_say_where(event: tuple[int, ...], message: str) -> None:
     text = edited(log={"blocks": [[[WORK, 8], list(event)]], "sequence": [[0, -1]]})
-    with pytest.raises(ProfileFormatError, match=rf"^document: log\.blocks\[0\]\[1\]: {message}"):
+    with pytest.raises(ProfileFormatError, match=rf"^log\.blocks\[0\]\[1\]: {message}"):
         Profile.from_json(text)
 
 

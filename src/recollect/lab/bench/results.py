@@ -9,11 +9,11 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal
 
 from recollect.byte_format import format_bytes
 from recollect.errors import BenchError
-from recollect.fields import Field, read_document
+from recollect.fields import read_document
 from recollect.warning import warn_user
 
 Result = Literal["ok", "faster", "perf regression", "memory regression", "OOM", "OOM (predicted)"]
@@ -60,6 +60,10 @@ class Row:
     """FLOPs of a step."""
     num_tokens: int = 0
     """Tokens of a step."""
+
+    def __post_init__(self) -> None:
+        if self.step_s is not None and self.step_s <= 0:
+            raise ValueError(f"step_s: got {self.step_s}, expected a number of seconds above 0")
 
     @property
     def tflops(self) -> float | None:
@@ -125,15 +129,8 @@ class BenchResults:
         Raises:
             BenchError: not JSON, another format or version, an unknown key, or a wrong type; says where.
         """
-        root = read_document(text, format=_FORMAT, version=_VERSION, error=BenchError)
-        root.keys(allowed=["format", "version", *(f.name for f in fields(cls))])
-        return cls(
-            workload=_mapping(root.get("workload")),
-            machine=_mapping(root.get("machine")),
-            versions=_mapping(root.get("versions")),
-            rows=tuple(_row(place) for place in root.get("rows").array()),
-            **root.arguments(cls, is_whole=True),
-        )
+        root = read_document(text, format=_FORMAT, version=_VERSION, error=BenchError, needs_all_keys=True)
+        return root.record(cls)
 
     @classmethod
     def load(cls, path: Path) -> BenchResults:
@@ -150,23 +147,6 @@ class BenchResults:
             ) from None
         except (BenchError, UnicodeDecodeError) as problem:
             raise BenchError(f"golden results {path}: {problem}") from None
-
-
-def _row(place: Field) -> Row:
-    place.keys(allowed=[f.name for f in fields(Row)])
-    result = place.get("result")
-    if result.data not in get_args(Result):
-        result.fail(" or ".join(get_args(Result)))
-    row = Row(
-        **place.arguments(Row, is_whole=True), fields=_mapping(place.get("fields")), result=cast(Result, result.data)
-    )
-    if row.step_s is not None and row.step_s <= 0:
-        place.get("step_s").fail("a number of seconds above 0")
-    return row
-
-
-def _mapping(place: Field) -> dict[str, Any]:
-    return {key: place.get(key).data for key in place.keys()}
 
 
 def check_comparable(

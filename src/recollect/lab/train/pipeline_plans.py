@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -69,9 +69,8 @@ class PipelinePlans:
         )
         try:
             root = read_document(data.decode(), format=_FORMAT, version=_VERSION, error=PlanFormatError)
-            root.keys(allowed=["format", "version", *(field.name for field in fields(cls))])
             stages = tuple(tuple(_read_plan(plan) for plan in own.array()) for own in root.get("stages").array())
-            return cls(stages=stages, **root.arguments(cls))
+            return root.record(cls, stages=stages)
         except (UnicodeDecodeError, PlanFormatError) as error:
             raise PlanFormatError(f"{path}: {error}") from None
 

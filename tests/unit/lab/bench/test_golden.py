@@ -147,9 +147,9 @@ def test_a_broken_file_is_named(tmp_path: Path, key: str, value: object, message
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("result", "fine", "result: got .fine., expected ok or faster"),
-        ("step_s", 0, "step_s: got 0, expected a number of seconds above 0"),
-        ("peak_bytes", -1, "peak_bytes: got -1, expected an integer, 0 or more"),
+        ("result", "fine", r"\.result: got .fine., expected .ok. or .faster."),
+        ("step_s", 0, r": step_s: got 0\.0, expected a number of seconds above 0"),
+        ("peak_bytes", -1, r"\.peak_bytes: got -1, expected an integer, 0 or more"),
     ],
 )
 def test_a_broken_row_is_named(tmp_path: Path, key: str, value: object, message: str) -> None:
@@ -157,7 +157,7 @@ def test_a_broken_row_is_named(tmp_path: Path, key: str, value: object, message:
     document["rows"][1][key] = value
     path = tmp_path / "golden.json"
     path.write_text(json.dumps(document))
-    with pytest.raises(BenchError, match=rf"rows\[1\]\.{message}"):
+    with pytest.raises(BenchError, match=rf"rows\[1\]{message}"):
         BenchResults.load(path)
 
 
