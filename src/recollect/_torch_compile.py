@@ -84,9 +84,7 @@ def on_fake_tensors(run_kernel: Callable[[str, Any], None]) -> Iterator[None]:
     """Within the block, what is compiled is the code that allocates and calls kernels, to be run on fake tensors; no kernel is.
 
     It allocates, frees and calls ops of libraries as on real tensors. Nothing of it gets into caches, in memory or on disk.
-
-    Args:
-        run_kernel: called in place of each kernel, with its code in C++ and its arguments.
+    `run_kernel` is called in place of each kernel, with its code in C++ and its arguments.
     """
 
     def load(graph: Any) -> Any:

@@ -101,9 +101,6 @@ class GatheredParameters:
     """The parameters of a model that FSDP2 holds whole, and whose gradients it adds up whole, as in a pipeline's stage.
 
     No public name tells where these gradients are, or which of them it reduces together.
-
-    Args:
-        model: any; without FSDP2, or where it reduces gradients in each backward, it has none.
     """
 
     def __init__(self, model: nn.Module) -> None:

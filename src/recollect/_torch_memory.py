@@ -95,9 +95,6 @@ class CudaAllocatorTrace:
     """The CUDA allocator's own history of allocations and frees, in the order in which the program asked for them.
 
     There is no public form of it. A history that the user has switched on begins anew.
-
-    Args:
-        device: the device whose allocations count.
     """
 
     def __init__(self, device: torch.device) -> None:

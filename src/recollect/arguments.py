@@ -12,13 +12,6 @@ _MOST_SHOWN: Final = 200
 def check_kind(call: str, name: str, value: object, kind: type, expected: str) -> None:
     """Raise if an argument has the wrong type.
 
-    Args:
-        call: the function with its first arguments, such as "plan(profile, budget)".
-        name: the name of the argument.
-        value: the argument that was passed.
-        kind: its class.
-        expected: the class as users know it, such as "recollect.Profile".
-
     Raises:
         ArgumentError: it is not; says how to call the function, or how to load the file whose path was passed.
 

@@ -8,9 +8,6 @@ _PREFIXES = "KMGTP"
 def format_bytes(num_bytes: int) -> str:
     """Print bytes for people.
 
-    Returns:
-        One decimal and a power-of-1024 suffix; below 1 KiB, the exact number.
-
     Example:
         >>> format_bytes(512), format_bytes(1536), format_bytes(16 * 2**30), format_bytes(-(2**20))
         ('512 B', '1.5 KiB', '16.0 GiB', '-1.0 MiB')

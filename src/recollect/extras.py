@@ -32,10 +32,6 @@ EXTRA_OF_PACKAGE: Final = {package: extra for extra, packages in _PACKAGES.items
 def needed(package: str, by: str) -> Iterator[None]:
     """Say which extra brings a package if an import in the block fails.
 
-    Args:
-        package: a package of `EXTRA_OF_PACKAGE`.
-        by: the feature that needs it, such as a flag.
-
     Raises:
         MissingPackageError: it cannot be imported.
 

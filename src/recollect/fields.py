@@ -31,12 +31,6 @@ class _JsonError(ValueError):
 def read_file(path: str | Path, *, expected: str, advice: str, error: type[Exception]) -> bytes:
     """Return the content of a file.
 
-    Args:
-        path: the file.
-        expected: what it should be, such as "a plan that Plan.save wrote".
-        advice: advice about the error, as a sentence.
-        error: class of the exception to raise if the path exists but is no such file.
-
     Raises:
         MissingFileError: nothing is there.
         error: a folder, a file that may not be read, or an empty one.

@@ -36,12 +36,7 @@ _BAR_WIDTH: Final = 15
 def stage(text: str, total: int | None = None) -> Iterator[Callable[[], None]]:
     """Describe the work of the block.
 
-    Args:
-        text: the work in words, such as "planning".
-        total: how many parts it has, if that is known and more than one.
-
-    Yields:
-        A function to call after each part.
+    Yields a function to call after each of `total` parts.
 
     Example:
         >>> with stage("planning", total=3) as done:
@@ -94,9 +89,7 @@ def _appear(reference: weakref.ref[_Line]) -> None:
 class _Line:
     """Shows the stages that are under way, from some seconds after it was made until it is closed.
 
-    Args:
-        stream: where to.
-        is_terminal: whether there is one line, drawn again and again; else lines follow each other.
+    On a terminal it is one line, drawn again and again; else lines follow each other.
     """
 
     def __init__(self, stream: TextIO, *, is_terminal: bool) -> None:

@@ -152,12 +152,6 @@ def _refuse_lone_number(value: object) -> None:
 def format_seconds(seconds: float) -> str:
     """Print a duration for people.
 
-    Args:
-        seconds: finite; a difference may be negative.
-
-    Returns:
-        About three digits and a suitable unit.
-
     Raises:
         QuantityError: not a finite number.
 

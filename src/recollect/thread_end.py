@@ -19,9 +19,7 @@ def at_end_of_thread(action: Callable[[], object]) -> "weakref.finalize[[], set[
     """Have this thread do something when it ends; the main thread ends with the process.
 
     Other threads still running when the process ends do nothing more, nor do those that a forked process does not have.
-
-    Returns:
-        A handle, whose `detach` forgets it.
+    The handle's `detach` forgets it.
 
     Example:
         >>> import threading

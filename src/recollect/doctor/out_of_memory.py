@@ -88,11 +88,7 @@ def is_out_of_memory(line: str) -> bool:
 def findings(
     passage: Passage, *, length: object = 4096, is_checkpointing: bool = False, expandable: str = ""
 ) -> Iterator[Finding]:
-    """Yield the findings in a message: why memory ran out, and where.
-
-    Yields:
-        One finding about the place or the cause, whichever says more; and one about memory of other processes.
-    """
+    """Yield the findings in a message: why memory ran out, and where."""
     message = MemoryMessage.of(passage.line)
     if message is None:
         return

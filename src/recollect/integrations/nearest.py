@@ -47,11 +47,6 @@ class Nearest(Generic[Settings]):
 def nearest(profile: Profile, wanted: Plan, choices: Iterable[tuple[Settings, Plan]]) -> Nearest[Settings]:
     """Return the fastest of some settings within a plan's budget; of equally fast ones the one with the least peak.
 
-    Args:
-        profile: the recorded step that all of the plans are for.
-        wanted: the plan.
-        choices: settings, and the meaning of each, as a plan with its predicted peak.
-
     Raises:
         PlanError: the plan has no predicted peak.
         BudgetTooSmallError: none of them fits; names the least peak of all.

@@ -78,10 +78,6 @@ def nearest_policy(profile: Profile, plan: Plan) -> Nearest[TitanPolicy]:
     Peak and time assume that recollect carries it out; torchtitan itself runs a whole block again. A plan needs no
     such stand-in where `recollect.integrations.torchtitan.MemoryBudget` applies it, with `plan_file`.
 
-    Args:
-        profile: the recorded step that the plan was made from.
-        plan: the plan.
-
     Raises:
         PlanError: the plan has no predicted peak.
         BudgetTooSmallError: none of the policies fits.

@@ -150,12 +150,7 @@ def calling_trainer() -> Any:
 
 
 class RemovingTrain:
-    """Stands in for a trainer's `train`, and undoes something if training raises; pickles as the plain method.
-
-    Args:
-        trainer: which gets it as an attribute. It is kept alive until it trains, as in `Trainer(...).train()`, and not after.
-        remove: undoes the changes.
-    """
+    """Stands in for a trainer's `train`, and undoes something if training raises; pickles as the plain method."""
 
     def __init__(self, trainer: Any, remove: Callable[[], None]) -> None:
         self._trainer = weakref.ref(trainer)

@@ -268,9 +268,6 @@ class CpuOpPeaks:
 
     It splits the allocator's events of the whole step at marks: allocations of one byte before and after each op.
 
-    Args:
-        adds_up: whether to look at all existing tensors, for the peak of the step.
-
     Attributes:
         step_bytes: most bytes alive in the step, of all tensors that Python can reach; 0 unless `adds_up`.
     """

@@ -56,12 +56,6 @@ def write_frontier_page(
 ) -> None:
     """Write a page with the frontier, the bound and the classic schedules, and the memory of each plan over time.
 
-    Args:
-        profile: the recorded step.
-        frontier: `recollect.frontier(profile)`.
-        out: the HTML file.
-        step_flags: flags of `recollect plan` for the same step, for the command that the page shows; none: no command.
-
     Raises:
         RecollectError: plotly is not installed, or the file cannot be written.
     """

@@ -154,12 +154,6 @@ class RecordedPieces:
 class Pipeline:
     """A schedule with the recorded pieces that it runs. Results shared by several ranks or pieces are computed once.
 
-    Args:
-        schedule: the actions of each rank.
-        recorded: all pieces, in order.
-        sizes: how many pieces each stage has, whose units are then named as in an `nn.Sequential` of its pieces; by default
-            each stage is one piece, with names of its own.
-
     Raises:
         ScheduleError: the schedule splits backwards, and the pieces were not recorded so.
     """

@@ -139,11 +139,6 @@ class Buffers:
     A holder is a micro-batch in a stage, from forward to the end of its backward; the loss, whose graph
     has the last stage's input until the step ends; or the loop, which holds an output that it sent until that arrives:
     GPipe's until all forwards are done, that of 1F1B until it sends the next, or goes backward.
-
-    Args:
-        log: the rank's log, to write to.
-        allocate: logs a new storage of this many bytes; returns its number.
-        rank: the rank whose buffers they are.
     """
 
     def __init__(self, log: list[Event], allocate: Callable[[int], int], rank: Rank) -> None:

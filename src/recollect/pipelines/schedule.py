@@ -311,11 +311,6 @@ def played_s(schedule: PipelineSchedule, lasts: Callable[[PipelineAction], float
     Each rank runs its actions in order, each as soon as its input is there: a forward waits for the stage before, a backward,
     or the first half of one, for the stage behind.
 
-    Args:
-        schedule: the actions of each rank.
-        lasts: the seconds of each action.
-        send_s: seconds to send a micro-batch from one stage to the next; a stage on the same rank gets it at once.
-
     Raises:
         ScheduleError: the ranks wait for each other for ever.
     """

@@ -40,11 +40,6 @@ class RecordedStage:
 class StageParts:
     """The events of one recorded micro-batch in parts.
 
-    Args:
-        number: of the stage, for errors.
-        profile: the profile of the stage.
-        is_last: it is the last one, and the loop says how long it holds the stage's output.
-
     Attributes:
         parts: the events of each kind of action.
         let_go: of the last stage: the events that free its outputs, with bytes, by the backward, or half of one, at whose

@@ -122,12 +122,7 @@ class ChainSolver:
         return self._chain(frozenset())
 
     def best(self, budget_bytes: int, enough_s: float) -> Candidate | None:
-        """Return the fastest candidate found within the budget, or None; never None if `leanest` is within the budget.
-
-        Args:
-            budget_bytes: limit on the peak of the whole step.
-            enough_s: recompute seconds that are good enough to end the search.
-        """
+        """Return the fastest candidate found within the budget, or None; never None if `leanest` is within the budget."""
         found = self._searched(budget_bytes, enough_s)
         if found is not None or budget_bytes < self.leanest.peak_bytes:
             return found
@@ -220,11 +215,6 @@ def _by_time(candidate: Candidate) -> tuple[object, ...]:
 
 def unit_options(graph: UnitGraph, *, output: Action = Action.KEEP, most_options: int = 64) -> tuple[Option, ...]:
     """Return options for one unit, including its hull, from the leanest to the fattest.
-
-    Args:
-        graph: the unit.
-        output: "keep" if the unit's output stays in memory anyway.
-        most_options: the most to return, unless the hull alone has more.
 
     Complexity: one pass over the unit for each hull option and value; in units of more than a few hundred ops, for some
         hull options and the largest values only.

@@ -142,9 +142,7 @@ class CheapestStep:
     def at(self, prices: NDArray[np.float64], *, missing_s: float = 0.0) -> StepCut:
         """Return the cheapest choice at some prices.
 
-        Args:
-            prices: for each moment, in seconds per byte, 0 or more.
-            missing_s: by how much the bound may be too low, in favour of time.
+        Prices are of each moment, in seconds per byte; the bound may be too low by `missing_s`, in favour of time.
         """
         times = self._times
         priced = np.flatnonzero(prices > 0)

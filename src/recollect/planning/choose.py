@@ -54,10 +54,6 @@ _ESTIMATED = "bytes and times of compiled units are estimates from their code, w
 class Planner:
     """Plans one profile for any number of budgets, reusing computation from one to the next.
 
-    Args:
-        profile: the recorded step.
-        make_bound: makes a bound on its plans, for callers that know more; called when a budget needs it.
-
     Raises:
         ProfileFormatError: as `recollect.plan`.
 
@@ -214,13 +210,6 @@ def advice(
     profile: Profile, *, budget_bytes: int, least_peak_bytes: int, peak_call: str, is_smallest: bool = False
 ) -> tuple[str, ...]:
     """Return suggestions that would make the budget feasible, the most promising first.
-
-    Args:
-        profile: the recorded step.
-        budget_bytes: the budget that no plan fits.
-        least_peak_bytes: the lowest peak of any plan found.
-        peak_call: the call that runs at that peak, a unit or something else, as in `Simulation`.
-        is_smallest: there is no smaller batch to advise.
 
     Example:
         >>> from recollect.profile.events import StepLog

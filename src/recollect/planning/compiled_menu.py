@@ -40,9 +40,6 @@ _LITTLE: Final = 0.01
 def compiled_menu(graph: UnitGraph) -> tuple[Keeps, ...]:
     """Return the sets of values of a unit to compile and measure, from the one that keeps least to the one that keeps most.
 
-    Args:
-        graph: the unit, as it was recorded outside the compiler.
-
     Returns:
         At most ten, all different: nothing; attention; these and the residual stream's addends; all products and attention;
         and the choices of minimum cuts under the costs of compiled code. A unit's output is always kept.

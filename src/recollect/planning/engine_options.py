@@ -17,12 +17,7 @@ _MOST_ON_TAPE = 12
 
 @cache
 def engine_options(graph: UnitGraph, *, output: Action = Action.KEEP) -> tuple[Option, ...]:
-    """Return the options of a unit on all engines that it was recorded for, from the leanest to the step without a plan.
-
-    Args:
-        graph: the unit.
-        output: of the unit; compiled code keeps it.
-    """
+    """Return the options of a unit on all engines that it was recorded for, from the leanest to the step without a plan."""
     hull = unit_hull(graph, output=output)
     if output is not Action.KEEP or not graph.variants:
         return hull

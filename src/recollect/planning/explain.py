@@ -242,12 +242,7 @@ class Explanation:
 def explain_plan(profile: Profile, plan: Plan) -> Explanation:
     """Explain a plan's choices, compared with the planner's for the same peak and host memory.
 
-    Args:
-        profile: the recorded step.
-        plan: a plan for this model, such as one that `recollect.megatron_plan` makes from Megatron's settings.
-
-    Returns:
-        The explanation, with the numbers of the simulator; the parts add up to the totals.
+    The numbers are those of the simulator; the parts add up to the totals.
 
     Example:
         >>> import torch, recollect

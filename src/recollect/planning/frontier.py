@@ -229,11 +229,6 @@ class Prices(NamedTuple):
 def prices(profile: Profile, plan: Plan, *, link_share: float = LINK_SHARE) -> Prices:
     """Return the saving from more of each, based on plans that have it.
 
-    Args:
-        profile: the profile that the plan was made from.
-        plan: within a budget of the device and one of host memory.
-        link_share: see `recollect.plan`.
-
     Complexity: three plans.
 
     Example:

@@ -210,10 +210,7 @@ class Evaluator:
         """Return the option that stores these values: find the ops that must run again, and leave out values of no use.
 
         Needed values that cannot be computed again are kept even if not among these, as in the engine.
-
-        Args:
-            whole: values to keep.
-            parts: values to keep a part of; of values in both, only the part is kept.
+        Of values in both, only the part is kept.
         """
         # One byte per value, for speed: this runs hundreds of times per unit.
         wanted = {*whole, *parts}

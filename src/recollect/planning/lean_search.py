@@ -50,11 +50,7 @@ _Peaks = NDArray[np.float64]
 
 
 def leanest(peak_sums: PeakSums) -> Candidate:
-    """Return the candidate with the lowest peak that the search finds; equal for equal bytes.
-
-    Args:
-        peak_sums: computes the peaks of plans of the recorded step.
-    """
+    """Return the candidate with the lowest peak that the search finds; equal for equal bytes."""
     units = LeanUnits(peak_sums)
     single_paths, inner_paths = single_outputs(units.profile), inner_outputs(units.profile)
     single = [index for index, row in enumerate(units.rows) if row.path in single_paths]
@@ -118,11 +114,7 @@ class _Descent:
             self._effects[row,][options[row]] = np.zeros(len(self.peaks))
 
     def run(self, free_outputs: Iterable[int]) -> None:
-        """Lower the peaks until nothing helps.
-
-        Args:
-            free_outputs: rows that may keep or drop their output.
-        """
+        """Lower the peaks until nothing helps."""
         self._measure_ends(frozenset(free_outputs))
         for softness in _SOFTNESS:
             self._lower(softness * self._scale)

@@ -28,9 +28,6 @@ _MOST_CHECKPOINTS = 2
 class LeanUnits:
     """The units of one profile.
 
-    Args:
-        peak_sums: computes the peaks of plans of the recorded step.
-
     Attributes:
         profile: the recorded step.
         table: the units as rows; the search decides on their options.

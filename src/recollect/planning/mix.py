@@ -68,11 +68,6 @@ class Limits:
 def cheapest_mix(units: Sequence[Stage], limits: Limits, budget_bytes: int) -> list[int] | None:
     """Return options of all units that together take few seconds, or None if none are found within the budget.
 
-    Args:
-        units: in any order; windows name them by their number, and `limits` has their own bytes.
-        limits: the windows.
-        budget_bytes: limit on each window.
-
     Complexity: a linear program of an unknown for each option and a row for each of the fullest windows, then some passes over
         both.
     """

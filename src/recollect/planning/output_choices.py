@@ -102,12 +102,6 @@ def folded_outputs(
     Segments are cut from the first layer on, each as long as a limit on kept outputs plus workspace allows; the limit
     is the least one that drops enough outputs.
 
-    Args:
-        profile: the recorded step.
-        working_bytes: workspace for recomputing each call.
-        num_dropped: number of outputs, `most_folded` at most.
-        num_alive: for each unit, how many of its calls keep an output at once; by default one.
-
     Complexity: about 60 passes over the calls.
     """
     sizes = [

@@ -46,12 +46,7 @@ _MOST_PROBES = 12
 
 
 class PricedSearch:
-    """Searches the priced chains of one profile, remembering the cost of every candidate.
-
-    Args:
-        peak_sums: computes the cost of plans of the recorded step.
-        options_of: returns the options of a unit, before varying the held values.
-    """
+    """Searches the priced chains of one profile, remembering the cost of every candidate."""
 
     def __init__(self, peak_sums: PeakSums, options_of: OptionsOf) -> None:
         self.profile = profile = peak_sums.profile
@@ -77,12 +72,7 @@ class PricedSearch:
         )
 
     def run(self, start: Candidate, budget_bytes: int) -> None:
-        """Search for faster candidates that drop the same outputs as a given one.
-
-        Args:
-            start: a candidate within the budget.
-            budget_bytes: limit on the peak of the whole step.
-        """
+        """Search for faster candidates that drop the same outputs as a given one."""
         dropped = start.table.drops_outputs
         if dropped not in self._chains:
             self._chains[dropped] = self._new_chain(dropped)

@@ -36,12 +36,6 @@ _WHOLE_WAY = Trip(1, 10**6)
 class TripPlanner:
     """Schedules trips for values that a plan keeps.
 
-    Args:
-        program: the program of the recorded step, with its edges.
-        plan: keeps and recomputes; values that it offloads are treated as kept.
-        link: the cost of copies.
-        least_bytes: the smallest values to offload.
-
     Attributes:
         course: when things happen under the plan.
         names: the values that can be offloaded, which backward asks for in all calls of their unit, in the order in which they

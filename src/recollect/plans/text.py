@@ -33,13 +33,7 @@ _Names = tuple[str, ...]
 
 
 def unit_rows(units: Mapping[str, UnitPlan], classes: Mapping[str, str], loss: str) -> list[tuple[str, list[str]]]:
-    """Return labels of groups of units, with the values that each keeps as items: words, or a verb, a tab, and value names.
-
-    Args:
-        units: unit plans by path.
-        classes: classes of modules that are known by a number only, by path.
-        loss: how the loss is changed, in words; empty: not at all.
-    """
+    """Return labels of groups of units, with the values that each keeps as items: words, or a verb, a tab, and value names."""
     paths_of: dict[tuple[str, ...], list[str]] = {}
     for path, unit in units.items():
         paths_of.setdefault(tuple(_unit_items(unit, classes_within(path, classes))), []).append(path or "the model")
@@ -199,10 +193,6 @@ def summarise_names(
     marks: Mapping[str, _Mark], classes: Mapping[str, str] = MappingProxyType({})
 ) -> dict[_Mark, list[str]]:
     """Return, for each mark, short names of the values that have it, in forward order; "all" if all values do.
-
-    Args:
-        marks: by the name of the value.
-        classes: classes of modules, by their paths in the unit, to be shown next to these.
 
     Example:
         >>> summarise_names({"mlp.up.mm": "keep", "mlp.act.silu": "drop", "mlp.mul": "drop", "mlp.mul#1": "drop"})

@@ -25,15 +25,7 @@ Blocks = Callable[[int], int]
 def play(
     graph: UnitGraph, cut: Cut, blocks: Blocks = int, step_s: float = 0.0, *, is_chained: bool = False
 ) -> VariantRecord:
-    """Return what a unit takes that runs from a trace.
-
-    Args:
-        graph: the unit, with a joint record.
-        cut: of that record, by a plan.
-        blocks: of the device.
-        step_s: seconds of its forward and backward.
-        is_chained: it hands gradients over in parts, which are added to the parameters' and then freed.
-    """
+    """Return what a unit takes that runs from a trace."""
     joint = graph.joint
     if joint is None:
         raise ValueError("joint: got none, expected a unit that was traced")
@@ -91,11 +83,6 @@ class _Block:
 
 class _Memory:
     """Memory as code uses it, above what there is when it begins.
-
-    Args:
-        joint: the unit.
-        blocks: of the device.
-        outside: the memory that others hold, with its values.
 
     Attributes:
         most_bytes: the most so far, since the last stretch.
@@ -228,13 +215,7 @@ class _Memory:
                 yield block.value
 
     def _hand_over(self, inputs: Iterable[int], later: Iterable[tuple[int, Sequence[int]]], *, frees: bool) -> None:
-        """Let autograd's engine add up the gradients of inputs, each into its first one if nothing else holds that memory.
-
-        Args:
-            inputs: their positions.
-            later: those whose gradients come later.
-            frees: whether the engine adds those of parameters to gradients that are there.
-        """
+        """Let autograd's engine add up the gradients of inputs, each into its first one if nothing else holds that memory."""
         joint = self._joint
         gradients = {index: [self._block_of[one] for one in joint.gradients[index]] for index in inputs}
         needed = {one for _, others in later for index in others for one in joint.gradients[index]}

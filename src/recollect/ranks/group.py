@@ -68,10 +68,6 @@ class Group(Ranks):
     """Several processes that all make the same exchanges in the same places.
 
     They communicate by gloo, on the CPU: numbers on a GPU would wait for all its queued work.
-
-    Args:
-        ranks: their numbers among all processes.
-        group: the same processes, connected by gloo.
     """
 
     is_alone = False

@@ -257,11 +257,7 @@ _num_told: Counter[str] = Counter()
 
 
 class Presence:
-    """Messages between training processes about something that all need, before they wait for those without it.
-
-    Args:
-        what: the thing that they need, for errors: "MemoryBudget".
-    """
+    """Messages between training processes about something that all need, before they wait for those without it."""
 
     def __init__(self, what: str) -> None:
         self._what = what
@@ -279,9 +275,6 @@ class Presence:
 
     def check(self, *, is_after_barrier: bool) -> None:
         """Check that all processes have told.
-
-        Args:
-            is_after_barrier: all have waited for each other since the messages.
 
         Raises:
             RecordError: some have not.

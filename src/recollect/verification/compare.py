@@ -82,11 +82,7 @@ def compare_runs(
 ) -> Findings:
     """Compare two runs.
 
-    Args:
-        expected: one run.
-        got: the other.
-        again: repeats the expected run; called only if something differs.
-        in_any: tells whether something holds in any of the processes that compare; all have to call it together.
+    `again` repeats the expected run where something differs; all processes that compare call `in_any` together.
     """
     difference = first_difference(expected.gradients, got.gradients)
     state_difference = first_difference(expected.state, got.state)

@@ -106,11 +106,6 @@ def _sizes_of_layout(setting: TrainingSetting, layout: str | Sequence[Sequence[s
 def split_flags(sizes: Sequence[int], num_ranks: int, *, num_predicted: int = 0) -> str:
     """Return the flags that make Megatron put this many layers on each stage; stage s is on rank s mod `num_ranks`.
 
-    Args:
-        sizes: layers of each stage, in order.
-        num_ranks: the number of ranks of the pipeline.
-        num_predicted: layers of multi-token prediction, on the last stage.
-
     Example:
         >>> split_flags([19, 20, 20, 21], 4)
         '--decoder-first-pipeline-num-layers 19 --decoder-last-pipeline-num-layers 21'

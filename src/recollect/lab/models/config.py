@@ -198,8 +198,7 @@ class TransformerConfig:
     def is_moe_layer(self, layer: int) -> bool:
         """Tell whether a layer has experts instead of a dense MLP.
 
-        Args:
-            layer: from 0; from `num_layers` on, those of multi-token prediction, which are like the last one.
+        Layers are numbered from 0; those of multi-token prediction come after the last one, and are like it.
         """
         if self.num_moe_experts is None:
             return False

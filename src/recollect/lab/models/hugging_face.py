@@ -107,13 +107,6 @@ def save_hugging_face(
 ) -> None:
     """Write a checkpoint that Hugging Face's classes load.
 
-    Args:
-        model: the model.
-        model_type: a key of `ARCHITECTURES`.
-        folder: created if missing; files of the same names are replaced.
-        shard_bytes: largest file, unless it holds a single tensor.
-        dtype: dtype in the files; None: that of the weights.
-
     Raises:
         UnsupportedModelError: their architecture cannot be this model.
 

@@ -190,15 +190,6 @@ class GPTModelProvider:
     ) -> Plan:
         """Record one step and return its plan: by the provider's recompute settings, or by a memory budget.
 
-        Args:
-            model: the model from `provide`, on any device.
-            batch: one micro-batch, as for `recollect.record`.
-            budget: bound on the peak of the step, instead of the provider's recompute settings.
-            optimizer: counted in the predicted peak.
-
-        Returns:
-            The plan, with its predicted peak and slowdown.
-
         Raises:
             ConfigError: settings clash, with each other or with a budget; or see `finalize`.
             BudgetTooSmallError: no plan fits the budget.
@@ -222,9 +213,6 @@ class GPTModelProvider:
         self, model: nn.Module, batch: Any, *, budget: int | str | None = None, optimizer: Optimizer | None = None
     ) -> Applied:
         """Make the plan, as `plan` does of the same arguments, and apply it to the model from the next forward on.
-
-        Returns:
-            A handle that removes the plan; also a context manager.
 
         Raises:
             ConfigError, BudgetTooSmallError: see `plan`.

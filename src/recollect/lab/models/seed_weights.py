@@ -81,13 +81,7 @@ class SeedWeights:
         self._generator = torch.Generator(device)
 
     def write(self, name: str, part: Tensor, offsets: Sequence[int]) -> None:
-        """Write a part of a parameter.
-
-        Args:
-            name: the name of the parameter in the whole model.
-            part: a slice of it in every dimension, on the device; overwritten.
-            offsets: where the part begins in each dimension of the whole.
-        """
+        """Write a part of a parameter."""
         law = self._laws[name]
         if not law.std:
             part.fill_(law.mean)

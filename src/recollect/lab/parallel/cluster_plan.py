@@ -140,11 +140,6 @@ class ClusterPlan:
 def plan_cluster(step: ClusterStep, budget: int | str, *, chooses_split: bool = False) -> ClusterPlan:
     """Record the stages of a step on fake tensors, and choose a plan for each under one budget a device.
 
-    Args:
-        step: model, layout and cluster.
-        budget: bytes of each device; see `plan_pipeline`.
-        chooses_split: choose the layers of each stage together with the plans; the layout says how many stages there are.
-
     Raises:
         BudgetTooSmallError: the leanest plans of a rank need more.
         ConfigError, NotYetError, RecordError: see `record_stages`.
@@ -212,11 +207,6 @@ def choose_split(step: ClusterStep, budget: int | str) -> PipelineSplit:
 
     Single layers are recorded, the first with the embedding and the last with norm, LM head and loss.
 
-    Args:
-        step: its layout says how many stages there are.
-        budget: of each device; a percentage is of the fullest rank's peak without recompute, with as many layers in
-            each stage.
-
     Raises:
         BudgetTooSmallError: no split that was tried fits.
         ConfigError: a layout that already assigns layers, or has more stages than layers; or as `record_stages`.
@@ -251,11 +241,6 @@ def with_split(step: ClusterStep, sizes: Sequence[int]) -> ClusterStep:
 
 def plan_cluster_with_chunks(step: ClusterStep, budget: int | str, *, chooses_split: bool = False) -> ClusterPlan:
     """Plan a step with the smallest number of loss chunks that is as fast as larger numbers; see `fewest_chunks`.
-
-    Args:
-        step: its own number of chunks does not matter.
-        budget: the budget of each device; a percentage is of the fullest rank of the whole loss.
-        chooses_split: see `plan_cluster`.
 
     Raises:
         BudgetTooSmallError: no plan fits with any number; has the lowest peak of all.

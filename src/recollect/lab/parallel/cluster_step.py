@@ -115,10 +115,6 @@ class RecordedStages:
 def record_stages(step: ClusterStep, pieces: Sequence[range] | None = None) -> RecordedStages:
     """Record the stages of a step on fake tensors, as ranks of a process group without the others.
 
-    Args:
-        step: model, layout and cluster.
-        pieces: the layers of parts of stages, in order, to record these in place of whole stages.
-
     Raises:
         ConfigError: the model cannot be spread like this, or a step has no micro-batch.
         NotYetError: a part of the model that cannot be spread yet.
@@ -307,11 +303,6 @@ def send_s(step: ClusterStep) -> float:
 
 def torch_schedule(layout: DeviceLayout, *, num_stages: int, num_micro_batches: int) -> PipelineSchedule:
     """Return torch's own actions for the layout's schedule, which must have one, without outputs.
-
-    Args:
-        layout: with a pipeline of several ranks.
-        num_stages: the number of stages of all ranks together.
-        num_micro_batches: the number of micro-batches in a step.
 
     Raises:
         ConfigError: torch does not take this number of stages or micro-batches.

@@ -81,9 +81,6 @@ class PipelineStep:
     def losses(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
         """Run forward alone.
 
-        Args:
-            batches: as in `gradients`, but any number; the last one is repeated until a step is full.
-
         Returns:
             The loss of each micro-batch; of a rank without the last stage, none.
         """

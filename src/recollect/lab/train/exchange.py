@@ -57,9 +57,7 @@ class Exchange:
     def mean(self, losses: Sequence[Tensor], total: int | None = None) -> float:
         """Return the mean of the losses of all ranks of data parallelism.
 
-        Args:
-            losses: of this rank, in the order of its batches; losses beyond its share of `total` do not count.
-            total: number of losses that count, on all ranks; None: all.
+        Losses beyond this rank's share of `total` do not count; None: all count.
         """
         return torch.stack(list(losses)).mean().item()
 

@@ -41,13 +41,6 @@ def train(config: TrainConfig, *, console: Console | None = None) -> Outcome:
     Writes config.json, metrics.jsonl, baseline.json and checkpoints/ into the run folder, also plan.json with a budget, and
     tensorboard/ on request. SIGINT and SIGTERM end the run after the current step, with a checkpoint.
 
-    Args:
-        config: the run.
-        console: receives progress; a live display if it is a terminal.
-
-    Returns:
-        The steps of this process, and the planned, predicted and measured numbers.
-
     Raises:
         DataError: training data is missing, malformed or too short.
         CheckpointError: run folder or checkpoint cannot be used, or another process trains in the folder.

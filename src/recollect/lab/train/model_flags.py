@@ -167,10 +167,6 @@ class ModelFlags:
     def dimensions(self, vocab_size: int | None = None, *, seq_length: int | None = None) -> TransformerConfig:
         """Return the configuration: the named model, or `pretrain_gpt`'s defaults, with the flags' changes.
 
-        Args:
-            vocab_size: rows of the embedding if no flag sets them.
-            seq_length: longest sequence if no flag sets it, for a model without a name.
-
         Raises:
             ValueError: fields clash.
         """

@@ -131,11 +131,7 @@ def validation_loss(
 ) -> float:
     """Return the mean loss over batches of equal size, without dropout and for the next token only.
 
-    Args:
-        model: as in training.
-        batches: the batches of this process.
-        exchange: with the other processes of the run; None: there are none.
-        total: batches of all processes that count; the last ones of some processes may be repeated, so that all run alike.
+    Of the batches of all processes the first `total` count: the last ones of some may be repeated, so that all run alike.
     """
     was_training = model.training
     model.eval()
