@@ -166,7 +166,6 @@ def has_policy(node: fx.Node) -> bool:
 
 
 def clear_policy(node: fx.Node) -> None:
-    """Remove a node's tag."""
     node.meta.pop(_POLICY, None)
 
 

@@ -133,7 +133,6 @@ class _Call:
         return output
 
     def set_up(self, setup_context: Callable[..., Any], context: Any, inputs: Any, output: Any) -> Any:
-        """Run `setup_context`."""
         assert self._watcher is not None
         result = self._watcher.run(setup_context, (context, inputs, output), {})
         self._end(context, output)

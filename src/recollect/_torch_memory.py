@@ -101,7 +101,6 @@ class CudaAllocatorTrace:
         self._device = torch.cuda.current_device() if device.index is None else device.index
 
     def start(self) -> None:
-        """Begin to record."""
         torch.cuda.memory._record_memory_history("all", context=None, device=self._device)
 
     def events(self) -> list[tuple[int, int]]:
@@ -111,7 +110,6 @@ class CudaAllocatorTrace:
         return [(e["addr"], signs[e["action"]] * e["size"]) for e in history if e["action"] in signs]
 
     def stop(self) -> None:
-        """End the recording."""
         torch.cuda.memory._record_memory_history(None, device=self._device)
 
 

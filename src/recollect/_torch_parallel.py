@@ -140,7 +140,6 @@ class RankNotes:
         self._store = store
 
     def leave(self, text: str) -> None:
-        """Leave this rank's text."""
         self._store.set(f"{self._key}/{self.rank}", text)
 
     def read(self, patience_s: float) -> dict[int, str | None]:
@@ -297,7 +296,6 @@ class GradientBuckets:
         self._replicas = replicas
 
     def views(self) -> list[torch.Tensor]:
-        """Return the gradients that are parts of the buckets now."""
         found = [p.grad for replica in self._replicas for p in replica.parameters() if replica.gradient_as_bucket_view]
         views = [gradient for gradient in found if gradient is not None and gradient._is_view()]
         for storage in {id(view.untyped_storage()): view.untyped_storage() for view in views}.values():

@@ -50,7 +50,6 @@ class WeakMap(Generic[Value]):
         return entry is not None and entry[0]() is key
 
     def discard(self, key: Any) -> None:
-        """Forget an object, if it is known."""
         self._entries.pop(id(key), None)
 
     def items(self) -> list[tuple[Any, Value]]:

@@ -28,7 +28,6 @@ def run_calibrate(command: Calibrate, console: Console) -> None:
 
 
 def rates_table(measured: Calibration) -> Table:
-    """Return the device's measured rates."""
     hardware = measured.hardware
     table = Table(title=hardware.name, title_justify="left")
     table.add_column("what")

@@ -121,7 +121,6 @@ class ModelStep:
 
     @property
     def num_sequences(self) -> int:
-        """Sequences in the micro-batch."""
         if self.batch_size is not None:
             return self.batch_size
         # One sequence of the default model is so small that recompute can save little next to weights and optimizer.
@@ -184,7 +183,6 @@ class MakePlan(Command):
 
     @property
     def plan_file(self) -> Path | None:
-        """File for the plan, if there is to be one."""
         if self.out is None and (self.png is not None or self.html is not None):
             return None
         names = (Path.cwd() / f"plan{number}.json" for number in ("", *range(-2, -10_000, -1)))

@@ -28,7 +28,6 @@ _WHOLE_WORDS: Any = {"break_long_words": False, "break_on_hyphens": False}
 
 
 def run_doctor(command: Doctor, console: Console) -> int:
-    """Diagnose, and print the findings."""
     case = Case()
     for path in command.files or (Path("-"),):
         if str(path) == "-":

@@ -174,7 +174,6 @@ def _label(paths: Sequence[str]) -> str:
 
 
 def name_lines(group: LayerGroup) -> list[str]:
-    """List the values that a group of layers keeps and recomputes."""
     kept = [f"{name} {format_bytes(nbytes)}" for name, nbytes in group.kept.items()]
     if group.layer.generator_bytes:
         kept.append(f"states of the random generator {format_bytes(group.layer.generator_bytes)}")

@@ -19,7 +19,6 @@ from recollect.quantities import format_seconds
 
 
 def run_train(command: Train, console: Console) -> None:
-    """Train, then print the report."""
     if not is_first_launched():
         console = Console(quiet=True)
     with shared_warnings():

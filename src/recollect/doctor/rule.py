@@ -159,7 +159,6 @@ class Rule:
         return found.groupdict()
 
     def finding(self, *evidence: str, certainty: Certainty | None = None, **values: object) -> Finding:
-        """Return this rule's finding at the place where it matched."""
         return Finding(
             rule=self.name,
             certainty=certainty or self.certainty,

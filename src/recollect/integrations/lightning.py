@@ -80,7 +80,6 @@ class BudgetHooks(BudgetCallback):
                 logger.log_metrics(numbers, step=trainer.global_step)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Leave the model as it was."""
         self._remove()
         step = vars(pl_module).get("training_step")
         if isinstance(step, _TrainingStep):

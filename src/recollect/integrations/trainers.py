@@ -158,7 +158,6 @@ class RemovingTrain:
         self._remove = remove
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Train."""
         trainer: Any = self._trainer()
         self._until_it_trains = None
         try:

@@ -180,7 +180,6 @@ class MemoryBudget(trainers.BudgetCallback, TrainerCallback):
             control.should_log = is_due
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Leave the model as it was."""
         self._remove()
         self._trainer = None
 

@@ -190,7 +190,6 @@ def _check_hooks(head: nn.Module, name: str, num_chunks: int) -> None:
 
 
 def _without_logits(output: Any) -> Any:
-    """Replace deferred logits by None."""
     if dataclasses.is_dataclass(output) and not isinstance(output, type):
         found = [f.name for f in dataclasses.fields(output) if isinstance(getattr(output, f.name), DeferredLogits)]
         return dataclasses.replace(output, **dict.fromkeys(found)) if found else output

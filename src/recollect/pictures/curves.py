@@ -47,7 +47,6 @@ class MemoryCurve:
 
 
 def memory_curve(timeline: Timeline, *, num_points: int, time_unit: TimeUnit) -> MemoryCurve:
-    """Return the curve of a step."""
     at, axis = positions(timeline, time_unit)
     end = float(at[-1])
     edges = np.linspace(0.0, end, num_points + 1)

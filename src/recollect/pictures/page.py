@@ -246,7 +246,6 @@ def _slug_of(name: str) -> str:
 
 
 def _meaning_of(name: str, point: FrontierPoint) -> str:
-    """Explain a plan's name."""
     note = point.plan.note
     if _keeps_all(point):
         return "keeps everything for backward and recomputes nothing"

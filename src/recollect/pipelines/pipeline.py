@@ -281,7 +281,6 @@ class Pipeline:
         )
 
     def step_s(self, plans: Sequence[StagePlans], *, send_s: float) -> float:
-        """Return the seconds of the step under plans of the pieces."""
         known: dict[tuple[int, str, tuple[int, ...]], float] = {}
 
         def lasts(action: PipelineAction) -> float:

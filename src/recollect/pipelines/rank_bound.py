@@ -38,7 +38,6 @@ def rank_planner(rank: Rank) -> Planner:
 
 
 def rank_bound(rank: Rank, step: RankStep) -> LowerBound:
-    """Return the bound on the recompute of any plan of a rank."""
     moments = _Moments(rank, step)
     return LowerBound(step.profile, steps=moments, fixed_bytes=moments.fixed_bytes)
 
@@ -111,7 +110,6 @@ class _Moments:
         return math.fsum(kind.num_micro_batches * kind.step.most_s for kind in self._kinds.values())
 
     def everything_kept(self) -> StepChoice:
-        """Return the choice that runs nothing again."""
         return self._sum([kind.step.everything_kept() for kind in self._kinds.values()])
 
     def at(self, prices: NDArray[np.float64], *, missing_s: float = 0.0) -> StepCut:

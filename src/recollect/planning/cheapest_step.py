@@ -127,7 +127,6 @@ class CheapestStep:
         return math.fsum((*self._op_s, *self._charges.all_s, *self._gather_s))
 
     def everything_kept(self) -> StepChoice:
-        """Return the choice that runs nothing again."""
         return self._choice(np.zeros(len(self._op_s), dtype=np.int64), np.zeros(len(self._nbytes), dtype=bool))
 
     def dropped(self, choice: StepChoice) -> list[frozenset[int]]:

@@ -81,7 +81,6 @@ class Stored(NamedTuple):
         return Stored(self.whole.union(values), self.parts)
 
     def without(self, values: Iterable[int]) -> Stored:
-        """Return the same without these values."""
         return Stored(self.whole.difference(values), self.parts.difference(values))
 
     def has_more_than(self, other: Stored) -> bool:

@@ -81,7 +81,6 @@ class OptionTable:
 
     @property
     def fattest(self) -> Choice:
-        """Return the choice of the last option of every row."""
         return tuple(len(row.options) - 1 for row in self.rows)
 
     def options(self, choice: Choice) -> list[Option]:
@@ -266,7 +265,6 @@ class Candidate:
 
     @property
     def recompute_s(self) -> float:
-        """Return the seconds that recompute adds to the step."""
         return self.cost.recompute_s
 
     @property

@@ -70,7 +70,6 @@ class _Run:
 
 
 def _runs(found: Sequence[Stretch]) -> list[_Run]:
-    """Return the stretches to leave out, in order."""
     runs: list[_Run] = []
     first = 0
     while first < len(found):

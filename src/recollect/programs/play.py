@@ -25,7 +25,6 @@ Blocks = Callable[[int], int]
 def play(
     graph: UnitGraph, cut: Cut, blocks: Blocks = int, step_s: float = 0.0, *, is_chained: bool = False
 ) -> VariantRecord:
-    """Return what a unit takes that runs from a trace."""
     joint = graph.joint
     if joint is None:
         raise ValueError("joint: got none, expected a unit that was traced")
@@ -104,7 +103,6 @@ class _Memory:
             pass
 
     def run_backward(self, cut: Cut, *, is_chained: bool) -> Iterator[tuple[int, int, int]]:
-        """Yield `VariantRecord.backward`."""
         joint = self._joint
         given = [*joint.tangents, *cut.saved]
         results = {tensor for contributions in joint.gradients for tensor in contributions}

@@ -134,7 +134,6 @@ class BudgetSection:
 
     @property
     def budget(self) -> int | str:
-        """The budget, or the default one."""
         from recollect.fitting import DEFAULT_BUDGET  # imports torch
 
         return DEFAULT_BUDGET if self.memory_budget is None else self.memory_budget

@@ -141,7 +141,6 @@ def _may_go(profile: Profile, plan: Plan, config: RecomputeConfig, key: _Key) ->
 
 
 def _groups(profile: Profile, config: RecomputeConfig, layers: Sequence[str]) -> list[_Group]:
-    """Return the values to offload, in forward order."""
     names = [name for name in OFFLOAD_MODULES if name in config.offloaded]
     ops_of: dict[tuple[int, str], frozenset[int]] = {}
     found = []

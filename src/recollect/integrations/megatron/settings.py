@@ -185,7 +185,6 @@ class RecomputeSettings:
 
     @property
     def offloaded(self) -> tuple[str, ...]:
-        """The modules to offload; () if that is not switched on."""
         return tuple(self.offload_modules) if self.fine_grained_activation_offloading else ()
 
     @property

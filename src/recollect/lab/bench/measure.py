@@ -254,7 +254,6 @@ class _Session:
         return tuple(_timed(entry) for entry in entries), first.name, race.num_rounds
 
     def _plan(self, setting: Setting) -> Plan | None:
-        """Return a setting's plan; None for no recompute."""
         if setting.is_plain:
             return None
         if setting.budget is not None:

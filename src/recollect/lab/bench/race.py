@@ -81,7 +81,6 @@ class Contestant:
 
     @property
     def slowdown(self) -> float:
-        """The median slowdown."""
         return self.percentile(50)
 
     def time_ratios_to(self, other: Contestant) -> list[float]:

@@ -34,7 +34,6 @@ class Setting:
 
     @property
     def is_plain(self) -> bool:
-        """Whether nothing is recomputed."""
         return self.fields == KEEP_ALL
 
     @property

@@ -76,7 +76,6 @@ class RMSNorm(nn.RMSNorm):
     """Root mean square norm; one fused kernel on CUDA, plain ops on a CPU."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise the last dimension."""
         return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
 
 
@@ -84,7 +83,6 @@ class LayerNorm(nn.LayerNorm):
     """Normalise to mean 0 and variance 1, then scale and shift."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise the last dimension."""
         return F.layer_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.bias.to(x.dtype), self.eps)
 
 

@@ -81,7 +81,6 @@ class SeedWeights:
         self._generator = torch.Generator(device)
 
     def write(self, name: str, part: Tensor, offsets: Sequence[int]) -> None:
-        """Write a part of a parameter."""
         law = self._laws[name]
         if not law.std:
             part.fill_(law.mean)

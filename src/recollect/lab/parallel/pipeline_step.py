@@ -59,7 +59,6 @@ class PipelineStep:
 
     @property
     def schedule(self) -> PipelineSchedule:
-        """The actions of each rank, in order."""
         return replace(schedule_of(self._torch), return_outputs=False)
 
     def gradients(self, batches: Sequence[MicroBatch]) -> list[Tensor]:

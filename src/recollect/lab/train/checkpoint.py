@@ -65,7 +65,6 @@ def rng_state(device: torch.device) -> dict[str, Any]:
 
 
 def set_rng_state(state: dict[str, Any], device: torch.device) -> None:
-    """Restore the states that `rng_state` returned."""
     torch.set_rng_state(state["torch"])
     if device.type == "cuda" and state["cuda"] is not None:
         torch.cuda.set_rng_state(state["cuda"], device)
@@ -80,7 +79,6 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 
 def keep_newest(folder: Path, keep: int) -> None:
-    """Remove all checkpoints but the newest."""
     for old in list_checkpoints(folder)[:-keep]:
         remove(old)
 

@@ -52,7 +52,6 @@ class DataFlags:
 
     @property
     def is_indexed(self) -> bool:
-        """Whether the data are Megatron's indexed datasets."""
         return bool(self.data_path or self.train_data_path)
 
 
@@ -222,7 +221,6 @@ class TrainConfig:
 
     @property
     def num_validation_batches(self) -> int:
-        """Micro-batches per validation."""
         if self.run.eval_iters is None:
             return self.run.validation_batches
         return self.run.eval_iters * self.optim.num_micro_batches

@@ -63,7 +63,6 @@ def read_documents(paths: tuple[Path, ...] = (), *, text_field: str = "text") ->
 
 
 def library_files() -> list[Path]:
-    """Return the source files of the standard library, sorted."""
     root = Path(sysconfig.get_paths()["stdlib"])
     return [path for path in sorted(root.rglob("*.py")) if not _NOT_LIBRARY.intersection(path.relative_to(root).parts)]
 

@@ -49,7 +49,6 @@ class PipelinePlans:
     """Peaks by rank and recompute by stage, as text."""
 
     def to_json(self) -> str:
-        """Return them as text, for `load`."""
         stages = [[json.loads(plan.to_json()) for plan in own] for own in self.stages]
         return json.dumps({"format": _FORMAT, "version": _VERSION, **vars(self), "stages": stages}) + "\n"
 

@@ -74,7 +74,6 @@ class Processes:
 
     @property
     def description(self) -> str:
-        """A line about the processes; none for one process."""
         if self.mesh is None:
             return ""
         layout = self.layout
