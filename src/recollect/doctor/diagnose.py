@@ -85,9 +85,7 @@ class Case:
     texts: list[TextScan] = field(default_factory=list)
     """Logs, tracebacks and scripts."""
     scopes: list[Settings] = field(default_factory=list)
-    """Settings from configuration files."""
     snapshots: list[Snapshot] = field(default_factory=list)
-    """Of device memory."""
     read: list[str] = field(default_factory=list)
     """How each source was interpreted, in words."""
 

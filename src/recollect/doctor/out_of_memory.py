@@ -41,7 +41,6 @@ class MemoryMessage:
     free_bytes: int | None
     """On the device, belonging to no process."""
     allocated_bytes: int | None
-    """In tensors of this process."""
     unallocated_bytes: int | None
     """Held by this process's allocator, in no tensor."""
     other_processes: dict[int, int]

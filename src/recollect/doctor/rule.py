@@ -128,13 +128,11 @@ class Rule:
     problem: str
     """What goes wrong. It, `cause` and `fix` may have {names} of numbers, filled in when the problem is found."""
     cause: str
-    """Why."""
     fix: tuple[str, ...]
     """Advice, the best first."""
     source: str
     """Where it was reported or documented."""
     certainty: Certainty = "certain"
-    """The certainty of its evidence."""
     pattern: str = ""
     """Regular expression of a line of text that shows it; its groups fill the {names}; "" if the rule uses other
     evidence."""

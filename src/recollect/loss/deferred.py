@@ -35,9 +35,7 @@ class LossCall:
     """One forward of a model with a chunked loss, and its progress."""
 
     model_name: str
-    """For messages."""
     num_chunks: int
-    """Parts of the loss."""
     has_logits: bool = False
     """The head was called."""
     has_loss: bool = False

@@ -25,7 +25,6 @@ class WholeVocabulary:
     at_target: Tensor
     """[tokens, 1], the labels' logits."""
     mean_logit: Tensor | float = 0.0
-    """[tokens, 1]; 0 if not needed."""
     factor: Tensor | None = None
     """[tokens, 1], by which to multiply this rank's exponentials, which it counted from its own largest logit; None if that
     is the largest of all."""

@@ -31,9 +31,7 @@ class MemoryCurve:
     """Intervals of equal length, each with its moment of most bytes; positions are in the unit of the time axis."""
 
     start: NDArray[np.float64]
-    """Start of each interval."""
     end: float
-    """End of the last interval."""
     moments: NDArray[np.int64]
     """For each interval, the moment (index in the timeline) with most bytes alive."""
     peak_at: float
@@ -43,7 +41,6 @@ class MemoryCurve:
     units: tuple[Span, ...]
     """Paths of the units in the order they run; "" outside of units."""
     axis: str
-    """Label of the time axis."""
 
 
 def memory_curve(timeline: Timeline, *, num_points: int, time_unit: TimeUnit) -> MemoryCurve:

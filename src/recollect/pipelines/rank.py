@@ -52,7 +52,6 @@ class Rank:
     actions: tuple[PipelineAction, ...]
     """Actions of the rank, or as many as `first_actions` returns; their stages are numbers in `stages`."""
     num_micro_batches: int
-    """Of the whole step."""
     loop: Loop
     """That runs the actions."""
     as_needed: bool

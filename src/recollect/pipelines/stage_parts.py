@@ -25,9 +25,7 @@ class RecordedStage:
     """A stage, or a part of one, as it was recorded on one micro-batch; equal to others with the same record."""
 
     number: int = field(compare=False)
-    """The stage's number, for errors."""
     whole: StageParts
-    """With a whole backward."""
     halves: StageParts | None
     """With one in two halves; None if no schedule splits it."""
 

@@ -66,7 +66,6 @@ class StepCut:
     cost_s: float
     """Recompute plus price times kept bytes, summed over the times. No plan has less: a proven bound."""
     choice: StepChoice
-    """A choice with this cost."""
 
 
 class CheapestStep:

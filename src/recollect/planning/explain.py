@@ -194,7 +194,6 @@ class Explained:
     """One plan, layer by layer."""
 
     plan: Plan
-    """The plan."""
     simulation: Simulation
     """Its peak, the bytes alive when backward begins, and its recompute."""
     groups: tuple[LayerGroup, ...]
@@ -216,7 +215,6 @@ class Explanation:
     plain: Explained
     """The step that keeps everything."""
     given: Explained
-    """The plan to explain."""
     budget: Explained | None
     """The planner's plan for the peak of `given`, and its host memory; None if it finds none, and `problem` says why."""
     problem: str

@@ -106,7 +106,6 @@ class Option:
     recompute_s: float
     """Seconds of `recompute_ops` and to gather parts, plus the overhead of the tape in forward for their modules."""
     output: Action = Action.KEEP
-    """Action of the unit's output."""
     engine: EngineChoice = EngineChoice.TAPE
     """What carries it out."""
     variant: int = -1

@@ -33,7 +33,6 @@ class UnitRow:
     """The options of one unit, which all calls of its path share."""
 
     path: str
-    """Module path of the unit."""
     calls: tuple[int, ...]
     """Indices in `Profile.calls`; several if the model runs the module several times."""
     graph: int
@@ -253,9 +252,7 @@ class Candidate:
     """One option for each row of a table, and the cost of the step with them."""
 
     table: OptionTable
-    """All options."""
     choice: Choice
-    """The chosen option of each row."""
     cost: Peaks
     """Exact peaks and recompute time."""
 

@@ -35,7 +35,6 @@ class ValueRecord:
     saved: bool = False
     """Autograd saved it in the step without recompute."""
     is_output: bool = False
-    """The unit returns it."""
     mutated_later: bool = False
     """An op writes to its storage later, so holding the storage does not preserve the value."""
     saved_elements: int = 0

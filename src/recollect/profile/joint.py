@@ -16,7 +16,6 @@ class JointOp:
     results: tuple[int, ...] = ()
     """The tensors that it returns; -1 for a result that is none. One that it writes to comes back as another one."""
     writes: tuple[int, ...] = ()
-    """Memory that it writes to."""
     working_bytes: int = 0
     """Peak growth while it runs, its results included; 0 if only the results count."""
     state_bytes: int = 0
@@ -24,7 +23,6 @@ class JointOp:
     is_view: bool = False
     """It makes no memory, and writes to none."""
     is_random: bool = False
-    """It draws random numbers."""
     keeps: bool = False
     """Its results are kept whatever a plan says."""
     stays: str = ""
@@ -55,7 +53,6 @@ class JointRecord:
     outputs: tuple[int, ...]
     """The tensors that it returns."""
     tangents: tuple[int, ...]
-    """The gradients that backward begins with."""
     gradients: tuple[tuple[int, ...], ...]
     """For each input, the tensors that are added up to its gradient, in order."""
     parameters: tuple[int, ...] = ()

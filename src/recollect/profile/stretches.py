@@ -29,13 +29,11 @@ class Stretch:
     end: int
     """Positions in the log, the second excluded."""
     calls: range
-    """The unit calls that run in it."""
     form: tuple[object, ...] = ()
     """Its events; equal for stretches that differ in names only."""
     held: Mapping[Item, Held] = field(default_factory=dict)
     """Storages held by the model's own code when it begins."""
     start_bytes: int = 0
-    """The bytes of this on the device."""
     reads_calls: set[int] = field(default_factory=set)
     """Calls of earlier stretches whose values its units read."""
 

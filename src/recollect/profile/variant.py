@@ -28,7 +28,6 @@ class VariantRecord:
     """For each stretch of backward, the most bytes above its start, the change at its end, and the index of the value
     in `held` released there, -1 for none. Values in `held` are not in the changes."""
     step_s: float
-    """Seconds of forward and backward."""
     is_default: bool = False
     """It keeps PyTorch's choice without a plan."""
     is_estimated: bool = False

@@ -29,9 +29,7 @@ class _RepeatedStep:
     """A step that can run any number of times from the same state."""
 
     model: nn.Module
-    """The model whose parameters are trained."""
     device: torch.device
-    """The device where it runs."""
 
     def __post_init__(self) -> None:
         self._random_state = torch.random.get_rng_state()

@@ -61,7 +61,6 @@ class ForeignFlag:
     allowed: tuple[str, ...] = ()
     """Values without effect here, if it `needs` something for others."""
     why: str = ""
-    """Why it has no effect."""
     needs: str = ""
     """What recollect would need for other values; empty: every value is allowed."""
     advice: str = "Leave it out."

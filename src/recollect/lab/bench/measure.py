@@ -64,7 +64,6 @@ class Subject:
     """A model and its training step, run with whatever plan is applied to the model."""
 
     model: nn.Module
-    """The model, in training mode, on its device."""
     optimizer: torch.optim.Optimizer
     """Over the model's parameters."""
     batch: dict[str, Tensor]
@@ -74,7 +73,6 @@ class Subject:
     num_tokens: int
     """Tokens per micro-batch."""
     device: torch.device
-    """The model's device."""
 
     def step(self) -> None:
         """Run one step; gradients are None before and after."""

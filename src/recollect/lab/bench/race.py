@@ -69,9 +69,7 @@ class Contestant:
     """A participant of a race, with its times."""
 
     name: str
-    """For reports."""
     seconds: list[float] = field(default_factory=list)
-    """Time of each step."""
     ratios: dict[tuple[int, int], float] = field(default_factory=dict)
     """Step time over the adjacent reference times, by round and by the index of its group."""
 

@@ -59,7 +59,6 @@ class Row:
     hardware_flops: float | None = None
     """FLOPs of a step."""
     num_tokens: int = 0
-    """Tokens of a step."""
 
     def __post_init__(self) -> None:
         if self.step_s is not None and self.step_s <= 0:

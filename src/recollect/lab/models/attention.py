@@ -34,7 +34,6 @@ class Rotary(NamedTuple):
     cos_T1C: Tensor
     """Cosines, [T, 1, C], each angle twice, in the layout of the channels."""
     sin_T1C: Tensor
-    """Sines, likewise."""
     is_interleaved: bool
     """Whether channels 2i and 2i + 1 are a pair, instead of i and i + C / 2."""
 

@@ -41,7 +41,6 @@ class Routing(NamedTuple):
     probabilities_NJ: Tensor
     """Weights of their outputs, fp32."""
     statistics: RouterStatistics
-    """See `RouterStatistics`."""
 
 
 class TopKRouter(nn.Module):

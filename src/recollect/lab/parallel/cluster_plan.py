@@ -27,9 +27,7 @@ class RankUse:
     """Memory that a rank of the pipeline needs in a step."""
 
     stages: tuple[int, ...]
-    """The stages that it runs."""
     peak_bytes: int
-    """The most bytes that it holds."""
     held_bytes: Mapping[str, int]
     """Those of its "parameters", "gradients" and "optimizer_state"."""
     compute_s: float
@@ -47,11 +45,8 @@ class ClusterPlan:
     """Plans for a step on a cluster."""
 
     step: ClusterStep
-    """The planned step."""
     stages: RecordedStages
-    """Its record."""
     planned: PipelinePlan
-    """The plans, with the time of the step."""
     ranks: tuple[RankUse, ...]
     """The needs of each pipeline rank; its peers in tensor and data parallelism need the same."""
     split: PipelineSplit | None = None

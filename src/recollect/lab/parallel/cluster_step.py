@@ -45,15 +45,10 @@ class ClusterStep:
     """A training step on many devices."""
 
     config: TransformerConfig
-    """The whole model."""
     layout: DeviceLayout
-    """Its layout over devices."""
     cluster: Cluster
-    """The devices and their links."""
     micro_batch_size: int = 1
-    """Sequences of a micro-batch."""
     seq_length: int = 4096
-    """Tokens of a sequence."""
     num_micro_batches: int = 1
     """Micro-batches in a step, on each rank of data parallelism."""
     dtype: Literal["fp32", "bf16"] = "bf16"

@@ -24,7 +24,6 @@ class Corpus:
     """Windows for training and validation."""
 
     training: Windows
-    """Windows in random order."""
     validation: Windows | None
     """Held-out windows in their own order; None if validation is off."""
     vocab_size: int

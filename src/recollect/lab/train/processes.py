@@ -26,7 +26,6 @@ class Processes:
     """The processes of a run, as one of them sees them."""
 
     layout: DeviceLayout = dataclasses.field(default_factory=DeviceLayout)
-    """The layout of the model over them."""
     sharding: Sharding = "none"
     """The state that data parallelism shares."""
     ranks: Ranks = ALONE

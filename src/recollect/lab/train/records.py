@@ -35,7 +35,6 @@ class StepRecord:
     loss: float
     """Mean cross entropy of the step's tokens, in nats."""
     learning_rate: float
-    """Learning rate of this step."""
     grad_norm: float
     """Norm of the gradient before clipping; nan if clipping is off."""
     step_s: float
@@ -74,7 +73,6 @@ class Outcome:
     step_s: float | None
     """Fastest step without a measured peak, as other programs can only slow steps down; None if there is none."""
     folder: str
-    """The run folder, for messages."""
     total_steps: int
     """Steps requested."""
     excess_reason: str = ""

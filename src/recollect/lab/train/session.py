@@ -37,23 +37,15 @@ class Session:
     """The state of a run between two steps."""
 
     config: TrainConfig
-    """The configuration."""
     folder: Path
-    """The run folder."""
     device: torch.device
-    """The device of the model."""
     corpus: Corpus
-    """The data."""
     trained: Trained
-    """The state that training changes."""
     processes: Processes
-    """Those of the run."""
     checkpoints: Checkpoints
-    """Those of the run."""
     rng: dict[str, Any] | None = None
     """Random number states to start from; None: derived from the seed and the step."""
     step: int = 0
-    """Optimizer steps completed."""
     changes: tuple[str, ...] = ()
     """Settings that differ from those of the interrupted run, in words."""
 

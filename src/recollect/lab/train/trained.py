@@ -37,7 +37,6 @@ class Trained:
     optimizer: torch.optim.Optimizer
     """The optimizer over the parameters of this process."""
     exchange: Exchange
-    """The exchanges of the processes in a step."""
 
     def step(self, batches: Sequence[tuple[Tensor, Tensor]], *, clip_norm: float) -> tuple[float, float]:
         """Run one optimizer step over the micro-batches of this process; see `train_step`."""
