@@ -1,4 +1,7 @@
-"""Rich display in notebooks. Below everything else: `recollect.pictures.notebook` draws, imported when it is asked."""
+"""Rich display in notebooks. Below everything else: `recollect.pictures.notebook` draws, imported when it is asked.
+
+That is the one import that points up; `tests/house/test_layers.py` lists it.
+"""
 
 from __future__ import annotations
 
