@@ -208,10 +208,8 @@ def _measure_cuda(fn: Callable[[], T], device: torch.device, baseline_bytes: int
 
 
 def _measure_cpu(fn: Callable[[], T], baseline_bytes: int | None) -> PeakMeasurement[T]:
-    if profiler_is_active():
-        raise MeterError("measure_peak: another profiler is active on this thread. Measure outside of it.")
     watch = Deaths(reachable_storages())
-    with _traced(watch) as events:
+    with traced("measure_peak", watch) as events:
         result = fn()
     peak_bytes, end_bytes, num_events = added_up(events)
     start_bytes = watch.start_bytes if baseline_bytes is None else baseline_bytes
@@ -240,18 +238,22 @@ def peak_on_cpu() -> Iterator[list[int]]:
         >>> found[0] >= 8000
         True
     """
-    if profiler_is_active():
-        raise MeterError("measure: a profiler is active on this thread. Measure outside of it.")
     gc.collect()
     found, before = list[int](), Deaths(filter(is_of_the_allocator, reachable_storages()))
-    with _traced(before) as events:
+    with traced("measure", before) as events:
         yield found
     found += [before.start_bytes + added_up(events)[0], before.start_bytes]
 
 
 @contextmanager
-def _traced(before: Deaths) -> Iterator[list[tuple[int, int]]]:
-    """Trace the CPU's allocator, and deaths of older storages; yields a list, which has all events after the block."""
+def traced(call: str, before: Deaths) -> Iterator[list[tuple[int, int]]]:
+    """Trace the CPU's allocator, and deaths of older storages; yields a list, which has all events after the block.
+
+    Raises:
+        MeterError: another profiler is active on this thread; names the call.
+    """
+    if profiler_is_active():
+        raise MeterError(f"{call}: another profiler is active on this thread. Measure outside of it.")
     events, trace = list[tuple[int, int]](), AllocatorTrace()
     with quiet_allocator():
         try:
@@ -282,10 +284,8 @@ class CpuOpPeaks:
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Record the allocator's events during the block."""
-        if profiler_is_active():
-            raise MeterError("record: a profiler is active on this thread. Record outside of it.")
         before = Deaths(filter(is_of_the_allocator, reachable_storages()) if self._adds_up else ())
-        with _traced(before) as self._events:
+        with traced("record", before) as self._events:
             yield
         if self._adds_up:
             marks = {mark.data_ptr() for mark in self._marks}

@@ -6,9 +6,9 @@ from contextlib import contextmanager
 
 import torch
 
-from recollect._torch_memory import AllocatorTrace, CudaAllocatorTrace, quiet_allocator
-from recollect._torch_private import profiler_is_active
-from recollect.errors import MeterError
+from recollect._torch_memory import CudaAllocatorTrace
+from recollect.measuring.deaths import Deaths
+from recollect.measuring.meter import traced
 from recollect.profile.profile import block_bytes
 
 
@@ -64,15 +64,8 @@ class PartsTrace:
             finally:
                 self._cuda.stop()
             return
-        if profiler_is_active():
-            raise MeterError("record: a profiler is active on this thread. Record outside of it.")
-        trace = AllocatorTrace()
-        with quiet_allocator():
-            try:
-                trace.start()
-                yield
-            finally:
-                events = trace.stop()
+        with traced("record", Deaths(())) as events:
+            yield
         # The last event at a mark's address is the mark; earlier ones are not.
         places = {address: place for place, (address, nbytes) in enumerate(events) if nbytes == 1}
         ends = [places[mark.data_ptr()] for mark in self._marks]
