@@ -59,11 +59,9 @@ class Planner:
 
     Example:
         >>> import torch, recollect
-        >>> from recollect.lab.models.architectures import llama_config
-        >>> from recollect.lab.models.gpt import GPTModel
-        >>> model = GPTModel(llama_config(num_layers=2, hidden_size=32, num_attention_heads=2, vocab_size=64))
-        >>> tokens = torch.randint(0, 64, (1, 16))
-        >>> planner = Planner(recollect.record(model, {"tokens": tokens, "labels": tokens}, fake=True))
+        >>> from torch import nn
+        >>> model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in range(4)))
+        >>> planner = Planner(recollect.record(model, torch.randn(8, 32), loss_fn=torch.sum, fake=True))
         >>> plans = [planner.plan(budget) for budget in ("100%", "98%")]
         >>> plans[0].predicted_slowdown, plans[1].predicted_peak_bytes <= plans[1].budget_bytes
         (0.0, True)

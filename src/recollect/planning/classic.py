@@ -48,14 +48,12 @@ def classic_plan(profile: Profile, name: ClassicName, n: int | None = None) -> P
 
     Example:
         >>> import torch, recollect
-        >>> from recollect.lab.models.architectures import llama_config
-        >>> from recollect.lab.models.gpt import GPTModel
-        >>> model = GPTModel(llama_config(num_layers=2, hidden_size=32, num_attention_heads=2, vocab_size=64))
-        >>> tokens = torch.randint(0, 64, (1, 16))
-        >>> profile = recollect.record(model, {"tokens": tokens, "labels": tokens}, fake=True)
+        >>> from torch import nn
+        >>> model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in range(4)))
+        >>> profile = recollect.record(model, torch.randn(8, 32), loss_fn=torch.sum, fake=True)
         >>> full = classic_plan(profile, "full")
         >>> full.note, sorted(full.units)
-        ('full', ['decoder.layers.0', 'decoder.layers.1'])
+        ('full', ['0', '1', '2', '3'])
     """
     check_kind('classic_plan(profile, "full")', "profile", profile, Profile, "recollect.Profile")
     stride, note = _stride(profile, name, n)
