@@ -196,7 +196,7 @@ class Field:
     def word(self, allowed: Sequence[str]) -> str:
         if self.data not in allowed:
             self.fail(" or ".join(json.dumps(word) for word in allowed))
-        return str(self.data)
+        return allowed[allowed.index(self.data)]
 
     def record(self, kind: Callable[..., _Built], **given: Any) -> _Built:
         """Return a dataclass or named tuple from the object here; missing or null fields have their defaults.
@@ -231,7 +231,7 @@ class Field:
 
 @cache
 def _fields_of(kind: Any) -> dict[str, tuple[Callable[[Field], Any], bool, bool]]:
-    """Return each field's reader, whether it may be None, and whether it has a default."""
+    """Return the reader of each field that is compared, whether it may be None, and whether it has a default."""
     hints = get_type_hints(kind, include_extras=True)
     if not is_dataclass(kind):  # a named tuple
         return {name: (_reader(hint), False, name in kind._field_defaults) for name, hint in hints.items()}
@@ -242,6 +242,7 @@ def _fields_of(kind: Any) -> dict[str, tuple[Callable[[Field], Any], bool, bool]
             one.default is not MISSING or one.default_factory is not MISSING,
         )
         for one in fields(kind)
+        if one.compare
     }
 
 

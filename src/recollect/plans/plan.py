@@ -258,7 +258,7 @@ class Plan(ShownInNotebooks):
                 a wrong type or a duplicate unit; the message says where.
         """
         root = read_document(text, format=_FORMAT, version=_VERSION, error=PlanFormatError)
-        return root.record(cls, units=_decode_units(root.get("units")), source=None)
+        return root.record(cls, units=_decode_units(root.get("units")))
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON.

@@ -354,6 +354,7 @@ def unit(**changes: Any) -> dict[str, Any]:
         ([], r"document: got \[\], expected an object"),
         ({"format": "recollect.plan", "version": 1}, "document: the key 'units' is missing"),
         (document(extra=1), "extra: unknown key, expected one of format, version, units"),
+        (document(source=1), "source: unknown key, expected one of format, version, units"),
         (document(units={}), "units: got {}, expected an array"),
         (document(budget_bytes="16GiB"), 'budget_bytes: got "16GiB", expected an integer, 0 or more'),
         (document(predicted_slowdown="3 %"), 'predicted_slowdown: got "3 %", expected a finite number'),
