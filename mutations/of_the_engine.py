@@ -48,8 +48,8 @@ MUTATIONS = (
         "engine",
         (
             (
-                "with Replaying(), torch.enable_grad(), below_autograd(), disable_autocast():",
-                "with Replaying(), torch.enable_grad(), below_autograd():",
+                "with reruns, Replaying(), torch.enable_grad(), below_autograd(), disable_autocast():",
+                "with reruns, Replaying(), torch.enable_grad(), below_autograd():",
             ),
         ),
     ),

@@ -8,6 +8,30 @@ __all__ = ["MUTATIONS"]
 
 MUTATIONS = (
     Mutation(
+        "reruns-not-timed",
+        "what the tape runs again is not counted",
+        "engine",
+        (("nullcontext() if self.reruns is None else self.reruns.running()", "nullcontext()"),),
+    ),
+    Mutation(
+        "corrected-again-and-again",
+        "a plan that takes longer than predicted is made again each time",
+        "attaching",
+        (("step.is_corrected or profile is not None", "False"),),
+    ),
+    Mutation(
+        "part-of-a-step-timed",
+        "a step that does less than its plan foresees is timed as a whole one",
+        "attaching",
+        ((" and len(step.calls) == len(planned.calls)", ""),),
+    ),
+    Mutation(
+        "speed-not-considered",
+        "a plan is corrected as if the machine were as fast as in the recorded step",
+        "attaching",
+        (("around_s / speed", "around_s"),),
+    ),
+    Mutation(
         "removed-holds-model",
         "what attach put around a model holds it after remove(), until garbage is collected",
         "attaching",

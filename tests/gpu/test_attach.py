@@ -56,6 +56,16 @@ def test_weights_are_the_same(device: torch.device) -> None:
     assert_same_gradients(plain.weights(), attached.weights())
 
 
+def test_what_runs_again_is_measured(device: torch.device) -> None:
+    loop = Loop(device)
+    with loop.attach("100%") as handle:
+        loop.train(2)
+    with loop.attach(_half(handle.planned[0].profile)) as handle:
+        loop.train(12)
+    assert 0 < handle.numbers["measured_slowdown"] < 10
+    assert f"slowdown {handle.numbers['measured_slowdown']:+.1%}: of " in handle.report()
+
+
 def test_budget_holds_and_is_used(device: torch.device, record_property: RecordProperty) -> None:
     """Whether the optimizer's state was made in the recorded step, or was there already."""
     loop = Loop(device)

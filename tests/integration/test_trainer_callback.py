@@ -103,7 +103,9 @@ def test_saving_evaluation_and_the_best_model_are_as_without_a_budget(engine: An
     assert isinstance(budget.attached, Attached) and budget.attached.num_steps == 12
     assert not any("recollect" in str(vars(module).get("forward")) for module in within.model.modules())
     numbers = [entry for entry in within.state.log_history if "memory_budget_bytes" in entry]
-    (entry,) = numbers
+    entry, *timed = numbers
+    assert "measured_slowdown" not in entry and all("measured_slowdown" in later for later in timed)
+    assert bool(timed) == (engine == "tape")
     assert entry["predicted_peak_bytes"] <= entry["memory_budget_bytes"] == budget.attached.budget_bytes
     assert entry["step"] == 1 and entry["predicted_slowdown"] > 0
     others = [entry for entry in within.state.log_history if entry not in numbers]

@@ -46,6 +46,8 @@ def attach(
     A later step that the plan was not made for (a larger batch, longer sequences, more micro-batches) is
     recorded, under the leanest plan foreseen for it, and planned; plans are kept by shape, and swapped. A step that
     does more at equal shapes (layers that are skipped by chance, another head, a flag) runs at its leanest from there on.
+    Five later steps under each plan are timed while they run; if recompute takes longer than predicted, the step is planned
+    again, once.
 
     Args:
         model: the model that is trained; several as a list or dict, planned together; Megatron's as its `get_model` returns

@@ -27,6 +27,7 @@ from recollect.attaching.lockstep import Lockstep
 from recollect.attaching.placement import Placement, Removable, State, Watcher, obstacle
 from recollect.attaching.planned_step import PlannedStep, report_of, unforeseen
 from recollect.attaching.reserve import LeanStart
+from recollect.attaching.step_clock import StepClock
 from recollect.attaching.step_end import OptimizersSeen, StepEnd, to_user, without_backward
 from recollect.attaching.step_meter import StepMeter
 from recollect.attaching.step_planner import StepPlanner
@@ -95,6 +96,7 @@ class Attached(Handle):
         self._optimizers_seen = None if ends_by_hand else OptimizersSeen(*told)
         self._hooks += [hook for hook in (self._optimizers_seen, self._structure) if hook is not None]
         self._meter = StepMeter(device, on_cpu=measure, log=log)
+        self._clock = StepClock(device, self._placement.time_reruns)
         self._watch = CallWatch(
             self._placement, device, keeps_to_plan=on_larger == "warn", joins_others=not ranks.is_alone
         )
@@ -189,6 +191,7 @@ class Attached(Handle):
         is_planned, active = self._state is State.PLANNED, self._placement.active
         if is_planned and step.is_first and active is not None:
             self._meter.begin(active, self.num_steps)
+            self._clock.begin(active)
         self._watch.begin(step, is_planned=is_planned)
 
     def _begin_step(self) -> None:
@@ -303,6 +306,7 @@ class Attached(Handle):
     def _forget_step(self) -> None:
         self._recording, self._state = None, State.IDLE
         self._meter.abandon()
+        self._clock.abandon()
         self._watcher.tell(None)
         self._now = StepUnderWay()
         self._placement.units.begin_step()
@@ -347,7 +351,7 @@ class Attached(Handle):
             self._planner.warn_once(text, key="no backward")
             return
         step.end_call(self._placement.units)
-        excess = self._meter.end(self.planned)
+        excess, timed = self._meter.end(self.planned), self._clock.end(step, self._placement.active)
         self._forget_step()
         number = self.num_steps
         self.num_steps += 1
@@ -361,6 +365,8 @@ class Attached(Handle):
                 self._planner.see_to(step, step.departure, number, self._meter.peak_bytes)
             elif excess is not None:
                 self._planner.see_to_excess(excess, step.calls)
+            elif timed is not None:
+                self._planner.learn(self._placement.active, timed)
         elif state is State.LEAN:
             missed, courses = self._planner.missed, step.courses()
             text = "" if step.planned is None else unforeseen(step.planned, step.calls)

@@ -19,8 +19,9 @@ from recollect.applying import apply_own, apply_policy
 from recollect.attaching.planned_step import PlannedStep
 from recollect.attaching.unit_watch import UnitWatch
 from recollect.byte_format import format_bytes
-from recollect.engine.placed_forward import Applied, PlacedForward
+from recollect.engine.placed_forward import Applied, PlacedForward, time_reruns
 from recollect.engine.policy import DropAll
+from recollect.measuring.stopwatch import Stopwatch
 from recollect.plans.unit_plan import UnitPlan
 from recollect.recording.next_step import Returns, entry_modules
 from recollect.recording.step_recording import StepRecording
@@ -205,6 +206,11 @@ class Placement:
         """Put in place a policy that drops everything except values that a plan keeps by name."""
         self._replace(lambda: apply_policy(self.model, self.unit_paths, DropAll(but=lean_units)))
         self.active = None
+
+    def time_reruns(self, watch: Stopwatch | None) -> None:
+        """Have a watch count what the plan in place runs again in backward, or no longer."""
+        if self._applied is not None:
+            time_reruns(self._applied, watch)
 
     def remove(self) -> None:
         self.put(None)

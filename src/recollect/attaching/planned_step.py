@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from recollect.attaching.step_shape import CONTEXT, Call, covering, groups_of, shape_text
+from recollect.attaching.timed_steps import Timing
 from recollect.attaching.unit_watch import Course, Runs, largest
 from recollect.byte_format import format_bytes
 from recollect.errors import BudgetTooSmallError
@@ -76,6 +77,10 @@ class PlannedStep:
     """The highest measured peak of a step under the plan; 0 if none was measured."""
     num_calls: int = 0
     """Of the model that ran under the plan."""
+    timing: Timing = field(default_factory=Timing)
+    """What steps under the plan take."""
+    is_corrected: bool = False
+    """It was planned again by what such steps took."""
     held: dict[tuple[int, Call], deque[int]] = field(default_factory=dict)
     """The last readings of the allocator for each call under the plan; this and what follows is for `CallWatch`."""
     held_before: int = 0
@@ -140,6 +145,8 @@ class PlannedStep:
         if self.measured_bytes:
             over_bytes = max(0, self.measured_bytes - self.budget_bytes)
             found |= {"measured_peak_bytes": self.measured_bytes, "over_budget_bytes": over_bytes}
+        if self.timing.found is not None:
+            found["measured_slowdown"] = self.timing.found.slowdown
         return found
 
     def measured_text(self) -> str:
@@ -216,7 +223,7 @@ def report_of(
             f"{step.measured_text()}"
         )
     last = planned[-1]
-    lines.append(f"slowdown {SLOWDOWNS.get(last.plan) or _UNMEASURED}")
+    lines.append(f"slowdown {SLOWDOWNS.get(last.plan) or last.timing.found or _UNMEASURED}")
     lines += [CACHE_ADVICE] if last.profile.makes_cache else []
     counted = ", ".join(f"{kind_text(kind)} {format_bytes(n)}" for kind, n in last.profile.persistent.items() if n)
     peak = explain_peak(last.profile, last.plan)

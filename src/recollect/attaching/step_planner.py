@@ -12,8 +12,10 @@ from recollect.attaching.lockstep import Lockstep
 from recollect.attaching.placement import Placement, excess_of
 from recollect.attaching.planned_step import PlannedStep, PlannedSteps, difference, grouped, own_plan
 from recollect.attaching.reserve import Reserve, varying_bytes
+from recollect.attaching.step_clock import corrected
 from recollect.attaching.step_meter import Excess
 from recollect.attaching.step_shape import Call
+from recollect.attaching.timed_steps import Timed
 from recollect.attaching.unit_watch import Course
 from recollect.byte_format import format_bytes
 from recollect.costs.host_copies import with_host_link
@@ -221,6 +223,13 @@ class StepPlanner:
         elif excess.more_bytes != 0:
             self.missed.note(calls, attempts=1)
 
+    def learn(self, step: PlannedStep, timed: Timed) -> None:
+        """Plan a step again, once, if it took longer than was predicted; not where other processes would have to do so, too."""
+        profile = corrected(step, timed) if self.lockstep.ranks.is_alone and not step.is_corrected else None
+        if profile is None:
+            return
+        self.placement.put(self._plan_again(step, 0, profile=profile, why=f"since steps took {timed.slowdown:+.1%}"))
+
     def make_room(self, more_bytes: int) -> None:
         """Plan the step whose plan is in place anew, since more is in memory before it than earlier."""
         active = self.placement.active
@@ -231,16 +240,18 @@ class StepPlanner:
         if beyond_noise(more_bytes, active):
             self.placement.put(self._plan_again(active, more_bytes))
 
-    def _plan_again(self, step: PlannedStep, more_bytes: int) -> PlannedStep:
+    def _plan_again(
+        self, step: PlannedStep, more_bytes: int, *, profile: Profile | None = None, why: str = ""
+    ) -> PlannedStep:
         """Plan a step again with current knowledge, and with room for more bytes than so far; return the new plan."""
         begin = time.perf_counter()
-        known = step.profile, step.calls, step.courses, step.budget_bytes, step.number
+        known = profile or step.profile, step.calls, step.courses, step.budget_bytes, step.number
         again = self._planned(*known, step.more_bytes + more_bytes, int((_MARGIN - 1) * more_bytes))
         again.held_before, again.state_bytes = step.held_before, step.state_bytes
         self.steps.steps = [again if known is step else known for known in self.steps.steps]
-        again.unlike = step.unlike
-        why = f"room for {format_bytes(again.more_bytes)} more" if again.more_bytes else "the optimizer's state"
-        self.log(again.line(time.perf_counter() - begin, f", with {why},"))
+        again.unlike, again.is_corrected = step.unlike, step.is_corrected or profile is not None
+        room = f"room for {format_bytes(again.more_bytes)} more" if again.more_bytes else "the optimizer's state"
+        self.log(again.line(time.perf_counter() - begin, f", {why or f'with {room}'},"))
         return again
 
     def _renew(self) -> None:

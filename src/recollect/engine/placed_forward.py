@@ -22,6 +22,7 @@ from recollect._torch_private import (
 from recollect.arguments import check_kind
 from recollect.engine.offload.flight import HostUse
 from recollect.errors import ArgumentError, ConfigError, UnknownNameError
+from recollect.measuring.stopwatch import Stopwatch
 from recollect.plans.plan import Plan
 from recollect.weak_map import WeakMap
 
@@ -50,6 +51,9 @@ class PlacedForward:
     def host_use(self) -> HostUse | None:
         """The cost of offloaded values so far; None if there are none here."""
         return None
+
+    def time_reruns(self, watch: Stopwatch | None) -> None:
+        """Have a watch count what the tape runs again in backward, or no longer; nothing to do without a tape."""
 
     def recomputes(self) -> bool:
         """Whether the plan is to be obeyed now.
@@ -218,6 +222,12 @@ class Applied(Handle):
     def __repr__(self) -> str:
         state = "applied to" if self._forwards else "removed from"
         return f"<plan {state} {type(self.model).__name__}>"
+
+
+def time_reruns(applied: Applied, watch: Stopwatch | None) -> None:
+    """Have a watch count what tapes run again in backward, or no longer."""
+    for forward in applied._forwards:
+        forward.time_reruns(watch)
 
 
 class PlanPerMicroBatch(PlacedForward):

@@ -21,6 +21,7 @@ from recollect.engine.self_check import SwitchedOff, switched_off
 from recollect.engine.together import Agreement, Shards
 from recollect.engine.values import UNWATCHED, alias_in_hook, alias_in_mode
 from recollect.errors import PlanMismatchWarning
+from recollect.measuring.stopwatch import Stopwatch
 from recollect.plans.action import Action
 from recollect.plans.paths import unit_words
 from recollect.plans.unit_plan import UnitPlan
@@ -181,6 +182,7 @@ class TapeState:
         compares: the first call of a unit compares content, to find writes that nothing else shows.
         compared: the units of which one has.
         overwritten: the units whose outputs something overwrites unseen before the next unit reads them.
+        reruns: counts the time in which backward runs ops again; None while nobody asks.
     """
 
     def __init__(
@@ -197,6 +199,7 @@ class TapeState:
         self.compares = compares
         self.compared: set[str] = set()
         self.overwritten: set[str] = set()
+        self.reruns: Stopwatch | None = None
         self.offload = offload
         self.may_offload = offload is not None
         self.agreement = agreement

@@ -205,7 +205,8 @@ class Tape(TapeState):
             return value.fetch_saved()
         kept = self._kept_pass() if asks_again() else None
         # As ops ran in forward: below autograd and autocast, with gradients switched on, which some kernels check.
-        with Replaying(), torch.enable_grad(), below_autograd(), disable_autocast():
+        reruns = nullcontext() if self.reruns is None else self.reruns.running()
+        with reruns, Replaying(), torch.enable_grad(), below_autograd(), disable_autocast():
             tensor: torch.Tensor = value.get() if kept is None else kept.get(value)
         return tensor
 

@@ -12,6 +12,7 @@ from recollect.engine.offload.flight import HostUse
 from recollect.engine.own_checkpoints import running_unit
 from recollect.engine.placed_forward import PlacedForward, unit_module
 from recollect.engine.tape import Tape
+from recollect.measuring.stopwatch import Stopwatch
 
 
 def tape_forwards(model: nn.Module, unit_paths: Iterable[str], tape: Tape) -> list[PlacedForward]:
@@ -59,6 +60,9 @@ class UnitForward(PlacedForward):
 
     def host_use(self) -> HostUse | None:
         return None if self.tape.offload is None else self.tape.offload.use()
+
+    def time_reruns(self, watch: Stopwatch | None) -> None:
+        self.tape.reruns = watch
 
     @uncompiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

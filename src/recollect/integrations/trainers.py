@@ -44,7 +44,7 @@ class BudgetCallback:
         """Raise if the library is too old, where a callback knows it before its trainer."""
 
     def _new_numbers(self) -> dict[str, float]:
-        """Return the numbers of a new plan, or of a higher measured peak, since the last call; else {}."""
+        """Return the numbers of a new plan, of a higher measured peak, or of timed steps, since the last call; else {}."""
         numbers = {} if self.attached is None else self.attached.numbers
         if numbers in self._logged:
             return {}

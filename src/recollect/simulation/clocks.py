@@ -20,8 +20,8 @@ from recollect.profile.profile import Profile
 from recollect.simulation.decisions import CallActions
 from recollect.simulation.lifetimes import ClockedPlayback, EveryEvent
 
-# Ops whose result the host waits for.
-_WAITS: Final = ("_local_scalar_dense", "nonzero", "is_nonzero", "masked_select", "unique")
+# Ops whose result's shape the host waits for. What reads a number and makes no tensor (`.item()`) has no name in a profile.
+_WAITS: Final = ("nonzero", "masked_select", "unique")
 
 
 class StepTimes(NamedTuple):

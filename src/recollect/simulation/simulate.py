@@ -6,6 +6,7 @@ recorded step, is added for them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -35,6 +36,8 @@ class Simulation:
     """The same for each phase, without calibration."""
     recompute_s: float
     """Seconds that recomputation adds: ops that run again, plus the tape's overhead in forward."""
+    rerun_s: float
+    """Seconds of it in which the tape runs ops again."""
     recomputed_ops: int
     """Number of ops that run again."""
     peak_call: str
@@ -100,6 +103,7 @@ def run(playback: Playback) -> Simulation:
         forward_peak_bytes=peaks_bytes[FORWARD],
         backward_peak_bytes=peaks_bytes[BACKWARD],
         recompute_s=playback.program.added_s(playback.decisions, playback.on_tape, playback.rerun_s),
+        rerun_s=math.fsum(playback.rerun_s),
         recomputed_ops=playback.num_rerun,
         peak_call=peak_call,
         peak_note=peak_note,

@@ -56,7 +56,7 @@ def test_the_host_waits_for_an_op_whose_result_it_reads() -> None:
     profile = on_host(stack(3), QUICK)
 
     def with_item(graph: UnitGraph) -> UnitGraph:
-        return replace(graph, ops=tuple(replace(op, name=f"{op.name}._local_scalar_dense") for op in graph.ops))
+        return replace(graph, ops=tuple(replace(op, name=f"{op.name}.nonzero") for op in graph.ops))
 
     waiting = replace(profile, graphs=tuple(map(with_item, profile.graphs)))
     plain = [CallActions()] * len(profile.calls)
