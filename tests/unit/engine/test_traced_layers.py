@@ -163,6 +163,20 @@ def branches_on_content(x: Tensor) -> Tensor:
     return x.sin() if x.sum() > 100 else x.cos()
 
 
+class Unsqueezed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.mul(2).unsqueeze_(1)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.squeeze(1) * 2
+
+
+def reshapes_in_place_in_a_function(x: Tensor) -> Tensor:
+    return Unsqueezed.apply(x).squeeze(1)  # type: ignore[no-any-return, no-untyped-call]
+
+
 @pytest.mark.filterwarnings("ignore:.*run on the tape, exactly but")
 @pytest.mark.parametrize(
     ("function", "reason"),
@@ -170,6 +184,7 @@ def branches_on_content(x: Tensor) -> Tensor:
         (forbidden, "Attempt to trace forbidden callable"),
         (asks_for_content, "what aten._local_scalar_dense.default gives back depends"),
         (branches_on_content, "Data-dependent branching"),
+        (reshapes_in_place_in_a_function, "a Function in it calls aten.unsqueeze_"),
     ],
 )
 def test_what_cannot_be_traced_stays_on_the_tape(function: Callable[[Tensor], Tensor], reason: str) -> None:

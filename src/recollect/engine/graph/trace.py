@@ -292,6 +292,9 @@ class _Recorder(OpMode):
         if self.is_foreign() or func.namespace in _NO_OPS:
             return func(*args, **kwargs)
         facts = facts_of(func)
+        if facts.changes_layout_only and not torch.is_grad_enabled():
+            # A Function's result would be saved in the layout from before.
+            raise UntraceableError(f"a Function in it calls {func}, or code without gradients")
         if func is _aten.lift_fresh.default and not is_fake_tensor(args[0]):
             return self._constant(args[0])
         op = TracedOp(func, facts, (), {}, self.is_backward, torch.is_grad_enabled(), self.scope)
