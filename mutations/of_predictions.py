@@ -8,6 +8,12 @@ __all__ = ["MUTATIONS"]
 
 MUTATIONS = (
     Mutation(
+        "host-does-not-wait",
+        "the host does not wait for a number that Python reads",
+        "simulation",
+        (("{**super().actions(), WAIT: self._wait}", "super().actions()"),),
+    ),
+    Mutation(
         "byte-too-many",
         "every value is played one byte larger than it is",
         "simulation",

@@ -16,7 +16,7 @@ from recollect.profile.events import Event, StepLog
 from recollect.profile.graph import UnitCall, UnitGraph
 from recollect.profile.profile import Profile
 
-_CALL_EVENTS: Final = (events.OP, events.DIES, events.RETURN, events.LET_GO, events.REACH, events.LEAVE)
+_CALL_EVENTS: Final = (events.OP, events.DIES, events.RETURN, events.LET_GO, events.REACH, events.LEAVE, events.WAIT)
 _HANDLE_EVENTS: Final = (events.USE, events.PEEK, events.GIVE_BACK, events.RELEASE)
 
 

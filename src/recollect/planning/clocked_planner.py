@@ -11,7 +11,9 @@ from functools import cached_property
 
 from recollect.arguments import check_kind
 from recollect.planning.choose import Planner
+from recollect.plans.paths import compress_paths
 from recollect.plans.plan import Plan
+from recollect.profile.events import WAIT
 from recollect.profile.profile import Profile
 from recollect.simulation.clocks import StepTimes, has_two_clocks, priced, step_times
 from recollect.simulation.decisions import CallActions, decide
@@ -52,10 +54,17 @@ class ClockedPlanner(Planner):
             found, times = min((found, times), (other, its), key=lambda one: one[1].step_s)
         bound = self.bound_slowdown(found.budget_bytes or 0)
         found = replace(found, bound_slowdown=bound and min(bound, found.predicted_slowdown or 0.0))
-        if not _host_binds(times):
-            return found
-        text = f"the host is the limit: kernels take {1e3 * times.device_s:.0f} of {1e3 * times.step_s:.0f} ms"
-        return replace(found, note="; ".join(filter(None, (found.note, text))))
+        limit = f"the host is the limit: kernels take {1e3 * times.device_s:.0f} of {1e3 * times.step_s:.0f} ms"
+        notes = found.note, limit if _host_binds(times) else "", self._waits
+        return replace(found, note="; ".join(filter(None, notes)))
+
+    @cached_property
+    def _waits(self) -> str:
+        calls = {call for (call,) in self._recorded.log.operands(WAIT)}
+        paths = compress_paths(list(dict.fromkeys(self._recorded.calls[call].path for call in sorted(calls))))
+        return (
+            f"the host waits for the device in {', '.join(paths)}, whose code reads numbers (.item())" if paths else ""
+        )
 
     def bound_slowdown(self, budget_bytes: int) -> float | None:
         """Return a lower bound on the slowdown of any plan within a budget; inf if no plan fits, None if unknown.

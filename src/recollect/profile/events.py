@@ -19,6 +19,7 @@ number of its own. A storage "dies" when only the tape still refers to it.
 | `(RELEASE, handle)` | backward, or a discarded graph, released it |
 | `(REACH, call)` | the first formula of a call's backward runs next; only in profiles for units that run from traces |
 | `(LEAVE, call)` | a formula runs next that is none of the reached call's |
+| `(WAIT, call)` | a unit's forward reads a number that the device computes (`.item()`), for which the host waits |
 | `(RETURN, call)` | a unit's forward returned |
 | `(PHASE, phase)` | forward, backward or the optimizer step begins |
 """
@@ -49,6 +50,7 @@ LET_GO: Final = 12
 GIVE_BACK: Final = 13
 REACH: Final = 14
 LEAVE: Final = 15
+WAIT: Final = 16
 
 FORWARD: Final = 0
 BACKWARD: Final = 1
@@ -161,6 +163,7 @@ class _Checker:
             GIVE_BACK: ("GIVE_BACK", (1,), self._handle),
             REACH: ("REACH", (1,), self._call),
             LEAVE: ("LEAVE", (1,), self._call),
+            WAIT: ("WAIT", (1,), self._call),
         }
 
     def problem_of(self, event: Event) -> str:

@@ -12,7 +12,21 @@ what is alive with the output: then the last two are stored.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from recollect.profile.events import ALLOC, DIES, FREE, LEAVE, LET_GO, OP, PHASE, REACH, RETURN, SAVE, Event, StepLog
+from recollect.profile.events import (
+    ALLOC,
+    DIES,
+    FREE,
+    LEAVE,
+    LET_GO,
+    OP,
+    PHASE,
+    REACH,
+    RETURN,
+    SAVE,
+    WAIT,
+    Event,
+    StepLog,
+)
 from recollect.profile.graph import UnitCall
 from recollect.profile.profile import Profile
 from recollect.profile.stretches import Item, StepReader, Stretch
@@ -174,7 +188,7 @@ class _Folding:
             if item in self._storage_of:
                 return [(FREE, self._storage_of.pop(item))]
             return [(DIES, self._number_of[item[0]], item[1])] if item[0] in self._number_of else []
-        if code in (LEAVE, LET_GO, OP, REACH, RETURN):
+        if code in (LEAVE, LET_GO, OP, REACH, RETURN, WAIT):
             return [(code, self._number_of[operands[0]], *operands[1:])]
         if code == SAVE:
             call, value, handle, saver = operands

@@ -3,13 +3,15 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 from recollect.profile import events
 from recollect.profile.profile import Profile
 
 Item: TypeAlias = tuple[int, int]
 """A value, (call, value), or a storage from outside the units, (-1, number)."""
+
+_OF_CALLS: Final = (events.LEAVE, events.LET_GO, events.REACH, events.RETURN, events.WAIT)
 
 
 @dataclass(slots=True)
@@ -70,7 +72,7 @@ class StepReader:
             events.ALLOC: self._alloc, events.FREE: self._free, events.OP: self._op, events.DIES: self._dies,
             events.SAVE: self._save, events.RELEASE: self._release, events.WORK: self._work, events.PHASE: self._phase,
             **{code: partial(self._asks, code) for code in (events.USE, events.PEEK, events.GIVE_BACK)},
-            **{code: partial(self._ends_call, code) for code in (events.LEAVE, events.LET_GO, events.REACH, events.RETURN)},
+            **{code: partial(self._of_call, code) for code in _OF_CALLS},
         }  # fmt: skip
         self._begin()
         for _ in self._profile.log.play(handlers):
@@ -197,7 +199,7 @@ class StepReader:
         self._waiting.discard(handle)
         self._asks(events.RELEASE, handle)
 
-    def _ends_call(self, code: int, call: int) -> None:
+    def _of_call(self, code: int, call: int) -> None:
         self._steps.append((code, *self._runs(call)))
 
     def _hold(self, item: Item, nbytes: int) -> None:

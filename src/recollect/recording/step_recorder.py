@@ -166,9 +166,8 @@ class StepRecorder:
                 self.begin_phase(events.BACKWARD)
             elif self.current is None:
                 self.note_reads((args, kwargs))
-                keep_all(
-                    self.calls, facts.written_by(args, kwargs)
-                )  # Outputs of units, whose recipes do not know of it.
+                # Outputs of units, whose recipes do not know of it.
+                keep_all(self.calls, facts.written_by(args, kwargs))
             self._note_other(run)
             if not self._note_sum(node, func, args, output):
                 self._track_others(node, args, kwargs, output)
@@ -176,6 +175,8 @@ class StepRecorder:
             self._note_write(self.current, facts, args, kwargs, run)
         else:
             self._note_op(self.current, facts, args, kwargs, output, run)
+            if func is torch.ops.aten._local_scalar_dense.default:
+                self.log(events.WAIT, self.current)
 
     def _note_sum(self, node: int, func: Any, args: Any, output: Any) -> bool:
         """Add a sum of gradients if autograd's engine made it; return whether it did.
@@ -386,8 +387,7 @@ class StepRecorder:
 
     def _track_others(self, node: int, args: Any, kwargs: Any, output: Any) -> None:
         arguments = [storage_of(t) for t in tree_leaves((args, kwargs))]
-        for argument in arguments:
-            tracker = tracker_of(argument)
+        for tracker in map(tracker_of, arguments):
             if isinstance(tracker, TrackedOther):
                 tracker.used = node
         for result in tree_leaves(output):

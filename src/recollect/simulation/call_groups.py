@@ -29,6 +29,7 @@ from recollect.profile.events import (
     RETURN,
     SAVE,
     USE,
+    WAIT,
 )
 from recollect.simulation.decisions import CallActions, ValueActions
 from recollect.simulation.program import BULK, EDGE, WINDOW, Key, Program, ProgramOp
@@ -124,7 +125,7 @@ class Division:
                 step = (owner == saver, read.get(key, key[1]), handles.setdefault(handle, len(handles)))
             elif code == DIES:
                 step = (operands[0][1],)
-            elif code in (LEAVE, LET_GO, REACH, RETURN):
+            elif code in (LEAVE, LET_GO, REACH, RETURN, WAIT):
                 step = ()
             elif code == BULK:
                 step = operands[:2]
@@ -167,7 +168,7 @@ class Division:
             home = self._homes[operands[0]]
         elif code == RETURN:
             self._returned.add(home)
-        elif code not in (LEAVE, LET_GO, REACH):
+        elif code not in (LEAVE, LET_GO, REACH, WAIT):
             key = operands[0]
             home = key[0]
             if code == ALLOC:

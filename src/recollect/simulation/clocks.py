@@ -8,19 +8,19 @@ CPU there is one clock: what is around an op delays the next one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Final, NamedTuple
 
 from recollect.plans.action import EngineChoice
-from recollect.profile.events import BACKWARD, FORWARD
+from recollect.profile.events import BACKWARD, FORWARD, WAIT
 from recollect.profile.graph import OpRecord, UnitGraph
 from recollect.profile.host_times import HostTimes
 from recollect.profile.profile import Profile
 from recollect.simulation.decisions import CallActions
 from recollect.simulation.lifetimes import ClockedPlayback, EveryEvent
 
-# Ops whose result's shape the host waits for. What reads a number and makes no tensor (`.item()`) has no name in a profile.
+# Ops whose result's shape the host waits for.
 _WAITS: Final = ("nonzero", "masked_select", "unique")
 
 
@@ -57,10 +57,16 @@ class _TwoClocks(ClockedPlayback):
         self._times = program.profile.host or HostTimes()
         self.host_s = self.device_s = self.busy_s = 0.0
 
+    def actions(self) -> dict[int, Callable[..., None]]:
+        return {**super().actions(), WAIT: self._wait}
+
     def work(self, op: OpRecord) -> None:
         self._issue(self._issue_s(), op.time_s)
         if any(word in op.name for word in _WAITS):
-            self.host_s = max(self.host_s, self.device_s)
+            self._wait()
+
+    def _wait(self, _call: int = -1) -> None:
+        self.host_s = max(self.host_s, self.device_s)
 
     def _issue_s(self) -> float:
         if self.is_recomputing and self.call not in self._traced:

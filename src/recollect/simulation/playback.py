@@ -132,6 +132,7 @@ class Playback(HostRoom):
             events.RELEASE: self._release,
             events.REACH: _nothing,
             events.LEAVE: _nothing,
+            events.WAIT: _nothing,
             events.RETURN: self._return,
             events.PHASE: self._begin_phase,
         }

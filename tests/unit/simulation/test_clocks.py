@@ -6,8 +6,12 @@ import itertools
 from dataclasses import replace
 
 import pytest
+import torch
+from torch import nn
 
+import recollect
 from every_plan import choices
+from recollect.profile.events import WAIT
 from recollect.profile.graph import OpRecord, UnitGraph
 from recollect.profile.host_times import HostTimes
 from recollect.profile.profile import Profile
@@ -63,6 +67,33 @@ def test_the_host_waits_for_an_op_whose_result_it_reads() -> None:
     without, waits = step_times(profile, plain), step_times(waiting, plain)
     assert waits.device_s == without.device_s
     assert waits.step_s > without.step_s and waits.host_s > 0.4
+
+
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = self.linear(x).relu()
+        return x + (hidden * 2 if hidden.sum().item() > 1e9 else hidden)
+
+
+def test_the_host_waits_for_a_number_that_a_unit_reads() -> None:
+    model = nn.Sequential(*(Gated() for _ in range(3)), nn.Linear(16, 16))
+    recorded = recollect.record(model, torch.randn(4, 16), loss_fn=lambda output: output.sum())
+    recorded = recollect.Profile.from_json(recorded.to_json())
+    assert [recorded.calls[call].path for (call,) in recorded.log.operands(WAIT)] == ["0", "1", "2"]
+    graphs = tuple(replace(g, ops=tuple(replace(op, time_s=0.1) for op in g.ops)) for g in recorded.graphs)
+    waiting = on_host(replace(recorded, graphs=graphs), QUICK)
+    blocks = tuple(tuple(event for event in block if event[0] != WAIT) for block in waiting.log.blocks)
+    without = replace(waiting, log=replace(waiting.log, blocks=blocks))
+    plain = [CallActions()] * len(waiting.calls)
+    times, others = step_times(waiting, plain), step_times(without, plain)
+    assert times.device_s == others.device_s and times.host_s > others.host_s + 0.1
+    note = recollect.plan(waiting, "95%").note
+    assert note.endswith("the host waits for the device in 0-2, whose code reads numbers (.item())")
+    assert "waits" not in recollect.plan(without, "95%").note
 
 
 def test_calls_that_stand_for_several_count_as_often() -> None:
