@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ import tokenizers
 import transformers
 
 import guide_pages
+from asked_cases import AskedCases, asked_cases
 from forked_processes import ForkedProcess, run_forked
 from guide_pages import DOCS, PREPARED, Command, blocks, commands
 from indexed_files import write_dataset
@@ -36,16 +38,18 @@ QUOTED = {"../README.md", "get_started.md"}
 COMPILES = "compile.md"
 
 
+@pytest.fixture(scope="module")
+def pages() -> Iterator[AskedCases]:
+    with asked_cases([ForkedProcess(Path(guide_pages.__file__), has_input=True)]) as found:
+        yield found
+
+
 @pytest.mark.parametrize("page", long_but(set(PREPARED) - {COMPILES}, sorted(set(PREPARED) - QUOTED)))
-def test_the_python_of_a_page_runs(page: str) -> None:
+def test_the_python_of_a_page_runs(page: str, pages: AskedCases) -> None:
     for package in NEEDS.get(page, ()):
         pytest.importorskip(package)
-    done = run_forked(Path(guide_pages.__file__), page)
-    assert done.returncode == 0, done.stderr
-    missing = [
-        line for line, _ in blocks((DOCS / page).read_text(encoding="utf-8")) if f"{page}:{line} ran" not in done.stdout
-    ]
-    assert not missing, done.stderr
+    (row,) = pages[page]
+    assert not row["errors"], "\n".join(row["errors"])
 
 
 def test_no_page_is_left_out() -> None:

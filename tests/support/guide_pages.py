@@ -1,8 +1,8 @@
-"""Runs the Python of pages of the documentation as it stands: `python guide_pages.py usage.md loss.md`; finds their commands.
+"""Runs the Python of pages of the documentation as it stands: `python guide_pages.py usage.md`; finds their commands.
 
 Each block runs alone, in an empty folder. What a page takes for granted, such as a model and a batch, is made anew for each
-block, and small. On a page of `CONTINUED` a block has the names of the earlier ones, and its output is printed. Prints a line
-for each block that ran; after an error the program goes on with the next one.
+block, and small. On a page of `CONTINUED` a block has the names of the earlier ones, and its output is printed. After an error
+the program goes on with the next block. Without a page it serves pages that tests ask for, and imports libraries only once.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import torch
 from torch import nn
 
 import recollect
+from case_server import serve
 
 DOCS = Path(__file__).parents[2] / "docs"
 _BLOCK = re.compile(r"^( *)```python\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
@@ -237,16 +238,23 @@ def run(page: str, line: int, block: str, names: Names) -> None:
                 torch.distributed.destroy_process_group()
 
 
+def run_page(page: str) -> dict[str, list[str]]:
+    """Run the blocks of a page; return the errors of those that fail."""
+    names: Names = {}
+    errors = []
+    for line, block in blocks((DOCS / page).read_text(encoding="utf-8")):
+        try:
+            run(page, line, block, names if page in CONTINUED else {})
+        except Exception:
+            errors.append(traceback.format_exc())
+    return {"errors": errors}
+
+
 def main() -> None:
+    if not sys.argv[1:]:
+        serve(run_page)
     for page in sys.argv[1:]:
-        names: Names = {}
-        for line, block in blocks((DOCS / page).read_text(encoding="utf-8")):
-            try:
-                run(page, line, block, names if page in CONTINUED else {})
-            except Exception:
-                traceback.print_exc()
-            else:
-                print(f"{page}:{line} ran", flush=True)
+        print(*run_page(page)["errors"], flush=True)
     # A process group's destructor may wait for a thread that waits for the interpreter's lock.
     os._exit(0)
 
