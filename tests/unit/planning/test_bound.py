@@ -40,7 +40,7 @@ def budgets_of(points: list[tuple[int, float]], fixed_bytes: int) -> list[int]:
 
 
 @pytest.mark.parametrize("writes", [False, True])
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", range(8))
 def test_bound_is_the_highest_of_all_prices_and_below_every_plan(seed: int, writes: bool) -> None:
     profile = step_of(seed, writes=writes)
     points = all_plans(profile)
@@ -60,7 +60,7 @@ def test_bound_is_the_highest_of_all_prices_and_below_every_plan(seed: int, writ
             assert at_these_s <= bound_s * (1 + 1e-5) + TOLERANCE_S
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(4))
 def test_wrong_prices_still_give_a_bound(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     profile = step_of(seed)
     points = all_plans(profile)
@@ -81,7 +81,7 @@ def test_wrong_prices_still_give_a_bound(seed: int, monkeypatch: pytest.MonkeyPa
         assert bound_s <= min((s for peak, s in points if peak <= budget), default=math.inf) + TOLERANCE_S
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_bound_falls_with_the_budget_and_hangs_little_on_what_was_asked_before(seed: int) -> None:
     profile = random_step(seed, num_values=8, num_units=4)
     bound = LowerBound(profile)
@@ -98,7 +98,7 @@ def test_bound_falls_with_the_budget_and_hangs_little_on_what_was_asked_before(s
         assert LowerBound(profile).added_s(budget) == pytest.approx(bound_s, rel=1e-5, abs=TOLERANCE_S)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_other_units_of_bytes_and_time_give_the_same_slowdown(seed: int) -> None:
     profile = random_step(seed, num_values=8, num_units=3)
     bound = LowerBound(profile)
