@@ -42,7 +42,7 @@ def llama() -> nn.Module:
     config = transformers.LlamaConfig(
         hidden_size=64,
         intermediate_size=128,
-        num_hidden_layers=4,
+        num_hidden_layers=2,
         num_attention_heads=4,
         vocab_size=64,
         attention_dropout=0.1,
@@ -150,7 +150,7 @@ def test_what_cannot_fit_later_says_so_and_runs_at_its_leanest() -> None:
 
 
 def test_what_is_held_beside_the_step_is_named_where_nothing_fits_any_more() -> None:
-    model, optimizer, _ = attached_to_llama("75%")
+    model, optimizer, _ = attached_to_llama("80%")
     loop = commonest_loop(32, 32, 32)
     loop(model, optimizer)
     copies = [copy.deepcopy(model) for _ in range(8)]

@@ -35,14 +35,8 @@ _LOOPS = [
     "tensors of some steps kept",
     "an optimizer that is replaced",
 ]
-_QUICK = [
-    "layers dropped, 20 %",
-    "work by attribute",
-    "hooks put on",
-    "penalty in every second step",
-    "two backwards in every third step",
-    "an optimizer that is replaced",
-]
+# What a plan cannot foresee, what only the allocator tells, and what takes the handle's place.
+_QUICK = ["layers dropped, 20 %", "work by attribute", "an optimizer that is replaced"]
 # So many steps are learned from at most, and so many may be over while they are.
 _MOST_RECORDED = 6
 _MOST_OVER = 2

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from forked_processes import run_forked
+from tiers import long_but
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 NEEDS: dict[str, tuple[str, ...]] = {
@@ -37,6 +38,8 @@ SAYS = {
 }
 # As users start it: the only one that imports little.
 STARTED = "torch_checkpoint"
+# What the others show, quick tests of their libraries do, too.
+QUICK = ("hugging_face_loop", STARTED, "torchtitan_policy")
 
 pytestmark = pytest.mark.integration
 
@@ -45,7 +48,7 @@ def test_every_example_is_run() -> None:
     assert {path.stem for path in EXAMPLES.glob("*.py")} == set(NEEDS)
 
 
-@pytest.mark.parametrize("name", NEEDS)
+@pytest.mark.parametrize("name", long_but(QUICK, NEEDS))
 def test_example(name: str, tmp_path: Path) -> None:
     for package in NEEDS[name]:
         if importlib.util.find_spec(package) is None:

@@ -64,7 +64,13 @@ CONFIGS = {
 
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 # Ranks of tensor parallelism, and whether these split sequences, too.
-LAYOUTS = [(1, False), (2, False), (4, False), (8, False), (2, True), (4, True), (8, True)]
+MORE_LAYOUTS = [(2, False), (8, False), (2, True), (8, True)]
+LAYOUTS = [
+    (1, False),
+    (4, False),
+    (4, True),
+    *(pytest.param(*layout, marks=pytest.mark.long) for layout in MORE_LAYOUTS),
+]
 on_layouts = pytest.mark.parametrize(("t", "sequence"), LAYOUTS)
 
 

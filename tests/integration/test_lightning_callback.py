@@ -44,7 +44,7 @@ def cases() -> Iterator[AskedCases]:
 
 
 @needs_meter
-@pytest.mark.parametrize("name", long_but(("automatic", "manual"), CASES))
+@pytest.mark.parametrize("name", long_but(("automatic",), CASES))
 def test_every_step_is_within_the_budget(name: str, cases: AskedCases) -> None:
     (row,) = cases[name]
     check_row(row, steps=NUM_STEPS if name == "automatic" else FEW_STEPS)

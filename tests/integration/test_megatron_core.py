@@ -11,6 +11,7 @@ import torch.distributed as dist
 from forked_processes import run_forked
 from metered_processes import needs_meter
 from rank_processes import run_ranks
+from tiers import long_but
 
 PROGRAM = Path(__file__).parents[1] / "support/megatron_ranks.py"
 pytestmark = [
@@ -22,13 +23,11 @@ pytestmark = [
 ]
 
 
-_MORE = ("tensor, latent", "data, sharded", "pipeline, experts")
+_KINDS = ("tensor", "data", "pipeline", "tensor, latent", "data, sharded", "pipeline, experts")
 
 
 @needs_meter
-@pytest.mark.parametrize(
-    "kind", ["tensor", "data", "pipeline", *(pytest.param(k, marks=pytest.mark.long) for k in _MORE)]
-)
+@pytest.mark.parametrize("kind", long_but(("tensor", "pipeline"), _KINDS))
 def test_gradients_weights_and_peaks_are_as_without_a_budget_and_as_under_its_own_recompute(kind: str) -> None:
     run_ranks(2, PROGRAM, kind)
 

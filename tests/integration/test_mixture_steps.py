@@ -111,7 +111,7 @@ def train(
 
 @every_model
 def test_training_is_the_same_with_and_without_plans(case: str) -> None:
-    steps = 12
+    steps = 8
     # Large steps of the bias, so that it changes routes within the test.
     rate = {"moe_router_bias_update_rate": 0.02} if case == "deepseek-v3" else {}
     expected, state = train(model_of(case, **rate), None, steps)

@@ -32,7 +32,7 @@ from recollect.profile.profile import Profile
 
 RANKS = 2
 # Small weights, and long sequences.
-WIDTH, LENGTH, LAYERS = 64, 512, 4
+WIDTH, LENGTH, LAYERS = 64, 512, 3
 # Of the bytes between the least budget without parts and keeping everything, in percent.
 SPANS = (0, 20)
 # Seconds of the ops that take longest, about as measured on two cores that do nothing else.
