@@ -1,4 +1,4 @@
-"""Every unit of the registry trains to the same bits on each engine, whatever runs its backward, in whatever loop.
+"""Every unit of the registry trains to the same bits on each engine and in `checkpoint`, by any backward, in any loop.
 
 Compared are losses, gradients, parameters, buffers, what a unit counts, and where the generator is. On the graph engine a unit
 runs from its trace in the last step, or says why not.
@@ -11,11 +11,13 @@ import pickle
 import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import pytest
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+import recollect
 from contract_steps import BACKWARDS, Run, plain
 from contract_units import TRACED_LATER, UNITS, WHY_NOT, Case, Model
 from engines import applied, num_tape_calls, traced_forwards
@@ -42,9 +44,14 @@ class Coin(Random):
 every_unit = pytest.mark.parametrize("case", UNITS.values(), ids=UNITS)
 
 
+@cache
+def without_a_plan(name: str) -> Step:
+    return Run(UNITS[name].model()).through(*BACKWARDS)
+
+
 @every_unit
 def test_on_the_tape(case: Case) -> None:
-    expected = Run(case.model()).through(*BACKWARDS)
+    expected = without_a_plan(case.name)
     for name, policy in {"keep all": KEEP_ALL, "full": FULL, "nothing kept": NOTHING_KEPT, "coin": Random(1)}.items():
         model = case.model()
         with applied("tape", model, policy):
@@ -54,7 +61,7 @@ def test_on_the_tape(case: Case) -> None:
 @every_unit
 def test_from_traces(case: Case) -> None:
     """Every other unit recomputes all that it can, and the others some of it."""
-    expected = Run(case.model()).through(*BACKWARDS)
+    expected = without_a_plan(case.name)
     model = case.model()
     policy = FULL if case.name in WHY_NOT else (FULL, Coin(0), FULL, Coin(5))[list(UNITS).index(case.name) % 4]
     with applied("graph", model, policy) as handle:
@@ -67,6 +74,23 @@ def test_from_traces(case: Case) -> None:
         assert re.search(WHY_NOT[case.name], why_not) and why_not, why_not
     else:
         assert (why_not, num_tape_calls(handle)) == ("", num_calls)
+
+
+def takes_turns(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    answers = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE, CheckpointPolicy.PREFER_CPU_OFFLOAD)
+    return answers[sum(map(ord, op.__name__)) % 3]
+
+
+@every_unit
+def test_checkpointed(case: Case) -> None:
+    """By `recollect.checkpoint`; every other unit with a policy that saves, recomputes and offloads."""
+    options: dict[str, Any] = {}
+    if list(UNITS).index(case.name) % 2:
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, takes_turns)
+    model = case.model()
+    for unit in model.units:
+        vars(unit)["forward"] = partial(recollect.checkpoint, unit.forward, **options)
+    assert_same_gradients(without_a_plan(case.name), Run(model).through(*BACKWARDS))
 
 
 Place = Callable[[Model, Policy], AbstractContextManager[Any]]
