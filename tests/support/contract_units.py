@@ -7,6 +7,8 @@ engine says of those that stay on the tape.
 from __future__ import annotations
 
 import contextvars
+import functools
+import logging
 import random
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -201,6 +203,48 @@ units(
         "conjugate": _conjugate,
         "negative view": _negative_view,
         "foreach": _foreach,
+    }
+)
+
+
+def _with_a_constant(self: Any, x: Tensor) -> Tensor:
+    scale = torch.tensor([1.0, 2.0] * (WIDTH // 2))
+    scale.add_(1)
+    return (self.first(x) * scale).tanh()
+
+
+def _number_of_a_constant(self: Any, x: Tensor) -> Tensor:
+    half = torch.div(WIDTH, 2, rounding_mode="trunc")
+    return x + self.first(x).view(-1, half).softmax(-1).view(x.shape)
+
+
+def _shares_of_the_largest(self: Any, x: Tensor) -> Tensor:
+    largest, where = self.first(x).softmax(-1).topk(2)
+    largest /= largest.sum(-1, keepdim=True)
+    return x + torch.zeros_like(x).scatter(-1, where, largest)
+
+
+def _shares_of_the_chosen(self: Any, x: Tensor) -> Tensor:
+    scores = self.first(x)
+    chosen = scores.softmax(-1).gather(-1, scores.topk(2)[1])
+    chosen /= chosen.sum(-1, keepdim=True) + 1e-20
+    return x * chosen.sin().sum(-1, keepdim=True)
+
+
+def _grouped(self: Any, x: Tensor) -> Tensor:
+    ends = torch.arange(1, 3, dtype=torch.int32) * 2
+    return torch._grouped_mm(self.first(x), self.weight.expand(2, -1, -1).contiguous(), offs=ends).sin()
+
+
+# A gradient whose kernel lays it out as it wants to.
+units({"transposed": lambda self, x: F.softplus(self.first(x)).transpose(0, 1).contiguous().view(x.shape).tanh()})
+units(
+    {
+        "constant": _with_a_constant,
+        "number of a constant": _number_of_a_constant,
+        "shares of the largest": _shares_of_the_largest,
+        "shares of the chosen": _shares_of_the_chosen,
+        "grouped products": _grouped,
     }
 )
 
@@ -414,6 +458,11 @@ def _constant_written(self: Any, x: Tensor) -> Tensor:
     return x * (factor * self.first(x)).sin() * before
 
 
+def _added_to_itself(self: Any, x: Tensor) -> Tensor:
+    output = self.first(x).sin()
+    return output.add_(output)
+
+
 def _numpy_inside(self: Any, x: Tensor) -> Tensor:
     scale = torch.zeros_like(x)
     scale.numpy()[...] = x.detach().numpy() + 1
@@ -441,6 +490,7 @@ units(
         "written by a custom op": _written_by_a_custom_op,
         "constant written by a custom op": _constant_written,
         "numpy inside": _numpy_inside,
+        "added to itself": _added_to_itself,
     }
 )
 units({"other input written": _input_written}, calls=lambda units, x: units[0](x, x.detach().clone()))
@@ -777,6 +827,29 @@ def _asks_the_compiler(self: Any, x: Tensor) -> Tensor:
     return self.first(x).sin()
 
 
+# As Transformers gives all loggers a method.
+logging.Logger.say_once = functools.lru_cache(lambda logger, text: logger.debug(text))  # type: ignore[attr-defined]
+_logger: Any = logging.getLogger(__name__)
+
+
+def _logs_once(self: Any, x: Tensor) -> Tensor:
+    _logger.say_once("slow")
+    return self.first(x).sin()
+
+
+def _static_address(self: Any, x: Tensor) -> Tensor:
+    made = torch.zeros_like(x)
+    if not torch.compiler.is_compiling():
+        torch._dynamo.mark_static_address(made)
+    return made.copy_(self.first(x)).sin()
+
+
+def _marked_dynamic(self: Any, x: Tensor) -> Tensor:
+    made = torch.zeros_like(x)
+    torch._dynamo.mark_dynamic(made, 0)
+    return self.first(x) + made
+
+
 def _counter(self: Any, x: Tensor) -> Tensor:
     self.count += 1
     return (self.first(x) * self.count).sin()
@@ -814,6 +887,9 @@ units(
         "branch on training": lambda self, x: F.dropout(self.first(x), 0.5) if self.training else self.second(x),
         "asks the compiler": _asks_the_compiler,
         "context variable": lambda self, x: self.first(x) * POSITION.get(),
+        "logs once": _logs_once,
+        "static address": _static_address,
+        "marked dynamic": _marked_dynamic,
         "counter": _counter,
         "auxiliary losses": _auxiliary_losses,
         "attribute of an earlier call": _earlier_call,
@@ -863,6 +939,7 @@ _WORDS: dict[str, tuple[str, ...]] = {
         *("saved on cpu inside", "context variable", "branch on data"),
         *("full backward hook inside", "full backward pre hook inside"),
     ),
+    "Attempt to trace forbidden callable": ("marked dynamic",),
     "reads memory between the writes to it": ("random relu in place",),
     "writes random numbers in place": ("written by a custom op", "constant written by a custom op"),
     "gives back depends on data": ("one element", "loop over experts", "mask of data", "number under autocast"),
