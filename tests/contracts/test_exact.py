@@ -7,6 +7,7 @@ runs from its trace in the last step, or says why not.
 from __future__ import annotations
 
 import copy
+import io
 import pickle
 import re
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from functools import cache, partial
 from typing import Any
 
 import pytest
+import torch
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 import recollect
@@ -125,11 +127,19 @@ def copied(case: Case, place: Place) -> Step:
     run = Run(model)
     with place(model, FULL):
         run.through(plain, plain)
-        twins = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+        twins = [copy.deepcopy(model), pickle.loads(pickle.dumps(model)), saved(model)]
         found = {
             f"copy {i}: {n}": t for i, twin in enumerate(twins) for n, t in Run(twin).through(plain, plain).items()
         }
         return found | run.through(plain)
+
+
+def saved(model: Model) -> Model:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    loaded: Model = torch.load(file, weights_only=False)
+    return loaded
 
 
 def two_models(case: Case, place: Place) -> Step:

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import io
-import pickle
-import threading
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,7 +15,7 @@ from policies import FEW_PLANS, FULL, KEEP_ALL, NOTHING_KEPT, Policy, Random
 from recollect.applying import apply_policy
 from recollect.errors import AlreadyAppliedError
 from watch import Watch, live_tensors
-from zoo import ZOO, Case
+from zoo import ZOO
 
 LLAMA = ZOO["llama"]
 few_plans = pytest.mark.parametrize("policy", FEW_PLANS.values(), ids=FEW_PLANS)
@@ -100,42 +96,6 @@ def test_hooks_of_the_user_run_once_and_in_order() -> None:
     model = LLAMA.model()
     with apply_policy(model, LLAMA.layers, FULL):
         assert events_of(model) == expected
-
-
-def _deepcopy(model: nn.Module) -> nn.Module:
-    return copy.deepcopy(model)
-
-
-def _pickle(model: nn.Module) -> nn.Module:
-    copied: nn.Module = pickle.loads(pickle.dumps(model))
-    return copied
-
-
-def _save(model: nn.Module) -> nn.Module:
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    loaded: nn.Module = torch.load(file, weights_only=False)
-    return loaded
-
-
-COPIES: dict[str, Callable[[nn.Module], nn.Module]] = {"deepcopy": _deepcopy, "pickle": _pickle, "torch.save": _save}
-
-
-@pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
-@some_cases
-def test_copies_of_an_applied_model(name: str, copied: Callable[[nn.Module], nn.Module]) -> None:
-    case = ZOO[name]
-    model = case.model()
-    expected = step_of(case, model)
-    with apply_policy(model, case.layers, FULL):
-        step_of(case, model)
-        twin = copied(model)
-        assert_same_gradients(expected, step_of(case, twin))
-        assert_same_gradients(expected, step_of(case, model))
-    assert_same_gradients(expected, step_of(case, twin))
-    assert_same_gradients(expected, step_of(case, model))
-    assert not {id(p) for p in twin.parameters()} & {id(p) for p in model.parameters()}
 
 
 @some_cases
@@ -222,44 +182,6 @@ def test_a_second_plan_is_refused_and_the_first_stays() -> None:
             assert_same_gradients(expected, step_of(LLAMA, model))
     with apply_policy(model, LLAMA.layers, FULL):
         assert_same_gradients(expected, step_of(LLAMA, model))
-
-
-def test_two_threads() -> None:
-    """Two models train at the same time. (Without dropout: threads share PyTorch's random generator.)"""
-    cases = {"llama": FULL, "resnet": NOTHING_KEPT, "mixtral": Random(1), "mamba": FULL}
-    failures: list[BaseException] = []
-
-    def train(case: Case, policy: Policy, expected: Any, start: threading.Barrier) -> None:
-        try:
-            model = case.model()
-            start.wait()
-            with apply_policy(model, case.layers, policy):
-                for _ in range(10):
-                    assert_same_gradients(expected, step_of(case, model))
-        except BaseException as error:
-            failures.append(error)
-
-    def build_one_after_the_other() -> list[threading.Thread]:
-        # Building draws random numbers, too, so the models and their references are made before the threads start.
-        return [
-            threading.Thread(target=train, args=(_built(ZOO[name]), policy, step_of(ZOO[name], ZOO[name].model()), bar))
-            for name, policy in cases.items()
-        ]
-
-    bar = threading.Barrier(len(cases))
-    threads = build_one_after_the_other()
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if failures:
-        raise failures[0]
-
-
-def _built(case: Case) -> Case:
-    """The same case with its model and batch made now."""
-    model, batch = case.model(), case.data()
-    return Case(case.name, lambda: model, lambda: batch, case.layers, case.loss_fn)
 
 
 @some_cases
