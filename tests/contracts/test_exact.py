@@ -86,13 +86,14 @@ def takes_turns(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointP
 @every_unit
 def test_checkpointed(case: Case) -> None:
     """By `recollect.checkpoint`; every other unit with a policy that saves, recomputes and offloads."""
+    expected = without_a_plan(case.name)
     options: dict[str, Any] = {}
     if list(UNITS).index(case.name) % 2:
         options["context_fn"] = partial(create_selective_checkpoint_contexts, takes_turns)
     model = case.model()
     for unit in model.units:
         vars(unit)["forward"] = partial(recollect.checkpoint, unit.forward, **options)
-    assert_same_gradients(without_a_plan(case.name), Run(model).through(*BACKWARDS))
+    assert_same_gradients(expected, Run(model).through(*BACKWARDS))
 
 
 Place = Callable[[Model, Policy], AbstractContextManager[Any]]

@@ -1,5 +1,8 @@
 """Steps of Mixtral and DeepSeek-V3 under plans: the same bits, the same routes, the same training, with everything that draws
-random numbers, counts or adds to the loss switched on."""
+random numbers, counts or adds to the loss switched on.
+
+Single modules that run again are in `test_megatron_gradients.py`.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ import torch
 from torch import Tensor
 
 import recollect
-from gradients import assert_same_gradients, gradients
+from gradients import gradients
 from policies import NOTHING_KEPT
 from predictions import LEAN_LOOP
 from recollect.applying import apply_policy
@@ -20,7 +23,6 @@ from recollect.errors import RecordError
 from recollect.lab.models.gpt import GPTModel
 from recollect.lab.models.router import Routing, TopKRouter
 from recollect.lab.models.sizes import NAMED_CONFIGS
-from recollect.plans.action import Action
 from recollect.plans.plan import Plan
 from recollect.profile.profile import Profile
 from recollect.recording.find_units import find_units
@@ -171,30 +173,3 @@ def test_a_budget_holds(case: str) -> None:
     assert report.gradients_equal
     assert report.plan_peak_bytes <= (plan.budget_bytes or 0)
     assert report.plan_peak_bytes == pytest.approx(plan.predicted_peak_bytes, rel=0.005)
-
-
-@every_model
-def test_random_plans_of_single_parts(case: str) -> None:
-    """Every value of one part dropped, the others kept: a Megatron module on its own."""
-    model, batch = model_of(case), batch_of()
-    expected = gradients(model, batch, loss_of)
-    parts = ["core_attention", "mlp.experts.activation_func", "mlp.router", "mlp.experts", "mlp.shared_experts", "norm"]
-    for part in [*parts, "self_attention.qkv_up_proj"]:
-        with apply_policy(model, unit_paths(model), _Part(part)):
-            assert_same_gradients(expected, gradients(model, batch, loss_of))
-
-
-@dataclasses.dataclass(frozen=True)
-class _Part:
-    part: str
-
-    drops_outputs = False
-
-    def action(self, unit_path: str, value_name: str) -> Action:
-        return Action.RECOMPUTE if self.part in f"{unit_path}.{value_name}" else Action.KEEP
-
-    def acts_in(self, unit_path: str, module_path: str) -> bool:
-        return True
-
-    def output_action(self, unit_path: str) -> Action:
-        return Action.KEEP

@@ -493,6 +493,15 @@ units(
         "added to itself": _added_to_itself,
     }
 )
+
+
+def _exponential(self: Any, x: Tensor) -> Tensor:
+    """Autograd saves its result alone, whatever becomes of what the model is given."""
+    return (x * 0.5 + self.first.bias).exp() * 2
+
+
+units({"output added to": _exponential}, calls=lambda units, x: units[0](x).add_(x))
+units({"output activated in place": _exponential}, calls=lambda units, x: torch.relu_(units[0](x)) * x)
 units({"other input written": _input_written}, calls=lambda units, x: units[0](x, x.detach().clone()))
 
 # Weights
