@@ -22,7 +22,7 @@ from recollect.lab.models.sizes import NAMED_CONFIGS
 
 pytestmark = pytest.mark.integration
 
-STEP = ["--size", "tiny", "--num-layers", "2", "--micro-batch-size", "4", "--seq-length", "64", "--device", "cpu"]
+STEP = ["--size", "tiny", "--num-layers", "4", "--micro-batch-size", "4", "--seq-length", "64", "--device", "cpu"]
 QUICK = ["bench", *STEP, "--rounds", "2"]
 BUDGET = ["--setting", "memory_budget 80%"]
 
@@ -114,7 +114,7 @@ def test_golden_results_of_another_model_are_refused(tmp_path: Path, capsys: pyt
     assert main([*QUICK, "--num-layers", "3", "--golden", str(golden)]) == 2
     error = capsys.readouterr().err
     assert f"Error: golden results {golden}: from another model or step (" in error
-    assert "config.num_layers: stored 2, now 3" in error
+    assert "config.num_layers: stored 4, now 3" in error
     data = document(golden)
     data["machine"]["device"] = "another one"
     golden.write_text(json.dumps(data))
@@ -269,7 +269,7 @@ def test_megatrons_words_are_measured(tmp_path: Path) -> None:
     out = tmp_path / "results.json"
     words = ["--recompute-granularity", "selective", "--recompute-modules", "mlp", "layernorm"]
     more = ["--setting", "full uniform 1", "--setting", "full block 2"]
-    assert main([*QUICK, "--num-layers", "4", *words, *more, "--out", str(out)]) == 0
+    assert main([*QUICK, *words, *more, "--out", str(out)]) == 0
     found = rows(out)
     assert list(found) == ["none", "selective mlp,layernorm", "full uniform 1", "full block 2"]
     for row in found.values():
