@@ -769,6 +769,18 @@ class InPlaceDouble(torch.autograd.Function):
         return gradient * 2 + 0 * doubled
 
 
+class UnsqueezedDouble(torch.autograd.Function):
+    """Reshapes its result in place."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.mul(2).unsqueeze_(1)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.squeeze(1) * 2
+
+
 def _force_field(self: Any, x: Tensor) -> Tensor:
     with torch.enable_grad():
         position = x.detach().requires_grad_()
@@ -812,6 +824,7 @@ units(
         "function that writes to its result": lambda self, x: WrittenDouble.apply(self.first(x)).square(),
         "function that writes unseen": lambda self, x: KernelSine.apply(self.first(x)).square(),
         "function in place": lambda self, x: InPlaceDouble.apply(self.first(x).sin()).square(),
+        "function that reshapes in place": lambda self, x: UnsqueezedDouble.apply(self.first(x)).squeeze(1).square(),
         "vmap": lambda self, x: torch.func.vmap(torch.tanh)(self.first(x)).sin(),
         "jacobian": _jacobian,
         "jvp": lambda self, x: torch.func.jvp(torch.tanh, (self.first(x),), (x.sin(),))[1],
@@ -967,6 +980,7 @@ _WORDS: dict[str, tuple[str, ...]] = {
     "it runs other ops than in eager mode|a Function in it returns the same tensor twice": ("function in place",),
     "a Function in it returns the same tensor twice when it is traced": ("function that writes to its result",),
     "chooses its ops by what a tensor holds": ("product", "cumulative product"),
+    r"a Function in it calls aten\.unsqueeze_": ("function that reshapes in place",),
     # torch 2.11 quotes the line.
     r"it calls register_hook|x\.register_hook\(": ("gradient hook within",),
     "it calls tag_activation_checkpoint": ("own checkpoint",),
