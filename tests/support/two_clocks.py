@@ -20,8 +20,9 @@ def on_host(profile: Profile, host: HostTimes) -> Profile:
 
     def of_graph(graph: UnitGraph) -> UnitGraph:
         modules = [module_of(op.name) for op in graph.ops]
-        watching = tuple((m, host.watching_s(m, modules.count(m))) for m in dict.fromkeys(modules))
-        return replace(graph, tape_s=host.unit_s, module_tape_s=watching, again_op_s=host.again_op_s)
+        watching = tuple((m, modules.count(m) * host.seen_op_s) for m in dict.fromkeys(modules))
+        tape_s = host.tape_s(len({*modules} - {""}))
+        return replace(graph, tape_s=tape_s, module_tape_s=watching, again_op_s=host.again_op_s)
 
     def timed(event: Event) -> Event:
         return (*event, _WORK_NS) if event[0] == WORK and len(event) == 2 else event

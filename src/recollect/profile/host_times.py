@@ -14,8 +14,8 @@ class HostTimes:
         ValueError: a number that is negative or not finite.
 
     Example:
-        >>> HostTimes(unit_s=2e-4, module_s=5e-5, seen_op_s=2e-5, again_op_s=8e-6).watching_s("mlp", 10)
-        0.00025
+        >>> HostTimes(unit_s=2e-4, module_s=5e-5, seen_op_s=2e-5, again_op_s=8e-6).tape_s(num_modules=4)
+        0.0004
     """
 
     forward_op_s: float = 0.0
@@ -24,7 +24,7 @@ class HostTimes:
     unit_s: float = 0.0
     """For a call of a unit on the tape, in forward and backward."""
     module_s: float = 0.0
-    """For a module inside it whose ops the tape sees."""
+    """For a call of a module inside it."""
     seen_op_s: float = 0.0
     """For an op that the tape sees in forward."""
     again_op_s: float = 0.0
@@ -43,9 +43,9 @@ class HostTimes:
         """Whether a device runs ops behind the host."""
         return self.forward_op_s > 0
 
-    def watching_s(self, module: str, num_ops: int) -> float:
-        """Return what the tape takes to see the ops of a module of a unit, or of the unit itself ("")."""
-        return bool(module) * self.module_s + num_ops * self.seen_op_s
+    def tape_s(self, num_modules: int) -> float:
+        """Return what a unit on the tape takes in forward, whatever is dropped: its call, and those of the modules inside."""
+        return self.unit_s + num_modules * self.module_s
 
 
 @dataclass(frozen=True, slots=True)

@@ -122,12 +122,12 @@ def _graph(
         )
         for op in call.ops
     )
-    watching_s = {module: host.watching_s(module, number) for module, number in call.seen_ops.items()}
+    watching_s = {module: number * host.seen_op_s for module, number in call.seen_ops.items()}
     always_s = [watching_s.pop(module) for module in call.watched_modules & watching_s.keys()]
     return UnitGraph(
         values,
         ops,
-        tape_s=math.fsum((host.unit_s, *always_s)),
+        tape_s=math.fsum((host.tape_s(call.num_modules), *always_s)),
         module_tape_s=tuple(watching_s.items()),
         again_op_s=host.again_op_s,
         parts=parts,

@@ -267,7 +267,9 @@ class _RecordingMode(FunctionMode):
 
     def run_module(self, module_path: str, forward: Any, args: Any, kwargs: Any) -> Any:
         """After the hooks that set them, note the tensors that the module's parameters hold."""
-        module = getattr(forward, "__self__", None)
+        module, index = getattr(forward, "__self__", None), self.recorder.current
+        if module_path and index is not None:
+            self.recorder.calls[index].num_modules += 1
         if isinstance(module, nn.Module):
             self.recorder.note_parameters(module.parameters())
         output = super().run_module(module_path, forward, args, kwargs)

@@ -333,6 +333,8 @@ class RecordedCall:
     # Number of ops that the tape sees, by module; and modules that it always watches, since they write in place.
     seen_ops: Counter[str] = field(default_factory=Counter)
     watched_modules: set[str] = field(default_factory=set)
+    # Calls of modules inside.
+    num_modules: int = 0
     # Of values that may be the same on all ranks of a group: a number for their content.
     contents: dict[int, int] = field(default_factory=dict)
     # No plan may drop its output.

@@ -13,8 +13,8 @@ from recollect.simulation.decisions import decide
 from recollect.simulation.simulate import Simulation, simulate
 
 # Nine of ten measured slowdowns differ from the predicted one by no more than this part of the step, and of the slowdown
-# (`benchmarks/step_times.py`, two processors).
-_LEAST_ERROR: Final = 0.03
+# (`benchmarks/step_times.py`, one thread).
+_LEAST_ERROR: Final = 0.05
 _ERROR: Final = 0.15
 
 
