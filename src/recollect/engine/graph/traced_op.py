@@ -13,7 +13,8 @@ from recollect.plans.value_names import value_stem
 Layout: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], int, torch.dtype, bool, bool]
 
 
-@dataclass(eq=False, slots=True)
+# Each refers to others, and a text of all would never end.
+@dataclass(eq=False, repr=False, slots=True)
 class TracedTensor:
     """Stands for one tensor, which an op made or wrote to, or that came from outside."""
 
@@ -42,7 +43,7 @@ class TracedTensor:
         return True
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, repr=False, slots=True)
 class TracedOp:
     """One call of an op. Its arguments have a `TracedTensor` in place of each tensor."""
 
