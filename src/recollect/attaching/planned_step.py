@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Final
 
 from recollect.attaching.step_shape import CONTEXT, Call, covering, groups_of, shape_text
@@ -15,6 +16,7 @@ from recollect.errors import BudgetTooSmallError
 from recollect.notebooks import Lines
 from recollect.planning.choose import CACHE_ADVICE, Planner
 from recollect.planning.planners import OffloadPlanner
+from recollect.plans.action import EngineChoice
 from recollect.plans.plan import Plan
 from recollect.plans.unit_plan import needs_all_ranks
 from recollect.profile.profile import Profile, kind_text
@@ -108,6 +110,12 @@ class PlannedStep:
     def is_compiling(self) -> bool:
         """Whether its next call compiles, which takes memory of the same allocator as tensors on a CPU."""
         return self.plan.is_compiled and self.num_calls <= 1 and not self.profile.device.startswith("cuda")
+
+    @cached_property
+    def is_timeable(self) -> bool:
+        """Whether anything runs again, and the tape runs all of it, so that it can be told from the rest of backward."""
+        units = [unit for unit in self.plan.units.values() if unit.recomputes_anything]
+        return bool(units) and all(unit.engine is EngineChoice.TAPE for unit in units)
 
     @property
     def fits(self) -> bool:

@@ -17,8 +17,6 @@ from recollect.attaching.held import StepUnderWay
 from recollect.attaching.planned_step import PlannedStep
 from recollect.attaching.timed_steps import Timed
 from recollect.measuring.stopwatch import Stopwatch
-from recollect.plans.action import EngineChoice
-from recollect.plans.plan import Plan
 from recollect.profile.profile import Profile
 from recollect.simulation.clocks import has_two_clocks
 from recollect.simulation.decisions import decide
@@ -49,8 +47,9 @@ class StepClock:
         timing.num_steps += 1
         if timing.found is not None or timing.num_steps <= _UNSETTLED or len(timing.watches) == _NUM_TIMED:
             return
-        is_captured = self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        if not _is_all_on_tape(planned.plan) or profiler_is_active() or is_captured:
+        if not planned.is_timeable or profiler_is_active():
+            return
+        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return
         self._planned, self._thread = planned, threading.get_ident()
         whole, reruns = Stopwatch(self._device), Stopwatch(self._device)
@@ -68,10 +67,10 @@ class StepClock:
             watches = self._planned.timing.watches
             watches[-1][0].stop()
             is_whole = planned is self._planned and step.departure is None and len(step.calls) == len(planned.calls)
-            if not is_whole or self._thread != threading.get_ident():
-                watches.pop()
-            self._place(None)
-            self._planned = None
+            if is_whole and self._thread == threading.get_ident():
+                self._let_go()
+            else:
+                self.abandon()
         if planned is None or planned.timing.found is not None or len(planned.timing.watches) < _NUM_TIMED:
             return None
         pairs = [(whole.read(), reruns.read()) for whole, reruns in planned.timing.watches]
@@ -92,14 +91,11 @@ class StepClock:
         """Forget the step under way."""
         if self._planned is not None:
             self._planned.timing.watches.pop()
-            self._place(None)
-            self._planned = None
+            self._let_go()
 
-
-def _is_all_on_tape(plan: Plan) -> bool:
-    """Whether anything runs again, and the tape runs all of it."""
-    units = [unit for unit in plan.units.values() if unit.recomputes_anything]
-    return bool(units) and all(unit.engine is EngineChoice.TAPE for unit in units)
+    def _let_go(self) -> None:
+        self._place(None)
+        self._planned = None
 
 
 def _tape_s(planned: PlannedStep) -> float:
