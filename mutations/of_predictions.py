@@ -8,6 +8,12 @@ __all__ = ["MUTATIONS"]
 
 MUTATIONS = (
     Mutation(
+        "deaths-unseen",
+        "a storage that dies on a different thread hides what is allocated at the address of its mark",
+        "measuring",
+        (("if num_bytes > 0 and address not in made:", "if num_bytes > 0:"),),
+    ),
+    Mutation(
         "host-does-not-wait",
         "the host does not wait for a number that Python reads",
         "simulation",

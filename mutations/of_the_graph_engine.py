@@ -113,7 +113,13 @@ MUTATIONS = (
         "graph-statistics-twice",
         "batch norm in a trace updates its running statistics once more when it runs again",
         "engine/graph",
-        (("if statistics is not None and self._runs_again(op) and args[statistics[1]]:", "if False:"),),
+        (("if op.updated and self._runs_again(op):", "if False:"),),
+    ),
+    Mutation(
+        "graph-statistics-read-late",
+        "a trace reads statistics after the batch norm in it has updated them",
+        "engine/graph",
+        (("self._check_statistics()", "pass"),),
     ),
     Mutation(
         "graph-memory-out-twice",

@@ -387,6 +387,11 @@ def _statistics_written(self: Any, x: Tensor) -> Tensor:
     return torch.ops.aten._native_batch_norm_legit(*given)[0].sin()
 
 
+def _statistics_read(self: Any, x: Tensor) -> Tensor:
+    """Its gradient, and what runs it again, would read what batch norm has written unseen since."""
+    return F.batch_norm((self.first(x) * self.seen).exp(), self.seen, self.seen, training=True)
+
+
 def layout_in_place(self: Any, x: Tensor) -> Tensor:
     """`transpose_` and its kin bump the version counter, though no number changes."""
     doubled = self.first(x) * 2
@@ -476,6 +481,7 @@ units(
         "buffer written": _buffer_written,
         "buffer replaced": _buffer_replaced,
         "statistics written": _statistics_written,
+        "statistics read": _statistics_read,
         "layout in place": layout_in_place,
         "data assigned": _data_assigned,
         "data written": _data_written,
@@ -980,6 +986,7 @@ _WORDS: dict[str, tuple[str, ...]] = {
     "it runs other ops than in eager mode|a Function in it returns the same tensor twice": ("function in place",),
     "a Function in it returns the same tensor twice when it is traced": ("function that writes to its result",),
     "chooses its ops by what a tensor holds": ("product", "cumulative product"),
+    "it reads statistics that a batch norm in it updates": ("statistics read",),
     r"a Function in it calls aten\.unsqueeze_": ("function that reshapes in place",),
     # torch 2.11 quotes the line.
     r"it calls register_hook|x\.register_hook\(": ("gradient hook within",),

@@ -76,12 +76,17 @@ class Deaths:
                 vars(storage).pop(_MARK, None)
 
     def placed(self, events: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-        found, bytes_at = list[tuple[int, int]](), dict(self._bytes_at)
+        found, bytes_at, made = list[tuple[int, int]](), dict(self._bytes_at), set[int]()
         for address, num_bytes in events:
-            if address not in bytes_at:
-                found.append((address, num_bytes))
-            elif num_bytes < 0:  # From here on the address may be used again.
+            if address in bytes_at:
+                if num_bytes > 0 and address not in made:
+                    made.add(address)
+                    continue
                 found.append((OLDER, -bytes_at.pop(address)))
+                if num_bytes < 0:
+                    continue
+                # The mark has died on an untraced thread, and its address is used again.
+            found.append((address, num_bytes))
         return found
 
 

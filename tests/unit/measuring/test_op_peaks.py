@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from threading import Thread
+
 import torch
 
 from recollect.measuring.meter import CpuOpPeaks
@@ -26,3 +28,18 @@ def test_each_op_has_its_own_peak() -> None:
         peaks.end()
     assert (result.nbytes, outside.nbytes, second.nbytes, third.nbytes) == (4000, 4000, 200, 100)
     assert peaks.peaks_bytes() == [4000, 0, 500]
+
+
+def test_a_storage_that_dies_on_a_different_thread() -> None:
+    """As those that a communication library holds: the allocator is traced on this thread only."""
+    peaks = CpuOpPeaks(adds_up=True)
+    held = [torch.randn(1000) for _ in range(50)]
+    with peaks.recording():
+        thread = Thread(target=held.clear)
+        thread.start()
+        thread.join()
+        for _ in range(100):
+            peaks.begin()
+            torch.zeros(100, dtype=torch.uint8)
+            peaks.end()
+    assert peaks.peaks_bytes() == [100] * 100

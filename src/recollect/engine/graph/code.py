@@ -157,9 +157,8 @@ class _Text:
         args, kwargs = list(op.args), dict(op.kwargs)
         if op in self._sums:
             return f"{self._constant(binding_of(_ADD_IN_PLACE))}({', '.join(map(self._text, self._sums[op]))})"
-        statistics = op.facts.running_stats
-        if statistics is not None and self._runs_again(op) and args[statistics[1]]:
-            args = [None if position in statistics[0] else argument for position, argument in enumerate(args)]
+        if op.updated and self._runs_again(op):
+            args = [None if argument in op.updated else argument for argument in args]
         positional = ", ".join(map(self._text, args))
         named = ", ".join(f"{name}={self._text(argument)}" for name, argument in kwargs.items())
         if op in self._drawing or op in self._drawn:

@@ -24,7 +24,6 @@ from recollect.engine.graph.code import Run, RunInParts, backward_code, backward
 from recollect.engine.graph.cut import Cut, IsKept, cut
 from recollect.engine.graph.joint import TAKES_LIST
 from recollect.engine.graph.trace import Tangents, Trace
-from recollect.engine.graph.traced_op import TracedOp, TracedTensor
 from recollect.engine.opcall import Settings, current_settings
 from recollect.errors import ConfigError, MutatedValueError
 from recollect.plans.paths import unit_words
@@ -65,7 +64,9 @@ class Program:
         outputs = {tensor: index for index, tensor in enumerate(trace.outputs) if tensor not in trace.passed_on}
         read = tuple(index for index, tensor in enumerate(trace.inputs) if tensor.storage in storages)
         returned = tuple(index for tensor, index in outputs.items() if tensor.storage in storages)
-        read_again = {tensor.storage for op in made.backward if not op.is_backward for tensor in _read_again(op)}
+        # Batch norm runs again without the statistics that it updates.
+        again = ((op, tensor) for op in made.backward if not op.is_backward for tensor in op.reads)
+        read_again = {tensor.storage for op, tensor in again if tensor not in op.updated}
         seen = [*(trace.inputs[index] for index in read), *(trace.outputs[index] for index in returned)]
         return cls(
             made,
@@ -90,15 +91,6 @@ class _Running(threading.local):
 
 
 running = _Running()
-
-
-def _read_again(op: TracedOp) -> list[TracedTensor]:
-    """Return what an op reads when it runs again: batch norm runs without the statistics that it updates."""
-    statistics = op.facts.running_stats
-    if statistics is None or not op.args[statistics[1]]:
-        return op.reads
-    updated = [op.args[position] for position in statistics[0]]
-    return [tensor for tensor in op.reads if tensor not in updated]
 
 
 class TracedUnit:

@@ -72,6 +72,14 @@ class TracedOp:
         return value_stem(self.scope, self.facts.name, self.count) if self.count >= 0 else ""
 
     @property
+    def updated(self) -> list[TracedTensor]:
+        """Return the running statistics that it updates without its schema saying so."""
+        statistics = self.facts.running_stats
+        if statistics is None or not self.args[statistics[1]]:
+            return []
+        return [self.args[position] for position in statistics[0] if self.args[position] is not None]
+
+    @property
     def is_noted(self) -> bool:
         return not self.facts.changes_nothing
 
