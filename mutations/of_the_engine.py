@@ -8,6 +8,18 @@ __all__ = ["MUTATIONS"]
 
 MUTATIONS = (
     Mutation(
+        "statistics-made-again",
+        "statistics that a batch norm updates are made again, without its update",
+        "engine",
+        (("# The op itself has saved each, too.", "return"),),
+    ),
+    Mutation(
+        "statistics-saved-before",
+        "a gradient reads statistics from before a batch norm updated them, where eager mode reads the new ones",
+        "engine",
+        (("> sum(one is storage for one in storages):", "> 100:"),),
+    ),
+    Mutation(
         "write-without-copy",
         "a value that the tape holds is not copied before an op writes to it",
         "engine",

@@ -117,9 +117,15 @@ MUTATIONS = (
     ),
     Mutation(
         "graph-statistics-read-late",
-        "a trace reads statistics after the batch norm in it has updated them",
+        "what runs again reads statistics that a batch norm in the trace has updated since",
         "engine/graph",
-        (("self._check_statistics()", "pass"),),
+        (("for tensor in op.updated)),", "for tensor in op.updated[:0])),"),),
+    ),
+    Mutation(
+        "graph-statistics-made-again",
+        "statistics that a batch norm updates are made again, without its update",
+        "programs",
+        (("if is_there} | outputs | updated", "if is_there} | outputs"),),
     ),
     Mutation(
         "graph-memory-out-twice",

@@ -388,8 +388,16 @@ def _statistics_written(self: Any, x: Tensor) -> Tensor:
 
 
 def _statistics_read(self: Any, x: Tensor) -> Tensor:
-    """Its gradient, and what runs it again, would read what batch norm has written unseen since."""
-    return F.batch_norm((self.first(x) * self.seen).exp(), self.seen, self.seen, training=True)
+    """Ops read them before batch norm writes to them, unseen, and gradients do afterwards."""
+    x = ((self.first(x) - self.seen * 2).sin() * self.seen).exp().sin()
+    return F.batch_norm(x, self.seen, self.seen, training=True).exp()
+
+
+def _statistics_made(self: Any, x: Tensor) -> Tensor:
+    """Batch norm writes to memory that is made in the unit, and that would be made again without it."""
+    seen = self.seen * 1
+    x = F.batch_norm(self.first(x), seen, seen, training=True)
+    return (x * seen).exp().sin()
 
 
 def layout_in_place(self: Any, x: Tensor) -> Tensor:
@@ -483,6 +491,7 @@ units(
         "statistics written": _statistics_written,
         "statistics read": _statistics_read,
         "layout in place": layout_in_place,
+        "statistics made": _statistics_made,
         "data assigned": _data_assigned,
         "data written": _data_written,
         "filled by parts": _filled_by_parts,
@@ -986,7 +995,6 @@ _WORDS: dict[str, tuple[str, ...]] = {
     "it runs other ops than in eager mode|a Function in it returns the same tensor twice": ("function in place",),
     "a Function in it returns the same tensor twice when it is traced": ("function that writes to its result",),
     "chooses its ops by what a tensor holds": ("product", "cumulative product"),
-    "it reads statistics that a batch norm in it updates": ("statistics read",),
     r"a Function in it calls aten\.unsqueeze_": ("function that reshapes in place",),
     # torch 2.11 quotes the line.
     r"it calls register_hook|x\.register_hook\(": ("gradient hook within",),

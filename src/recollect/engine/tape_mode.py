@@ -33,7 +33,7 @@ from recollect.engine.opcall import Arguments, CollectiveCall, OpCall, WriteCall
 from recollect.engine.policy import ALL_KEPT, ModuleKey, OpActions, OpKey, TapeState, Watch
 from recollect.engine.self_check import SwitchedOff, switched_off
 from recollect.engine.subclasses import PackedSubclass, held_whole
-from recollect.engine.unseen_writes import Comparison, forget_content, forget_overwritten
+from recollect.engine.unseen_writes import Comparison, forget_content, forget_overwritten, forget_updated
 from recollect.engine.values import (
     Layout,
     StorageRecord,
@@ -45,7 +45,6 @@ from recollect.engine.values import (
     is_known,
     layout_of,
     record_of,
-    snapshot_leaves,
     snapshot_targets,
     watch,
 )
@@ -140,10 +139,9 @@ class TapeMode(OpMode):
         self._op = facts.name
         if facts.is_view:
             return func(*args, **kwargs)  # A view is made from its base when something asks for it.
-        if facts.running_stats is not None:
-            for position in facts.running_stats[0]:
-                if args[position] is not None:
-                    snapshot_leaves(args[position].untyped_storage())
+        if facts.running_stats is not None and args[facts.running_stats[1]]:
+            statistics = [args[position] for position in facts.running_stats[0] if args[position] is not None]
+            forget_updated(statistics, facts.name, (self.unit_path, self.scope, ""))
         if facts.changes_storage:
             self._writes.add((self.unit_path, self.scope))
         if facts.changes_layout_only:

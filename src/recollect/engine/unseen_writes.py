@@ -9,12 +9,13 @@ within the call is an error; of an output that was overwritten between units, th
 
 import math
 import weakref
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
 from recollect.engine.content import checksum
-from recollect.engine.values import NOTES, Layout, forget_record, leaves_of, record_of
+from recollect.engine.values import NOTES, Layout, forget_record, leaves_of, record_of, snapshot_leaves
 from recollect.errors import MutatedValueError
 
 _Label = tuple[str, str, str]
@@ -38,6 +39,24 @@ def forget_overwritten(tensor: torch.Tensor, writer: str, label: _Label) -> None
     for value in leaves_of(storage):
         raise _error(tensor.size(), value.label, writer)
     forget_content(storage)
+
+
+def forget_updated(statistics: Sequence[torch.Tensor], writer: str, label: _Label) -> None:
+    """Forget how statistics were made that an op is about to update; what has read them keeps their old content.
+
+    Raises:
+        MutatedValueError: an op before this one has saved them for its gradient, which would read their new content.
+    """
+    storages = [tensor.untyped_storage() for tensor in statistics]
+    for tensor, storage in zip(statistics, storages, strict=True):
+        snapshot_leaves(storage)
+        record = record_of(storage)
+        if record is not None:
+            values = (record.base, *record.views.values())
+            # The op itself has saved each, too.
+            if sum(reference() in values for reference in record.call.saved) > sum(one is storage for one in storages):
+                raise _error(tensor.size(), label, writer)
+            forget_record(storage)
 
 
 def forget_content(storage: torch.UntypedStorage) -> None:

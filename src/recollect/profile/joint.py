@@ -16,6 +16,8 @@ class JointOp:
     results: tuple[int, ...] = ()
     """The tensors that it returns; -1 for a result that is none. One that it writes to comes back as another one."""
     writes: tuple[int, ...] = ()
+    updates: tuple[int, ...] = ()
+    """Memory that it writes to as well, but neither reads nor writes to when it runs again: statistics of a batch norm."""
     working_bytes: int = 0
     """Peak growth while it runs, its results included; 0 if only the results count."""
     state_bytes: int = 0
@@ -67,7 +69,11 @@ class JointRecord:
         named += [tensor for op in self.ops for tensor in (*op.reads, *op.results) if tensor != -1]
         for what, found, number in (
             ("tensor", named, len(self.tensors)),
-            ("memory", [*self.tensors, *(one for op in self.ops for one in op.writes)], len(self.storages)),
+            (
+                "memory",
+                [*self.tensors, *(one for op in self.ops for one in (*op.writes, *op.updates))],
+                len(self.storages),
+            ),
         ):
             wrong = next((one for one in found if not 0 <= one < number), None)
             if wrong is not None:

@@ -175,12 +175,16 @@ class _Forward:
         self.groups: dict[int, list[int]] = {}
         self.maker: dict[int, int] = dict.fromkeys(joint.inputs, -1)
         made_by: dict[int, list[int]] = defaultdict(list)
+        updated: set[int] = set()
         for number, op in enumerate(joint.ops[: joint.num_forward]):
             touched = {memory[result]: index for index, result in enumerate(op.results) if result >= 0}
             self.maker.update((result, number) for result in op.results if result >= 0)
             for storage in op.writes:
                 self.writes[storage].append(number)
                 touched.setdefault(storage, 0)  # It need not be among the results.
+            for storage in op.updates:
+                self.writes[storage].append(number)
+                updated.add(storage)
             for storage, index in touched.items():
                 if storage in inputs:
                     continue
@@ -191,7 +195,7 @@ class _Forward:
             results = (memory[result] for result in joint.ops[number].results if result >= 0)
             kept.update((storage, True) for storage in results if storage in kept)
         outputs = {memory[tensor] for tensor in joint.outputs}
-        self.available = inputs | {storage for storage, is_there in kept.items() if is_there} | outputs
+        self.available = inputs | {storage for storage, is_there in kept.items() if is_there} | outputs | updated
         for storage in self.writes:
             if storage not in self.available:
                 self.groups[storage] = made_by[storage]
@@ -234,7 +238,7 @@ class _Forward:
             raise UntraceableError(f"{op.func} would run again, and write to what is kept once more")
         memory = self._joint.tensors
         # Who reads a view is checked.
-        for storage in () if op.is_view else (memory[tensor] for tensor in op.reads):
+        for storage in () if op.is_view else {memory[tensor] for tensor in op.reads}.difference(op.updates):
             is_late = any(write > number for write in self.writes.get(storage, ()))
             if is_late and number not in self.groups.get(storage, ()):
                 if self.available.issuperset(memory[result] for result in op.results if result >= 0):

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from gradients import assert_same_gradients, gradients
 from policies import FULL
@@ -52,6 +53,12 @@ def runs_of(op: str, function: Callable[[Tensor], Tensor]) -> int:
     return int(watch.ops[op])
 
 
+def normalised_twice(hidden: Tensor) -> Tensor:
+    """Scales by statistics that batch norm updates: without a plan, the gradient reads the new ones."""
+    seen = torch.ones(WIDTH) * 1
+    return F.batch_norm(hidden * seen, seen, seen, training=True)
+
+
 class DoublesItsInput(torch.autograd.Function):
     """Writes to its argument where PyTorch does not see it, and saves what was written."""
 
@@ -82,9 +89,13 @@ class DoublesItsInput(torch.autograd.Function):
             lambda hidden: without_gradients(hidden.sin(), doubled_by_address).cos(),
             r"made or used by sin in the model, .* by something that PyTorch does not see, such as a kernel that was given",
         ),
+        (
+            normalised_twice,
+            r"^a tensor of shape \[8\], saved for backward in the model, .* by native_batch_norm, unknown to",
+        ),
     ],
 )
-def test_what_backward_needs_is_not_overwritten_by_address(function: Callable[[Tensor], Tensor], message: str) -> None:
+def test_what_backward_needs_is_not_overwritten_unseen(function: Callable[[Tensor], Tensor], message: str) -> None:
     """`exp` saves its own result; `sin` has a recipe, which makes something else."""
     unit = Unit(function)
     with apply_policy(unit, [""], FULL), pytest.raises(MutatedValueError, match=message):

@@ -68,6 +68,7 @@ class Joint:
             reads=reads,
             results=tuple(-1 if one is None else self.number(one) for one in op.outputs),
             writes=tuple(sorted(self._storages[storage] for storage in op.written)),
+            updates=tuple(sorted(self._storages[tensor.storage] for tensor in op.updated)),
             working_bytes=self._working_bytes(op),
             is_view=op.facts.is_view and not op.facts.is_collective,
             is_random=op.is_random,

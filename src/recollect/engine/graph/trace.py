@@ -118,7 +118,6 @@ class Trace:
             for output, traced in zip(self._outputs, self.outputs, strict=True)
         ]
         self._check_outputs()
-        self._check_statistics()
         self._edges = self._find_edges()
         self._num_edges = Counter(leaf for _, _, leaf in self._edges)
         self._backward: dict[Tangents, BackwardTrace] = {}
@@ -138,12 +137,6 @@ class Trace:
             for tensor, needs_grad in zip(self.inputs, self.needs_grad, strict=True):
                 if needs_grad and tensor.storage in op.written:
                     raise UntraceableError("it writes to an input that needs a gradient")
-
-    def _check_statistics(self) -> None:
-        """Refuse ops that read what a batch norm updates out of sight: they run again, or their gradients, afterwards."""
-        updated = {tensor.storage for op in self.ops for tensor in op.updated}
-        if any(tensor.storage in updated for op in self.ops for tensor in op.reads if tensor not in op.updated):
-            raise UntraceableError("it reads statistics that a batch norm in it updates")
 
     @property
     def usual_tangents(self) -> Tangents:
