@@ -94,7 +94,7 @@ def _traced(
         args, kwargs = replace(sample, args=given[0], kwargs=given[1]).inputs([])
         leaves = tree_leaves((args, kwargs))
         try:
-            dynamo.traced_whole(_call, backend)(sample.module.forward, args, kwargs)  # type: ignore[arg-type]
+            dynamo.TracedWhole(_call, backend).trace(sample.module.forward, args, kwargs)  # type: ignore[arg-type]
         except _TracedError:
             return found[0]
         except Exception as error:

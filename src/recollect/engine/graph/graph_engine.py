@@ -44,6 +44,7 @@ from recollect.tensors import tensors_in
 from recollect.warning import warn_user
 
 if TYPE_CHECKING:
+    from recollect._torch_dynamo import TracedWhole
     from recollect.engine.graph.traced_op import TracedOp
     from recollect.engine.together import Agreement
     from recollect.plans.unit_plan import UnitPlan
@@ -120,7 +121,7 @@ class GraphForward(PlacedForward):
         self._kind: Kind = ()
         self._has_traced: set[Kind] = set()
         self._num_misses = 0
-        self._run: Callable[..., Any] | None = None
+        self._traces: TracedWhole | None = None
         self._methods: list[tuple[Any, Any]] = []
         # Those that autocast kept in the last call that ran on the tape.
         self._casts: Any = None
@@ -192,42 +193,41 @@ class GraphForward(PlacedForward):
             raise _NotTracedError
         running.path = self.path
         call = _is_traced, self.forward, args, kwargs
-        if kind in self._has_traced and self._run is not None:
+        if kind in self._has_traced and self._traces is not None:
+            run = self._traces.run_of(*call)
             try:
                 with running_unit():
-                    return self._run(*call)
+                    return (run or self._traces.trace)(*call)
             except dynamo.ERRORS as error:  # No trace fits, and `_backend` makes none here.
                 self._num_misses += 1
                 if self._num_misses > _MOST_MISSES:
                     differs = f"{dynamo.what_differs()!r} did not hold in the last one"
                     self._leave_to_tape(f"its calls differ, and each would have to be traced: {differs}")
                     raise _NotTracedError from error
-        elif self._run is None and (run := self._run_of_another(kind, call)):
-            self._run = run
+        elif self._traces is None and (run := self._run_of_another(kind, call)):
             self._remember(kind)
             with running_unit():
                 return run(*call)
         return self._traced(kind, call)
 
     def _run_of_another(self, kind: Kind, call: Any) -> Callable[..., Any] | None:
-        """Return what runs an equal unit under an equal plan from a trace, if that fits this call."""
-        from recollect._torch_dynamo import fits_a_trace
-
+        """Take over the traces of an equal unit under an equal plan if one fits this call; return what runs it."""
         for reference in self.tape.traced.get(self._alike, ()):
             other: GraphForward | None = reference()
-            if other is None or other._run is None or other._noted.get(kind) != self._noted[kind]:
+            if other is None or other._traces is None or other._noted.get(kind) != self._noted[kind]:
                 continue
-            if fits_a_trace(other._run, *call):
-                return other._run
+            if run := other._traces.run_of(*call):
+                self._traces = other._traces
+                return run
         return None
 
     def _traced(self, kind: Kind, call: Any) -> Any:
         """Trace the unit, and run it."""
         from recollect import _torch_dynamo as dynamo
 
-        if self._run is None:
+        if self._traces is None:
             torch.compiler.assume_constant_result(_is_traced)  # Here: it imports Dynamo.
-            self._run = dynamo.traced_whole(_unit, _backend)  # type: ignore[arg-type]
+            self._traces = dynamo.TracedWhole(_unit, _backend)  # type: ignore[arg-type]
             self.tape.traced.setdefault(self._alike, []).append(weakref.ref(self))
         self._kind = kind
         GraphForward.num_traces += 1
@@ -235,7 +235,7 @@ class GraphForward(PlacedForward):
         try:
             with stage(f"tracing {unit_words(self.path)}"), dynamo.tracing_as_eager(), running_unit():
                 _tracing.unit = self
-                output = self._run(*call)
+                output = self._traces.trace(*call)
         except Exception as error:
             if not dynamo.raised_by_tracing(error):
                 raise
@@ -289,7 +289,7 @@ class GraphForward(PlacedForward):
 
     def _leave_to_tape(self, why_not: str) -> None:
         self.why_not = why_not
-        self._run, self._noted = None, {}
+        self._traces, self._noted = None, {}
         told = vars(self.applied).setdefault("told_why_not", set())
         key = type(self.module), why_not
         if key not in told:
