@@ -61,8 +61,9 @@ def attach(
         units: module paths of the layers to plan, where they are not found.
         host_budget: bytes of host memory that values may be copied to in forward and back in backward; see `fit`. A step that
             is recorded offloads nothing, nor does a step at its leanest.
-        engine: "compile" lets layers run inside `torch.compile`; see `fit`. Steps are recorded without it, and layers are
-            measured at the end of such a step, once for each shape: up to ten compilations of each kind of layer.
+        engine: "graph" and "auto" let layers run from traces, "compile" inside `torch.compile`; see `fit`. Steps are recorded
+            without that, and layers are traced, or compiled and measured, at the end of such a step, once for each shape: up
+            to ten compilations of each kind of layer.
         measure: whether to measure peaks on the CPU, too: of the first step under each plan, and of every hundredth, which then
             take longer. On CUDA, which counts by itself, every step is measured.
         log: takes the line; by default it goes to standard error, in the first process of a group.

@@ -286,7 +286,7 @@ class Attached(Handle):
                 in_loop=True,
                 replays_collectives=not self._lockstep.ranks.is_alone,
                 lean_units=lean_units,
-                keeps_samples=self._planner.engine == "compile",
+                engine=self._planner.engine,
             )
             with self._placement.suspended():
                 recording.start(tensors, gradients=tensors.pop("gradients"))

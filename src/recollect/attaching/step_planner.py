@@ -175,6 +175,7 @@ class StepPlanner:
             profile,
             recording.samples_of_graph,
             self.device,
+            costs=recording.costs,
             ranks=self.lockstep.ranks,
             place=Place.STEP_END,
             compiled=lambda _, compile_s: seconds.append(compile_s),

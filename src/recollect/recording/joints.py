@@ -70,11 +70,13 @@ def _traced(
     if sample.num_hooks != num_hooks(sample.module):
         return "it gets hooks while its model runs"
     found: list[JointRecord | str] = []
+    # Dynamo holds the backend for good, and must not hold tensors with it.
+    asked: list[tuple[UnitSample, UnitGraph, list[Any], Costs | None]] = []
 
     def backend(code: Any, _: Any) -> Any:
         def run(*inputs: Any) -> None:
             try:
-                found.append(_joint(sample, graph, code, inputs, leaves, costs))
+                found.append(_joint(*asked.pop(), code, inputs))
             except Exception as error:  # noqa: BLE001 - the engine leaves the unit to the tape after any, too
                 found.append(dynamo.first_line(error))
             raise _TracedError
@@ -92,7 +94,7 @@ def _traced(
     ):
         warnings.simplefilter("ignore")
         args, kwargs = replace(sample, args=given[0], kwargs=given[1]).inputs([])
-        leaves = tree_leaves((args, kwargs))
+        asked.append((sample, graph, tree_leaves((args, kwargs)), costs))
         try:
             dynamo.TracedWhole(_call, backend).trace(sample.module.forward, args, kwargs)  # type: ignore[arg-type]
         except _TracedError:
@@ -101,6 +103,8 @@ def _traced(
             if not dynamo.raised_by_tracing(error):
                 raise
             return dynamo.first_line(error)
+        finally:
+            asked.clear()
     return "nothing in it can be traced"
 
 
@@ -109,7 +113,7 @@ def _call(forward: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _joint(
-    sample: UnitSample, graph: UnitGraph, code: Any, inputs: Any, leaves: list[Any], costs: Costs | None
+    sample: UnitSample, graph: UnitGraph, leaves: list[Any], costs: Costs | None, code: Any, inputs: Any
 ) -> JointRecord:
     from recollect._torch_dynamo import module_path
     from recollect.engine.graph.joint import Joint, key_of

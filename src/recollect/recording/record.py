@@ -22,7 +22,6 @@ from recollect.errors import HardwareError, RecordError
 from recollect.loss.intercept import loss_in_chunks
 from recollect.measuring.device_memory import other_bytes
 from recollect.plans.paths import unit_words
-from recollect.profile.events import BACKWARD
 from recollect.profile.host_times import NOTHING, AroundOps
 from recollect.profile.profile import Profile
 from recollect.progress import stage
@@ -46,7 +45,6 @@ from recollect.recording.optimizers import Optimizers, check_optimizers
 from recollect.recording.restored_state import free_gradients, undisturbed
 from recollect.recording.step_recorder import Costs
 from recollect.recording.step_recording import Collectives, Gradients, StepRecording
-from recollect.recording.trackers import Reached
 from recollect.tensors import inner_tensors
 from recollect.tracebacks import lets_go
 
@@ -227,11 +225,8 @@ class _Loop:
             costs,
             self.device,
             replays_collectives=collectives == "replay",
-            keeps_samples=engine != "tape",
+            engine=engine,
         )
-        if engine in ("auto", "graph"):
-            recorder = recording.recorder
-            recorder.reached = Reached(recorder.log, recorder.calls, partial(recorder.begin_phase, BACKWARD))
         if self.is_elsewhere and isinstance(costs, ModelledCosts):
             recording.kernels = costs.hardware.device
         return recording, record_optimizer_step(self.optimizer, self.device)

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import KW_ONLY, dataclass, replace
+from functools import partial
 from typing import Any, Final, Literal, TypeAlias
 
 import torch
@@ -19,6 +20,7 @@ from recollect.engine.policy import DropAll
 from recollect.engine.tape import forget_last_step
 from recollect.measuring.device_memory import memory_bytes
 from recollect.measuring.meter import storage_bytes
+from recollect.planning.planners import Engine
 from recollect.plans.unit_plan import UnitPlan
 from recollect.profile import events
 from recollect.profile.host_times import NOTHING, AroundOps
@@ -32,7 +34,7 @@ from recollect.recording.optimizers import Optimizers, beside_parameters, state_
 from recollect.recording.recording_tape import RecordingTape, StepMode
 from recollect.recording.replicated_values import RanksWithParts
 from recollect.recording.step_recorder import Costs, StepRecorder
-from recollect.recording.trackers import UnrelatedMemory, filled_storages, freed_gradients, storage_numbers
+from recollect.recording.trackers import Reached, UnrelatedMemory, filled_storages, freed_gradients, storage_numbers
 from recollect.recording.unit_samples import UnitSample, UnitSamples
 from recollect.simulation.clocks import has_two_clocks, step_times
 from recollect.simulation.decisions import CallActions
@@ -61,7 +63,7 @@ class StepRecording:
         in_loop: whether it begins in a call of the user's loop, which then tells `returns` of all calls. It takes as little
             memory as it can, and counts memory besides the step on the CPU too, as it always does on CUDA.
         replays_collectives: whether plans may run collectives again; this recording then does.
-        keeps_samples: whether `samples_of_graph` is wanted.
+        engine: what plans of the step will run on; on the tape, `samples_of_graph` stays empty.
         lean_units: the leanest known plan for the step, which then runs under it, within the budget if possible;
             else it drops everything except unit outputs.
 
@@ -80,14 +82,18 @@ class StepRecording:
     _: KW_ONLY
     in_loop: bool = False
     replays_collectives: bool = False
-    keeps_samples: bool = False
+    engine: Engine = "tape"
     lean_units: Mapping[str, UnitPlan] | None = None
 
     def __post_init__(self) -> None:
         self._modelled = self.costs if isinstance(self.costs, ModelledCosts) else None
         self.recorder = StepRecorder(self.costs, self.device)
         self._ranks = self.recorder.ranks = RanksWithParts.of(self.model, self.device, self._modelled)
-        self._samples = UnitSamples(self.model, self.device, in_excerpts=self.in_loop, takes_any=self.keeps_samples)
+        if self.engine in ("auto", "graph"):
+            recorder = self.recorder
+            recorder.reached = Reached(recorder.log, recorder.calls, partial(recorder.begin_phase, events.BACKWARD))
+        takes_samples = self.engine != "tape"
+        self._samples = UnitSamples(self.model, self.device, in_excerpts=self.in_loop, takes_any=takes_samples)
         self._stack = ExitStack()
         self._persistent: dict[str, int] = {}
         self.returns = Returns(self.recorder)
@@ -278,7 +284,7 @@ class StepRecording:
             host=None if around is NOTHING else around.host,
             **({} if host_link is None else host_link.profile_fields()),
         )
-        if self.keeps_samples:
+        if self.engine != "tape":
             # A copy of a unit that communicates cannot run alone.
             by_call = {s.call: s for s in self._samples.samples if s.call not in recorder.communicating}
             pairs = [(made.calls[call].graph, first) for call, first in self._samples.first_alike.items()]

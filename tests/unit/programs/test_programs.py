@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -152,7 +153,7 @@ class Layer(nn.Module):
 
 
 class Layers(nn.Module):
-    def __init__(self, layer: type[nn.Module] = Layer) -> None:
+    def __init__(self, layer: Callable[[], nn.Module] = Layer) -> None:
         super().__init__()
         self.stem = nn.Linear(WIDTH, WIDTH)
         self.layers = nn.ModuleList(layer() for _ in range(2))
@@ -201,6 +202,25 @@ def test_the_peak_of_a_step(gradients: Any) -> None:
                 model.zero_grad()
             found = recollect.measure_peak(lambda: model(data).backward(), device="cpu")
     measured = profile.persistent_bytes + found.peak_growth_bytes
+    assert measured <= (plan.predicted_peak_bytes or 0) <= measured + 2048
+
+
+def test_attached_steps_hold_what_their_programs_take() -> None:
+    class Waves(nn.Linear):
+        def forward(self, hidden: Tensor) -> Tensor:
+            return hidden + super().forward(hidden.sin()).exp().cos()
+
+    model = Layers(lambda: Waves(WIDTH, WIDTH))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    attached = recollect.attach(model, optimizer, "85%", engine="graph", measure=True, log=lambda line: None)
+    for _ in range(5):
+        model(torch.randn(256, WIDTH)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    plan = attached.plan
+    assert plan is not None
+    assert {str(plan.units[f"layers.{index}"].engine) for index in range(2)} == {"graph"}
+    measured = attached.numbers["measured_peak_bytes"]
     assert measured <= (plan.predicted_peak_bytes or 0) <= measured + 2048
 
 
