@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections import Counter
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 
 import recollect
-from recollect.errors import ProfileFormatError
+from recollect.errors import ConfigWarning, ProfileFormatError
 from recollect.profile.profile import Profile
 from recollect.recording import host_times
 from recollect.recording.host_times import around_ops
@@ -132,3 +133,33 @@ def test_plans_of_measured_steps_say_how_sure_they_are() -> None:
     assert plan.slowdown_error == pytest.approx(0.05 + 0.15 * plan.predicted_slowdown)  # type: ignore[operator]
     unsure = dataclasses.replace(profile, host=None)
     assert recollect.classic_plan(unsure, "full").slowdown_error is None
+
+
+def test_small_layers_run_on_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, seen, timed = torch.get_num_threads(), set[int](), host_times._timed
+    monkeypatch.setattr(host_times, "_timed", lambda *args: (seen.add(torch.get_num_threads()), timed(*args))[1])
+    torch.set_num_threads(2)
+    try:
+        around_ops(CPU)
+        assert (torch.get_num_threads(), seen) == (2, {1})
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_times_that_vary_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every other round runs beside something else."""
+    numbers, timed = itertools.count(), host_times._timed
+
+    def disturbed(*args: Any) -> tuple[float, float]:
+        factor = 1 if next(numbers) % 4 < 2 else 10
+        forward_s, backward_s = timed(*args)
+        return factor * forward_s, factor * backward_s
+
+    monkeypatch.setattr(host_times, "_timed", disturbed)
+    with pytest.warns(
+        ConfigWarning,
+        match=r"^recollect: what Python takes around ops could not be measured well: one run of a small layer took \d+\.\d "
+        r"times as long as a different one\. Predicted slowdowns may be wrong; measured ones are not\. Record where nothing "
+        r"else runs\.$",
+    ):
+        around_ops(CPU)
