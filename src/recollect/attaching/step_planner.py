@@ -164,7 +164,7 @@ class StepPlanner:
             optimizer_step=None,
             gradients="freed",
             batch=f"{calls[0]}, {len(calls)} calls" if len(calls) > 1 else str(calls[0]),
-            around=around_ops(self.device),
+            around=around_ops(self.device, traces=recording.traces),
         )
         return with_host_link(profile, self.device) if self.host_bytes else profile
 

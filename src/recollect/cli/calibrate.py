@@ -20,7 +20,7 @@ def run_calibrate(command: Calibrate, console: Console) -> None:
     check_folder(command.out, "--out")
     device = resolve_device(command.device)
     measured = calibrate(device, quick=command.quick)
-    measured = replace(measured, hardware=replace(measured.hardware, host=around_ops(device).host))
+    measured = replace(measured, hardware=replace(measured.hardware, host=around_ops(device, traces=True).host))
     console.print(rates_table(measured))
     console.print(fit_table(measured))
     note = f", for --hardware {command.out}"

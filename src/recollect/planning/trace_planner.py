@@ -99,6 +99,6 @@ class TracePlanner(Planner):
 def _without_tape(profile: Profile) -> Profile:
     """Return the profile of a step whose units run from traces: an op that runs again is issued as in forward."""
     host = profile.host or HostTimes()
-    again_op_s = host.forward_op_s
-    graphs = (replace(g, tape_s=0.0, module_tape_s=(), again_op_s=again_op_s) for g in profile.graphs)
+    again_op_s, unit_s = host.forward_op_s, host.traced_unit_s
+    graphs = (replace(g, tape_s=unit_s, module_tape_s=(), again_op_s=again_op_s) for g in profile.graphs)
     return replace(profile, graphs=tuple(graphs), host=replace(host, again_op_s=again_op_s))

@@ -7,9 +7,9 @@ the number of its ops, plus something for each call; a layer of few ops and one 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Final
 
@@ -19,12 +19,14 @@ from torch.nn.functional import gelu, linear, scaled_dot_product_attention, silu
 
 from recollect._torch_functions import without_modes
 from recollect._torch_private import without_global_hooks
-from recollect.applying import apply_policy
+from recollect.applying import apply, apply_policy
 from recollect.costs.op_costs import MeasuredCosts
 from recollect.engine.policy import DropAll
 from recollect.engine.tape import Tape
 from recollect.errors import ConfigWarning
 from recollect.measuring.timing import wait_for, work_clock
+from recollect.plans.plan import Plan
+from recollect.plans.unit_plan import UnitPlan
 from recollect.profile.events import WORK
 from recollect.profile.host_times import AroundOps, HostTimes
 from recollect.recording.find_units import find_units
@@ -36,7 +38,7 @@ from recollect.warning import warn_user
 _WIDTH: Final = 8
 _NUM_LAYERS: Final = 2
 _NUM_MODULES: Final = 4
-# In the first rounds the tape learns which modules to watch.
+# In the first rounds the tape learns which modules to watch, and layers are noted and traced.
 _WARM_UPS: Final = 2
 _ROUNDS: Final = 9
 _MOST_TRIES: Final = 4
@@ -44,15 +46,20 @@ _MOST_TRIES: Final = 4
 _MOST_SPREAD: Final = 4.0
 
 
-def around_ops(device: torch.device) -> AroundOps:
-    """Measure what is around ops on a device, once in a process: about a third of a second; nothing is on a meta device."""
+def around_ops(device: torch.device, *, traces: bool = False) -> AroundOps:
+    """Measure what is around ops on a device, once in a process; nothing is on a meta device.
+
+    It takes about a third of a second; for units that run from traces, which Dynamo makes first, two seconds more.
+    """
     if device.type == "meta":
         return AroundOps(HostTimes(), 0.0)
-    return _measured(device)
+    found = _measured(device)
+    return replace(found, host=replace(found.host, traced_unit_s=_traced_unit_s(device))) if traces else found
 
 
-@cache
-def _measured(device: torch.device) -> AroundOps:
+@contextmanager
+def _alone(device: torch.device) -> Iterator[None]:
+    """Within the block, nothing of the caller's sees or changes what runs."""
     # Not on a thread of its own: it would leave a workspace of the device's libraries behind.
     with ExitStack() as stack:
         for context in (without_modes(), without_global_hooks()):
@@ -62,6 +69,35 @@ def _measured(device: torch.device) -> AroundOps:
         # Kernels as small as these gain nothing from more, and those of a busy machine wait for each other.
         stack.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(1)
+        yield
+
+
+@cache
+def _traced_unit_s(device: torch.device) -> float:
+    """Measure what a layer takes from a trace beyond plain eager mode, where nothing that backward reads is dropped."""
+    with _alone(device):
+        plain, traced = _model(_ManyOps, device), _model(_ManyOps, device)
+        inputs = _inputs(device)
+        profile = _recorded(plain, inputs, device).profile(optimizer_step=None, gradients="freed", batch="")
+        units: dict[str, UnitPlan] = {}
+        for call in profile.calls:
+            values = [one for one in profile.graph_of(call).values if one.producer is not None]
+            unread = next(one for one in values if not (one.saved or one.must_keep or one.is_output))
+            actions = {one.name: "recompute" if one is unread else "keep" for one in values}
+            units[call.path] = UnitPlan(actions, engine="graph")
+        clock = _clock(device)
+        with apply(traced, Plan(units)):
+            rounds = [
+                (sum(_timed(plain, inputs, device, clock)), sum(_timed(traced, inputs, device, clock)))
+                for _ in range(_WARM_UPS + _ROUNDS)
+            ]
+    plain_s, traced_s = map(_undisturbed, zip(*rounds[_WARM_UPS:], strict=True))
+    return max(0.0, traced_s - plain_s) / _NUM_LAYERS
+
+
+@cache
+def _measured(device: torch.device) -> AroundOps:
+    with _alone(device):
         for _ in range(_MOST_TRIES):
             layers = [_Layer.measured(kind, device) for kind in (_FewOps, _ManyOps, _Modules)]
             found, spread = _around(*layers, is_cpu=device.type == "cpu"), max(layer.spread for layer in layers)
@@ -130,8 +166,7 @@ class _Layer:
 
     @classmethod
     def measured(cls, kind: type[nn.Module], device: torch.device) -> _Layer:
-        model = nn.Sequential(*(kind(device) for _ in range(_NUM_LAYERS)))
-        inputs = torch.full((1, _WIDTH, _WIDTH), 0.5, device=device, dtype=torch.float32, requires_grad=True)
+        model, inputs = _model(kind, device), _inputs(device)
         # First, so that nothing is new when the step is recorded.
         rounds = _rounds(model, inputs, device)
         plain_forward_s, plain_backward_s, forward_s, backward_s = map(_undisturbed, zip(*rounds, strict=True))
@@ -159,6 +194,18 @@ class _Layer:
         )
 
 
+def _model(kind: type[nn.Module], device: torch.device) -> nn.Module:
+    return nn.Sequential(*(kind(device) for _ in range(_NUM_LAYERS)))
+
+
+def _inputs(device: torch.device) -> Tensor:
+    return torch.full((1, _WIDTH, _WIDTH), 0.5, device=device, dtype=torch.float32, requires_grad=True)
+
+
+def _clock(device: torch.device) -> Callable[[], float]:
+    return work_clock(device) if device.type == "cpu" else time.perf_counter
+
+
 def _recorded(model: nn.Module, inputs: Tensor, device: torch.device) -> StepRecording:
     recording = StepRecording(
         model, find_units(model, [str(n) for n in range(_NUM_LAYERS)]), MeasuredCosts(device), device
@@ -177,7 +224,7 @@ def _rounds(model: nn.Module, inputs: Tensor, device: torch.device) -> list[tupl
     """Return, for each round, the seconds of forward and backward without the tape, and where it drops all it can."""
     tape = Tape(DropAll(), runs_to_settle=1, compares=False)
     rounds: list[tuple[float, float, float, float]] = []
-    clock = work_clock(device) if device.type == "cpu" else time.perf_counter
+    clock = _clock(device)
     for _ in range(_WARM_UPS + _ROUNDS):
         plain = _timed(model, inputs, device, clock)
         with apply_policy(model, [str(n) for n in range(_NUM_LAYERS)], tape):

@@ -248,7 +248,7 @@ class _Loop:
             if self.step is None:
                 prepare_gradients(self.model, self.gradients)
             self._run(recording, others_bytes, master_weights)
-            around = around_ops(self.device) if self.around is None else self.around
+            around = self.around or around_ops(self.device, traces=recording.traces)
             return recording.profile(
                 optimizer_step=reductions_of(self.model).then(optimizer_step),
                 gradients=self.gradients if self.step is None else "freed",

@@ -89,7 +89,7 @@ class StepRecording:
         self._modelled = self.costs if isinstance(self.costs, ModelledCosts) else None
         self.recorder = StepRecorder(self.costs, self.device)
         self._ranks = self.recorder.ranks = RanksWithParts.of(self.model, self.device, self._modelled)
-        if self.engine in ("auto", "graph"):
+        if self.traces:
             recorder = self.recorder
             recorder.reached = Reached(recorder.log, recorder.calls, partial(recorder.begin_phase, events.BACKWARD))
         takes_samples = self.engine != "tape"
@@ -105,6 +105,11 @@ class StepRecording:
         self._other_bytes = self.left_bytes = self.late_gradients_bytes = 0
         self._to_come = OptimizerStep(0, ())
         self.kernels = self.device.type
+
+    @property
+    def traces(self) -> bool:
+        """Whether units will run from traces."""
+        return self.engine in ("auto", "graph")
 
     @property
     def is_on_fake_tensors(self) -> bool:

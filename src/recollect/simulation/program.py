@@ -168,15 +168,16 @@ class Program:
         """Return the seconds that a plan adds: the tape's overhead, the ops that run again, in any order, and other engines."""
         engines_s = (table[decisions[call].variant] for call, table in self._engine_s.items())
         pairs = decisions.items() if isinstance(decisions, Mapping) else enumerate(decisions)
-        traced_s = (self._again_s(call, one) for call, one in pairs if one.engine is EngineChoice.GRAPH)
+        traced_s = (self._traced_s(call, one) for call, one in pairs if one.engine is EngineChoice.GRAPH)
         tape_s = (self.tape_s(call, decisions[call].watched) for call in on_tape)
         return math.fsum(chain(tape_s, rerun_s, engines_s, traced_s))
 
-    def _again_s(self, call: int, decision: CallActions) -> float:
-        """Return the seconds of the ops that a traced unit runs again, in all the runs that the call represents."""
+    def _traced_s(self, call: int, decision: CallActions) -> float:
+        """Return the seconds of a traced unit beyond the plain one, in all the runs that the call represents."""
         record = self.profile.calls[call]
-        graph = self.profile.graph_of(record)
-        return record.num_runs * again_s(graph, decision.values.recomputed)
+        host = self.profile.host
+        unit_s = 0.0 if host is None else host.traced_unit_s
+        return record.num_runs * (unit_s + again_s(self.profile.graph_of(record), decision.values.recomputed))
 
     def _instructions(self) -> Iterator[Instruction]:
         starts = iter([*(window.start for window in self.windows[1:]), -1])

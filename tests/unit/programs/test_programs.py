@@ -224,6 +224,20 @@ def test_attached_steps_hold_what_their_programs_take() -> None:
     assert measured <= (plan.predicted_peak_bytes or 0) <= measured + 2048
 
 
+def test_a_traced_unit_takes_time_of_its_own() -> None:
+    profile = recollect.record(Layers(), torch.randn(8, WIDTH), engine="graph")
+    lean = {call.path: recompute_all_unit(profile.graph_of(call)) for call in profile.calls if call.repeated}
+    plan = traced_where_known(profile, recollect.Plan(lean))
+    host = profile.host
+    assert host is not None
+
+    def slowdown(unit_s: float) -> float:
+        known = replace(profile, host=replace(host, traced_unit_s=unit_s))
+        return predicted_plan(known, plan).predicted_slowdown or 0.0
+
+    assert (slowdown(10.0) - slowdown(0.0)) * profile.step_s == pytest.approx(10 * len(lean))
+
+
 def test_a_planner_of_traces_stays_within_its_budget() -> None:
     profile = recollect.record(Layers(), torch.randn(8, WIDTH), engine="graph")
     plan = recollect.plan(profile, "90%", engine="graph")

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 
 import recollect
+from recollect.engine.graph.graph_engine import GraphForward
 from recollect.errors import ConfigWarning, ProfileFormatError
 from recollect.profile.profile import Profile
 from recollect.recording import host_times
@@ -163,3 +164,19 @@ def test_times_that_vary_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
         r"else runs\.$",
     ):
         around_ops(CPU)
+
+
+def test_what_a_traced_unit_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two layers, in forward and backward together."""
+    timed = host_times._timed
+
+    def stated(model: Any, *args: Any) -> tuple[float, float]:
+        timed(model, *args)
+        return (0.003, 0.002) if isinstance(model[0].forward, GraphForward) else (0.001, 0.001)
+
+    monkeypatch.setattr(host_times, "_timed", stated)
+    host_times._traced_unit_s.cache_clear()
+    try:
+        assert host_times._traced_unit_s(CPU) == pytest.approx(0.0015)
+    finally:
+        host_times._traced_unit_s.cache_clear()
