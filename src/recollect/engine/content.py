@@ -55,7 +55,9 @@ def has_same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
         return has_same_bits(left.to_dense(), right.to_dense())
     if left.is_quantized:
         return torch.equal(left, right)  # Integers and their scale; bytes of it cannot be viewed.
-    bits = [t.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8) for t in (left, right)]
+    plain = [t.resolve_conj().resolve_neg().contiguous() for t in (left, right)]
+    # The stride of a single element may be anything, and then it cannot be viewed as bytes.
+    bits = [t.as_strided((t.numel(),), (1,)).view(torch.uint8) for t in plain]
     return torch.equal(*bits)
 
 

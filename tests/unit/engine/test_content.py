@@ -21,6 +21,7 @@ def test_bits_are_compared_not_values() -> None:
     assert not has_same_bits(ZERO, ZERO.double())
     assert not has_same_bits(ZERO, ZERO.expand(2))
     assert has_same_bits(ZERO[:0], ZERO[:0])
+    assert has_same_bits(torch.zeros(4).as_strided((1,), (4,)), ZERO)
 
 
 def test_sparse_tensors() -> None:
