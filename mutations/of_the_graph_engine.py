@@ -148,7 +148,7 @@ MUTATIONS = (
         "graph-formula-of-fakes",
         "a gradient is computed by the formula for fake tensors, where eager mode looks for zeros",
         "engine/graph",
-        (("if node.name().startswith(_ASK_DATA):", "if False:"),),
+        (("if following is not None and _ASK_DATA.get(node.name()) == place:", "if False:"),),
     ),
     Mutation(
         "graph-changes-unseen",

@@ -187,6 +187,11 @@ units(
         "cumsum": lambda self, x: self.first(x).sin().cumsum(0).exp(),
         "product": lambda self, x: self.first(x).prod(1, keepdim=True) * x,
         "cumulative product": lambda self, x: self.first(x).cumprod(1),
+        # The gradients of those that are not the largest are zeros with a sign.
+        "largest of all": lambda self, x: x - self.first(x).max().sin() * x.exp(),
+        "median of all": lambda self, x: x - self.first(x).nanmedian() * x.exp() - self.second(x).median(),
+        "filled with a number that learns": lambda self, x: self.first(x).masked_fill(x > 0, self.weight[0, 0]).sin(),
+        "filled with a number": lambda self, x: self.first(x).masked_fill(x > 0, torch.tensor(-2.0)).sin(),
         "cross entropy": lambda self, x: x + F.cross_entropy(self.first(x), torch.tensor([1, 2, -100, 7])),
         "fourier": lambda self, x: (torch.fft.rfft(self.first(x)).abs() @ self.weight[:5]).sin(),
         "one hot": lambda self, x: F.one_hot(self.first(x).argmax(-1), 8).float() @ self.weight + x,
@@ -994,7 +999,9 @@ _WORDS: dict[str, tuple[str, ...]] = {
     "would run again, and write to what is kept once more": ("statistics written",),
     "it runs other ops than in eager mode|a Function in it returns the same tensor twice": ("function in place",),
     "a Function in it returns the same tensor twice when it is traced": ("function that writes to its result",),
-    "chooses its ops by what a tensor holds": ("product", "cumulative product"),
+    "chooses its ops by what a tensor holds": (
+        *("product", "cumulative product", "largest of all", "median of all", "filled with a number that learns"),
+    ),
     r"a Function in it calls aten\.unsqueeze_": ("function that reshapes in place",),
     # torch 2.11 quotes the line.
     r"it calls register_hook|x\.register_hook\(": ("gradient hook within",),

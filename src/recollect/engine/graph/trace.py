@@ -42,8 +42,13 @@ _NO_OPS = frozenset({"prim", "profiler"})
 ADDS: Final = (_aten.add.Tensor, _aten.add_.Tensor)
 _RESHAPES: Final = (_aten.view.default, _aten._unsafe_view.default)
 
-# Formulas of gradients that look for zeros, but not in fake tensors: these it gives another formula, with other bits.
-_ASK_DATA: Final = ("ProdBackward", "CumprodBackward")
+# Formulas of gradients that look at numbers, but not at those of fake tensors: these get different formulas, with different
+# bits. Each with the position of the argument that it is the gradient of.
+_ASK_DATA: Final = {
+    **dict.fromkeys(("ProdBackward0", "ProdBackward1", "CumprodBackward0", "MaxBackward1", "MinBackward1"), 0),
+    **dict.fromkeys(("MedianBackward0", "NanmedianBackward0"), 0),
+    "MaskedFillBackward1": 1,
+}
 
 Tangents: TypeAlias = tuple[Any, ...]
 """The strides of each gradient that backward begins with, None for one that is not there; last, where autocast is on."""
@@ -157,9 +162,9 @@ class Trace:
         seen = set(pending)
         while pending:
             node = pending.pop()
-            if node.name().startswith(_ASK_DATA):
-                raise UntraceableError(f"{node.name()} chooses its ops by what a tensor holds")
             for place, (following, _) in enumerate(node.next_functions):
+                if following is not None and _ASK_DATA.get(node.name()) == place:
+                    raise UntraceableError(f"{node.name()} chooses its ops by what a tensor holds")
                 if following in position:
                     found.append((node, place, position[following]))
                 elif following is not None and following not in seen:
