@@ -336,4 +336,16 @@ MUTATIONS = (
         "engine",
         ((" or tracing_mode() is not None", ""),),
     ),
+    Mutation(
+        "settings-as-at-the-beginning",
+        "an op runs again under the default dtype that a unit began with, though it has changed it",
+        "engine/opcall.py",
+        (("if facts.follows_settings or self.values[:3] != general:", "if facts.follows_settings:"),),
+    ),
+    Mutation(
+        "functions-under-any-settings",
+        "a Function runs again under the settings of backward",
+        "engine/function_call.py",
+        (("stack.enter_context(self.settings.applied(current_settings()))", "pass"),),
+    ),
 )

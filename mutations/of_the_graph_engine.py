@@ -186,4 +186,10 @@ MUTATIONS = (
         "programs",
         (("if frees and index in joint.parameters:", "if False:"),),
     ),
+    Mutation(
+        "graph-settings-changed-inside",
+        "a traced unit runs all of its ops under the same settings, though it changes them",
+        "engine/graph/trace.py",
+        (("if not self.is_backward and current_settings(_NO_MODES) is not self._settings:", "if False:"),),
+    ),
 )

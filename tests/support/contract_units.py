@@ -10,8 +10,8 @@ import contextvars
 import functools
 import logging
 import random
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -789,6 +789,18 @@ class InPlaceDouble(torch.autograd.Function):
         return gradient * 2 + 0 * doubled
 
 
+class Scaled(torch.autograd.Function):
+    """Makes floats of integers."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return (x * (torch.arange(WIDTH) * 0.37).exp()).float()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * (torch.arange(WIDTH) * 0.37).exp()
+
+
 class UnsqueezedDouble(torch.autograd.Function):
     """Reshapes its result in place."""
 
@@ -826,6 +838,36 @@ def _inference_inside(self: Any, x: Tensor) -> Tensor:
     return (self.first(x) + table).sin()
 
 
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _default_dtype_inside(self: Any, x: Tensor) -> Tensor:
+    """Integers become floats of the default type."""
+    with _default_dtype(torch.float64):
+        scale = (torch.arange(WIDTH) * 0.37).exp()
+    return (self.first(x) * scale).float().sin()
+
+
+def _default_dtype_in_a_function(self: Any, x: Tensor) -> Tensor:
+    with _default_dtype(torch.float64):
+        scaled = Scaled.apply(self.first(x))
+    return scaled.sin()
+
+
+def _denormals_flushed_inside(self: Any, x: Tensor) -> Tensor:
+    torch.set_flush_denormal(True)
+    small = self.first(x) * 1e-30 * 1e-9
+    torch.set_flush_denormal(False)
+    return (small * 1e30 * 1e9).sin() + x
+
+
 def _hooked(self: Any, x: Tensor) -> Tensor:
     x = self.first(x).sin()
     if x.requires_grad:
@@ -853,6 +895,9 @@ units(
         "own checkpoint": _own_checkpoint,
         "saved on cpu inside": _saved_on_cpu,
         "inference inside": _inference_inside,
+        "default dtype inside": _default_dtype_inside,
+        "default dtype in a function": _default_dtype_in_a_function,
+        "denormals flushed inside": _denormals_flushed_inside,
         "gradient hook within": _hooked,
     }
 )
@@ -979,6 +1024,7 @@ _WORDS: dict[str, tuple[str, ...]] = {
         *("lstm", "gru", "scripted part", "batch norm", "own generator", "seeds of its own", "random of python"),
         *("random of numpy", "layer drop", "input written", "data assigned", "resized", "jacobian", "force field"),
         *("saved on cpu inside", "context variable", "branch on data"),
+        *("default dtype inside", "default dtype in a function", "denormals flushed inside"),
         *("full backward hook inside", "full backward pre hook inside"),
     ),
     "Attempt to trace forbidden callable": ("marked dynamic",),

@@ -16,6 +16,7 @@ from torch.autograd.function import FunctionCtx
 from recollect._torch_functions import above_autograd, tree_flatten, tree_unflatten, watched_functions
 from recollect._torch_private import tree_leaves
 from recollect.engine.draws import FunctionDraws
+from recollect.engine.opcall import Settings, current_settings
 from recollect.engine.together import Agreement, gathered_parameter, group_of, is_partitioned
 from recollect.engine.values import Layout, layout_of
 from recollect.errors import RecomputeMismatchError
@@ -125,6 +126,7 @@ class FunctionCall:
     draws: FunctionDraws | None
     """The random numbers of the forward; None if it drew none."""
     autocast: Autocast
+    settings: Settings
     agreement: Agreement | None = None
     """That of all ranks with parts of its parameters, or with its collectives, to run it again; None if there is none."""
     groups: Sequence[str] = ()
@@ -159,6 +161,7 @@ class FunctionCall:
     def _as_in_forward(self) -> Iterator[None]:
         with ExitStack() as stack:
             stack.enter_context(watched_functions(None))
+            stack.enter_context(self.settings.applied(current_settings()))
             stack.enter_context(torch.no_grad())
             stack.enter_context(above_autograd())
             stack.enter_context(_autocast_to(self.autocast))

@@ -15,6 +15,7 @@ from recollect._torch_parallel import passes_ops_on
 from recollect.engine.facts import OpFacts
 from recollect.engine.function_call import FunctionCall
 from recollect.engine.function_run import FunctionRun, FunctionWatch
+from recollect.engine.opcall import current_settings
 from recollect.engine.policy import OpActions, TapeState
 from recollect.engine.tape_mode import TapeMode
 from recollect.engine.together import group_of
@@ -87,7 +88,7 @@ class FunctionMode(TapeMode):
 
     def _drop(self, run: FunctionRun) -> None:
         """Drop the results of a call: make one value for each of them, and a record for each storage."""
-        call = run.recipe(self.tape.agreement)
+        call = run.recipe(current_settings(self._modes_around), self.tape.agreement)
         actions = self.function_actions(run, call)
         if not actions:
             return

@@ -35,6 +35,7 @@ from recollect.engine.content import checksums
 from recollect.engine.draws import FunctionDraws, cuda_generators, draws_unknown
 from recollect.engine.facts import OpFacts, OpMode, facts_of
 from recollect.engine.function_call import Autocast, FunctionArguments, FunctionCall, autocast_now
+from recollect.engine.opcall import Settings
 from recollect.engine.self_check import SwitchedOff, switched_off
 from recollect.engine.together import Agreement, can_be_gathered, is_partitioned
 from recollect.engine.values import Layout, is_known, layout_of
@@ -332,16 +333,19 @@ class FunctionRun:
         self.wrote_unseen = [given[index] for index in positions]
         self.keep("it writes to its arguments out of sight")
 
-    def recipe(self, agreement: Agreement | None) -> FunctionCall:
+    def recipe(self, settings: Settings, agreement: Agreement | None) -> FunctionCall:
         """Return the call that recomputes everything.
 
+        `settings`: those that it ran under.
         `agreement`: of all ranks to do so.
         """
         layouts: list[Layout | None] = [None] * self.num_slots
         for made in self.made:
             layouts[made.slot] = layout_of(made.tensor)
         draws = self.draws if self.draws.state_bytes else None
-        return FunctionCall(self.function, self.arguments, layouts, draws, self.autocast, agreement, self.groups)
+        return FunctionCall(
+            self.function, self.arguments, layouts, draws, self.autocast, settings, agreement, self.groups
+        )
 
     @property
     def name(self) -> str:

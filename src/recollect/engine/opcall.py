@@ -57,6 +57,14 @@ class Settings:
     """The user's own dispatch modes around the unit, outermost first. PyTorch's modes (counting, fake tensors) act the
     same on an op's first run and on later ones."""
 
+    def at_op(self, facts: OpFacts) -> Settings:
+        """Return those that an op runs under, if its unit began with these and may have changed them since."""
+        # Any op may follow these: default dtype, denormal numbers, deterministic algorithms.
+        general = torch.get_default_dtype(), _flushes_denormals(), torch.are_deterministic_algorithms_enabled()
+        if facts.follows_settings or self.values[:3] != general:
+            return current_settings(self.modes)
+        return self
+
     def has(self, values: tuple[Any, ...], modes: tuple[Any, ...]) -> bool:
         return self.values == values and self.modes == modes
 

@@ -173,7 +173,7 @@ class TapeMode(OpMode):
         if facts.is_random and draws_unknown(facts, func, args, kwargs):
             return output
         arguments = Arguments(self._value_in_mode, facts, args, kwargs)
-        settings = current_settings(self._modes_around) if facts.follows_settings else self.settings
+        settings = self.settings.at_op(facts)
         if agreement is None:
             call = OpCall(func, arguments, draw, settings)
         else:
@@ -315,8 +315,7 @@ class TapeMode(OpMode):
         if any(value.holds(storage) for value in arguments.values):
             return None  # An argument is an alias of this same storage: holding it in the record would be a cycle.
         view = None if layout == record.layout else layout
-        settings = current_settings(self._modes_around) if facts.follows_settings else self.settings
-        call = WriteCall(func, arguments, view, settings)
+        call = WriteCall(func, arguments, view, self.settings.at_op(facts))
         return Node(call, [base, *arguments.values], mutates=True, recipes=self.call)
 
     def _known_value(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> TapeValue | None:

@@ -34,9 +34,11 @@ from recollect.engine.facts import OpMode, facts_of, must_keep_result
 from recollect.engine.graph.named_run import NamedRun, reads_constant
 from recollect.engine.graph.real_layouts import laid_out
 from recollect.engine.graph.traced_op import Layout, TracedOp, TracedTensor
+from recollect.engine.opcall import current_settings
 from recollect.programs.cut import UntraceableError
 
 _aten = torch.ops.aten
+_NO_MODES: Final = ()
 _NO_OPS = frozenset({"prim", "profiler"})
 # What eager mode adds gradients with.
 ADDS: Final = (_aten.add.Tensor, _aten.add_.Tensor)
@@ -253,6 +255,7 @@ class _Recorder(OpMode):
         self.ops: list[TracedOp] = []
         self.scope = ""
         self.is_backward = False
+        self._settings = current_settings(_NO_MODES)
         self._counts: dict[tuple[str, str], int] = {}
         self._tensors: dict[int, TracedTensor] = {}
         self._by_place: dict[tuple[int, Layout], TracedTensor] = {}
@@ -302,6 +305,8 @@ class _Recorder(OpMode):
             raise UntraceableError(f"a Function in it calls {func}, or code without gradients")
         if func is _aten.lift_fresh.default and not is_fake_tensor(args[0]):
             return self._constant(args[0])
+        if not self.is_backward and current_settings(_NO_MODES) is not self._settings:
+            raise UntraceableError("it changes settings of PyTorch, which its program would not")
         op = TracedOp(func, facts, (), {}, self.is_backward, torch.is_grad_enabled(), self.scope)
         op.args, op.kwargs = self._bound(op, args), self._bound(op, kwargs)
         op.written = frozenset(self.known(target).storage for target in facts.written_by(args, kwargs))
