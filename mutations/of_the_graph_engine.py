@@ -192,4 +192,10 @@ MUTATIONS = (
         "engine/graph/trace.py",
         (("if not self.is_backward and current_settings(_NO_MODES) is not self._settings:", "if False:"),),
     ),
+    Mutation(
+        "graph-zeros-for-none",
+        "in a trace, a Function that asks which gradients there are gets zeros for those that are not there",
+        "engine/graph/noting_tape.py",
+        (("            if not value:", "            if False:"),),
+    ),
 )

@@ -801,6 +801,22 @@ class Scaled(torch.autograd.Function):
         return gradient * (torch.arange(WIDTH) * 0.37).exp()
 
 
+class SineAndCosine(torch.autograd.Function):
+    """Its backward asks which gradients there are."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x)
+        return x.sin(), x.cos()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> Tensor:
+        (x,) = ctx.saved_tensors
+        of_sine, of_cosine = gradients
+        return x if of_sine is None or of_cosine is None else of_sine * x.cos() - of_cosine * x.sin()
+
+
 class UnsqueezedDouble(torch.autograd.Function):
     """Reshapes its result in place."""
 
@@ -887,6 +903,7 @@ units(
         "function that writes unseen": lambda self, x: KernelSine.apply(self.first(x)).square(),
         "function in place": lambda self, x: InPlaceDouble.apply(self.first(x).sin()).square(),
         "function that reshapes in place": lambda self, x: UnsqueezedDouble.apply(self.first(x)).squeeze(1).square(),
+        "function without one gradient": lambda self, x: SineAndCosine.apply(self.first(x))[1].square(),
         "vmap": lambda self, x: torch.func.vmap(torch.tanh)(self.first(x)).sin(),
         "jacobian": _jacobian,
         "jvp": lambda self, x: torch.func.jvp(torch.tanh, (self.first(x),), (x.sin(),))[1],
@@ -1037,7 +1054,7 @@ _WORDS: dict[str, tuple[str, ...]] = {
     ),
     "it runs other ops than in eager mode": (
         *("one hot", "compiled part", "attribute that changes", "numpy inside", "slices filled out of sight"),
-        "function that writes unseen",
+        *("function that writes unseen", "function without one gradient"),
     ),
     "there are hooks on modules inside it": ("forward hook inside", "forward pre hook inside"),
     "its calls differ, and each would have to be traced: 'count ==": ("counter",),

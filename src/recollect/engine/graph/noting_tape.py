@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
+from torch.autograd.function import FunctionCtx
 
+from recollect._torch_functions import FunctionWatcher
 from recollect.engine.facts import facts_of
 from recollect.engine.function_mode import FunctionMode
 from recollect.engine.policy import Policy
@@ -71,6 +73,14 @@ class _NotingMode(FunctionMode):
         super().__init__(tape, unit_path)
         self._noted = noted
 
+    def watch_function(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FunctionWatcher | None:
+        watcher = super().watch_function(function, args, kwargs)
+        return None if watcher is None else _NotingWatcher(watcher, self.note_gets_none)
+
+    def note_gets_none(self) -> None:
+        """Note that a Function's backward gets None for a gradient that is not there; in a trace, it would get zeros."""
+        self._noted.append(NotedOp.of(self.scope, FunctionCtx.set_materialize_grads.__name__, []))
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = super().__torch_dispatch__(func, types, args, kwargs)
         facts = facts_of(func)
@@ -79,3 +89,28 @@ class _NotingMode(FunctionMode):
             layouts = [(result.shape, result.stride()) for result in results]
             self._noted.append(NotedOp.of(self.scope, facts.name, layouts))
         return output
+
+
+class _NotingWatcher:
+    """Tells when a Function asks for gradients that are not made of nothing."""
+
+    def __init__(self, watcher: FunctionWatcher, note: Callable[[], None]) -> None:
+        self._watcher = watcher
+        self._note = note
+        self.end = watcher.end
+
+    def run(self, code: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        context = args[0] if args and isinstance(args[0], FunctionCtx) else None
+        if context is None:
+            return self._watcher.run(code, args, kwargs)
+
+        def set_materialize_grads(value: bool) -> None:
+            if not value:
+                self._note()
+            type(context).set_materialize_grads(context, value)
+
+        context.set_materialize_grads = set_materialize_grads  # type: ignore[method-assign]
+        try:
+            return self._watcher.run(code, args, kwargs)
+        finally:
+            del context.set_materialize_grads
