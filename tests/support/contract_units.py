@@ -884,6 +884,14 @@ def _denormals_flushed_inside(self: Any, x: Tensor) -> Tensor:
     return (small * 1e30 * 1e9).sin() + x
 
 
+def _nested_inside(self: Any, x: Tensor) -> Tensor:
+    """As an encoder in evaluation packs its rows."""
+    with torch.no_grad():
+        rows = torch.nested.nested_tensor([x[0], x[1:].flatten()])
+        padded = rows.sin().to_padded_tensor(0.0)
+    return self.first(x) * padded.sum()
+
+
 def _hooked(self: Any, x: Tensor) -> Tensor:
     x = self.first(x).sin()
     if x.requires_grad:
@@ -912,6 +920,7 @@ units(
         "own checkpoint": _own_checkpoint,
         "saved on cpu inside": _saved_on_cpu,
         "inference inside": _inference_inside,
+        "nested tensors inside": _nested_inside,
         "default dtype inside": _default_dtype_inside,
         "default dtype in a function": _default_dtype_in_a_function,
         "denormals flushed inside": _denormals_flushed_inside,
@@ -1041,7 +1050,7 @@ _WORDS: dict[str, tuple[str, ...]] = {
         *("lstm", "gru", "scripted part", "batch norm", "own generator", "seeds of its own", "random of python"),
         *("random of numpy", "layer drop", "input written", "data assigned", "resized", "jacobian", "force field"),
         *("saved on cpu inside", "context variable", "branch on data"),
-        *("default dtype inside", "default dtype in a function", "denormals flushed inside"),
+        *("nested tensors inside", "default dtype inside", "default dtype in a function", "denormals flushed inside"),
         *("full backward hook inside", "full backward pre hook inside"),
     ),
     "Attempt to trace forbidden callable": ("marked dynamic",),

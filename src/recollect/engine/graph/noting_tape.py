@@ -85,7 +85,8 @@ class _NotingMode(FunctionMode):
         output = super().__torch_dispatch__(func, types, args, kwargs)
         facts = facts_of(func)
         if output is not NotImplemented and not facts.changes_nothing and not self.is_foreign():
-            results = [result for result in tensors_in(output) if result.layout is torch.strided]
+            strided = (result for result in tensors_in(output) if result.layout is torch.strided)
+            results = [result for result in strided if not result.is_nested]
             layouts = [(result.shape, result.stride()) for result in results]
             self._noted.append(NotedOp.of(self.scope, facts.name, layouts))
         return output
