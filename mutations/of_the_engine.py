@@ -348,4 +348,15 @@ MUTATIONS = (
         "engine/function_call.py",
         (("stack.enter_context(self.settings.applied(current_settings()))", "pass"),),
     ),
+    Mutation(
+        "views-of-other-types",
+        "a unit that returns a view of another type, as of complex numbers, is taken for overwritten",
+        "engine/values.py",
+        (
+            (
+                "tensor = tensor.as_strided((num_bytes // tensor.itemsize,), (1,), 0).view(dtype)",
+                "tensor = torch.empty(0, dtype=dtype).set_(tensor.untyped_storage())",
+            ),
+        ),
+    ),
 )

@@ -258,9 +258,12 @@ class _ViewCall:
 def laid_out(tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
     """Return the part of a tensor's storage that has a given layout, read as that layout's type (`view_as_real`)."""
     size, stride, offset, dtype = layout
-    if tensor.dtype == dtype:
-        return tensor.as_strided(size, stride, offset)
-    return torch.empty(0, dtype=dtype, device=tensor.device).set_(tensor.untyped_storage(), offset, size, stride)
+    if tensor.dtype != dtype:
+        # As a view, which shares the version counter.
+        step = max(tensor.itemsize, dtype.itemsize)
+        num_bytes = tensor.untyped_storage().nbytes() // step * step
+        tensor = tensor.as_strided((num_bytes // tensor.itemsize,), (1,), 0).view(dtype)
+    return tensor.as_strided(size, stride, offset)
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
