@@ -359,4 +359,15 @@ MUTATIONS = (
             ),
         ),
     ),
+    Mutation(
+        "statistics-out-of-sight",
+        "a module that updates statistics unseen runs past the tape, which goes on to hold them",
+        "engine/tape_mode.py",
+        (
+            (
+                "            self._writes.add((self.unit_path, self.scope))\n        if facts.changes_storage:\n",
+                "        if facts.changes_storage:\n",
+            ),
+        ),
+    ),
 )

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -132,6 +133,28 @@ def test_modules_that_write_in_place_stay_in_sight() -> None:
     steps = counted_steps(model_of(nn.ReLU(inplace=True)), 4)
     seen, _ = steps[-1]
     assert set(seen) == {"norm", "between"}
+
+
+def test_modules_that_update_statistics_unseen_stay_in_sight() -> None:
+    """Batch norm raises no version, and its statistics are too many to be compared."""
+
+    class Normed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(2048))
+            self.register_buffer("mean", torch.zeros(2048))
+            self.norm = Calls(lambda hidden: F.batch_norm(hidden, self.mean, torch.ones(2048), training=True))
+
+        def forward(self, hidden: Tensor) -> Tensor:
+            centred = hidden * self.weight - self.mean
+            output: Tensor = centred.sin() + self.norm(hidden)
+            return output
+
+    model, data = nn.Sequential(Normed()), torch.randn(4, 2048)
+    expected = gradients(model, data, square)
+    with apply_policy(model, ["0"], Only(frozenset({"sub"}))):
+        for _ in range(4):
+            assert_same_gradients(expected, gradients(model, data, square))
 
 
 def test_a_write_that_begins_later_is_an_error() -> None:

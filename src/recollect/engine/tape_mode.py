@@ -142,6 +142,7 @@ class TapeMode(OpMode):
         if facts.running_stats is not None and args[facts.running_stats[1]]:
             statistics = [args[position] for position in facts.running_stats[0] if args[position] is not None]
             forget_updated(statistics, facts.name, (self.unit_path, self.scope, ""))
+            self._writes.add((self.unit_path, self.scope))
         if facts.changes_storage:
             self._writes.add((self.unit_path, self.scope))
         if facts.changes_layout_only:
