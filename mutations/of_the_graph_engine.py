@@ -198,4 +198,10 @@ MUTATIONS = (
         "engine/graph/noting_tape.py",
         (("            if not value:", "            if False:"),),
     ),
+    Mutation(
+        "graph-other-memory",
+        "a trace is run though inputs share memory that it writes to, unlike in the traced call",
+        "engine/graph/node.py",
+        (("if group != [i for i, one in enumerate(memory) if one == memory[group[0]]]:", "if False:"),),
+    ),
 )

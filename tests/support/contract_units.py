@@ -525,7 +525,21 @@ def _exponential(self: Any, x: Tensor) -> Tensor:
 
 units({"output added to": _exponential}, calls=lambda units, x: units[0](x).add_(x))
 units({"output activated in place": _exponential}, calls=lambda units, x: torch.relu_(units[0](x)) * x)
+
+
+def _written_beside(self: Any, x: Tensor, table: Tensor) -> Tensor:
+    scaled = [x * factor for factor in (1.5, 2.5, 3.5, 4.5)]
+    table += 1
+    return self.first(x * 2) + torch.stack([one.sin() for one in scaled]).sum(0)
+
+
+def _at_times_itself(units: Any, x: Tensor) -> Any:
+    units[0].count += 1
+    return units[0](x, x.detach() if units[0].count % 3 == 0 else x.detach().clone())
+
+
 units({"other input written": _input_written}, calls=lambda units, x: units[0](x, x.detach().clone()))
+units({"input written that is another at times": _written_beside}, calls=_at_times_itself)
 
 # Weights
 

@@ -26,7 +26,7 @@ from recollect._torch_private import any_autocast_is_enabled, num_dispatch_modes
 from recollect.engine.autocast_casts import keeps_casts, kept_casts
 from recollect.engine.eager_forward import look_for_compiler
 from recollect.engine.function_call import autocast_now
-from recollect.engine.graph.node import TracedUnit, running
+from recollect.engine.graph.node import OtherMemoryError, TracedUnit, running
 from recollect.engine.graph.noting_tape import NotedOp, NotingTape
 from recollect.engine.graph.trace import Trace
 from recollect.engine.own_checkpoints import running_unit
@@ -153,7 +153,7 @@ class GraphForward(PlacedForward):
             if kind in self._noted:
                 try:
                     return self._from_trace(kind, args, kwargs)
-                except _NotTracedError:
+                except (_NotTracedError, OtherMemoryError):
                     self._noted.pop(kind, None)
             if not self.why_not:
                 return self._on_tape(args, kwargs, note=kind)

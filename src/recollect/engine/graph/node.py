@@ -93,6 +93,10 @@ class _Running(threading.local):
 running = _Running()
 
 
+class OtherMemoryError(Exception):
+    """A unit writes to memory that its inputs share in a call, unlike in the traced one, or the other way round."""
+
+
 class TracedUnit:
     """A unit that runs from a trace, under one plan, in calls like the traced one.
 
@@ -121,6 +125,10 @@ class TracedUnit:
         self._last: dict[str, weakref.ref[_Call]] = {}
         # An input is given once for each gradient that eager mode adds up for it: the engine adds them, in its order.
         self._edges = [trace.num_edges(i) for i in range(self.num_inputs)]
+        # Groups of inputs that share memory to which its ops write.
+        written = {storage for op in trace.ops for storage in (*op.written, *(one.storage for one in op.updated))}
+        self._written = [[i for i, one in enumerate(trace.inputs) if one.storage == storage] for storage in written]
+        self._written = [group for group in self._written if group]
         self._repeats = [i for i, count in enumerate(self._edges) for _ in range(count - 1)]
 
     def program(self, tangents: Tangents) -> Program:
@@ -129,7 +137,16 @@ class TracedUnit:
         return self._programs[tangents]
 
     def run(self, *inputs: Any) -> Sequence[Any]:
-        """Run forward on the tensors that the traced graph reads."""
+        """Run forward on the tensors that the traced graph reads.
+
+        Raises:
+            OtherMemoryError: the call cannot run from this trace.
+        """
+        if self._written:
+            memory = [one.untyped_storage()._cdata for one in inputs]
+            for group in self._written:
+                if group != [i for i, one in enumerate(memory) if one == memory[group[0]]]:
+                    raise OtherMemoryError
         call = _Call(self)
         before, self._last[call.path] = self._last.get(call.path), weakref.ref(call)
         if len(self.stretches) > 1 and self._lets_go(inputs, None if before is None else before()):
