@@ -196,12 +196,23 @@ MUTATIONS = (
         "graph-zeros-for-none",
         "in a trace, a Function that asks which gradients there are gets zeros for those that are not there",
         "engine/graph/noting_tape.py",
-        (("            if not value:", "            if False:"),),
+        (
+            (
+                "asked = _ASKED_OF_CONTEXTS & (_names_in(function.forward) | _names_in(function.setup_context))",
+                "asked = frozenset()",
+            ),
+        ),
     ),
     Mutation(
         "graph-other-memory",
         "a trace is run though inputs share memory that it writes to, unlike in the traced call",
         "engine/graph/node.py",
         (("if group != [i for i, one in enumerate(memory) if one == memory[group[0]]]:", "if False:"),),
+    ),
+    Mutation(
+        "graph-layouts-of-gradients",
+        "in a trace, a Function that asks how a gradient is laid out is told what Dynamo assumes",
+        "engine/graph/noting_tape.py",
+        (("asked |= _ASKED_OF_GRADIENTS & _names_in(function.backward)", "pass"),),
     ),
 )

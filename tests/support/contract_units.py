@@ -834,6 +834,24 @@ class SineAndCosine(torch.autograd.Function):
         return x if of_sine is None or of_cosine is None else of_sine * x.cos() - of_cosine * x.sin()
 
 
+def _asks_layout(gradient: Tensor) -> Tensor:
+    return gradient if gradient.is_contiguous() else 2 * gradient
+
+
+class LayoutSine(torch.autograd.Function):
+    """Its backward asks how a gradient is laid out."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return _asks_layout(gradient) * x.cos()
+
+
 class UnsqueezedDouble(torch.autograd.Function):
     """Reshapes its result in place."""
 
@@ -929,6 +947,7 @@ units(
         "function in place": lambda self, x: InPlaceDouble.apply(self.first(x).sin()).square(),
         "function that reshapes in place": lambda self, x: UnsqueezedDouble.apply(self.first(x)).squeeze(1).square(),
         "function without one gradient": lambda self, x: SineAndCosine.apply(self.first(x))[1].square(),
+        "function that asks for a layout": lambda self, x: LayoutSine.apply(self.first(x)).sum(0) * x,
         "vmap": lambda self, x: torch.func.vmap(torch.tanh)(self.first(x)).sin(),
         "jacobian": _jacobian,
         "jvp": lambda self, x: torch.func.jvp(torch.tanh, (self.first(x),), (x.sin(),))[1],
@@ -1080,7 +1099,7 @@ _WORDS: dict[str, tuple[str, ...]] = {
     ),
     "it runs other ops than in eager mode": (
         *("one hot", "compiled part", "attribute that changes", "numpy inside", "slices filled out of sight"),
-        *("function that writes unseen", "function without one gradient"),
+        *("function that writes unseen", "function without one gradient", "function that asks for a layout"),
     ),
     "there are hooks on modules inside it": ("forward hook inside", "forward pre hook inside"),
     "its calls differ, and each would have to be traced: 'count ==": ("counter",),

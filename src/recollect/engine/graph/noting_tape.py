@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from types import CodeType, FunctionType
+from typing import Any, Final, NamedTuple
 
 import torch
-from torch.autograd.function import FunctionCtx
 
 from recollect._torch_functions import FunctionWatcher
 from recollect.engine.facts import facts_of
@@ -17,6 +18,11 @@ from recollect.engine.policy import Policy
 from recollect.engine.tape import Tape
 from recollect.engine.together import Agreement
 from recollect.tensors import tensors_in
+
+# Dynamo traces a Function's backward for gradients that are all there, and contiguous, under forward's autocast. One that asks
+# runs on the tape.
+_ASKED_OF_CONTEXTS: Final = frozenset({"set_materialize_grads"})
+_ASKED_OF_GRADIENTS: Final = frozenset({"is_contiguous", "stride", "is_autocast_enabled", "is_grad_enabled"})
 
 
 class NotedOp(NamedTuple):
@@ -74,12 +80,11 @@ class _NotingMode(FunctionMode):
         self._noted = noted
 
     def watch_function(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FunctionWatcher | None:
-        watcher = super().watch_function(function, args, kwargs)
-        return None if watcher is None else _NotingWatcher(watcher, self.note_gets_none)
-
-    def note_gets_none(self) -> None:
-        """Note that a Function's backward gets None for a gradient that is not there; in a trace, it would get zeros."""
-        self._noted.append(NotedOp.of(self.scope, FunctionCtx.set_materialize_grads.__name__, []))
+        asked = _ASKED_OF_CONTEXTS & (_names_in(function.forward) | _names_in(function.setup_context))
+        asked |= _ASKED_OF_GRADIENTS & _names_in(function.backward)
+        if asked:
+            self._noted.append(NotedOp.of(self.scope, f"{function.__name__}, which uses {min(asked)},", []))
+        return super().watch_function(function, args, kwargs)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = super().__torch_dispatch__(func, types, args, kwargs)
@@ -92,26 +97,23 @@ class _NotingMode(FunctionMode):
         return output
 
 
-class _NotingWatcher:
-    """Tells when a Function asks for gradients that are not made of nothing."""
+def _names_in(function: Any) -> set[str]:
+    """Return the names that a function's code uses, and that of functions which it calls by name or holds."""
+    found: set[str] = set()
+    pending, seen = [function], set()
+    while pending:
+        one = pending.pop()
+        if isinstance(one, FunctionType) and one not in seen and not one.__module__.startswith("torch."):
+            seen.add(one)
+            found.update(name for code in _codes_in(one.__code__) for name in code.co_names)
+            reached = inspect.getclosurevars(one)
+            pending += [*reached.globals.values(), *reached.nonlocals.values()]
+    return found
 
-    def __init__(self, watcher: FunctionWatcher, note: Callable[[], None]) -> None:
-        self._watcher = watcher
-        self._note = note
-        self.end = watcher.end
 
-    def run(self, code: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        context = args[0] if args and isinstance(args[0], FunctionCtx) else None
-        if context is None:
-            return self._watcher.run(code, args, kwargs)
-
-        def set_materialize_grads(value: bool) -> None:
-            if not value:
-                self._note()
-            type(context).set_materialize_grads(context, value)
-
-        context.set_materialize_grads = set_materialize_grads  # type: ignore[method-assign]
-        try:
-            return self._watcher.run(code, args, kwargs)
-        finally:
-            del context.set_materialize_grads
+def _codes_in(code: CodeType) -> Iterator[CodeType]:
+    """Yield the code, and that of lambdas and comprehensions in it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _codes_in(constant)
