@@ -370,4 +370,61 @@ MUTATIONS = (
             ),
         ),
     ),
+    Mutation(
+        "captured-glances",
+        "the tape reads what tensors hold while a CUDA graph is captured",
+        "engine",
+        (("None if in_hook or self.is_captured else", "None if in_hook else"),),
+    ),
+    Mutation(
+        "captured-comparison",
+        "the first call of a unit compares contents while a CUDA graph is captured",
+        "engine",
+        (("                if mode.is_captured:\n", "                if False:\n"),),
+    ),
+    Mutation(
+        "captured-draws",
+        "an op draws other random numbers in a replayed graph's backward than in its forward",
+        "engine",
+        (
+            ("if self.is_captured and facts.is_random:", "if False:"),
+            ('        refuse_draws(facts, func, args, kwargs, "", str(func))\n', ""),
+        ),
+    ),
+    Mutation(
+        "captured-function-draws",
+        "a custom Function that draws random numbers runs again in a captured step",
+        "engine",
+        (("if run.draws.is_unknown:", "if False:"),),
+    ),
+    Mutation(
+        "captured-policy-draws",
+        "what a checkpoint's policy does not save draws other random numbers in a captured step",
+        "checkpointing",
+        (("if self.is_captured and facts.is_random and", "if False and"),),
+    ),
+    Mutation(
+        "captured-copies",
+        "values leave for host memory while a CUDA graph is captured",
+        "engine/offload",
+        (("        if is_capturing():\n", "        if False:\n"),),
+    ),
+    Mutation(
+        "captured-reruns-timed",
+        "what the tape runs again is timed while a CUDA graph is captured",
+        "engine",
+        (("if self.reruns is None or is_capturing() else", "if self.reruns is None else"),),
+    ),
+    Mutation(
+        "captured-recording",
+        "an attached loop records a step while a CUDA graph is captured",
+        "attaching/attached.py",
+        (("        if is_capturing():\n", "        if False:\n"),),
+    ),
+    Mutation(
+        "captured-readings",
+        "an attached loop reads clocks while a CUDA graph is captured",
+        "attaching/held.py",
+        (("        if is_capturing():\n", "        if False:\n"),),
+    ),
 )

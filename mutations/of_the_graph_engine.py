@@ -160,7 +160,28 @@ MUTATIONS = (
         "graph-data-unseen",
         "ops run again on a parameter that was written to through `.data` since forward",
         "engine/graph",
-        (("glance_at(tensor) if is_again else None", "None"),),
+        (("glance_at(tensor) if is_again and not running.is_captured else None", "None"),),
+    ),
+    Mutation(
+        "captured-trace-glances",
+        "a unit that runs from a trace reads what tensors hold while a CUDA graph is captured",
+        "engine/graph",
+        ((" and not running.is_captured else None", " else None"),),
+    ),
+    Mutation(
+        "captured-traced-draws",
+        "a traced op draws other random numbers in a replayed graph's backward than in its forward",
+        "engine",
+        (
+            ("        if running.is_captured:\n            for op", "        if False:\n            for op"),
+            ('        refuse_draws(facts, func, args, kwargs, "", str(func))\n', ""),
+        ),
+    ),
+    Mutation(
+        "captured-while-traced",
+        "a unit is traced while a CUDA graph is captured",
+        "engine/graph",
+        (("if running.is_captured and not (", "if False and not ("),),
     ),
     Mutation(
         "graph-frees-too-soon",

@@ -11,7 +11,7 @@ MUTATIONS = (
         "reruns-not-timed",
         "what the tape runs again is not counted",
         "engine",
-        (("nullcontext() if self.reruns is None else self.reruns.running()", "nullcontext()"),),
+        (("nullcontext() if self.reruns is None or is_capturing() else self.reruns.running()", "nullcontext()"),),
     ),
     Mutation(
         "corrected-again-and-again",

@@ -9,6 +9,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
 from typing import Any, TypeVar
 
 import torch
@@ -275,6 +276,24 @@ profiler_is_active: Callable[[], bool] = _profiler_enabled
 # A tenth of the time of `torch.cuda.current_stream`, which makes an object. Builds without CUDA do not have it, nor tensors
 # that one would ask it for.
 current_raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0)
+
+
+_rehearses_capture = ContextVar("rehearses_capture", default=False)
+
+
+def is_capturing() -> bool:
+    """Whether a CUDA graph is captured on this thread's current stream, or a capture is rehearsed."""
+    return _rehearses_capture.get() or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
+
+
+@contextmanager
+def rehearsing_capture() -> Iterator[None]:
+    """Within the block, units run on this thread as they do while a CUDA graph is captured, on any device."""
+    before = _rehearses_capture.set(True)
+    try:
+        yield
+    finally:
+        _rehearses_capture.reset(before)
 
 
 # About 100 us at the clock rate of an H100: longer than it takes to launch an op from Python.

@@ -31,6 +31,18 @@ class Uniform:
 
 
 @dataclass(frozen=True)
+class AllButDraws(Uniform):
+    """Recompute every value of every unit but what random ops make, as a plan for a captured step does."""
+
+    values: Action = Action.RECOMPUTE
+    also: frozenset[str] = frozenset()
+
+    def action(self, unit_path: str, value_name: str) -> Action:
+        op = value_name.removeprefix(f"{module_of(value_name)}.").partition("#")[0].partition(".")[0]
+        return _recompute_if(op not in DRAWS | self.also)
+
+
+@dataclass(frozen=True)
 class Random:
     """A coin for each value and each unit's output, the same on every run; the seed also sets the coin's bias.
 
@@ -73,6 +85,13 @@ class Only:
 
     def output_action(self, unit_path: str) -> Action:
         return self.output
+
+
+# Of the registry's units.
+DRAWS = frozenset(
+    {"bernoulli_", "exponential_", "rand", "randn_like", "rrelu_with_noise", "rrelu_with_noise_", "native_dropout"}
+    | {"recollect_tests:drop", "_scaled_dot_product_flash_attention_for_cpu"}
+)
 
 
 def _recompute_if(is_dropped: bool) -> Action:

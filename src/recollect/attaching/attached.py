@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from recollect._torch_private import uncompiled
+from recollect._torch_private import is_capturing, uncompiled
 from recollect.arguments import listed
 from recollect.attaching.held import CallWatch, Departure, OnLarger, StepUnderWay
 from recollect.attaching.lockstep import Lockstep
@@ -33,6 +33,7 @@ from recollect.attaching.step_meter import StepMeter
 from recollect.attaching.step_planner import StepPlanner
 from recollect.attaching.step_shape import Call, Structure, describe_call
 from recollect.costs.op_costs import MeasuredCosts
+from recollect.engine.captured import refused
 from recollect.engine.placed_forward import Handle
 from recollect.errors import LargerStepError, RecollectError
 from recollect.plans.plan import Plan
@@ -273,6 +274,12 @@ class Attached(Handle):
         return self._lean_start.units(planned, call, self.unit_paths)
 
     def _start_recording(self, call: Call) -> None:
+        if is_capturing():
+            raise refused(
+                {"attach": f"a step of {call}"},
+                "no plan covers it, and to record it takes clocks and synchronisation",
+                "Run steps like it before the capture until one has run under a plan",
+            )
         lean_units = self._lean_units(call, self.planned)
         self._placement.put(None)
 

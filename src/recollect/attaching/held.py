@@ -14,6 +14,7 @@ from typing import Final, Literal, TypeAlias
 import numpy as np
 import torch
 
+from recollect._torch_private import is_capturing
 from recollect.attaching.placement import Backwards, Placement
 from recollect.attaching.planned_step import PlannedStep
 from recollect.attaching.step_shape import Call
@@ -201,9 +202,12 @@ class CallWatch:
         if self._is_new:
             return
         self._is_new = True
-        begin_s = time.perf_counter()
         planned.num_calls += 1
         self._num_traces = GraphForward.num_traces
+        if is_capturing():
+            self._begin = None
+            return
+        begin_s = time.perf_counter()
         if begin_s < self._next_s and planned.num_calls > _ALWAYS_READ and planned.num_calls % _READ_EVERY:
             self._begin = None
             return

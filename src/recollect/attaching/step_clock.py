@@ -12,7 +12,7 @@ from typing import Final
 
 import torch
 
-from recollect._torch_private import profiler_is_active
+from recollect._torch_private import is_capturing, profiler_is_active
 from recollect.attaching.held import StepUnderWay
 from recollect.attaching.planned_step import PlannedStep
 from recollect.attaching.timed_steps import Timed
@@ -47,9 +47,7 @@ class StepClock:
         timing.num_steps += 1
         if timing.found is not None or timing.num_steps <= _UNSETTLED or len(timing.watches) == _NUM_TIMED:
             return
-        if not planned.is_timeable or profiler_is_active():
-            return
-        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if not planned.is_timeable or profiler_is_active() or is_capturing():
             return
         self._planned, self._thread = planned, threading.get_ident()
         whole, reruns = Stopwatch(self._device), Stopwatch(self._device)

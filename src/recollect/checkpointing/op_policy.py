@@ -18,6 +18,7 @@ from torch.utils.checkpoint import (
 from recollect._torch_functions import selective_policy
 from recollect.applying import apply_policy
 from recollect.arguments import check_kind
+from recollect.engine.draws import Draw, refuse_draws
 from recollect.engine.facts import OpFacts, facts_of
 from recollect.engine.function_mode import FunctionMode
 from recollect.engine.offload.flight import Offload
@@ -116,18 +117,23 @@ class _PolicyMode(FunctionMode):
         if names:
             for index, tensor in enumerate(tensors):
                 self._makers[id(tensor.untyped_storage())] = names[index] if index < len(names) else names[0]
-        action = self._asked(func, args, kwargs or {}, output)
+        action, facts = self._asked(func, args, kwargs or {}, output), facts_of(func)
         if action is Action.RECOMPUTE:
+            if self.is_captured and facts.is_random and any(record_of(one.untyped_storage()) for one in tensors):
+                refuse_draws(facts, func, args, kwargs or {}, self.unit_path, next(iter(names), facts.name))
             return output
         if self.function is not None:
             self.function.keep("a policy saves what one of its ops makes")
-        facts = facts_of(func)
         is_made_here = bool(names) and not facts.writes and self.function is None
         for index, tensor in enumerate(tensors):
             self._keep(tensor, is_view=not names)
             if action is Action.OFFLOAD and is_made_here:
                 self._offload(tensor, facts, index, names)
         return output
+
+    def _run_once(self, facts: OpFacts, func: Any, args: Any, kwargs: Any) -> tuple[Any, Draw | None]:
+        # In a captured step, what draws is refused when the policy has been asked.
+        return (func(*args, **kwargs), None) if self.is_captured else super()._run_once(facts, func, args, kwargs)
 
     def _offload(self, tensor: torch.Tensor, facts: OpFacts, index: int, names: tuple[str, ...]) -> None:
         tape = self._asking

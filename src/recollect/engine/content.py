@@ -75,14 +75,12 @@ def checksums(tensors: Sequence[torch.Tensor]) -> list[int]:
 
 
 def checksum(storage: torch.UntypedStorage, begin: int = 0, end: int | None = None) -> int:
-    """Return a number for the bytes of a storage, or for a part of them; 0 on meta, and while a CUDA graph is captured.
+    """Return a number for the bytes of a storage, or for a part of them; 0 on meta.
 
     Numbers are summed along the rows and along the columns of a table, and the sums weighted, so that it also tells
     swapped ones apart. On the CPU nothing is allocated by PyTorch, whose peaks are measured; elsewhere less than 64 KiB.
     """
-    if storage.device.type == "meta" or (storage.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
-        return 0
-    if not _has_memory(storage):
+    if storage.device.type == "meta" or not _has_memory(storage):
         return 0
     num_bytes = (storage.nbytes() if end is None else end) - begin
     if storage.device.type == "cpu":

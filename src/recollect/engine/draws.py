@@ -18,10 +18,12 @@ from typing import Any
 
 import torch
 
-from recollect._torch_private import desugars, is_fake_tensor
+from recollect._torch_private import desugars, is_capturing, is_fake_tensor, tree_leaves
+from recollect.engine.captured import draws_again
 from recollect.engine.facts import OpFacts, OpMode, facts_of
 from recollect.errors import RandomDrawError
 from recollect.tensors import tensors_in
+from recollect.weak_map import WeakMap
 
 # One draw at a time, so that planned models in several threads cannot disturb each other. The same thread may re-enter:
 # a custom op can run a planned unit.
@@ -32,6 +34,13 @@ _TURN = threading.RLock()
 _MOST_TRIES = 20
 
 _own = threading.local()
+
+# Of ops that take no generator, and for the shapes and constants among their arguments: whether they have drawn numbers.
+_has_drawn: dict[Any, dict[tuple[Any, ...], bool]] = {}
+# Of one op; for more, it counts as one that draws.
+_MOST_KINDS = 256
+# Functions in which kernels that no dispatch mode sees have drawn numbers.
+_unseen_drawers = WeakMap[bool]()
 
 
 class Draw:
@@ -105,6 +114,9 @@ def random_turn() -> AbstractContextManager[Any]:
 
 def first_run(facts: OpFacts, func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Draw | None]:
     """Run a random op; return its output, and a record to draw the same numbers again, or None if it drew nothing."""
+    if is_capturing():
+        refuse_draws(facts, func, args, kwargs, "", str(func))
+        return func(*args, **kwargs), None
     generator = _generator_of(facts, func, args, kwargs)
     if generator is None:
         return func(*args, **kwargs), None
@@ -113,8 +125,11 @@ def first_run(facts: OpFacts, func: Any, args: Any, kwargs: dict[str, Any]) -> t
             draw = Draw(generator)
             output = func(*args, **kwargs)
             after = generator.get_state()
-        if state_content(after) == state_content(draw.state) and not any(map(is_fake_tensor, tensors_in(args))):
-            return output, None
+        if not any(map(is_fake_tensor, tensors_in(args))):
+            has_drawn = state_content(after) != state_content(draw.state)
+            _note_draws(func, args, kwargs, has_drawn)
+            if not has_drawn:
+                return output, None
         draw.after = after
         return output, draw
     if not _thread._count():  # No other thread: nothing to guard against.
@@ -126,6 +141,33 @@ def first_run(facts: OpFacts, func: Any, args: Any, kwargs: dict[str, Any]) -> t
         output = _run(func, args, kwargs, own)
         generator.set_state(own.get_state())
     return output, draw
+
+
+def may_draw(facts: OpFacts, func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether a random op may draw numbers, where its generator cannot be read: it has drawn some, or not run like this."""
+    known = _has_drawn.get(func, {})
+    return draws_numbers(facts, args, kwargs) and known.get(_kind_of(args, kwargs), True)
+
+
+def refuse_draws(facts: OpFacts, func: Any, args: Any, kwargs: dict[str, Any], unit_path: str, what: str) -> None:
+    """Refuse to recompute what a random op makes whose first run is captured, unless it draws nothing.
+
+    Raises:
+        ConfigError: it may draw numbers.
+    """
+    if may_draw(facts, func, args, kwargs):
+        raise draws_again(unit_path, what)
+
+
+def _note_draws(func: Any, args: Any, kwargs: dict[str, Any], has_drawn: bool) -> None:
+    known, kind = _has_drawn.setdefault(func, {}), _kind_of(args, kwargs)
+    if kind in known or len(known) < _MOST_KINDS:
+        known[kind] = known.get(kind, False) or has_drawn
+
+
+def _kind_of(args: Any, kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """Return the shapes and constants among an op's arguments."""
+    return tuple([getattr(leaf, "shape", leaf) for leaf in tree_leaves((args, kwargs))])
 
 
 def takes_generator(func: Any) -> bool:
@@ -206,13 +248,23 @@ class FunctionDraws:
     generator: if they do, it is set back for the second run.
 
     Args:
+        function: the Function.
         unseen: the generators that such kernels may draw from.
+        is_captured: it runs while a CUDA graph is captured, when no generator is read.
     """
 
-    def __init__(self, unseen: Sequence[torch.Generator]) -> None:
+    def __init__(self, function: Any, unseen: Sequence[torch.Generator], *, is_captured: bool = False) -> None:
+        self._function = function
+        self.is_captured = is_captured
         self._seen: list[tuple[Any, Draw | None]] = []
-        self._watched = unseen
+        self._watched = [] if is_captured else unseen
         self._unseen: list[tuple[torch.Generator, torch.Tensor]] = []
+        self._may_draw = is_captured and function in _unseen_drawers
+
+    @property
+    def is_unknown(self) -> bool:
+        """Whether it may have drawn numbers that it cannot draw again, since their generator was not read."""
+        return self._may_draw
 
     @property
     def state_bytes(self) -> int:
@@ -228,12 +280,15 @@ class FunctionDraws:
         mode = _FirstRun(self._seen, dict(states))
         with mode:
             yield
+        self._may_draw |= mode.may_draw
         known = {generator for generator, _ in self._unseen}
         self._unseen += [
             (generator, torch.frombuffer(bytearray(content), dtype=torch.uint8))
             for generator, content in states.items()
             if generator not in known and mode.was_moved(generator)
         ]
+        if self._unseen:
+            _unseen_drawers[self._function] = True
 
     @contextmanager
     def second(self) -> Iterator[None]:
@@ -279,8 +334,12 @@ class _FirstRun(_RandomMode):
         self._seen = seen
         self._at = at
         self._moved: set[torch.Generator] = set()
+        self.may_draw = False
 
     def draw(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if is_capturing():
+            self.may_draw |= may_draw(facts_of(func), func, args, kwargs)
+            return func(*args, **kwargs)
         output, draw = first_run(facts_of(func), func, args, kwargs)
         self._seen.append((func, draw))
         if draw is not None and draw.generator in self._at:

@@ -12,6 +12,7 @@ import torch
 
 from recollect._torch_functions import FunctionWatcher
 from recollect._torch_parallel import passes_ops_on
+from recollect.engine.captured import draws_again
 from recollect.engine.facts import OpFacts
 from recollect.engine.function_call import FunctionCall
 from recollect.engine.function_run import FunctionRun, FunctionWatch
@@ -51,7 +52,8 @@ class FunctionMode(TapeMode):
         if passes_ops_on(function):
             return _CollectiveFunction(self)
         replays = self.tape.agreement is not None
-        run = FunctionRun(function, (*args, *kwargs.values()), replays_collectives=replays)
+        given = (*args, *kwargs.values())
+        run = FunctionRun(function, given, replays_collectives=replays, is_captured=self.is_captured)
         if kwargs:
             run.keep("it takes arguments by name")
         for tensor in run.wrote_unseen:
@@ -92,6 +94,8 @@ class FunctionMode(TapeMode):
         actions = self.function_actions(run, call)
         if not actions:
             return
+        if run.draws.is_unknown:
+            raise draws_again(self.unit_path, run.name)
         values = [self._argument(tensor, run.name) for tensor in run.arguments.tensors]
         values += [self._other(tensor, run.name) for tensor in run.others]
         run.arguments.release()

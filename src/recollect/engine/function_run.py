@@ -31,6 +31,7 @@ from recollect._torch_private import (
     is_traceable_wrapper_subclass,
     transforms_are_active,
 )
+from recollect.engine.captured import not_warmed_up
 from recollect.engine.content import checksums
 from recollect.engine.draws import FunctionDraws, cuda_generators, draws_unknown
 from recollect.engine.facts import OpFacts, OpMode, facts_of
@@ -103,7 +104,9 @@ class FunctionRun:
         groups: names of those whose ranks run its collectives.
     """
 
-    def __init__(self, function: Any, args: tuple[Any, ...], *, replays_collectives: bool = False) -> None:
+    def __init__(
+        self, function: Any, args: tuple[Any, ...], *, replays_collectives: bool = False, is_captured: bool = False
+    ) -> None:
         self.function = function
         self.groups: list[str] = []
         self._replays_collectives = replays_collectives
@@ -117,7 +120,7 @@ class FunctionRun:
         self.made: list[Made] = []
         self.num_storages = 0
         self._num_outputs = 0
-        self.draws = FunctionDraws(cuda_generators())
+        self.draws = FunctionDraws(function, cuda_generators(), is_captured=is_captured)
         self._objects: list[tuple[Any, list[int]]] = []
         self._made_mark, self._given_mark = object(), object()
         # By its collectives.
@@ -209,6 +212,8 @@ class FunctionRun:
         known = _checked.setdefault(self.function, set())
         if constants in known or len(known) >= _MOST_CHECKS:
             return None
+        if self.draws.is_captured:
+            raise not_warmed_up(f"autograd Function {self.function.__name__}")
         self._check_key = constants
         return checksums(self._plain_given())
 

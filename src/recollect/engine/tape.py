@@ -46,9 +46,11 @@ from recollect._torch_private import (
     current_backward,
     disable_autocast,
     fake_mode,
+    is_capturing,
     keeps_graph,
     untraced,
 )
+from recollect.engine.captured import not_warmed_up
 from recollect.engine.function_mode import FunctionMode
 from recollect.engine.function_run import may_run_again
 from recollect.engine.opcall import Replaying
@@ -112,12 +114,15 @@ class Tape(TapeState):
         Raises:
             UnsupportedModelError: it called a custom autograd Function, on a PyTorch where such calls are not seen.
             MutatedValueError: it has written to a tensor unseen, whose old content cannot be had again.
+            ConfigError: a CUDA graph is captured, and the unit does what cannot be.
         """
         if SwitchedOff.PLANS in switched_off():
             return forward(*args, **kwargs)
         outer = self.mode
         with self._watching(unit_path) if outer is None else _inside(outer, unit_path) as mode:
             if outer is None and self._must_compare(unit_path, forward):
+                if mode.is_captured:
+                    raise not_warmed_up(unit_words(unit_path))
                 mode.comparison = Comparison(self.overwritten)
             output = mode.run_module("", forward, args, kwargs)
             if outer is None and mode.comparison is not None:
@@ -205,7 +210,7 @@ class Tape(TapeState):
             return value.fetch_saved()
         kept = self._kept_pass() if asks_again() else None
         # As ops ran in forward: below autograd and autocast, with gradients switched on, which some kernels check.
-        reruns = nullcontext() if self.reruns is None else self.reruns.running()
+        reruns = nullcontext() if self.reruns is None or is_capturing() else self.reruns.running()
         with reruns, Replaying(), torch.enable_grad(), below_autograd(), disable_autocast():
             tensor: torch.Tensor = value.get() if kept is None else kept.get(value)
         return tensor

@@ -14,6 +14,7 @@ from recollect._torch_parallel import name_of_group, waited_for
 from recollect._torch_private import (
     desugars,
     has_saved_tensors_hooks,
+    is_capturing,
     is_opaque_subclass,
     is_traceable_wrapper_subclass,
     pop_dispatch_mode,
@@ -25,7 +26,7 @@ from recollect._torch_private import (
     untraced,
 )
 from recollect.engine.content import glance_at
-from recollect.engine.draws import Draw, draws_unknown, first_run
+from recollect.engine.draws import Draw, draws_unknown, first_run, refuse_draws
 from recollect.engine.facts import OpFacts, OpMode, facts_of, must_keep_result
 from recollect.engine.offload.flight import is_constant
 from recollect.engine.offload.offloaded import settle
@@ -42,7 +43,7 @@ from recollect.engine.values import (
     expect_bump,
     forget_record,
     is_dropped,
-    is_known,
+    is_new,
     layout_of,
     record_of,
     snapshot_targets,
@@ -68,6 +69,7 @@ class TapeMode(OpMode):
         super().__init__()
         self.tape = tape
         self.unit_path = unit_path
+        self.is_captured = is_capturing()
         # Stands for the running call of a unit; a unit inside another one gets its own.
         self.call = Recipes()
         self.place = tape.next_place()
@@ -164,10 +166,11 @@ class TapeMode(OpMode):
             return self._run_write(func, facts, args, kwargs, actions if _RECOMPUTE in actions else ALL_KEPT)
         if not actions:
             return func(*args, **kwargs)
-        output, draw = _run_once(facts, func, args, kwargs)
+        runs_again = _RECOMPUTE in actions
+        output, draw = self._run_once(facts, func, args, kwargs) if runs_again else (func(*args, **kwargs), None)
         if _OFFLOAD in actions:
             self._send_results(facts, output, actions)
-            if _RECOMPUTE not in actions:
+            if not runs_again:
                 return output
         if facts.may_keep and must_keep_result(facts, args, output, kwargs):
             return output
@@ -187,6 +190,12 @@ class TapeMode(OpMode):
                 self._register(result, node, facts, actions[index] if len(actions) > 1 else actions[0])
         return output
 
+    def _run_once(self, facts: OpFacts, func: Any, args: Any, kwargs: Any) -> tuple[Any, Draw | None]:
+        """Run an op of forward; return its output, and the random numbers that it drew."""
+        if self.is_captured and facts.is_random:
+            refuse_draws(facts, func, args, kwargs, self.unit_path, self._name_of_result(facts, 0))
+        return first_run(facts, func, args, kwargs) if facts.is_random else (func(*args, **kwargs), None)
+
     def _op_actions(self, facts: OpFacts, asks: bool) -> OpActions:
         """Count the op about to run; return the actions for its results, or that all are kept if `asks` is False."""
         key = (self.unit_path, self.scope, facts.name)
@@ -197,14 +206,10 @@ class TapeMode(OpMode):
     def _register(self, result: Any, node: Node, facts: OpFacts, action: Action) -> None:
         if action is _SHARD:
             self.hold_part(result, facts, len(node.outputs))
-        if action is not _RECOMPUTE or not isinstance(result, torch.Tensor) or result.layout is not _STRIDED:
+        if action is not _RECOMPUTE or not is_new(result):
             node.add_output(None)
             return
         storage = result.untyped_storage()
-        if is_known(storage) or result.storage_offset():
-            # The op returned a view that its schema does not mention: it is known by its storage, or kept.
-            node.add_output(None)
-            return
         value = TapeValue(None, node)
         node.add_output(value)
         record = StorageRecord(value, layout_of(result), result._version, facts.creates, self.call)
@@ -224,9 +229,7 @@ class TapeMode(OpMode):
     def hold_part(self, result: Any, facts: OpFacts, index: int) -> None:
         """Have a result, the `index`-th of its op, gathered from parts, unless it is an unfilled buffer."""
         shards, agreement = self.tape.shards, self.tape.agreement
-        if shards is None or agreement is None or facts.creates is not None or not isinstance(result, torch.Tensor):
-            return
-        if result.layout is not _STRIDED or is_known(result.untyped_storage()) or result.storage_offset():
+        if shards is None or agreement is None or facts.creates is not None or not is_new(result):
             return
         if facts.is_collective:
             waited_for(result)  # Its result may not be ready yet.
@@ -241,9 +244,7 @@ class TapeMode(OpMode):
     def send_away(self, result: Any, facts: OpFacts, index: int) -> None:
         """Offload a result, the `index`-th of its op, unless it is an unfilled buffer."""
         offload, place = self.tape.offload, self.place
-        if offload is None or place is None or facts.creates is not None or not isinstance(result, torch.Tensor):
-            return
-        if result.layout is not _STRIDED or is_known(result.untyped_storage()) or result.storage_offset():
+        if offload is None or place is None or facts.creates is not None or not is_new(result):
             return
         if facts.is_collective:
             waited_for(result)
@@ -276,7 +277,7 @@ class TapeMode(OpMode):
         version = targets[0]._version if write is not None else 0
         call = None if write is None else write.call
         if isinstance(call, WriteCall):
-            output, call.draw = _run_once(facts, func, args, kwargs)
+            output, call.draw = self._run_once(facts, func, args, kwargs)
             if call.draw is not None and call.draw.after is not None:
                 write = None  # A second run may have to be repeated, which is not possible once it has written.
         else:
@@ -356,7 +357,7 @@ class TapeMode(OpMode):
         # Autograd saves some ops' arguments before it runs them, so a hook cannot know which op it is called for.
         op = "" if in_hook else self._op
         # Autograd may use tensors that it saved itself after such a write, as without a plan.
-        content = None if in_hook else glance_at(held)
+        content = None if in_hook or self.is_captured else glance_at(held)
         value = TapeValue(held, None, version, (self.unit_path, self.scope, op), content)
         if storage is not None:
             if type(tensor) in (torch.Tensor, Parameter):
@@ -391,8 +392,3 @@ class TapeMode(OpMode):
             return known
         # Not watched: writing to it before backward is an error in plain autograd too.
         return self._leaf(tensor, None, in_hook=True)
-
-
-def _run_once(facts: OpFacts, func: Any, args: Any, kwargs: Any) -> tuple[Any, Draw | None]:
-    """Run an op of forward; return its output, and the random numbers that it drew."""
-    return first_run(facts, func, args, kwargs) if facts.is_random else (func(*args, **kwargs), None)

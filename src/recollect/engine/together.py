@@ -29,8 +29,9 @@ import torch.distributed as dist
 from torch import nn
 
 from recollect._torch_parallel import RankNotes, gathered, name_of_group, notes_of_group
-from recollect._torch_private import desugars, disable_torch_dispatch, uncompiled
+from recollect._torch_private import desugars, disable_torch_dispatch, is_capturing, uncompiled
 from recollect.arguments import check_kind
+from recollect.engine.captured import not_warmed_up
 from recollect.engine.content import checksums
 from recollect.engine.facts import OpMode, facts_of
 from recollect.engine.placed_forward import PlacedForward
@@ -102,9 +103,12 @@ class Agreement:
 
         Raises:
             PlanError: a rank drops something else, or does not tell.
+            ConfigError: a CUDA graph is captured.
         """
         if group in self._agreed:
             return
+        if is_capturing():
+            raise not_warmed_up(f"{what} on all ranks")
         notes = self._met[group]
         for rank, found in notes.read(_PATIENCE_S).items():
             digest = "none" if found is None else found.removesuffix(_NEEDS_ALL)
@@ -245,6 +249,8 @@ class Shards:
 
         In the first step, the second, the fourth and so on, as values that start as zeros on all ranks may differ later.
         """
+        if is_capturing():
+            return  # The ranks agree, so there were steps in which it was compared.
         self._num_seen[unit, name] += 1
         if self._num_seen[unit, name].bit_count() > 1:
             return

@@ -288,6 +288,12 @@ def is_known(storage: torch.UntypedStorage) -> bool:
     return _RECORD in known or _LEAVES in known
 
 
+def is_new(result: Any) -> bool:
+    """Whether an op has made a tensor with a storage of its own, not a view that its schema does not mention."""
+    is_strided = isinstance(result, torch.Tensor) and result.layout is torch.strided
+    return is_strided and not is_known(result.untyped_storage()) and not result.storage_offset()
+
+
 def attach_record(storage: torch.UntypedStorage, record: StorageRecord) -> None:
     """Remember how this storage's content was made, for as long as the storage lives."""
     vars(storage)[_RECORD] = record

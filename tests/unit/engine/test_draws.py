@@ -180,7 +180,7 @@ def test_a_function_whose_kernels_draw_out_of_sight_draws_the_same(is_seen_first
             unseen = torch.rand(3)
         return [seen, unseen, torch.rand(3)]
 
-    draws = FunctionDraws([torch.default_generator])
+    draws = FunctionDraws(object, [torch.default_generator])
     with draws.first():
         expected = forward()
     assert draws.state_bytes > 0

@@ -7,6 +7,7 @@ NOTE [ When a trace holds ]
 3. The first call of each kind runs on the tape, and the trace must have its ops: the same names, shapes and strides, in order.
 4. A call that fits no trace runs on the tape; the next one of its kind is traced anew. After a few of these, and where a unit
    cannot be traced, it stays on the tape, with a warning that says why.
+5. While a CUDA graph is captured nothing is traced: a call that fits no trace runs on the tape.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import torch
 from torch import nn
 
 from recollect._torch_parallel import SPLITS_FUNCTIONS, runs_in_stage
-from recollect._torch_private import any_autocast_is_enabled, num_dispatch_modes, tree_leaves, uncompiled
+from recollect._torch_private import any_autocast_is_enabled, is_capturing, num_dispatch_modes, tree_leaves, uncompiled
 from recollect.engine.autocast_casts import keeps_casts, kept_casts
 from recollect.engine.eager_forward import look_for_compiler
 from recollect.engine.function_call import autocast_now
@@ -191,13 +192,16 @@ class GraphForward(PlacedForward):
         if any(kind_of.forward is not forward for kind_of, forward in self._methods):
             self._leave_to_tape("a method of one of its classes was replaced")
             raise _NotTracedError
-        running.path = self.path
+        running.path, running.is_captured = self.path, is_capturing()
         call = _is_traced, self.forward, args, kwargs
-        if kind in self._has_traced and self._traces is not None:
-            run = self._traces.run_of(*call)
+        traces = self._traces if kind in self._has_traced else None
+        run = None if traces is None else traces.run_of(*call)
+        if run is None and running.is_captured:
+            raise _NotTracedError
+        if traces is not None:
             try:
                 with running_unit():
-                    return (run or self._traces.trace)(*call)
+                    return (run or traces.trace)(*call)
             except dynamo.ERRORS as error:  # No trace fits, and `_backend` makes none here.
                 self._num_misses += 1
                 if self._num_misses > _MOST_MISSES:

@@ -19,6 +19,7 @@ import torch
 from recollect._torch_parallel import runs_in_ddp
 from recollect._torch_private import below_autograd, disable_autocast, keeps_graph
 from recollect.engine.content import glance_at
+from recollect.engine.draws import refuse_draws
 from recollect.engine.function_call import autocast_now
 from recollect.engine.graph.code import Run, RunInParts, backward_code, backward_in_parts, forward_code
 from recollect.engine.graph.cut import Cut, IsKept, cut
@@ -85,9 +86,10 @@ class Program:
 
 
 class _Running(threading.local):
-    """The path of the unit that runs on this thread: equal units share a trace."""
+    """The path of the unit that runs on this thread, and whether a CUDA graph is captured: equal units share a trace."""
 
     path = ""
+    is_captured = False
 
 
 running = _Running()
@@ -302,6 +304,11 @@ class _Call:
 
     def forward(self, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         unit, program = self.unit, self.program
+        if running.is_captured:
+            for op in program.cut.draws:
+                # The last write to what it has written to decides whether that is kept.
+                writes = [one.name for one in unit.trace.ops if not one.written.isdisjoint(op.written)]
+                refuse_draws(op.facts, op.func, op.args, op.kwargs, self.path, [op.name, *writes][-1])
         with below_autograd(), disable_autocast():
             found = program.forward(list(inputs))
         num_outputs = len(unit.trace.outputs)
@@ -314,7 +321,7 @@ class _Call:
                 saved[index] = aliases[of_output]
             seen += aliases.values()
         self.seen = [
-            (tensor, tensor._version, glance_at(tensor) if is_again else None)
+            (tensor, tensor._version, glance_at(tensor) if is_again and not running.is_captured else None)
             for tensor, is_again in zip(seen, program.again, strict=True)
             if not tensor.is_inference()
         ]

@@ -27,6 +27,10 @@ class TracedTensor:
     """None for inputs of the unit and gradients from outside."""
 
     @property
+    def shape(self) -> tuple[int, ...]:
+        return self.layout[0]
+
+    @property
     def is_whole(self) -> bool:
         """Whether it covers its memory, without gaps."""
         shape, dtype = self.layout[0], self.layout[3]

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import nn
 
-from recollect._torch_private import current_backward, is_fake_tensor, keeps_graph
+from recollect._torch_private import current_backward, is_capturing, is_fake_tensor, keeps_graph
+from recollect.engine.captured import refused
 from recollect.engine.offload.carriers import Host
 from recollect.engine.offload.offloaded import Offloaded
 from recollect.engine.subclasses import strided_tensors
@@ -90,7 +91,16 @@ class Offload:
         """Return the flight that a unit's call belongs to, and its number there.
 
         `is_inside`: another unit's call is running.
+
+        Raises:
+            ConfigError: a CUDA graph is captured.
         """
+        if is_capturing():
+            raise refused(
+                {"action": "offload"},
+                "the host decides in each step where and when values are copied, and a graph would repeat the copies of one",
+                "Make the plan without host_budget",
+            )
         if self._flight.has_turned or (self._flight.is_over and not is_inside):
             self._flight = Flight()
         self._flight.is_running = True

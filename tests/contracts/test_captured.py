@@ -1,0 +1,106 @@
+"""No unit of the registry has an engine do what a CUDA graph does not repeat: read tensors, generators' states, or clocks.
+
+Steps run as if they were captured (`support/capture_checker.py`), on any device, after others that warm up. They have the
+bits of the same steps without a plan. A unit that would have to draw the same random numbers again is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import pytest
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+import recollect
+from capture_checker import CaptureChecker
+from contract_steps import Run, accumulated, plain, twice
+from contract_units import UNITS, Case
+from engines import applied
+from gradients import Step, assert_same_gradients
+from policies import DRAWS, FULL, AllButDraws, Uniform
+from recollect.engine.facts import facts_of
+from recollect.errors import ConfigError
+from tiers import long_but
+
+pytestmark = [
+    pytest.mark.filterwarnings(r"ignore:.*`torch\.jit\.\w+` is deprecated"),
+    pytest.mark.filterwarnings(r"ignore:The \.grad attribute of a Tensor that is not a leaf"),
+    pytest.mark.filterwarnings("ignore:recollect. torch.utils.checkpoint has no effect", "ignore:Attempted to insert"),
+    pytest.mark.filterwarnings("ignore:recollect.*run on the tape, exactly"),
+]
+
+WARM_UP = (plain, plain, accumulated, twice)
+CAPTURED = (plain, accumulated, twice)
+
+# Those that draw numbers which the tape would have to draw again.
+DRAWING = frozenset(
+    {"gumbel softmax", "custom op that draws", "alpha dropout", "encoder layer", "channel dropout", "lstm", "dropout"}
+    | {"attention with weights", "attention dropout", "noise", "own generator", "seeds of its own", "low rank adapter"}
+    | {"unit called three times", "own checkpoint", "branch on training"}
+)
+
+REFUSED = r"got \S+ in unit '[\w.]+'='recompute', torch\.cuda\.graph='capturing': to draw the same random numbers"
+
+
+def captured(run: Run, checker: CaptureChecker) -> Step:
+    run.through(*WARM_UP)
+    with checker.running():
+        return run.through(*CAPTURED)
+
+
+@contextmanager
+def on(engine: str, run: Run, policy: Uniform) -> Iterator[None]:
+    if engine != "checkpoint":
+        with applied(engine, run.model, policy):
+            yield
+        return
+    options: dict[str, Any] = {}
+    if policy != FULL:
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, saves_draws)
+    for unit in run.model.units:
+        vars(unit)["forward"] = partial(recollect.checkpoint, unit.forward, **options)
+    yield
+
+
+def saves_draws(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if facts_of(op).name in DRAWS else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def assert_nothing_found(case: Case, engine: str, policy: Uniform) -> None:
+    sees_ops = engine != "graph"
+    expected = captured(Run(case.model()), CaptureChecker(sees_ops=sees_ops))
+    run, checker = Run(case.model()), CaptureChecker(sees_ops=sees_ops)
+    with on(engine, run, policy):
+        assert_same_gradients(expected, captured(run, checker))
+    assert not checker.lines
+
+
+@pytest.mark.parametrize("engine", ["tape", "checkpoint"])
+@pytest.mark.parametrize("case", UNITS.values(), ids=UNITS)
+def test_what_draws_is_kept(case: Case, engine: str) -> None:
+    assert_nothing_found(case, engine, AllButDraws())
+
+
+@pytest.mark.parametrize("name", long_but(list(UNITS)[::4], UNITS))
+def test_from_traces(name: str) -> None:
+    # Dropout on the CPU changes in place what it has drawn.
+    assert_nothing_found(UNITS[name], "graph", AllButDraws(also=frozenset({"div_", "mul_"})))
+
+
+@pytest.mark.parametrize("engine", ["tape", "checkpoint"])
+@pytest.mark.parametrize("case", UNITS.values(), ids=UNITS)
+def test_all_is_recomputed(case: Case, engine: str) -> None:
+    if case.name in DRAWING:
+        with pytest.raises(ConfigError, match=REFUSED):
+            assert_nothing_found(case, engine, FULL)
+    else:
+        assert_nothing_found(case, engine, FULL)
+
+
+@pytest.mark.parametrize("name", ["dropout", "random relu", "custom op that draws"])
+def test_traced_draws_are_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=REFUSED):
+        assert_nothing_found(UNITS[name], "graph", FULL)
