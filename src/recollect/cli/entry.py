@@ -184,7 +184,7 @@ def parse_train(args: list[str]) -> commands.Train:
         default = commands.Train(config=demo_config())
     elif describes_model(args):
         default = commands.Train(config=pretrain_gpt_config())
-    words = _without_foreign(read_arguments(args, own=flags_of(commands.Train).values()))
+    words = _without_foreign(_read(args, own=set(flags_of(commands.Train).values())))
     command: commands.Train = parsed(commands.Train, "train", words, description=TRAIN_HELP, default=default)
     return command
 
@@ -210,7 +210,16 @@ def _planned_words(kind: Any, args: list[str]) -> list[str]:
         )
     defaults = MEGATRONS_DEFAULTS if is_whole else ()
     beside = set(flags_of(commands.Train).values()) - own - set(flags_of(ProcessFlags).values())
-    return _without_foreign(read_arguments([*defaults, *words, *given], own=own, beside=beside, plans=True))
+    return _without_foreign(_read([*defaults, *words, *given], own=own, beside=beside, plans=True))
+
+
+def _read(words: list[str], **how: Any) -> Arguments:
+    """Remove Megatron's flags that recollect has no setting for, or raise; see `read_arguments`."""
+    if any("cuda-graph" in word.replace("_", "-") for word in words):
+        from recollect.cli.graph_rules import check_graphs  # Few need it.
+
+        check_graphs(words)
+    return read_arguments(words, **how)
 
 
 def _without_foreign(arguments: Arguments) -> list[str]:

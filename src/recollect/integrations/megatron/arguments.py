@@ -131,7 +131,7 @@ def read_arguments(
     without_effect: dict[str, str] = {}
     given: dict[str, list[str]] = {}
     values: dict[str, tuple[ForeignFlag, list[str]]] = {}
-    for name, words in _flags([part for word in args for part in _SHORT.get(word.replace("_", "-"), (word,))]):
+    for name, words in _flags(long_flags(args)):
         given[name] = words
         if plans and name in _NARROW and name not in own:
             rest += _NARROW[name]
@@ -158,6 +158,16 @@ def read_arguments(
                 advice="Leave one out.",
             )
     return Arguments(rest, without_effect)
+
+
+def long_flags(args: Sequence[str]) -> list[str]:
+    """Return a command line with the flags that Bridge's short ones stand for.
+
+    Example:
+        >>> long_flags(["-rl", "2"])
+        ['--recompute-granularity=full', '--recompute-method=block', '--recompute-num-layers', '2']
+    """
+    return [part for word in args for part in _SHORT.get(word.replace("_", "-"), (word,))]
 
 
 def describes_model(args: Sequence[str]) -> bool:

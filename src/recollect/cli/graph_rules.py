@@ -1,0 +1,62 @@
+"""Check Megatron's settings of CUDA graphs on a command line: by its rules first, then by what recollect lacks."""
+
+import dataclasses
+import shlex
+from collections.abc import Sequence
+
+from recollect.doctor.megatron_settings import taken_settings
+from recollect.doctor.settings import SettingsInText
+from recollect.errors import ConfigError, NotYetError
+from recollect.integrations.megatron.arguments import describes_model, long_flags
+from recollect.integrations.megatron.rule import Clash, Rule
+from recollect.integrations.megatron.rules import NOT_YET, RULES
+from recollect.integrations.megatron.settings import RecomputeSettings, TrainingSetting
+
+_SWITCH = "cuda_graph_impl"
+
+
+def check_graphs(words: Sequence[str]) -> None:
+    """Raise an error if a command line has something captured.
+
+    Raises:
+        ConfigError: in Megatron it breaks a rule, which the error names.
+        NotYetError: Megatron would capture it.
+
+    Example:
+        >>> check_graphs("--recompute-activations --cuda-graph-impl transformer_engine --cuda-graph-scope attn".split())
+        Traceback (most recent call last):
+        recollect.errors.NotYetError: got --cuda-graph-impl='transformer_engine', --cuda-graph-modules=('attn',): not yet: ...
+    """
+    seen = SettingsInText()
+    seen.look(shlex.join(long_flags(words)), 1)
+    values = {name: value for scope in seen.settings("") for name, value in scope.values.items()}
+    if not describes_model(words):  # Models by name have none, and Megatron's have some by default.
+        values = {"hidden_dropout": 0.0, "attention_dropout": 0.0, **values}
+    taken = {
+        kind: tuple(field.name for field in dataclasses.fields(kind)) for kind in (RecomputeSettings, TrainingSetting)
+    }
+    config = RecomputeSettings(**taken_settings(values, taken[RecomputeSettings]))
+    setting = TrainingSetting(**taken_settings(values, taken[TrainingSetting]))
+    for rule in RULES:
+        if _is_of_graphs(rule) and rule.ours == "error" and (clash := rule.clash(config, setting)) is not None:
+            flags = _in_flags(clash)
+            raise ConfigError(rule=rule.name, settings=flags.settings, reason=flags.reason, advice=flags.advice)
+    for missing in filter(_is_of_graphs, NOT_YET):
+        if (clash := missing.clash(config, setting)) is not None:
+            flags = _in_flags(clash)
+            raise NotYetError(settings=flags.settings, needs=flags.reason, advice=flags.advice)
+
+
+def _is_of_graphs(rule: Rule) -> bool:
+    return _SWITCH in {name for case in (rule, *rule.cases) for name in case.settings}
+
+
+def _in_flags(clash: Clash) -> Clash:
+    """Name flags in place of the settings that they set; leave out empty lists."""
+    flags = {name: f"--{name.replace('_', '-')}" for name in clash.settings}
+    reason, advice = clash.reason, clash.advice
+    for name, flag in flags.items():
+        reason, advice = reason.replace(name, flag), advice.replace(name, flag)
+    return Clash(
+        {flag: clash.settings[name] for name, flag in flags.items() if clash.settings[name] != ()}, reason, advice
+    )
