@@ -276,7 +276,8 @@ class Attached(Handle):
     def _start_recording(self, call: Call) -> None:
         if is_capturing():
             raise refused(
-                {"attach": f"a step of {call}"},
+                "attach",
+                f"a step of {call}",
                 "no plan covers it, and to record it takes clocks and synchronisation",
                 "Run steps like it before the capture until one has run under a plan",
             )

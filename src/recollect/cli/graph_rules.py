@@ -1,6 +1,5 @@
 """Check Megatron's settings of CUDA graphs on a command line: by its rules first, then by what recollect lacks."""
 
-import dataclasses
 import shlex
 from collections.abc import Sequence
 
@@ -32,19 +31,14 @@ def check_graphs(words: Sequence[str]) -> None:
     values = {name: value for scope in seen.settings("") for name, value in scope.values.items()}
     if not describes_model(words):  # Models by name have none, and Megatron's have some by default.
         values = {"hidden_dropout": 0.0, "attention_dropout": 0.0, **values}
-    taken = {
-        kind: tuple(field.name for field in dataclasses.fields(kind)) for kind in (RecomputeSettings, TrainingSetting)
-    }
-    config = RecomputeSettings(**taken_settings(values, taken[RecomputeSettings]))
-    setting = TrainingSetting(**taken_settings(values, taken[TrainingSetting]))
-    for rule in RULES:
-        if _is_of_graphs(rule) and rule.ours == "error" and (clash := rule.clash(config, setting)) is not None:
-            flags = _in_flags(clash)
-            raise ConfigError(rule=rule.name, settings=flags.settings, reason=flags.reason, advice=flags.advice)
-    for missing in filter(_is_of_graphs, NOT_YET):
-        if (clash := missing.clash(config, setting)) is not None:
-            flags = _in_flags(clash)
-            raise NotYetError(settings=flags.settings, needs=flags.reason, advice=flags.advice)
+    config = RecomputeSettings(**taken_settings(values, tuple(RecomputeSettings.__dataclass_fields__)))
+    setting = TrainingSetting(**taken_settings(values, tuple(TrainingSetting.__dataclass_fields__)))
+    for rule in filter(_is_of_graphs, (*RULES, *NOT_YET)):
+        if (clash := rule.clash(config, setting)) is not None:
+            given = _in_flags(clash)
+            if not rule.name:
+                raise NotYetError(settings=given.settings, needs=given.reason, advice=given.advice)
+            raise ConfigError(rule=rule.name, settings=given.settings, reason=given.reason, advice=given.advice)
 
 
 def _is_of_graphs(rule: Rule) -> bool:

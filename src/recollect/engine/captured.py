@@ -6,35 +6,28 @@ tensors hold, nor the state of a generator, nor a clock; `is_capturing` tells, o
 belong to the steps before, which warm up: a unit that has had none is refused, and so is what would need more than that.
 """
 
-from collections.abc import Mapping
-from typing import Final
-
 from recollect.errors import ConfigError
 from recollect.plans.paths import unit_words
 
-_OUTSIDE: Final = "run the step outside torch.cuda.graph."
+
+def refused(what: str, value: str, reason: str, advice: str) -> ConfigError:
+    """Return the error for a setting that cannot be captured; `advice` is an alternative to no capture."""
+    settings = {what: value, "torch.cuda.graph": "capturing"}
+    return ConfigError(settings=settings, reason=reason, advice=f"{advice}, or run the step outside torch.cuda.graph.")
 
 
-def refused(settings: Mapping[str, object], reason: str, advice: str) -> ConfigError:
-    """Return the error for something that cannot be captured; `advice` is an alternative to no capture."""
-    return ConfigError(
-        settings={**settings, "torch.cuda.graph": "capturing"}, reason=reason, advice=f"{advice}, or {_OUTSIDE}"
-    )
-
-
-def not_warmed_up(what: str) -> ConfigError:
+def not_warmed_up(
+    what: str, reason: str = "that compares what tensors hold, which cannot be read during a capture"
+) -> ConfigError:
     """Return the error for a capture of something that has not run under its plan before."""
-    return refused(
-        {what: "the first call"},
-        "that compares what tensors hold, which cannot be read during a capture",
-        "Run three such steps with this plan before the capture",
-    )
+    return refused(what, "the first call", reason, "Run three such steps with this plan before the capture")
 
 
 def draws_again(unit_path: str, what: str) -> ConfigError:
     """Return the error for what a unit would recompute with the random numbers of forward."""
     return refused(
-        {f"{what} in {unit_words(unit_path)}": "recompute"},
+        f"{what} in {unit_words(unit_path)}",
+        "recompute",
         "to draw the same random numbers again takes a generator's state, which cannot be read during a capture",
         "Keep it: give it the action 'keep' in the plan, or 'save' in a checkpoint's policy",
     )

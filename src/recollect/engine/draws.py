@@ -251,6 +251,9 @@ class FunctionDraws:
         function: the Function.
         unseen: the generators that such kernels may draw from.
         is_captured: it runs while a CUDA graph is captured, when no generator is read.
+
+    Attributes:
+        is_unknown: it may have drawn numbers that it cannot draw again, since no generator was read.
     """
 
     def __init__(self, function: Any, unseen: Sequence[torch.Generator], *, is_captured: bool = False) -> None:
@@ -259,12 +262,7 @@ class FunctionDraws:
         self._seen: list[tuple[Any, Draw | None]] = []
         self._watched = [] if is_captured else unseen
         self._unseen: list[tuple[torch.Generator, torch.Tensor]] = []
-        self._may_draw = is_captured and function in _unseen_drawers
-
-    @property
-    def is_unknown(self) -> bool:
-        """Whether it may have drawn numbers that it cannot draw again, since their generator was not read."""
-        return self._may_draw
+        self.is_unknown = is_captured and function in _unseen_drawers
 
     @property
     def state_bytes(self) -> int:
@@ -280,7 +278,7 @@ class FunctionDraws:
         mode = _FirstRun(self._seen, dict(states))
         with mode:
             yield
-        self._may_draw |= mode.may_draw
+        self.is_unknown |= mode.may_draw
         known = {generator for generator, _ in self._unseen}
         self._unseen += [
             (generator, torch.frombuffer(bytearray(content), dtype=torch.uint8))

@@ -108,7 +108,7 @@ class Agreement:
         if group in self._agreed:
             return
         if is_capturing():
-            raise not_warmed_up(f"{what} on all ranks")
+            raise not_warmed_up(f"{what} on all ranks", "they compare their plans before that, by messages")
         notes = self._met[group]
         for rank, found in notes.read(_PATIENCE_S).items():
             digest = "none" if found is None else found.removesuffix(_NEEDS_ALL)

@@ -234,7 +234,10 @@ def test_ranks_that_have_not_agreed(monkeypatch: pytest.MonkeyPatch) -> None:
     with fake_process_group(0, 2):
         assert dist.group.WORLD is not None
         shards = Shards(dist.group.WORLD)
-        with rehearsing_capture(), refuses("hold values as parts on all ranks", "the first call", "that compares what"):
+        with (
+            rehearsing_capture(),
+            refuses("hold values as parts on all ranks", "the first call", "they compare their plans"),
+        ):
             shards.call(value, agreement, "0", "mm")
         shards.call(value, agreement, "0", "mm")
         checker = CaptureChecker(sees_ops=True)

@@ -97,7 +97,8 @@ class Offload:
         """
         if is_capturing():
             raise refused(
-                {"action": "offload"},
+                "action",
+                "offload",
                 "the host decides in each step where and when values are copied, and a graph would repeat the copies of one",
                 "Make the plan without host_budget",
             )
