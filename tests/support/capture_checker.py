@@ -57,7 +57,7 @@ _PYTHON: dict[CodeType, str] = {
         getattr(kind, name).__code__: name
         for kind in (torch.cuda.Event, torch.cuda.Stream)
         for name in ("synchronize", "query", "elapsed_time")
-        if hasattr(kind, name)
+        if hasattr(getattr(kind, name, None), "__code__")
     },
 }
 # Of Tensor: C code calls these without a call that a profiler sees.

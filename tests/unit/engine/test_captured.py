@@ -18,9 +18,9 @@ import recollect
 from capture_checker import CaptureChecker
 from contract_steps import Run, plain
 from contract_units import UNITS
-from engines import applied, num_tape_calls
+from engines import applied, num_tape_calls, traced
 from gradients import assert_same_gradients
-from policies import FULL, KEEP_ALL
+from policies import FULL, KEEP_ALL, AllButDraws
 from recollect._torch_parallel import fake_process_group
 from recollect._torch_private import is_capturing, rehearsing_capture
 from recollect.applying import apply_policy
@@ -86,6 +86,34 @@ def test_a_unit_that_fits_no_trace_runs_on_the_tape() -> None:
     model.zero_grad()
     model(data)[0].backward()
     assert_same_gradients({name: one.grad for name, one in model.named_parameters() if one.grad is not None}, found)
+
+
+def test_the_value_to_keep_is_what_was_written_last() -> None:
+    """In a trace, what is drawn and then changed in place runs again as a whole."""
+
+    class Noise(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x) * torch.rand_like(x).mul_(2).add_(1)
+
+    def step() -> None:
+        model(torch.ones(2, 4)).sum().backward()
+
+    model = nn.Sequential(Noise())
+    with traced(model, ["0"], FULL):
+        for _ in range(3):
+            step()
+        with rehearsing_capture(), refuses("add_ in unit '0'", "recompute", "to draw the same random numbers again"):
+            step()
+    model.zero_grad()
+    with traced(model, ["0"], AllButDraws(also=frozenset({"rand_like", "add_"}))):
+        for _ in range(3):
+            step()
+        with rehearsing_capture():
+            step()
 
 
 # Functions of the model

@@ -306,8 +306,9 @@ class _Call:
         unit, program = self.unit, self.program
         if running.is_captured:
             for op in program.cut.draws:
-                # The last write to what it has written to decides whether that is kept.
-                writes = [one.name for one in unit.trace.ops if not one.written.isdisjoint(op.written)]
+                # The last write to its memory decides whether that is kept.
+                memory = op.written.union(result.storage for result in op.outputs if result is not None)
+                writes = [one.name for one in unit.trace.ops if not memory.isdisjoint(one.written)]
                 refuse_draws(op.facts, op.func, op.args, op.kwargs, self.path, [op.name, *writes][-1])
         with below_autograd(), disable_autocast():
             found = program.forward(list(inputs))
