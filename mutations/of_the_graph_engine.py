@@ -35,7 +35,7 @@ MUTATIONS = (
         "graph-methods-unseen",
         "a method that replaces one of a traced unit is ignored",
         "engine/graph",
-        (("if any(kind_of.forward is not forward for kind_of, forward in self._methods):", "if False:"),),
+        (("if any(names.get(name) is not method for names, name, method in self._methods):", "if False:"),),
     ),
     Mutation(
         "graph-says-that-it-compiles",
@@ -235,5 +235,17 @@ MUTATIONS = (
         "in a trace, a Function that asks how a gradient is laid out is told what Dynamo assumes",
         "engine/graph/noting_tape.py",
         (("asked |= _ASKED_OF_GRADIENTS & _names_in(function.backward)", "pass"),),
+    ),
+    Mutation(
+        "graph-other-methods-unseen",
+        "a method that replaces one that forward calls is ignored",
+        "engine/graph/graph_engine.py",
+        (("if callable(method) or isinstance(method, (property, classmethod, staticmethod))", 'if name == "forward"'),),
+    ),
+    Mutation(
+        "graph-hooks-on-all-unseen",
+        "a hook on all modules, added after a unit was traced, is ignored",
+        "engine/graph/graph_engine.py",
+        (("            and not has_global_hooks()\n", ""),),
     ),
 )

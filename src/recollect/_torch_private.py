@@ -151,6 +151,9 @@ disable_autocast: Callable[[], AbstractContextManager[Any]] = torch._C._DisableA
 # Whether autocast is on for any type of device; the public way asks for one.
 any_autocast_is_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
 
+# Whether there are hooks on all modules, of which Dynamo's guards know nothing.
+has_global_hooks: Callable[[], object] = torch.nn.modules.module._has_any_global_hook
+
 # The mode that makes new tensors fake; None if there is none. No public name tells it.
 fake_mode: Callable[[], object] = functools.partial(torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.FAKE)
 

@@ -31,9 +31,9 @@ def line(why_not: str, unit: str = "units.0") -> str:
     return begin + why_not + TO_DO
 
 
-def changed(change: Callable[[Model], object], name: str = "feed forward") -> tuple[Any, str]:
+def changed(change: Callable[[Model], object], case: Case = FEED_FORWARD) -> tuple[Any, str]:
     """Train, change something, train on, and compare; return the handle, and why a unit is not traced any more."""
-    plainly, model = UNITS[name].model(), UNITS[name].model()
+    plainly, model = case.model(), case.model()
     expected = Run(plainly)
     expected.through(plain, plain)
     with applied("graph", model, FULL) as handle:
@@ -64,8 +64,34 @@ def test_other_hooks_that_are_added_inside_a_unit(kind: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:recollect.*run on the tape, exactly")
 def test_a_hook_on_one_of_two_layers_that_share_code() -> None:
-    handle, _ = changed(lambda model: HOOKS["forward hook"](model.units[1].second), "weights shared by units")
+    handle, _ = changed(lambda model: HOOKS["forward hook"](model.units[1].second), UNITS["weights shared by units"])
     assert [bool(forward.why_not) for forward in traced_forwards(handle)] == [False, True]
+
+
+def test_a_hook_on_all_modules() -> None:
+    handles: list[Any] = []
+
+    def double(module: nn.Module, args: Any, output: Any) -> Any:
+        return output * 2 if isinstance(module, nn.Linear) else None
+
+    try:
+        changed(lambda _: handles or handles.append(nn.modules.module.register_module_forward_hook(double)))
+    finally:
+        handles[0].remove()
+
+
+class Scaled(nn.Linear):
+    def scaled(self, hidden: Tensor) -> Tensor:
+        return hidden * 2
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.scaled(super().forward(input))
+
+
+def test_another_method_that_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case("scaled", lambda self, x: self.inner(x).sin(), lambda: {"inner": Scaled(WIDTH, WIDTH)})
+    with pytest.warns(ConfigWarning, match=line("a method of one of its classes was replaced")):
+        changed(lambda _: monkeypatch.setattr(Scaled, "scaled", lambda self, hidden: hidden * 3), case)
 
 
 def test_a_method_that_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,14 @@ import torch
 from torch import nn
 
 from recollect._torch_parallel import SPLITS_FUNCTIONS, runs_in_stage
-from recollect._torch_private import any_autocast_is_enabled, is_capturing, num_dispatch_modes, tree_leaves, uncompiled
+from recollect._torch_private import (
+    any_autocast_is_enabled,
+    has_global_hooks,
+    is_capturing,
+    num_dispatch_modes,
+    tree_leaves,
+    uncompiled,
+)
 from recollect.engine.autocast_casts import keeps_casts, kept_casts
 from recollect.engine.eager_forward import look_for_compiler
 from recollect.engine.function_call import autocast_now
@@ -123,7 +130,7 @@ class GraphForward(PlacedForward):
         self._has_traced: set[Kind] = set()
         self._num_misses = 0
         self._traces: TracedWhole | None = None
-        self._methods: list[tuple[Any, Any]] = []
+        self._methods: list[tuple[Mapping[str, Any], str, Any]] = []
         # Those that autocast kept in the last call that ran on the tape.
         self._casts: Any = None
         # Units that may share traces.
@@ -143,6 +150,7 @@ class GraphForward(PlacedForward):
         if (
             not self.why_not
             and not num_dispatch_modes()
+            and not has_global_hooks()
             and not switched_off()
             and not torch.is_anomaly_enabled()  # It looks at the result of each op.
             and not self._reads_dropped(args, kwargs)
@@ -189,7 +197,7 @@ class GraphForward(PlacedForward):
         """
         from recollect import _torch_dynamo as dynamo
 
-        if any(kind_of.forward is not forward for kind_of, forward in self._methods):
+        if any(names.get(name) is not method for names, name, method in self._methods):
             self._leave_to_tape("a method of one of its classes was replaced")
             raise _NotTracedError
         running.path, running.is_captured = self.path, is_capturing()
@@ -256,7 +264,13 @@ class GraphForward(PlacedForward):
 
     def _remember(self, kind: Kind) -> None:
         self._has_traced.add(kind)
-        self._methods = [(kind_of, kind_of.forward) for kind_of in {type(part) for part in self.module.modules()}]
+        kinds = {base for part in self.module.modules() for base in type(part).__mro__} - {nn.Module, object}
+        self._methods = [
+            (vars(kind_of), name, method)
+            for kind_of in kinds
+            for name, method in vars(kind_of).items()
+            if callable(method) or isinstance(method, (property, classmethod, staticmethod))
+        ]
 
     def _reads_dropped(self, args: Any, kwargs: Any) -> bool:
         """Whether it gets what another unit drops and the tape makes again: a trace would hold it."""
