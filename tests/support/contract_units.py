@@ -206,9 +206,6 @@ units(
         "mask of data": lambda self, x: self.first(x)[x > 0].exp().sum() + x,
         "rotary": _rotary,
         "conjugate": _conjugate,
-        "numbers of complex ones": lambda self, x: torch.view_as_real(
-            torch.view_as_complex(self.first(x).reshape(4, -1, 2)).exp()
-        ).flatten(1),
         "negative view": _negative_view,
         "foreach": _foreach,
     }
@@ -539,7 +536,6 @@ def _at_times_itself(units: Any, x: Tensor) -> Any:
 
 
 units({"other input written": _input_written}, calls=lambda units, x: units[0](x, x.detach().clone()))
-units({"input written that is another at times": _written_beside}, calls=_at_times_itself)
 
 # Weights
 
@@ -939,15 +935,23 @@ def _jacobian(self: Any, x: Tensor) -> Tensor:
     return found.squeeze(-1) + torch.func.linearize(torch.tanh, x)[1](x)
 
 
+units({"input written that is another at times": _written_beside}, calls=_at_times_itself)
 units(
     {
+        "numbers of complex ones": lambda self, x: torch.view_as_real(
+            torch.view_as_complex(self.first(x).reshape(4, -1, 2)).exp()
+        ).flatten(1),
+    }
+)
+units(
+    {
+        "function without one gradient": lambda self, x: SineAndCosine.apply(self.first(x))[1].square(),
+        "function that asks for a layout": lambda self, x: LayoutSine.apply(self.first(x)).sum(0) * x,
         "function": lambda self, x: Double.apply(self.first(x)).square(),
         "function that writes to its result": lambda self, x: WrittenDouble.apply(self.first(x)).square(),
         "function that writes unseen": lambda self, x: KernelSine.apply(self.first(x)).square(),
         "function in place": lambda self, x: InPlaceDouble.apply(self.first(x).sin()).square(),
         "function that reshapes in place": lambda self, x: UnsqueezedDouble.apply(self.first(x)).squeeze(1).square(),
-        "function without one gradient": lambda self, x: SineAndCosine.apply(self.first(x))[1].square(),
-        "function that asks for a layout": lambda self, x: LayoutSine.apply(self.first(x)).sum(0) * x,
         "vmap": lambda self, x: torch.func.vmap(torch.tanh)(self.first(x)).sin(),
         "jacobian": _jacobian,
         "jvp": lambda self, x: torch.func.jvp(torch.tanh, (self.first(x),), (x.sin(),))[1],
