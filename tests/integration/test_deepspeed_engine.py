@@ -12,7 +12,6 @@ import pytest
 from asked_cases import AskedCases
 from forked_processes import run_forked
 from metered_processes import ROOT, check_row, free_port, metered, needs_meter
-from metered_trainers import FEW_STEPS
 from tiers import long_but
 
 pytestmark = [
@@ -97,7 +96,7 @@ def test_every_step_of_an_engine_and_of_a_trainer_is_within_the_budget(name: str
 @pytest.mark.long
 def test_a_trainer_with_deepspeed_in_two_processes_is_within_the_budget(pairs: AskedCases) -> None:
     for row in pairs[PAIR]:
-        check_row(row, steps=FEW_STEPS)
+        check_row(row)
 
 
 def test_what_is_asked_for_twice_or_not_there_is_refused_by_name(refusals: dict[str, str]) -> None:
@@ -111,6 +110,6 @@ def test_what_is_asked_for_twice_or_not_there_is_refused_by_name(refusals: dict[
 def test_processes_whose_batches_grow_at_different_times_record_together(pairs: AskedCases) -> None:
     """Each is longer in one step of its own; both then record, so that one plan holds for both."""
     for row in pairs[LENGTHS]:
-        check_row(row, recorded_steps=3, steps=FEW_STEPS)
+        check_row(row, recorded_steps=3)
         # Where the results of linear layers are kept, it is more than half.
         assert row["least_bytes"] < 0.45 * row["plain_bytes"]

@@ -12,7 +12,6 @@ pytest.importorskip("accelerate", reason="needs accelerate")
 from asked_cases import AskedCases  # noqa: E402
 from diffusers_loops import train, transformer, unet  # noqa: E402
 from metered_processes import check_row, metered, needs_meter  # noqa: E402
-from metered_trainers import FEW_STEPS, NUM_STEPS  # noqa: E402
 from recollect.engine.own_checkpoints import tell_once  # noqa: E402
 from recollect.errors import AlreadyAppliedError, ConfigWarning  # noqa: E402
 from tiers import long  # noqa: E402
@@ -30,7 +29,7 @@ def cases() -> Iterator[AskedCases]:
 @pytest.mark.parametrize("name", [*long(["UNet"]), "DiT in bf16"])
 def test_every_step_is_within_the_budget(name: str, cases: AskedCases) -> None:
     (row,) = cases[name]
-    check_row(row, steps=NUM_STEPS if name == "UNet" else FEW_STEPS)
+    check_row(row)
 
 
 @pytest.mark.parametrize("build", [unet, transformer])

@@ -23,7 +23,6 @@ import recollect.integrations.lightning as integration  # noqa: E402
 from asked_cases import AskedCases  # noqa: E402
 from lightning_trainers import CASES, Automatic, loader, trainer  # noqa: E402
 from metered_processes import check_row, metered, needs_meter  # noqa: E402
-from metered_trainers import FEW_STEPS, NUM_STEPS  # noqa: E402
 from recollect.engine.content import has_same_bits  # noqa: E402
 from recollect.errors import AlreadyAppliedError, ConfigError, MissingPackageError, NotYetError  # noqa: E402
 from recollect.integrations.lightning import MemoryBudget  # noqa: E402
@@ -47,7 +46,7 @@ def cases() -> Iterator[AskedCases]:
 @pytest.mark.parametrize("name", long_but(("automatic",), CASES))
 def test_every_step_is_within_the_budget(name: str, cases: AskedCases) -> None:
     (row,) = cases[name]
-    check_row(row, steps=NUM_STEPS if name == "automatic" else FEW_STEPS)
+    check_row(row)
 
 
 def fit(

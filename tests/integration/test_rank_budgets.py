@@ -9,7 +9,7 @@ import pytest
 
 from asked_cases import AskedCases
 from metered_processes import LAYER_BYTES, check_row, metered, needs_meter
-from metered_trainers import FEW_STEPS, NUM_STEPS, SHARDED_STEPS
+from metered_trainers import NUM_STEPS, SHARDED_STEPS
 from tiers import long_but
 
 pytestmark = [
@@ -33,5 +33,5 @@ def cases() -> Iterator[AskedCases]:
 @pytest.mark.parametrize("name", long_but(("FSDP2",), NAMES))
 def test_every_step_of_two_processes_is_within_the_budget(name: str, cases: AskedCases) -> None:
     for row in cases[name]:
-        steps = {"DDP": NUM_STEPS, "FSDP2": SHARDED_STEPS}.get(name, FEW_STEPS)
-        check_row(row, steps=steps, late_bytes=LAYER_BYTES if name == "FSDP2" else 0)
+        how = {"steps": SHARDED_STEPS, "late_bytes": LAYER_BYTES} if name == "FSDP2" else {"steps": NUM_STEPS}
+        check_row(row, **how)

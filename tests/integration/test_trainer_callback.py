@@ -23,7 +23,6 @@ import hugging_face_flag  # noqa: E402
 from asked_cases import AskedCases  # noqa: E402
 from hugging_face_trainers import arguments, llama, texts  # noqa: E402
 from metered_processes import check_row, metered, needs_meter  # noqa: E402
-from metered_trainers import FEW_STEPS, NUM_STEPS  # noqa: E402
 from recollect.attaching.attached import Attached  # noqa: E402
 from recollect.engine.content import has_same_bits  # noqa: E402
 from recollect.errors import AlreadyAppliedError, ConfigError, NotYetError, QuantityError  # noqa: E402
@@ -46,7 +45,6 @@ CASES: dict[str, tuple[str, ...]] = {
     "DPO of lora": ("trl", "peft"),
     "Reward": ("trl",),
 }
-LONG_CASES = ("llama", "LoRA in bf16", "SFT in bf16")
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +59,7 @@ def test_every_step_is_within_the_budget(name: str, cases: AskedCases) -> None:
     for package in CASES[name]:
         pytest.importorskip(package, reason=f"needs {package}")
     (row,) = cases[name]
-    check_row(row, steps=NUM_STEPS if name in LONG_CASES else FEW_STEPS)
+    check_row(row)
 
 
 @pytest.fixture(autouse=True)

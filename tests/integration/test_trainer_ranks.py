@@ -10,7 +10,7 @@ import pytest
 
 from asked_cases import AskedCases
 from metered_processes import LAYER_BYTES, ROOT, check_row, metered, needs_meter
-from metered_trainers import FEW_STEPS, SHARDED_STEPS
+from metered_trainers import NUM_STEPS, SHARDED_STEPS
 from rank_processes import run_ranks
 from tiers import long_but
 
@@ -36,7 +36,7 @@ def cases() -> Iterator[AskedCases]:
 @pytest.mark.parametrize("name", long_but(("Lightning DDP",), CASES))
 def test_every_step_of_two_processes_is_within_the_budget(name: str, cases: AskedCases) -> None:
     for row in cases[name]:
-        how = {"steps": SHARDED_STEPS, "late_bytes": LAYER_BYTES} if name.endswith("FSDP2") else {"steps": FEW_STEPS}
+        how = {"steps": SHARDED_STEPS, "late_bytes": LAYER_BYTES} if name.endswith("FSDP2") else {"steps": NUM_STEPS}
         check_row(row, **how)
 
 

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import recollect
 from hugging_face_trainers import llama, texts
-from metered_trainers import FEW_STEPS, NUM_STEPS, SHARDED_STEPS, Case, StepPeaks
+from metered_trainers import NUM_STEPS, SHARDED_STEPS, Case, StepPeaks
 
 RANK = int(os.environ.get("RANK", "0"))
 os.environ.update({"GLOO_SOCKET_IFNAME": "lo", "MASTER_ADDR": "127.0.0.1", "ACCELERATE_USE_CPU": "true"})
@@ -91,7 +91,7 @@ def _replicated(**options: Any) -> Case:
         PartialState(cpu=True)
         model = DistributedDataParallel(llama().train(), **options)
         optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3)
-        recorded = _train(model, optimizer, budget, peaks, torch.Tensor.backward, FEW_STEPS)
+        recorded = _train(model, optimizer, budget, peaks, torch.Tensor.backward, NUM_STEPS)
         return model.module, recorded
 
     return run

@@ -18,11 +18,13 @@ from deepspeed.utils import logger  # noqa: E402
 from torch import nn  # noqa: E402
 
 from hugging_face_trainers import llama, texts  # noqa: E402
-from metered_trainers import FEW_STEPS, NUM_STEPS, Case, StepPeaks  # noqa: E402
+from metered_trainers import NUM_STEPS, Case, StepPeaks  # noqa: E402
 from recollect.integrations.deepspeed import initialize  # noqa: E402
 
 RANK = int(os.environ["RANK"])
 logger.setLevel(logging.ERROR)
+# What sends through the memory of one machine takes most of a minute to compile; without it gloo sends.
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 def config(stage: int, precision: str = "fp32", accumulation: int = 1, **changes: Any) -> dict[str, Any]:
@@ -45,12 +47,10 @@ def gathered(engine: Any) -> nn.Module:
     return model
 
 
-def batches(
-    accumulation: int, longest_at: int | None = None, num_steps: int = NUM_STEPS
-) -> Iterator[tuple[dict[str, torch.Tensor], bool]]:
+def batches(accumulation: int, longest_at: int | None = None) -> Iterator[tuple[dict[str, torch.Tensor], bool]]:
     """Micro-batches, and whether each is the last of its step; each process is longer in one step of its own."""
-    data = texts(4 * num_steps * accumulation, 72)
-    for number in range(num_steps * accumulation):
+    data = texts(4 * NUM_STEPS * accumulation, 72)
+    for number in range(NUM_STEPS * accumulation):
         length = 64 if longest_at is None or number // accumulation == longest_at + 3 * RANK else 60
         rows = data[4 * number : 4 * number + 4]
         yield (
@@ -59,9 +59,7 @@ def batches(
         )
 
 
-def _case(
-    stage: int, precision: str, accumulation: int, longest_at: int | None = None, num_steps: int = NUM_STEPS
-) -> Case:
+def _case(stage: int, precision: str, accumulation: int, longest_at: int | None = None) -> Case:
     def run(budget: int | str | None, peaks: StepPeaks) -> tuple[nn.Module, int]:
         model = llama().train()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -72,7 +70,7 @@ def _case(
             engine, *_ = initialize(**given, memory_budget=budget)
         torch.manual_seed(3 + RANK)
         peaks.begin()
-        for batch, is_last in batches(accumulation, longest_at, num_steps):
+        for batch, is_last in batches(accumulation, longest_at):
             loss = engine(**batch).loss
             engine.backward(loss)
             engine.step()
@@ -99,5 +97,5 @@ CASES: dict[str, Case] = {
     "3 fp32": _case(3, "fp32", 2),
     "3 bf16": _case(3, "bf16", 1),
     # In steps of one process and of the other, both record.
-    "3 lengths": _case(3, "fp32", 1, longest_at=3, num_steps=FEW_STEPS),
+    "3 lengths": _case(3, "fp32", 1, longest_at=3),
 }

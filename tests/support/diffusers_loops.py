@@ -12,7 +12,7 @@ from diffusers import DDPMScheduler, DiTTransformer2DModel, UNet2DConditionModel
 from torch import Tensor, nn
 
 import recollect
-from metered_trainers import FEW_STEPS, NUM_STEPS, Case, StepPeaks
+from metered_trainers import NUM_STEPS, Case, StepPeaks
 
 BATCH, SIZE = 4, 16
 
@@ -84,14 +84,12 @@ def train(
     return 0 if attached is None else len(attached.recorded_steps)
 
 
-def _run(
-    build: Any, precision: str, num_steps: int, budget: int | str | None, peaks: StepPeaks
-) -> tuple[nn.Module, int]:
+def _run(build: Any, precision: str, budget: int | str | None, peaks: StepPeaks) -> tuple[nn.Module, int]:
     model = build()
-    return model, train(model, budget, precision, peaks, num_steps)
+    return model, train(model, budget, precision, peaks)
 
 
 CASES: dict[str, Case] = {
-    "UNet": functools.partial(_run, unet, "no", NUM_STEPS),
-    "DiT in bf16": functools.partial(_run, transformer, "bf16", FEW_STEPS),
+    "UNet": functools.partial(_run, unet, "no"),
+    "DiT in bf16": functools.partial(_run, transformer, "bf16"),
 }

@@ -11,7 +11,7 @@ import transformers
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from metered_trainers import FEW_STEPS, NUM_STEPS, Case, StepPeaks
+from metered_trainers import NUM_STEPS, Case, StepPeaks
 from recollect.integrations.transformers import MemoryBudget
 
 VOCABULARY = 256
@@ -108,8 +108,8 @@ def _case(build: Callable[[], Any], **changes: Any) -> Case:
 
 CASES: dict[str, Case] = {
     "llama": _case(llama),
-    "gpt2 in bf16": _case(gpt2, bf16=True, max_steps=FEW_STEPS),
+    "gpt2 in bf16": _case(gpt2, bf16=True),
     "LoRA in bf16": _case(lora, bf16=True),
-    "DoRA": _case(dora, max_steps=FEW_STEPS),
-    "QLoRA": _case(qlora, max_steps=FEW_STEPS),
+    "DoRA": _case(dora),
+    "QLoRA": _case(qlora),
 }

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from hugging_face_trainers import llama, texts
-from metered_trainers import FEW_STEPS, NUM_STEPS, Case, StepPeaks
+from metered_trainers import NUM_STEPS, Case, StepPeaks
 from recollect.integrations.lightning import MemoryBudget
 
 
@@ -82,19 +82,19 @@ def loader(steps: int) -> DataLoader[Any]:
     return DataLoader(texts(8 * steps), batch_size=4)
 
 
-def _case(build: Callable[[], pl.LightningModule], steps: int = FEW_STEPS, **changes: Any) -> Case:
+def _case(build: Callable[[], pl.LightningModule], **changes: Any) -> Case:
     def run(budget: int | str | None, peaks: StepPeaks) -> tuple[nn.Module, int]:
         module = build()
         callbacks = [] if budget is None else [MemoryBudget(budget)]
         with tempfile.TemporaryDirectory() as folder:
-            trainer(folder, *callbacks, Watching(peaks), **changes).fit(module, loader(steps))
+            trainer(folder, *callbacks, Watching(peaks), **changes).fit(module, loader(NUM_STEPS))
         return module, len(callbacks[0].attached.recorded_steps) if callbacks else 0
 
     return run
 
 
 CASES: dict[str, Case] = {
-    "automatic": _case(Automatic, NUM_STEPS, accumulate_grad_batches=2),
+    "automatic": _case(Automatic, accumulate_grad_batches=2),
     "automatic in bf16": _case(Automatic, accumulate_grad_batches=2, precision="bf16-mixed"),
     "manual": _case(Manual),
 }

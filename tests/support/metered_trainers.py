@@ -30,11 +30,9 @@ if TYPE_CHECKING:
 _ROOM = 1.02
 # Of the way from the least peak to the peak without a budget.
 _PART = 0.15
-# Steps of one training for each tool; of the others, whose recorded step is another one, and then like the steps after it; and
-# of those with FSDP2, of which one step in ten may be late.
-NUM_STEPS = 16
-FEW_STEPS = 8
-SHARDED_STEPS = 20
+# Steps of a training, and of one with FSDP2, of which one step in ten may be late.
+NUM_STEPS = 8
+SHARDED_STEPS = 10
 
 
 @dataclass(frozen=True)

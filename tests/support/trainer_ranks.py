@@ -24,7 +24,7 @@ from trl import SFTConfig, SFTTrainer  # noqa: E402
 from hugging_face_trainers import arguments, llama, lora, texts, trained  # noqa: E402
 from lightning_trainers import Automatic, loader, trainer  # noqa: E402
 from lightning_trainers import Watching as LightningWatching  # noqa: E402
-from metered_trainers import FEW_STEPS, SHARDED_STEPS, Case, StepPeaks  # noqa: E402
+from metered_trainers import NUM_STEPS, SHARDED_STEPS, Case, StepPeaks  # noqa: E402
 from recollect.integrations.lightning import MemoryBudget as LightningBudget  # noqa: E402
 from recollect.integrations.transformers import MemoryBudget  # noqa: E402
 from recollect.ranks import members  # noqa: E402
@@ -77,7 +77,7 @@ def _hugging_face(kind: type[Trainer], wrapper: type[Any], accumulation: int, st
 def _tuned(budget: int | str | None, peaks: StepPeaks) -> tuple[nn.Module, int]:
     """TRL's SFT of PEFT's adapters."""
     with tempfile.TemporaryDirectory() as folder:
-        sizes = {"max_steps": FEW_STEPS, "gradient_accumulation_steps": 1}
+        sizes = {"max_steps": NUM_STEPS, "gradient_accumulation_steps": 1}
         args = arguments(folder, SFTConfig, gradient_checkpointing=False, bf16=False, **sizes)
 
         def make(callbacks: list[Any]) -> Trainer:
@@ -115,10 +115,10 @@ def _lightning(build: Callable[[], Automatic], strategy: Callable[[], Any], step
 
 
 CASES: dict[str, Case] = {
-    "Hugging Face DDP": _hugging_face(Trainer, DistributedDataParallel, 2, FEW_STEPS),
+    "Hugging Face DDP": _hugging_face(Trainer, DistributedDataParallel, 2, NUM_STEPS),
     "Hugging Face FSDP2": _hugging_face(Sharding, FSDPModule, 1, SHARDED_STEPS),
     "SFT of LoRA DDP": _tuned,
-    "Lightning DDP": _lightning(Automatic, lambda: "ddp", FEW_STEPS),
+    "Lightning DDP": _lightning(Automatic, lambda: "ddp", NUM_STEPS),
     "Lightning FSDP2": _lightning(
         Sharded, lambda: ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1), SHARDED_STEPS
     ),

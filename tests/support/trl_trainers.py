@@ -16,7 +16,7 @@ from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig, S
 
 import hugging_face_trainers
 from hugging_face_trainers import VOCABULARY, arguments, llama, lora, trained
-from metered_trainers import FEW_STEPS, Case, StepPeaks
+from metered_trainers import NUM_STEPS, Case, StepPeaks
 
 _SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>")
 _WORDS = [f"w{number}" for number in range(VOCABULARY - len(_SPECIAL))]
@@ -45,7 +45,7 @@ def classifier() -> Any:
 
 
 def pairs(length: int = 32) -> Dataset:
-    asked, better, worse = (words(8 * FEW_STEPS, length, seed) for seed in range(3))
+    asked, better, worse = (words(8 * NUM_STEPS, length, seed) for seed in range(3))
     return Dataset.from_dict(
         {"prompt": asked, "chosen": [f" {b}" for b in better], "rejected": [f" {w}" for w in worse]}
     )
@@ -84,8 +84,8 @@ def _case(
 CASES: dict[str, Case] = {
     **hugging_face_trainers.CASES,
     "SFT in bf16": _case(lambda: llama(**_IDS), (SFTTrainer, SFTConfig), answers, bf16=True),
-    "SFT of lora": _case(lora, (SFTTrainer, SFTConfig), answers, bf16=False, max_steps=FEW_STEPS),
-    "DPO": _case(lambda: llama(**_IDS), (DPOTrainer, DPOConfig), pairs, bf16=False, max_steps=FEW_STEPS),
-    "DPO of lora": _case(lora, (DPOTrainer, DPOConfig), pairs, bf16=True, max_steps=FEW_STEPS),
-    "Reward": _case(classifier, (RewardTrainer, RewardConfig), pairs, bf16=False, max_steps=FEW_STEPS),
+    "SFT of lora": _case(lora, (SFTTrainer, SFTConfig), answers, bf16=False),
+    "DPO": _case(lambda: llama(**_IDS), (DPOTrainer, DPOConfig), pairs, bf16=False),
+    "DPO of lora": _case(lora, (DPOTrainer, DPOConfig), pairs, bf16=True),
+    "Reward": _case(classifier, (RewardTrainer, RewardConfig), pairs, bf16=False),
 }
