@@ -23,11 +23,11 @@ pytestmark = [
 ]
 
 
-_KINDS = ("tensor", "data", "pipeline", "tensor, latent", "data, sharded", "pipeline, experts")
+_KINDS = ("sequence", "tensor", "data", "pipeline", "tensor, latent", "data, sharded", "pipeline, experts")
 
 
 @needs_meter
-@pytest.mark.parametrize("kind", long_but(("tensor", "pipeline"), _KINDS))
+@pytest.mark.parametrize("kind", long_but(("sequence", "pipeline"), _KINDS))
 def test_gradients_weights_and_peaks_are_as_without_a_budget_and_as_under_its_own_recompute(kind: str) -> None:
     run_ranks(2, PROGRAM, kind)
 

@@ -212,6 +212,7 @@ def test_damage_is_the_same_error_in_all_processes(found: AskedCases) -> None:
     assert {row["error"] for row in rows} == {rows[0]["error"]}
 
 
+@pytest.mark.long  # Four launches. `test_train_resume.py` kills and stops one process; a layout goes on above.
 def test_killed_and_stopped_the_losses_are_the_same_to_the_bit(tmp_path: Path) -> None:
     """Without torchrun, whose part `test_train_torchrun.py` tests."""
     write_text(tmp_path)

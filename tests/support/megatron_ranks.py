@@ -68,7 +68,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 CASES: dict[str, tuple[tuple[str, str], ...]] = {
     # Megatron wants sequence parallelism where experts are under tensor parallelism.
-    "tensor": (("dense", "tensor"), ("dense", "sequence"), ("experts", "sequence")),
+    "sequence": (("dense", "sequence"),),
+    "tensor": (("dense", "tensor"), ("experts", "sequence")),
     "tensor, latent": (("latent", "tensor"), ("latent", "sequence")),
     "data": (("dense", "data"), ("dense", "sharded, bf16"), ("experts", "expert")),
     "data, sharded": (("dense", "sharded"), ("latent", "sharded")),
