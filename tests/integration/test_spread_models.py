@@ -10,7 +10,8 @@ import torch
 
 from asked_cases import AskedCases, asked_cases
 from rank_processes import start_program
-from spread_programs import CONTEXT_MODELS, EXPERT_MODELS, RANKS, TENSOR_MODELS
+from spread_programs import CONTEXT_MODELS, CONTEXT_PLANS, EXPERT_MODELS, RANKS, TENSOR_MODELS
+from tiers import long_but
 
 SUPPORT = Path(__file__).parents[1] / "support"
 pytestmark = [
@@ -20,6 +21,7 @@ pytestmark = [
 
 # Sums over parts of a sequence or batch add in another order: a few units in the last place of fp32, which is 1.2e-7.
 FARTHEST = 3e-6
+PLANS = ("keep_all", "full", "budget")
 
 
 @pytest.fixture(scope="module")
@@ -28,50 +30,46 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AskedCases]:
         yield found
 
 
-@pytest.mark.parametrize("case", [*(f"{name} 2" for name in CONTEXT_MODELS), "llama 4", "with data", "with tensor"])
-def test_split_sequences_give_the_gradients_of_whole_ones(cases: AskedCases, case: str) -> None:
-    assert max(found[f"context {case}"] for found in cases["context"]) <= FARTHEST
+# DeepSeek has all that Mixtral has.
+@pytest.mark.parametrize("model", long_but(("llama", "gpt", "deepseek"), CONTEXT_MODELS))
+def test_split_sequences_give_the_gradients_of_whole_ones_and_one_loss(cases: AskedCases, model: str) -> None:
+    rows = cases[f"context {model}"]
+    layouts = ("2", "4", "with data", "with tensor") if model == "llama" else ("2",)
+    assert max(found[layout] for found in rows for layout in layouts) <= FARTHEST
+    assert len({found["loss"] for found in rows}) == 1
 
 
-@pytest.mark.parametrize("model", CONTEXT_MODELS)
-def test_ranks_that_split_sequences_have_one_loss(cases: AskedCases, model: str) -> None:
-    assert len({found[f"context loss {model}"] for found in cases["context"]}) == 1
-
-
-@pytest.mark.parametrize("model", ["gpt", "deepseek"])
+@pytest.mark.parametrize("model", long_but(("gpt",), CONTEXT_PLANS))
 def test_plans_change_no_bit_of_split_sequences(cases: AskedCases, model: str) -> None:
     """With dropout on; collectives may run again."""
-    plans = ("keep_all", "full", "budget")
-    assert [found[f"context equal {plan} {model}"] for found in cases["context"] for plan in plans] == [
-        True
-    ] * 3 * RANKS
+    assert [found[plan] for found in cases[f"context plans {model}"] for plan in PLANS] == [True] * 3 * RANKS
 
 
 def test_sequences_that_do_not_divide_are_refused_alike_on_all_ranks(cases: AskedCases) -> None:
-    assert [found["context refused"] for found in cases["context"]] == [
+    assert [found["refused"] for found in cases["context llama"]] == [
         "got seq_length=6, 2 x context_parallel_size=8: 6 is no multiple of 8. The next multiple is 8."
     ] * RANKS
 
 
-@pytest.mark.parametrize("case", [*EXPERT_MODELS, "again", "with data", "with data alone", "with context"])
-def test_shared_experts_give_the_gradients_of_all_experts_here(cases: AskedCases, case: str) -> None:
+@pytest.mark.parametrize("model", long_but(("deepseek", "loop"), EXPERT_MODELS))
+def test_shared_experts_give_the_gradients_of_all_experts_here(cases: AskedCases, model: str) -> None:
     """Against a model on one device that runs the ranks' batches in turn; "again" is after the bias has moved."""
-    assert max(found[f"expert {case}"] for found in cases["experts"]) <= FARTHEST
+    more = ("again", "with data", "with data alone", "with context") if model == "deepseek" else ()
+    assert max(found[case] for found in cases[f"experts {model}"] for case in (model, *more)) <= FARTHEST
 
 
 def test_the_bias_counts_the_tokens_of_all_ranks(cases: AskedCases) -> None:
-    assert all(found["expert bias"] for found in cases["experts"])
+    assert all(found["bias"] for found in cases["experts deepseek"])
 
 
-@pytest.mark.parametrize("model", ["deepseek", "mixtral"])
+@pytest.mark.parametrize("model", long_but(("deepseek",), ("deepseek", "mixtral")))
 def test_plans_change_no_bit_of_shared_experts(cases: AskedCases, model: str) -> None:
     """With dropout on, and other batches on each rank; exchanges may run again."""
-    plans = ("keep_all", "full", "budget")
-    assert [found[f"expert equal {plan} {model}"] for found in cases["experts"] for plan in plans] == [True] * 3 * RANKS
+    assert [found[plan] for found in cases[f"expert plans {model}"] for plan in PLANS] == [True] * 3 * RANKS
 
 
 def test_experts_without_rows_have_gradients(cases: AskedCases) -> None:
-    assert all(found["expert without rows"] for found in cases["experts"])
+    assert all(found["without rows"] for found in cases["few experts"])
 
 
 def test_experts_that_do_not_divide_are_refused_alike_on_all_ranks(cases: AskedCases) -> None:
@@ -83,7 +81,7 @@ def test_experts_that_do_not_divide_are_refused_alike_on_all_ranks(cases: AskedC
         "fake tensors.",
     }
     for name, message in expected.items():
-        assert [found[f"expert {name}"] for found in cases["experts"]] == [message] * RANKS
+        assert [found[name] for found in cases["few experts"]] == [message] * RANKS
 
 
 @pytest.mark.long
@@ -99,8 +97,7 @@ def test_split_experts_and_latent_attention_give_the_gradients_of_whole_ones(
 @pytest.mark.parametrize("model", ["deepseek", "mixtral"])
 def test_plans_change_no_bit_of_split_experts(cases: AskedCases, model: str) -> None:
     """Under tensor and sequence parallelism, with dropout on."""
-    plans = ("keep_all", "full", "budget")
-    assert [found[f"sequence equal {plan} {model}"] for found in cases["tensor"] for plan in plans] == [
+    assert [found[f"sequence equal {plan} {model}"] for found in cases["tensor"] for plan in PLANS] == [
         True
     ] * 3 * RANKS
 
@@ -118,8 +115,7 @@ def test_split_experts_that_ranks_share_give_the_gradients_of_whole_ones(
 @pytest.mark.long
 def test_plans_change_no_bit_of_split_experts_that_ranks_share(cases: AskedCases) -> None:
     """Under tensor and sequence parallelism, with dropout on, and another batch on each pair of ranks."""
-    plans = ("keep_all", "full", "budget")
-    assert [found[f"both equal {plan}"] for found in cases["both"] for plan in plans] == [True] * 3 * RANKS
+    assert [found[f"both equal {plan}"] for found in cases["both"] for plan in PLANS] == [True] * 3 * RANKS
 
 
 def test_experts_are_not_shared_by_the_ranks_that_split_them(cases: AskedCases) -> None:

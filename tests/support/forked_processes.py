@@ -25,10 +25,12 @@ from unittest import mock
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
+import known_host_times  # noqa: E402
 from allocator_meter import can_be_built, metered_environment  # noqa: E402
 
 # The first is what a process imports that pytest itself has started.
 _IMPORTED = ["pytest", "recollect.lab.train.loop", "transformers.trainer", "transformers.models.llama.modeling_llama"]
+_IMPORTED += [known_host_times.__name__]
 # What takes longer hangs: ten times what the longest takes, an example for which DeepSpeed compiles its kernels.
 LONGEST_S = 1800
 
@@ -137,13 +139,15 @@ def prepared_server() -> multiprocessing.context.ForkServerContext:
 @cache
 def _server_variables() -> dict[str, str]:
     """Return what the server starts with: one thread, as a process with more cannot be forked, and the meter if it can be."""
+    paths = os.pathsep.join(filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH"))))
+    variables = {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths, **known_host_times.variable()}
     if not HAS_METER:
-        return {"OMP_NUM_THREADS": "1"}
+        return variables
     # The library has to be there until the server has begun, which nobody waits for.
     kept = ExitStack()
     atexit.register(kept.close)
     environment = kept.enter_context(metered_environment())
-    return {name: environment[name] for name in ("OMP_NUM_THREADS", "LD_PRELOAD")}
+    return {**variables, "LD_PRELOAD": environment["LD_PRELOAD"]}
 
 
 def _become(words: list[str | Path], cwd: Path, environment: Mapping[str, str], folder: Path) -> None:

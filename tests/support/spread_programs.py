@@ -7,6 +7,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -82,27 +83,30 @@ def plans_change_no_bit(model: GPTModel, inputs: dict[str, Tensor]) -> Iterator[
         yield name, all(torch.equal(got[key], expected[key]) for key in expected)
 
 
-def context(world: DeviceMesh, halves: DeviceMesh) -> Iterator[tuple[str, Any]]:
-    for name, config in CONTEXT_MODELS.items():
-        expected = gradients(built(config), batch())
-        found = gradients(context_parallel(built(config), halves["inner"]), batch())
-        yield f"context loss {name}", found["loss"].item()
-        yield f"context {name} 2", farthest(mean(found), expected)
-        if name == "llama":
-            found = gradients(context_parallel(built(config), world), batch())
-            yield f"context {name} 4", farthest(mean(found), expected)
-            sharded = data_parallel(context_parallel(built(config), world), world)
-            yield "context with data", farthest(gradients(sharded, batch()), expected)
-            both = context_parallel(
-                tensor_parallel(built(config), halves["inner"], sequence_parallel=True), halves["outer"]
-            )
-            yield "context with tensor", farthest(mean(gradients(both, batch(), ranks=2)), expected)
-    for name, config in {"gpt": DROPPING, "deepseek": replace(DEEPSEEK, hidden_dropout=0.1)}.items():
-        model = context_parallel(built(config), halves["inner"])
-        for plan, is_equal in plans_change_no_bit(model, batch()):
-            yield f"context equal {plan} {name}", is_equal
-    inputs = {name: tensor[:, :6] for name, tensor in batch().items()}
-    yield "context refused", refusal(lambda: context_parallel(built(LLAMA), world)(**inputs))
+def context(name: str, world: DeviceMesh, halves: DeviceMesh) -> Iterator[tuple[str, Any]]:
+    config = CONTEXT_MODELS[name]
+    expected = gradients(built(config), batch())
+    found = gradients(context_parallel(built(config), halves["inner"]), batch())
+    yield "loss", found["loss"].item()
+    yield "2", farthest(mean(found), expected)
+    if name == "llama":
+        found = gradients(context_parallel(built(config), world), batch())
+        yield "4", farthest(mean(found), expected)
+        sharded = data_parallel(context_parallel(built(config), world), world)
+        yield "with data", farthest(gradients(sharded, batch()), expected)
+        both = context_parallel(
+            tensor_parallel(built(config), halves["inner"], sequence_parallel=True), halves["outer"]
+        )
+        yield "with tensor", farthest(mean(gradients(both, batch(), ranks=2)), expected)
+        inputs = {name: tensor[:, :6] for name, tensor in batch().items()}
+        yield "refused", refusal(lambda: context_parallel(built(LLAMA), world)(**inputs))
+
+
+CONTEXT_PLANS = {"gpt": DROPPING, "deepseek": replace(DEEPSEEK, hidden_dropout=0.1)}
+
+
+def context_plans(name: str, halves: DeviceMesh) -> Iterator[tuple[str, bool]]:
+    return plans_change_no_bit(context_parallel(built(CONTEXT_PLANS[name]), halves["inner"]), batch())
 
 
 # Without a loss over each rank's batch, which is another one; the bias moves far enough to change routes.
@@ -128,45 +132,42 @@ def mean_of_shared(
     return {**mean(found, group), **shared}
 
 
-def experts(world: DeviceMesh, halves: DeviceMesh) -> Iterator[tuple[str, Any]]:
-    own = batch(dist.get_rank())
-    for name, config in EXPERT_MODELS.items():
-        whole, shared = built(config), expert_parallel(built(config), world)
-        yield f"expert {name}", farthest(mean_of_shared(shared, own), mean_of_whole(whole))
-        if name != "deepseek":
-            continue
-        for model in (whole, shared):
-            model.update_expert_bias()
-        biases = [dict(model.named_buffers()) for model in (whole, shared)]
-        yield "expert bias", all(torch.equal(biases[0][key], biases[1][key]) for key in biases[0] if "bias" in key)
-        yield "expert again", farthest(mean_of_shared(shared, own), mean_of_whole(whole))
-        inner = expert_parallel(built(config), halves["inner"])
-        sharded = data_parallel(inner, flat_mesh(halves), expert_mesh=halves["outer"])
-        yield (
-            "expert with data",
-            farthest(mean_loss(gradients(sharded, own)), mean_of_whole(built(config))),
-        )
-        alone = init_device_mesh("cpu", (1, RANKS), mesh_dim_names=("replicas", "expert"))
-        sharded = data_parallel(
-            expert_parallel(built(config), alone["expert"]), flat_mesh(alone), expert_mesh=alone["replicas"]
-        )
-        yield (
-            "expert with data alone",
-            farthest(mean_loss(gradients(sharded, own)), mean_of_whole(built(config))),
-        )
-        model = expert_parallel(context_parallel(built(config), world), world)
-        yield "expert with context", farthest(mean_of_shared(model, batch()), gradients(built(config), batch()))
-    for name in ("deepseek", "mixtral"):
-        model = expert_parallel(built(replace(EXPERT_MODELS[name], hidden_dropout=0.1)), world)
-        for plan, is_equal in plans_change_no_bit(model, own):
-            yield f"expert equal {plan} {name}", is_equal
-    few = {name: tensor[:1, :8] for name, tensor in own.items()}
+def experts(name: str, world: DeviceMesh, halves: DeviceMesh) -> Iterator[tuple[str, Any]]:
+    own, config = batch(dist.get_rank()), EXPERT_MODELS[name]
+    whole, shared = built(config), expert_parallel(built(config), world)
+    yield name, farthest(mean_of_shared(shared, own), mean_of_whole(whole))
+    if name != "deepseek":
+        return
+    for model in (whole, shared):
+        model.update_expert_bias()
+    biases = [dict(model.named_buffers()) for model in (whole, shared)]
+    yield "bias", all(torch.equal(biases[0][key], biases[1][key]) for key in biases[0] if "bias" in key)
+    yield "again", farthest(mean_of_shared(shared, own), mean_of_whole(whole))
+    inner = expert_parallel(built(config), halves["inner"])
+    sharded = data_parallel(inner, flat_mesh(halves), expert_mesh=halves["outer"])
+    yield "with data", farthest(mean_loss(gradients(sharded, own)), mean_of_whole(built(config)))
+    alone = init_device_mesh("cpu", (1, RANKS), mesh_dim_names=("replicas", "expert"))
+    sharded = data_parallel(
+        expert_parallel(built(config), alone["expert"]), flat_mesh(alone), expert_mesh=alone["replicas"]
+    )
+    yield "with data alone", farthest(mean_loss(gradients(sharded, own)), mean_of_whole(built(config)))
+    model = expert_parallel(context_parallel(built(config), world), world)
+    yield "with context", farthest(mean_of_shared(model, batch()), gradients(built(config), batch()))
+
+
+def expert_plans(name: str, world: DeviceMesh) -> Iterator[tuple[str, bool]]:
+    model = expert_parallel(built(replace(EXPERT_MODELS[name], hidden_dropout=0.1)), world)
+    return plans_change_no_bit(model, batch(dist.get_rank()))
+
+
+def few_experts(world: DeviceMesh) -> Iterator[tuple[str, Any]]:
+    few = {name: tensor[:1, :8] for name, tensor in batch(dist.get_rank()).items()}
     lonely = replace(MIXTRAL, moe_router_topk=1, num_moe_experts=4)
     found = gradients(expert_parallel(one_route(lonely), world), {**few, "labels": few["tokens"]})
-    yield "expert without rows", sorted(found) == sorted(gradients(built(lonely), few))
-    yield "expert refused", refusal(lambda: expert_parallel(built(replace(MIXTRAL, num_moe_experts=6)), world))
-    yield "expert none", refusal(lambda: expert_parallel(built(LLAMA), world))
-    yield "expert balanced", refusal(lambda: expert_parallel(built(MIXTRAL), world, balanced=True)(**few))
+    yield "without rows", sorted(found) == sorted(gradients(built(lonely), few))
+    yield "refused", refusal(lambda: expert_parallel(built(replace(MIXTRAL, num_moe_experts=6)), world))
+    yield "none", refusal(lambda: expert_parallel(built(LLAMA), world))
+    yield "balanced", refusal(lambda: expert_parallel(built(MIXTRAL), world, balanced=True)(**few))
 
 
 TENSOR_MODELS = {
@@ -235,8 +236,11 @@ def run(rank: int, folder: str) -> None:
     world = init_device_mesh("cpu", (RANKS,))
     halves = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
     cases: dict[str, Callable[[], Iterator[tuple[str, Any]]]] = {
-        "context": lambda: context(world, halves),
-        "experts": lambda: experts(world, halves),
+        **{f"context {name}": partial(context, name, world, halves) for name in CONTEXT_MODELS},
+        **{f"context plans {name}": partial(context_plans, name, halves) for name in CONTEXT_PLANS},
+        **{f"experts {name}": partial(experts, name, world, halves) for name in EXPERT_MODELS},
+        **{f"expert plans {name}": partial(expert_plans, name, world) for name in EXPERT_MODELS},
+        "few experts": lambda: few_experts(world),
         "tensor": lambda: tensor(halves),
         "both": lambda: both(halves),
         "refused": lambda: refused(halves),
