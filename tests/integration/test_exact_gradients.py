@@ -27,7 +27,7 @@ few_plans = pytest.mark.parametrize("policy", FEW_PLANS.values(), ids=FEW_PLANS)
 
 # The same ops in the same order as in models that are quick.
 FURTHER = [name for name in REFERENCE_CASES if name.endswith((" fused", " bf16"))]
-FURTHER += ["llama_padded", "mixtral_eager", "gemma", "phi3"]
+FURTHER += ["llama_padded", "mixtral_eager", "gemma", "phi3", "deepseek-v3-tiny two depths", "mixtral-tiny unfused"]
 MODELS = {**ZOO, **REFERENCE_CASES}
 
 

@@ -159,13 +159,13 @@ def test_settings_of_the_step_arrive() -> None:
         expected: Any = (
             {**settings, "units": ["decoder.layers.0", "decoder.layers.1"]} if "units" in settings else settings
         )
-        found = recollect.largest_batch(model, sequences, "90% of the device", max_size=2, **given)
-        profiles = [recollect.record(model, sequences(size), fake=True, **expected) for size in (1, 2)]
-        for row, profile in zip(found.tried, profiles, strict=True):
-            assert (row.plain_peak_bytes, row.step_s) == (Planner(profile).plain_peak_bytes, profile.step_s)
-            assert row.plan is not None
-            assert row.plan.units.keys() == recollect.plan(profile, "90% of the device").units.keys()
-        assert found.device_name == profiles[0].device_name
+        found = recollect.largest_batch(model, sequences, "90% of the device", max_size=1, **given)
+        profile = recollect.record(model, sequences(1), fake=True, **expected)
+        (row,) = found.tried
+        assert (row.plain_peak_bytes, row.step_s) == (Planner(profile).plain_peak_bytes, profile.step_s)
+        assert row.plan is not None
+        assert row.plan.units.keys() == recollect.plan(profile, "90% of the device").units.keys()
+        assert found.device_name == profile.device_name
 
 
 def test_a_batch_that_the_model_rejects() -> None:

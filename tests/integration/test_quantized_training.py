@@ -62,9 +62,9 @@ class _Lora(nn.Module):
         return result
 
 
-def _llama(layers: int = 4) -> nn.Module:
+def _llama() -> nn.Module:
     torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": layers, "num_attention_heads": 4}
+    sizes = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 4}
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=64, use_cache=False, **sizes, **IDS))
 
 
@@ -105,7 +105,7 @@ def _float8(recipe: str) -> nn.Module:
     float8 = pytest.importorskip("torchao.float8", reason="needs torchao")
     config = replace(float8.Float8LinearConfig.from_recipe_name(recipe), emulate=True)
     model: nn.Module = float8.convert_to_float8_training(
-        _llama(2), config=config, module_filter_fn=lambda module, name: name != "lm_head"
+        _llama(), config=config, module_filter_fn=lambda module, name: name != "lm_head"
     )
     return model
 
@@ -118,7 +118,7 @@ def _mxfp8() -> nn.Module:
     from torchao.quantization import quantize_
 
     recipe = config.MXFP8TrainingOpConfig.from_recipe(config.MXFP8TrainingRecipe.MXFP8_EMULATED_RCEIL)
-    model = _llama(2).bfloat16()
+    model = _llama().bfloat16()
     quantize_(model, recipe, filter_fn=lambda module, name: type(module) is nn.Linear and name != "lm_head")
     return model
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,8 +15,10 @@ import recollect
 from blocks import Stack
 from recollect.costs.op_work import work_of
 from recollect.engine.facts import facts_of
+from recollect.planning.compiled_menu import compiled_menu
 from recollect.profile.graph import UnitGraph
 from recollect.profile.profile import Profile
+from recollect.recording.variants import with_variants
 
 ROWS, WIDTH, HEADS = 16, 32, 2
 COMPOSITE = functional.scaled_dot_product_attention
@@ -58,6 +62,15 @@ def bytes_by_kept(profile: Profile) -> dict[Any, Any]:
         )
         for one in graph.variants
     }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def short_menu() -> Iterator[None]:
+    """Of each unit two sets of values, beside PyTorch's own choice: each takes a second to compile."""
+    with pytest.MonkeyPatch.context() as patched:
+        short = partial(with_variants, menu=lambda graph: compiled_menu(graph)[:2])
+        patched.setattr("recollect.recording.engines.with_variants", short)
+        yield
 
 
 @pytest.fixture(scope="module")
