@@ -5,16 +5,18 @@ from __future__ import annotations
 import gc
 import os
 import platform
+import sys
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
-# Far more than a test makes, far fewer than a library has that was just loaded.
-_MANY_OBJECTS = 100_000
+# Of modules that were loaded meanwhile: fewer than a library has.
+_MANY_MODULES = 50
 
 _LAST_PATH = pytest.StashKey[Path]()
+_NUM_MODULES = pytest.StashKey[int]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -46,8 +48,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     loaded, 0.3 s a measurement instead of 0.05 s. Tensors from before the test are out of sight too, which changes no growth;
     those that another file's caches still hold would count as alive beside a step.
     """
-    if item.path != item.config.stash.get(_LAST_PATH, None) or len(gc.get_objects()) > _MANY_OBJECTS:
-        item.config.stash[_LAST_PATH] = item.path
+    stash = item.config.stash
+    if item.path != stash.get(_LAST_PATH, None) or len(sys.modules) > stash[_NUM_MODULES] + _MANY_MODULES:
+        stash[_LAST_PATH], stash[_NUM_MODULES] = item.path, len(sys.modules)
         gc.collect()
         gc.freeze()
 
