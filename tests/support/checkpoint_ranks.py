@@ -148,7 +148,7 @@ def damaged(folder: Path) -> dict[str, Any]:
 def full_disk(folder: Path) -> dict[str, Any]:
     (folder / "full").mkdir(exist_ok=True)
     (folder / "full" / "checkpoints").write_text("no folder")
-    return losses_of(settings(folder, "full", FIRST))
+    return losses_of(settings(folder, "full", "replicas", steps=EVERY))
 
 
 def run(case: str, folder: Path) -> dict[str, Any]:
