@@ -192,7 +192,7 @@ def test_a_long_log_is_read_line_by_line(tmp_path: Path) -> None:
     path = tmp_path / "x.log"
     line = " iteration       10/  120000 | elapsed time per iteration (ms): 1993.9 | lm loss: 6.1 | grad norm: 1.2 |\n"
     with path.open("w") as file:
-        for _ in range(20):
+        for _ in range(10):
             file.write(line * 10_000)
         file.write("x" * 2_000_000 + "\n")  # one line, which no memory should hold as a whole more than needed
         file.write(f"{GRAPHS}\n")
