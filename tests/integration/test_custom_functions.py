@@ -170,19 +170,6 @@ def test_gradients_of_gradients() -> None:
             assert all(torch.equal(one, other) for one, other in zip(expected, step(), strict=True))
 
 
-def test_two_backwards_over_one_graph() -> None:
-    model, data = built(scan)
-    expected = gradients(model, data)
-    with apply_policy(model, UNITS, NOTHING_KEPT):
-        loss = model(data)
-        loss.backward(retain_graph=True)
-        model.zero_grad()
-        loss.backward()
-    assert all(
-        torch.equal(expected[f"gradient of {n}"], p.grad) for n, p in model.named_parameters() if p.grad is not None
-    )
-
-
 class _Reads(torch.autograd.Function):
     """Reads a tensor that is no argument."""
 

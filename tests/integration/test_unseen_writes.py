@@ -177,27 +177,3 @@ def test_write_to_what_autograd_saved_is_as_without_a_plan() -> None:
     expected = step(model)
     with apply_policy(model, [""], FULL):
         assert_same_gradients(expected, step(model))
-
-
-def test_statistics_that_an_op_read_before_batch_norm_wrote_to_them() -> None:
-    """The kernel raises no version; the tape copies them before."""
-
-    class Centred(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm = nn.BatchNorm1d(WIDTH)
-
-        def forward(self, hidden: Tensor) -> Tensor:
-            hidden = (hidden - self.norm.running_mean.clone() * 2).sin()
-            hidden = hidden + (hidden * self.norm.running_mean).exp().sin()
-            return self.norm(hidden).exp()
-
-    def step(model: nn.Module) -> dict[str, Tensor]:
-        torch.manual_seed(1)
-        return gradients(model, torch.randn(4, WIDTH, requires_grad=True), torch.sum)
-
-    model = built(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), Centred()))
-    expected = step(model)
-    model = built(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), Centred()))
-    with apply_policy(model, ["1"], FULL):
-        assert_same_gradients(expected, step(model))

@@ -137,16 +137,6 @@ def test_gradients_of_inputs_first_and_of_parameters_one_by_one() -> None:
     assert num_tape_calls(handle) == len(PATHS) * (1 if SPLITS_FUNCTIONS else 3)
 
 
-def test_a_unit_without_any_gradient() -> None:
-    handle = is_equal(plainly, lambda: _frozen(model()))
-    assert num_tape_calls(handle) == len(PATHS)
-
-
-def _frozen(trained: nn.Sequential) -> nn.Module:
-    trained[0].requires_grad_(False)
-    return trained
-
-
 def test_a_step_that_looks_for_anomalies_runs_on_the_tape() -> None:
     def anomalous(trained: nn.Module) -> Tensor:
         with torch.autograd.set_detect_anomaly(True):
