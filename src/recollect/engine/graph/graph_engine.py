@@ -237,9 +237,10 @@ class GraphForward(PlacedForward):
         """Trace the unit, and run it."""
         from recollect import _torch_dynamo as dynamo
 
-        if self._traces is None:
+        traces = self._traces  # Other threads may leave the unit to the tape.
+        if traces is None:
             torch.compiler.assume_constant_result(_is_traced)  # Here: it imports Dynamo.
-            self._traces = dynamo.TracedWhole(_unit, _backend)  # type: ignore[arg-type]
+            traces = self._traces = dynamo.TracedWhole(_unit, _backend)  # type: ignore[arg-type]
             self.tape.traced.setdefault(self._alike, []).append(weakref.ref(self))
         self._kind = kind
         GraphForward.num_traces += 1
@@ -247,7 +248,7 @@ class GraphForward(PlacedForward):
         try:
             with stage(f"tracing {unit_words(self.path)}"), dynamo.tracing_as_eager(), running_unit():
                 _tracing.unit = self
-                output = self._traces.trace(*call)
+                output = traces.trace(*call)
         except Exception as error:
             if not dynamo.raised_by_tracing(error):
                 raise
