@@ -4,7 +4,7 @@ The model's own code holds these values, so keeping them costs memory in backwar
 sizes: the bytes it keeps, and the bytes it keeps besides these values.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import combinations
 
 from recollect.planning.hull import Evaluator, Option
@@ -15,6 +15,16 @@ from recollect.profile.profile import Profile
 
 # If a unit holds more values than this, they are kept or dropped together.
 _MOST_HELD_APART = 2
+
+
+HeldValues = Sequence[frozenset[int]]
+"""For each graph of a profile, by index; or nothing."""
+
+
+def layers_hold(profile: Profile, held: HeldValues) -> bool:
+    """Return whether layers save values that are alive until the loss, besides their outputs."""
+    graphs = [(profile.graph_of(call), held[call.graph]) for call in profile.calls if call.repeated]
+    return any(graph.values[v].saved and not graph.values[v].is_output for graph, values in graphs for v in values)
 
 
 def held_values(profile: Profile) -> tuple[frozenset[int], ...]:
@@ -81,16 +91,16 @@ def with_held(
     chosen: list[tuple[int, float, Option]] = []
     order = sorted(candidates.values(), key=lambda o: (o.kept_bytes, o.recompute_s, o.stored.order))
     for option in order:
-        numbers = unheld_bytes(graph, option, held), option.recompute_s
+        numbers = option.kept_bytes - held_bytes(graph, option, held), option.recompute_s
         is_beaten = any(other[0] <= numbers[0] and other[1] <= numbers[1] for other in chosen)
         if option.stored in given or not is_beaten:
             chosen.append((*numbers, option))
     return tuple(option for *_, option in chosen)
 
 
-def unheld_bytes(graph: UnitGraph, option: Option, held: frozenset[int]) -> int:
-    """Return the bytes that an option keeps besides the values alive until the loss."""
-    return option.kept_bytes - sum(graph.values[v].nbytes for v in option.stored.whole & held)
+def held_bytes(graph: UnitGraph, option: Option, held: frozenset[int]) -> int:
+    """Return the bytes of an option that are of values alive until the loss."""
+    return sum(graph.values[v].nbytes for v in option.stored.whole & held)
 
 
 def _subsets(values: frozenset[int]) -> Iterator[frozenset[int]]:

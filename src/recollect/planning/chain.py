@@ -11,8 +11,8 @@ survives. Each result is simulated; if the peak of a window differs from the mod
 program runs again.
 
 Units that run several times take one option for all their calls. A window then finds more alive than the units before its
-own: other passes through the same layers. How much depends on the whole choice, which a linear program then makes
-(`planning/mix.py`).
+own: other passes through the same layers. And values that the model's own code holds until the loss
+(`planning/alive_until_loss.py`) cost bytes in backward only. A linear program then makes the choice (`planning/mix.py`).
 
 Limitation: the model assumes that the peak of a window depends only on its own unit and the sum of what others keep. Where
 that fails (dropped outputs), corrections make up for it, and the best simulated plan counts, whatever the model says.
@@ -20,19 +20,24 @@ that fails (dropped outputs), corrections make up for it, and the best simulated
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
 
-from recollect.planning.mix import Limits, Stage, cheapest_mix
-from recollect.planning.option_table import Candidate, Choice, KnownCosts
+from recollect.planning.alive_until_loss import HeldValues, held_bytes
+from recollect.planning.mix import Limits, Stage, cheapest_mix, faster_mixes
+from recollect.planning.option_table import Candidate, Choice, KnownCosts, UnitRow
 from recollect.plans.action import Action
+from recollect.profile.events import FORWARD
+from recollect.profile.graph import UnitGraph
 from recollect.simulation.windows import Window, calls_besides
 
 _NUM_CELLS = 1000
 _NO_LIMIT = 2**62
 _MOST_ROUNDS = 8
+_MOST_SWITCHES = 24
 
 _Kind = tuple[int, tuple[Action, ...], bool, int]
 WorkingSets = dict[tuple[_Kind, int], dict[int, int]]
@@ -47,12 +52,15 @@ class Chain:
         most_probes: the most simulations to measure working sets with; options in between are interpolated until a
             simulated plan contains them.
         working: working sets measured by chains over other tables of the same profile; this chain adds to them.
+        held: for each graph, the values that are alive until the loss, if any are worth telling apart.
 
     Complexity: (options per unit / identical units) simulations once; then, for each budget, up to eight rounds of one
         program and one simulation.
     """
 
-    def __init__(self, costs: KnownCosts, *, most_probes: int, working: WorkingSets | None = None) -> None:
+    def __init__(
+        self, costs: KnownCosts, *, most_probes: int, working: WorkingSets | None = None, held: HeldValues = ()
+    ) -> None:
         self.costs = costs
         self._table, windows = costs.table, costs.windows
         self._most_probes = most_probes
@@ -62,9 +70,11 @@ class Chain:
         self._others = calls_besides(
             self._table.profile, windows, [u.calls for u in units], [position for position, _ in self._places]
         )
+        self._held = [_held_of(row, self._table.profile.graphs[row.graph], held) for row in self._table.rows]
+        self._in_forward = np.array([window.phase == FORWARD for window in windows])
+        if held and self._others is None:
+            self._others = np.zeros((len(windows), len(units)))
         self._base = np.zeros(len(windows), dtype=np.int64)
-        # Bytes withheld from the model in each window, because a plan that it thought would fit did not.
-        self._refused = np.zeros(len(windows), dtype=np.int64)
         self._kinds = self._sort_into_kinds()
         self._working: WorkingSets = {} if working is None else working
         self._known_kinds = {kind for kind, _ in self._working}
@@ -158,7 +168,16 @@ class Chain:
         if self._others is None:
             return before
         kept = np.array([self._table.rows[row].options[choice[row]].kept_bytes for row in self.order], dtype=float)
-        return [nbytes + int(more) for nbytes, more in zip(before, np.rint(self._others @ kept), strict=True)]
+        held = np.array([self._held[row][choice[row]] for row in self.order], dtype=float)
+        more = self._others @ kept - self._in_forward * (self._alive @ held)
+        return [nbytes + int(other) for nbytes, other in zip(before, np.rint(more), strict=True)]
+
+    @cached_property
+    def _alive(self) -> NDArray[np.float64]:
+        """For each window and unit, how many calls keep bytes, besides the window's own."""
+        positions = np.array([position for position, _ in self._places])
+        before = (np.arange(len(self.order)) < positions[:, None]).astype(float)
+        return before if self._others is None else self._others + before
 
     def _before(self, choice: Choice) -> list[int]:
         """Return, for each window, the bytes kept by the units before its own."""
@@ -211,6 +230,22 @@ class Chain:
             self.correct(candidate)
             excess_bytes = candidate.peak_bytes - budget_bytes
 
+    def better(self, start: Candidate, budget_bytes: int) -> Iterator[Candidate]:
+        """Yield candidates that differ in one unit from the last one within the budget, and are faster."""
+        tried = {start.choice}
+        for _ in range(_MOST_SWITCHES):
+            self.correct(start)
+            chosen = [start.choice[row] for row in self.order]
+            found = faster_mixes(self._stages(()), self._limits(), budget_bytes, chosen)
+            choice = next((one for one in map(self._choice_of, found) if one not in tried), None)
+            if choice is None:
+                return
+            tried.add(choice)
+            candidate = self.costs.candidate(choice)
+            yield candidate
+            if candidate.peak_bytes <= budget_bytes:
+                start = candidate
+
     def _own_in(self, window: int) -> NDArray[np.int64]:
         """Return each option's peak in a window of its unit, minus the bytes kept before; on a line between those measured."""
         position, number = self._places[window]
@@ -218,7 +253,7 @@ class Chain:
         known = sorted(self._working_of(row, number).items())
         columns, nbytes = zip(*known, strict=True)
         working = np.interp(np.arange(len(self._table.rows[row].options)), columns, nbytes)
-        return np.asarray(np.rint(working), dtype=np.int64) + int(self._base[window] + self._refused[window])
+        return np.asarray(np.rint(working), dtype=np.int64) + int(self._base[window])
 
     def _stages(self, windows: Iterable[int]) -> list[Stage]:
         """Return the stages of the program, constrained by some windows only."""
@@ -233,8 +268,9 @@ class Chain:
                 kept_bytes=np.array([option.kept_bytes for option in row.options], dtype=np.int64),
                 recompute_s=row.num_runs * np.array([option.recompute_s for option in row.options]),
                 own_bytes=own_bytes,
+                held_bytes=self._held[number],
             )
-            for row, own_bytes in zip(rows, own, strict=True)
+            for number, row, own_bytes in zip(self.order, rows, own, strict=True)
         ]
 
     def stages_of(self, phase: int) -> list[Stage]:
@@ -251,11 +287,10 @@ class Chain:
 
     def _limits(self) -> Limits:
         """Return the windows that belong to units, with everything alive in them."""
-        assert self._others is not None
         used = [window for window, (position, _) in enumerate(self._places) if position >= 0]
         positions = np.array([self._places[window][0] for window in used], dtype=np.int64)
-        counts = self._others[used] + (np.arange(len(self.order)) < positions[:, None])
-        return Limits(positions, counts, [self._own_in(window) for window in used])
+        own = [self._own_in(window) for window in used]
+        return Limits(positions, self._alive[used], own, self._in_forward[used])
 
     def _choice_of(self, chosen: Sequence[int]) -> Choice:
         """Reorder chosen options from chain positions to table rows."""
@@ -263,6 +298,12 @@ class Chain:
         for row, option in zip(self.order, chosen, strict=True):
             choice[row] = option
         return tuple(choice)
+
+
+def _held_of(row: UnitRow, graph: UnitGraph, held: HeldValues) -> NDArray[np.int64]:
+    """Return the bytes of each option of a row that are alive until the loss."""
+    values = held[row.graph] if held else frozenset()
+    return np.array([held_bytes(graph, option, values) for option in row.options], dtype=np.int64)
 
 
 def cheapest(stages: Sequence[Stage], budget_bytes: int, *, num_cells: int = _NUM_CELLS) -> list[int] | None:

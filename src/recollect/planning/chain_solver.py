@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache, cached_property, partial
 
+from recollect.planning.alive_until_loss import HeldValues, held_values, layers_hold, with_held
 from recollect.planning.chain import Chain, WorkingSets
 from recollect.planning.hull import Evaluator, Option, Stored, unit_hull
 from recollect.planning.lean_search import leanest
@@ -29,7 +30,6 @@ from recollect.planning.output_choices import (
     number_between,
     single_outputs,
 )
-from recollect.planning.priced_search import PricedSearch
 from recollect.plans.action import Action
 from recollect.plans.value_names import module_of
 from recollect.profile.graph import UnitGraph
@@ -92,17 +92,19 @@ class ChainSolver:
         most_options = max(_FEWEST_OPTIONS, _OPTIONS_OF_ALL_UNITS // max(1, num_units))
         if self._runs_several:
             most_options = min(most_options, _MOST_OPTIONS_OF_SEVERAL_RUNS)
-        self._options_of: OptionsOf = (
-            like._options_of if like else cache(partial(unit_options, most_options=most_options))
+        held = like._held if like else held_values(profile)
+        self._held: HeldValues = held if like or layers_hold(profile, held) else ()
+        self._own_options: OptionsOf = (
+            like._own_options if like else cache(partial(unit_options, most_options=most_options))
         )
         self._lean = lean
         if lean is not None:
-            self._options_of = with_options(self._options_of, lean.table, lean.options)
+            self._own_options = with_options(self._own_options, lean.table, lean.options)
+        self._options_of = _with_all_held(profile, self._held, self._own_options)
         self._most_dropped = most_folded(profile)
         self._working: WorkingSets = {}
         self._has_tape_s = any(graph.tape_s for graph in profile.graphs)
         self._chains: dict[Dropped, Chain] = {}
-        self._priced = PricedSearch(self._peak_sums, self._options_of)
 
     @cached_property
     def _working_bytes(self) -> list[int]:
@@ -146,11 +148,12 @@ class ChainSolver:
                 if score <= goal or (is_slower and self._runs_several):
                     break
         best = self._best_known(budget_bytes)
-        if best is not None and score > goal and self._priced.is_worthwhile:
-            self._priced.run(best, budget_bytes)
-        priced = [candidate for candidate in self._priced.known() if candidate.peak_bytes <= budget_bytes]
-        found = min(priced, key=_by_time, default=None)
-        return found if best is None or (found is not None and found.recompute_s < best.recompute_s) else best
+        if best is not None and score > goal and self._held:
+            chain = next(chain for chain in self._chains.values() if chain.costs.table is best.table)
+            # What the linear program leaves, its model being wrong by some bytes.
+            for _ in chain.better(best, budget_bytes):
+                pass
+        return self._best_known(budget_bytes)
 
     def _promising(self, budget_bytes: int) -> list[frozenset[str]]:
         """Return choices of outputs to drop, the most promising first."""
@@ -196,7 +199,7 @@ class ChainSolver:
                 free_outputs=frozenset() if dropped is None else single_outputs(self.profile),
             )
             costs = KnownCosts(self._peak_sums, table)
-            chain = Chain(costs, most_probes=self._most_probes, working=self._working)
+            chain = Chain(costs, most_probes=self._most_probes, working=self._working, held=self._held)
             if self._lean is not None and self._lean.table.drops_outputs == dropped:
                 chain.correct(costs.candidate(table.choice_of(self._lean.options)))
             self._chains[dropped] = chain
@@ -211,6 +214,20 @@ def _by_time(candidate: Candidate) -> tuple[object, ...]:
     table = candidate.table
     order = candidate.recompute_s, candidate.peak_bytes
     return (*order, table.may_drop_outputs, sorted(table.drops_outputs), candidate.choice)
+
+
+def _with_all_held(profile: Profile, held: HeldValues, options_of: OptionsOf) -> OptionsOf:
+    """Return the source of a unit's options, and of variants that keep other values alive until the loss."""
+    if not held:
+        return options_of
+    held_of = dict(zip(profile.graphs, held, strict=True))
+
+    @cache
+    def options_with_held(graph: UnitGraph, *, output: Action = Action.KEEP) -> tuple[Option, ...]:
+        # A graph that was merged of several is none of the profile's.
+        return with_held(graph, options_of(graph, output=output), held_of.get(graph, frozenset()), output=output)
+
+    return options_with_held
 
 
 def unit_options(graph: UnitGraph, *, output: Action = Action.KEEP, most_options: int = 64) -> tuple[Option, ...]:

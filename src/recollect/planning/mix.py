@@ -1,20 +1,22 @@
-"""Choose one option per unit where units run several times at once, as micro-batches do: a linear program, rounded.
+"""Choose one option per unit under many sums of bytes at once: a linear program, rounded.
 
 Unit r with option o keeps s(r, o) bytes for each of its calls in flight and recomputes for t(r, o) seconds. Each window w of
 unit r(w) has to satisfy
 
     floor(w) + sum over all units j of n(w, j) s(j, o_j) + m(w, o_r(w)) <= budget
 
-where n(w, j) counts the calls of j that are alive then. These are many sums at once; a chain has only one. But few
-matter: of the windows of a unit, those with most calls in flight. With a share of each option in place of a choice
-this is a linear program, whose best point mixes options in no more units than there are windows that are full. These
-units then take one option, and others faster ones as long as there is room.
+where n(w, j) counts the calls of j that are alive then. They differ between windows where units run several times at once, as
+micro-batches do. And s does where the model's own code holds some values until the loss: keeping them costs nothing in the
+windows of forward. Few windows matter: of each unit, those with most calls in flight.
+
+With a share of each option in place of a choice this is a linear program, whose best point mixes options in no more units than
+there are windows that are full. These units then take one option, and others faster ones as long as there is room.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -36,6 +38,8 @@ class Stage:
     kept_bytes: NDArray[np.int64]
     recompute_s: NDArray[np.float64]
     own_bytes: NDArray[np.int64]
+    held_bytes: NDArray[np.int64] | int = 0
+    """Of the bytes kept, those that forward has whatever the option."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,21 +52,24 @@ class Limits:
     """(window, unit): how many calls are alive."""
     own_bytes: Sequence[NDArray[np.int64]]
     """The other bytes of each window, by option of its unit."""
+    in_forward: NDArray[np.bool_] | bool = False
+    """Whether each window has the held bytes of all units anyway."""
 
     def fullest(self) -> Limits:
         """Return the windows of each unit that no other window of the unit dominates."""
+        in_forward = np.broadcast_to(self.in_forward, self.unit.shape)
         kept: list[int] = []
         for unit in np.unique(self.unit):
             members = np.flatnonzero(self.unit == unit)
             # The fullest first, so that most others are compared with few.
             own = np.array([self.own_bytes[int(window)] for window in members], dtype=np.float64)
-            table = np.hstack((own, self.counts[members]))
+            table = np.hstack((own, self.counts[members], ~in_forward[members, None]))
             found: list[int] = []
             for place in np.lexsort((-table.sum(axis=1),)):
                 if not any((table[other] >= table[place]).all() for other in found):
                     found.append(int(place))
             kept += members[sorted(found)].tolist()
-        return Limits(self.unit[kept], self.counts[kept], [self.own_bytes[w] for w in kept])
+        return Limits(self.unit[kept], self.counts[kept], [self.own_bytes[w] for w in kept], in_forward[kept])
 
 
 def cheapest_mix(units: Sequence[Stage], limits: Limits, budget_bytes: int) -> list[int] | None:
@@ -72,6 +79,13 @@ def cheapest_mix(units: Sequence[Stage], limits: Limits, budget_bytes: int) -> l
         both.
     """
     return _Mix(units, limits.fullest(), budget_bytes).chosen()
+
+
+def faster_mixes(
+    units: Sequence[Stage], limits: Limits, budget_bytes: int, chosen: Sequence[int]
+) -> Iterator[list[int]]:
+    """Yield choices that fit with a faster option for one unit, most seconds per byte first."""
+    yield from _Mix(units, limits.fullest(), budget_bytes).faster(chosen)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +103,9 @@ class _Mix:
         self._first = np.searchsorted(self._unit_of, np.arange(len(units)))
         self._seconds = np.concatenate([unit.recompute_s for unit in units])
         kept = np.concatenate([unit.kept_bytes for unit in units]).astype(float)
+        held = np.concatenate([np.broadcast_to(unit.held_bytes, unit.kept_bytes.shape) for unit in units])
         # (window, option): bytes of the window if the option is taken.
-        self._loads = limits.counts[:, self._unit_of] * kept
+        self._loads = limits.counts[:, self._unit_of] * (kept - np.reshape(limits.in_forward, (-1, 1)) * held)
         for window, unit in enumerate(limits.unit):
             own = limits.own_bytes[window]
             self._loads[window, self._first[unit] : self._first[unit] + len(own)] += own
@@ -111,6 +126,16 @@ class _Mix:
             if dived is not None and (best is None or self._seconds_of(dived) < self._seconds_of(best)):
                 best = dived
         return None if best is None else (best - self._first).tolist()
+
+    def faster(self, start: Sequence[int]) -> Iterator[list[int]]:
+        chosen = self._first + np.array(start)
+        saved_s = self._seconds[chosen][self._unit_of] - self._seconds
+        fits = (self._changed(chosen) <= self._tolerance).all(axis=0) & (saved_s > 0)
+        more = np.maximum(self._loads - self._loads[:, chosen][:, self._unit_of], 0.0).sum(axis=0)
+        for option in sorted(np.flatnonzero(fits).tolist(), key=lambda option: -saved_s[option] / (1 + more[option])):
+            switched = list(start)
+            switched[self._unit_of[option]] = int(option - self._first[self._unit_of[option]])
+            yield switched
 
     def _seconds_of(self, chosen: NDArray[np.int64]) -> float:
         return float(self._seconds[chosen].sum())

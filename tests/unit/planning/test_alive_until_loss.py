@@ -1,4 +1,4 @@
-"""Values that the model's own code holds until forward ends: found, varied, and planned with a price for forward's bytes."""
+"""Values that the model's own code holds until forward ends: found, varied, and planned for."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ from itertools import combinations
 
 import pytest
 
-from recollect.planning.alive_until_loss import held_values, unheld_bytes, with_held
-from recollect.planning.chain_solver import ChainSolver, unit_options
+from recollect.planning import chain_solver
+from recollect.planning.alive_until_loss import held_bytes, held_values, layers_hold, with_held
+from recollect.planning.chain_solver import ChainSolver
 from recollect.planning.hull import Evaluator, unit_hull
 from recollect.planning.option_table import OptionTable
-from recollect.planning.priced_search import PricedSearch
 from recollect.profile.events import BACKWARD, DIES, PHASE, StepLog
 from recollect.profile.profile import Profile
-from recollect.simulation.peak_sums import PeakSums
 from recollect.simulation.simulate import simulate
 from synthetic_step import random_step
 
@@ -82,13 +81,13 @@ def test_options_with_held_values_are_all_that_nothing_beats(seed: int, output: 
     found = with_held(graph, given, held, output=fate)
     assert {option.stored for option in given} <= {option.stored for option in found}
     assert [option.kept_bytes for option in found] == sorted(option.kept_bytes for option in found)
-    numbers = [(o.kept_bytes, unheld_bytes(graph, o, held), o.recompute_s) for o in found]
+    numbers = [(o.kept_bytes, o.kept_bytes - held_bytes(graph, o, held), o.recompute_s) for o in found]
     evaluator = Evaluator(graph, output=fate)
     for option in given:
         for size in range(len(held) + 1):
             for kept in combinations(sorted(held), size):
                 varied = evaluator.option((option.stored.whole - held) | set(kept))
-                theirs = varied.kept_bytes, unheld_bytes(graph, varied, held), varied.recompute_s
+                theirs = varied.kept_bytes, varied.kept_bytes - held_bytes(graph, varied, held), varied.recompute_s
                 assert any(all(a <= b for a, b in zip(ours, theirs, strict=True)) for ours in numbers)
     beaten = [o for o, ours in zip(found, numbers, strict=True) if sum(_beats(n, ours) for n in numbers)]
     assert {option.stored for option in beaten} <= {option.stored for option in given}
@@ -98,28 +97,25 @@ def _beats(one: tuple[int, int, float], other: tuple[int, int, float]) -> bool:
     return one != other and all(a <= b for a, b in zip(one, other, strict=True))
 
 
-def test_plans_within_the_budget_get_faster_and_stay_within_it() -> None:
+def test_plans_within_the_budget_get_faster_and_stay_within_it(monkeypatch: pytest.MonkeyPatch) -> None:
     num_faster = 0
     for seed in (0, 3):
         profile, _ = cached_step(seed, num_units=6)
         for budget in budgets(profile):
-            solver = ChainSolver(profile)
-            best, plain = solver.best(budget, 0.0), solver._best_known(budget)
+            best = ChainSolver(profile).best(budget, 0.0)
+            with monkeypatch.context() as blind:
+                blind.setattr(chain_solver, "layers_hold", lambda *_: False)
+                plain = ChainSolver(profile).best(budget, 0.0)
             assert best is not None
             assert plain is not None
             again = simulate(profile, best.decisions())
             assert (again.peak_bytes, again.recompute_s) == (best.peak_bytes, best.recompute_s)
             assert again.peak_bytes <= budget
-            assert again.recompute_s <= plain.recompute_s
             num_faster += again.recompute_s < plain.recompute_s
     assert num_faster >= 4
 
 
-def test_without_held_values_there_is_nothing_to_search() -> None:
-    for profile, is_worthwhile in (
-        (random_step(2, num_values=MANY_VALUES, num_units=4), False),
-        (cached_step(2, num_units=4)[0], True),
-    ):
-        search = PricedSearch(PeakSums.of(profile), unit_options)
-        assert search.is_worthwhile == is_worthwhile
-        assert list(search.known()) == []
+def test_layers_that_hold_only_their_outputs_are_planned_as_others() -> None:
+    plain, cached = random_step(2, num_values=MANY_VALUES, num_units=4), cached_step(2, num_units=4)[0]
+    assert not layers_hold(plain, held_values(plain))
+    assert layers_hold(cached, held_values(cached))

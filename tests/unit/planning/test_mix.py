@@ -7,7 +7,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from recollect.planning.mix import Limits, Stage, cheapest_mix
+from recollect.planning.mix import Limits, Stage, cheapest_mix, faster_mixes
 
 NUM_UNITS, NUM_OPTIONS, NUM_WINDOWS = 4, 5, 12
 
@@ -65,3 +65,30 @@ def test_windows_with_less_of_everything_are_left_out() -> None:
     own = [np.array([5, 5]), np.array([5, 5]), np.array([9, 5])]
     limits = Limits(np.array([0, 0, 0]), np.array([[1.0, 2.0], [2.0, 2.0], [1.0, 1.0]]), own)
     assert limits.fullest().counts.tolist() == [[2.0, 2.0], [1.0, 1.0]]
+
+
+def test_a_window_of_forward_has_room_for_values_that_are_alive_anyway() -> None:
+    # The second option keeps 8 bytes, of which 6 are alive until the loss.
+    unit = Stage(np.array([0, 8]), np.array([1.0, 0.0]), np.zeros(2, dtype=np.int64), held_bytes=np.array([0, 6]))
+    reader = Stage(np.zeros(1, dtype=np.int64), np.zeros(1), np.zeros(1, dtype=np.int64))
+    counts = np.array([[1.0, 0.0]])
+    for in_forward, chosen in ((True, [1, 0]), (False, [0, 0])):
+        limits = Limits(np.array([1]), counts, [np.array([3])], np.array([in_forward]))
+        assert cheapest_mix([unit, reader], limits, 5) == chosen
+    both = Limits(np.array([1, 1]), counts.repeat(2, axis=0), [np.array([3])] * 2, np.array([True, False]))
+    assert both.fullest().in_forward.tolist() == [False]
+
+
+def test_faster_choices_differ_in_one_unit_and_fit() -> None:
+    units, limits = random_case(1)
+    start = tuple(0 for _ in units)
+    budget_bytes = int(most_bytes(units, limits, start)) + 1500
+    found = [tuple(one) for one in faster_mixes(units, limits, budget_bytes, start)]
+    fitting = {
+        (*start[:unit], option, *start[unit + 1 :])
+        for unit in range(NUM_UNITS)
+        for option in range(1, NUM_OPTIONS)
+        if most_bytes(units, limits, (*start[:unit], option, *start[unit + 1 :])) <= budget_bytes
+    }
+    assert set(found) == fitting
+    assert len(found) == len(fitting) > 1

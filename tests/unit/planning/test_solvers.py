@@ -70,3 +70,11 @@ def test_the_leanest_candidate_is_as_lean_as_any_other(profile: Profile) -> None
 
 def test_no_candidate_for_a_budget_below_what_every_plan_has(profile: Profile) -> None:
     assert ChainSolver(profile).best(profile.persistent_bytes, math.inf) is None
+
+
+def test_a_known_candidate_is_not_taken_for_a_byte_less_than_its_peak(profile: Profile) -> None:
+    solved = ChainSolver(profile)
+    found = solved.best(plain_bytes(profile) * 85 // 100, 0.0)
+    assert found is not None
+    leaner = solved.best(found.peak_bytes - 1, 0.0)
+    assert leaner is None or leaner.peak_bytes < found.peak_bytes
