@@ -128,6 +128,12 @@ MUTATIONS = (
         (("if is_there} | outputs | updated", "if is_there} | outputs"),),
     ),
     Mutation(
+        "graph-code-unread",
+        "a trace takes for constant what code asks of a tensor that no guard sees",
+        "engine/graph/graph_engine.py",
+        (("        check_code(self.module)\n", ""),),
+    ),
+    Mutation(
         "graph-memory-out-twice",
         "a traced unit gives back a value and a detached alias of it as one",
         "engine/graph",

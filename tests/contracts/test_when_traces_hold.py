@@ -189,6 +189,36 @@ def test_what_cannot_be_traced(function: Any, why_not: str) -> None:
     assert len(told) == 1
 
 
+class AsksForLeaves(nn.Linear):
+    """Does something else for what an op has made. [4, 8] -> [4, 8]."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self._chosen(super().forward(hidden), hidden)
+
+    def _chosen(self, output: Tensor, hidden: Tensor) -> Tensor:
+        return output.sin() if hidden.is_leaf else output.cos()
+
+
+def test_code_that_asks_what_no_guard_sees() -> None:
+    case = Case(
+        "asks for leaves",
+        lambda self, x: self.inner(x),
+        parts=lambda: {"inner": AsksForLeaves(WIDTH, WIDTH)},
+        calls=lambda units, x: units[0](x if units[0].count else x.detach().requires_grad_()),
+    )
+
+    def steps(model: Model) -> Step:
+        run = Run(model)
+        run.through(plain, plain, plain)
+        model.units[0].count = 1
+        return run.through(plain, plain)
+
+    model, expected = case.model(), steps(case.model())
+    why_not = "code of AsksForLeaves uses is_leaf, which a trace would take for constant"
+    with applied("graph", model, FULL), pytest.warns(ConfigWarning, match=line(why_not)):
+        assert_same_gradients(expected, steps(model))
+
+
 def test_guards_that_fail_in_every_call() -> None:
     case = UNITS["counter"]
     model, expected = case.model(), Run(case.model()).through(*[plain] * 8)

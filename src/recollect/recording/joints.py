@@ -116,9 +116,11 @@ def _joint(
     sample: UnitSample, graph: UnitGraph, leaves: list[Any], costs: Costs | None, code: Any, inputs: Any
 ) -> JointRecord:
     from recollect._torch_dynamo import module_path
+    from recollect.engine.graph.code_names import check_code
     from recollect.engine.graph.joint import Joint, key_of
     from recollect.engine.graph.trace import Trace
 
+    check_code(sample.module)
     names = {id(module): path for path, module in reversed(list(sample.module.named_modules(remove_duplicate=False)))}
     paths = {node.name: names[id(sample.module.get_submodule(module_path(node)))] for node in code.graph.nodes}
     trace = Trace(code, inputs, paths)

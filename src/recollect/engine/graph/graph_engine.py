@@ -34,6 +34,7 @@ from recollect._torch_private import (
 from recollect.engine.autocast_casts import keeps_casts, kept_casts
 from recollect.engine.eager_forward import look_for_compiler
 from recollect.engine.function_call import autocast_now
+from recollect.engine.graph.code_names import check_code
 from recollect.engine.graph.node import OtherMemoryError, TracedUnit, running
 from recollect.engine.graph.noting_tape import NotedOp, NotingTape
 from recollect.engine.graph.trace import Trace
@@ -330,6 +331,7 @@ class GraphForward(PlacedForward):
             raise UntraceableError(
                 "a stage of a pipeline may split its backward, which takes traces from torch 2.13 on only"
             )
+        check_code(self.module)
         trace = Trace(graph, inputs, self._scopes_of(graph))
         noted = self._noted[self._kind]
         found = [NotedOp.of(op.scope, op.facts.name, op.layouts) for op in trace.ops if op.is_noted]

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 import weakref
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from types import CodeType, FunctionType
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -14,6 +12,7 @@ import torch
 from recollect._torch_functions import FunctionWatcher
 from recollect.engine.facts import facts_of
 from recollect.engine.function_mode import FunctionMode
+from recollect.engine.graph.code_names import names_in
 from recollect.engine.policy import Policy
 from recollect.engine.tape import Tape
 from recollect.engine.together import Agreement
@@ -80,8 +79,8 @@ class _NotingMode(FunctionMode):
         self._noted = noted
 
     def watch_function(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FunctionWatcher | None:
-        asked = _ASKED_OF_CONTEXTS & (_names_in(function.forward) | _names_in(function.setup_context))
-        asked |= _ASKED_OF_GRADIENTS & _names_in(function.backward)
+        asked = _ASKED_OF_CONTEXTS & (names_in(function.forward) | names_in(function.setup_context))
+        asked |= _ASKED_OF_GRADIENTS & names_in(function.backward)
         if asked:
             self._noted.append(NotedOp.of(self.scope, f"{function.__name__}, which uses {min(asked)},", []))
         return super().watch_function(function, args, kwargs)
@@ -95,25 +94,3 @@ class _NotingMode(FunctionMode):
             layouts = [(result.shape, result.stride()) for result in results]
             self._noted.append(NotedOp.of(self.scope, facts.name, layouts))
         return output
-
-
-def _names_in(function: Any) -> set[str]:
-    """Return the names that a function's code uses, and that of functions which it calls by name or holds."""
-    found: set[str] = set()
-    pending, seen = [function], set()
-    while pending:
-        one = pending.pop()
-        if isinstance(one, FunctionType) and one not in seen and not one.__module__.startswith("torch."):
-            seen.add(one)
-            found.update(name for code in _codes_in(one.__code__) for name in code.co_names)
-            reached = inspect.getclosurevars(one)
-            pending += [*reached.globals.values(), *reached.nonlocals.values()]
-    return found
-
-
-def _codes_in(code: CodeType) -> Iterator[CodeType]:
-    """Yield the code, and that of lambdas and comprehensions in it."""
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _codes_in(constant)
