@@ -187,7 +187,7 @@ MUTATIONS = (
         "captured-while-traced",
         "a unit is traced while a CUDA graph is captured",
         "engine/graph",
-        (("if running.is_captured and not (", "if False and not ("),),
+        (("if run is None and running.is_captured:", "if False:"),),
     ),
     Mutation(
         "graph-frees-too-soon",
@@ -225,7 +225,7 @@ MUTATIONS = (
         "engine/graph/noting_tape.py",
         (
             (
-                "asked = _ASKED_OF_CONTEXTS & (_names_in(function.forward) | _names_in(function.setup_context))",
+                "asked = _ASKED_OF_CONTEXTS & (names_in(function.forward) | names_in(function.setup_context))",
                 "asked = frozenset()",
             ),
         ),
@@ -240,7 +240,7 @@ MUTATIONS = (
         "graph-layouts-of-gradients",
         "in a trace, a Function that asks how a gradient is laid out is told what Dynamo assumes",
         "engine/graph/noting_tape.py",
-        (("asked |= _ASKED_OF_GRADIENTS & _names_in(function.backward)", "pass"),),
+        (("asked |= _ASKED_OF_GRADIENTS & names_in(function.backward)", "pass"),),
     ),
     Mutation(
         "graph-other-methods-unseen",

@@ -29,7 +29,9 @@ pytestmark = [
     pytest.mark.filterwarnings(r"ignore:.*`torch\.jit\.\w+` is deprecated"),
     pytest.mark.filterwarnings(r"ignore:The \.grad attribute of a Tensor that is not a leaf"),
     pytest.mark.filterwarnings("ignore:recollect. torch.utils.checkpoint has no effect", "ignore:Attempted to insert"),
-    pytest.mark.filterwarnings("ignore:recollect.*run on the tape, exactly"),
+    pytest.mark.filterwarnings(
+        "ignore:recollect.*run on the tape, exactly", "ignore:The PyTorch API of nested tensors"
+    ),
 ]
 
 WARM_UP = (plain, plain, accumulated, twice)

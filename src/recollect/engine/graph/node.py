@@ -24,7 +24,7 @@ from recollect.engine.function_call import autocast_now
 from recollect.engine.graph.code import Run, RunInParts, backward_code, backward_in_parts, forward_code
 from recollect.engine.graph.cut import Cut, IsKept, cut
 from recollect.engine.graph.joint import TAKES_LIST
-from recollect.engine.graph.trace import Tangents, Trace
+from recollect.engine.graph.trace import OtherMemoryError, Tangents, Trace
 from recollect.engine.opcall import Settings, current_settings
 from recollect.errors import ConfigError, MutatedValueError
 from recollect.plans.paths import unit_words
@@ -95,10 +95,6 @@ class _Running(threading.local):
 running = _Running()
 
 
-class OtherMemoryError(Exception):
-    """A unit writes to memory that its inputs share in a call, unlike in the traced one, or the other way round."""
-
-
 class TracedUnit:
     """A unit that runs from a trace, under one plan, in calls like the traced one.
 
@@ -127,10 +123,7 @@ class TracedUnit:
         self._last: dict[str, weakref.ref[_Call]] = {}
         # An input is given once for each gradient that eager mode adds up for it: the engine adds them, in its order.
         self._edges = [trace.num_edges(i) for i in range(self.num_inputs)]
-        # Groups of inputs that share memory to which its ops write.
-        written = {storage for op in trace.ops for storage in (*op.written, *(one.storage for one in op.updated))}
-        self._written = [[i for i, one in enumerate(trace.inputs) if one.storage == storage] for storage in written]
-        self._written = [group for group in self._written if group]
+        self._written = trace.written_inputs()
         self._repeats = [i for i, count in enumerate(self._edges) for _ in range(count - 1)]
 
     def program(self, tangents: Tangents) -> Program:

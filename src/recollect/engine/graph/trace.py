@@ -68,6 +68,10 @@ class BackwardTrace:
     """For each input, what eager mode adds up to its gradient, in order; empty for one without."""
 
 
+class OtherMemoryError(Exception):
+    """A unit writes to memory that its inputs share in a call, unlike in the traced one, or the other way round."""
+
+
 class Trace:
     """A traced call of a unit.
 
@@ -173,6 +177,12 @@ class Trace:
                     seen.add(following)
                     pending.append(following)
         return found
+
+    def written_inputs(self) -> list[list[int]]:
+        """Return the groups of inputs, each on memory of its own, to which its ops write."""
+        written = {storage for op in self.ops for storage in (*op.written, *(one.storage for one in op.updated))}
+        groups = ([i for i, one in enumerate(self.inputs) if one.storage == storage] for storage in written)
+        return [group for group in groups if group]
 
     def num_edges(self, index: int) -> int:
         """Return how many gradients eager mode may add up for an input; 1 for one that has none."""
