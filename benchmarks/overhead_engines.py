@@ -24,7 +24,7 @@ from models import ModelName
 from peers import ATTENTION, GROUPED, LINEAR, MATMUL, full, selective
 from recollect.byte_format import format_bytes
 from recollect.lab.bench.race import Race, few_objects
-from recollect.plans.action import Action
+from recollect.simulation.decisions import recompute_unread_unit
 from recompute import Nothing, Recompute, Replaced, SwitchablePlan
 from results_csv import Number
 from subject import Step, StepFlags
@@ -169,15 +169,8 @@ class Tiny:
 
 def keeps_almost_all(profile: recollect.Profile) -> recollect.Plan:
     """Return a plan that keeps all that backward reads; a plan that keeps everything would leave the layers as they are."""
-    units = {}
-    for call in profile.calls:
-        if not call.repeated:
-            continue
-        values = [one for one in profile.graph_of(call).values if one.producer is not None]
-        dropped = next(one.name for one in values if not (one.saved or one.must_keep or one.is_output))
-        actions = {one.name: Action.RECOMPUTE if one.name == dropped else Action.KEEP for one in values}
-        units[call.path] = recollect.UnitPlan(actions)
-    return recollect.Plan(units)
+    repeated = [call for call in profile.calls if call.repeated]
+    return recollect.Plan({call.path: recompute_unread_unit(profile.graph_of(call)) for call in repeated})
 
 
 def tables(found: Sequence[Tiny]) -> list[Table]:

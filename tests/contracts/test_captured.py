@@ -16,7 +16,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 import recollect
 from capture_checker import CaptureChecker
-from contract_steps import Run, accumulated, plain, twice
+from contract_steps import QUIET, Run, accumulated, plain, twice
 from contract_units import UNITS, Case
 from engines import applied
 from gradients import Step, assert_same_gradients
@@ -25,14 +25,7 @@ from recollect.engine.facts import facts_of
 from recollect.errors import ConfigError
 from tiers import long_but
 
-pytestmark = [
-    pytest.mark.filterwarnings(r"ignore:.*`torch\.jit\.\w+` is deprecated"),
-    pytest.mark.filterwarnings(r"ignore:The \.grad attribute of a Tensor that is not a leaf"),
-    pytest.mark.filterwarnings("ignore:recollect. torch.utils.checkpoint has no effect", "ignore:Attempted to insert"),
-    pytest.mark.filterwarnings(
-        "ignore:recollect.*run on the tape, exactly", "ignore:The PyTorch API of nested tensors"
-    ),
-]
+pytestmark = QUIET
 
 WARM_UP = (plain, plain, accumulated, twice)
 CAPTURED = (plain, accumulated, twice)

@@ -20,20 +20,13 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 import recollect
-from contract_steps import BACKWARDS, Run, plain
+from contract_steps import BACKWARDS, QUIET, Run, plain
 from contract_units import TRACED_LATER, UNITS, WHY_NOT, Case, Model
 from engines import applied, num_tape_calls, traced_forwards
 from gradients import Step, assert_same_gradients
 from policies import FULL, KEEP_ALL, NOTHING_KEPT, Policy, Random
 
-pytestmark = [
-    pytest.mark.filterwarnings(r"ignore:.*`torch\.jit\.\w+` is deprecated"),
-    pytest.mark.filterwarnings(r"ignore:The \.grad attribute of a Tensor that is not a leaf"),
-    pytest.mark.filterwarnings("ignore:recollect. torch.utils.checkpoint has no effect", "ignore:Attempted to insert"),
-    pytest.mark.filterwarnings(
-        "ignore:recollect.*run on the tape, exactly", "ignore:The PyTorch API of nested tensors"
-    ),
-]
+pytestmark = QUIET
 
 
 class Coin(Random):

@@ -4,11 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
 import torch
 from torch import Tensor
 
 from contract_units import ROWS, WIDTH, Model
 from gradients import Step
+
+# What units of the registry do on purpose, and are warned of.
+QUIET = [
+    pytest.mark.filterwarnings(r"ignore:.*`torch\.jit\.\w+` is deprecated"),
+    pytest.mark.filterwarnings(r"ignore:The \.grad attribute of a Tensor that is not a leaf"),
+    pytest.mark.filterwarnings("ignore:recollect. torch.utils.checkpoint has no effect", "ignore:Attempted to insert"),
+    pytest.mark.filterwarnings(
+        "ignore:recollect.*run on the tape, exactly", "ignore:The PyTorch API of nested tensors"
+    ),
+]
 
 
 class Run:

@@ -87,6 +87,10 @@ class OpFacts:
         """Whether it computes no value: a view, or another way to read memory."""
         return self.is_view or self.is_lazy or self.changes_layout_only
 
+    def updated_by(self, args: Any) -> tuple[int, ...]:
+        """Return the positions of statistics that a call updates without its schema saying so."""
+        return self.running_stats[0] if self.running_stats is not None and args[self.running_stats[1]] else ()
+
     def written_by(self, args: Any, kwargs: Any) -> list[torch.Tensor]:
         found = (
             kwargs.get(where) if isinstance(where, str) else args[where] if where < len(args) else None

@@ -231,11 +231,7 @@ class FunctionRun:
             self.groups.append(name_of_group(args, kwargs))
             targets = (t for t in facts.written_by(args, kwargs) if self._has_made(t) or is_megatrons_buffer(t))
             self._filled += [target.untyped_storage() for target in targets]
-        elif (
-            facts.is_collective
-            or facts.moves_storage
-            or (facts.running_stats is not None and args[facts.running_stats[1]])
-        ):
+        elif facts.is_collective or facts.moves_storage or facts.updated_by(args):
             self.keep(f"it runs {facts.name}")
         if not all(self._has_made(t) or self._has_filled(t) for t in facts.written_by(args, kwargs)):
             self.keep("it writes to a tensor from outside")

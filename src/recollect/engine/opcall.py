@@ -183,8 +183,7 @@ class Arguments:
         self, value_of: Callable[[torch.Tensor], TapeValue], facts: OpFacts, args: Any, kwargs: dict[str, Any]
     ) -> None:
         self.values: list[TapeValue] = []
-        if facts.running_stats is not None and args[facts.running_stats[1]]:
-            hidden = facts.running_stats[0]
+        if hidden := facts.updated_by(args):
             args = [None if position in hidden else a for position, a in enumerate(args)]
         if facts.ignores_first(args, kwargs):
             self.args = [_Unread(args[0].shape, args[0].dtype, args[0].device), *self._bind(args[1:], value_of)]

@@ -141,8 +141,8 @@ class TapeMode(OpMode):
         self._op = facts.name
         if facts.is_view:
             return func(*args, **kwargs)  # A view is made from its base when something asks for it.
-        if facts.running_stats is not None and args[facts.running_stats[1]]:
-            statistics = [args[position] for position in facts.running_stats[0] if args[position] is not None]
+        if updated := facts.updated_by(args):
+            statistics = [args[position] for position in updated if args[position] is not None]
             forget_updated(statistics, facts.name, (self.unit_path, self.scope, ""))
             self._writes.add((self.unit_path, self.scope))
         if facts.changes_storage:

@@ -26,12 +26,11 @@ from recollect.engine.tape import Tape
 from recollect.errors import ConfigWarning
 from recollect.measuring.timing import wait_for, work_clock
 from recollect.plans.plan import Plan
-from recollect.plans.unit_plan import UnitPlan
 from recollect.profile.events import WORK
 from recollect.profile.host_times import AroundOps, HostTimes
 from recollect.recording.find_units import find_units
 from recollect.recording.step_recording import StepRecording
-from recollect.simulation.decisions import drop_all
+from recollect.simulation.decisions import drop_all, recompute_unread_unit
 from recollect.simulation.simulate import simulate
 from recollect.warning import warn_user
 
@@ -79,14 +78,9 @@ def _traced_unit_s(device: torch.device) -> float:
         plain, traced = _model(_ManyOps, device), _model(_ManyOps, device)
         inputs = _inputs(device)
         profile = _recorded(plain, inputs, device).profile(optimizer_step=None, gradients="freed", batch="")
-        units: dict[str, UnitPlan] = {}
-        for call in profile.calls:
-            values = [one for one in profile.graph_of(call).values if one.producer is not None]
-            unread = next(one for one in values if not (one.saved or one.must_keep or one.is_output))
-            actions = {one.name: "recompute" if one is unread else "keep" for one in values}
-            units[call.path] = UnitPlan(actions, engine="graph")
+        plan = Plan({call.path: recompute_unread_unit(profile.graph_of(call)) for call in profile.calls})
         clock = _clock(device)
-        with apply(traced, Plan(units)):
+        with apply(traced, plan.with_engine("graph")):
             rounds = [
                 (sum(_timed(plain, inputs, device, clock)), sum(_timed(traced, inputs, device, clock)))
                 for _ in range(_WARM_UPS + _ROUNDS)

@@ -112,6 +112,13 @@ def recompute_all_unit(graph: UnitGraph, *, output: Action = Action.KEEP) -> Uni
     return UnitPlan(actions, output=output)
 
 
+def recompute_unread_unit(graph: UnitGraph) -> UnitPlan:
+    """Drop a single value, which backward does not read: the unit runs under its plan, and keeps what it saves."""
+    made = [value for value in graph.values if value.producer is not None]
+    unread = next(value for value in made if not (value.saved or value.must_keep or value.is_output))
+    return UnitPlan({value.name: Action.RECOMPUTE if value is unread else Action.KEEP for value in made})
+
+
 def decide_call(graph: UnitGraph, unit: UnitPlan | None) -> CallActions:
     """Return the decision for one call under its unit's plan; values that the plan does not name are kept."""
     if unit is None:

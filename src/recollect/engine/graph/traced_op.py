@@ -78,10 +78,8 @@ class TracedOp:
     @property
     def updated(self) -> list[TracedTensor]:
         """Return the running statistics that it updates without its schema saying so."""
-        statistics = self.facts.running_stats
-        if statistics is None or not self.args[statistics[1]]:
-            return []
-        return [self.args[position] for position in statistics[0] if self.args[position] is not None]
+        arguments = (self.args[position] for position in self.facts.updated_by(self.args))
+        return [argument for argument in arguments if argument is not None]
 
     @property
     def is_noted(self) -> bool:
