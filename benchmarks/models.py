@@ -10,7 +10,22 @@ from torch import nn
 from recollect.lab.models.architectures import llama_config
 from recollect.lab.models.gpt import GPTModel
 
-ModelName = Literal["reference", "dense", "moe", "mla", "gpt2", "bert"]
+ModelName = Literal[
+    "reference",
+    "dense",
+    "moe",
+    "mla",
+    "gpt2",
+    "bert",
+    "falcon",
+    "gemma2",
+    "neox",
+    "olmo2",
+    "opt",
+    "phi",
+    "qwen3",
+    "starcoder2",
+]
 HUGGING_FACE: tuple[ModelName, ...] = ("dense", "moe", "mla")
 DESCRIPTIONS: dict[ModelName, str] = {
     "reference": "reference Llama",
@@ -19,6 +34,25 @@ DESCRIPTIONS: dict[ModelName, str] = {
     "mla": "MLA and MoE (Hugging Face DeepSeek-V3, 8 experts, 2 a token, 1 shared, grouped)",
     "gpt2": "GPT-2 with dropout (Hugging Face)",
     "bert": "BERT with dropout (Hugging Face)",
+    "falcon": "Falcon (Hugging Face)",
+    "gemma2": "Gemma 2 (Hugging Face)",
+    "neox": "GPT-NeoX (Hugging Face)",
+    "olmo2": "OLMo 2 (Hugging Face)",
+    "opt": "OPT with dropout (Hugging Face)",
+    "phi": "Phi (Hugging Face)",
+    "qwen3": "Qwen 3 (Hugging Face)",
+    "starcoder2": "StarCoder 2 (Hugging Face)",
+}
+# Class of model and of configuration, and what the common sizes do not say.
+_OTHERS: dict[str, tuple[str, str, float, dict[str, Any]]] = {
+    "falcon": ("FalconForCausalLM", "FalconConfig", 4, {"new_decoder_architecture": False}),
+    "gemma2": ("Gemma2ForCausalLM", "Gemma2Config", 8 / 3, {"head_dim": 64, "sliding_window": 256}),
+    "neox": ("GPTNeoXForCausalLM", "GPTNeoXConfig", 4, {}),
+    "olmo2": ("Olmo2ForCausalLM", "Olmo2Config", 8 / 3, {}),
+    "opt": ("OPTForCausalLM", "OPTConfig", 4, {"max_position_embeddings": 4096}),
+    "phi": ("PhiForCausalLM", "PhiConfig", 4, {}),
+    "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", 8 / 3, {"head_dim": 64}),
+    "starcoder2": ("Starcoder2ForCausalLM", "Starcoder2Config", 4, {}),
 }
 _HEAD_CHANNELS = 64
 
@@ -47,6 +81,8 @@ def build(name: ModelName, *, hidden_size: int, num_layers: int, num_heads: int,
         # As in every training script: the key-value cache is for generation.
         "use_cache": False,
     }
+    if name in _OTHERS:
+        return _other(*_OTHERS[name], hidden_size, config).train()
     return {"dense": _dense, "moe": _mixture, "mla": _latent}[name](hidden_size, config).train()
 
 
@@ -100,6 +136,17 @@ def _bert(hidden_size: int, num_layers: int, num_heads: int, vocab_size: int) ->
     sizes = {"hidden_size": hidden_size, "intermediate_size": 4 * hidden_size, "vocab_size": vocab_size}
     layers = {"num_hidden_layers": num_layers, "num_attention_heads": num_heads}
     return transformers.BertForMaskedLM(transformers.BertConfig(**sizes, **layers, pad_token_id=0))
+
+
+def _other(
+    model: str, config: str, width: float, special: dict[str, Any], hidden_size: int, common: dict[str, Any]
+) -> nn.Module:
+    import transformers
+
+    feed_forward = _rounded(hidden_size * width)
+    sizes = {"intermediate_size": feed_forward, "ffn_dim": feed_forward, "ffn_hidden_size": feed_forward}
+    made: nn.Module = getattr(transformers, model)(getattr(transformers, config)(**common, **sizes, **special))
+    return made
 
 
 def _rounded(size: float) -> int:

@@ -1,43 +1,51 @@
-"""Compare predicted with measured step times: five models, budgets from the least peak to keeping everything.
+"""Compare predicted with measured slowdowns: 14 models, four budgets, on the tape and from traces.
 
     python benchmarks/step_times.py
 
-Each step is recorded once; then the plans take turns for some rounds. A predicted step time is that of the recorded step
-without recompute, times one plus the slowdown that is predicted of the plan.
+Each step is recorded once. Its plans then take turns, each between two steps without a plan; a measured slowdown is the median
+over rounds. Step times are said as parts of the step without a plan.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import statistics
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from typing import Literal, get_args
 
 from rich.console import Console
 from rich.table import Table
 
 import recollect
+from contest import Contestant
 from flags import RunFlags, parse
-from models import HUGGING_FACE, ModelName
+from models import ModelName
 from recollect.errors import BudgetTooSmallError
-from recollect.lab.bench.race import few_objects, keep_freed_memory
-from recollect.planning.choose import Planner
+from recollect.lab.bench.race import Race, few_objects, keep_freed_memory
+from recollect.planning.planners import planner_for
+from recompute import SwitchablePlan
 from results_csv import Number, append
 from subject import Step, StepFlags
 
-KEEP_ALL, _FULL = "keep all", "full"
-# In its first steps a plan looks closer: it compares content, and learns which modules to watch.
-_UNSETTLED = 3
+Engine = Literal["tape", "graph"]
+
+# In its first steps a plan looks closer: it compares content, learns which modules to watch, and traces layers.
+_UNSETTLED = 4
+_NEAR = 0.03
 
 
 @dataclass(frozen=True, kw_only=True)
 class Flags(RunFlags):
-    """Compare predicted with measured step times."""
+    """Compare predicted with measured slowdowns."""
 
-    step: StepFlags = field(default_factory=lambda: StepFlags(hidden_size=256, num_layers=4))
+    step: StepFlags = field(default_factory=lambda: StepFlags(hidden_size=256, num_layers=4, threads=1))
     """The training step."""
-    models: tuple[ModelName, ...] = ("reference", *HUGGING_FACE, "gpt2")
+    models: tuple[ModelName, ...] = get_args(ModelName)
     """Models to run."""
-    budgets: tuple[float, ...] = (0.02, 0.15, 0.3, 0.45, 0.6, 0.75, 0.9)
+    engines: tuple[Engine, ...] = get_args(Engine)
+    """Engines to plan for."""
+    budgets: tuple[float, ...] = (0.05, 0.3, 0.6, 0.85)
     """Budgets, as fractions of the range from the least peak to keeping everything."""
     least_rounds: int = 9
     """Rounds of all plans."""
@@ -45,30 +53,34 @@ class Flags(RunFlags):
 
 @dataclass(frozen=True)
 class Timed:
-    """One plan: predicted and measured seconds of a step, and slowdowns."""
+    """One plan: predicted and measured slowdown, and between which of them the plan says that nine of ten are."""
 
     name: str
-    predicted_s: float
-    measured_s: float
-    predicted_slowdown: float
-    measured_slowdown: float
+    predicted: float
+    measured: float
+    low: float
+    high: float
 
     @property
     def off(self) -> float:
-        """Relative error of the predicted step time."""
-        return self.predicted_s / self.measured_s - 1
+        """By how much the measured slowdown is larger."""
+        return self.measured - self.predicted
+
+    @property
+    def is_within(self) -> bool:
+        """Whether it is in the range."""
+        return self.low <= self.measured <= self.high
 
 
-def plans_for(profile: recollect.Profile, budgets: tuple[float, ...]) -> dict[str, recollect.Plan]:
-    """Return plans by name: keep all, full recompute, and one for each budget."""
-    planner = Planner(profile)
+def plans_for(profile: recollect.Profile, engine: Engine, budgets: tuple[float, ...]) -> dict[str, recollect.Plan]:
+    """Return a plan for each budget, by name."""
+    planner = planner_for(profile, engine=engine)
     try:
         least_bytes = planner.plan(1).predicted_peak_bytes or 0
     except BudgetTooSmallError as error:
         least_bytes = error.least_peak_bytes
-    most_bytes = planner.plain_peak_bytes
-    plans = {name: recollect.classic_plan(profile, kind) for name, kind in ((KEEP_ALL, "keep_all"), (_FULL, "full"))}
-    return plans | {f"{b:.0%}": planner.plan(round(least_bytes + b * (most_bytes - least_bytes))) for b in budgets}
+    span = planner.plain_peak_bytes - least_bytes
+    return {f"{engine}, {part:.0%}": planner.plan(round(least_bytes + part * span)) for part in budgets}
 
 
 @few_objects()
@@ -77,32 +89,43 @@ def run_model(flags: Flags, model: ModelName) -> list[Timed]:
     step = Step(flags.step, model)
     for _ in range(_UNSETTLED):  # Memory that is touched for the first time makes each op slower.
         step.seconds()
-    profile = step.record()
-    plans = plans_for(profile, flags.budgets)
-    seconds: dict[str, list[float]] = {name: [] for name in plans}
-    for _ in range(flags.least_rounds):
+    profile = step.record("graph" if "graph" in flags.engines else "tape")
+    plans = {name: plan for one in flags.engines for name, plan in plans_for(profile, one, flags.budgets).items()}
+    with ExitStack() as stack:
+        ways = []
         for name, plan in plans.items():
-            with recollect.apply(step.model, plan):
+            switched = SwitchablePlan(stack.enter_context(recollect.apply(step.model, plan)))
+            with switched.on():
                 for _ in range(_UNSETTLED):
                     step.seconds()
-                seconds[name].append(step.seconds())
-    found = []
-    for name, plan in plans.items():
-        slowdown = plan.predicted_slowdown or 0.0
-        ratio = statistics.median(a / b for a, b in zip(seconds[name], seconds[KEEP_ALL], strict=True))
-        measured_s = statistics.median(seconds[name])
-        found.append(Timed(name, profile.step_s * (1 + slowdown), measured_s, slowdown, ratio - 1))
-    return found
+            ways.append(Contestant(name=name, recompute=switched, plan=plan))
+
+        def seconds(way: Contestant) -> float:
+            with way.recompute.on():
+                return step.seconds()
+
+        race: Race[Contestant] = Race(step.seconds, seconds, report=lambda _: None, seed=flags.step.seed)
+        race.run([[way] for way in ways], seconds=0, least_rounds=flags.least_rounds)
+    return [_timed(way) for way in ways]
+
+
+def _timed(way: Contestant) -> Timed:
+    plan = way.plan
+    if plan is None:
+        raise TypeError(f"{way.name}: got no plan")
+    predicted = plan.predicted_slowdown or 0.0
+    low, high = plan.slowdown_range or (predicted, predicted)
+    return Timed(way.name, predicted, way.slowdown, low, high)
 
 
 def report(found: list[Timed], title: str) -> Table:
     """Format the results of one model."""
     table = Table(title=title, title_justify="left")
-    for heading in ("budget", "predicted", "measured", "off", "predicted slowdown", "measured slowdown"):
+    for heading in ("plan", "predicted", "range", "measured", "off"):
         table.add_column(heading, justify="right")
     for t in found:
-        times = f"{1e3 * t.predicted_s:.0f} ms", f"{1e3 * t.measured_s:.0f} ms", f"{t.off:+.1%}"
-        table.add_row(t.name, *times, f"{t.predicted_slowdown:.1%}", f"{t.measured_slowdown:.1%}")
+        between = f"{t.low:.1%} to {t.high:.1%}"
+        table.add_row(t.name, f"{t.predicted:.1%}", between, f"{t.measured:.1%}", f"{100 * t.off:+.1f}")
     return table
 
 
@@ -111,27 +134,25 @@ def main(arguments: list[str] | None = None) -> None:
     flags = parse(Flags, __doc__, arguments)
     keep_freed_memory()
     console = Console()
-    off: list[float] = []
-    off_slowdown: list[float] = []
+    of_engine: dict[str, list[Timed]] = {engine: [] for engine in flags.engines}
     for model in flags.models:
         found = run_model(flags, model)
-        off += [abs(t.off) for t in found]
-        off_slowdown += [abs(t.predicted_slowdown - t.measured_slowdown) for t in found]
+        for engine, timed in of_engine.items():
+            timed += [t for t in found if t.name.startswith(engine)]
         numbers = [
-            Number(metric, unit, f"{model}, {t.name}", value)
+            Number(metric, "1", f"{model}, {t.name}", value)
             for t in found
-            for metric, unit, value in (
-                ("predicted_step_time", "s", t.predicted_s),
-                ("measured_step_time", "s", t.measured_s),
-                ("predicted_slowdown", "1", t.predicted_slowdown),
-                ("measured_slowdown", "1", t.measured_slowdown),
-            )
+            for metric, value in (("predicted_slowdown", t.predicted), ("measured_slowdown", t.measured))
         ]
         append(flags.out / "step_times.csv", numbers, {**dataclasses.asdict(flags.step), "rounds": flags.least_rounds})
         console.print(report(found, f"{model}: {flags.step}"))
-    worst = max(off)
-    console.print(f"step times off by {statistics.median(off):.1%} in the median, {worst:.1%} at most; ", end="")
-    console.print(f"slowdowns by {100 * statistics.median(off_slowdown):.1f} percentage points in the median")
+    for engine, timed in of_engine.items():
+        off = [abs(t.off) for t in timed]
+        console.print(
+            f"{engine}: off by {100 * statistics.median(off):.1f} points of the step in the median, {100 * max(off):.1f} at "
+            f"most; {sum(one <= _NEAR for one in off)} of {len(off)} within {100 * _NEAR:.0f}, "
+            f"{sum(t.is_within for t in timed)} within the range of their plans"
+        )
 
 
 if __name__ == "__main__":

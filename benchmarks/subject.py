@@ -126,7 +126,7 @@ class Step:
         found = {n: p.grad for n, p in self.model.named_parameters() if p.grad is not None}
         return {"the loss": loss, **({n: g.clone() for n, g in found.items()} if copied else found)}
 
-    def record(self, engine: Literal["tape", "compile"] = "tape") -> recollect.Profile:
+    def record(self, engine: Literal["tape", "graph", "compile"] = "tape") -> recollect.Profile:
         """Record the step for recollect's planner.
 
         Peaks are predicted as `peak_bytes` measures them. On CUDA a profile also counts what else is on the device, such as
