@@ -58,6 +58,7 @@ def rates_table(measured: Calibration) -> Table:
             ("tape: an op that it runs again", host.again_op_s),
         ):
             table.add_row(what, f"{seconds * 1e6:.1f} us")
+        table.add_row("tape: beside large results", f"{host.beside_large:.1f} times as long")
     return table
 
 

@@ -6,6 +6,7 @@ the number of its ops, plus something for each call; a layer of few ops and one 
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -27,7 +28,7 @@ from recollect.errors import ConfigWarning
 from recollect.measuring.timing import wait_for, work_clock
 from recollect.plans.plan import Plan
 from recollect.profile.events import WORK
-from recollect.profile.host_times import AroundOps, HostTimes
+from recollect.profile.host_times import LARGE_BYTES, AroundOps, HostTimes
 from recollect.recording.find_units import find_units
 from recollect.recording.step_recording import StepRecording
 from recollect.simulation.decisions import drop_all, recompute_unread_unit
@@ -37,6 +38,7 @@ from recollect.warning import warn_user
 _WIDTH: Final = 8
 _NUM_LAYERS: Final = 2
 _NUM_MODULES: Final = 4
+_CHAIN_LENGTH: Final = 16
 # In the first rounds the tape learns which modules to watch, and layers are noted and traced.
 _WARM_UPS: Final = 2
 _ROUNDS: Final = 9
@@ -96,7 +98,10 @@ def _measured(device: torch.device) -> AroundOps:
             layers = [_Layer.measured(kind, device) for kind in (_FewOps, _ManyOps, _Modules)]
             found, spread = _around(*layers, is_cpu=device.type == "cpu"), max(layer.spread for layer in layers)
             if found.host.unit_s and found.host.seen_op_s and spread < _MOST_SPREAD:
-                return found  # Else the machine was busy while one of the layers ran, and not while the others did.
+                large = _beside_large(device) if device.type == "cpu" else 1.0
+                return replace(
+                    found, host=replace(found.host, beside_large=large)
+                )  # Else the machine was busy while one of the layers ran, and not while the others did.
     warn_user(
         "recollect: what Python takes around ops could not be measured well: one run of a small layer took "
         f"{spread:.1f} times as long as a different one. Predicted slowdowns may be wrong; measured ones are not. Record where "
@@ -104,6 +109,18 @@ def _measured(device: torch.device) -> AroundOps:
         ConfigWarning,
     )
     return found
+
+
+def _beside_large(device: torch.device) -> float:
+    """Return how many times as long forward on the tape takes beside large results as it takes beside small ones."""
+    model = _model(_Chain, device)
+    small, large = (
+        statistics.median(
+            on_tape_s - plain_s for plain_s, _, on_tape_s, _ in _rounds(model, _inputs(device, rows), device)
+        )
+        for rows in (1, LARGE_BYTES // (4 * _WIDTH**2))
+    )
+    return max(1.0, large / small) if small > 0 else 1.0
 
 
 def _around(few: _Layer, many: _Layer, modules: _Layer, *, is_cpu: bool) -> AroundOps:
@@ -192,8 +209,8 @@ def _model(kind: type[nn.Module], device: torch.device) -> nn.Module:
     return nn.Sequential(*(kind(device) for _ in range(_NUM_LAYERS)))
 
 
-def _inputs(device: torch.device) -> Tensor:
-    return torch.full((1, _WIDTH, _WIDTH), 0.5, device=device, dtype=torch.float32, requires_grad=True)
+def _inputs(device: torch.device, rows: int = 1) -> Tensor:
+    return torch.full((rows, _WIDTH, _WIDTH), 0.5, device=device, dtype=torch.float32, requires_grad=True)
 
 
 def _clock(device: torch.device) -> Callable[[], float]:
@@ -279,6 +296,20 @@ class _ManyOps(nn.Module):
 
     def _normed(self, inputs: Tensor) -> Tensor:
         return inputs * torch.rsqrt(inputs.pow(2).mean(-1, keepdim=True) + 1e-6) * self.scale
+
+
+class _Chain(nn.Module):
+    """A layer of ops that take next to no time even if their results are large."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.weight = _weight(device)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        inputs = inputs * self.weight
+        for _ in range(_CHAIN_LENGTH):
+            inputs = inputs.abs()
+        return inputs
 
 
 class _Modules(nn.Module):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +14,9 @@ from torch.nn.modules.module import register_module_forward_hook
 
 import recollect
 from recollect.engine.graph.graph_engine import GraphForward
+from recollect.engine.placed_forward import PlacedForward
 from recollect.errors import ConfigWarning, ProfileFormatError
+from recollect.profile.host_times import LARGE_BYTES, HostTimes
 from recollect.profile.profile import Profile
 from recollect.recording import host_times
 from recollect.recording.host_times import around_ops
@@ -104,8 +106,9 @@ def test_is_measured_as_usual_wherever_it_is_asked_for(context: Any) -> None:
 
 def test_units_know_what_the_tape_takes() -> None:
     profile = recorded(nn.Sequential(*(Layer() for _ in range(3))))
-    graph, host = profile.graphs[0], around_ops(CPU).host
-    assert profile.host == host
+    graph, measured = profile.graphs[0], around_ops(CPU).host
+    assert profile.host == measured
+    host = measured.beside([sum(graph.values[value].nbytes for value in op.outputs) for op in graph.ops])
     assert graph.tape_s == host.unit_s + 3 * host.module_s and graph.again_op_s == host.again_op_s
     by_module = dict(graph.module_tape_s)
     # LayerNorm is one op for the tape; a linear layer of a matrix is a transposition and a product.
@@ -116,6 +119,30 @@ def test_units_know_what_the_tape_takes() -> None:
         "down": 2 * host.seen_op_s,
     }
     assert graph.again_s(graph.ops[0]) == graph.ops[0].time_s + host.again_op_s
+
+
+def test_what_the_tape_takes_beside_large_results() -> None:
+    host = HostTimes(unit_s=0.5, module_s=0.25, seen_op_s=0.125, again_op_s=1.0, beside_large=3.0)
+    assert host.beside([0, 0]) == host
+    assert host.beside([LARGE_BYTES, 4 * LARGE_BYTES]) == replace(host, unit_s=1.5, module_s=0.75, seen_op_s=0.375)
+    assert (
+        host.beside([0, LARGE_BYTES])
+        == host.beside([LARGE_BYTES // 2])
+        == replace(host, unit_s=1, module_s=0.5, seen_op_s=0.25)
+    )
+    assert host.beside([]) == host
+    assert around_ops(CPU).host.beside_large >= 1
+    with pytest.raises(ValueError, match=r"^host\.beside_large: got -1\.0, expected a finite number, 0 or more$"):
+        HostTimes(beside_large=-1.0)
+
+
+def test_what_is_beside_large_results_is_the_factor_of_a_longer_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stated(model: Any, inputs: torch.Tensor, *_: Any) -> tuple[float, float]:
+        on_tape = isinstance(model[0].forward, PlacedForward)
+        return (0.010 + on_tape * (0.003 if inputs.numel() * 4 >= LARGE_BYTES else 0.001), 0.0)
+
+    monkeypatch.setattr(host_times, "_timed", stated)
+    assert host_times._beside_large(CPU) == pytest.approx(3)
 
 
 def test_what_it_is_made_from_is_in_the_file_and_must_be_a_time() -> None:
@@ -132,7 +159,7 @@ def test_plans_of_measured_steps_say_how_sure_they_are() -> None:
     profile = recorded(nn.Sequential(*(Layer() for _ in range(3))))
     plan = recollect.classic_plan(profile, "full")
     assert plan.slowdown_error == pytest.approx(0.05 + 0.15 * plan.predicted_slowdown)  # type: ignore[operator]
-    unsure = dataclasses.replace(profile, host=None)
+    unsure = replace(profile, host=None)
     assert recollect.classic_plan(unsure, "full").slowdown_error is None
 
 

@@ -30,6 +30,7 @@ from recollect.recording.optimizer_step import make_probe
 from recollect.recording.record import record_with
 
 warnings.simplefilter("error")
+warnings.filterwarnings("ignore", "recollect: what Python takes around ops could not be measured well")
 warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")
 torch.set_num_threads(1)
 dist.init_process_group("fake", rank=0, world_size=2)
