@@ -180,18 +180,20 @@ def _file(name: str) -> Any:
     return yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
 
 
-def _read(name: str) -> tuple[Rule, ...]:
+def _read(name: str, *, fatal: bool = False) -> tuple[Rule, ...]:
+    """Return the rules of a file, of which most are `fatal` or not."""
     return tuple(
-        Rule(**{"sees": f'"{entry.get("pattern")}"', **entry, "fix": tuple(entry["fix"])}) for entry in _file(name)
+        Rule(**{"sees": f'"{entry.get("pattern")}"', "fatal": fatal, **entry, "fix": tuple(entry["fix"])})
+        for entry in _file(name)
     )
 
 
 TOPICS: dict[str, tuple[Rule, ...]] = {
-    "Out of memory": _read("out_of_memory"),
+    "Out of memory": _read("out_of_memory", fatal=True),
     "Memory snapshots": _read("snapshots"),
-    "Checkpointing, autograd and DDP": _read("checkpointing"),
+    "Checkpointing, autograd and DDP": _read("checkpointing", fatal=True),
     "transformers, FSDP, DeepSpeed, torchtitan and offload": _read("libraries"),
-    "Megatron's errors": _read("megatron_errors"),
+    "Megatron's errors": _read("megatron_errors", fatal=True),
     "Megatron's settings": _read("megatron_settings"),
 }
 """The rules by the headings of their tables in docs/doctor.md."""
