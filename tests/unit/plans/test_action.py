@@ -8,7 +8,6 @@ import pickle
 
 import pytest
 
-from recollect.integrations.megatron.settings import Selective
 from recollect.plans.action import Action
 from recollect.plans.plan import Plan
 from recollect.plans.unit_plan import UnitPlan
@@ -33,7 +32,6 @@ def test_plans_take_words_and_hold_actions() -> None:
     for unit in (by_word, by_action, Plan.from_json(Plan({"a": by_word}).to_json()).units["a"]):
         assert unit == by_action and hash(unit) == hash(by_action)
         assert {type(action) for action in (*unit.actions.values(), unit.output)} == {Action}
-    assert type(Selective({"mlp": "recompute"}).outputs["mlp"]) is Action
 
 
 def test_json_has_words() -> None:

@@ -19,8 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from types import MappingProxyType
-from typing import Any, ClassVar, Final, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 from recollect.errors import ConfigError
 from recollect.plans.action import Action
@@ -59,77 +58,35 @@ class NoRecompute:
 
 
 @dataclass(frozen=True, slots=True)
-class _Full:
-    """Full recompute by one of Megatron's methods."""
-
-    method: ClassVar[str]
+class UniformFull:
+    """Keep the input of every `num_layers`th layer of a model chunk, and nothing else of its layers."""
 
     num_layers: int
 
-    def __post_init__(self) -> None:
-        # A bool is an int to Python: `True` layers would pass for one.
-        if type(self.num_layers) is not int or self.num_layers < 1:
-            got = f"got {self.num_layers!r} layers"
-            raise ValueError(f"{type(self).__name__}: {got}, expected a whole number, 1 or more")
+    def __str__(self) -> str:
+        return f"full, uniform, {self.num_layers}"
+
+
+@dataclass(frozen=True, slots=True)
+class BlockFull:
+    """Keep only the inputs of the first `num_layers` layers of each model chunk, and everything of the rest."""
+
+    num_layers: int
 
     def __str__(self) -> str:
-        return f"full, {self.method}, {self.num_layers}"
+        return f"full, block, {self.num_layers}"
 
 
-class UniformFull(_Full):
-    """Keep the input of every `num_layers`th layer of a model chunk, and nothing else of its layers.
-
-    Raises:
-        ValueError: not a whole number, or less than 1.
-    """
-
-    method = "uniform"
-
-
-class BlockFull(_Full):
-    """Keep only the inputs of the first `num_layers` layers of each model chunk, and everything of the rest.
-
-    Raises:
-        ValueError: not a whole number, or less than 1.
-    """
-
-    method = "block"
-
-
-@dataclass(frozen=True, init=False)
+@dataclass(frozen=True, slots=True)
 class Selective:
     """Drop what some modules compute; `outputs` says for each whether its output is kept or dropped too.
 
-    It is made from actions or their words.
-
-    Raises:
-        ValueError: no module, an unknown one, or another word than "keep" and "recompute".
-
     Example:
-        >>> str(Selective({"layernorm": "recompute", "core_attn": "keep"}))
+        >>> str(Selective({"core_attn": Action.KEEP, "layernorm": Action.RECOMPUTE}))
         'selective, core_attn layernorm'
     """
 
     outputs: Mapping[str, Action]
-
-    def __init__(self, outputs: Mapping[str, Action | str]) -> None:
-        in_order = {name: outputs[name] for name in MODULES if name in outputs}
-        if unknown := set(outputs) - set(in_order):
-            raise ValueError(f"Selective: got module {min(unknown)!r}, expected some of {', '.join(MODULES)}")
-        if not in_order:
-            raise ValueError("Selective: got no module, expected at least one; without any it is NoRecompute()")
-        for name, action in in_order.items():
-            if action not in tuple(Action):
-                raise ValueError(f"Selective: got {action!r} for the output of {name}, expected 'keep' or 'recompute'")
-        actions = {name: Action(action) for name, action in in_order.items()}
-        object.__setattr__(self, "outputs", MappingProxyType(actions))
-
-    def __hash__(self) -> int:
-        return hash(tuple(self.outputs.items()))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # A mappingproxy cannot be pickled or deep-copied.
-        return Selective, (dict(self.outputs),)
 
     def __str__(self) -> str:
         return "selective, " + " ".join(self.outputs)
@@ -190,7 +147,7 @@ class RecomputeSettings:
     @property
     def choice(self) -> Choice:
         if self.is_selective:
-            outputs = {name: self._output_of(name) for name in self.modules}
+            outputs = {name: self._output_of(name) for name in MODULES if name in self.modules}
             return Selective(outputs) if outputs else NoRecompute()
         if self.recompute_granularity is None or self.recompute_num_layers is None:
             return NoRecompute()
