@@ -29,7 +29,7 @@ BUDGET = ["--setting", "memory_budget 80%"]
 
 def in_process(*args: object) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "recollect.cli", *map(str, args)]
+    command = [sys.executable, "-m", "recollect", *map(str, args)]
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
 

@@ -59,7 +59,7 @@ def test_help_imports_no_torch(args: list[str]) -> None:
 
 @pytest.mark.skipif(not hasattr(signal, "SIGPIPE"), reason="needs a system with SIGPIPE")
 def test_help_that_nobody_reads_is_no_error() -> None:
-    command = f"{shlex.quote(sys.executable)} -m recollect.cli train --help | true"
+    command = f"{shlex.quote(sys.executable)} -m recollect train --help | true"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
     assert not done.stderr
 

@@ -65,13 +65,13 @@ def losses(run_dir: Path) -> dict[int, float]:
 
 
 def start(*args: object) -> ForkedProcess:
-    return ForkedProcess("recollect.cli", *args, COLUMNS="100")
+    return ForkedProcess("recollect", *args, COLUMNS="100")
 
 
 def start_python(*args: object) -> subprocess.Popen[str]:
     """Start the command line as users do, which takes some seconds longer."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "100"}
-    command = [sys.executable, "-m", "recollect.cli", *map(str, args)]
+    command = [sys.executable, "-m", "recollect", *map(str, args)]
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
