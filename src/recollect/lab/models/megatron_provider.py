@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 from dataclasses import MISSING, fields
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from recollect.errors import ConfigError, ConfigWarning, NotYetError
@@ -42,7 +43,7 @@ _WITHOUT_EFFECT = (
 _REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "vocab_size")
 
 
-class GPTModelProvider:
+class GPTModelProvider(SimpleNamespace):
     """A model, its recompute settings and its training setting, with the field names of Megatron-Bridge.
 
     Its fields are those of `TransformerConfig`, `RecomputeConfig` and `TrainingSetting`, and `seq_length`,
@@ -78,8 +79,7 @@ class GPTModelProvider:
             cls.config = NAMED_CONFIGS[size]
 
     def __init__(self, **settings: Any) -> None:
-        for name, default in self._defaults().items():
-            object.__setattr__(self, name, getattr(type(self), name, default))
+        super().__init__(**{name: getattr(type(self), name, value) for name, value in self._defaults().items()})
         for name, value in settings.items():
             setattr(self, name, value)
 
@@ -90,17 +90,7 @@ class GPTModelProvider:
             raise AttributeError(
                 f"{type(self).__name__}.{name}: got {value!r}, but there is no such field. {hint}", name=name, obj=self
             )
-        object.__setattr__(self, name, value)
-
-    if TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any:
-            """Return a field; `__init__` sets them from three dataclasses."""
-
-    def __eq__(self, other: object) -> bool:
-        return type(other) is type(self) and vars(other) == vars(self)
-
-    __hash__ = None  # type: ignore[assignment]  # fields change
+        super().__setattr__(name, value)
 
     def __repr__(self) -> str:
         defaults = GPTModelProvider._defaults()
@@ -108,12 +98,7 @@ class GPTModelProvider:
         return f"{type(self).__name__}({', '.join(changed)})"
 
     def transformer_config(self) -> TransformerConfig:
-        """Return the model's configuration.
-
-        Raises:
-            ConfigError: a required dimension is not set.
-            ValueError: fields clash.
-        """
+        """Return the model's configuration."""
         missing = [name for name in _REQUIRED if getattr(self, name) is None]
         if missing:
             raise ConfigError(
@@ -123,25 +108,16 @@ class GPTModelProvider:
         step = self.make_vocab_size_divisible_by
         values["vocab_size"] = -(-self.vocab_size // step) * step
         # Megatron's field holds a function; use its name.
-        values["activation_func"] = getattr(self.activation_func, "__name__", self.activation_func)
-        if values["activation_func"] == "fast_gelu":
-            values["activation_func"] = "gelu_tanh"
+        name = getattr(self.activation_func, "__name__", self.activation_func)
+        values["activation_func"] = "gelu_tanh" if name == "fast_gelu" else name
         return TransformerConfig(**values)
 
     def recompute_config(self) -> RecomputeConfig:
-        """Return the settings for recompute and offload.
-
-        Raises:
-            ConfigError: settings clash.
-        """
+        """Return the settings for recompute and offload."""
         return RecomputeConfig(**self._values(RecomputeConfig))
 
     def training_setting(self) -> TrainingSetting:
-        """Return the other settings that the rules for recompute depend on.
-
-        Raises:
-            ConfigError: a setting has an invalid value.
-        """
+        """Return the other settings that the rules for recompute depend on."""
         return TrainingSetting(**self._values(TrainingSetting))
 
     def finalize(self) -> None:
@@ -169,12 +145,7 @@ class GPTModelProvider:
         refuse_not_yet(recompute, setting)
 
     def provide(self) -> GPTModel:
-        """Build the model on the default device, with fp32 weights, and bf16 activations if `bf16` is set.
-
-        Raises:
-            NotYetError: the model needs more than one device, or see `finalize`.
-            ConfigError, ValueError: see `finalize`.
-        """
+        """Build the model on the default device, with fp32 weights, and bf16 activations if `bf16` is set."""
         import torch
 
         from recollect.lab.models.gpt import GPTModel
@@ -188,12 +159,7 @@ class GPTModelProvider:
     def plan(
         self, model: nn.Module, batch: Any, *, budget: int | str | None = None, optimizer: Optimizer | None = None
     ) -> Plan:
-        """Record one step and return its plan: by the provider's recompute settings, or by a memory budget.
-
-        Raises:
-            ConfigError: settings clash, with each other or with a budget; or see `finalize`.
-            BudgetTooSmallError: no plan fits the budget.
-        """
+        """Record one step and return its plan: by the provider's recompute settings, or by a memory budget."""
         import recollect
 
         self.finalize()
@@ -212,11 +178,7 @@ class GPTModelProvider:
     def apply(
         self, model: nn.Module, batch: Any, *, budget: int | str | None = None, optimizer: Optimizer | None = None
     ) -> Applied:
-        """Make the plan, as `plan` does of the same arguments, and apply it to the model from the next forward on.
-
-        Raises:
-            ConfigError, BudgetTooSmallError: see `plan`.
-        """
+        """Make the plan, as `plan` does of the same arguments, and apply it to the model from the next forward on."""
         import recollect
 
         return recollect.apply(model, self.plan(model, batch, budget=budget, optimizer=optimizer))
