@@ -166,7 +166,7 @@ class TransformerConfig:
         config_checks.check_ranges(self)
         if self.hidden_size % self.num_attention_heads and "kv_channels" in derived:
             expected = f"a multiple of num_attention_heads = {self.num_attention_heads}, or kv_channels set"
-            config_checks.refuse("hidden_size", self.hidden_size, expected)
+            config_checks.refuse(self, "hidden_size", expected)
         config_checks.check_attention(self)
         config_checks.check_experts(self)
         config_checks.check_fp8(self)

@@ -17,43 +17,41 @@ _NOT_NEGATIVE = (
 )
 
 
-def refuse(name: str, got: Any, expected: str) -> None:
-    raise ValueError(f"TransformerConfig.{name}: got {got!r}, expected {expected}.")
+def refuse(config: Any, name: str, expected: str) -> None:
+    raise ValueError(f"TransformerConfig.{name}: got {getattr(config, name)!r}, expected {expected}.")
 
 
 def check_ranges(config: Any) -> None:
     for name, hint in get_type_hints(type(config)).items():
         value = getattr(config, name)
         if get_origin(hint) is Literal and value not in get_args(hint):
-            refuse(name, value, f"one of {', '.join(get_args(hint))}")
+            refuse(config, name, f"one of {', '.join(get_args(hint))}")
         if hint is int or (hint == int | None and value is not None):
             if not isinstance(value, int) or isinstance(value, bool):
-                refuse(name, value, "a whole number")
+                refuse(config, name, "a whole number")
             if value < 1 and name not in _NOT_NEGATIVE:
-                refuse(name, value, "at least 1" + ("" if hint is int else ", or None for none"))
+                refuse(config, name, "at least 1" + ("" if hint is int else ", or None for none"))
         if name in _NOT_NEGATIVE and not value >= 0:
-            refuse(name, value, "at least 0")
+            refuse(config, name, "at least 0")
         if name in ("rotary_base", "layernorm_epsilon") and not value > 0:
-            refuse(name, value, "more than 0")
+            refuse(config, name, "more than 0")
         if name in ("hidden_dropout", "attention_dropout") and not 0 <= value < 1:
-            refuse(name, value, "a probability from 0 up to, but not including, 1")
+            refuse(config, name, "a probability from 0 up to, but not including, 1")
 
 
 def check_attention(config: Any) -> None:
     heads = config.num_attention_heads
     if heads % config.num_query_groups:
-        refuse("num_query_groups", config.num_query_groups, f"a divisor of num_attention_heads = {heads}")
+        refuse(config, "num_query_groups", f"a divisor of num_attention_heads = {heads}")
     if config.multi_latent_attention:
         if config.num_query_groups != heads:
-            expected = (
-                f"num_attention_heads = {heads}, because with multi_latent_attention all heads share one latent vector"
-            )
-            refuse("num_query_groups", config.num_query_groups, expected)
+            why = "because with multi_latent_attention all heads share one latent vector"
+            refuse(config, "num_query_groups", f"num_attention_heads = {heads}, {why}")
         if config.qk_pos_emb_head_dim % 2:
-            refuse("qk_pos_emb_head_dim", config.qk_pos_emb_head_dim, "an even number: rotary positions rotate pairs")
+            refuse(config, "qk_pos_emb_head_dim", "an even number: rotary positions rotate pairs")
     elif config.position_embedding_type == "rope" and config.kv_channels % 2:
-        expected = "an even number, because rotary positions rotate pairs of channels (it is hidden_size / num_attention_heads)"
-        refuse("kv_channels", config.kv_channels, expected)
+        why = "because rotary positions rotate pairs of channels (it is hidden_size / num_attention_heads)"
+        refuse(config, "kv_channels", f"an even number, {why}")
 
 
 def check_experts(config: Any) -> None:
@@ -61,73 +59,70 @@ def check_experts(config: Any) -> None:
     if experts is None:
         for name in ("moe_shared_expert_intermediate_size", "moe_router_num_groups", "moe_router_group_topk"):
             if getattr(config, name) is not None:
-                refuse(name, getattr(config, name), "None if num_moe_experts is None; set num_moe_experts too")
+                refuse(config, name, "None if num_moe_experts is None; set num_moe_experts too")
         return
     if config.moe_router_topk > experts:
-        refuse("moe_router_topk", config.moe_router_topk, f"at most num_moe_experts = {experts}")
+        refuse(config, "moe_router_topk", f"at most num_moe_experts = {experts}")
     if config.moe_router_enable_expert_bias and config.moe_router_score_function != "sigmoid":
-        refuse("moe_router_enable_expert_bias", True, "False, or moe_router_score_function 'sigmoid'")
+        refuse(config, "moe_router_enable_expert_bias", "False, or moe_router_score_function 'sigmoid'")
     if config.moe_router_dtype not in (None, "fp32"):
-        refuse("moe_router_dtype", config.moe_router_dtype, "'fp32', or None for the dtype of the model")
+        refuse(config, "moe_router_dtype", "'fp32', or None for the dtype of the model")
     _check_layer_pattern(config)
     _check_groups(config, experts)
     for name in ("hidden_size", "moe_ffn_hidden_size"):
         if config.moe_grouped_gemm and getattr(config, name) % 8:
-            expected = "a multiple of 8, because grouped products read 16 bytes at once, or moe_grouped_gemm False"
-            refuse(name, getattr(config, name), expected)
+            why = "because grouped products read 16 bytes at once"
+            refuse(config, name, f"a multiple of 8, {why}, or moe_grouped_gemm False")
 
 
 def _check_layer_pattern(config: Any) -> None:
     pattern = config.moe_layer_freq
     if isinstance(pattern, int):
         if pattern < 1:
-            refuse("moe_layer_freq", pattern, "at least 1, or a 1 or 0 for each layer")
-        return
-    if len(pattern) != config.num_layers:
-        refuse("moe_layer_freq", pattern, f"an entry for each of num_layers = {config.num_layers} layers")
-    if any(entry not in (0, 1) for entry in pattern):
-        refuse("moe_layer_freq", pattern, "1 (experts) or 0 (dense) for each layer")
+            refuse(config, "moe_layer_freq", "at least 1, or a 1 or 0 for each layer")
+    elif len(pattern) != config.num_layers:
+        refuse(config, "moe_layer_freq", f"an entry for each of num_layers = {config.num_layers} layers")
+    elif any(entry not in (0, 1) for entry in pattern):
+        refuse(config, "moe_layer_freq", "1 (experts) or 0 (dense) for each layer")
 
 
 def _check_groups(config: Any, experts: int) -> None:
     groups, chosen = config.moe_router_num_groups, config.moe_router_group_topk
     if groups is None and chosen is None:
         return
-    if groups is None or chosen is None:
-        missing = "moe_router_num_groups" if groups is None else "moe_router_group_topk"
-        refuse(missing, None, "a number: moe_router_num_groups and moe_router_group_topk only work together")
-        return
+    for name in ("moe_router_num_groups", "moe_router_group_topk"):
+        if getattr(config, name) is None:
+            refuse(config, name, "a number: moe_router_num_groups and moe_router_group_topk only work together")
     if experts % groups:
-        refuse("moe_router_num_groups", groups, f"a divisor of num_moe_experts = {experts}")
+        refuse(config, "moe_router_num_groups", f"a divisor of num_moe_experts = {experts}")
     if chosen > groups:
-        refuse("moe_router_group_topk", chosen, f"at most moe_router_num_groups = {groups}")
+        refuse(config, "moe_router_group_topk", f"at most moe_router_num_groups = {groups}")
     reachable = chosen * (experts // groups)
     if config.moe_router_topk > reachable:
-        expected = f"at most {reachable}, the experts in {chosen} of {groups} groups"
-        refuse("moe_router_topk", config.moe_router_topk, expected)
+        refuse(config, "moe_router_topk", f"at most {reachable}, the experts in {chosen} of {groups} groups")
 
 
 def check_fp8(config: Any) -> None:
     """Check the fields for 8-bit products, and the sizes that the recipe's blocks have to divide."""
     if config.fp8 is None:
         for name in FP8_FIELDS[1:]:
-            if getattr(config, name) != getattr(type(config), name):
-                expected = f"{getattr(type(config), name)!r}, the default, if fp8 is None; set fp8 too"
-                refuse(name, getattr(config, name), expected)
+            default = getattr(type(config), name)
+            if getattr(config, name) != default:
+                refuse(config, name, f"{default!r}, the default, if fp8 is None; set fp8 too")
         return
     if config.fp8 not in ("e4m3", "hybrid"):
-        refuse("fp8", config.fp8, "'e4m3', 'hybrid', or None")
+        refuse(config, "fp8", "'e4m3', 'hybrid', or None")
     recipe = config.fp8_recipe
     if config.fp8 == "hybrid" and recipe == "mxfp8":
-        refuse("fp8", "hybrid", "'e4m3' with fp8_recipe 'mxfp8', whose gradients are e4m3 too")
+        refuse(config, "fp8", "'e4m3' with fp8_recipe 'mxfp8', whose gradients are e4m3 too")
     left = config.num_layers_at_start_in_bf16 + config.num_layers_at_end_in_bf16
     if config.first_last_layers_bf16 and left > config.num_layers:
-        expected = f"at most num_layers = {config.num_layers} together with num_layers_at_end_in_bf16"
-        refuse("num_layers_at_start_in_bf16", config.num_layers_at_start_in_bf16, expected)
+        most = f"at most num_layers = {config.num_layers} together with num_layers_at_end_in_bf16"
+        refuse(config, "num_layers_at_start_in_bf16", most)
     for name, width in _widths_of_products(config).items():
         if width % FP8_MULTIPLES[recipe]:
             expected = f"a multiple of {FP8_MULTIPLES[recipe]} with fp8_recipe {recipe!r}, or fp8 None"
-            refuse(name, width, expected)
+            raise ValueError(f"TransformerConfig.{name}: got {width!r}, expected {expected}.")
 
 
 def _widths_of_products(config: Any) -> dict[str, int]:
