@@ -69,11 +69,7 @@ def run_bench(command: Bench, console: Console) -> int:
 
 
 def settings_of(command: Bench) -> list[Setting]:
-    """Return "no recompute", followed by the settings given by the flags.
-
-    Raises:
-        BenchError: a setting cannot be read, or two have the same name.
-    """
+    """Return "no recompute", followed by the settings given by the flags."""
     words = command.recompute.fields()
     found = [Setting(words)] if words else []
     found += [parse_setting(text) for text in command.setting]

@@ -64,13 +64,7 @@ def _check_written(step: ClusterStep) -> None:
 
 
 def cluster_step(command: MakePlan) -> ClusterStep:
-    """Return the step that the flags describe.
-
-    Raises:
-        ConfigError: flags that clash.
-        NotYetError: flags that layouts cannot be combined with yet.
-        HardwareError: unknown hardware or links.
-    """
+    """Return the step that the flags describe."""
     flags, step = command.cluster, command.step
     if not step.fake:
         raise ConfigError(

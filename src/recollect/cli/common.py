@@ -44,11 +44,7 @@ def describe_step(profile: Profile) -> str:
 
 
 def check_folder(path: Path, flag: str = "") -> None:
-    """Check that a file can be written, before the work for its content begins.
-
-    Raises:
-        RecollectError: its folder is missing or not writable, or it is a folder itself; names the flag and the file.
-    """
+    """Check that a file can be written, before the work for its content begins."""
     problem = ""
     if not path.parent.is_dir():
         problem = f"no folder {path.parent}"
@@ -63,22 +59,14 @@ def check_folder(path: Path, flag: str = "") -> None:
 
 
 def write_file(path: Path, text: str, console: Console, *, flag: str = "", note: str = "") -> None:
-    """Write a file atomically and say so; `note` is added to the message.
-
-    Raises:
-        RecollectError: the file cannot be written; names the flag and the file.
-    """
+    """Write a file atomically and say so; `note` is added to the message."""
     with writing(path, flag=flag):
         write_text(path, text)
     print_line(console, f"Written to {path}{note}.")
 
 
 def check_pictures(png: Path | None, html: Path | None) -> None:
-    """Check that the requested pictures can be made.
-
-    Raises:
-        RecollectError: a package or the file's folder is missing.
-    """
+    """Check that the requested pictures can be made."""
     if png is not None:
         require_matplotlib()
     if html is not None:
@@ -91,11 +79,7 @@ def check_pictures(png: Path | None, html: Path | None) -> None:
 def build_step(
     flags: ModelStep, device: torch.device, config: TransformerConfig | None = None
 ) -> tuple[nn.Module, dict[str, Tensor], torch.optim.Optimizer]:
-    """Build model, batch and optimizer of a step: the model in training mode, a batch of equal tokens, passed as keywords.
-
-    Raises:
-        RecollectError: a Hugging Face config cannot be read or used.
-    """
+    """Build model, batch and optimizer of a step: the model in training mode, a batch of equal tokens, passed as keywords."""
     with device:
         if flags.hf_config is not None:
             model = _hugging_face_model(flags.hf_config)
@@ -116,11 +100,7 @@ def step_recorder(
     host_link: bool = False,
     engine: RecordedEngine = "tape",
 ) -> Callable[[int], Profile]:
-    """Build the step and return a function that records it with a given number of loss chunks.
-
-    Raises:
-        RecollectError: a Hugging Face config cannot be read or used, or the device has no room for the model.
-    """
+    """Build the step and return a function that records it with a given number of loss chunks."""
     # A fake step needs only shapes.
     device = torch.device("meta") if flags.fake else resolve_device(flags.device)
     if not flags.fake:  # Systems end a process that asks for too much without a word.

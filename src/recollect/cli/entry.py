@@ -172,13 +172,7 @@ def _parse(args: list[str]) -> Any:
 
 
 def parse_train(args: list[str]) -> commands.Train:
-    """Parse the flags of `recollect train`, its own and Megatron's.
-
-    Raises:
-        RecollectError: the flags do not parse.
-        NotYetError, ConfigError: a flag of Megatron is not supported yet, or two flags exclude each other.
-        SystemExit: after `--help`.
-    """
+    """Parse the flags of `recollect train`, its own and Megatron's."""
     default = commands.Train()
     if "--demo" in args:
         default = commands.Train(config=demo_config())
@@ -250,11 +244,7 @@ def parse_megatron(args: list[str]) -> commands.RunMegatron:
 
 
 def _run(command: Any) -> int:
-    """Run a command, by the function `run_NAME` of the module of its name, and return the exit status.
-
-    Raises:
-        RecollectError: flags clash, files cannot be read or written, or the work fails.
-    """
+    """Run a command, by the function `run_NAME` of the module of its name, and return the exit status."""
     (name,) = (name for name, kind in _COMMANDS.items() if kind is type(command))
     # Imported only now, because torch takes seconds to import, and `--help` should not.
     module = importlib.import_module(f"recollect.cli.{name}")

@@ -17,10 +17,6 @@ _SWITCH = "cuda_graph_impl"
 def check_graphs(words: Sequence[str]) -> None:
     """Raise an error if a command line has something captured.
 
-    Raises:
-        ConfigError: in Megatron it breaks a rule, which the error names.
-        NotYetError: Megatron would capture it.
-
     Example:
         >>> check_graphs("--recompute-activations --cuda-graph-impl transformer_engine --cuda-graph-scope attn".split())
         Traceback (most recent call last):

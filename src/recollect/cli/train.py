@@ -36,11 +36,7 @@ def run_train(command: Train, console: Console) -> None:
 
 
 def training_config(command: Train) -> TrainConfig:
-    """Return the run's configuration with the recompute flags.
-
-    Raises:
-        ConfigError: flags clash with each other or with the model.
-    """
+    """Return the run's configuration with the recompute flags."""
     fields = command.recompute.fields()
     if not fields:
         return command.config

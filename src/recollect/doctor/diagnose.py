@@ -90,11 +90,7 @@ class Case:
     """How each source was interpreted, in words."""
 
     def add_file(self, path: Path, name: str = "") -> None:
-        """Read a file.
-
-        Raises:
-            DiagnosisError: see `diagnose`.
-        """
+        """Read a file."""
         name = name or str(path)
         try:
             with path.open("rb") as file:
@@ -121,11 +117,7 @@ class Case:
             raise DiagnosisError(f"{name}: cannot be read ({problem.strerror}), expected a file.") from None
 
     def add_text(self, lines: Iterable[str], name: str, whole: str = "", *, suffix: str = "") -> None:
-        """Read a text, or the YAML, TOML or JSON that it turns out to be.
-
-        Raises:
-            DiagnosisError: it must be YAML or TOML and is not.
-        """
+        """Read a text, or the YAML, TOML or JSON that it turns out to be."""
         data = _configuration(whole, name, suffix)
         if data is not None:
             self.scopes += settings_in_data(data, name)

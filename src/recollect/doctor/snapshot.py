@@ -81,11 +81,7 @@ class _PlainUnpickler(pickle.Unpickler):
 
 
 def read_pickle(path: Path) -> Any:
-    """Read plain data: dictionaries, lists, tuples, numbers, texts, None.
-
-    Raises:
-        DiagnosisError: the file is larger than 2 GiB, no pickle, or has anything but plain data.
-    """
+    """Read plain data: dictionaries, lists, tuples, numbers, texts, None."""
     size = path.stat().st_size
     if size > MAX_BYTES:
         raise DiagnosisError(
@@ -105,7 +101,6 @@ def read_pickle(path: Path) -> Any:
 
 
 def read_json(path: Path) -> Any:
-    """Read JSON; raises as `read_pickle`."""
     try:
         return json.loads(path.read_bytes())
     except (ValueError, RecursionError) as problem:
@@ -119,11 +114,7 @@ def is_snapshot(data: object) -> bool:
 
 
 def snapshot_of(data: Mapping[str, Any], place: str) -> list[Snapshot]:
-    """Return a snapshot for each device that holds memory.
-
-    Raises:
-        DiagnosisError: data of another form.
-    """
+    """Return a snapshot for each device that holds memory."""
     try:
         devices: dict[int, list[Mapping[str, Any]]] = {}
         for segment in data["segments"]:

@@ -45,12 +45,7 @@ class Nearest(Generic[Settings]):
 
 
 def nearest(profile: Profile, wanted: Plan, choices: Iterable[tuple[Settings, Plan]]) -> Nearest[Settings]:
-    """Return the fastest of some settings within a plan's budget; of equally fast ones the one with the least peak.
-
-    Raises:
-        PlanError: the plan has no predicted peak.
-        BudgetTooSmallError: none of them fits; names the least peak of all.
-    """
+    """Return the fastest of some settings within a plan's budget; of equally fast ones the one with the least peak."""
     if wanted.predicted_peak_bytes is None or wanted.predicted_slowdown is None:
         raise PlanError(
             "nearest settings: got a plan without predicted peak and slowdown, expected one that was made from a profile."

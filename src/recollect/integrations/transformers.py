@@ -184,11 +184,7 @@ class MemoryBudget(trainers.BudgetCallback, TrainerCallback):
         self._trainer = None
 
     def _section(self, args: Any) -> BudgetSection:
-        """Merge the callback's settings with DeepSpeed's configuration; the callback's defaults do not count.
-
-        Raises:
-            NotYetError: layers are to run on another engine than the tape.
-        """
+        """Merge the callback's settings with DeepSpeed's configuration; the callback's defaults do not count."""
         if self.engine not in ("tape", "auto"):
             raise NotYetError(
                 settings={"engine": self.engine},

@@ -41,11 +41,7 @@ _RIGHT_FRACTION = 0.05
 
 
 def require_plotly() -> Any:
-    """Return the package plotly.
-
-    Raises:
-        MissingPackageError: plotly is not installed.
-    """
+    """Return the package plotly."""
     with needed("plotly", by="a page"):
         import plotly
     return plotly

@@ -78,11 +78,7 @@ def draw_frontier(profile: Profile, frontier: Frontier, out: str | Path) -> None
 
 
 def frontier_figure(profile: Profile | None, frontier: Frontier) -> Any:
-    """Return the figure of `draw_frontier`; without a profile, its title names no model.
-
-    Raises:
-        MissingPackageError: matplotlib is not installed.
-    """
+    """Return the figure of `draw_frontier`; without a profile, its title names no model."""
     figure, axes = new_figure(9.5, 5.4)
     unit_bytes, unit = byte_unit(frontier.plain_peak_bytes)
     plans = [Mark(point.peak_bytes / unit_bytes, 100 * point.slowdown) for point in frontier.points]
@@ -142,11 +138,7 @@ def draw_memory(profile: Profile, plan: Plan, out: str | Path) -> None:
 
 
 def memory_figure(found: Timeline) -> Any:
-    """Return the figure of `draw_memory`.
-
-    Raises:
-        MissingPackageError: matplotlib is not installed.
-    """
+    """Return the figure of `draw_memory`."""
     figure, axes = new_figure(11, 5.8)
     profile, plan = found.profile, found.plan
     curve = memory_curve(found, num_points=_NUM_POINTS, time_unit=time_unit_of(profile))

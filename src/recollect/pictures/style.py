@@ -38,11 +38,7 @@ _MOST_CHARACTERS = 118
 
 
 def new_figure(width: float, height: float) -> tuple[Any, Any]:
-    """Return a figure of given width and height in inches, and its axes.
-
-    Raises:
-        MissingPackageError: matplotlib is not installed.
-    """
+    """Return a figure of given width and height in inches, and its axes."""
     require_matplotlib()
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -59,11 +55,7 @@ def new_figure(width: float, height: float) -> tuple[Any, Any]:
 
 
 def require_matplotlib() -> None:
-    """Check that matplotlib is installed.
-
-    Raises:
-        MissingPackageError: it is not.
-    """
+    """Check that matplotlib is installed."""
     with needed("matplotlib", by="a PNG"):
         import matplotlib  # noqa: F401 - only to see whether it is there
 
@@ -76,11 +68,7 @@ def set_title(axes: Any, title: str, note: str) -> None:
 
 
 def save_png(figure: Any, out: Path | BytesIO) -> None:
-    """Write a figure, to a file or into memory.
-
-    Raises:
-        RecollectError: the file cannot be written.
-    """
+    """Write a figure, to a file or into memory."""
     from PIL import Image  # a dependency of matplotlib
 
     drawn = BytesIO()

@@ -86,11 +86,7 @@ def initialize(
 
 
 def check_before(model: Any, config: Mapping[str, Any], section: BudgetSection, *, mpu: Any = None) -> None:
-    """Raise if an engine could not be kept within a budget, before it takes the model, whose parameters ZeRO-3 partitions.
-
-    Raises:
-        ConfigError, NotYetError, AlreadyAppliedError, QuantityError: see `initialize`.
-    """
+    """Raise if an engine could not be kept within a budget, before it takes the model, whose parameters ZeRO-3 partitions."""
     deepspeed = importlib.import_module("deepspeed")
     reason = "its engine is older than any that recollect knows"
     check_version("deepspeed", deepspeed.__version__, "deepspeed 0.16", reason)

@@ -148,9 +148,6 @@ def _with_inputs_as_parts(
 
     Like Megatron, which distributes the first argument of a region alone: arguments that other layers also read, such
     as rotary positions, are kept whole.
-
-    Raises:
-        ConfigError: the profile does not know of ranks that hold parts.
     """
     if profile.shard_ranks == 1:
         raise ConfigError(

@@ -64,10 +64,6 @@ def launch_words(path: Path, flags: Mapping[str, str], *, given_as: str = "--meg
             `ConfigContainer.to_yaml` writes.
         flags: the flag of each setting, for YAML.
         given_as: the flag that names the file, for errors.
-
-    Raises:
-        RecollectError: the file cannot be read, or describes no training, or several.
-        ConfigError: a number of processes that is none, or an activation without a flag.
     """
     where = f"{given_as} {path}"
     try:
@@ -85,9 +81,6 @@ def launch_words(path: Path, flags: Mapping[str, str], *, given_as: str = "--meg
 
 def command_words(words: Sequence[str]) -> list[str]:
     """Return the flags of the program that a command line starts, and `--world-size` by its launcher or `WORLD_SIZE`.
-
-    Raises:
-        ConfigError: a number of processes that is none.
 
     Example:
         >>> command_words("torchrun --nproc_per_node 8 --nnodes=4 pretrain_gpt.py --num-layers 2".split())

@@ -81,9 +81,6 @@ def nearest_uniform_settings(
 
     The profiles are those that the plans were made from, of all stages; equal ones are the same object.
 
-    Raises:
-        BudgetTooSmallError: no setting fits.
-
     Complexity: for each setting a sum over each distinct stage; until one fits, from the fastest on, over each rank.
     """
     budget_bytes = planned.peak_bytes if planned.budget_bytes is None else planned.budget_bytes

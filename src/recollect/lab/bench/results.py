@@ -123,21 +123,13 @@ class BenchResults:
 
     @classmethod
     def from_json(cls, text: str) -> BenchResults:
-        """Read results from JSON.
-
-        Raises:
-            BenchError: not JSON, another format or version, an unknown key, or a wrong type; says where.
-        """
+        """Read results from JSON."""
         root = read_document(text, format=_FORMAT, version=_VERSION, error=BenchError, needs_all_keys=True)
         return root.record(cls)
 
     @classmethod
     def load(cls, path: Path) -> BenchResults:
-        """Read a file of results.
-
-        Raises:
-            BenchError: the file cannot be read or holds no results; names it.
-        """
+        """Read a file of results."""
         try:
             return cls.from_json(path.read_text(encoding="utf-8"))
         except OSError as problem:
@@ -159,9 +151,6 @@ def check_comparable(
     """Check that stored results belong to the step and machine to be measured, and warn of other versions.
 
     Comparing versions may be the point.
-
-    Raises:
-        BenchError: names what differs.
     """
     for what, stored, now in (("model or step", golden.workload, workload), ("machine", golden.machine, machine)):
         if found := differences(stored, now):
@@ -207,9 +196,6 @@ def compared(results: BenchResults, golden: BenchResults, *, path: Path, thresho
 
     A setting without a golden result of its name is compared with the golden reference, as the recipes of Megatron-Bridge
     compare every experiment with the single golden value of the workload.
-
-    Raises:
-        BenchError: no golden result has a setting's name, and the golden reference has no times.
     """
     stored = {row.name: row for row in golden.rows}
     reference = stored.get(golden.reference)

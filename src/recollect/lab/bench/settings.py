@@ -42,12 +42,7 @@ class Setting:
 
     @property
     def config(self) -> RecomputeConfig:
-        """Megatron's configuration with defaults, checked against its rules.
-
-        Raises:
-            BenchError: an unknown name.
-            ConfigError, NotYetError: see `RecomputeConfig`.
-        """
+        """Megatron's configuration with defaults, checked against its rules."""
         known = [field.name for field in dataclasses.fields(RecomputeConfig)]
         for name in self.fields:
             if name not in known:
@@ -64,9 +59,6 @@ def parse_setting(text: str) -> Setting:
     Args:
         text: "none"; "selective" and modules, separated by spaces or commas (default: Megatron's); "full", a method and a
             number of layers; or "memory_budget" and bytes or a percentage.
-
-    Raises:
-        BenchError: anything else.
 
     Example:
         >>> parse_setting("selective core_attn,layernorm").fields
@@ -100,9 +92,6 @@ def read_settings(path: Path) -> list[Setting]:
         path: the file: a list, or a mapping with the list under `settings`. An entry is a text as for `parse_setting`, or a
             mapping of Megatron's names (also under `model`, as in Megatron-Bridge) or `memory_budget`, optionally with a
             `name`.
-
-    Raises:
-        BenchError: the file cannot be read, is not a list of settings, or has an invalid entry.
     """
     where = f"settings file {path}"
     data = read_yaml(path, where)
@@ -113,11 +102,7 @@ def read_settings(path: Path) -> list[Setting]:
 
 
 def read_yaml(path: Path, where: str) -> Any:
-    """Read a YAML file.
-
-    Raises:
-        BenchError: the file cannot be read, or is not YAML.
-    """
+    """Read a YAML file."""
     import yaml
 
     try:
@@ -153,12 +138,7 @@ def _setting(entry: Any, where: str) -> Setting:
 
 
 def named_settings(settings: Sequence[Setting]) -> list[Setting]:
-    """Check the settings and return them after "no recompute", the reference of all others.
-
-    Raises:
-        BenchError: two settings have the same name, or one has an unknown field.
-        ConfigError, NotYetError: settings clash, or are not supported yet.
-    """
+    """Check the settings and return them after "no recompute", the reference of all others."""
     found = list(settings)
     if not any(setting.is_plain for setting in found):
         found.insert(0, Setting(KEEP_ALL))

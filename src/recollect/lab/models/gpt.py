@@ -56,11 +56,7 @@ class LanguageModelEmbedding(nn.Module):
             self.position_embeddings = Embedding(self.max_positions, config.hidden_size, init_std=std)
 
     def forward(self, tokens: Tensor, dtype: torch.dtype | None) -> Tensor:
-        """Map token ids [B, T] to [B, T, D], of this rank's positions, in `dtype`; None: that of the weights.
-
-        Raises:
-            DataError: more positions than the model has learned.
-        """
+        """Map token ids [B, T] to [B, T, D], of this rank's positions, in `dtype`; None: that of the weights."""
         x_BTD: Tensor = self.word_embeddings(self.sequence.own(tokens))
         if self.position_embeddings is not None:
             num_positions = tokens.shape[1]
@@ -256,9 +252,6 @@ class GPTModel(nn.Module):
 
         Returns:
             Logits [B, T, V], or None with labels and `loss_chunks` above 1; with labels, the losses in fp32.
-
-        Raises:
-            DataError: more positions than the model has learned.
         """
         x_BTD = self.embedding(tokens, self.compute_dtype)
         rotary = None if self.rotary_pos_emb is None else self.rotary_pos_emb(x_BTD, tokens.shape[1])

@@ -67,11 +67,7 @@ class WeightRule:
     """A second copy in the checkpoint: written, but not read."""
 
     def read(self, theirs: Mapping[str, Tensor]) -> Tensor:
-        """Return our tensor, or theirs itself if nothing has to change.
-
-        Raises:
-            CheckpointError: the checkpoint has the tensor in none of the known layouts.
-        """
+        """Return our tensor, or theirs itself if nothing has to change."""
         for layout in self.layouts:
             if layout.names()[0][0] in theirs:
                 experts = [_joined([_found(theirs, name) for name in names]) for names in layout.names()]
@@ -182,11 +178,7 @@ class Architecture:
                 yield WeightRule(ours, (copy,), is_extra=True)
 
     def read(self, fields: Mapping[str, Any]) -> TransformerConfig:
-        """Return our configuration of a model, from the content of its `config.json`.
-
-        Raises:
-            UnsupportedModelError: a field for something that our models do not support.
-        """
+        """Return our configuration of a model, from the content of its `config.json`."""
         require(fields, self.fixed)
         default = self.default.given()
         ours = {name: fields.get(theirs, default.get(name)) for name, theirs in self.same.items()}
@@ -202,11 +194,7 @@ class Architecture:
         return self.default.changed(**ours, **self.read_more(fields, ours))
 
     def write(self, config: TransformerConfig) -> dict[str, Any]:
-        """Return the content of `config.json` for a model.
-
-        Raises:
-            UnsupportedModelError: their architecture cannot be this model; names the first field that differs.
-        """
+        """Return the content of `config.json` for a model."""
         fields: dict[str, Any] = {theirs: getattr(config, name) for name, theirs in self.same.items()}
         fields |= {"model_type": self.model_type, "architectures": [self.class_name], **self.fixed}
         fields |= {theirs: getattr(config, name) for theirs, name in self.repeated.items()}
@@ -235,9 +223,6 @@ def _parts(weights: Weights, name: str) -> tuple[str, ...]:
 
 def require(fields: Mapping[str, Any], values: Mapping[str, Any]) -> None:
     """Check that fields of `config.json`, where they are there, have the only value that our models support.
-
-    Raises:
-        UnsupportedModelError: names the first field with another value.
 
     Example:
         >>> require({"hidden_act": "silu"}, {"hidden_act": "silu", "attention_bias": False})

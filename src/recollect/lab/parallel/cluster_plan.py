@@ -202,10 +202,6 @@ def choose_split(step: ClusterStep, budget: int | str) -> PipelineSplit:
 
     Single layers are recorded, the first with the embedding and the last with norm, LM head and loss.
 
-    Raises:
-        BudgetTooSmallError: no split that was tried fits.
-        ConfigError: a layout that already assigns layers, or has more stages than layers; or as `record_stages`.
-
     Complexity: see `split_pipeline`.
     """
     layout, num_layers = step.layout, step.config.num_layers
@@ -235,12 +231,7 @@ def with_split(step: ClusterStep, sizes: Sequence[int]) -> ClusterStep:
 
 
 def plan_cluster_with_chunks(step: ClusterStep, budget: int | str, *, chooses_split: bool = False) -> ClusterPlan:
-    """Plan a step with the smallest number of loss chunks that is as fast as larger numbers; see `fewest_chunks`.
-
-    Raises:
-        BudgetTooSmallError: no plan fits with any number; has the lowest peak of all.
-        ConfigError, NotYetError, RecordError, QuantityError: as `plan_cluster`.
-    """
+    """Plan a step with the smallest number of loss chunks that is as fast as larger numbers; see `fewest_chunks`."""
     return fewest_chunks(
         lambda count, amount: plan_cluster(replace(step, loss_chunks=count), amount, chooses_split=chooses_split),
         budget,

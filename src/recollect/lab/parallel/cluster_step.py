@@ -262,12 +262,7 @@ def _reduction_s(step: ClusterStep, number: int, profile: Profile, experts: int)
 
 
 def schedule_of_step(step: ClusterStep) -> PipelineSchedule:
-    """Return the schedule of a step; by default 1F1B, interleaved where a rank has several stages.
-
-    Raises:
-        ConfigError: micro-batches that the schedule does not take; a schedule that Megatron lacks, with its engine.
-        RecordError: this process is part of a real process group, and torch has to write the schedule.
-    """
+    """Return the schedule of a step; by default 1F1B, interleaved where a rank has several stages."""
     layout = step.layout
     ranks, name = layout.pipeline_model_parallel_size, layout.pipeline_parallel_schedule
     num_stages = len(layout.layers_of_stages(step.config.num_layers))
@@ -298,10 +293,6 @@ def send_s(step: ClusterStep) -> float:
 
 def torch_schedule(layout: DeviceLayout, *, num_stages: int, num_micro_batches: int) -> PipelineSchedule:
     """Return torch's own actions for the layout's schedule, which must have one, without outputs.
-
-    Raises:
-        ConfigError: torch does not take this number of stages or micro-batches.
-        RecordError: this process is part of a real process group.
 
     Example:
         >>> layout = DeviceLayout(pipeline_model_parallel_size=2, pipeline_parallel_schedule="ZBVZeroBubble")

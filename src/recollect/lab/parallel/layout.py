@@ -82,10 +82,6 @@ class DeviceLayout(PipelineLayout):
         """Check that a model can be spread like this.
 
         Every rank gets the same answer, since it depends on the numbers alone.
-
-        Raises:
-            ConfigError: heads, widths, vocabulary, layers or the sequence do not divide; names them.
-            NotYetError: tensor parallelism for experts that have biases.
         """
         ranks = self.tensor_model_parallel_size
         if ranks > 1:
@@ -106,11 +102,7 @@ class DeviceLayout(PipelineLayout):
         self.layers_of_stages(config.num_layers)
 
     def check_sequence(self, seq_length: int) -> None:
-        """Check that sequences can be split like this.
-
-        Raises:
-            ConfigError: their positions do not divide.
-        """
+        """Check that sequences can be split like this."""
         ranks, parts = self.context_parallel_size, self.tensor_model_parallel_size if self.sequence_parallel else 1
         if ranks > 1:
             # Two chunks each, one from the front and one from the back.
@@ -122,11 +114,7 @@ class DeviceLayout(PipelineLayout):
             )
 
     def check_devices(self, world_size: int) -> None:
-        """Check that as many processes run as the layout has devices.
-
-        Raises:
-            ConfigError: they do not.
-        """
+        """Check that as many processes run as the layout has devices."""
         if world_size != self.num_devices:
             sizes = [f"{name.split('_')[0]} {getattr(self, name)}" for name in _AXES]
             clash(
@@ -243,11 +231,7 @@ class ParallelFlags:
         return "optimizer" if self.use_distributed_optimizer else "none"
 
     def layout(self, data_parallel_size: int = 1) -> DeviceLayout:
-        """Return the layout with some number of ranks of data parallelism.
-
-        Raises:
-            ConfigError: a size is below 1, or sizes clash.
-        """
+        """Return the layout with some number of ranks of data parallelism."""
         # A pipeline_split of "auto" is chosen with the plans.
         sizes = {name: value for name, value in vars(self).items() if name in _SIZES and value != "auto"}
         # As in Megatron: without ranks to split it over there is nothing to do.
@@ -255,18 +239,11 @@ class ParallelFlags:
         return DeviceLayout(**{**sizes, "data_parallel_size": data_parallel_size})
 
     def layout_of_one(self) -> DeviceLayout:
-        """Return the layout of one replica of everything but experts, which are shared by ranks that exist anyway.
-
-        Raises:
-            ConfigError: as `layout`.
-        """
+        """Return the layout of one replica of everything but experts, which are shared by ranks that exist anyway."""
         return replace(self, expert_model_parallel_size=1, expert_tensor_parallel_size=None).layout()
 
     def layout_of(self, world_size: int) -> DeviceLayout:
         """Return the layout of some number of processes; data parallelism gets the ranks that the other sizes leave.
-
-        Raises:
-            ConfigError: they are no multiple of one model's devices; or as `layout`.
 
         Warns:
             ConfigWarning: state is to be shared over data parallelism, and there is none.

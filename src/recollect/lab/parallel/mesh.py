@@ -42,11 +42,7 @@ class LayoutMesh:
 
 
 def layout_mesh(layout: DeviceLayout, device_type: str = "cpu") -> LayoutMesh:
-    """Return the meshes of a layout; all ranks have to call it.
-
-    Raises:
-        ConfigError: another number of processes.
-    """
+    """Return the meshes of a layout; all ranks have to call it."""
     layout.check_devices(get_world_size())
     data, context, expert = layout.data_parallel_size, layout.context_parallel_size, layout.expert_model_parallel_size
     if layout.has_whole_experts:

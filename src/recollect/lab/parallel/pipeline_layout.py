@@ -37,11 +37,7 @@ class PipelineLayout:
     """The order in which ranks run their stages; None: 1F1B, interleaved where a rank has several."""
 
     def check_pipeline(self) -> None:
-        """Check the facts that need no model.
-
-        Raises:
-            ConfigError: sizes that clash; names them.
-        """
+        """Check the facts that need no model."""
         layers, ranks = self.num_layers_per_virtual_pipeline_stage, self.pipeline_model_parallel_size
         if layers is not None and (layers < 1 or ranks == 1):
             clash(
@@ -88,9 +84,6 @@ class PipelineLayout:
 
     def layers_of_stages(self, num_layers: int) -> tuple[range, ...]:
         """Return the layers of each stage of the pipeline, in order; `rank_of_stage` says where each runs.
-
-        Raises:
-            ConfigError: the layers do not divide.
 
         Example:
             >>> PipelineLayout(
@@ -141,11 +134,7 @@ class PipelineLayout:
             )
 
     def check_only_split(self, split: object, others: Sequence[str]) -> None:
-        """Check that no other field than a split sets the layers of stages.
-
-        Raises:
-            ConfigError: another field sets them, too.
-        """
+        """Check that no other field than a split sets the layers of stages."""
         if given := {name: getattr(self, name) for name in others if getattr(self, name) is not None}:
             clash({"pipeline_split": split, **given}, "both say how many layers stages have", "Leave one of them out.")
 
@@ -190,20 +179,12 @@ class PipelineLayout:
 
 
 def check_divides(what: str, size: int, by: str, ranks: int) -> None:
-    """Refuse sizes that do not divide.
-
-    Raises:
-        ConfigError: names both, and the next multiple.
-    """
+    """Refuse sizes that do not divide."""
     if size % ranks:
         larger = -(-size // ranks) * ranks
         clash({what: size, by: ranks}, f"{size} is no multiple of {ranks}", f"The next multiple is {larger}.")
 
 
 def clash(settings: Mapping[str, object], reason: str, advice: str) -> None:
-    """Refuse settings that clash.
-
-    Raises:
-        ConfigError: always.
-    """
+    """Refuse settings that clash."""
     raise ConfigError(settings=settings, reason=reason, advice=advice)

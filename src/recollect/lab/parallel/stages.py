@@ -62,9 +62,6 @@ class LossStage(GPTModel):
 
         Returns:
             The residual stream, for the next stage; of the last one the loss, or without labels the logits.
-
-        Raises:
-            DataError: a last stage with multi-token prediction got no tokens in training.
         """
         x_BTD: Tensor = self.embedding(x, self.compute_dtype) if self.is_first else x
         num_positions = x.shape[1] * (1 if self.is_first else self.sequence_ranks * self.sequence.ranks)

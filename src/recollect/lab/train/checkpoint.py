@@ -84,11 +84,7 @@ def keep_newest(folder: Path, keep: int) -> None:
 
 
 def checksum_of(path: Path) -> list[int]:
-    """Return a file's bytes and CRC-32.
-
-    Raises:
-        OSError: it cannot be read.
-    """
+    """Return a file's bytes and CRC-32."""
     crc, count = 0, 0
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK_BYTES):
@@ -120,11 +116,7 @@ def read_manifest(folder: Path) -> Manifest | str:
 
 
 def refuse_damage(path: Path, problem: str | None) -> None:
-    """Refuse a checkpoint that has a problem.
-
-    Raises:
-        CheckpointError: it has; names the newest intact older one.
-    """
+    """Refuse a checkpoint that has a problem."""
     if problem is None:
         return
     older = [other for other in list_checkpoints(path.parent) if other.name < path.name]
@@ -134,11 +126,7 @@ def refuse_damage(path: Path, problem: str | None) -> None:
 
 
 def check_identity(path: Path, stored: dict[str, Any], current: dict[str, Any]) -> None:
-    """Check that a checkpoint has this run's configuration, except for `CHANGEABLE` settings.
-
-    Raises:
-        CheckpointError: names the first differing setting and both values.
-    """
+    """Check that a checkpoint has this run's configuration, except for `CHANGEABLE` settings."""
     for name in [*current, *(name for name in stored if name not in current)]:
         before, now = stored.get(name), current.get(name)
         if before != now and name not in CHANGEABLE:

@@ -143,9 +143,6 @@ def parse_blend(words: Sequence[str], flag: str) -> list[tuple[Path, float | Non
     Returns:
         Prefixes and their weights; without weights, None for each, which means in proportion to its windows.
 
-    Raises:
-        DataError: only some prefixes have weights, or a weight is not above 0.
-
     Example:
         >>> parse_blend(["0.3", "a", "0.7", "b"], "--data-path")
         [(PosixPath('a'), 0.3), (PosixPath('b'), 0.7)]
@@ -166,9 +163,6 @@ def parse_blend(words: Sequence[str], flag: str) -> list[tuple[Path, float | Non
 
 def parse_split(text: str) -> tuple[float, float, float]:
     """Parse "969,30,1" into fractions for training, validation and test.
-
-    Raises:
-        DataError: not one to three numbers of at least 0, or all of them 0.
 
     Example:
         >>> parse_split("90,10")

@@ -39,9 +39,6 @@ def read_documents(paths: tuple[Path, ...] = (), *, text_field: str = "text") ->
         The texts, at least one, none empty. In folders, hidden files are skipped, and files that are not UTF-8 text are
         skipped with a warning.
 
-    Raises:
-        DataError: a path does not exist, a named file is not text, a JSONL line is broken, or there is no text at all.
-
     Example:
         >>> "Record of phased-in incompatible language changes" in read_documents()[0]  # __future__.py
         True
@@ -182,11 +179,7 @@ Tokenizer: TypeAlias = ByteTokenizer | FileTokenizer
 
 
 def open_tokenizer(path: Path | None, *, vocab_size: int | None = None) -> Tokenizer:
-    """Return the tokenizer of a file, or the byte tokenizer.
-
-    Raises:
-        DataError: the tokenizer cannot be read, or has more ids than `vocab_size`.
-    """
+    """Return the tokenizer of a file, or the byte tokenizer."""
     tokenizer: Tokenizer = ByteTokenizer() if path is None else FileTokenizer(path)
     if vocab_size is not None and tokenizer.vocab_size > vocab_size:
         raise DataError(

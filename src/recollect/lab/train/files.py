@@ -50,11 +50,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def read_object(path: Path, *, keys: Collection[str], advice: str) -> dict[str, Any]:
-    """Read a JSON object that a run wrote into its folder.
-
-    Raises:
-        CheckpointError: it cannot be read, or is not such an object.
-    """
+    """Read a JSON object that a run wrote into its folder."""
     try:
         found = json.loads(path.read_text())
     except (OSError, ValueError) as problem:
@@ -104,11 +100,7 @@ def sync_folder(folder: Path) -> None:
 
 @contextmanager
 def only_run_in(folder: Path) -> Iterator[None]:
-    """Hold the lock of a run folder, made if missing. The system frees it when the process ends, however it ends.
-
-    Raises:
-        CheckpointError: another process, named in the message, trains in the folder; or it cannot be written.
-    """
+    """Hold the lock of a run folder, made if missing. The system frees it when the process ends, however it ends."""
     lock = FileLock(folder / _LOCK)
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -117,9 +117,6 @@ def write_indexed_dataset(prefix: Path, documents: Iterable[ArrayLike], *, vocab
         prefix: path of the files without `.bin` and `.idx`, in an existing folder.
         documents: token ids of each document; consumed one by one, so they need not fit into memory together.
         vocab_size: all ids are below this; decides whether they are written as uint16 or int32.
-
-    Raises:
-        DataError: an id is outside of the vocabulary, there is no document, or the files cannot be written.
     """
     dtype = np.dtype("<u2" if vocab_size < _UINT16_IDS else "<i4")
     lengths: list[int] = []

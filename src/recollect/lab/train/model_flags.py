@@ -165,11 +165,7 @@ class ModelFlags:
         return self.size is None and self.num_layers is not None and self.hidden_size is not None
 
     def dimensions(self, vocab_size: int | None = None, *, seq_length: int | None = None) -> TransformerConfig:
-        """Return the configuration: the named model, or `pretrain_gpt`'s defaults, with the flags' changes.
-
-        Raises:
-            ValueError: fields clash.
-        """
+        """Return the configuration: the named model, or `pretrain_gpt`'s defaults, with the flags' changes."""
         changes = self.changes(vocab_size)
         if not self.is_megatrons:
             return NAMED_CONFIGS[self.size or "demo"].changed(**changes)
@@ -242,9 +238,6 @@ _SWITCHES: dict[str, dict[str, Any]] = {
 
 def parse_layer_freq(text: str) -> int | Sequence[int]:
     """Parse Megatron's --moe-layer-freq: a number, or an expression of lists with a 0 or 1 for each layer.
-
-    Raises:
-        ValueError: anything else.
 
     Example:
         >>> parse_layer_freq("([0]*1+[1]*3)")

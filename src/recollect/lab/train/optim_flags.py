@@ -9,11 +9,7 @@ DecayStyle = Literal["cosine", "linear", "constant", "inverse-square-root"]
 
 
 def at_least(flags: object, least: int, *names: str) -> None:
-    """Check that flags that are given are at least `least`.
-
-    Raises:
-        ValueError: names the first flag below, and its value.
-    """
+    """Check that flags that are given are at least `least`."""
     for name in names:
         value = getattr(flags, name)
         if value is not None and value < least:
@@ -21,11 +17,7 @@ def at_least(flags: object, least: int, *names: str) -> None:
 
 
 def within(name: str, value: float, low: float, high: float) -> None:
-    """Check that a flag is between `low` and `high`.
-
-    Raises:
-        ValueError: names the flag and its value.
-    """
+    """Check that a flag is between `low` and `high`."""
     if not low <= value <= high:
         raise ValueError(f"{name}: got {value}, expected {low:g} to {high:g}.")
 

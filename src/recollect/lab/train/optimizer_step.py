@@ -22,11 +22,7 @@ _Result = TypeVar("_Result")
 
 
 def resolve_device(name: str) -> torch.device:
-    """Return the device of a `--device` flag; "auto" is CUDA if available, else the CPU.
-
-    Raises:
-        HardwareError: PyTorch does not know the name, or the device is not there.
-    """
+    """Return the device of a `--device` flag; "auto" is CUDA if available, else the CPU."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:

@@ -54,12 +54,7 @@ class PipelinePlans:
 
     @classmethod
     def load(cls, path: Path) -> PipelinePlans:
-        """Read a file that `to_json` made.
-
-        Raises:
-            PlanFormatError: it is damaged, or a folder; the message names the file, and the stage.
-            MissingFileError: there is no such file.
-        """
+        """Read a file that `to_json` made."""
         data = read_file(
             path,
             expected="the plans of a pipeline that `recollect train` wrote",
@@ -78,11 +73,7 @@ class PipelinePlans:
 
     @contextlib.contextmanager
     def applied(self, session: Session) -> Iterator[None]:
-        """Within the block, the stages of this process run under their plans.
-
-        Raises:
-            PlanError: the plans belong to other stages, for example after a file was changed; in all processes.
-        """
+        """Within the block, the stages of this process run under their plans."""
         with contextlib.ExitStack() as stack:
             session.processes.ranks.together(lambda: self._apply(session, stack), Place.START)
             yield
@@ -113,12 +104,7 @@ def _read_plan(place: Field) -> Plan:
 
 
 def plan_stages(session: Session) -> PipelinePlans:
-    """Record the stages and plan them, as the settings say; the same in all processes.
-
-    Raises:
-        BudgetTooSmallError: no plan fits the budget.
-        ConfigError, NotYetError: see `megatron_stage_plans`.
-    """
+    """Record the stages and plan them, as the settings say; the same in all processes."""
     flags, processes = session.config.step, session.processes
     if parse_bytes(flags.host_budget):
         raise NotYetError(

@@ -101,13 +101,7 @@ class Processes:
         return f"{found}. Give a budget that is smaller by as much" if found else ""
 
     def check(self, config: TrainConfig, dimensions: TransformerConfig) -> None:
-        """Check that a run can be spread like this, with the same answer in every process.
-
-        Raises:
-            ConfigError: heads, widths, vocabulary, experts, sequence or micro-batches do not divide; or parts of values have no
-                ranks to hold them.
-            NotYetError: a part of the model that cannot be spread yet.
-        """
+        """Check that a run can be spread like this, with the same answer in every process."""
         if config.step.distribute_saved_activations and self.layout.tensor_model_parallel_size == 1:
             raise ConfigError(
                 rule="distribute-without-tensor-parallel",
@@ -236,12 +230,7 @@ def _settings(nested: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_pipeline(config: TrainConfig, dimensions: TransformerConfig, layout: DeviceLayout) -> None:
-    """Check that a run can go through a pipeline.
-
-    Raises:
-        ConfigError: too few micro-batches, or with several stages a rank no multiple of the ranks.
-        NotYetError: a setting that does not go through a pipeline yet.
-    """
+    """Check that a run can go through a pipeline."""
     ranks = layout.pipeline_model_parallel_size
     if config.parallel.sharding == "all":
         raise NotYetError(

@@ -92,11 +92,7 @@ class Session:
         return StoredState(self.model, self.optimizer, self.processes.layout.tensor_model_parallel_size)
 
     def save(self) -> int:
-        """Write a checkpoint and return its step; several processes go on while it is written, until `checkpoints.finish`.
-
-        Raises:
-            CheckpointError: it cannot be written, or, with several processes, the one before it could not be.
-        """
+        """Write a checkpoint and return its step; several processes go on while it is written, until `checkpoints.finish`."""
         manifest = checkpoint.Manifest(self.step, self.identity, checkpoint.environment(), self.processes.spread, {})
         self.checkpoints.start(self.stored_state(), manifest, checkpoint.rng_state(self.device))
         return self.step
@@ -189,11 +185,7 @@ def _config_text(session: Session) -> str:
 
 
 def _resume(session: Session, path: Path, problem: str | None) -> None:
-    """Put a run into the state of a checkpoint.
-
-    Raises:
-        CheckpointError: there is one, or the checkpoint has another configuration or more steps.
-    """
+    """Put a run into the state of a checkpoint."""
     checkpoint.refuse_damage(path, problem)
     found = checkpoint.read_manifest(path)
     if isinstance(found, str):

@@ -118,11 +118,7 @@ class Checkpoints:
         self._path = folder
 
     def start(self, stored: StoredState, manifest: Manifest, random: dict[str, Any]) -> None:
-        """Write the state once the previous checkpoint is complete; several processes copy it first, and write meanwhile.
-
-        Raises:
-            CheckpointError: this checkpoint, or with several processes the one before, could not be written.
-        """
+        """Write the state once the previous checkpoint is complete; several processes copy it first, and write meanwhile."""
         self.finish()
         self._path = self._folder / f"step_{manifest.step:08d}"
         writer = _Writer(self._path, manifest, random, rank=self._processes.rank, keep=self._keep)
@@ -139,11 +135,7 @@ class Checkpoints:
         self._pending = began
 
     def finish(self) -> None:
-        """Wait until the checkpoint being written is complete.
-
-        Raises:
-            CheckpointError: it could not be written; names the process and the reason, in all of them. Older ones are kept.
-        """
+        """Wait until the checkpoint being written is complete."""
         pending, self._pending = self._pending, None
         if pending is not None:
             with self._named_errors():
@@ -201,9 +193,6 @@ def read_tensors(path: Path, stored: StoredState) -> None:
     """Read this process's parts of a checkpoint into a run, whatever layout wrote it.
 
     No process waits for another.
-
-    Raises:
-        CheckpointError: it has other tensors.
     """
     reader, planner = FileSystemReader(path), _LoadByWholeRows(stored)
     try:
@@ -270,11 +259,7 @@ class _LoadByWholeRows(_WholeRows, DefaultLoadPlanner):
     """Tells which parts this process reads."""
 
     def create_local_plan(self) -> LoadPlan:
-        """See `LoadPlanner`.
-
-        Raises:
-            CheckpointError: tensors are missing in the checkpoint, or have other sizes there.
-        """
+        """See `LoadPlanner`."""
         try:
             plan = super().create_local_plan()
         except (RuntimeError, ValueError) as problem:

@@ -85,11 +85,7 @@ class PackedDocuments:
         self._order = lru_cache(maxsize=1)(order)
 
     def window(self, index: int) -> NDArray[Any]:
-        """Return the ids of a window.
-
-        Raises:
-            DataError: an id is outside of the vocabulary, which a GPU would report without details.
-        """
+        """Return the ids of a window."""
         epoch, place = divmod(index, self.num_windows)
         documents, ends, windows = self._order(epoch)
         start = int(windows[place]) * self._seq_length
