@@ -1,6 +1,7 @@
 """Reduce a step's memory over time to a few hundred points for drawing, without losing a peak."""
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -60,8 +61,8 @@ def memory_curve(timeline: Timeline, *, num_points: int, time_unit: TimeUnit) ->
         end=end,
         moments=np.array(moments),
         peak_at=float(at[timeline.peak]),
-        phases=_spans(at, [PHASES[phase] for phase in timeline.phases.tolist()], end),
-        units=_spans(at, [timeline.paths[call] if call >= 0 else "" for call in timeline.calls.tolist()], end),
+        phases=spans(at.tolist(), [PHASES[phase] for phase in timeline.phases.tolist()]),
+        units=spans(at.tolist(), [timeline.paths[call] if call >= 0 else "" for call in timeline.calls.tolist()]),
         axis=axis,
     )
 
@@ -83,12 +84,13 @@ def positions(timeline: Timeline, time_unit: TimeUnit) -> tuple[NDArray[np.float
     return at, axis
 
 
-def _spans(at: NDArray[np.float64], names: list[str], end: float) -> tuple[Span, ...]:
-    spans: list[Span] = []
+def spans(at: Sequence[float], names: Sequence[str]) -> tuple[Span, ...]:
+    """Return the intervals of moments in a row that have one name, each up to the next; those without length are left out."""
+    found: list[Span] = []
     position = 0
     for name, group in itertools.groupby(names):
         start, position = position, position + len(list(group))
-        until = float(at[position]) if position < len(at) else end
+        until = at[min(position, len(at) - 1)]
         if until > at[start]:
-            spans.append(Span(name, float(at[start]), until))
-    return tuple(spans)
+            found.append(Span(name, at[start], until))
+    return tuple(found)

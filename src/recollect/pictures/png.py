@@ -290,8 +290,9 @@ def place_labels(figure: Any, axes: Any, marks: Sequence[Mark], lines: Sequence[
         for rank, offset in enumerate(_OFFSETS):
             box = _moved(text, offset, renderer)
             nearest = min(named, key=lambda other: _distance(box, at[other]))
-            cost = rank + sum(_overlap(box, other) for other in taken)
-            costs.append(cost + _OUTSIDE_COST * _is_outside(box, axes.bbox) + _MISLEADING_COST * (nearest is not mark))
+            cost = rank + sum(_shared_area(box, other) for other in taken)
+            is_outside = not (axes.bbox.contains(*box.min) and axes.bbox.contains(*box.max))
+            costs.append(cost + _OUTSIDE_COST * is_outside + _MISLEADING_COST * (nearest is not mark))
         taken.append(_moved(text, _OFFSETS[costs.index(min(costs))], renderer))
         _join(axes, mark, at[mark], taken[-1])
 
@@ -334,12 +335,6 @@ def _distance(box: Any, point: Any) -> float:
     return math.hypot(max(box.x0 - x, 0.0, x - box.x1), max(box.y0 - y, 0.0, y - box.y1))
 
 
-def _overlap(one: Any, other: Any) -> float:
-    """Return the area that two boxes share, in square pixels."""
-    width = min(one.x1, other.x1) - max(one.x0, other.x0)
-    height = min(one.y1, other.y1) - max(one.y0, other.y0)
-    return float(max(0.0, width) * max(0.0, height))
-
-
-def _is_outside(box: Any, frame: Any) -> bool:
-    return bool(box.x0 < frame.x0 or box.x1 > frame.x1 or box.y0 < frame.y0 or box.y1 > frame.y1)
+def _shared_area(one: Any, other: Any) -> float:
+    shared = one.intersection(one, other)
+    return 0.0 if shared is None else float(shared.width * shared.height)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import pickle
 from collections.abc import Iterator, Mapping
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ import numpy as np
 from recollect.arguments import check_kind
 from recollect.byte_format import format_bytes
 from recollect.fields import writing
-from recollect.pictures.curves import positions
+from recollect.pictures.curves import positions, spans
 from recollect.pictures.words import describe_profile
 from recollect.plans.text import label_paths
 from recollect.simulation.lifetimes import Lifetime
@@ -106,22 +105,12 @@ class _Trace:
         phases = [PHASES[phase] for phase in self._found.phases.tolist()]
         paths = [self._found.paths[call] or "the model" if call >= 0 else "" for call in self._found.calls.tolist()]
         for thread, names in ((_PHASES, phases), (_UNITS, paths)):
-            start = 0
-            for name, group in groupby(names):
-                end = min(start + len(list(group)), len(names) - 1)
-                if name and self._at[end] > self._at[start]:
-                    yield self._slice(name, _STEP, thread, start, self._at[end])
-                start = end
+            for span in spans(self._at, names):
+                if span.name:
+                    yield self._slice(span.name, _STEP, thread, span.start, span.end)
 
-    def _slice(self, name: str, process: int, thread: int, start: int, end: float) -> _Event:
-        return {
-            "ph": "X",
-            "name": name,
-            "pid": process,
-            "tid": thread,
-            "ts": self._at[start],
-            "dur": end - self._at[start],
-        }
+    def _slice(self, name: str, process: int, thread: int, start: float, end: float) -> _Event:
+        return {"ph": "X", "name": name, "pid": process, "tid": thread, "ts": start, "dur": end - start}
 
     def counters(self) -> Iterator[_Event]:
         """Emit the bytes alive, wherever they change: in total, and by category."""
@@ -140,9 +129,8 @@ class _Trace:
         for call, op, moment in lives.reruns:
             # The clock moves on with the op.
             later = int(np.searchsorted(self._at, self._at[moment], side="right"))
-            yield self._slice(
-                op.name, self._process_of(call), _RECOMPUTE, moment, self._at[min(later, len(self._at) - 1)]
-            )
+            end = self._at[min(later, len(self._at) - 1)]
+            yield self._slice(op.name, self._process_of(call), _RECOMPUTE, self._at[moment], end)
         for number, (storage, category) in enumerate(zip(lives.storages, self._found.categories, strict=True)):
             if not storage.nbytes:
                 continue
