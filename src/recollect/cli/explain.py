@@ -6,7 +6,6 @@ The configuration is in flags, or in a YAML file of Megatron-LM or Megatron-Brid
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from typing import Any
 
 from rich import box
@@ -16,10 +15,10 @@ from rich.table import Table
 from recollect.byte_format import format_bytes
 from recollect.cli.commands import Explain
 from recollect.cli.common import check_folder, describe_step, step_recorder, wide_console, write_file
-from recollect.doctor.megatron_settings import taken_settings
 from recollect.doctor.settings import settings_in_data
 from recollect.errors import RecollectError
 from recollect.integrations.megatron import RecomputeConfig, TrainingSetting, megatron_plan
+from recollect.integrations.megatron.settings import taken_settings
 from recollect.lab.bench.settings import Setting, read_yaml
 from recollect.planning.explain import Explained, Explanation, LayerGroup, explain_plan
 from recollect.plans.text import label_paths
@@ -27,7 +26,6 @@ from recollect.printing import print_line
 from recollect.profile.profile import Profile
 from recollect.quantities import format_seconds
 
-_RECOMPUTE, _TRAINING = (tuple(f.name for f in fields(kind)) for kind in (RecomputeConfig, TrainingSetting))
 _TABLE_WIDTH = 120
 _LONGEST_WORD = 36
 _NONE = "-"
@@ -51,10 +49,10 @@ def run_explain(command: Explain, console: Console) -> None:
             "--yaml FILE. To plan for a budget instead: recollect plan --memory-budget 60%."
         )
     # Of recompute and training a file has settings that no flag has.
-    words = {**taken_settings(values, _RECOMPUTE), **command.recompute.fields()}
+    words = {**taken_settings(RecomputeConfig, values), **command.recompute.fields()}
     config = Setting(words).config
     profile, setting = _recorded(
-        command, taken_settings(values, _TRAINING), host_link=config.cpu_offloading or bool(config.offloaded)
+        command, taken_settings(TrainingSetting, values), host_link=config.cpu_offloading or bool(config.offloaded)
     )
     explanation = explain_plan(profile, megatron_plan(profile, config, setting))
     show(explanation, profile, console, with_names=command.names)

@@ -3,13 +3,12 @@
 import shlex
 from collections.abc import Sequence
 
-from recollect.doctor.megatron_settings import taken_settings
 from recollect.doctor.settings import SettingsInText
 from recollect.errors import ConfigError, NotYetError
 from recollect.integrations.megatron.arguments import describes_model, long_flags
 from recollect.integrations.megatron.rule import Clash, Rule
 from recollect.integrations.megatron.rules import NOT_YET, RULES
-from recollect.integrations.megatron.settings import RecomputeSettings, TrainingSetting
+from recollect.integrations.megatron.settings import RecomputeSettings, TrainingSetting, taken_settings
 
 _SWITCH = "cuda_graph_impl"
 
@@ -27,8 +26,8 @@ def check_graphs(words: Sequence[str]) -> None:
     values = {name: value for scope in seen.settings("") for name, value in scope.values.items()}
     if not describes_model(words):  # Models by name have none, and Megatron's have some by default.
         values = {"hidden_dropout": 0.0, "attention_dropout": 0.0, **values}
-    config = RecomputeSettings(**taken_settings(values, tuple(RecomputeSettings.__dataclass_fields__)))
-    setting = TrainingSetting(**taken_settings(values, tuple(TrainingSetting.__dataclass_fields__)))
+    config = RecomputeSettings(**taken_settings(RecomputeSettings, values))
+    setting = TrainingSetting(**taken_settings(TrainingSetting, values))
     for rule in filter(_is_of_graphs, (*RULES, *NOT_YET)):
         if (clash := rule.clash(config, setting)) is not None:
             given = _in_flags(clash)

@@ -193,13 +193,11 @@ class Case:
                 yield from out_of_memory.findings(
                     passage, length=length or 4096, is_checkpointing=is_checkpointing, expandable=expandable
                 )
-        log = megatron_settings.InLog(
-            out_of_memory=next((text.out_of_memory[0].quoted() for text in self.texts if text.out_of_memory), ""),
-            nan=next((text.numbers.nan for text in self.texts if text.numbers.nan), ""),
-        )
+        ran_out = next((text.out_of_memory[0].quoted() for text in self.texts if text.out_of_memory), "")
+        nan = next((text.numbers.nan for text in self.texts if text.numbers.nan), "")
         for scope in scopes:
             if megatron_settings.is_megatron(scope):
-                yield from megatron_settings.findings(scope, log)
+                yield from megatron_settings.findings(scope, out_of_memory=ran_out, nan=nan)
         yield from library_settings.findings(together)
         for snapshot in self.snapshots:
             yield from snapshot_findings(snapshot)

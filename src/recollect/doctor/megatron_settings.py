@@ -1,54 +1,42 @@
 """Find wrong or useless Megatron settings, by recollect's rules for clashing settings and by the doctor's own."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator
 
 from recollect.byte_format import format_bytes
-from recollect.doctor.rule import RULES, Finding
+from recollect.doctor.rule import RULES, Certainty, Finding
 from recollect.doctor.settings import Settings
 from recollect.errors import ConfigError
 from recollect.integrations.megatron.pipeline import chunk_sizes
 from recollect.integrations.megatron.roll import with_roll_defaults
 from recollect.integrations.megatron.rule import Clash
 from recollect.integrations.megatron.rules import RULES as CLASHES
-from recollect.integrations.megatron.settings import RecomputeSettings, TrainingSetting
+from recollect.integrations.megatron.settings import RecomputeSettings, TrainingSetting, taken_settings
 
-_RECOMPUTE = tuple(f.name for f in dataclasses.fields(RecomputeSettings))
-_TRAINING = tuple(f.name for f in dataclasses.fields(TrainingSetting))
-_LISTS = ("recompute_modules", "recompute_discard_outputs", "offload_modules")
+_RECOMPUTE = {f.name for f in dataclasses.fields(RecomputeSettings)}
 _SMALL = frozenset({"core_attn", "layernorm"})  # under fused attention
 _LOGITS_MATTER = 2**30
 _BYTES_A_LOGIT = 10  # bf16, fp32, and the gradient in fp32
-
-
-@dataclass(frozen=True, slots=True)
-class InLog:
-    """The log lines given with the settings that show it, or ""."""
-
-    out_of_memory: str = ""
-    nan: str = ""
 
 
 def is_megatron(settings: Settings) -> bool:
     """Return whether settings are about recompute or offload in Megatron's terms, or describe a model in them."""
     given = {name for name, value in settings.values.items() if value not in (None, False, (), [])}
     # Names that only Megatron and its derivatives use.
-    return bool(given & (set(_RECOMPUTE) | {"tensor_model_parallel_size", "pipeline_model_parallel_size"}))
+    return bool(given & (_RECOMPUTE | {"tensor_model_parallel_size", "pipeline_model_parallel_size"}))
 
 
-def findings(settings: Settings, log: InLog) -> Iterator[Finding]:
-    """Yield the findings in the settings of one scope, clashes first."""
+def findings(settings: Settings, *, out_of_memory: str = "", nan: str = "") -> Iterator[Finding]:
+    """Yield the findings in the settings of one scope, clashes first; with the lines of a log that show such problems."""
     is_roll = "strategy_config" in settings.place or "strategy_args" in settings.place
     values = with_roll_defaults(settings.values) if is_roll else settings.values
-    taken = taken_settings(values, _RECOMPUTE)
+    taken = taken_settings(RecomputeSettings, values)
     if "recompute_granularity" not in taken and taken.get("recompute_modules") == ("core_attn",):
         del taken["recompute_modules"]  # which TransformerConfig itself sets, and YAML of it has
     config = RecomputeSettings(**taken)
     setting = TrainingSetting()
     try:
-        setting = TrainingSetting(**taken_settings(settings.values, _TRAINING))
+        setting = TrainingSetting(**taken_settings(TrainingSetting, settings.values))
     except (ConfigError, TypeError) as problem:
         if isinstance(problem, ConfigError):
             yield _clash("setting", settings, problem, "ValueError")
@@ -56,21 +44,10 @@ def findings(settings: Settings, log: InLog) -> Iterator[Finding]:
     yield from clashes
     # Further findings depend on the corrected settings.
     if not clashes:
-        yield from _modules(settings, config, log)
+        yield from _modules(settings, config, out_of_memory)
         yield from _layers(settings, config, setting)
-        yield from _fp8(settings, config, log)
-    yield from _memory(settings, log)
-
-
-def taken_settings(values: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
-    """Return the values of some names that have one; lists of modules as tuples."""
-    taken = {name: values[name] for name in names if values.get(name) is not None}
-    for name in _LISTS:
-        if isinstance(given := taken.get(name), str):
-            taken[name] = tuple(part.strip() for part in given.split(",") if part.strip())
-        elif isinstance(given, list):
-            taken[name] = tuple(given)
-    return taken
+        yield from _fp8(settings, config, nan)
+    yield from _memory(settings, out_of_memory)
 
 
 def _clashes(settings: Settings, config: RecomputeSettings, setting: TrainingSetting) -> Iterator[Finding]:
@@ -113,13 +90,13 @@ def _is_fused(settings: Settings) -> bool:
     return settings.get("transformer_impl") != "local" and backend not in ("unfused", "local", "math")
 
 
-def _modules(settings: Settings, config: RecomputeSettings, log: InLog) -> Iterator[Finding]:
+def _modules(settings: Settings, config: RecomputeSettings, out_of_memory: str) -> Iterator[Finding]:
     modules = set(config.modules)
     if not modules:
         return
     shown = settings.shown("recompute_granularity", "recompute_modules", "transformer_impl", "attention_backend")
     is_fused = _is_fused(settings)
-    evidence = (shown, log.out_of_memory) if log.out_of_memory else (shown,)
+    evidence = (shown, out_of_memory) if out_of_memory else (shown,)
     if modules <= _SMALL and "layernorm" in modules and (is_fused or "core_attn" not in modules):
         yield RULES["layernorm-saves-little"].finding(*evidence)
     elif modules == {"core_attn"} and is_fused:
@@ -153,23 +130,22 @@ def _layers(settings: Settings, config: RecomputeSettings, setting: TrainingSett
         yield RULES["router-counts-twice"].finding(settings.shown("recompute_granularity", "num_moe_experts"))
 
 
-def _fp8(settings: Settings, config: RecomputeSettings, log: InLog) -> Iterator[Finding]:
+def _fp8(settings: Settings, config: RecomputeSettings, nan: str) -> Iterator[Finding]:
     if not settings.get("fp8"):
         return
     what = "layernorm" if "layernorm" in config.modules else ""
     if config.recompute_granularity == "full":
         what = "whole layers"
-    if not what or (what == "whole layers" and not log.nan):
+    if not what or (what == "whole layers" and not nan):
         return
     shown = settings.shown("fp8", "fp8_recipe", "recompute_granularity", "recompute_modules")
-    evidence = (shown, log.nan) if log.nan else (shown,)
-    nan = ", and NaN in the log" if log.nan else " may give NaN"
-    yield RULES["fp8-and-recompute"].finding(
-        *evidence, certainty="likely" if log.nan else "possible", what=what, nan=nan
-    )
+    evidence = (shown, nan) if nan else (shown,)
+    certainty: Certainty = "likely" if nan else "possible"
+    said = ", and NaN in the log" if nan else " may give NaN"
+    yield RULES["fp8-and-recompute"].finding(*evidence, certainty=certainty, what=what, nan=said)
 
 
-def _memory(settings: Settings, log: InLog) -> Iterator[Finding]:
+def _memory(settings: Settings, out_of_memory: str) -> Iterator[Finding]:
     vocabulary = settings.number("padded_vocab_size", "vocab_size")
     length, batch = settings.number("seq_length"), settings.number("micro_batch_size")
     parts = settings.number("tensor_model_parallel_size") or 1
@@ -181,13 +157,13 @@ def _memory(settings: Settings, log: InLog) -> Iterator[Finding]:
             names = ("seq_length", "micro_batch_size", "padded_vocab_size", "vocab_size", "tensor_model_parallel_size")
             yield RULES["logits-large"].finding(
                 settings.shown(*names),
-                certainty="likely" if log.out_of_memory else "possible",
+                certainty="likely" if out_of_memory else "possible",
                 size=format_bytes(size),
                 tokens=tokens,
                 vocabulary=vocabulary,
                 split=f" / {parts} ranks" if parts > 1 else "",
             )
     has_model = settings.number("num_layers") and settings.number("hidden_size")
-    if log.out_of_memory and has_model and not settings.get("use_distributed_optimizer"):
+    if out_of_memory and has_model and not settings.get("use_distributed_optimizer"):
         shown = settings.shown("num_layers", "hidden_size", "use_distributed_optimizer")
-        yield RULES["optimizer-not-sharded"].finding(f"{shown}; no --use-distributed-optimizer", log.out_of_memory)
+        yield RULES["optimizer-not-sharded"].finding(f"{shown}; no --use-distributed-optimizer", out_of_memory)

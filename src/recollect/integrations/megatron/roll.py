@@ -12,6 +12,7 @@ from recollect.errors import ConfigError
 from recollect.integrations.megatron.compile import megatron_plan
 from recollect.integrations.megatron.rule import did_you_mean
 from recollect.integrations.megatron.rules import RecomputeConfig
+from recollect.integrations.megatron.settings import with_module_lists
 from recollect.plans.plan import Plan
 from recollect.profile.profile import Profile
 
@@ -54,10 +55,7 @@ def roll_recompute_config(settings: Mapping[str, Any]) -> RecomputeConfig:
         if name not in _SETTINGS and name.startswith(_OURS):
             advice = f"{did_you_mean(name, _SETTINGS)}Remove it, or write it as Megatron does."
             raise ConfigError(settings={name: value}, reason="there is no such setting", advice=advice)
-    found = {name: given[name] for name in _SETTINGS if name in given}
-    for name in ("recompute_modules", "offload_modules"):
-        if isinstance(text := found.get(name), str):
-            found[name] = tuple(part.strip() for part in text.split(",") if part.strip())
+    found = with_module_lists({name: given[name] for name in _SETTINGS if name in given})
     if found.get("recompute_method") == "recompute":
         raise ConfigError(
             settings={"recompute_method": "recompute"},

@@ -291,6 +291,22 @@ class TrainingSetting:
         return cls(**{**_known(cls, model_config), **others})
 
 
+def with_module_lists(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings with each list of modules as a tuple, also where it is one text with commas."""
+    found = dict(values)
+    for name in ("recompute_modules", "recompute_discard_outputs", "offload_modules"):
+        if isinstance(given := found.get(name), str):
+            found[name] = tuple(part.strip() for part in given.split(",") if part.strip())
+        elif isinstance(given, list):
+            found[name] = tuple(given)
+    return found
+
+
+def taken_settings(kind: type[RecomputeSettings | TrainingSetting], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values that are settings of a kind, except None."""
+    return with_module_lists({f.name: values[f.name] for f in fields(kind) if values.get(f.name) is not None})
+
+
 def _known(settings: Any, config: Any) -> dict[str, Any]:
     """Return those of the settings that a configuration has; Megatron's newer ones list members of enumerations."""
     found = {f.name: getattr(config, f.name) for f in fields(settings) if hasattr(config, f.name)}
