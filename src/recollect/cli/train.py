@@ -10,6 +10,7 @@ from rich.table import Table
 from recollect.byte_format import format_bytes
 from recollect.cli.commands import Train
 from recollect.integrations.megatron import RecomputeConfig
+from recollect.lab.bench.report import shown, signed_percent
 from recollect.lab.train.config import TrainConfig
 from recollect.lab.train.launched import is_first_launched, num_launched, shared_warnings
 from recollect.lab.train.loop import train
@@ -54,17 +55,18 @@ def report_table(outcome: Outcome) -> Table:
     for heading in ("", "predicted", "measured"):
         table.add_column(heading, justify="left" if not heading else "right")
     baseline = outcome.baseline
-    table.add_row("peak without recompute", _bytes(baseline.predicted_peak_bytes), _bytes(baseline.measured_peak_bytes))
+    plain = (baseline.predicted_peak_bytes, baseline.measured_peak_bytes)
+    table.add_row("peak without recompute", *(shown(format_bytes, nbytes) for nbytes in plain))
     if outcome.budget_bytes is not None:
         table.add_row("budget", format_bytes(outcome.budget_bytes), "", style="bold")
-    table.add_row(
-        "peak of this run", _bytes(outcome.predicted_peak_bytes), _bytes(outcome.measured_peak_bytes), style="bold"
-    )
+    own = (outcome.predicted_peak_bytes, outcome.measured_peak_bytes)
+    table.add_row("peak of this run", *(shown(format_bytes, nbytes) for nbytes in own), style="bold")
     if baseline.measured_step_s is not None:
-        table.add_row("fastest step without recompute", "", _seconds(baseline.measured_step_s))
+        table.add_row("fastest step without recompute", "", format_seconds(baseline.measured_step_s))
     if outcome.step_s is not None:
-        table.add_row("fastest step of this run", "", _seconds(outcome.step_s))
-    table.add_row("added time", _percent(outcome.predicted_slowdown), _percent(_measured_slowdown(outcome)))
+        table.add_row("fastest step of this run", "", format_seconds(outcome.step_s))
+    added = (outcome.predicted_slowdown, _measured_slowdown(outcome))
+    table.add_row("added time", *(shown(signed_percent, fraction) for fraction in added))
     return table
 
 
@@ -98,15 +100,3 @@ def report_lines(outcome: Outcome) -> list[str]:
 def _measured_slowdown(outcome: Outcome) -> float | None:
     plain_s = outcome.baseline.measured_step_s
     return None if plain_s is None or outcome.step_s is None else outcome.step_s / plain_s - 1
-
-
-def _bytes(number: int | None) -> str:
-    return "-" if number is None else format_bytes(number)
-
-
-def _seconds(number: float | None) -> str:
-    return "-" if number is None else format_seconds(number)
-
-
-def _percent(fraction: float | None) -> str:
-    return "-" if fraction is None else f"{100 * fraction:+.1f} %"

@@ -42,18 +42,18 @@ def _heads_and_rows(results: BenchResults) -> tuple[list[str], list[list[str]]]:
 
     columns: list[tuple[str, Callable[[Row], str]]] = [
         ("setting", lambda row: row.name),
-        ("TFLOP/s/device", lambda row: _shown(_digits, row.tflops)),
-        ("hardware TFLOP/s", lambda row: _shown(_digits, row.hardware_tflops)),
+        ("TFLOP/s/device", lambda row: shown(_digits, row.tflops)),
+        ("hardware TFLOP/s", lambda row: shown(_digits, row.hardware_tflops)),
         *([("vs golden", _versus)] if results.golden else []),
-        ("step", lambda row: _shown(format_seconds, row.step_s)),
-        ("20..80 %", lambda row: _shown(_times, row.step_p20_s, row.step_p80_s)),
-        ("tokens/s", lambda row: _shown("{:,.0f}".format, row.tokens_per_s)),
-        (f"vs {results.reference}", of_others(lambda row: _shown(_percent, row.slowdown))),
-        ("20..80 %", of_others(lambda row: _shown(_spread, row.slowdown_p20, row.slowdown_p80))),
-        ("predicted", lambda row: _shown(_percent, row.predicted_slowdown or None)),
-        ("peak mem", lambda row: _shown(format_bytes, row.peak_bytes)),
-        ("predicted peak", lambda row: _shown(format_bytes, row.predicted_peak_bytes)),
-        ("reserved", lambda row: _shown(format_bytes, row.reserved_bytes)),
+        ("step", lambda row: shown(format_seconds, row.step_s)),
+        ("20..80 %", lambda row: shown(_times, row.step_p20_s, row.step_p80_s)),
+        ("tokens/s", lambda row: shown("{:,.0f}".format, row.tokens_per_s)),
+        (f"vs {results.reference}", of_others(lambda row: shown(signed_percent, row.slowdown))),
+        ("20..80 %", of_others(lambda row: shown(_spread, row.slowdown_p20, row.slowdown_p80))),
+        ("predicted", lambda row: shown(signed_percent, row.predicted_slowdown or None)),
+        ("peak mem", lambda row: shown(format_bytes, row.peak_bytes)),
+        ("predicted peak", lambda row: shown(format_bytes, row.predicted_peak_bytes)),
+        ("reserved", lambda row: shown(format_bytes, row.reserved_bytes)),
         ("result", lambda row: row.result),
     ]
     return [head for head, _ in columns], [[text(row) for _, text in columns] for row in results.rows]
@@ -124,13 +124,14 @@ def notes(results: BenchResults) -> list[str]:
     return lines
 
 
-def _shown(text: Callable[..., str], *numbers: float | None) -> str:
+def shown(text: Callable[..., str], *numbers: float | None) -> str:
+    """Return numbers as text, "-" where one is missing."""
     return _NONE if None in numbers else text(*numbers)
 
 
 def _versus(row: Row) -> str:
     of = "" if row.golden_name == row.name else f" (of {row.golden_name})"
-    return _shown(lambda versus: _percent(versus) + of, row.versus_golden)
+    return shown(lambda versus: signed_percent(versus) + of, row.versus_golden)
 
 
 def _digits(number: float) -> str:
@@ -138,7 +139,7 @@ def _digits(number: float) -> str:
     return f"{number:.1f}" if number >= 100 else f"{number:.3g}"
 
 
-def _percent(fraction: float) -> str:
+def signed_percent(fraction: float) -> str:
     return f"{fraction:+.1%}".replace("%", " %")
 
 
