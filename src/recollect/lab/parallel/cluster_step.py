@@ -218,11 +218,10 @@ def _built(step: ClusterStep, layers: range, ends: tuple[bool, bool], mesh: Layo
         distribute_saved_activations(model, mesh.tensor.get_group())
     if step.sharding == "all":
         precision = MixedPrecisionPolicy(param_dtype=step.narrow, reduce_dtype=torch.float32)
-        experts = mesh.replicas if step.layout.expert_model_parallel_size > 1 else None
         data_parallel(
             model,
             mesh.gradients,
-            expert_mesh=experts,
+            expert_mesh=mesh.replicas,
             precision=precision,
             reshard_after_forward=not step.gathers_once,
         )

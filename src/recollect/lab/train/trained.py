@@ -132,18 +132,13 @@ def _spread(model: GPTModel, config: TrainConfig, processes: Processes) -> bool:
     ZeRO-1 is FSDP2 that frees weights only after backward. `ZeroRedundancyOptimizer` takes no DTensors, which excludes
     tensor parallelism.
     """
-    mesh, layout = processes.mesh, processes.layout
+    mesh = processes.mesh
     if mesh is None:
         return False
-    share_model(model, layout, mesh)
+    share_model(model, processes.layout, mesh)
     if config.holds_parts:
         recollect.distribute_saved_activations(model, mesh.tensor.get_group())
     if processes.sharding == "none" or mesh.gradients.size() == 1:
         return False
-    data_parallel(
-        model,
-        mesh.gradients,
-        expert_mesh=mesh.replicas if layout.expert_model_parallel_size > 1 else None,
-        reshard_after_forward=processes.sharding == "all",
-    )
+    data_parallel(model, mesh.gradients, expert_mesh=mesh.replicas, reshard_after_forward=processes.sharding == "all")
     return True
