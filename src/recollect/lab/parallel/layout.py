@@ -34,9 +34,6 @@ class DeviceLayout(PipelineLayout):
 
     `PipelineLayout` has the other facts about the pipeline.
 
-    Raises:
-        ConfigError: a size below 1, sequence parallelism without tensor parallelism, or whole experts without it.
-
     Example:
         >>> DeviceLayout(tensor_model_parallel_size=4, pipeline_model_parallel_size=4, data_parallel_size=2).num_devices
         32

@@ -143,12 +143,7 @@ class ByteTokenizer:
 
 
 class FileTokenizer:
-    """A `tokenizer.json` of the `tokenizers` library.
-
-    Raises:
-        DataError: the file is missing or not a tokenizer.
-        MissingPackageError: the library is not installed.
-    """
+    """A `tokenizer.json` of the `tokenizers` library."""
 
     def __init__(self, path: Path) -> None:
         if not path.is_file():

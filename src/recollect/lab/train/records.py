@@ -127,11 +127,7 @@ class MetricsFile(Log):
 
 
 class TensorBoardLog(Log):
-    """Write each number of a record as a TensorBoard scalar, and some more beside each measured peak.
-
-    Raises:
-        MissingPackageError: the package `tensorboard` is not installed.
-    """
+    """Write each number of a record as a TensorBoard scalar, and some more beside each measured peak."""
 
     def __init__(
         self, folder: Path, *, first_step: int, beside_peak: Mapping[str, float] = MappingProxyType({})
