@@ -24,7 +24,7 @@ from recollect.doctor import library_settings, megatron_settings, out_of_memory
 from recollect.doctor.rule import CERTAINTIES, ONE_SPEAKS, TOGETHER, Finding
 from recollect.doctor.scan import TextScan
 from recollect.doctor.settings import KNOWN, Settings, settings_in_data
-from recollect.doctor.snapshot import Snapshot, is_snapshot, read_json, read_pickle, snapshot_findings, snapshot_of
+from recollect.doctor.snapshot import Snapshot, is_snapshot, read_pickle, snapshot_findings, snapshot_of
 from recollect.errors import DiagnosisError
 
 _LONGEST_LINE = 64 * 1024  # the rest of the line is read as the next one
@@ -65,7 +65,7 @@ def diagnose(*sources: str | Path) -> list[Finding]:
     case = Case()
     for source in sources:
         if isinstance(source, str) and _is_text(source):
-            case.add_text(source.splitlines(), "text", source)
+            case.add_text(source, "text")
         else:
             case.add_file(Path(source))
     return case.findings()
@@ -105,24 +105,26 @@ class Case:
                     f"{name}: got a binary file, expected text, a configuration, or a snapshot of CUDA memory (a pickle). "
                     "Unpack it first if it is compressed in another way than by gzip, bzip2 or xz."
                 )
-            elif path.suffix == ".json" or (start.lstrip()[:1] == b"{" and size <= _LARGEST_CONFIGURATION):
-                self._add_json(path, name)
-            elif size <= _LARGEST_CONFIGURATION:
-                text = path.read_text(encoding="utf-8", errors="replace")
-                self.add_text(text.splitlines(), name, text, suffix=path.suffix)
+            elif path.suffix == ".json" or size <= _LARGEST_CONFIGURATION:
+                self.add_text(path.read_text(encoding="utf-8", errors="replace"), name, suffix=path.suffix)
             else:
                 with path.open(encoding="utf-8", errors="replace") as lines:
-                    self.add_text(iter(lambda: lines.readline(_LONGEST_LINE), ""), name)
+                    self._add_lines(iter(lambda: lines.readline(_LONGEST_LINE), ""), name)
         except OSError as problem:
             raise DiagnosisError(f"{name}: cannot be read ({problem.strerror}), expected a file.") from None
 
-    def add_text(self, lines: Iterable[str], name: str, whole: str = "", *, suffix: str = "") -> None:
+    def add_text(self, text: str, name: str, *, suffix: str = "") -> None:
         """Read a text, or the YAML, TOML or JSON that it turns out to be."""
-        data = _configuration(whole, name, suffix)
-        if data is not None:
+        data = _configuration(text, name, suffix)
+        if data is None:
+            self._add_lines(text.splitlines(), name)
+        elif is_snapshot(data):
+            self._add_snapshot(data, name)
+        else:
             self.scopes += settings_in_data(data, name)
             self.read.append(f"{name}: a configuration")
-            return
+
+    def _add_lines(self, lines: Iterable[str], name: str) -> None:
         scan = TextScan(lines, name)
         self.texts.append(scan)
         self.read.append(f"{name}: a text of {scan.num_lines} line{'' if scan.num_lines == 1 else 's'}")
@@ -135,28 +137,11 @@ class Case:
             if start[:1] == b"\x80" or b"\x00" in start:
                 raise DiagnosisError(f"{name}: got a compressed binary file, expected a log. Unpack it first.")
             with unpack(path, "rt", encoding="utf-8", errors="replace") as lines:
-                self.add_text(iter(lambda: lines.readline(_LONGEST_LINE), ""), name)
+                self._add_lines(iter(lambda: lines.readline(_LONGEST_LINE), ""), name)
         except (EOFError, OSError, zlib.error, lzma.LZMAError) as problem:
             raise DiagnosisError(
                 f"{name}: cannot be unpacked ({problem}), expected a whole file of gzip, bzip2 or xz. Copy it again."
             ) from None
-
-    def _add_json(self, path: Path, name: str) -> None:
-        try:
-            data = read_json(path)
-        except DiagnosisError:
-            if path.suffix == ".json":
-                raise
-            text = path.read_text(encoding="utf-8", errors="replace")
-            self.add_text(text.splitlines(), name)
-            return
-        if is_snapshot(data):
-            self._add_snapshot(data, name)
-        elif isinstance(data, Mapping):
-            self.scopes += settings_in_data(data, name)
-            self.read.append(f"{name}: a configuration")
-        else:
-            self.read.append(f"{name}: JSON without settings")
 
     def _add_snapshot(self, data: Any, name: str) -> None:
         if not is_snapshot(data):
@@ -221,7 +206,7 @@ def _configuration(text: str, name: str, suffix: str) -> Mapping[Any, Any] | Non
                     f"{name}: got malformed TOML ({problem}), expected sections of settings."
                 ) from None
     is_yaml = suffix in (".yaml", ".yml")
-    is_json = text.lstrip().startswith("{")
+    is_json = suffix == ".json" or text.lstrip().startswith("{")
     if not is_yaml and not is_json and not _LOOKS_LIKE_YAML.search(text):
         return None
     try:
@@ -230,8 +215,13 @@ def _configuration(text: str, name: str, suffix: str) -> Mapping[Any, Any] | Non
         if is_yaml:
             where = str(problem).splitlines()[0]
             raise DiagnosisError(f"{name}: got malformed YAML ({where}), expected a mapping of settings.") from None
+        if suffix == ".json":
+            raise DiagnosisError(
+                f"{name}: got malformed JSON ({problem}), expected a configuration or a snapshot."
+            ) from None
         return None
-    if isinstance(data, Mapping) and (is_yaml or _has_settings(data)):
+    is_named = is_yaml or suffix == ".json"
+    if isinstance(data, Mapping) and (is_named or is_snapshot(data) or _has_settings(data)):
         return data
     if is_yaml:
         raise DiagnosisError(f"{name}: got a YAML {type(data).__name__}, expected a mapping of settings.")

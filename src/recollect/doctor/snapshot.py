@@ -5,7 +5,6 @@ events in order. Its memory profiler writes the same, without the allocator's ga
 so only plain containers, numbers and texts are read.
 """
 
-import json
 import pickle
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -97,15 +96,6 @@ def read_pickle(path: Path) -> Any:
             f"{path}: got a pickle that cannot be read safely ({problem}), expected the plain data of "
             "torch.cuda.memory._dump_snapshot(path). A pickle can run code, so nothing else is unpickled; "
             "where you trust it, write it again as JSON."
-        ) from None
-
-
-def read_json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as problem:
-        raise DiagnosisError(
-            f"{path}: got malformed JSON ({problem}), expected a configuration or a snapshot."
         ) from None
 
 
