@@ -8,6 +8,12 @@ __all__ = ["MUTATIONS"]
 
 MUTATIONS = (
     Mutation(
+        "draws-written-over",
+        "plans for a captured step keep what a random op makes, and not what is written over it",
+        "profile",
+        (("kept.update(op.outputs)", "pass"),),
+    ),
+    Mutation(
         "plans-above-the-budget",
         "the chain solver takes plans of up to one percent more than the budget",
         "planning",

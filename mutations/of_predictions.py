@@ -8,6 +8,12 @@ __all__ = ["MUTATIONS"]
 
 MUTATIONS = (
     Mutation(
+        "large-results-beside-nothing",
+        "the tape takes as long beside large results as beside small ones",
+        "profile",
+        (("ratio = 1 + large * (self.beside_large - 1)", "ratio = 1.0"),),
+    ),
+    Mutation(
         "deaths-unseen",
         "a storage that dies on a different thread hides what is allocated at the address of its mark",
         "measuring",

@@ -12,12 +12,13 @@ from functools import partial
 from typing import Any
 
 import pytest
+import torch
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 import recollect
 from capture_checker import CaptureChecker
 from contract_steps import QUIET, Run, accumulated, plain, twice
-from contract_units import UNITS, Case
+from contract_units import ROWS, UNITS, WIDTH, Case
 from engines import applied
 from gradients import Step, assert_same_gradients
 from policies import DRAWS, FULL, AllButDraws, Uniform
@@ -93,6 +94,24 @@ def test_all_is_recomputed(case: Case, engine: str) -> None:
             assert_nothing_found(case, engine, FULL)
     else:
         assert_nothing_found(case, engine, FULL)
+
+
+@pytest.mark.parametrize("engine", ["tape", "graph"])
+@pytest.mark.parametrize("name", sorted(DRAWING))
+def test_plans_for_capture(name: str, engine: str) -> None:
+    case = UNITS[name]
+    model, data = case.model(), torch.randn(ROWS, WIDTH, dtype=case.dtype)
+
+    def step() -> None:
+        sum(model(data)).backward()
+
+    profile = recollect.record(model, step=step, units=model.paths).for_capture()
+    plan = recollect.classic_plan(profile, "full").with_engine(engine)
+    expected = captured(Run(case.model()), CaptureChecker(sees_ops=engine == "tape"))
+    run, checker = Run(case.model()), CaptureChecker(sees_ops=engine == "tape")
+    with recollect.apply(run.model, plan):
+        assert_same_gradients(expected, captured(run, checker))
+    assert not checker.lines
 
 
 @pytest.mark.parametrize("name", ["dropout", "random relu", "custom op that draws"])

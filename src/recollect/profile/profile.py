@@ -11,7 +11,7 @@ import json
 import math
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from itertools import takewhile
 from pathlib import Path
 from types import MappingProxyType
@@ -22,6 +22,7 @@ from recollect.errors import ProfileFormatError
 from recollect.fields import read_document, read_file, writing
 from recollect.notebooks import ShownInNotebooks
 from recollect.plans.paths import expand_classes
+from recollect.profile.capture import keeping_draws
 from recollect.profile.events import ALLOC, PHASE, StepLog, check_log
 from recollect.profile.graph import OpRecord, PartRecord, UnitCall, UnitGraph, ValueRecord
 from recollect.profile.host_times import HostTimes
@@ -203,6 +204,23 @@ class Profile(ShownInNotebooks):
     def block_bytes(self, nbytes: int) -> int:
         """Return the bytes that a storage of this size takes on the profile's device."""
         return block_bytes(nbytes, self.device)
+
+    def for_capture(self) -> Profile:
+        """Return the profile of the same step for plans that a CUDA graph may capture: they keep what random ops make.
+
+        To recompute dropout takes the state of a generator, which cannot be read during a capture.
+
+        Example:
+            >>> import torch, recollect
+            >>> from torch import nn
+            >>> model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.Dropout()) for _ in range(4)))
+            >>> profile = recollect.record(model, torch.randn(8, 32), loss_fn=torch.sum, fake=True)
+            >>> "keep" in recollect.classic_plan(profile, "full").units["0"].actions.values()
+            False
+            >>> "keep" in recollect.classic_plan(profile.for_capture(), "full").units["0"].actions.values()
+            True
+        """
+        return replace(self, graphs=tuple(map(keeping_draws, self.graphs)))
 
     def to_json(self) -> str:
         """Return the profile as JSON text; `from_json` reads it back as an equal profile."""
