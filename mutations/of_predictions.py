@@ -433,4 +433,22 @@ MUTATIONS = (
         "recording",
         (("(without_modes(), without_global_hooks())", "(without_global_hooks(),)"),),
     ),
+    Mutation(
+        "state-dict-hooks-gone",
+        "after a recording, the state dict of a model that FSDP2 shards has whole parameters that forward gathered",
+        "recording/restored_state.py",
+        (('if "state_dict" not in name)', ")"),),
+    ),
+    Mutation(
+        "stand-ins-for-sharded-parameters-stay",
+        "a model that FSDP2 shards trains the stand-ins with which its units were traced",
+        "_torch_fsdp.py",
+        (("put_parameter(holder, attribute, part)", "pass"),),
+    ),
+    Mutation(
+        "sharded-units-not-traced",
+        "plans leave a unit that FSDP2 shards to the tape, since what reduces its gradients communicates",
+        "recording",
+        (("or all(node >= call.nodes.stop for call in calls)", "or True"),),
+    ),
 )

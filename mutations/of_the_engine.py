@@ -427,4 +427,10 @@ MUTATIONS = (
         "attaching/held.py",
         (("        if is_capturing():\n", "        if False:\n"),),
     ),
+    Mutation(
+        "compiled-parameters-not-gathered",
+        "the backward of a compiled unit reads parameters whose memory FSDP2 has freed",
+        "engine/compiled",
+        (("check_filled(tensor, self.path)", "pass"),),
+    ),
 )

@@ -254,4 +254,10 @@ MUTATIONS = (
         "engine/graph/graph_engine.py",
         (("            and not has_global_hooks()\n", ""),),
     ),
+    Mutation(
+        "graph-parameters-not-gathered",
+        "the backward of a traced unit reads parameters whose memory FSDP2 has freed",
+        "engine/graph",
+        (("check_filled(tensor, self.path)", "pass"),),
+    ),
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import reduce
 from typing import Any
@@ -95,6 +95,61 @@ def other_sharded_parameters(model: nn.Module) -> Iterator[Callable[[], None]]:
         for thing, attributes in kept:
             vars(thing).clear()
             vars(thing).update(attributes)
+
+
+@contextmanager
+def as_not_sharded(module: nn.Module, whole: Mapping[str, nn.Parameter]) -> Iterator[dict[int, Any]]:
+    """Within the block, a module is what it was before FSDP2 sharded it or the model around it, with whole parameters.
+
+    Nothing is gathered, since other processes may not do the same: stand-ins repeat this rank's part. FSDP2 replaces a module's
+    class by one that cannot be copied, and no public name tells the first.
+
+    Args:
+        module: no module inside it is sharded by itself.
+        whole: the parameters as they were gathered, by name.
+
+    Yields what a deep copy is to have in place of some objects, by `id`: the stand-ins themselves, and nothing of FSDP2.
+    """
+    own_class = type(module)
+    sharded: list[tuple[nn.Module, str, Any]] = []
+    stand_ins: dict[int, nn.Parameter] = {}
+    for name, parameter in whole.items():
+        path, _, attribute = name.rpartition(".")
+        holder = module.get_submodule(path)
+        part = getattr(holder, attribute)
+        if is_traceable_wrapper_subclass(part) and not is_traceable_wrapper_subclass(parameter):
+            sharded.append((holder, attribute, part))
+            if id(parameter) not in stand_ins:
+                stand_ins[id(parameter)] = _repeated(part, parameter)
+            put_parameter(holder, attribute, stand_ins[id(parameter)])
+    in_copies: dict[int, Any] = {id(stand_in): stand_in for stand_in in stand_ins.values()}
+    if is_fully_sharded(module):
+        in_copies[id(module._get_fsdp_state())] = None  # type: ignore[operator]
+        module.__class__ = own_class.__bases__[1]
+    try:
+        yield in_copies
+    finally:
+        module.__class__ = own_class
+        for holder, attribute, part in sharded:
+            put_parameter(holder, attribute, part)
+
+
+def put_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    """Replace a parameter of a module by one like it, unheard by hooks for new parameters."""
+    # Recurrent modules keep a list of their parameters, which only their own `__setattr__` brings up to date.
+    if isinstance(module, nn.RNNBase):
+        setattr(module, name, parameter)
+    else:
+        module._parameters[name] = parameter
+
+
+def _repeated(sharded: Any, whole: nn.Parameter) -> nn.Parameter:
+    """Return a parameter like a whole one, with the numbers of this rank's part, over and over; ones where that is empty."""
+    part = sharded.detach().to_local()
+    found = torch.ones(whole.numel(), dtype=whole.dtype, device=part.device if part.is_meta else whole.device)
+    for piece in found.split(part.numel()) if part.numel() else ():
+        piece.copy_(part.flatten()[: piece.numel()])
+    return nn.Parameter(found.view(whole.shape), whole.requires_grad)
 
 
 class GatheredParameters:

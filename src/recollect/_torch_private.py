@@ -244,7 +244,9 @@ def compiled_function(function: Any) -> Callable[..., Any] | None:
 
 def without_compiler(module: torch.nn.Module) -> torch.nn.Module:
     """Return the module that `torch.compile(module)` wrapped in this one; the module itself if it is not compiled."""
-    inner: torch.nn.Module = module._orig_mod if type(module).__name__ == "OptimizedModule" else module  # type: ignore[assignment]
+    # FSDP2 makes a class of its own of the wrapper's.
+    is_wrapped = any(kind.__name__ == "OptimizedModule" for kind in type(module).__mro__)
+    inner: torch.nn.Module = module._orig_mod if is_wrapped else module  # type: ignore[assignment]
     return inner
 
 

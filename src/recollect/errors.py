@@ -323,7 +323,8 @@ class FreedValueError(RecollectError, RuntimeError):
         super().__init__(
             f"a tensor of shape {list(shape)}, {_used_by(unit, module, op)}, has no memory now: its storage was freed after "
             "forward, as FSDP does when it reshards, and not filled again before backward needed it. Keep the output of "
-            "the unit after it (output: keep), so that each unit is recomputed in its own backward."
+            "the unit after it (output: keep), so that each unit is recomputed in its own backward; and leave out "
+            "set_unshard_in_backward(False)."
         )
 
 

@@ -342,4 +342,4 @@ def test_trainer_keeps_what_can_be_planned_compiled(tmp_path: Path, settings: di
     transformers = pytest.importorskip("transformers")
     from recollect.integrations.transformers import engine_of
 
-    assert engine_of(transformers.TrainingArguments(tmp_path, use_cpu=True, **settings), built()) == engine
+    assert engine_of(transformers.TrainingArguments(tmp_path, use_cpu=True, **settings)) == engine

@@ -374,11 +374,11 @@ def test_other_shapes_are_warned_of_once() -> None:
             model(ROWS[:20])
 
 
-def test_sharded_units_are_refused() -> None:
+def test_units_with_sharded_modules_are_refused() -> None:
     with fake_process_group(0, 2):
         model = built()
-        fully_shard(model.blocks[0], mesh=init_device_mesh("cpu", (2,)))
-        with pytest.raises(NotYetError, match=r"not yet: FSDP2 shards unit 'blocks\.0', and compiled backward would"):
+        fully_shard(model.blocks[0].up, mesh=init_device_mesh("cpu", (2,)))
+        with pytest.raises(NotYetError, match=r"not yet: FSDP2 shards modules inside unit 'blocks\.0', and one graph"):
             recollect.apply(model, PLAN)
 
 

@@ -26,7 +26,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AskedCases]:
         yield found
 
 
-@pytest.mark.parametrize("name", ["DDP", "FSDP2", "TP and SP"])
+@pytest.mark.parametrize("name", ["DDP", "FSDP2", "FSDP2, graph", "TP and SP"])
 def test_one_line_has_both_run_one_plan_and_train_as_before(name: str, cases: AskedCases) -> None:
     first, second = cases[name]
     assert first["equal"] and second["equal"]
@@ -34,9 +34,26 @@ def test_one_line_has_both_run_one_plan_and_train_as_before(name: str, cases: As
     assert first["plans"] == second["plans"] and first["current"] == second["current"]
 
 
+@pytest.mark.parametrize(
+    ("name", "num_kinds"),
+    [
+        ("FSDP2 around traces", 4),
+        ("FSDP2 around compiled code", 1),
+        pytest.param("FSDP2 around more compiled code", 2, marks=pytest.mark.long),
+    ],
+)
+def test_units_find_the_parameters_that_fsdp2_gathers(name: str, num_kinds: int, cases: AskedCases) -> None:
+    for row in cases[name]:
+        del row["case"]
+        assert re.search(r"saved for backward in decoder\.layers\.1, has no memory now", row.pop("not gathered")), row
+        assert set(map(str, row.values())) == {str([True, 3, ["", "", ""]])}, row
+        assert len(row) == 2 * num_kinds
+
+
 @pytest.mark.long
-def test_layers_are_measured_inside_the_compiler_in_both(cases: AskedCases) -> None:
-    first, second = cases["DDP, compile"]
+@pytest.mark.parametrize("name", ["DDP, compile", "FSDP2, compile"])
+def test_layers_are_measured_inside_the_compiler_in_both(name: str, cases: AskedCases) -> None:
+    first, second = cases[name]
     assert first["recorded"] == second["recorded"] == [0]
     assert first["plans"] == second["plans"] and "compile" in first["engines"]
     # Compiled code sums in another order; AdamW makes at most a learning rate of a gradient whose sign that turns.

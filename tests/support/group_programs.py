@@ -17,20 +17,24 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import recollect
 from case_server import serve
 from recollect.attaching import lockstep, step_planner
 from recollect.attaching.planned_step import PlannedStep
+from recollect.engine.compiled.compiled_engine import CompiledForward, compile_forward
 from recollect.engine.content import has_same_bits
+from recollect.engine.graph.graph_engine import GraphForward
+from recollect.errors import FreedValueError
 from recollect.lab.models.architectures import llama_config
 from recollect.lab.models.gpt import GPTModel
 from recollect.lab.parallel.tensor import tensor_parallel
 from recollect.planning.compiled_menu import compiled_menu
 from recollect.plans.action import Action
-from recollect.plans.unit_plan import digest_of
+from recollect.plans.plan import Plan
+from recollect.plans.unit_plan import UnitPlan, digest_of
 from recollect.plans.value_names import collective_kind
 from recollect.ranks import group as group_module
 from recollect.ranks.group import Group
@@ -51,11 +55,11 @@ def replicated() -> nn.Module:
     return DistributedDataParallel(model(), gradient_as_bucket_view=True)
 
 
-def sharded() -> nn.Module:
-    made = model()
+def sharded(made: nn.Module | None = None, **settings: Any) -> nn.Module:
+    made = made or model()
     for layer in made.decoder.layers:
-        fully_shard(layer)
-    return fully_shard(made)
+        fully_shard(layer, **settings)
+    return fully_shard(made, **settings)
 
 
 def split() -> nn.Module:
@@ -112,23 +116,82 @@ def same_training(build: Callable[[], nn.Module], *, seed: int = RANK, **options
     return {**found, "equal": all(has_same_bits(_local(a), _local(b)) for a, b in pairs)}
 
 
-def compiled_training() -> dict[str, Any]:
+def compiled_training(build: Callable[[], nn.Module]) -> dict[str, Any]:
     """Layers are measured inside the compiler, for two sets of values, and run there from the second step on."""
     own = engines.with_variants
     engines.with_variants = functools.partial(own, menu=lambda graph: compiled_menu(graph)[:1])  # type: ignore[assignment]
-    plain, planned = replicated(), replicated()
+    plain, planned = build(), build()
     train_alike(plain, (24, 24, 24))
     try:
         found = train(planned, 24, 24, 24, budget="95%", engine="compile")
     finally:
         engines.with_variants = own
     close = [
-        torch.allclose(a, b, rtol=1e-4, atol=1e-5)
+        torch.allclose(_local(a), _local(b), rtol=1e-4, atol=1e-5)
         for a, b in zip(plain.parameters(), planned.parameters(), strict=True)
     ]
     checksums: list[Any] = [None, None]
-    dist.all_gather_object(checksums, [parameter.detach().double().sum().item() for parameter in planned.parameters()])
+    whole = (getattr(one, "full_tensor", lambda one=one: one)() for one in planned.parameters())
+    dist.all_gather_object(checksums, [one.detach().double().sum().item() for one in whole])
     return {**found, "close": all(close), "alike": checksums[0] == checksums[1]}
+
+
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+SHARDED: dict[str, dict[str, Any]] = {
+    "default": {},
+    "freed": {"reshard_after_forward": True},
+    "staying": {"reshard_after_forward": False},
+    "bf16": {"mp_policy": BF16},
+}
+
+
+def sharded_units(engine: str, *kinds: str) -> dict[str, Any]:
+    """Whether layers that FSDP2 shards before or after the plan is applied have the gradients that they have without one."""
+    tokens = torch.randint(0, 64, (2, 24))
+    profile = recollect.record(model(), {"tokens": tokens, "labels": tokens}, fake=True)
+    plan = halved(recollect.classic_plan(profile, "full"), engine)
+
+    def gradients(made: nn.Module) -> list[torch.Tensor]:
+        found = []
+        for _ in range(3):
+            made.zero_grad()
+            made(tokens=tokens, labels=tokens).loss.backward()
+            found += [_local(parameter.grad) for parameter in made.parameters()]
+        return found
+
+    found: dict[str, Any] = {}
+    for kind in kinds:
+        plain = sharded(**SHARDED[kind])
+        for layer in plain.decoder.layers if engine == "compile" else ():
+            vars(layer)["forward"] = compile_forward(layer.forward, None)
+        expected = gradients(plain)
+        for order in ("before", "after"):
+            made = model() if order == "after" else sharded(**SHARDED[kind])
+            with recollect.apply(made, plan) as applied:
+                if order == "after":
+                    sharded(made, **SHARDED[kind])
+                got = gradients(made)
+                own = [one for one in applied._forwards if isinstance(one, (GraphForward, CompiledForward))]
+            is_equal = all(map(has_same_bits, expected, got))
+            found[f"{kind} {order}"] = [is_equal, len(own), [getattr(one, "why_not", "") for one in own]]
+    made = sharded()
+    with recollect.apply(made, plan):
+        gradients(made)
+        made.decoder.layers[1].set_unshard_in_backward(False)
+        try:
+            gradients(made)
+        except FreedValueError as error:
+            found["not gathered"] = str(error)
+    return found
+
+
+def halved(plan: Plan, engine: str) -> Plan:
+    """Return a plan that keeps every second value of the given one, on an engine."""
+    units = {}
+    for path, unit in plan.units.items():
+        actions = {name: ("keep", "recompute")[index % 2] for index, name in enumerate(unit.actions)}
+        units[path] = UnitPlan(actions, engine=engine)  # type: ignore[arg-type]
+    return Plan(units)
 
 
 def _local(parameter: torch.Tensor) -> torch.Tensor:
@@ -286,7 +349,12 @@ def ends() -> dict[str, Any]:
 CASES: dict[str, Callable[[], dict[str, Any]]] = {
     "DDP": lambda: same_training(replicated),
     "FSDP2": lambda: same_training(sharded),
-    "DDP, compile": compiled_training,
+    "FSDP2, graph": lambda: same_training(sharded, engine="graph"),
+    "FSDP2 around traces": lambda: sharded_units("graph", *SHARDED),
+    "FSDP2 around compiled code": lambda: sharded_units("compile", "bf16"),
+    "FSDP2 around more compiled code": lambda: sharded_units("compile", "freed", "staying"),
+    "DDP, compile": lambda: compiled_training(replicated),
+    "FSDP2, compile": lambda: compiled_training(sharded),
     "TP and SP": lambda: same_training(split, seed=0, budget="82%"),
     "lengths": lambda: train(replicated(), *((24, 32, 24, 24) if RANK == 0 else (24, 24, 40, 24))),
     "steady": steady,

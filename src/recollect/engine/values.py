@@ -93,8 +93,7 @@ class TapeValue(Value):
         if self.version == UNWATCHED:
             return tensor
         unit, module, op = self.label
-        if tensor.layout is torch.strided and not tensor.untyped_storage().nbytes() and tensor.numel():
-            raise FreedValueError(unit=unit, module=module, op=op, shape=tuple(tensor.shape))
+        check_filled(tensor, unit, module, op)
         if tensor._version != self.version:
             changes = tensor._version - self.version
             raise MutatedValueError(unit=unit, module=module, op=op, shape=tuple(tensor.shape), changes=changes)
@@ -330,6 +329,16 @@ def expect_bump(tensor: torch.Tensor) -> None:
         leaf = reference()
         if leaf is not None and leaf.version == tensor._version:
             leaf.version += 1
+
+
+def check_filled(tensor: torch.Tensor, unit: str, module: str = "", op: str = "") -> None:
+    """Raise an error if a tensor that backward reads has no memory; `unit`, `module`, `op`: the first taker's.
+
+    Raises:
+        FreedValueError: FSDP2, or whoever else freed it, has not filled it again.
+    """
+    if tensor.layout is torch.strided and not tensor.untyped_storage().nbytes() and tensor.numel():
+        raise FreedValueError(unit=unit, module=module, op=op, shape=tuple(tensor.shape))
 
 
 def private_copy(tensor: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,7 @@
 |---|---|
 | `gradient_checkpointing`, in later versions `activation_checkpointing` | refused: the plan decides what is recomputed |
 | `activation_offloading` (TRL) | refused, for the same reason |
-| `torch_compile` (Inductor, but not FSDP2) | layers run compiled, and keep the plan's values: `attach(engine="compile")` |
+| `torch_compile` (Inductor) | layers run compiled, and keep the plan's values: `attach(engine="compile")` |
 | `torch_compile` otherwise | has no effect while training under the plan, which a warning says |
 | `deepspeed` | ZeRO 0 to 3, one process or several; see `recollect.integrations.deepspeed` |
 | several processes: DDP, FSDP2 (`fsdp_version: 2`) | one plan for all; see `recollect.attach` |
@@ -22,7 +22,6 @@ from typing import Any, Final
 
 from torch import nn
 
-from recollect._torch_fsdp import is_fully_sharded
 from recollect._torch_parallel import is_data_parallel
 from recollect.attaching.attach import attach
 from recollect.attaching.attached import Attached
@@ -164,7 +163,7 @@ class MemoryBudget(trainers.BudgetCallback, TrainerCallback):
             self.attached = AttachedEngine(wrapped, self._section(args), log)
             self.attached.remove_too(trainers.CacheOff(model))
         else:
-            engine = engine_of(args, wrapped)
+            engine = engine_of(args)
             self.attached = self._attach(wrapped, optimizer, model, log, self.engine if engine == "tape" else engine)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -197,11 +196,11 @@ class MemoryBudget(trainers.BudgetCallback, TrainerCallback):
         return dataclasses.replace(section, measure=section.measure or self.measure)
 
 
-def engine_of(args: Any, model: nn.Module) -> RecordedEngine:
+def engine_of(args: Any) -> RecordedEngine:
     """Return the engine for a trainer's layers: compiled ones stay so, where compiled units can be planned."""
     has_graphs = args.torch_compile_mode in ("reduce-overhead", "max-autotune")
     is_planned = args.torch_compile and args.torch_compile_backend == "inductor" and not has_graphs
-    return "compile" if is_planned and not any(map(is_fully_sharded, model.modules())) else "tape"
+    return "compile" if is_planned else "tape"
 
 
 def _wrapped(trainer: Any, args: Any, model: Any) -> Any:

@@ -10,7 +10,6 @@ from typing import Final, TypeAlias, get_args
 import torch
 from torch import nn
 
-from recollect._torch_fsdp import is_fully_sharded
 from recollect.costs.hardware import Hardware
 from recollect.engine.eager_forward import expect_compiler
 from recollect.errors import NotYetError, RecordError
@@ -47,10 +46,6 @@ def check_engine(engine: str, model: nn.Module, *, split_backward: bool) -> None
     if split_backward:
         raise _not_yet(
             engine, "split_backward", True, "units that find the two halves of the gradients apart", "Leave it out"
-        )
-    if any(map(is_fully_sharded, model.modules())):
-        raise _not_yet(
-            engine, "model", "sharded by FSDP2", "copies of units on gathered parameters", "Record before fully_shard"
         )
     expect_compiler(model)
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from recollect._torch_fsdp import as_not_sharded
 from recollect._torch_private import tree_leaves
 from recollect.engine.own_checkpoints import running_unit
 from recollect.profile.graph import UnitGraph
@@ -85,6 +86,7 @@ def _traced(
 
     fakes = fake_run(sample.module, (sample.args, sample.kwargs), device, kernels=profile.kernels)
     with (
+        as_not_sharded(sample.module, sample.parameters),
         fakes if profile.fake else nullcontext((sample.whole().args, sample.whole().kwargs)) as given,
         warnings.catch_warnings(),
         torch.enable_grad(),

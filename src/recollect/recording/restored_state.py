@@ -15,7 +15,13 @@ import numpy as np
 import torch
 from torch import nn
 
-from recollect._torch_fsdp import GatheredParameters, fully_sharded_modules, fully_sharded_parameters, is_fully_sharded
+from recollect._torch_fsdp import (
+    GatheredParameters,
+    fully_sharded_modules,
+    fully_sharded_parameters,
+    is_fully_sharded,
+    put_parameter,
+)
 from recollect._torch_parallel import is_data_parallel
 from recollect.arguments import check_kind
 from recollect.engine.content import has_same_bits
@@ -23,6 +29,8 @@ from recollect.errors import RecordError
 
 HOOKS: Final = tuple(name for name in vars(nn.Module()) if "_hooks" in name)
 """Names of a module's tables of hooks, which stay the same objects."""
+HOOKS_OF_RUNS: Final = tuple(name for name in HOOKS if "state_dict" not in name)
+"""Those that a step runs. FSDP2 adds others in its first forward, once and for good."""
 _NOT_ATTRIBUTES: Final = frozenset(vars(nn.Module())) - {"training"}
 
 
@@ -98,13 +106,13 @@ class _Parts:
         self._module = module
         self._attributes = _attributes(module)
         # Few are not empty, and there are many.
-        self._hooks = {name: dict(hooks) for name in HOOKS if (hooks := vars(module).get(name))}
+        self._hooks = {name: dict(hooks) for name in HOOKS_OF_RUNS if (hooks := vars(module).get(name))}
 
     def put(self) -> None:
         for name in _attributes(self._module).keys() - self._attributes.keys():
             del vars(self._module)[name]
         vars(self._module).update(self._attributes)
-        for name in HOOKS:
+        for name in HOOKS_OF_RUNS:
             hooks, before = vars(self._module).get(name, {}), self._hooks.get(name, {})
             if hooks or before:
                 hooks.clear()
@@ -159,11 +167,11 @@ def _without_parameter_hooks(model: nn.Module) -> Iterator[None]:
                     replaced.append((module, name, own))
         try:
             for module, name, replaced_one in replaced:
-                _put(module, name, stand_ins[id(replaced_one)])
+                put_parameter(module, name, stand_ins[id(replaced_one)])
             yield
         finally:
             for module, name, replaced_one in replaced:
-                _put(module, name, replaced_one)
+                put_parameter(module, name, replaced_one)
 
 
 @contextmanager
@@ -198,14 +206,6 @@ def _without_hooks(parameter: nn.Parameter) -> Iterator[None]:
         yield
     finally:
         hooks.update(before)
-
-
-def _put(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    # Recurrent modules keep a list of their parameters, which only their own `__setattr__` brings up to date.
-    if isinstance(module, nn.RNNBase):
-        setattr(module, name, parameter)
-    else:
-        module._parameters[name] = parameter
 
 
 @contextmanager

@@ -380,6 +380,17 @@ class Reached:
             self._log(events.REACH, self._call)
 
 
+def runs_formula_of_unit(calls: Sequence[RecordedCall]) -> bool:
+    """Whether what runs in backward is part of a unit's.
+
+    No hook is, such as those with which DDP averages gradients and FSDP2 gathers parameters; nor FSDP2's formula that reduces.
+    """
+    node = current_autograd_node()
+    if node < 0 or accumulates_gradient():
+        return False
+    return any(node in call.nodes for call in calls) or all(node >= call.nodes.stop for call in calls)
+
+
 def keep_all(calls: Sequence[RecordedCall], tensors: Iterable[torch.Tensor]) -> None:
     """Have plans keep values that are overwritten in a way that their recipes do not know."""
     for tracker in map(tracker_of, map(storage_of, tensors)):

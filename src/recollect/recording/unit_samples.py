@@ -6,14 +6,14 @@ A copy runs again: neither the model's parameters nor its hooks, counters or cac
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import torch
 from torch import nn
 
-from recollect._torch_fsdp import is_fully_sharded
+from recollect._torch_fsdp import as_not_sharded, is_fully_sharded
 from recollect._torch_private import (
     has_compiled_forward,
     is_compiled_module,
@@ -22,7 +22,7 @@ from recollect._torch_private import (
     tree_map,
     without_compiler,
 )
-from recollect.recording.restored_state import HOOKS
+from recollect.recording.restored_state import HOOKS, HOOKS_OF_RUNS
 
 # From this many bytes on, an excerpt of a tensor has one element in this many along its longest dimension.
 _LARGE_BYTES: Final = 1 << 13
@@ -62,6 +62,7 @@ class UnitSample:
     `requires_grad`: for each leaf of the arguments, if it did. `autocast`: the type to which it was cast; None if off.
     `input_values`, `output_values`: for each leaf of the arguments, and each tensor returned, the index of the value that it is
     in the unit's graph; -1 if it is none. `num_hooks`: of modules inside the unit; some models put hooks on while they run.
+    `parameters`: as the call found them, by name; FSDP2 has this process's parts in their place before and after it.
     """
 
     call: int
@@ -73,10 +74,7 @@ class UnitSample:
     input_values: tuple[int, ...] = ()
     output_values: tuple[int, ...] = ()
     num_hooks: int = 0
-
-    @property
-    def parameter_bytes(self) -> int:
-        return sum(parameter.nbytes for parameter in self.module.parameters())
+    parameters: Mapping[str, nn.Parameter] = field(default_factory=dict)
 
     @property
     def input_bytes(self) -> int:
@@ -108,7 +106,8 @@ class UnitSample:
         if shares_parameters:
             own = (*self.module.parameters(), *self.module.buffers())
             without_hooks |= {id(tensor): tensor for tensor in own}
-        return copy.deepcopy(self.module, without_hooks)
+        with as_not_sharded(self.module, self.parameters) as in_copies:
+            return copy.deepcopy(self.module, without_hooks | in_copies)
 
     def inputs(self, leaves: list[torch.Tensor]) -> tuple[Any, Any]:
         """Return the arguments again, on new leaves; add the leaves that require grad to a list."""
@@ -169,8 +168,19 @@ class UnitSamples:
         args, kwargs = tree_map(lambda _: next(remaining), (args, kwargs))
         kind_of_device = self._device.type
         autocast = torch.get_autocast_dtype(kind_of_device) if torch.is_autocast_enabled(kind_of_device) else None
-        hooks = num_hooks(module)
-        self.samples.append(UnitSample(call, module, args, kwargs, requires_grad, autocast, num_hooks=hooks))
+        parameters = dict(module.named_parameters(remove_duplicate=False))
+        self.samples.append(
+            UnitSample(
+                call,
+                module,
+                args,
+                kwargs,
+                requires_grad,
+                autocast,
+                num_hooks=num_hooks(module),
+                parameters=parameters,
+            )
+        )
 
     def note_values(self, call: int, value_of: Callable[[Any], int], arguments: Any, output: Any) -> None:
         """Note which values a call read and returned, if there is a sample of it; `value_of` tells -1 for what is none."""
@@ -183,7 +193,7 @@ class UnitSamples:
 def num_hooks(module: nn.Module) -> int:
     """Return how many hooks the modules inside a module have."""
     inside = [vars(part) for part in module.modules() if part is not module]
-    return sum(len(part.get(name) or ()) for part in inside for name in HOOKS)
+    return sum(len(part.get(name) or ()) for part in inside for name in HOOKS_OF_RUNS)
 
 
 def _copied(leaf: Any) -> Any:
@@ -195,8 +205,9 @@ def _copied(leaf: Any) -> Any:
 
 
 def _runs_alone(module: nn.Module) -> bool:
-    """Whether a copy does what the module does: not with parameters on other processes, nor if it compiles anew."""
-    if any(is_fully_sharded(part) or (is_compiled_module(part) and part is not module) for part in module.modules()):
+    """Whether a copy does what the module does: not with parts of parameters, nor if modules inside gather or compile anew."""
+    inside = (part for part in module.modules() if part is not module)
+    if any(is_fully_sharded(part) or is_compiled_module(part) for part in inside):
         return False
     return not any(is_traceable_wrapper_subclass(p) or hasattr(p, "ds_id") for p in module.parameters())
 

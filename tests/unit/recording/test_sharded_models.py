@@ -23,7 +23,7 @@ from blocks import Stack, built
 from recollect.costs.hardware_table import find_hardware
 from recollect.costs.modelled_costs import ModelledCosts
 from recollect.engine.content import has_same_bits
-from recollect.errors import BudgetTooSmallError, NotYetError, PlanError
+from recollect.errors import BudgetTooSmallError, PlanError
 from recollect.measuring.meter import measure_peak
 from recollect.profile.events import ALLOC
 from recollect.recording.optimizer_step import make_probe
@@ -33,7 +33,7 @@ warnings.simplefilter("error")
 warnings.filterwarnings("ignore", "recollect: what Python takes around ops could not be measured well")
 warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")
 torch.set_num_threads(1)
-dist.init_process_group("fake", rank=0, world_size=2)
+dist.init_process_group("fake", rank=0, world_size=4)
 data = torch.randn(8, 16)
 # What the fake group of torch 2.11 gathers is whatever was in memory, so that no two steps are equal.
 REPEATS = torch.__version__ >= "2.12"
@@ -72,6 +72,9 @@ for parameter in parameters:
     parameter.register_post_accumulate_grad_hook(ran.append)
 resize = torch.UntypedStorage.resize_
 record(model, gradients="accumulated")
+with torch.no_grad():
+    model(data)
+assert all(hasattr(its, "placements") for its in model.state_dict().values()), "hooks of state dicts are gone"
 assert torch.UntypedStorage.resize_ is resize
 assert not ran, "hooks ran"
 model(data).sum().backward()
@@ -79,12 +82,13 @@ assert all(one is other for one, other in zip(parameters, model.parameters(), st
 assert all(parameter.grad is not None for parameter in parameters), "gradients went elsewhere"
 assert len(ran) == len(parameters), "hooks are gone"
 
-try:
-    record(model, engine="compile")
-except NotYetError as error:
-    assert "copies of units on gathered parameters. Record before fully_shard" in str(error), error
-else:
-    raise AssertionError("FSDP2 was not refused")
+# A unit whose modules are gathered one by one cannot run in one piece.
+model = built(Stack)
+for block in model.blocks:
+    fully_shard(block.up)
+    fully_shard(block)
+profile = record(fully_shard(model), engine="graph")
+assert {graph.why_not_traced for graph in profile.graphs} == {"", "it cannot run outside its model"}
 
 
 # A unit whose parameters are gone after forward keeps its output: the profile says so, and `apply` refuses what does not.
@@ -152,14 +156,14 @@ assert all(parameter.device.type == "meta" and hasattr(parameter, "placements") 
 
 
 # A loop, recorded while it trains: forward has gathered the root's parameters when the recording begins.
-def train(budget):
+def train(budget, settings, engine="tape"):
     gc.collect()  # Whatever else is in memory counts.
-    model = sharded()
+    model = sharded(**settings)
     optimizer = torch.optim.AdamW(model.parameters())
-    attached = budget and recollect.attach(model, optimizer, budget, log=lambda line: None)
+    attached = budget and recollect.attach(model, optimizer, budget, log=lambda line: None, engine=engine)
 
     def step():
-        model(data).sum().backward()
+        model(data).float().sum().backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -170,11 +174,16 @@ def train(budget):
 
 
 data = torch.randn(128, 16)
-plain, _, _ = train(None)
-got, attached, peak_bytes = train("80%")
-assert not REPEATS or all(has_same_bits(one, other) for one, other in zip(plain, got, strict=True))
-assert attached.recorded_steps == [0]
-assert 0 <= attached.plan.predicted_peak_bytes - peak_bytes <= 1024, (attached.plan.predicted_peak_bytes, peak_bytes)
+halved = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+for settings in ({}, {"reshard_after_forward": False}, {"reshard_after_forward": 2}, {"mp_policy": halved}):
+    plain, _, _ = train(None, settings)
+    for engine in ("tape", "graph"):
+        got, attached, peak_bytes = train("80%", settings, engine)
+        assert not REPEATS or all(has_same_bits(one, other) for one, other in zip(plain, got, strict=True)), settings
+        assert attached.recorded_steps == [0]
+        assert {str(unit.engine) for unit in attached.plan.units.values()} == {engine}, attached.plan
+        predicted_bytes = attached.plan.predicted_peak_bytes
+        assert 0 <= predicted_bytes - peak_bytes <= 1024, (settings, engine, predicted_bytes, peak_bytes)
 
 # On CUDA PyTorch steps plain parameters all at once, and sharded ones one by one.
 for model, foreach in ((Stack(), None), (sharded(), False)):

@@ -5,14 +5,19 @@ one unit's values after the other. If the user compiled the unit, or the model a
 unit, which then runs by this engine.
 
 NOTE [ What a compiled unit does not do ]
-A second backward over its graph, or one in two halves: compiled code reuses the memory of saved values. Parameters
-that FSDP2 gathers and frees around forward: backward would read freed memory. CUDA graphs: saved values live in their pool,
-and the peak is the pool's. Compiled autograd: it compiles backward anew, without the plan. Each raises an error that names it.
+A second backward over its graph, or one in two halves: compiled code reuses the memory of saved values. Modules inside that
+FSDP2 gathers by themselves: one graph has no place for that. CUDA graphs: saved values live in their pool, and the peak is the
+pool's. Compiled autograd: it compiles backward anew, without the plan. Each raises an error that names it.
+
+NOTE [ Gathered parameters ]
+FSDP2 gathers a unit's parameters before its forward, frees their memory after it, and fills it again before its backward,
+in a hook of what the unit returned. Compiled code saves these very parameters: it finds them filled, or an error is raised.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -21,6 +26,7 @@ from torch import nn
 from recollect._torch_fsdp import fully_sharded_parameters, is_fully_sharded
 from recollect._torch_private import keeps_graph, uncompiled, untraced, without_compiler
 from recollect.engine.placed_forward import PlacedForward, compiled_by_user, unit_module, user_forward
+from recollect.engine.values import check_filled
 from recollect.errors import BudgetWarning, ConfigError, NotYetError, UnsupportedModelError
 from recollect.plans.action import Action
 from recollect.plans.paths import unit_words
@@ -43,19 +49,17 @@ def compiled_forwards(
 
     Raises:
         UnknownNameError: the model has no such unit.
-        NotYetError: FSDP2 shards a unit's parameters.
+        NotYetError: FSDP2 shards modules inside a unit.
         ConfigError: a unit was compiled by its user with another backend than Inductor, or with CUDA graphs.
     """
-    sharded = fully_sharded_parameters(model)
     forwards: list[PlacedForward] = []
     for path, unit in units.items():
         module = without_compiler(unit_module(model, path))
-        is_gathered = any(id(parameter) in sharded for parameter in module.parameters())
-        if is_gathered or any(map(is_fully_sharded, module.modules())):
+        if any(is_fully_sharded(part) for part in module.modules() if part is not module):
             raise NotYetError(
                 settings={"engine": "compile"},
-                needs=f"FSDP2 shards {unit_words(path)}, and compiled backward would have to gather its parameters again",
-                advice="Use the engine 'tape' for it.",
+                needs=f"FSDP2 shards modules inside {unit_words(path)}, and one graph cannot gather their parameters",
+                advice="Call fully_shard on the unit as a whole, or use the engine 'tape' for it.",
             )
         _check_how_it_was_compiled(unit_module(model, path), path)
         forwards.append(CompiledForward(path, module, named_as_inside(unit.actions)))
@@ -101,6 +105,8 @@ class CompiledForward(PlacedForward):
         self.actions = actions
         self._compiled: Callable[..., Any] | None = None
         self._compiler: Any = None
+        # The storages of parameters that FSDP2 gathers.
+        self._gathered: set[int] = set()
         # Of the arguments in the first call; None once a warning said that others differ.
         self._shapes: Shapes | None = ()
 
@@ -131,7 +137,9 @@ class CompiledForward(PlacedForward):
             raise _not_compiled(self.path, error) from error
         for node in {tensor.grad_fn for tensor in tensors_in(output)}:
             if node is not None:
-                node.register_prehook(self._before_backward)
+                saved = getattr(node, "saved_tensors", ()) if self._gathered else ()
+                read = [tensor for tensor in saved if tensor.untyped_storage()._cdata in self._gathered]
+                node.register_prehook(partial(self._before_backward, read))
         return output
 
     def _begin(self, args: Any, kwargs: Any) -> Callable[..., Any]:
@@ -147,6 +155,9 @@ class CompiledForward(PlacedForward):
             )
         _check_how_it_was_compiled(self.module, self.path)
         self._shapes = _shapes_of(args, kwargs)
+        sharded = fully_sharded_parameters(self.applied.model)
+        own = [parameter for parameter in self.module.parameters() if id(parameter) in sharded]
+        self._gathered = {parameter.untyped_storage()._cdata for parameter in own}
         self._compiled = compile_forward(user_forward(self.forward), self.actions or None)
         return self._compiled
 
@@ -179,7 +190,9 @@ class CompiledForward(PlacedForward):
             )
 
     @untraced
-    def _before_backward(self, gradients: Any) -> None:
+    def _before_backward(self, read: Sequence[torch.Tensor], gradients: Any) -> None:
+        for tensor in read:
+            check_filled(tensor, self.path)
         if keeps_graph():
             raise ConfigError(
                 settings={"retain_graph": True},

@@ -26,6 +26,7 @@ from recollect.engine.graph.cut import Cut, IsKept, cut
 from recollect.engine.graph.joint import TAKES_LIST
 from recollect.engine.graph.trace import OtherMemoryError, Tangents, Trace
 from recollect.engine.opcall import Settings, current_settings
+from recollect.engine.values import check_filled
 from recollect.errors import ConfigError, MutatedValueError
 from recollect.plans.paths import unit_words
 
@@ -305,8 +306,7 @@ class _Call:
                 refuse_draws(op.facts, op.func, op.args, op.kwargs, self.path, [op.name, *writes][-1])
         with below_autograd(), disable_autocast():
             found = program.forward(list(inputs))
-        num_outputs = len(unit.trace.outputs)
-        saved = self.saved = found[num_outputs:]
+        saved = self.saved = found[len(unit.trace.outputs) :]
         seen = [inputs[index] for index in program.read]
         if program.returned:
             # An output itself would hold its node, which holds what is saved, in a circle.
@@ -326,6 +326,7 @@ class _Call:
 
         Raises:
             MutatedValueError: some of it was written to.
+            FreedValueError: FSDP2 has not gathered a parameter again.
         """
         saved = self.saved
         if saved is None:
@@ -334,6 +335,7 @@ class _Call:
                 "first backward with retain_graph=True."
             )
         for tensor, version, content in self.seen:
+            check_filled(tensor, self.path)
             changes = tensor._version - version
             if changes or (content is not None and content != glance_at(tensor)):
                 raise MutatedValueError(unit=self.path, module="", op="", shape=tuple(tensor.shape), changes=changes)
