@@ -197,7 +197,7 @@ MUTATIONS = (
         "compiled-backward-twice",
         "the backward of a compiled unit may run a second time over what it has used up",
         "engine",
-        (("                node.register_prehook(self._before_backward)", "                pass"),),
+        (("                node.register_prehook(partial(self._before_backward, read))", "                pass"),),
     ),
     Mutation(
         "wrapped-unit-named",
