@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 import transformers
+from accelerate import FullyShardedDataParallelPlugin
+from accelerate.utils import DistributedType
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -15,6 +17,22 @@ from metered_trainers import NUM_STEPS, Case, StepPeaks
 from recollect.integrations.transformers import MemoryBudget
 
 VOCABULARY = 256
+
+
+class Sharding(Trainer):
+    """Shards as `fsdp=True, fsdp_config={"version": 2}` does on accelerators; Accelerate leaves the plugin out on CPUs."""
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2,
+            auto_wrap_policy="transformer_based_wrap",
+            transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
+            cpu_ram_efficient_loading=False,
+        )
+        self.accelerator.state.distributed_type = DistributedType.FSDP
+        self.accelerator.state.fsdp_plugin = plugin
+        self.is_fsdp_enabled = True
 
 
 def llama(**changes: Any) -> Any:

@@ -12,8 +12,6 @@ os.environ.update({"GLOO_SOCKET_IFNAME": "lo", "MASTER_ADDR": "127.0.0.1", "ACCE
 os.environ["TORCHELASTIC_RUN_ID"] = "none"
 
 import torch  # noqa: E402
-from accelerate import FullyShardedDataParallelPlugin  # noqa: E402
-from accelerate.utils import DistributedType  # noqa: E402
 from lightning.pytorch.strategies import ModelParallelStrategy  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.distributed.fsdp import FSDPModule, fully_shard  # noqa: E402
@@ -21,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 from transformers import Trainer  # noqa: E402
 from trl import SFTConfig, SFTTrainer  # noqa: E402
 
-from hugging_face_trainers import arguments, llama, lora, texts, trained  # noqa: E402
+from hugging_face_trainers import Sharding, arguments, llama, lora, texts, trained  # noqa: E402
 from lightning_trainers import Automatic, loader, trainer  # noqa: E402
 from lightning_trainers import Watching as LightningWatching  # noqa: E402
 from metered_trainers import NUM_STEPS, SHARDED_STEPS, Case, StepPeaks  # noqa: E402
@@ -31,22 +29,6 @@ from recollect.ranks import members  # noqa: E402
 from trl_trainers import answers, tokenizer  # noqa: E402
 
 RANK = int(os.environ.get("RANK", "0"))
-
-
-class Sharding(Trainer):
-    """Shards as `fsdp=True, fsdp_config={"version": 2}` does on accelerators; Accelerate leaves the plugin out on CPUs."""
-
-    def create_accelerator_and_postprocess(self) -> None:
-        super().create_accelerator_and_postprocess()
-        plugin = FullyShardedDataParallelPlugin(
-            fsdp_version=2,
-            auto_wrap_policy="transformer_based_wrap",
-            transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
-            cpu_ram_efficient_loading=False,
-        )
-        self.accelerator.state.distributed_type = DistributedType.FSDP
-        self.accelerator.state.fsdp_plugin = plugin
-        self.is_fsdp_enabled = True
 
 
 def gathered(trained_model: nn.Module, whole: nn.Module) -> nn.Module:
