@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from recollect.doctor.settings import SettingsInText
 from recollect.errors import ConfigError, NotYetError
 from recollect.integrations.megatron.arguments import describes_model, long_flags
-from recollect.integrations.megatron.rule import Clash, Rule
+from recollect.integrations.megatron.rule import Clash
 from recollect.integrations.megatron.rules import NOT_YET, RULES
 from recollect.integrations.megatron.settings import RecomputeSettings, TrainingSetting, taken_settings
 
@@ -28,16 +28,13 @@ def check_graphs(words: Sequence[str]) -> None:
         values = {"hidden_dropout": 0.0, "attention_dropout": 0.0, **values}
     config = RecomputeSettings(**taken_settings(RecomputeSettings, values))
     setting = TrainingSetting(**taken_settings(TrainingSetting, values))
-    for rule in filter(_is_of_graphs, (*RULES, *NOT_YET)):
-        if (clash := rule.clash(config, setting)) is not None:
+    for rule in (*RULES, *NOT_YET):
+        is_of_graphs = _SWITCH in {name for case in (rule, *rule.cases) for name in case.settings}
+        if is_of_graphs and (clash := rule.clash(config, setting)) is not None:
             given = _in_flags(clash)
             if not rule.name:
                 raise NotYetError(settings=given.settings, needs=given.reason, advice=given.advice)
             raise ConfigError(rule=rule.name, settings=given.settings, reason=given.reason, advice=given.advice)
-
-
-def _is_of_graphs(rule: Rule) -> bool:
-    return _SWITCH in {name for case in (rule, *rule.cases) for name in case.settings}
 
 
 def _in_flags(clash: Clash) -> Clash:

@@ -147,8 +147,9 @@ def read_arguments(
         values[name] = foreign, found
         without_effect[name] = foreign.why
         rest += others
-    for name, (foreign, found) in values.items():
-        _check(foreign, name, found)
+    for name, (flag, found) in values.items():
+        if flag.needs and not any(_is_same(found, one) for one in flag.allowed):
+            raise NotYetError(settings={name: _text([name, *found])}, needs=flag.needs, advice=flag.advice)
     decided = given.keys() - without_effect.keys()
     for first, second in _EITHER_OR:
         if all(name in decided and _text(given[name]) != "None" for name in (first, second)):
@@ -221,11 +222,6 @@ def _values(flag: ForeignFlag, words: list[str]) -> tuple[list[str], list[str]]:
             settings={flag.name: _text(words)}, reason="this flag needs a value", advice="Give it one or leave it out."
         )
     return values[:count], values[count:]
-
-
-def _check(flag: ForeignFlag, name: str, values: list[str]) -> None:
-    if flag.needs and not any(_is_same(values, one) for one in flag.allowed):
-        raise NotYetError(settings={name: _text([name, *values])}, needs=flag.needs, advice=flag.advice)
 
 
 def _is_same(values: list[str], allowed: str) -> bool:
