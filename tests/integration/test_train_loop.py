@@ -17,6 +17,7 @@ from recollect.errors import CheckpointError
 from recollect.lab.models.gpt import GPTModel
 from recollect.lab.train.checkpoint import list_checkpoints
 from recollect.lab.train.config import RunFlags
+from recollect.lab.train.exchange import Exchange
 from recollect.lab.train.files import remove
 from recollect.lab.train.loop import train
 from recollect.lab.train.model_flags import ModelFlags
@@ -26,12 +27,11 @@ from recollect.lab.train.optimizer_step import (
     learning_rate_at,
     measure_step,
     resident_bytes,
-    train_step,
 )
 from recollect.lab.train.processes import ONE_PROCESS
 from recollect.lab.train.records import Baseline, LiveDisplay, MetricsFile, Outcome, PlainDisplay, StepRecord
 from recollect.lab.train.session import open_session
-from recollect.lab.train.trained import build_trained
+from recollect.lab.train.trained import Trained, build_trained
 from training_runs import config, losses, run
 
 pytestmark = pytest.mark.integration
@@ -41,6 +41,10 @@ def built(folder: Path) -> GPTModel:
     """Return the model of a tiny run before its first step."""
     flags = config(folder)
     return build_trained(flags.model.dimensions(256), flags, ONE_PROCESS).model
+
+
+def step(model: GPTModel, optimizer: torch.optim.Optimizer, batches: Any, clip_norm: float) -> tuple[float, float]:
+    return Trained(model, model, optimizer, Exchange()).step(batches, clip_norm=clip_norm)
 
 
 def test_it_learns_and_validates(tmp_path: Path) -> None:
@@ -77,10 +81,10 @@ def test_accumulation_gives_the_gradient_of_the_whole_batch(tmp_path: Path) -> N
     whole = [(tokens[:, :-1], tokens[:, 1:])]
     halves = [(part[:, :-1], part[:, 1:]) for part in tokens.split(2)]
     start = {name: value.clone() for name, value in model.state_dict().items()}
-    loss, _ = train_step(model, optimizer, whole, accumulation=1, clip_norm=0.0)
+    loss, _ = step(model, optimizer, whole, 0.0)
     after_whole = {name: value.clone() for name, value in model.state_dict().items()}
     model.load_state_dict(start)
-    other_loss, _ = train_step(model, optimizer, halves, accumulation=2, clip_norm=0.0)
+    other_loss, _ = step(model, optimizer, halves, 0.0)
     assert other_loss == pytest.approx(loss, rel=1e-6)
     for name, value in model.state_dict().items():
         torch.testing.assert_close(value, after_whole[name], atol=1e-6, rtol=1e-5)  # fp32, another order of sums
@@ -91,7 +95,7 @@ def test_clipping_bounds_the_norm(tmp_path: Path) -> None:
     start = torch.cat([p.detach().flatten().clone() for p in model.parameters()])
     tokens = torch.randint(256, (2, 32))
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    _, norm = train_step(model, optimizer, [(tokens, tokens)], accumulation=1, clip_norm=0.1)
+    _, norm = step(model, optimizer, [(tokens, tokens)], 0.1)
     moved = torch.cat([p.detach().flatten() for p in model.parameters()]) - start
     assert norm > 0.1
     assert moved.norm().item() == pytest.approx(0.1, rel=1e-3)
@@ -119,8 +123,7 @@ def test_peak_of_a_step_counts_all_that_is_alive(tmp_path: Path) -> None:
     session = open_session(config(tmp_path))
 
     def session_step() -> tuple[float, float]:
-        batches = session.batches(0)
-        return train_step(session.model, session.optimizer, batches, accumulation=1, clip_norm=1.0)
+        return session.trained.step(list(session.batches(0)), clip_norm=1.0)
 
     session_step()
     parameter_bytes = 4 * session.model.num_parameters

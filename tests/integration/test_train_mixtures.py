@@ -11,8 +11,9 @@ import torch
 from recollect.engine.content import has_same_bits
 from recollect.lab.models.gpt import GPTModel
 from recollect.lab.models.sizes import NAMED_CONFIGS
-from recollect.lab.train.optimizer_step import train_step, validation_loss
+from recollect.lab.train.exchange import Exchange
 from recollect.lab.train.session import open_session
+from recollect.lab.train.trained import Trained
 from training_runs import config, kill_after, losses, run, start, write_text
 
 pytestmark = pytest.mark.integration
@@ -74,7 +75,7 @@ def test_a_step_updates_biases_once_for_all_its_micro_batches() -> None:
 
     router.register_forward_hook(count)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    train_step(model, optimizer, [_batch(0), _batch(1)], accumulation=2, clip_norm=1.0)
+    Trained(model, model, optimizer, Exchange()).step([_batch(0), _batch(1)], clip_norm=1.0)
     expected = 0.001 * (counted.float().mean() - counted).sign()
     assert torch.equal(router.expert_bias, expected)
     assert not router.tokens_per_expert.any()
@@ -84,8 +85,9 @@ def test_validation_counts_the_next_token_only_and_drops_nothing() -> None:
     torch.manual_seed(0)
     config = NAMED_CONFIGS["deepseek-v3-tiny"].changed(hidden_dropout=0.5)
     model = GPTModel(config)
-    first = validation_loss(model, [_batch(0), _batch(1)])
-    assert first == validation_loss(model, [_batch(0), _batch(1)])
+    trained = Trained(model, model, torch.optim.SGD(model.parameters()), Exchange())
+    first = trained.validation_loss([_batch(0), _batch(1)])
+    assert first == trained.validation_loss([_batch(0), _batch(1)])
     assert model.training
     model.eval()
     assert first == pytest.approx(sum(model(*_batch(seed)).lm_loss.item() for seed in (0, 1)) / 2)

@@ -22,7 +22,7 @@ from torch.profiler import ProfilerActivity
 import recollect
 from recollect.lab.train.config import ProfileFlags, TrainConfig
 from recollect.lab.train.files import only_run_in
-from recollect.lab.train.optimizer_step import learning_rate_at, measure_step, resolve_device, validation_loss
+from recollect.lab.train.optimizer_step import learning_rate_at, measure_step, resolve_device
 from recollect.lab.train.pipeline_plans import PipelinePlans
 from recollect.lab.train.prepare import prepare
 from recollect.lab.train.processes import Processes, joined_processes, num_processes
@@ -194,12 +194,7 @@ def _validate(session: Session) -> float | None:
     is_due = session.step == session.config.optim.steps or _is_due(session.step, session.config.run.validate_every)
     if session.corpus.validation is None or session.config.num_validation_batches == 0 or not is_due:
         return None
-    return validation_loss(
-        session.trained.wrapped,
-        session.validation_batches(),
-        exchange=session.trained.exchange,
-        total=session.config.num_validation_batches,
-    )
+    return session.trained.validation_loss(session.validation_batches(), session.config.num_validation_batches)
 
 
 def _is_due(step: int, every: int) -> bool:

@@ -1,20 +1,17 @@
-"""A step of a run: its device, its optimizer and learning rate, its computation, and its memory.
+"""A step of a run: its device, its optimizer and learning rate, and its memory.
 
 The optimizer is AdamW with weight decay for matrices only.
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from recollect._torch_parallel import GradientBuckets
 from recollect.errors import HardwareError
-from recollect.lab.models.gpt import GPTModel
-from recollect.lab.train.exchange import Exchange
 from recollect.lab.train.optim_flags import OptimFlags
 from recollect.measuring.meter import measure_peak, storage_bytes
 
@@ -78,63 +75,6 @@ def learning_rate_at(step: int, flags: OptimFlags) -> float:
         left = 1 - progress if is_linear else 0.5 * (1 + math.cos(math.pi * progress))
         fraction = lowest + (1 - lowest) * left
     return flags.learning_rate * fraction
-
-
-def train_step(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    batches: Iterable[tuple[Tensor, Tensor]],
-    *,
-    accumulation: int,
-    clip_norm: float,
-    exchange: Exchange | None = None,
-) -> tuple[float, float]:
-    """Run one optimizer step over `accumulation` micro-batches.
-
-    Args:
-        model: `model(tokens, labels)` returns an object with a scalar `.loss`.
-        optimizer: over the parameters of `model`; gradients are None afterwards.
-        batches: `accumulation` pairs of tokens and labels, each int64 [B, T].
-        accumulation: divides each loss, so that gradients belong to the mean.
-        clip_norm: largest norm of the gradient; 0 turns clipping off.
-        exchange: with the other processes of the run; None: there are none.
-
-    Returns:
-        The mean loss of the micro-batches, and the norm of the gradient before clipping (nan if clipping is off); of all
-        processes.
-    """
-    exchange = exchange or Exchange()
-    loss = exchange.accumulate(model, batches, accumulation)
-    exchange.reduce_gradients(model.parameters())
-    norm = float("nan")
-    if clip_norm:
-        norm = exchange.clip(model.parameters(), clip_norm)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)  # frees their memory for the next forward
-    inner = model.module if isinstance(model, DistributedDataParallel) else model
-    if isinstance(inner, GPTModel):
-        inner.update_expert_bias()
-    return exchange.mean([loss]), norm
-
-
-@torch.no_grad()
-def validation_loss(
-    model: nn.Module,
-    batches: Iterable[tuple[Tensor, Tensor]],
-    *,
-    exchange: Exchange | None = None,
-    total: int | None = None,
-) -> float:
-    """Return the mean loss over batches of equal size, without dropout and for the next token only.
-
-    Of the batches of all processes the first `total` count: the last ones of some may be repeated, so that all run alike.
-    """
-    was_training = model.training
-    model.eval()
-    exchange = exchange or Exchange()
-    losses = exchange.losses(model, batches)
-    model.train(was_training)
-    return exchange.mean(losses, total)
 
 
 def resident_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:

@@ -3,7 +3,8 @@
 The model is built and spread on the meta device, where it takes no memory. A process's own part is drawn into place.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +22,7 @@ from recollect.lab.parallel.stages import LossStage, PipelineRank
 from recollect.lab.parallel.tensor import fused_parameters
 from recollect.lab.train.config import TrainConfig
 from recollect.lab.train.exchange import Exchange, PipelineExchange, RanksExchange
-from recollect.lab.train.optimizer_step import build_optimizer, resolve_device, train_step
+from recollect.lab.train.optimizer_step import build_optimizer, resolve_device
 from recollect.lab.train.processes import Processes
 from recollect.lab.train.sharded_checkpoint import parts_of
 
@@ -39,15 +40,31 @@ class Trained:
     exchange: Exchange
 
     def step(self, batches: Sequence[tuple[Tensor, Tensor]], *, clip_norm: float) -> tuple[float, float]:
-        """Run one optimizer step over the micro-batches of this process; see `train_step`."""
-        return train_step(
-            self.wrapped,
-            self.optimizer,
-            batches,
-            accumulation=len(batches),
-            clip_norm=clip_norm,
-            exchange=self.exchange,
-        )
+        """Run one optimizer step over the micro-batches of this process: tokens and labels, each int64 [B, T].
+
+        Returns:
+            The mean loss, and the norm of the gradient before it is clipped (nan if `clip_norm` is 0, and it is not); of all
+            processes. Gradients are None afterwards.
+        """
+        loss = self.exchange.accumulate(self.wrapped, batches, len(batches))
+        self.exchange.reduce_gradients(self.model.parameters())
+        norm = self.exchange.clip(self.model.parameters(), clip_norm) if clip_norm else math.nan
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)  # frees their memory for the next forward
+        self.model.update_expert_bias()
+        return self.exchange.mean([loss]), norm
+
+    @torch.no_grad()
+    def validation_loss(self, batches: Iterable[tuple[Tensor, Tensor]], total: int | None = None) -> float:
+        """Return the mean loss over batches of equal size, without dropout and for the next token only.
+
+        Of the batches of all processes the first `total` count: the last ones of some may be repeated, so that all run alike.
+        """
+        was_training = self.wrapped.training
+        self.wrapped.eval()
+        losses = self.exchange.losses(self.wrapped, batches)
+        self.wrapped.train(was_training)
+        return self.exchange.mean(losses, total)
 
 
 def build_trained(dimensions: TransformerConfig, config: TrainConfig, processes: Processes) -> Trained:
