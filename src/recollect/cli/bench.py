@@ -40,10 +40,11 @@ def run_bench(command: Bench, console: Console) -> int:
             torch.set_num_threads(command.threads)
     with few_objects():
         subject = build_subject(command, device)
-        workload, machine = _workload(command, subject), _machine(device)
         versions = {"torch": torch.__version__, "recollect": __version__, "python": platform.python_version()}
+        here: dict[str, Any] = {"machine": _machine(device), "versions": versions}
+        here["workload"] = _workload(command, subject)
         if golden is not None and command.golden is not None:
-            check_comparable(golden, command.golden, workload=workload, machine=machine, versions=versions)
+            check_comparable(golden, command.golden, **here)
         rows, reference, rounds = measure(
             subject,
             settings,
@@ -52,15 +53,7 @@ def run_bench(command: Bench, console: Console) -> int:
             memory_limit_bytes=limit_bytes,
             report=lambda text: print_line(console, text, style="dim"),
         )
-    results = BenchResults(
-        workload=workload,
-        machine=machine,
-        versions=versions,
-        rounds=rounds,
-        reference=reference,
-        rows=rows,
-        memory_limit_bytes=limit_bytes,
-    )
+    results = BenchResults(**here, rounds=rounds, reference=reference, rows=rows, memory_limit_bytes=limit_bytes)
     if golden is not None and command.golden is not None:
         results = compared(results, golden, path=command.golden, threshold=command.threshold)
     _show(results, console)
