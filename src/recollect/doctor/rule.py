@@ -9,10 +9,9 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
-from importlib import resources
 from typing import Any, Literal
 
-import yaml
+from recollect.integrations.megatron.rule import read_table
 
 BEFORE = 150  # lines: a traceback through a trainer has 60 to 120
 AFTER = 16
@@ -174,17 +173,11 @@ def _compiled(pattern: str) -> re.Pattern[str]:
     return re.compile(pattern, re.MULTILINE)
 
 
-def _file(name: str) -> Any:
-    text = (resources.files("recollect.doctor") / "rules" / f"{name}.yaml").read_text(encoding="utf-8")
-    # In C if PyYAML has that: 3 ms for all rules instead of 50.
-    return yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-
-
 def _read(name: str, *, fatal: bool = False) -> tuple[Rule, ...]:
     """Return the rules of a file, of which most are `fatal` or not."""
     return tuple(
         Rule(**{"sees": f'"{entry.get("pattern")}"', "fatal": fatal, **entry, "fix": tuple(entry["fix"])})
-        for entry in _file(name)
+        for entry in read_table(__package__, f"rules/{name}.yaml")
     )
 
 
@@ -200,5 +193,6 @@ TOPICS: dict[str, tuple[Rule, ...]] = {
 
 RULES: dict[str, Rule] = {rule.name: rule for rules in TOPICS.values() for rule in rules}
 
-ONE_SPEAKS, TOGETHER = (tuple(map(tuple, _file("one_mistake")[key])) for key in ("one_speaks", "together"))
+_MISTAKES = read_table(__package__, "rules/one_mistake.yaml")
+ONE_SPEAKS, TOGETHER = (tuple(map(tuple, _MISTAKES[key])) for key in ("one_speaks", "together"))
 """Names of findings that one mistake gives: the first speaks for the others, alone, or with their advice."""

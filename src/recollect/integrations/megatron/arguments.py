@@ -8,12 +8,10 @@ import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
-from importlib import resources
 from typing import Final, Literal
 
-import yaml
-
 from recollect.errors import ConfigError, NotYetError
+from recollect.integrations.megatron.rule import read_table
 
 Arity = Literal[0, 1, "any"]
 
@@ -70,8 +68,7 @@ class ForeignFlag:
 
 
 def _read() -> Iterator[ForeignFlag]:
-    text = (resources.files(__package__) / "foreign_flags.yaml").read_text(encoding="utf-8")
-    for entry in yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
+    for entry in read_table(__package__, "foreign_flags.yaml"):
         allowed = tuple(entry.pop("allowed", ()))
         for word in entry.pop("flags").split():
             name, takes, several = word.partition("=")
