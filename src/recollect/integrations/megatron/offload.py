@@ -49,11 +49,7 @@ class _Group:
 
 
 def with_offload(profile: Profile, plan: Plan, config: RecomputeConfig, layers: Sequence[str]) -> Plan:
-    """Return a plan that offloads, of the kept values, those that a configuration names.
-
-    Warns:
-        ConfigWarning: nothing is large enough, or left to offload.
-    """
+    """Return a plan that offloads, of the kept values, those that a configuration names."""
     savers = _savers(profile)
     candidates = {key for key in savers if _may_go(profile, plan, config, key)} & returning_values(profile)
     groups = _groups(profile, config, layers)

@@ -240,11 +240,7 @@ class ParallelFlags:
         return replace(self, expert_model_parallel_size=1, expert_tensor_parallel_size=None).layout()
 
     def layout_of(self, world_size: int) -> DeviceLayout:
-        """Return the layout of some number of processes; data parallelism gets the ranks that the other sizes leave.
-
-        Warns:
-            ConfigWarning: state is to be shared over data parallelism, and there is none.
-        """
+        """Return the layout of some number of processes; data parallelism gets the ranks that the other sizes leave."""
         each = self.layout_of_one().num_devices
         if world_size % each:
             sizes = {name: getattr(self, name) for name in _FLAGS if getattr(self, name) != 1}
