@@ -434,6 +434,12 @@ MUTATIONS = (
         (("(without_modes(), without_global_hooks())", "(without_global_hooks(),)"),),
     ),
     Mutation(
+        "gathers-inside-traced-units",
+        "what FSDP2 gathers before a unit's backward counts as made in it",
+        "recording",
+        (("if self._call >= 0 and data_parallelism_runs():", "if False:"),),
+    ),
+    Mutation(
         "state-dict-hooks-gone",
         "after a recording, the state dict of a model that FSDP2 shards has whole parameters that forward gathered",
         "recording/restored_state.py",
@@ -447,8 +453,8 @@ MUTATIONS = (
     ),
     Mutation(
         "sharded-units-not-traced",
-        "plans leave a unit that FSDP2 shards to the tape, since what reduces its gradients communicates",
+        "plans leave a unit that FSDP2 shards to the tape, since what gathers its parameters communicates",
         "recording",
-        (("or all(node >= call.nodes.stop for call in calls)", "or True"),),
+        ((" and not data_parallelism_runs():", ":"),),
     ),
 )

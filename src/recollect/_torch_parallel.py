@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from recollect._torch_fsdp import is_fully_sharded, parameter_groups
+from recollect._torch_private import accumulates_gradient
 from recollect.errors import ConfigError, RecordError
 
 # Empty where PyTorch has no torch.distributed.
@@ -83,6 +84,18 @@ def is_data_parallel(module: nn.Module) -> bool:
 def runs_in_ddp() -> bool:
     """Whether the forward of a `DistributedDataParallel` is running, which takes gradients from parameters as they come."""
     return DistributedDataParallel._active_ddp_module is not None
+
+
+def data_parallelism_runs() -> bool:
+    """Whether DDP averages a gradient, or FSDP2 gathers parameters or reduces gradients, in hooks and in nodes of its own."""
+    if accumulates_gradient():
+        return True
+    # Autograd takes FSDP2's hooks for part of the node that they are before.
+    frame: Any = sys._getframe()
+    while (frame := frame.f_back) is not None:
+        if frame.f_globals.get("__name__", "").startswith("torch.distributed.fsdp._fully_shard"):
+            return True
+    return False
 
 
 def passes_ops_on(function: Any) -> bool:

@@ -58,7 +58,7 @@ def main() -> None:
         assert not plan.is_compiled
         for kind in (transformers.Trainer, Sharding):
             found, plan = trained(folder, kind, is_compiled=True)
-            assert plan.is_compiled
+            assert plan.is_compiled, (kind, plan)
             # Compiled code rounds in other places.
             assert all(abs(a - b) <= 1e-4 * a for a, b in zip(losses, found, strict=True)), (losses, found)
             plans: list[Any] = [None, None]

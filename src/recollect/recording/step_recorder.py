@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
+from recollect._torch_parallel import data_parallelism_runs
 from recollect._torch_private import (
     at_end_of_backward,
     current_autograd_node,
@@ -40,7 +41,6 @@ from recollect.recording.trackers import (
     TrackedValue,
     Trackers,
     keep_all,
-    runs_formula_of_unit,
     storage_of,
     tracker_of,
 )
@@ -154,7 +154,8 @@ class StepRecorder:
 
     def after_op(self, func: Any, facts: OpFacts, args: Any, kwargs: Any, output: Any, run: OpRun) -> None:
         """Add an op of a unit's forward; of any other op, add only its cost and the storages that it makes."""
-        if facts.is_collective and (self.current is not None or runs_formula_of_unit(self.calls)):
+        # A copy of the unit does none of that.
+        if facts.is_collective and not data_parallelism_runs():
             self.communicating.add(self._backward_call if self.current is None else self.current)
         if facts.is_view or facts.is_lazy or facts.changes_layout_only:
             return

@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from recollect._torch_parallel import data_parallelism_runs
 from recollect._torch_private import (
     accumulates_gradient,
     current_autograd_node,
@@ -368,7 +369,10 @@ class Reached:
         self._call = -1
 
     def note(self) -> None:
-        """Note which formula runs, if any; what adds up a parameter's gradient belongs to the unit before it."""
+        """Note which formula runs, if any.
+
+        What adds up a parameter's gradient belongs to the unit before it, and what gathers parameters to none.
+        """
         node = current_autograd_node()
         if node < 0 or accumulates_gradient() or (self._call >= 0 and node in self._calls[self._call].nodes):
             return
@@ -376,19 +380,10 @@ class Reached:
         if self._call >= 0:
             self._log(events.LEAVE, self._call)
         self._call = next((index for index, call in enumerate(self._calls) if node in call.nodes), -1)
+        if self._call >= 0 and data_parallelism_runs():
+            self._call = -1
         if self._call >= 0:
             self._log(events.REACH, self._call)
-
-
-def runs_formula_of_unit(calls: Sequence[RecordedCall]) -> bool:
-    """Whether what runs in backward is part of a unit's.
-
-    No hook is, such as those with which DDP averages gradients and FSDP2 gathers parameters; nor FSDP2's formula that reduces.
-    """
-    node = current_autograd_node()
-    if node < 0 or accumulates_gradient():
-        return False
-    return any(node in call.nodes for call in calls) or all(node >= call.nodes.stop for call in calls)
 
 
 def keep_all(calls: Sequence[RecordedCall], tensors: Iterable[torch.Tensor]) -> None:
