@@ -434,6 +434,12 @@ MUTATIONS = (
         (("(without_modes(), without_global_hooks())", "(without_global_hooks(),)"),),
     ),
     Mutation(
+        "clipping-counts-as-a-unit",
+        "a unit counts as communicating, and runs on the tape, where the loop clips the gradients of shards",
+        "recording",
+        ((" if current_autograd_node() >= 0 else -1", ""),),
+    ),
+    Mutation(
         "gathers-inside-traced-units",
         "what FSDP2 gathers before a unit's backward counts as made in it",
         "recording",

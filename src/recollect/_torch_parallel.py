@@ -87,7 +87,7 @@ def runs_in_ddp() -> bool:
 
 
 def data_parallelism_runs() -> bool:
-    """Whether DDP averages a gradient, or FSDP2 gathers parameters or reduces gradients, in hooks and in nodes of its own."""
+    """Whether DDP averages a gradient, or FSDP2 gathers parameters or reduces gradients: a unit alone does nothing of this."""
     if accumulates_gradient():
         return True
     # Autograd takes FSDP2's hooks for part of the node that they are before.

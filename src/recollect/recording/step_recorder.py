@@ -154,9 +154,9 @@ class StepRecorder:
 
     def after_op(self, func: Any, facts: OpFacts, args: Any, kwargs: Any, output: Any, run: OpRun) -> None:
         """Add an op of a unit's forward; of any other op, add only its cost and the storages that it makes."""
-        # A copy of the unit does none of that.
         if facts.is_collective and not data_parallelism_runs():
-            self.communicating.add(self._backward_call if self.current is None else self.current)
+            in_backward = self._backward_call if current_autograd_node() >= 0 else -1
+            self.communicating.add(in_backward if self.current is None else self.current)
         if facts.is_view or facts.is_lazy or facts.changes_layout_only:
             return
         if self.current is None or not self.pending_stem:

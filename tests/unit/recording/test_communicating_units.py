@@ -62,3 +62,15 @@ def test_a_unit_that_communicates_runs_once(communicates: str) -> None:
     profile = recollect.record(model, torch.randn(8, 16, requires_grad=True), loss_fn=torch.sum)
     assert len(profile.calls) == 3
     assert Layer.num_runs == 3
+
+
+@pytest.mark.usefixtures("two_ranks")
+def test_what_a_loop_communicates_after_backward_is_of_no_unit() -> None:
+    model = nn.Sequential(*(Layer("") for _ in range(3)))
+
+    def step() -> None:
+        model(torch.randn(8, 16, requires_grad=True)).sum().backward()
+        all_reduce(torch.stack([parameter.grad.norm() for parameter in model.parameters()]), "sum", dist.group.WORLD)
+
+    profile = recollect.record(model, step=step, engine="graph")
+    assert all(profile.graph_of(call).joint for call in profile.calls), [g.why_not_traced for g in profile.graphs]

@@ -176,6 +176,7 @@ def train(budget, settings, engine="tape"):
 
     def step():
         model(data).float().sum().backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
 
