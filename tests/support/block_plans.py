@@ -1,7 +1,5 @@
 """Plans for `blocks.Stack`, made by hand, and the ops that run under them."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -10,18 +8,15 @@ import torch
 from torch import Tensor, nn
 
 import recollect
-from blocks import Stack
+from blocks import Stack, mean_square
 from gradients import call, clear, loss_of
 from recollect.plans.plan import Plan
 from recollect.plans.unit_plan import UnitPlan
+from recorded_once import recorded_once
 from watch import Watch
 
 ROWS = torch.linspace(-1, 1, 12 * 16).reshape(12, 16)
 BLOCK_VALUES = ("norm.native_layer_norm.0", "up.addmm", "gelu", "down.addmm", "add")
-
-
-def mean_square(output: Tensor) -> Tensor:
-    return output.square().mean()
 
 
 def stack(dropout: float = 0.0) -> Stack:
@@ -30,7 +25,7 @@ def stack(dropout: float = 0.0) -> Stack:
 
 
 def full(model: nn.Module, batch: Any, loss_fn: Callable[[Any], Tensor] | None = None) -> Plan:
-    return recollect.classic_plan(recollect.record(model, batch, loss_fn=loss_fn), "full")
+    return recollect.classic_plan(recorded_once(model, batch, loss_fn=loss_fn), "full")
 
 
 def block_plan(*recompute: str, paths: tuple[str, ...] = ("blocks.0", "blocks.1", "blocks.2")) -> Plan:

@@ -1,7 +1,5 @@
 """Small modules that tests share, with no dependency but PyTorch, so that rank processes start fast."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -89,6 +87,10 @@ class InPlace(nn.Module):
         product += self.bias
         product.sigmoid_()
         return product.sin() + hidden
+
+
+def mean_square(output: Tensor) -> Tensor:
+    return output.square().mean()
 
 
 def built(build: Callable[[], nn.Module]) -> Any:

@@ -1,7 +1,5 @@
 """Plans of a pipeline's stages, against ranks that really run in the order of their schedule, in one process."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -12,8 +10,7 @@ from torch import Tensor, nn
 import recollect
 from recollect.errors import BudgetTooSmallError, ProfileFormatError, ScheduleError
 from recollect.pipelines.pipeline import Pipeline, RecordedPieces
-from recollect.pipelines.rank import first_actions
-from recollect.pipelines.schedule import PipelineAction, PipelineSchedule
+from recollect.pipelines.schedule import PipelineSchedule
 from recollect.pipelines.stage_parts import StageParts
 from recollect.planning.bound import LowerBound
 from recollect.planning.choose import Planner
@@ -176,21 +173,6 @@ def test_early_stages_recompute_more_where_they_hold_more(profiles: list[Profile
     assert "rank        peak  stage  in flight  recompute" in repr(planned)
 
 
-def test_the_last_stage_alone_has_its_loss_in_chunks(profiles: list[Profile]) -> None:
-    chunked = [*profiles[:3], replace(profiles[3], loss_chunks=4)]
-    planned = recollect.plan_pipeline(chunked, SCHEDULES["interleaved"], "80%")
-    assert [plan.loss_chunks for plan in planned.plans] == [1, 1, 1, 4]
-    assert planned.loss_chunks == 4 and ", loss in 4 chunks\n" in repr(planned)
-    whole = recollect.plan_pipeline(profiles, SCHEDULES["interleaved"], "80%")
-    assert whole.loss_chunks == 1 and "chunks" not in repr(whole)
-
-
-def test_many_micro_batches_are_planned_as_a_few() -> None:
-    few, many = (recollect.PipelineSchedule.one_f_one_b(num_stages=2, num_micro_batches=n) for n in (3, 64))
-    assert [first_actions(actions) for actions in many.ranks] == [first_actions(actions) for actions in few.ranks]
-    assert first_actions(SCHEDULES["GPipe"].ranks[0]) == SCHEDULES["GPipe"].ranks[0]
-
-
 class Wide(nn.Module):
     """Two layers, and what a function makes of them."""
 
@@ -227,12 +209,6 @@ def test_what_the_last_stage_returns_is_held_whatever_it_is(
         for returns in (False, True)
     ]
     assert 2 * num_held * x.nbytes <= peaks[1] - peaks[0] <= 6 * num_held * x.nbytes
-
-
-def test_a_loss_that_is_returned_holds_no_logits() -> None:
-    x = torch.randn(SHAPE, requires_grad=True)
-    profile = recollect.record(Wide(torch.mean), x, gradients="accumulated", holds_output=False)
-    assert StageParts(1, profile, is_last=True).output_bytes == 4
 
 
 @pytest.mark.parametrize("returns", [False, True])
@@ -325,7 +301,3 @@ def test_profiles_of_other_steps_are_refused(profiles: list[Profile]) -> None:
 
     with pytest.raises(ProfileFormatError, match="got a step of several micro-batches"):
         recollect.plan_pipeline([recollect.record(stage, step=two)] * 4, SCHEDULES["1F1B"], "70%")
-
-
-def test_actions_print_as_torch_writes_them() -> None:
-    assert str(PipelineAction(2, "F", 5)) == "2F5"

@@ -1,7 +1,5 @@
 """The bound of a rank whose micro-batches share a decision, against the bound that lets each decide, and against plans."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """Schedules: what is in flight, what torch writes, what cannot run, and how long a step takes."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import pytest

@@ -1,7 +1,5 @@
 """What the comparison of two runs says, and how large it says differences are."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,27 +1,21 @@
 """`verify` with a step of the user's own, and what it says of the time that a step takes."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import recollect
-from blocks import Stack
+from blocks import Stack, mean_square
 from recollect.byte_format import format_bytes
 from recollect.plans.plan import Plan
 from recollect.verification import verify as of_verify
 from watch import Watch
 
 ROWS = torch.linspace(-1, 1, 12 * 16).reshape(12, 16)
-
-
-def mean_square(output: Tensor) -> Tensor:
-    return output.square().mean()
 
 
 def model_and_plan() -> tuple[nn.Module, Plan]:

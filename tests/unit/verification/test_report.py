@@ -1,7 +1,5 @@
 """One report for several processes: the worst of each number, and differences with their rank."""
 
-from __future__ import annotations
-
 from recollect.verification.report import Report, report_of_ranks
 
 FIRST = Report(
