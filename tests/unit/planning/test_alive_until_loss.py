@@ -1,17 +1,13 @@
 """Values that the model's own code holds until forward ends: found, varied, and planned for."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
-from itertools import combinations
 
 import pytest
 
 from recollect.planning import chain_solver
-from recollect.planning.alive_until_loss import held_bytes, held_values, layers_hold, with_held
+from recollect.planning.alive_until_loss import held_values
 from recollect.planning.chain_solver import ChainSolver
-from recollect.planning.hull import Evaluator, unit_hull
 from recollect.planning.option_table import OptionTable
 from recollect.profile.events import BACKWARD, DIES, PHASE, StepLog
 from recollect.profile.profile import Profile
@@ -71,32 +67,6 @@ def test_a_value_that_one_call_does_not_hold_is_not_held() -> None:
     assert not held_values(replace(plain, log=step))[0] & values
 
 
-@pytest.mark.parametrize("output", ["keep", "recompute"])
-@pytest.mark.parametrize("seed", range(6))
-def test_options_with_held_values_are_all_that_nothing_beats(seed: int, output: str) -> None:
-    profile, held = cached_step(seed, num_units=1)
-    graph = profile.graphs[0]
-    fate = "keep" if output == "keep" else "recompute"
-    given = unit_hull(graph, output=fate)
-    found = with_held(graph, given, held, output=fate)
-    assert {option.stored for option in given} <= {option.stored for option in found}
-    assert [option.kept_bytes for option in found] == sorted(option.kept_bytes for option in found)
-    numbers = [(o.kept_bytes, o.kept_bytes - held_bytes(graph, o, held), o.recompute_s) for o in found]
-    evaluator = Evaluator(graph, output=fate)
-    for option in given:
-        for size in range(len(held) + 1):
-            for kept in combinations(sorted(held), size):
-                varied = evaluator.option((option.stored.whole - held) | set(kept))
-                theirs = varied.kept_bytes, varied.kept_bytes - held_bytes(graph, varied, held), varied.recompute_s
-                assert any(all(a <= b for a, b in zip(ours, theirs, strict=True)) for ours in numbers)
-    beaten = [o for o, ours in zip(found, numbers, strict=True) if sum(_beats(n, ours) for n in numbers)]
-    assert {option.stored for option in beaten} <= {option.stored for option in given}
-
-
-def _beats(one: tuple[int, int, float], other: tuple[int, int, float]) -> bool:
-    return one != other and all(a <= b for a, b in zip(one, other, strict=True))
-
-
 def test_plans_within_the_budget_get_faster_and_stay_within_it(monkeypatch: pytest.MonkeyPatch) -> None:
     num_faster = 0
     for seed in (0, 3):
@@ -113,9 +83,3 @@ def test_plans_within_the_budget_get_faster_and_stay_within_it(monkeypatch: pyte
             assert again.peak_bytes <= budget
             num_faster += again.recompute_s < plain.recompute_s
     assert num_faster >= 4
-
-
-def test_layers_that_hold_only_their_outputs_are_planned_as_others() -> None:
-    plain, cached = random_step(2, num_values=MANY_VALUES, num_units=4), cached_step(2, num_units=4)[0]
-    assert not layers_hold(plain, held_values(plain))
-    assert layers_hold(cached, held_values(cached))

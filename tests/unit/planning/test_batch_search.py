@@ -1,7 +1,5 @@
 """The search for the largest batch: the same answers as trying every size, from few sizes, and an error for each misuse."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,7 +10,6 @@ from recollect.errors import (
     BudgetTooSmallError,
     ConfigError,
     ProfileFormatError,
-    QuantityError,
     RecordError,
     UnsupportedModelError,
 )
@@ -114,15 +111,6 @@ def test_no_times_no_speed() -> None:
     assert found.fastest.tokens_per_s == 0
 
 
-def test_multiples() -> None:
-    sizes = fitting(13_000)
-    found = search_batches(step_of, 13_000, multiple_of=4)
-    assert {row.size % 4 for row in found.tried} == {0}
-    assert found.planned.size == max(size for size in sizes["planned"] if size % 4 == 0)
-    assert found.without_recompute is not None
-    assert found.without_recompute.size == max(size for size in sizes["plain"] if size % 4 == 0)
-
-
 def test_the_limit_is_at_least() -> None:
     found = search_batches(step_of, 8_000, max_size=11, multiple_of=2)
     assert found.limit == 10
@@ -146,17 +134,6 @@ def test_text() -> None:
         "  with a plan          5",
     ]
     assert str(found).splitlines()[4].startswith("most tokens per second at micro-batch 5: 0 tokens/s of Toy, modelled")
-
-
-def test_a_part_of_the_device() -> None:
-    assert search_batches(step_of, "13% of the device").budget_bytes == 13_000
-
-
-def test_a_percentage_of_a_peak_has_no_meaning() -> None:
-    with pytest.raises(
-        QuantityError, match="'60%': a percentage of the peak without recompute, which differs from batch"
-    ):
-        search_batches(step_of, "60%")
 
 
 def test_nothing_fits() -> None:

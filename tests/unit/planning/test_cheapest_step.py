@@ -1,7 +1,5 @@
 """The minimum cut of a whole step at prices: no plan is below it, and a choice costs as much as it says."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The classic schedules: what each one keeps, and what it says when it cannot be made."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Plans of steps whose device runs behind the host, against every plan of small steps, and against an H200."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """What to compile of a unit: sets of values that are worth a try, and which of the measured ones to go on with."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

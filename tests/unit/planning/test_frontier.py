@@ -1,7 +1,5 @@
 """The frontier: ordered, undominated, with its ends and the classics where they belong."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from dataclasses import replace
@@ -11,7 +9,6 @@ import pytest
 import recollect
 from recollect.errors import PlanError, ProfileFormatError
 from recollect.planning.bound import LowerBound
-from recollect.planning.classic import classic_plan
 from recollect.planning.frontier import Frontier, frontier
 from recollect.profile.events import StepLog
 from recollect.profile.profile import Profile
@@ -32,19 +29,6 @@ def test_peaks_rise_and_slowdowns_fall(found: Frontier) -> None:
     for lean, fat in itertools.pairwise(found.points):
         assert lean.peak_bytes < fat.peak_bytes
         assert lean.slowdown > fat.slowdown
-
-
-def test_points_are_what_their_plans_do(found: Frontier) -> None:
-    profile = stack(16)
-    for point in (*found.points, *found.classics):
-        simulation = simulate(profile, decide(profile, point.plan))
-        assert point.peak_bytes == simulation.peak_bytes
-        assert point.slowdown == pytest.approx(simulation.recompute_s / profile.step_s)
-
-
-def test_last_point_keeps_everything(found: Frontier) -> None:
-    assert found.points[-1].slowdown == 0
-    assert found.points[-1].peak_bytes == classic_plan(stack(16), "keep_all").predicted_peak_bytes
 
 
 def test_no_classic_beats_the_frontier(found: Frontier) -> None:

@@ -1,7 +1,5 @@
 """The hull of one unit: against enumeration of every choice, and its special cases one by one."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from dataclasses import replace
@@ -9,7 +7,7 @@ from typing import Literal
 
 import pytest
 
-from recollect.planning.hull import Evaluator, Option, Stored, unit_hull
+from recollect.planning.hull import Evaluator, Option, unit_hull
 from recollect.profile.graph import OpRecord, UnitGraph, ValueRecord
 from watched_modules import on_modules
 
@@ -132,11 +130,6 @@ def points(options: tuple[Option, ...]) -> list[tuple[int, float]]:
     return [(option.kept_bytes, option.recompute_s) for option in options]
 
 
-def test_chain_has_one_option_per_price() -> None:
-    graph = chain(bytes_and_seconds=[(10, 1.0), (10, 2.0), (10, 4.0)])
-    assert points(unit_hull(graph)) == [(0, 7.0), (10, 3.0), (20, 1.0), (30, 0.0)]
-
-
 def test_modules_that_the_tape_watches_are_paid_once_and_only_if_something_of_them_runs_again() -> None:
     graph = chain(bytes_and_seconds=[(10, 1.0), (10, 2.0), (10, 4.0)])
     names = ["x", "a.v1", "a.v2", "b.v3"]
@@ -145,38 +138,6 @@ def test_modules_that_the_tape_watches_are_paid_once_and_only_if_something_of_th
     graph = UnitGraph(values, ops, tape_s=0.25, module_tape_s=(("a", 2.0), ("b", 64.0)))
     # Of the two values of "a" none is kept or both: watching it for one costs as much.
     assert points(unit_hull(graph)) == [(0, 73.25), (10, 5.25), (30, 0.0)]
-
-
-def test_must_keep_value_is_kept_by_the_leanest_option() -> None:
-    graph = chain(bytes_and_seconds=[(10, 1.0), (5, 2.0)], v2={"must_keep": True})
-    assert points(unit_hull(graph)) == [(5, 1.0), (15, 0.0)]
-
-
-def test_value_mutated_later_is_only_available_by_running_its_op() -> None:
-    graph = chain(bytes_and_seconds=[(1, 1.0), (100, 2.0)], v1={"saved": False, "mutated_later": True})
-    assert points(unit_hull(graph)) == [(0, 3.0), (100, 0.0)]
-
-
-def test_value_that_can_neither_be_kept_nor_computed_is_not_relied_on() -> None:
-    flags = {"saved": False, "mutated_later": True, "must_keep": True}
-    graph = chain(bytes_and_seconds=[(1, 1.0), (100, 2.0)], v1=flags)
-    assert points(unit_hull(graph)) == [(100, 0.0)]
-
-
-def test_unsaved_small_ancestor_can_be_kept_instead_of_a_large_saved_value() -> None:
-    graph = chain(bytes_and_seconds=[(1, 50.0), (100, 2.0)], v1={"saved": False})
-    assert points(unit_hull(graph)) == [(0, 52.0), (1, 2.0), (100, 0.0)]
-
-
-def test_kept_output_is_available_at_no_further_cost() -> None:
-    values = (
-        ValueRecord("x", 1, producer=None),
-        ValueRecord("a", 8, producer=0, is_output=True),
-        ValueRecord("b", 16, producer=1, saved=True),
-    )
-    graph = UnitGraph(values, (OpRecord("a", (0,), (1,), 5.0), OpRecord("b", (1,), (2,), 1.0)))
-    assert points(unit_hull(graph)) == [(8, 1.0), (24, 0.0)]
-    assert points(unit_hull(graph, output="recompute")) == [(0, 6.0), (8, 1.0), (16, 0.0)]
 
 
 def with_states(graph: UnitGraph, **state_bytes: int) -> UnitGraph:
@@ -192,8 +153,3 @@ def test_what_is_random_runs_again_only_with_the_state_of_its_generator_kept() -
 def test_a_value_smaller_than_the_state_that_makes_it_again_is_kept() -> None:
     graph = with_states(chain(bytes_and_seconds=[(10, 1.0), (100, 2.0)]), v1=5000)
     assert points(unit_hull(graph)) == [(10, 2.0), (110, 0.0)]
-
-
-def test_unit_without_ops_has_one_option() -> None:
-    graph = UnitGraph((ValueRecord("x", 1, producer=None, saved=True, is_output=True),), ())
-    assert unit_hull(graph) == (Option(Stored(), frozenset(), 0, 0.0),)

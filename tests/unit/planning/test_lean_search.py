@@ -1,7 +1,5 @@
 """The least peak: a matter of bytes alone, and close to the least that any plan has."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 
@@ -15,14 +13,11 @@ from recollect.lab.models.architectures import llama_config
 from recollect.lab.models.gpt import GPTModel
 from recollect.planning.classic import classic_plan
 from recollect.planning.lean_search import leanest
-from recollect.planning.lean_units import checkpoints, worth_keeping
 from recollect.planning.option_table import Candidate
 from recollect.planning.planners import plan
-from recollect.profile.graph import OpRecord, UnitGraph, ValueRecord
 from recollect.profile.profile import Profile
 from recollect.simulation.peak_sums import PeakSums
 from recollect.simulation.program import Program
-from recollect.simulation.simulate import simulate
 from recollect.simulation.windows import windows
 from synthetic_step import random_step
 
@@ -99,50 +94,3 @@ def test_the_least_peak_is_mostly_that_of_all_plans() -> None:
         gaps.append(found(profile).peak_bytes / least - 1)
     assert sum(gap == 0 for gap in gaps) >= 10
     assert max(gaps) <= 0.1
-
-
-def test_the_candidate_is_simulated_as_a_whole(profile: Profile) -> None:
-    best = found(profile)
-    assert simulate(profile, best.decisions()).peak_bytes == best.peak_bytes
-
-
-def test_room_above_the_least_peak_makes_plans_faster(profile: Profile) -> None:
-    least = least_peak(profile)
-    slowdowns = [plan(profile, round(least * part)).predicted_slowdown for part in (1.0, 1.03, 1.1)]
-    assert all(slowdown is not None for slowdown in slowdowns)
-    assert slowdowns == sorted(slowdowns, key=lambda slowdown: -(slowdown or 0.0))
-
-
-def graph_of(*steps: tuple[tuple[int, ...], int, bool], output: int) -> UnitGraph:
-    """A unit of ops that read values (0 is the input) and compute one each, of so many bytes, saved or not."""
-    values = [ValueRecord("input", 64, producer=None)]
-    ops = []
-    for number, (inputs, nbytes, saved) in enumerate(steps):
-        index = len(values)
-        values.append(ValueRecord(f"v{index}", nbytes, producer=number, saved=saved, is_output=index == output))
-        ops.append(OpRecord(f"v{index}", inputs, (index,), 1.0))
-    return UnitGraph(tuple(values), tuple(ops))
-
-
-def test_keeping_what_is_read_once_for_no_more_bytes_is_not_worth_it() -> None:
-    # v1 only serves v2, which is as large; v3 is larger than v2, and saved; v4 is tiny.
-    graph = graph_of(((0,), 64, False), ((1,), 64, False), ((2,), 128, True), ((2, 3), 1024, True), output=4)
-    assert worth_keeping(graph) == [4, 3, 2]
-    tiny = graph_of(((0,), 2, True), ((1,), 1024, True), output=2)
-    assert worth_keeping(tiny) == [2]
-
-
-def test_what_must_stay_or_changes_is_not_worth_keeping() -> None:
-    graph = graph_of(((0,), 64, True), ((1,), 64, True), ((2,), 64, True), output=3)
-    first, second, third, fourth = graph.values
-    values = (first, replace(second, must_keep=True), replace(third, saved=False, mutated_later=True), fourth)
-    assert worth_keeping(replace(graph, values=values)) == [3]
-
-
-def test_a_checkpoint_separates_the_output_from_the_input() -> None:
-    # v2 reads v1 and the input, like a residual; v4 adds to v2 what v3 computed from it.
-    residual = graph_of(((0,), 64, True), ((0, 1), 64, True), ((2,), 256, True), ((2, 3), 64, True), output=4)
-    assert checkpoints(residual, {0}) == [2]
-    # v2 is all that the output needs, but larger.
-    larger = graph_of(((0,), 64, True), ((1,), 256, True), ((2,), 64, True), output=3)
-    assert checkpoints(larger, {0}) == [1]

@@ -1,7 +1,5 @@
 """In how many parts the loss is computed: in as few as are about as fast as any."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,11 +1,7 @@
 """Plans with host memory, on small steps made by hand and on a modelled device: within all limits, and worth having."""
 
-from __future__ import annotations
-
-import itertools
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 
@@ -15,8 +11,6 @@ from recollect.lab.models.architectures import llama_config
 from recollect.lab.models.gpt import GPTModel
 from recollect.planning.choose import Planner
 from recollect.planning.frontier import prices
-from recollect.planning.mix import Stage
-from recollect.planning.offload_mix import OffloadUnit, offload_mix
 from recollect.planning.planners import OffloadPlanner
 from recollect.planning.trips import scheduled
 from recollect.plans.plan import Plan
@@ -90,17 +84,6 @@ def test_a_slower_link_than_planned_for_costs_time_only(llama: Profile) -> None:
     assert at_half.peak_bytes == plans[0].predicted_peak_bytes
 
 
-def test_without_host_memory_nothing_changes(llama: Profile) -> None:
-    budget_bytes = int(0.6 * Planner(llama).plain_peak_bytes)
-    assert recollect.plan(llama, budget_bytes, 0) == Planner(llama).plan(budget_bytes)
-    assert recollect.plan(llama, budget_bytes).to_json() == Planner(llama).plan(budget_bytes).to_json()
-
-
-def test_a_budget_that_needs_no_recompute_needs_no_host_memory(llama: Profile) -> None:
-    plan = recollect.plan(llama, "100%", "1GiB")
-    assert not plan.offloads and plan.predicted_slowdown == 0.0
-
-
 def test_text_says_what_is_planned_for(llama: Profile) -> None:
     lines = str(recollect.plan(llama, "50%", "4GiB")).splitlines()
     assert lines[-3].startswith("predicted host memory ") and lines[-3].endswith(", host budget 4.0 GiB")
@@ -168,63 +151,3 @@ def test_what_a_step_waits_for() -> None:
     assert waits(course, journeys, Link(10.0, 10.0)) == pytest.approx(1.5 + 2.0)
     assert waits(course, journeys, Link(10.0, 1e9)) == pytest.approx(1.5)
     assert waits(course, journeys, Link(1e9, 1e9)) == pytest.approx(0.0, abs=1e-6)
-
-
-def unit(*, kept: tuple[int, ...], recompute_s: tuple[float, ...], own: int = 10) -> OffloadUnit:
-    numbers, seconds = np.array(kept, dtype=np.int64), np.array(recompute_s)
-    return OffloadUnit(
-        forward=Stage(numbers, seconds, own_bytes=np.full(len(kept), own)),
-        backward=Stage(numbers, seconds, own_bytes=own + numbers),
-        leaving_bytes=numbers,
-        forward_s=1.0,
-        backward_s=2.0,
-    )
-
-
-def seconds_of(units: list[OffloadUnit], link: Link, budget: int, host: int = MANY_BYTES) -> float | None:
-    shares = offload_mix(units, link, budget, host)
-    return (
-        None
-        if shares is None
-        else sum(float(own @ u.backward.recompute_s) for own, u in zip(shares, units, strict=True))
-    )
-
-
-def test_the_mix_is_the_cheapest_choice_where_nothing_can_go() -> None:
-    """With a link that carries nothing it is the plain choice, which all combinations show."""
-    units = [unit(kept=(0, 40), recompute_s=(seconds, 0.0)) for seconds in (3.0, 1.0, 2.0)]
-    for budget in range(50, 140, 10):
-        best = min(
-            (
-                sum(float(u.backward.recompute_s[k]) for u, k in zip(units, choice, strict=True))
-                for choice in itertools.product(range(2), repeat=3)
-                if all(
-                    sum(int(units[j].leaving_bytes[choice[j]]) for j in range(number))
-                    + 10
-                    + int(u.leaving_bytes[choice[number]])
-                    <= budget
-                    for number, u in enumerate(units)
-                )
-            ),
-            default=None,
-        )
-        found = seconds_of(units, Link(1e-9, 1e-9), budget)
-        assert best is not None and found is not None
-        # Shares of options may be faster than whole ones, never slower.
-        assert found <= best + 1e-9
-
-
-def test_the_mix_offloads_what_the_link_carries() -> None:
-    units = [unit(kept=(0, 40), recompute_s=(3.0, 0.0)) for _ in range(4)]
-    seconds = [seconds_of(units, Link(rate, rate), 100) for rate in (1e-9, 5.0, 20.0, 1e6)]
-    assert None not in seconds
-    assert seconds == sorted(seconds, key=lambda s: -(s or 0.0))
-    assert seconds[0] == pytest.approx(3.0 * 70 / 40, rel=0.3) and seconds[-1] == pytest.approx(0.0, abs=1e-6)
-    # No more goes than the host has room for.
-    assert seconds_of(units, Link(1e6, 1e6), 100, host=0) == pytest.approx(seconds[0], rel=1e-6)
-
-
-def test_the_mix_waits_where_that_is_the_only_way() -> None:
-    units = [unit(kept=(40,), recompute_s=(0.0,)) for _ in range(4)]
-    assert seconds_of(units, Link(1.0, 1.0), 100) == 0.0
-    assert seconds_of(units, Link(1.0, 1.0), 40) is None

@@ -1,7 +1,5 @@
 """What users get from the planner, against brute force through the real simulator: gaps are counted, bounds are bounds."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import statistics

@@ -1,7 +1,5 @@
 """Which units a plan names: those that have to be on the tape, and the layers."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,15 +1,11 @@
 """Which layer outputs to drop, and how many."""
 
-from __future__ import annotations
-
-from dataclasses import replace
-
 import pytest
 
 from recollect.errors import BudgetTooSmallError
 from recollect.planning.chain_solver import ChainSolver
 from recollect.planning.classic import classic_plan
-from recollect.planning.output_choices import dropped_outputs, first_outputs, folded_outputs, longest_chain, most_folded
+from recollect.planning.output_choices import dropped_outputs, first_outputs, longest_chain
 from recollect.planning.planners import plan
 from recollect.plans.action import Action
 from recollect.plans.plan import Plan
@@ -23,44 +19,6 @@ from toy_profile import layer, stack
 
 def layers(numbers: list[int]) -> set[str]:
     return {f"layers.{number}" for number in numbers}
-
-
-def working(profile: Profile, nbytes: int) -> list[int]:
-    return [nbytes if call.repeated else 0 for call in profile.calls]
-
-
-@pytest.mark.parametrize(
-    ("num_dropped", "numbers"),
-    [
-        # Outputs of 50 bytes, 300 bytes to work in: pairs first, one after another from the front ...
-        (1, [0]),
-        (3, [0, 2, 4]),
-        # ... then three layers where nothing is kept yet, before the last layers share a segment.
-        (6, [0, 2, 4, 6, 8, 10]),
-        (7, [0, 1, 3, 4, 6, 8, 10]),
-        (11, list(range(11))),
-    ],
-)
-def test_folded_outputs_make_long_segments_early(num_dropped: int, numbers: list[int]) -> None:
-    profile = stack(12)
-    found = folded_outputs(profile, working(profile, 300), num_dropped=num_dropped)
-    assert found == layers(numbers)
-
-
-@pytest.mark.parametrize("num_dropped", range(12))
-def test_folded_outputs_drop_as_many_as_they_should(num_dropped: int) -> None:
-    profile = stack(12)
-    assert len(folded_outputs(profile, working(profile, 80), num_dropped=num_dropped)) == num_dropped
-    assert most_folded(profile) == 11
-
-
-def test_segments_do_not_cross_what_is_not_chained() -> None:
-    profile = stack(6)
-    calls = [replace(call, chained=call.chained and call.path != "layers.2") for call in profile.calls]
-    profile = replace(profile, calls=tuple(calls))
-    assert most_folded(profile) == 4
-    assert "layers.2" not in folded_outputs(profile, working(profile, 300), num_dropped=4)
-    assert first_outputs(profile, longest=2, num_dropped=9) == layers([0, 3])
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """Values that ranks may hold as parts: the hull, the bound and the planner against enumeration of every choice."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import random

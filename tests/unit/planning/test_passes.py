@@ -1,10 +1,7 @@
 """Units that run several times in a step: planned as well as those that run once."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -13,11 +10,9 @@ from blocks import Block
 from recollect.errors import BudgetTooSmallError
 from recollect.planning.choose import Planner
 from recollect.planning.classic import classic_plan
-from recollect.planning.output_choices import chains, most_folded, single_outputs
 from recollect.plans.action import Action
 from recollect.profile.profile import Profile
 from recollect.profile.repeated_steps import fold
-from recollect.simulation.windows import alive_calls, most_alive, windows
 from recorded_steps import Phases, recorded
 
 WIDTH = 32
@@ -120,27 +115,3 @@ def test_micro_steps_cost_what_one_costs(model: Loop, batch: Tensor) -> None:
     two = profile_of(model, one_by_one(model, batch, batch), batch)
     four_s, two_s = ([slowdown * p.step_s for slowdown in slowdowns(p)] for p in (accumulated, two))
     assert four_s == pytest.approx([2 * seconds for seconds in two_s], rel=0.01)
-
-
-def test_finds_what_waits_for_backward(model: Loop, batch: Tensor) -> None:
-    profile = profile_of(model, once(model, batch[:8], batch[8:16]), batch)
-    found = windows(profile)
-    alive = alive_calls(profile, found)
-    num_units = 8
-    first_backward = next(number for number, window in enumerate(found) if window.phase == 1 and window.call == 9)
-    # In the backward of the second pass' first layer: all of the first pass, and of its own the stem.
-    assert np.flatnonzero(alive[first_backward]).tolist() == list(range(num_units + 1))
-    assert set(most_alive(profile, found).values()) == {2}
-    one_after_another = profile_of(model, one_by_one(model, batch[:8], batch[8:16]), batch)
-    assert set(most_alive(one_after_another, windows(one_after_another)).values()) == {1}
-
-
-def test_outputs_can_be_dropped_where_layers_follow_each_other_every_time(model: Loop, batch: Tensor) -> None:
-    pair = profile_of(model, once(model, batch[:8], batch[8:16]), batch)
-    assert [[pair.calls[i].path for i in chain] for chain in chains(pair)] == [[f"blocks.{i}" for i in range(6)]]
-    assert most_folded(pair) == 5
-    loop = Loop(num_blocks=3, num_loops=2)
-    again = profile_of(loop, once(loop, batch[:8]), batch)
-    # The last block feeds the first one: its output is kept.
-    assert [len(chain) for chain in chains(again)] == [3]
-    assert "blocks.2" not in single_outputs(again)

@@ -1,7 +1,5 @@
 """The contract of the solver: candidates are within the budget and cost what they say, always the same, in any order."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

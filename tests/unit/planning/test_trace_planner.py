@@ -1,7 +1,5 @@
 """Plans for units that run from traces: where they stay on the tape, and what a plan says of it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
