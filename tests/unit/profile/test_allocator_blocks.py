@@ -1,7 +1,5 @@
 """What bytes take on a device is never less than was asked for, and on CUDA whole blocks."""
 
-from __future__ import annotations
-
 import pytest
 
 from recollect.profile.profile import block_bytes

@@ -1,7 +1,5 @@
 """The log of a step: its events in order, whichever blocks they stand in."""
 
-from __future__ import annotations
-
 import pytest
 
 from recollect.profile.events import ALLOC, FREE, PHASE, StepLog

@@ -1,7 +1,5 @@
 """Profiles as data: what the constructors refuse, and the JSON round trip."""
 
-from __future__ import annotations
-
 import copy
 import gzip
 import json

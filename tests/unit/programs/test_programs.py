@@ -1,7 +1,5 @@
 """Programs of traced units: what they save, what runs again, and their bytes, against the meter to the byte."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """A step on two clocks: what the host issues, a device runs behind it."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 

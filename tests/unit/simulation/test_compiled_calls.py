@@ -1,7 +1,5 @@
 """Compiled units: what the simulator and the planner make of their variants."""
 
-from __future__ import annotations
-
 import math
 import random
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Choices by index of the value: what they do not name is kept, what the tape cannot do is played as it will be done."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Peaks as sums over parts of a step: equal to the byte to what the simulator says of the whole step."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """What a plan adds to the time and the memory of a step, worked out by hand for small units."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """A step is divided into the work of one unit call at a time, in forward and in backward."""
 
-from __future__ import annotations
-
 from recollect.profile.events import BACKWARD
 from recollect.simulation.windows import windows
 from toy_profile import stack
