@@ -4,8 +4,6 @@ Steps run as if they were captured (`support/capture_checker.py`), on any device
 bits of the same steps without a plan. A unit that would have to draw the same random numbers again is refused.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial

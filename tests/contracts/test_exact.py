@@ -4,8 +4,6 @@ Compared are losses, gradients, parameters, buffers, what a unit counts, and whe
 runs from its trace in the last step, or says why not.
 """
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle

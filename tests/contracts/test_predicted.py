@@ -3,8 +3,6 @@
 The third step of a loop is measured: the first runs on the tape, and the second is traced.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """What may change after a unit was traced, and what cannot be traced: exact, and a line says which unit, why, what to do."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

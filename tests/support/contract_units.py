@@ -284,6 +284,17 @@ def _pooled(self: Any, x: Tensor) -> Tensor:
     return F.max_unpool2d(small.sin(), where, 2).reshape(4, 8).exp()
 
 
+class _Neighbours(nn.Module):
+    """Adds up the neighbours of each row, as graph networks do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("edges", (torch.rand(ROWS, ROWS) < 0.5).float().to_sparse())
+
+    def forward(self, x: Tensor) -> Any:
+        return self.edges @ x.tanh()
+
+
 modules(
     {
         "batch norm": lambda: nn.BatchNorm1d(8, momentum=None),
@@ -324,6 +335,7 @@ modules(
     _looked_up,
 )
 modules({"pool and unpool": lambda: nn.MaxPool2d(2, return_indices=True)}, _pooled)
+modules({"sparse buffer": _Neighbours}, _inner)
 modules({"attention with weights": lambda: nn.MultiheadAttention(8, 2, dropout=0.2)}, _attended)
 modules(
     {"bilinear": lambda: nn.Bilinear(8, 8, 8)}, lambda self, x: self.inner(x, self.first(x).sin()), is_composite=True
@@ -405,7 +417,7 @@ def _statistics_made(self: Any, x: Tensor) -> Tensor:
     return (x * seen).exp().sin()
 
 
-def layout_in_place(self: Any, x: Tensor) -> Tensor:
+def _layout_in_place(self: Any, x: Tensor) -> Tensor:
     """`transpose_` and its kin bump the version counter, though no number changes."""
     doubled = self.first(x) * 2
     above = doubled + 1
@@ -495,7 +507,7 @@ units(
         "buffer replaced": _buffer_replaced,
         "statistics written": _statistics_written,
         "statistics read": _statistics_read,
-        "layout in place": layout_in_place,
+        "layout in place": _layout_in_place,
         "statistics made": _statistics_made,
         "data assigned": _data_assigned,
         "data written": _data_written,
@@ -1089,7 +1101,7 @@ _WORDS: dict[str, tuple[str, ...]] = {
     ".": (
         *("lstm", "gru", "scripted part", "batch norm", "own generator", "seeds of its own", "random of python"),
         *("random of numpy", "layer drop", "input written", "data assigned", "resized", "jacobian", "force field"),
-        *("saved on cpu inside", "context variable", "branch on data"),
+        *("saved on cpu inside", "context variable", "branch on data", "sparse buffer"),
         *("nested tensors inside", "default dtype inside", "default dtype in a function", "denormals flushed inside"),
         *("full backward hook inside", "full backward pre hook inside"),
     ),

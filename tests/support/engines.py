@@ -1,7 +1,5 @@
 """Runs the units of a model of the registry on the tape or from traces, under rules that name no values."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Ranks that drop different collectives find out, and say so."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from typing import Any

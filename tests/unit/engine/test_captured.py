@@ -1,7 +1,5 @@
 """What units cannot do while a CUDA graph is captured is refused, by an error that names both settings."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """A plan from a profile of another PyTorch or another device: it is applied, with a warning that names the difference."""
 
-from __future__ import annotations
-
 import re
 import tempfile
 import warnings

@@ -1,7 +1,5 @@
 """A collective runs again in backward as it ran in forward: together with the other ranks, and awaited."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any, Final

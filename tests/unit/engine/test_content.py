@@ -1,7 +1,5 @@
 """Bits of tensors of every kind: floating point, complex, sparse, in wrappers."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """A random op runs again with the numbers that it drew, and no other thread and no generator notices."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """Engines: each choice of a plan has a word, code that carries it out, and a place in JSON."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

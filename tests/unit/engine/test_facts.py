@@ -1,7 +1,5 @@
 """What the tape knows of ops: read off schemas and tables."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

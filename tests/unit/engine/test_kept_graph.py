@@ -1,7 +1,5 @@
 """Backwards that keep their graph: nothing that was computed again stays for the next one, and both get what they need."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

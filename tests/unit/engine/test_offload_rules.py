@@ -3,8 +3,6 @@
 Copies run in streams that check each access to memory (`clocked_streams.py`), and each rule that is left out has to be found.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

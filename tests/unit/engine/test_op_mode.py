@@ -1,7 +1,5 @@
 """`torch.compile` beside the library's dispatch modes: compiled code runs compiled, and nothing of a mode is in its graphs."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

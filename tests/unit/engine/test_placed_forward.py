@@ -1,7 +1,5 @@
 """A plan under `torch.func`, forward-mode differentiation and `torch.compile` of the whole model."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

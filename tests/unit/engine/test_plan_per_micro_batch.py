@@ -1,7 +1,5 @@
 """Plans by micro-batch: each forward takes the next, backward finds its own, in any order."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

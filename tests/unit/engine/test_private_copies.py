@@ -1,7 +1,5 @@
 """What a write would change is copied before it, for what reads it again: with the same content and the same strides."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -3,8 +3,6 @@
 That units are exact is shown for all of them, in `tests/contracts`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -14,8 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from contract_steps import Run, plain
+from contract_units import UNITS
+from engines import applied
 from gradients import assert_same_gradients, gradients
-from policies import FULL
+from policies import FULL, KEEP_ALL, Policy
 from recollect.applying import apply_policy
 from recollect.errors import MutatedValueError
 from unseen_collectives import doubled_by_address, in_a_function, without_gradients
@@ -164,3 +165,14 @@ def test_what_numpy_writes_to_a_batch_before_backward_is_refused() -> None:
         batch[:] = 1
         with pytest.raises(MutatedValueError, match=r"\[8\], used by add in .* \(through `\.data` or NumPy\)"):
             loss.backward()
+
+
+@pytest.mark.parametrize(("name", "num_again"), [("slices put together", 2), ("slices filled out of sight", 0)])
+def test_a_buffer_is_filled_again_if_all_of_it_was_filled_in_sight(name: str, num_again: int) -> None:
+    def num_copies(policy: Policy) -> int:
+        model = UNITS[name].model()
+        with applied("tape", model, policy), Watch() as watch:
+            Run(model).through(plain)
+        return int(watch.ops["copy_"])
+
+    assert num_copies(FULL) - num_copies(KEEP_ALL) == num_again

@@ -1,7 +1,5 @@
 """What is said, and refused, where PyTorch's hooks do not hold, or are not known to."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Ops run again under the settings of forward, whatever holds in backward, and leave those of backward as they are."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any

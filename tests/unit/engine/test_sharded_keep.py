@@ -1,7 +1,5 @@
 """Each rank holds its own part of a value that is the same on all ranks, and looks whether it is."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """What surrounds a call of a traced unit: autocast's casts, threads, writes, split backwards, and what holds the model."""
 
-from __future__ import annotations
-
 import gc
 import threading
 import weakref

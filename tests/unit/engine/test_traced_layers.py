@@ -1,7 +1,5 @@
 """Traced results have the layouts of the real ones. What runs from traces, to the same bits, is in `tests/contracts`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The cut of a joint graph: what is really saved, and that gradients are those of compiled code without a plan."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections.abc import Callable, Mapping

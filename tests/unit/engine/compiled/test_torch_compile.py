@@ -1,7 +1,5 @@
 """Each private name of the compiler that the compile engine uses still does what the engine rests on."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
