@@ -1,7 +1,5 @@
 """How much memory grows within single ops of a step, on the CPU, worked out by hand."""
 
-from __future__ import annotations
-
 from threading import Thread
 
 import torch

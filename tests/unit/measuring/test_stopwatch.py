@@ -1,7 +1,5 @@
 """What stretches of a step take, added up while it runs."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

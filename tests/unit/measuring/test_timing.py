@@ -1,7 +1,5 @@
 """Clocks: other programs count only where processes wait for each other, or a CPU works on several threads."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Units that communicate run once while a step is recorded: alone in one process they would wait for the others for ever."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

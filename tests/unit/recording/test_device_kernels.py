@@ -1,7 +1,5 @@
 """A record on fake tensors has the kernels of the device that it is for, also where that is not here."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Finding the units of a model: its repeated layers wherever they hang, and the largest modules around them."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Callable
 
@@ -15,14 +13,6 @@ from recollect.lab.models.architectures import llama_config
 from recollect.lab.models.gpt import GPTModel
 from recollect.recording.find_units import find_units
 from zoo import ZOO, Case
-
-
-def layers_of(model: nn.Module) -> list[str]:
-    return [unit.path for unit in find_units(model) if unit.is_layer]
-
-
-def others_of(model: nn.Module) -> list[str]:
-    return [unit.path for unit in find_units(model) if not unit.is_layer]
 
 
 def block(width: int = 2) -> nn.Module:
@@ -79,149 +69,153 @@ def test_reference_llama_in_the_order_of_its_tree() -> None:
     assert paths == ["embedding", "rotary_pos_emb", *layers, "decoder.final_layernorm", "output_layer"]
 
 
-def test_two_stacks_of_t5() -> None:
-    model = ZOO["t5"].model()
-    assert layers_of(model) == ["encoder.block.0", "encoder.block.1", "decoder.block.0", "decoder.block.1"]
-    assert others_of(model) == [
-        "shared",
-        "encoder.embed_tokens",
-        "encoder.final_layer_norm",
-        "encoder.dropout",
-        "decoder.embed_tokens",
-        "decoder.final_layer_norm",
-        "decoder.dropout",
-        "lm_head",
-    ]
-
-
-def test_classes_of_layers_in_one_list_alternate() -> None:
-    """Jamba and its kin: each class that stands there twice is a layer, one that stands alone is not."""
-    model = Holder(layers=nn.ModuleList([block(), OtherBlock(2), block(), OtherBlock(2), Holder(a=block())]))
-    assert layers_of(model) == ["layers.0", "layers.1", "layers.2", "layers.3"]
-    assert others_of(model) == ["layers.4"]
-
-
-def test_blocks_of_one_class_and_different_widths_are_layers() -> None:
-    assert layers_of(nn.Sequential(nn.Linear(2, 2), block(2), block(3))) == ["1", "2"]
-
-
-def test_outermost_repeated_modules_are_the_layers() -> None:
-    """Experts inside of a layer, stages of blocks: one level is planned."""
-    layer = lambda: Holder(experts=nn.ModuleList([block(), block()]), norm=nn.LayerNorm(2))  # noqa: E731
-    assert layers_of(Holder(layers=nn.ModuleList([layer(), layer()]))) == ["layers.0", "layers.1"]
-
-
-def test_lists_of_lists() -> None:
-    stages = nn.ModuleList([nn.ModuleList([block(), block()]), nn.Sequential(block(), block(), nn.ReLU())])
-    model = Holder(stem=nn.Linear(2, 2), stages=stages)
-    assert layers_of(model) == ["stages.0.0", "stages.0.1", "stages.1.0", "stages.1.1"]
-    assert others_of(model) == ["stem", "stages.1.2"]
-
-
-def test_dictionary_of_layers() -> None:
-    model = Holder(layers=nn.ModuleDict({"0": block(), "1": block()}), head=nn.Linear(2, 2))
-    assert layers_of(model) == ["layers.0", "layers.1"]
-
-
-def test_layers_that_hang_deep_and_in_two_places() -> None:
-    towers = [Holder(body=Holder(blocks=nn.Sequential(block(), block()), norm=nn.LayerNorm(2))) for _ in range(2)]
-    model = Holder(vision=towers[0], text=towers[1], scale=nn.Identity())
-    assert layers_of(model) == [f"{tower}.body.blocks.{i}" for tower in ("vision", "text") for i in range(2)]
-    assert others_of(model) == ["vision.body.norm", "text.body.norm", "scale"]
-
-
-def test_layers_as_attributes() -> None:
-    """`layer0`, `layer1`, ...: no container; the parent's children count where there is none anywhere."""
-    model = Holder(stem=nn.Linear(2, 2), layer0=block(), layer1=block(), head=nn.Linear(2, 2))
-    assert layers_of(model) == ["layer0", "layer1"]
-    assert others_of(model) == ["stem", "head"]
-
-
-def test_layers_as_attributes_of_a_part() -> None:
-    model = Holder(body=Holder(layer0=block(), layer1=block()), head=nn.Linear(2, 2))
-    assert layers_of(model) == ["body.layer0", "body.layer1"]
-
-
-def test_list_of_layers_goes_before_attributes() -> None:
-    tower = lambda: Holder(layers=nn.ModuleList([block(), block()]))  # noqa: E731
-    assert layers_of(Holder(left=tower(), right=tower())) == [
-        "left.layers.0",
-        "left.layers.1",
-        "right.layers.0",
-        "right.layers.1",
-    ]
-
-
-def test_module_that_stands_in_two_places_is_one_unit() -> None:
-    """ALBERT runs one layer several times."""
-    shared = block()
-    assert layers_of(nn.Sequential(shared, shared, block())) == ["0", "2"]
+def modules(*found: nn.Module) -> nn.ModuleList:
+    return nn.ModuleList(found)
 
 
 def convolutions() -> nn.Sequential:
     return nn.Sequential(nn.Conv2d(2, 2, 3), nn.ReLU())
 
 
-def test_pairs_in_lists() -> None:
-    pairs = [nn.ModuleList([block(), nn.ModuleDict({"mlp": OtherBlock(2), "norm": nn.LayerNorm(2)})]) for _ in range(2)]
-    model = Holder(stem=nn.Linear(2, 2), layers=nn.ModuleList(pairs))
-    assert layers_of(model) == ["layers.0.0", "layers.0.1.mlp", "layers.1.0", "layers.1.1.mlp"]
-    assert others_of(model) == ["stem", "layers.0.1.norm", "layers.1.1.norm"]
+def encoder(width: int = 8) -> nn.Module:
+    return nn.TransformerEncoderLayer(width, 1, 16)
 
 
-def test_sequentials_of_a_list() -> None:
-    """Each is run as a whole; if blocks were repeated in them, these would be the layers."""
-    model = Holder(layers=nn.ModuleList([nn.Sequential(block(), OtherBlock(2)) for _ in range(2)]))
-    assert layers_of(model) == ["layers.0", "layers.1"]
-    assert layers_of(nn.Sequential(convolutions(), convolutions(), nn.Linear(2, 2))) == ["0", "1"]
-    assert layers_of(Holder(layers=nn.ModuleDict({"a": convolutions(), "b": convolutions()}))) == [
-        "layers.a",
-        "layers.b",
-    ]
+def tower() -> nn.Module:
+    return Holder(body=Holder(blocks=nn.Sequential(block(), block()), norm=nn.LayerNorm(2)))
 
 
-def test_sequentials_as_attributes() -> None:
-    model = Holder(down=convolutions(), middle=Holder(inner=block()), up=convolutions(), head=nn.Conv2d(2, 2, 1))
-    assert layers_of(model) == ["down", "up"]
-    assert others_of(model) == ["middle", "head"]
+def pair() -> nn.Module:
+    return modules(block(), nn.ModuleDict({"mlp": OtherBlock(2), "norm": nn.LayerNorm(2)}))
 
 
-def test_blocks_as_attributes_go_before_sequentials() -> None:
-    model = Holder(first=block(), second=block(), head=nn.Sequential(nn.Linear(2, 2)), other=nn.Sequential(nn.ReLU()))
-    assert layers_of(model) == ["first", "second"]
+def twice_the_same() -> nn.Module:
+    shared = block()
+    return nn.Sequential(shared, shared, block())
 
 
-def test_recurrent_modules_in_a_list() -> None:
-    model = Holder(embedding=nn.Embedding(9, 4), layers=nn.ModuleList([nn.LSTM(4, 4), nn.LSTM(4, 4)]))
-    assert layers_of(model) == ["layers.0", "layers.1"]
-    assert others_of(model) == ["embedding"]
+def in_a_body() -> nn.Module:
+    body = Holder(block=encoder(), norm=nn.LayerNorm(8))
+    return Holder(embedding=nn.Embedding(1000, 8), body=body, head=nn.Linear(8, 1000, bias=False))
 
 
-def test_single_ops_in_a_list_are_no_layers() -> None:
-    """What runs between them could not be dropped, so the model is planned as a whole."""
-    assert layers_of(Holder(layers=nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]))) == [""]
+def with_further_tokens() -> nn.Module:
+    """As in multi-token prediction, something is built around the only layer of a list."""
+    around = Holder(proj=nn.Linear(4, 4), inside=encoder(4))
+    return Holder(layers=modules(encoder(4), encoder(4)), mtp=Holder(layers=modules(around)), head=nn.Linear(4, 4))
 
 
-def test_few_parameters_in_a_list_are_not_what_the_model_is_about() -> None:
-    model = Holder(gates=nn.ModuleList([nn.GRU(1, 1), nn.GRU(1, 1)]), body=nn.TransformerEncoderLayer(8, 1))
-    assert layers_of(model) == ["body"]
+def with_only_children() -> nn.Module:
+    """One holds all layers, the other none."""
+    whole = Holder(proj=nn.Linear(4, 4), inside=modules(encoder(4), encoder(4)))
+    return Holder(whole=modules(whole), other=modules(Holder(proj=nn.Linear(4, 4), inside=nn.ReLU())))
 
 
-def test_block_that_may_run_several_times() -> None:
-    """In a body in a model, between an embedding and an output layer that have most of the parameters."""
-    body = Holder(block=nn.TransformerEncoderLayer(8, 1, 16), norm=nn.LayerNorm(8))
-    model = Holder(embedding=nn.Embedding(1000, 8), body=body, head=nn.Linear(8, 1000, bias=False))
-    assert layers_of(model) == ["body.block"]
-    assert others_of(model) == ["embedding", "body.norm", "head"]
+# A model, its layers, and its other units where they say something.
+MODELS: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
+    "classes in one list": (
+        lambda: Holder(layers=modules(block(), OtherBlock(2), block(), OtherBlock(2), Holder(a=block()))),
+        "layers.0 layers.1 layers.2 layers.3",
+        "layers.4",
+    ),
+    "widths": (lambda: nn.Sequential(nn.Linear(2, 2), block(2), block(3)), "1 2", "0"),
+    "outermost": (
+        lambda: Holder(layers=modules(*(Holder(experts=modules(block(), block()), n=nn.ReLU()) for _ in range(2)))),
+        "layers.0 layers.1",
+        "",
+    ),
+    "lists of lists": (
+        lambda: Holder(
+            stem=nn.Linear(2, 2),
+            stages=modules(modules(block(), block()), nn.Sequential(block(), block(), nn.ReLU())),
+        ),
+        "stages.0.0 stages.0.1 stages.1.0 stages.1.1",
+        "stem stages.1.2",
+    ),
+    "dictionary": (
+        lambda: Holder(layers=nn.ModuleDict({"0": block(), "1": block()}), head=nn.Linear(2, 2)),
+        "layers.0 layers.1",
+        "head",
+    ),
+    "deep and in two places": (
+        lambda: Holder(vision=tower(), text=tower(), scale=nn.Identity()),
+        "vision.body.blocks.0 vision.body.blocks.1 text.body.blocks.0 text.body.blocks.1",
+        "vision.body.norm text.body.norm scale",
+    ),
+    "attributes": (
+        lambda: Holder(stem=nn.Linear(2, 2), layer0=block(), layer1=block(), head=nn.Linear(2, 2)),
+        "layer0 layer1",
+        "stem head",
+    ),
+    "attributes of a part": (
+        lambda: Holder(body=Holder(layer0=block(), layer1=block()), head=nn.Linear(2, 2)),
+        "body.layer0 body.layer1",
+        "head",
+    ),
+    "lists go before attributes": (
+        lambda: Holder(left=Holder(layers=modules(block(), block())), right=Holder(layers=modules(block(), block()))),
+        "left.layers.0 left.layers.1 right.layers.0 right.layers.1",
+        "",
+    ),
+    "one module in two places": (twice_the_same, "0 2", ""),
+    "pairs in lists": (
+        lambda: Holder(stem=nn.Linear(2, 2), layers=modules(pair(), pair())),
+        "layers.0.0 layers.0.1.mlp layers.1.0 layers.1.1.mlp",
+        "stem layers.0.1.norm layers.1.1.norm",
+    ),
+    "sequentials of different classes": (
+        lambda: Holder(layers=modules(*(nn.Sequential(block(), OtherBlock(2)) for _ in range(2)))),
+        "layers.0 layers.1",
+        "",
+    ),
+    "sequentials": (lambda: nn.Sequential(convolutions(), convolutions(), nn.Linear(2, 2)), "0 1", "2"),
+    "sequentials by name": (
+        lambda: Holder(layers=nn.ModuleDict({"a": convolutions(), "b": convolutions()})),
+        "layers.a layers.b",
+        "",
+    ),
+    "sequentials as attributes": (
+        lambda: Holder(down=convolutions(), middle=Holder(inner=block()), up=convolutions(), head=nn.Conv2d(2, 2, 1)),
+        "down up",
+        "middle head",
+    ),
+    "blocks go before sequentials": (
+        lambda: Holder(a=block(), b=block(), head=nn.Sequential(nn.Linear(2, 2)), other=nn.Sequential(nn.ReLU())),
+        "a b",
+        "head other",
+    ),
+    "recurrent": (
+        lambda: Holder(embedding=nn.Embedding(9, 4), layers=modules(nn.LSTM(4, 4), nn.LSTM(4, 4))),
+        "layers.0 layers.1",
+        "embedding",
+    ),
+    "few parameters in a list": (
+        lambda: Holder(gates=modules(nn.GRU(1, 1), nn.GRU(1, 1)), body=encoder()),
+        "body",
+        "",
+    ),
+    "a block that may run often": (in_a_body, "body.block", "embedding body.norm head"),
+    "only child of lists": (
+        lambda: Holder(groups=modules(Holder(layers=modules(encoder()))), pooler=nn.Linear(8, 8)),
+        "groups.0.layers.0",
+        "pooler",
+    ),
+    "parts of different classes": (
+        lambda: Holder(encoder=block(4), decoder=OtherBlock(4), head=nn.Linear(2, 2)),
+        "encoder decoder",
+        "head",
+    ),
+    "further tokens": (with_further_tokens, "layers.0 layers.1 mtp.layers.0", "head"),
+    "only children": (with_only_children, "whole.0.inside.0 whole.0.inside.1", "whole.0.proj"),
+}
 
 
-def test_only_child_of_lists() -> None:
-    inner = Holder(layers=nn.ModuleList([nn.TransformerEncoderLayer(8, 1, 16)]))
-    assert layers_of(Holder(groups=nn.ModuleList([inner]), pooler=nn.Linear(8, 8))) == ["groups.0.layers.0"]
-
-
-def test_parts_of_different_classes() -> None:
-    assert layers_of(Holder(encoder=block(4), decoder=OtherBlock(4), head=nn.Linear(2, 2))) == ["encoder", "decoder"]
+@pytest.mark.parametrize("name", MODELS)
+def test_layers_and_others(name: str) -> None:
+    build, layers, others = MODELS[name]
+    units = find_units(build())
+    assert [unit.path for unit in units if unit.is_layer] == layers.split()
+    assert [unit.path for unit in units if not unit.is_layer] == others.split()
 
 
 @pytest.mark.parametrize(
@@ -230,9 +224,11 @@ def test_parts_of_different_classes() -> None:
         lambda: nn.Linear(2, 2),
         lambda: nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)),
         lambda: Holder(first=nn.Linear(9, 9), second=nn.Linear(9, 9), small=block()),
+        # What runs between them could not be dropped.
+        lambda: Holder(layers=modules(nn.Linear(2, 2), nn.Linear(2, 2))),
         lambda: nn.TransformerEncoderLayer(8, 1, 16),
     ],
-    ids=["one op", "ops only", "most in ops", "one layer"],
+    ids=["one op", "ops only", "most in ops", "ops in a list", "one layer"],
 )
 def test_model_as_one_layer(build: Callable[[], nn.Module]) -> None:
     model = build()
@@ -316,31 +312,5 @@ def test_nothing_is_run_and_nothing_is_needed() -> None:
     """Also on the meta device, where there is nothing to run."""
     with torch.device("meta"):
         model = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=3, n_embd=16, n_head=2))
-    assert layers_of(model) == ["transformer.h.0", "transformer.h.1", "transformer.h.2"]
-
-
-class _Around(nn.Module):
-    """Something built around a layer, as in multi-token prediction."""
-
-    def __init__(self, inside: nn.Module) -> None:
-        super().__init__()
-        self.proj = nn.Linear(4, 4)
-        self.inside = inside
-
-
-def _layer() -> nn.Module:
-    return nn.TransformerEncoderLayer(4, 1, 4)
-
-
-def test_an_only_child_is_a_layer_where_it_holds_one() -> None:
-    layers, further = nn.ModuleList([_layer(), _layer()]), nn.ModuleList([_Around(_layer())])
-    model = nn.ModuleDict({"layers": layers, "mtp": nn.ModuleDict({"layers": further}), "head": nn.Linear(4, 4)})
-    found = [unit.path for unit in find_units(model) if unit.is_layer]
-    assert found == ["layers.0", "layers.1", "mtp.layers.0"]
-
-
-def test_an_only_child_is_no_layer_where_it_holds_all_or_none() -> None:
-    layers = nn.ModuleList([_layer(), _layer()])
-    model = nn.ModuleDict({"whole": nn.ModuleList([_Around(layers)]), "other": nn.ModuleList([_Around(nn.ReLU())])})
-    found = [unit.path for unit in find_units(model) if unit.is_layer]
-    assert found == ["whole.0.inside.0", "whole.0.inside.1"]
+    layers = [unit.path for unit in find_units(model) if unit.is_layer]
+    assert layers == ["transformer.h.0", "transformer.h.1", "transformer.h.2"]

@@ -1,7 +1,5 @@
 """Steps of optimizers that are not PyTorch's: 8-bit state, compiled steps, other constructors; and PyTorch's unusual ones."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -143,15 +141,6 @@ class Nested(Optimizer):
         self.first.mul_(0.5)
 
 
-class NeedsClosure(SGD):
-    """Has no step without a function that computes the loss."""
-
-    def step(self, closure: Callable[[], Any]) -> Any:  # type: ignore[override]
-        loss = closure()
-        super().step()
-        return loss
-
-
 class ScheduleFree(AdamW):
     """Has a mode, and refuses to step in the wrong one."""
 
@@ -202,18 +191,6 @@ def test_neither_optimizer_nor_model_is_touched(name: str) -> None:
     assert all(parameter.grad is None for parameter in module.parameters())
 
 
-def test_closure_that_is_needed_is_given() -> None:
-    module = model()
-    found = record_optimizer_step(NeedsClosure(module.parameters(), momentum=0.9), CPU)
-    assert found.state_bytes == storage_bytes(module.parameters())
-
-
-def test_large_parameters_take_no_memory() -> None:
-    parameter = nn.Parameter(torch.empty(2**19, 2**18, device="meta"))
-    found = record_optimizer_step(EightBit([parameter]), CPU)
-    assert found.state_bytes == 2**37 + 4 * 2**29
-
-
 @pytest.mark.parametrize("search", [None, "strong_wolfe"])
 def test_lbfgs_with_its_history_full(search: str | None) -> None:
     """It runs the model inside its step, so what it holds meanwhile counts as state."""
@@ -262,27 +239,6 @@ def _bitsandbytes(name: str) -> Callable[[nn.Module], Optimizer]:
 def test_bitsandbytes(name: str) -> None:
     # Its kernels are no ops on the CPU that a dispatch mode could see inside.
     check(_bitsandbytes(name), checks_workspace=False)
-
-
-def test_bitsandbytes_with_another_threshold() -> None:
-    library = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
-    check(lambda module: library.optim.AdamW8bit(module.parameters(), min_8bit_size=20000), checks_workspace=False)
-
-
-def test_bitsandbytes_with_settings_for_single_parameters() -> None:
-    """Hugging Face's Trainer keeps the state of embeddings in full precision."""
-    library = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
-    manager = library.optim.GlobalOptimManager.get_instance()
-
-    def build(module: nn.Module) -> Optimizer:
-        manager.register_module_override(module[0], "weight", {"optim_bits": 32})  # type: ignore[index]
-        optimizer: Optimizer = library.optim.AdamW8bit(module.parameters())
-        return optimizer
-
-    try:
-        check(build, checks_workspace=False)
-    finally:
-        manager.module_weight_config_triple.clear()
 
 
 @pytest.mark.parametrize("name", ["AdamW8bit", "AdamW4bit", "AdamWFp8"])

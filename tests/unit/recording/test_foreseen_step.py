@@ -1,7 +1,5 @@
 """A step that is foreseen from a recorded one: with gradients alive, or larger."""
 
-from __future__ import annotations
-
 from recollect.profile.events import ALLOC, BACKWARD, FORWARD, FREE, OP, OPTIMIZER, PHASE, RETURN, StepLog
 from recollect.profile.graph import OpRecord, UnitCall, UnitGraph, ValueRecord
 from recollect.profile.profile import Profile

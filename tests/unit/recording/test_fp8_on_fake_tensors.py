@@ -1,7 +1,5 @@
 """Products in 8 bits on fake tensors: as the device that a plan is for multiplies, at its rate; and where it has no kernel."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The buckets in which DDP reduces gradients count in profiles, once each, and gradients that are parts of them not again."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

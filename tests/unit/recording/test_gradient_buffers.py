@@ -1,7 +1,5 @@
 """Megatron's gradient buffers and fp32 copies, which its parameters name, count by name, and their gradients once."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """What is around ops is measured on layers of its own: the user's step runs once, and nobody else sees them."""
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """What makes the recording of a step lean: a policy from a plan, excerpts of inputs, and what is counted twice."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any, cast
 

@@ -1,7 +1,5 @@
 """Running a user's step: batches of every form, the loss, each message, and nothing left behind."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

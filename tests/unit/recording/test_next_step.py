@@ -1,7 +1,5 @@
 """What a step leaves behind, and when the next step replaces it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,43 +12,8 @@ from recollect.measuring.meter import measure_peak, storage_bytes
 from recollect.plans.action import Action
 from recollect.plans.plan import Plan
 from recollect.plans.unit_plan import UnitPlan
-from recollect.profile.events import ALLOC, BACKWARD, FORWARD, FREE, OP, OPTIMIZER, PHASE, RELEASE, SAVE, SUM
-from recollect.recording.next_step import Phases, leftovers, with_last_step
-from recollect.recording.trackers import RecordedCall, RecordedOp, RecordedValue
 from recollect.simulation.decisions import decide
 from recollect.simulation.simulate import simulate
-
-
-def test_leftovers_are_what_never_dies_and_what_autograd_still_holds() -> None:
-    call = RecordedCall("layer")
-    call.values = [
-        RecordedValue("input 0", 8, producer=None),
-        *(RecordedValue(f"v{i}", 4, producer=i) for i in range(3)),
-    ]
-    call.ops = [RecordedOp("a", (0,), (1,), None), RecordedOp("b_", (1,), (2,), None, mutates=True)]
-    recorded = [
-        (ALLOC, 0, 16), (OP, 0, 0), (OP, 0, 1), (SAVE, 0, 1, 0, 0), (SAVE, 0, 0, 1, 0), (ALLOC, 1, 32), (FREE, 0),
-        (SAVE, 0, 2, 2, 0), (RELEASE, 2), (SUM, 2, 1, 64),
-    ]  # fmt: skip
-    found = leftovers(recorded, [call])
-    assert found.storages == {1: 32, 2: 64}
-    assert found.values == {(0, 2): 4, (0, 1): 4, (0, 0): 8}, (
-        "the value written to, the one that a graph still holds, and what that may be recomputed from"
-    )
-    assert found.made_at == {1: 5, 2: 9, (0, 0): 1, (0, 1): 1, (0, 2): 2}
-    assert found.total_bytes == 112
-
-
-def test_the_last_step_is_alive_until_it_is_replaced() -> None:
-    recorded = [(PHASE, FORWARD), (ALLOC, 0, 8), (PHASE, BACKWARD), (FREE, 0), (PHASE, OPTIMIZER)]
-    assert with_last_step(recorded, {7: (8, 2), 8: (4, 5)}) == [
-        (ALLOC, 7, 8), (ALLOC, 8, 4), (PHASE, FORWARD), (ALLOC, 0, 8), (FREE, 7), (PHASE, BACKWARD), (FREE, 0),
-        (PHASE, OPTIMIZER), (FREE, 8),
-    ]  # fmt: skip
-    phases = Phases(recorded)
-    assert phases.first_backward == phases.next_after(1) == 2
-    assert phases.next_after(2) == 4
-    assert phases.next_after(4) == 5
 
 
 class Stack(nn.Module):

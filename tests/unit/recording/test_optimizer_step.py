@@ -1,7 +1,5 @@
 """What an optimizer step needs, predicted without touching the optimizer, against a real step that is measured."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import warnings
@@ -120,22 +118,6 @@ def test_frozen_parameters_have_no_state(name: str) -> None:
     check(lambda module: OPTIMIZERS[name](module.parameters()), frozen_model)
 
 
-def test_parameters_that_the_optimizer_does_not_have() -> None:
-    check(lambda module: AdamW(module[0].parameters(), foreach=False))
-
-
-def _groups(module: nn.Module) -> list[dict[str, Any]]:
-    """Weights with decay, the rest without; the rest has another momentum."""
-    matrices = [p for p in module.parameters() if p.dim() > 1]
-    vectors = [p for p in module.parameters() if p.dim() == 1]
-    return [{"params": matrices, "weight_decay": 0.1, "momentum": 0.9}, {"params": vectors, "momentum": 0.0}]
-
-
-def test_parameter_groups_with_settings_of_their_own() -> None:
-    """Only the first group has momentum, so only it has state."""
-    check(lambda module: SGD(_groups(module), lr=0.1))
-
-
 def test_parameter_group_that_was_added_later() -> None:
     def build(module: nn.Module) -> Optimizer:
         optimizer = AdamW(module[0].parameters(), foreach=False)
@@ -143,14 +125,6 @@ def test_parameter_group_that_was_added_later() -> None:
         return optimizer
 
     check(build)
-
-
-def test_more_parameters_than_small_numbers() -> None:
-    """Each parameter's probe has a size of its own; none may be taken for a scalar or for another one."""
-    check(
-        lambda module: AdamW(module.parameters(), foreach=False),
-        lambda: nn.Sequential(*(nn.Linear(7 + i, 11) for i in range(40))),
-    )
 
 
 def _state(optimizer: Optimizer) -> Any:
@@ -194,15 +168,6 @@ def test_hooks_and_schedules_of_the_user_do_not_run() -> None:
     assert calls == [] and schedule.last_epoch == 0
 
 
-def test_parameters_on_the_meta_device() -> None:
-    meta, real = model().to("meta"), model()
-    assert record_optimizer_step(AdamW(meta.parameters()), CPU) == record_optimizer_step(AdamW(real.parameters()), CPU)
-
-
-def test_no_optimizer() -> None:
-    assert record_optimizer_step(None, CPU) == OptimizerStep(0, ())
-
-
 class Failing(SGD):
     """Cannot step over parameters that it does not know."""
 
@@ -239,14 +204,6 @@ def test_optimizer_that_cannot_step_alone_is_counted_as_it_is() -> None:
         found = record_optimizer_step(optimizer, CPU)
     assert found.state_bytes == state_bytes
     assert peak_bytes(found) == largest_bytes
-
-
-def test_optimizer_whose_step_fails_is_counted_as_it_is() -> None:
-    with pytest.warns(
-        UserWarning, match=r"try out a step of Failing \(IndexError: tuple index out of range\).* the 0 bytes"
-    ):
-        found = record_optimizer_step(Failing(model().parameters()), CPU)
-    assert found.state_bytes == 0
 
 
 def test_warning_names_the_callers_line() -> None:

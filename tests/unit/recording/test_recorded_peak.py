@@ -1,7 +1,5 @@
 """The peak of a step while it is recorded: what it is measured to be, and that it stays within a budget that a plan keeps."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 

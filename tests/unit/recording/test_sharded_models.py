@@ -1,7 +1,5 @@
 """Recording models whose parameters are DTensors, on the fake process group, which is global and so in a process of its own."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -3,8 +3,6 @@
 On CUDA whatever else the allocator has grown by counts as workspaces of libraries, for good.
 """
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """What compiled units would take, estimated on fake tensors, against what they take."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 from typing import Any

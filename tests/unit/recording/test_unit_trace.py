@@ -1,7 +1,5 @@
 """The memory of one run of a unit between a source and a sink, against bytes counted by hand."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor, nn

@@ -1,7 +1,5 @@
 """A unit that runs many times in a step is recorded in full each time."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import torch

@@ -1,10 +1,7 @@
 """What a repeated unit takes inside torch.compile, as recorded, against what is alive there; and what cannot be recorded."""
 
-from __future__ import annotations
-
 import weakref
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -127,13 +124,6 @@ def test_the_input_is_held_and_let_go_in_backward(compiled: Profile) -> None:
         assert sum(change for _, change, _ in variant.backward) == weights - variant.own_bytes
 
 
-def test_the_step_is_that_of_compiled_units(compiled: Profile) -> None:
-    graph = unit_graph(compiled)
-    assert graph.eager_s > 0 and all(variant.step_s > 0 for variant in graph.variants)
-    units_s = sum(compiled.graph_of(call).variants[0].step_s for call in compiled.calls if call.repeated)
-    assert compiled.step_s >= units_s
-
-
 class Beside(Ranks):
     """This process, and one that measured less."""
 
@@ -159,11 +149,6 @@ def test_what_another_process_did_not_measure_is_not_planned(compiled: Profile) 
     # Without PyTorch's own choice in all, the step cannot be the compiled one.
     none = left(lambda path, key: key == _DEFAULT)
     assert (none.variants, none.eager_s) == ((), 0.0)
-
-
-def test_a_profile_with_variants_survives_a_file(compiled: Profile, tmp_path: Path) -> None:
-    compiled.save(tmp_path / "profile.json")
-    assert Profile.load(tmp_path / "profile.json") == compiled
 
 
 class Breaks(Block):
@@ -221,22 +206,6 @@ def test_a_backward_that_keeps_its_graph_is_refused() -> None:
 
     with pytest.raises(NotYetError, match="retain_graph=True: not yet: compiled code that runs backward twice"):
         recollect.record(model, step=step, engine="compile")
-
-
-def test_variants_of_a_unit_with_other_values_are_not_taken_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Chooses(Block):
-        activation = staticmethod(nn.functional.silu)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x + self.down(self.activation(self.up(self.norm(x))))
-
-    model = Stack(Chooses)
-    model.blocks[1].activation = nn.functional.gelu
-    monkeypatch.setattr("recollect.recording.engines.with_variants", partial(with_variants, menu=lambda _: ()))
-    with pytest.warns(UserWarning, match=r"unit 'blocks\.1' cannot run .*: it computes other values than"):
-        profile = recollect.record(model, torch.randn(ROWS, WIDTH), engine="compile")
-    variants = {call.path: profile.graph_of(call).variants for call in profile.calls}
-    assert (len(variants["blocks.0"]), variants["blocks.1"]) == (1, ())
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", r"ignore:The \.grad attribute of a Tensor that is not a leaf")

@@ -1,7 +1,5 @@
 """Values that one unit computes and another writes to: no recipe of the first one knows what they are in the end."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor, nn
