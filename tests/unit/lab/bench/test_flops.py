@@ -1,7 +1,5 @@
 """Model FLOPs by formula and hardware FLOPs by counting, against PyTorch's own counter."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

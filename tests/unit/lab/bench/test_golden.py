@@ -1,7 +1,5 @@
 """Results of the harness: as JSON, against golden ones, as tables."""
 
-from __future__ import annotations
-
 import io
 import json
 from dataclasses import replace

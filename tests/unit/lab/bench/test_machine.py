@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import platform
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Contestants in turns: whose time is compared with whose."""
 
-from __future__ import annotations
-
 from recollect.lab.bench.race import Contestant, Race, percentile
 
 

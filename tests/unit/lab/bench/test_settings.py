@@ -1,7 +1,5 @@
 """Settings of the performance harness, in a few words and as YAML."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

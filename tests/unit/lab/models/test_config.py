@@ -1,7 +1,5 @@
 """What a configuration derives, counts and refuses."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 import subprocess

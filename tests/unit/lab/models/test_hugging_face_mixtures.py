@@ -1,7 +1,5 @@
 """Mixtral and DeepSeek-V3: the same logits as Hugging Face's models, with weights taken from there and brought back."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import Iterable, Mapping

@@ -1,9 +1,5 @@
 """Providers: fields as in Megatron-Bridge, models and plans made from them."""
 
-from __future__ import annotations
-
-import re
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -121,12 +117,6 @@ def test_bf16_computes_in_bf16() -> None:
     assert {p.dtype for p in model.parameters()} == {torch.float32}
 
 
-def test_two_with_the_same_fields_are_equal_and_show_what_was_set() -> None:
-    assert small() == small()
-    assert small(num_layers=3) != small()
-    assert repr(GPTModelProvider(num_layers=2)) == "GPTModelProvider(num_layers=2)"
-
-
 def test_a_misspelt_field_is_an_error_at_once() -> None:
     with pytest.raises(
         AttributeError, match=r"recompute_granularty: got 'full', but there is no .* Did you mean recompute_gr"
@@ -169,10 +159,3 @@ def test_what_cannot_be_provided(settings: dict[str, Any], kind: type[Exception]
 def test_choices_of_kernels_have_no_effect_and_say_so() -> None:
     with pytest.warns(ConfigWarning, match="without effect here: masked_softmax_fusion; kernels are PyTorch's"):
         small(masked_softmax_fusion=True).finalize()
-
-
-def test_the_example_of_the_docs_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    page = (Path(__file__).parents[4] / "docs" / "megatron_flags.md").read_text()
-    code = next(block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "GPTModelProvider" in block)
-    exec(code, {})  # noqa: S102 - our own documentation
-    assert "predicted peak" in capsys.readouterr().out

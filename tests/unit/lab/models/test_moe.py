@@ -1,7 +1,5 @@
 """Router and experts against the same thing written as loops, and the load balance."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 
@@ -163,15 +161,6 @@ def test_auxiliary_loss(name: str, kind: Any) -> None:
     assert router.weight.grad.any()
 
 
-def test_auxiliary_loss_of_an_even_load_is_its_coefficient() -> None:
-    router = TopKRouter(named("mixtral-tiny", moe_aux_loss_coeff=0.5))
-    with torch.no_grad():
-        router.weight.copy_(torch.eye(8, 64))
-    pairs = [torch.eye(64)[first] + torch.eye(64)[(first + 1) % 8] for first in range(8)]
-    loss = router(torch.stack(pairs).unsqueeze(0)).statistics.aux_loss
-    assert loss.item() == pytest.approx(0.5, rel=1e-6)
-
-
 def test_there_is_no_auxiliary_loss_where_none_is_wanted() -> None:
     x = torch.randn(1, 4, 64)
     assert TopKRouter(named("mixtral-tiny", moe_router_load_balancing_type="none"))(x).statistics.aux_loss is None
@@ -194,18 +183,6 @@ def test_bias_rises_where_few_tokens_went() -> None:
     assert router.expert_bias.tolist() == [-0.25, 0.25] + [0.0] * 14
 
 
-def test_bias_chooses_and_does_not_weigh() -> None:
-    router = router_of(named("deepseek-v3-tiny", moe_router_num_groups=None, moe_router_group_topk=None))
-    x = torch.randn(1, 9, 64) / 8
-    assert router.expert_bias is not None
-    router.expert_bias[5] = 100.0
-    routing = router(x)
-    assert (routing.experts_NJ == 5).any(dim=1).all()
-    scores = (x[0] @ router.weight.T).sigmoid().gather(1, routing.experts_NJ)
-    expected = 2.5 * scores / scores.sum(dim=1, keepdim=True)
-    torch.testing.assert_close(routing.probabilities_NJ, expected)
-
-
 @pytest.mark.parametrize("cast", [lambda m: m.bfloat16(), lambda m: m.to(torch.float16), lambda m: m.half()])
 def test_bias_stays_fp32(cast: Any) -> None:
     router = router_of(named("deepseek-v3-tiny"))
@@ -217,11 +194,6 @@ def test_bias_stays_fp32(cast: Any) -> None:
     with torch.device("meta"):
         on_meta = cast(TopKRouter(named("deepseek-v3-tiny")))
     assert on_meta.to_empty(device="cpu").expert_bias.dtype == torch.float32
-
-
-def test_counts_are_not_saved_and_the_bias_is() -> None:
-    assert set(TopKRouter(named("deepseek-v3-tiny")).state_dict()) == {"weight", "expert_bias"}
-    assert set(TopKRouter(named("mixtral-tiny")).state_dict()) == {"weight"}
 
 
 @pytest.mark.parametrize("wanted", [None, "fp32"])

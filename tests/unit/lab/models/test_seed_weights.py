@@ -1,7 +1,5 @@
 """The weights of a seed: what constructors draw from, and the same bits for whoever draws whichever part."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """The number of chunks of the loss in a step on a cluster."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -25,11 +23,6 @@ STEP = ClusterStep(
 @pytest.fixture(scope="module")
 def whole() -> ClusterPlan:
     return plan_cluster(STEP, "100%")
-
-
-def test_a_step_that_fits_computes_the_loss_at_once() -> None:
-    found = plan_cluster_with_chunks(STEP, "100%")
-    assert found.step.loss_chunks == 1 and not any("chunks" in sentence for sentence in found.assumptions())
 
 
 def test_logits_that_do_not_fit_are_computed_in_chunks(whole: ClusterPlan) -> None:

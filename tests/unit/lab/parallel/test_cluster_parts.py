@@ -1,7 +1,5 @@
 """Plans for a cluster in which ranks hold parts of what is the same on all of them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A step on a cluster that is not there: bytes and collectives against counts by hand, and the shape of the report."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -104,13 +102,6 @@ def test_each_rank_of_a_pipeline_is_reported(pipelined: ClusterPlan) -> None:
     assert "NVLink 4 within, InfiniBand NDR between: 370 and 40 GB/s" in " ".join(pipelined.assumptions())
 
 
-def test_what_fsdp2_does_in_a_pipeline_is_said(pipelined: ClusterPlan) -> None:
-    said = "FSDP2 gathers the weights of a stage once a step, and reduces its gradients at the end"
-    assert said not in " ".join(pipelined.assumptions())
-    sharded = replace(pipelined, step=replace(pipelined.step, sharding="all"))
-    assert said in " ".join(sharded.assumptions())
-
-
 def test_fsdp2_holds_all_of_a_stage_in_a_pipeline() -> None:
     """As torch's schedules do: weights in bf16 beside a rank's own part in fp32, and sums of gradients in fp32, all whole."""
     layout = {"data_parallel_size": 2, "pipeline_model_parallel_size": 2}
@@ -122,12 +113,6 @@ def test_fsdp2_holds_all_of_a_stage_in_a_pipeline() -> None:
     # Gathered and reduced once, not in each micro-batch.
     assert fsdp2.reduction_s == optimizer.reduction_s
     assert not any("data" in traffic for traffic in fsdp2.traffic)
-
-
-def test_stages_that_are_alike_share_a_profile(pipelined: ClusterPlan) -> None:
-    profiles = pipelined.stages.profiles
-    assert profiles[1] is profiles[2]
-    assert len({id(profile) for profile in profiles}) == 3
 
 
 def test_the_nearest_of_megatron_fits_and_is_no_faster(pipelined: ClusterPlan) -> None:
@@ -246,36 +231,3 @@ def test_further_axes_are_reported_with_what_is_assumed(spread: ClusterPlan) -> 
     for use in spread.ranks:
         waits_s = use.communication_s["context"] + use.communication_s["expert"]
         assert use.compute_s + use.recompute_s + waits_s + use.waiting_s == pytest.approx(spread.planned.step_s)
-
-
-def test_experts_that_ranks_share_are_split_by_tensor_parallelism_too(spread: ClusterPlan) -> None:
-    """Each of its ranks sends all rows, and has half of their channels; experts have two replicas, the rest eight."""
-    layout = replace(SPREAD.layout, tensor_model_parallel_size=2, sequence_parallel=True)
-    found = record_stages(replace(SPREAD, layout=layout), [range(1, 4)])
-    assert found.traffic[0]["expert"].nbytes == spread.stages.traffic[1]["expert"].nbytes
-    routed = 4 * 3 * DEEPSEEK.num_moe_experts * DEEPSEEK.hidden_size * DEEPSEEK.moe_ffn_hidden_size // 4 // 2
-    last = found.profiles[0].persistent
-    assert last["optimizer_state"] == 12 * (last["gradients"] // 4 - routed) // 8 + 12 * routed // 2
-
-
-@pytest.fixture(scope="module")
-def sharded() -> RecordedStages:
-    return record_stages(replace(SPREAD, sharding="all"))
-
-
-def test_fsdp2_shares_experts_among_the_ranks_that_have_them(spread: ClusterPlan, sharded: RecordedStages) -> None:
-    """Of experts there are two replicas, of the rest eight; in fp32, beside all of them in bf16."""
-    whole = [profile.persistent["gradients"] for profile in spread.stages.profiles]
-    found = [profile.persistent["parameters"] for profile in sharded.profiles]
-    routed = 4 * 4 * 3 * DEEPSEEK.num_moe_experts * DEEPSEEK.hidden_size * DEEPSEEK.moe_ffn_hidden_size // 4
-    own = [whole[0] // 8, (whole[1] - routed) // 8 + routed // 2]
-    assert found == [part + nbytes // 2 for part, nbytes in zip(own, whole, strict=True)]
-    assert [profile.persistent["gradients"] for profile in sharded.profiles] == whole
-
-
-def test_fsdp2_changes_nothing_of_what_experts_and_sequences_exchange(
-    spread: ClusterPlan, sharded: RecordedStages
-) -> None:
-    for plain, shared in zip(spread.stages.traffic, sharded.traffic, strict=True):
-        assert {axis: one.count for axis, one in shared.items()} == {axis: one.count for axis, one in plain.items()}
-    assert sharded.reduction_s == spread.stages.reduction_s

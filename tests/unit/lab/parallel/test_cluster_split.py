@@ -1,7 +1,5 @@
 """Layers divided among the stages of a cluster's pipeline, with the plans."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -49,12 +47,6 @@ def test_it_is_faster_than_as_many_layers_in_each(chosen: ClusterPlan) -> None:
     even = plan_cluster(step_with(pipeline_split=(4, 3)), budget).planned
     assert chosen.planned.step_s < even.step_s == pytest.approx(chosen.split.even_step_s, rel=0.03)
     assert f"layers by stage: {chosen.split.sizes[0]}, {chosen.split.sizes[1]} (as many in each: step +" in str(chosen)
-
-
-def test_layers_recorded_alone_predict_what_whole_stages_need(chosen: ClusterPlan) -> None:
-    assert chosen.split is not None
-    # Each layer that is recorded alone has rotary positions of its own.
-    assert chosen.split.pipeline.step_s == pytest.approx(chosen.planned.step_s, rel=0.03)
 
 
 def test_stages_whose_backward_is_split_are_divided_too() -> None:

@@ -1,7 +1,5 @@
 """The published tables that `benchmarks/held_out_tables.py` predicts: models and layouts are those of the tables."""
 
-from __future__ import annotations
-
 import csv
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The sizes of a layout: what divides, and one clear error where something does not."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

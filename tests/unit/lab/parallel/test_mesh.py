@@ -1,7 +1,5 @@
 """Which ranks share what, against Megatron's order: tensor innermost, then context, data, pipeline."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """What one rank of two makes of its share of a sequence, of a vocabulary and of the tokens of experts, for both of them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

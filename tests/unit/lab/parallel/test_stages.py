@@ -1,7 +1,5 @@
 """The stages of a pipeline: one after the other they are the whole model."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

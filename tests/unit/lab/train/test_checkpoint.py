@@ -1,7 +1,5 @@
 """Checkpoints: damage and other settings are found, random numbers go on where they were, and old files go."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 from typing import Any

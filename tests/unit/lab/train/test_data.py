@@ -1,10 +1,7 @@
 """Documents, tokens and batches: what is read, how it is split, and what is said when it cannot be."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
-import sysconfig
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +12,7 @@ import torch
 from recollect.errors import DataError
 from recollect.lab.train.config import DataFlags
 from recollect.lab.train.corpus import Corpus, load_corpus
-from recollect.lab.train.documents import library_files, read_documents
+from recollect.lab.train.documents import read_documents
 from recollect.lab.train.windows import TokenWindows, Windows, batch_at
 
 
@@ -46,16 +43,6 @@ def tokens(windows: Windows | None) -> np.ndarray:
 
 def flags(*paths: Path, **changes: Any) -> DataFlags:
     return dataclasses.replace(DataFlags(data=paths, seq_length=8), **changes)
-
-
-def test_default_is_the_standard_library_in_sorted_order() -> None:
-    documents, root = read_documents(), Path(sysconfig.get_paths()["stdlib"])
-    names = [path.relative_to(root).as_posix() for path in library_files()]
-    assert names == sorted(names, key=lambda name: Path(name).parts)
-    assert documents == [text for name in names if (text := (root / name).read_text(errors="replace"))]
-    assert {"ast.py", "asyncio/base_events.py"} <= set(names)
-    assert not any("site-packages" in name or "/test/" in name for name in names)
-    assert sum(map(len, documents)) > 5_000_000
 
 
 def test_folder_is_read_in_sorted_order_without_hidden_files(tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """Files of a run folder: whole or not there, and of one run at a time."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import BinaryIO

@@ -1,7 +1,5 @@
 """Megatron's indexed dataset files: what is written is read, Megatron reads it too, and damage is named."""
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -47,11 +45,6 @@ def test_all_integer_types_are_read(tmp_path: Path, dtype: str, code: int) -> No
     assert [dataset[number].tolist() for number in range(len(dataset))] == documents
     assert dataset.dtype == dtype
     assert dataset.read(0, 1, 2).tolist() == [2]
-
-
-def test_multimodal_files_with_modes_are_read(tmp_path: Path) -> None:
-    dataset = IndexedDataset(by_hand(tmp_path / "d", [[1], [2]], "uint16", 8, modes=b"\0\1"))
-    assert [dataset[sequence].tolist() for sequence in range(2)] == [[1], [2]]
 
 
 @pytest.mark.parametrize(("vocab_size", "dtype"), [(256, "uint16"), (65_499, "uint16"), (65_500, "int32")])
@@ -207,16 +200,6 @@ def test_each_token_comes_once_an_epoch_and_documents_change_their_neighbours(tm
         assert counts.sum() == 10 * windows.num_windows == 490
         epochs.append({tuple(sorted(set(row.tolist()))) for row in rows})
     assert len(epochs[0] & epochs[1]) < 5  # of 49 sets of neighbours; 490 of 4950 pairs are met by chance
-
-
-def test_a_window_is_a_function_of_seed_and_index_alone(tmp_path: Path) -> None:
-    prefix = write_dataset(tmp_path)
-    there, back = packed(prefix, seed=1), packed(prefix, seed=1)
-    indices = range(0, 3 * there.num_windows, 7)
-    rows = [there.window(index) for index in indices]
-    others = [back.window(index) for index in reversed(indices)]
-    assert all(np.array_equal(row, other) for row, other in zip(rows, reversed(others), strict=True))
-    assert not np.array_equal(packed(prefix, seed=2).window(0), rows[0])
 
 
 def test_an_id_outside_of_the_vocabulary_is_named(tmp_path: Path) -> None:

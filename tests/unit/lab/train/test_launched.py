@@ -1,7 +1,5 @@
 """Warnings of several processes: what all say is shown once, and what one says is not lost."""
 
-from __future__ import annotations
-
 import warnings
 
 import pytest

@@ -1,7 +1,5 @@
 """What the processes of a run say of the one that failed, by notes in a store."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest

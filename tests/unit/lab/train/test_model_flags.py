@@ -1,7 +1,5 @@
 """Flags of a model: what it starts from, what they change, and what they must not say together."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

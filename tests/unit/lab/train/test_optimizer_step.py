@@ -1,7 +1,5 @@
 """A step of a run: its learning rate, and gradients of accumulated micro-batches."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import torch

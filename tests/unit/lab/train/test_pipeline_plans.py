@@ -1,7 +1,5 @@
 """The plans of a pipeline's stages as a file: read back as they were, and said where it is damaged."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
