@@ -1,7 +1,5 @@
 """The tree of errors: its shape, its messages, and that errors survive a trip between processes."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import re

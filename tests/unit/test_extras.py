@@ -1,7 +1,5 @@
 """Missing packages of extras are named with the command that installs them."""
 
-from __future__ import annotations
-
 import importlib
 import re
 import sys

@@ -1,7 +1,5 @@
 """`fit` says what its plan does not count, and says so again at the step that needs it."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterator
 

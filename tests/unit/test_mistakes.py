@@ -1,7 +1,5 @@
 """The mistakes of the first hour: swapped arguments, paths, classes, typos, another model's plan. None costs a step."""
 
-from __future__ import annotations
-
 import re
 import warnings
 from collections.abc import Callable

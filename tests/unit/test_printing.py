@@ -1,7 +1,5 @@
 """What is printed on a terminal ends between words; elsewhere one line stays one."""
 
-from __future__ import annotations
-
 import io
 
 import pytest

@@ -1,8 +1,5 @@
 """The line of progress: on a real terminal it appears after two seconds, elsewhere another one follows every ten."""
 
-from __future__ import annotations
-
-import gc
 import io
 import os
 import pty
@@ -11,12 +8,11 @@ import subprocess
 import sys
 import threading
 import time
-import weakref
 from dataclasses import dataclass
 
 import pytest
 
-from recollect.progress import _Line, stage
+from recollect.progress import stage
 
 CONTROL = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]|[━╺╸]")
 
@@ -199,15 +195,6 @@ with stage("outer", total=4) as done, stage("inner"):
     assert re.fullmatch(r"recollect: inner, [123] of 4 done, \d+ s so far, about \d+ s left", lines[2]), lines
 
 
-def test_short_work_writes_nothing_to_a_pipe() -> None:
-    assert to_a_pipe(STAGES.format(outer_s=0.05)) == "printed\n"
-
-
-@pytest.mark.parametrize("switch", [{"RECOLLECT_PROGRESS": "0"}, {"RANK": "1"}], ids=str)
-def test_lines_can_be_switched_off(switch: dict[str, str]) -> None:
-    assert to_a_pipe(STAGES.format(outer_s=0.7), **switch) == "printed\n"
-
-
 def test_the_work_goes_on_when_the_terminal_is_gone() -> None:
     program = STAGES.replace('    print("printed", file=sys.stderr)\n', "").format(outer_s=2.3)
     assert run(program, stays=False).status == 0
@@ -221,11 +208,6 @@ def shown() -> dict[str, str]:
     texts = dict(text.split("\r\n", 1) for text in ran.text.split("\n== ")[1:])
     assert texts.keys() == PROGRAMS.keys()
     return texts
-
-
-def test_fit_says_what_it_does(shown: dict[str, str]) -> None:
-    parts = ("recording the step", "planning")
-    assert sorted(parts, key=shown["fit"].index) == list(parts)
 
 
 def test_frontier_counts_its_plans(shown: dict[str, str]) -> None:
@@ -249,11 +231,6 @@ def test_verify_says_what_it_measures_and_compares(shown: dict[str, str]) -> Non
         assert re.search(f"recollect: {text}", shown["verify"]), text
 
 
-def test_attach_says_when_it_plans_and_not_while_the_loop_runs(shown: dict[str, str]) -> None:
-    assert "planning" in shown["attach"]
-    assert "recording" not in shown["attach"]
-
-
 def test_without_standard_error_stages_do_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RECOLLECT_PROGRESS", raising=False)
     closed = io.StringIO()
@@ -270,21 +247,3 @@ def test_other_threads_show_nothing() -> None:
     lines = STAGES.format(outer_s=0.5).replace("\n", "\n    ")
     shown = run(f"{SOON}import threading\ndef work():{lines}\nthread = threading.Thread(target=work)\nthread.start()")
     assert shown.text == "printed\r\n"
-
-
-def test_a_closed_line_dies_at_once() -> None:
-    """In a cycle it would keep its thread, whose death runs code, for a garbage collection, which an interrupt may meet."""
-    line = _Line(io.StringIO(), is_terminal=False)
-    timer = weakref.ref(line._timer)
-    gc.disable()
-    try:
-        line.close()
-        line._timer.join()
-        del line
-        for _ in range(1000):  # The thread lets go of it a moment after its end.
-            if timer() is None:
-                break
-            time.sleep(0.01)
-        assert timer() is None
-    finally:
-        gc.enable()

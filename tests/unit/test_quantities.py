@@ -1,7 +1,5 @@
 """Bytes and seconds as text: exact, strict, and clear about what is wrong."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

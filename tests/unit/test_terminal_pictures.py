@@ -1,7 +1,5 @@
 """Pictures of terminals: what a terminal is left with, as SVG that needs nothing else."""
 
-from __future__ import annotations
-
 import doctest
 import sys
 import xml.etree.ElementTree as ET

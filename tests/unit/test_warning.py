@@ -1,7 +1,5 @@
 """Warnings name the line of the user's program."""
 
-from __future__ import annotations
-
 import warnings
 
 import pytest

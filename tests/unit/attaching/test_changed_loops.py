@@ -1,7 +1,5 @@
 """What a loop changes between two steps is noticed: its optimizer, autocast, the size of a batch, or that it is let go of."""
 
-from __future__ import annotations
-
 import warnings
 
 import pytest

@@ -1,7 +1,5 @@
 """A loop may run forward and backward inside the optimizer's step, in a closure."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

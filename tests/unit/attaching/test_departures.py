@@ -1,7 +1,5 @@
 """What `attach` does, and says, where a step does what no plan foresees; the peaks are in tests/integration/test_courses.py."""
 
-from __future__ import annotations
-
 import re
 import warnings
 from collections.abc import Iterator

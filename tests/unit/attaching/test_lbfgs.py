@@ -1,7 +1,5 @@
 """L-BFGS runs the model inside its step, and holds more from step to step until its history is full."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor, nn

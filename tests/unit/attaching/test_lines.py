@@ -1,7 +1,5 @@
 """What the lines of `attach` say of a step: its calls, and what sets it apart from one whose calls look the same."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

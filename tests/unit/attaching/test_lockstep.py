@@ -1,7 +1,5 @@
 """What a process decides where the others have answered otherwise than it did."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pytest

@@ -1,7 +1,5 @@
 """What recompute takes is measured in steps that run anyway, and a plan that takes longer than predicted is made again."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, TypeAlias

@@ -1,7 +1,5 @@
 """A loop in which no training step ends, or none trains, is told instead of going on unplanned."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

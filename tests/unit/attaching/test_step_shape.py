@@ -1,7 +1,5 @@
 """Which recorded steps a plan of which holds for the step under way."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

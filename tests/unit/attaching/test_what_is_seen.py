@@ -1,7 +1,5 @@
 """What `attach` cannot see, or cannot hold, it says."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor, nn

@@ -1,7 +1,5 @@
 """`apply_activation_checkpointing`: which modules, what stays as it is, and what is refused."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

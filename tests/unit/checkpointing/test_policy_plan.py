@@ -1,7 +1,5 @@
 """`policy_plan`: a plan that keeps what a policy saves, and a peak that it then has."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`recollect bench`: its exit statuses, with times that are set, on a tiny model."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`recollect doctor`: its report, its exit statuses, standard input, and the commands and calls that its advice names."""
 
-from __future__ import annotations
-
 import inspect
 import io
 import json

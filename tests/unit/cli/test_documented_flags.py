@@ -1,7 +1,5 @@
 """Each command line in the guides that users follow is understood, or refused with a reason."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import warnings

@@ -1,7 +1,5 @@
 """Megatron's settings of CUDA graphs: on the command line its own rules come first, then that nothing captures them yet."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from pathlib import Path

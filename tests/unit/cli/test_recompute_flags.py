@@ -1,7 +1,5 @@
 """Megatron's recompute flags, as a command line gives them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Calibration: what is measured, what is fitted, and the command around it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

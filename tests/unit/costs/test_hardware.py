@@ -1,7 +1,5 @@
 """The table of devices, their JSON, and what users get told about names and files that are wrong."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """What connects devices with the memory of their hosts."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """What it takes, by the cost model, to gather a value of which each rank holds a part."""
 
-from __future__ import annotations
-
 import pytest
 
 from recollect.costs.hardware_table import find_hardware

@@ -1,7 +1,5 @@
 """Costs of ops as they are measured: one number for runs that do the same work, another for any that do not."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """What `diagnose` takes, refuses and merges, whatever the rule."""
 
-from __future__ import annotations
-
 import bz2
 import doctest
 import gzip

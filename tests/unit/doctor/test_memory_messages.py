@@ -1,7 +1,5 @@
 """The numbers of "CUDA out of memory", in the forms that PyTorch has had, and what follows from them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Rules on errors and warnings that PyTorch raises here and now, so that a change of their texts is noticed."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import traceback

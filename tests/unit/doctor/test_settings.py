@@ -1,7 +1,5 @@
 """Rules on settings: Megatron's in YAML, flags and the list of arguments in its log; transformers'; DeepSpeed's."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Snapshots: built in the format of torch/cuda/_memory_viz.py and torch.cuda.memory._snapshot(), since there is no GPU here."""
 
-from __future__ import annotations
-
 import json
 import pickle
 from pathlib import Path

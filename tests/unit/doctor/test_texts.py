@@ -1,7 +1,5 @@
 """Each text rule on a real text; the first lines of a file say where it is from, and what is to be found in it."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """DeepSpeed's section `activation_checkpointing`: what it means here, and what it does not."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

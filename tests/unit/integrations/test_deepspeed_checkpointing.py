@@ -1,7 +1,5 @@
 """The stand-in for `deepspeed.checkpointing`: exact gradients, and a meaning or an error for every setting."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Where the steps of DeepSpeed's engine end, on a stand-in that counts as its engine does."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Plans as the nearest settings of Megatron and torchtitan: the fastest that fit, by trying all, and back again."""
 
-from __future__ import annotations
-
 import itertools
 import warnings
 from dataclasses import replace
@@ -14,7 +12,7 @@ import tyro
 import recollect
 from recollect.cli.recompute_flags import RecomputeFlags
 from recollect.errors import BudgetTooSmallError, ConfigError, ConfigWarning, PlanError
-from recollect.integrations.megatron import RecomputeConfig, TrainingSetting, megatron_plan
+from recollect.integrations.megatron import RecomputeConfig, megatron_plan
 from recollect.integrations.megatron.nearest import (
     bridge_lines,
     hidden_s,
@@ -94,21 +92,6 @@ def test_what_is_said(profile: Profile) -> None:
     assert third.startswith("lost: ") and third.endswith(" of the budget are not used")
 
 
-def test_a_plan_without_a_budget_stands_for_its_peak(profile: Profile) -> None:
-    full = megatron_plan(
-        profile, RecomputeConfig(recompute_granularity="full", recompute_method="block", recompute_num_layers=2)
-    )
-    found = nearest_settings(profile, full)
-    assert found.budget_bytes == full.predicted_peak_bytes and found.plan.predicted_slowdown <= full.predicted_slowdown
-
-
-def test_rules_of_the_training_are_kept(profile: Profile) -> None:
-    wanted = recollect.plan(profile, "60%")
-    setting = TrainingSetting(num_layers=4, pipeline_model_parallel_size=2)
-    found = nearest_settings(profile, wanted, setting)
-    assert megatron_plan(profile, found.settings, setting) == found.plan
-
-
 def test_no_recompute_is_written_too(profile: Profile) -> None:
     found = nearest_settings(profile, recollect.plan(profile, "100%"))
     assert found.settings == RecomputeConfig() and megatron_flags(found.settings) == ""
@@ -137,18 +120,6 @@ def test_only_what_runs_again_is_hidden() -> None:
     assert hidden_s(profile, megatron_plan(profile, RecomputeConfig())) == 0.0
 
 
-@pytest.mark.parametrize("gather_s", [0.08, 0.16])
-def test_what_is_hidden_is_never_more_than_what_runs_again(gather_s: float) -> None:
-    # Six of these, added one by one, are more than their sum.
-    profile = stack(6, graph=gathering_layer(gather_s=gather_s, order_s=0.0))
-    plan = megatron_plan(profile, RecomputeConfig())
-    assert nearest_settings(profile, plan).plan.predicted_slowdown == 0.0
-    schedule = recollect.PipelineSchedule.one_f_one_b(num_stages=2, num_micro_batches=2)
-    profile = replace(profile, persistent={"parameters": 1000, "gradients": 1000})
-    planned = recollect.predict_pipeline([profile] * 2, schedule, [plan] * 2)
-    assert nearest_uniform_settings([profile] * 2, planned)[1].slowdowns == (0.0, 0.0)
-
-
 def test_what_is_hidden_is_no_slowdown() -> None:
     profile = stack(2, graph=gathering_layer())
     plan = megatron_plan(profile, RecomputeConfig())
@@ -157,17 +128,6 @@ def test_what_is_hidden_is_no_slowdown() -> None:
     # The order of what is gathered takes 0.02 s in each layer, which nothing hides.
     assert plan.predicted_slowdown * profile.step_s == pytest.approx(2 * 0.07)
     assert found.plan.predicted_slowdown * profile.step_s == pytest.approx(2 * 0.02)
-
-
-def test_stages_of_a_pipeline_gather_beside_their_products() -> None:
-    profile = replace(stack(2, graph=gathering_layer()), persistent={"parameters": 1000, "gradients": 1000})
-    schedule = recollect.PipelineSchedule.one_f_one_b(num_stages=2, num_micro_batches=4)
-    planned = recollect.predict_pipeline([profile] * 2, schedule, [megatron_plan(profile, RecomputeConfig())] * 2)
-    settings, found = nearest_uniform_settings([profile] * 2, planned)
-    assert settings == RecomputeConfig()
-    # Five micro-batches one after the other, each in two layers, but for the first, which begins earlier.
-    assert planned.step_s - found.step_s == pytest.approx(5 * 2 * 0.05)
-    assert found.plain_step_s == planned.plain_step_s
 
 
 @pytest.mark.parametrize("percent", [55, 65, 75, 85, 95])

@@ -1,7 +1,5 @@
 """Models with a matrix each for queries, keys, values, gate and up: what torchtitan's policies pick, how layouts split them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The chunked cross entropy against PyTorch's own, and both against float64."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any
@@ -86,18 +84,6 @@ def test_no_further_from_float64_than_the_plain_loss(
     floor = 64 * torch.finfo(torch.float64).eps if dtype is torch.float64 else 2e-7
     for mine, plains in zip(got, own, strict=True):
         assert mine <= NO_WORSE * plains + floor
-
-
-def test_one_chunk_in_bf16_has_the_bits_of_the_plain_loss() -> None:
-    """In fp32 it has not: the exponential is not the one that PyTorch's softmax uses, off by its last bit here and there."""
-    expected, got = step(plain(), case(torch.bfloat16)), step(chunked(1), case(torch.bfloat16))
-    assert all(torch.equal(e, g) for e, g in zip(expected[1:], got[1:], strict=True))
-
-
-@pytest.mark.parametrize("num_chunks", [7, TOKENS, 1000])
-def test_any_number_of_chunks(num_chunks: int) -> None:
-    exact = step(plain(), case(torch.float64))
-    assert max(errors(step(chunked(num_chunks), case(torch.float64)), exact)) < 1e-14
 
 
 @pytest.mark.parametrize("empty", [False, True], ids=["all ignored", "no tokens"])

@@ -1,7 +1,5 @@
 """The chunked loss of two ranks, each with a part of the vocabulary, against the loss of the whole."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

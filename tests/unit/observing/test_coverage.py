@@ -1,7 +1,5 @@
 """`recollect.coverage`: what is covered, what is not, and why, as it is seen in one step that leaves no traces."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from functools import partial

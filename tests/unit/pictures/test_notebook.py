@@ -1,7 +1,5 @@
 """What notebooks show: static HTML that no name can break, and tables where there is no picture."""
 
-from __future__ import annotations
-
 import gc
 import sys
 from collections.abc import Callable

@@ -1,12 +1,9 @@
 """Pictures: curves lose no peak, the bound is nowhere too high, labels find room, pages are safe."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math
 import random
-from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -24,9 +21,7 @@ from recollect.pictures.png import Mark, draw_frontier, draw_memory, place_label
 from recollect.pictures.style import CATEGORY_COLORS, new_figure
 from recollect.pictures.words import bound_corners, classics_of
 from recollect.planning.bound import LowerBound
-from recollect.planning.frontier import Frontier, FrontierPoint
-from recollect.plans.plan import Plan
-from recollect.profile.events import WORK, StepLog
+from recollect.planning.frontier import Frontier
 from recollect.profile.profile import Profile
 from recollect.simulation.timeline import CATEGORIES
 from small_llama import batch_of, llama
@@ -56,31 +51,6 @@ def test_curve_has_the_peak_and_no_more(profile: Profile, num_points: int) -> No
         assert total[curve.moments[at]] == found.report.peak_bytes or total[curve.moments[at - 1]] == total.max()
         # Time goes on: what a stretch shows is never before what an earlier one shows.
         assert np.all(np.diff(curve.moments) >= 0)
-
-
-def test_phases_and_units_follow_each_other(profile: Profile) -> None:
-    curve = memory_curve(recollect.timeline(profile, Plan({})), num_points=100, time_unit=(1e-3, "ms"))
-    assert [span.name for span in curve.phases] == ["forward", "loss", "backward", "optimizer step"]
-    assert curve.phases[0].start == 0
-    assert curve.phases[-1].end == curve.end
-    for one, other in itertools.pairwise(curve.phases):
-        assert one.end == other.start
-    assert {"decoder.layers.0", "decoder.layers.3"} <= {span.name for span in curve.units}
-    # The optimizer step has a width of its own, which is no time. Times are whole nanoseconds, of about a thousand ops.
-    assert curve.phases[-2].end == pytest.approx(1e3 * profile.step_s, abs=1e-3)
-    assert curve.axis == "predicted time (ms); the optimizer step is not to scale"
-
-
-def test_axis_says_what_is_not_known(profile: Profile) -> None:
-    blocks = tuple(tuple(e[:2] if e[0] == WORK else e for e in block) for block in profile.log.blocks)
-    log = StepLog(blocks, profile.log.sequence)
-    rough = recollect.timeline(replace(profile, log=log), Plan({}))
-    assert "roughly: only the units' ops are timed" in memory_curve(rough, num_points=9, time_unit=(1.0, "s")).axis
-    graphs = tuple(replace(g, ops=tuple(replace(op, time_s=0.0) for op in g.ops)) for g in profile.graphs)
-    untimed = recollect.timeline(replace(profile, graphs=graphs, log=log, step_s=0.0), Plan({}))
-    curve = memory_curve(untimed, num_points=9, time_unit=(1.0, "s"))
-    assert curve.axis == "events of the step (no times are known)"
-    assert untimed.total_bytes[curve.moments].max() == untimed.report.peak_bytes
 
 
 def test_bound_is_drawn_nowhere_too_high(profile: Profile, frontier: Frontier) -> None:
@@ -153,16 +123,6 @@ def test_labels_stay_inside_and_apart() -> None:
         assert axes.bbox.x0 <= box.x0 <= box.x1 <= axes.bbox.x1
         assert axes.bbox.y0 <= box.y0 <= box.y1 <= axes.bbox.y1
     assert not any(one.overlaps(other) for one, other in itertools.combinations(boxes, 2))
-
-
-def test_equal_classics_are_one_mark(frontier: Frontier) -> None:
-    plan = frontier.points[0].plan
-    same = [
-        FrontierPoint(10, 0.5, plan, "full"),
-        FrontierPoint(10, 0.5, plan, "sqrt"),
-        FrontierPoint(20, 0, plan, "keep_all"),
-    ]
-    assert [p.name for p in classics_of(replace(frontier, classics=tuple(same)))] == ["full = sqrt"]
 
 
 class Scripts(HTMLParser):

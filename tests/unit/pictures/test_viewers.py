@@ -1,7 +1,5 @@
 """What is written for other viewers: their own parsers read it, and it adds up to the prediction, to the byte."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import pickletools

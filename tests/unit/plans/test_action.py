@@ -1,7 +1,5 @@
 """Actions are their words, wherever people and files write them."""
 
-from __future__ import annotations
-
 import copy
 import json
 import pickle

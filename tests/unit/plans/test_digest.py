@@ -1,7 +1,5 @@
 """What ranks tell each other about their plans: whether they are the same, and whether each needs the others for its own."""
 
-from __future__ import annotations
-
 import pytest
 
 from recollect.plans.unit_plan import UnitPlan, digest_of, needs_all_ranks

@@ -1,7 +1,5 @@
 """Plans that offload values: what they say, print and write, and when copies leave and come back."""
 
-from __future__ import annotations
-
 import json
 import pickle
 

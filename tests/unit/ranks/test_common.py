@@ -1,7 +1,5 @@
 """Times that processes measured for the same ops become one, for other ops they stay; and all run one plan."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """What processes of one group answer each other, and who is named where one does not come."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """Which processes a model is spread over, which are taken for its group, and whether all of them do the same."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

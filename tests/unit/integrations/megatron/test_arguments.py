@@ -1,7 +1,5 @@
 """Flags of Megatron that recollect has no setting for: taken off where they change nothing, refused where they would."""
 
-from __future__ import annotations
-
 import dataclasses
 import fnmatch
 import re

@@ -1,7 +1,5 @@
 """Megatron's settings as plans, on profiles made by hand: which layers, which outputs, which values."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

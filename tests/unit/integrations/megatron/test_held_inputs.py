@@ -1,7 +1,5 @@
 """Megatron's `distribute_saved_activations`: which values become parts, one on each rank."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

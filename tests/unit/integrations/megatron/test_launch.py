@@ -1,7 +1,5 @@
 """Command lines of Megatron's `pretrain_gpt` out of launch scripts, files of flags, and YAML of Megatron-Bridge."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Which values of a layer a module of Megatron stands for, on graphs made by hand."""
 
-from __future__ import annotations
-
 import pytest
 
 from recollect.integrations.megatron.module_values import LayerOps, values_of_module

@@ -4,8 +4,6 @@ What autograd saves while a module runs is its input, and what the module itself
 `self_attention.linear_qkv` saves what the norm before it returns, the norm what enters the layer, and so on.
 """
 
-from __future__ import annotations
-
 import functools
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """ROLL's settings: what they become in Megatron's words, and as plans."""
 
-from __future__ import annotations
-
 import re
 from types import SimpleNamespace
 from typing import Any

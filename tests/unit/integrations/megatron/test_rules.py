@@ -1,7 +1,5 @@
 """Every rule about Megatron's settings: what breaks it, what is said then, and what just does not break it."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import fields
 from typing import Any

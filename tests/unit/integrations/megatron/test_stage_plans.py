@@ -1,7 +1,5 @@
 """Megatron's settings on a pipeline: which micro-batches recompute what, and that it is predicted as it runs."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor, nn

@@ -1,7 +1,5 @@
 """The tables of docs/megatron.md are those of the code. `python -m pages.megatron` prints them."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 
