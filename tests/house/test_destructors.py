@@ -1,7 +1,5 @@
 """No code in Python runs where an object dies: an interrupt of the program that came there would be printed and forgotten."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Docstrings keep up with signatures, and the public functions have all that a reader needs."""
 
-from __future__ import annotations
-
 import ast
 import re
 from pathlib import Path

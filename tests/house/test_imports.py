@@ -1,7 +1,5 @@
 """The planner and the data it works on run where PyTorch is not installed; private names of PyTorch are in three files."""
 
-from __future__ import annotations
-
 import ast
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Imports point down: a package imports only packages before it in the list, and no file imports itself by way of others."""
 
-from __future__ import annotations
-
 import ast
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path

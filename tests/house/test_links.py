@@ -1,7 +1,5 @@
 """Relative links in Markdown files lead to files, and their anchors to headings."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

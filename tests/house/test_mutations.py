@@ -1,7 +1,5 @@
 """The faults of `scripts/mutate` can be put into this tree, and what runs the tests of a copy tells right from wrong."""
 
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path

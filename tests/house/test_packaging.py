@@ -1,7 +1,5 @@
 """What an index shows of the package is true of this tree."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """`recollect.__all__` is what the package offers: sorted, complete, importable, and stable against submodules."""
 
-from __future__ import annotations
-
 import pkgutil
 
 import pytest

@@ -1,7 +1,5 @@
 """The site builds without a warning, has every page and every public name, and fetches nothing from the network."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

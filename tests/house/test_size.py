@@ -1,7 +1,5 @@
 """No file and no function grows until one gets lost in it: maxima, because averages hide the worst."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`scripts/test` leaves out nothing but what is marked long, `--all` not even that; no test asks how busy the machine is."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """The versions that are tested are the same wherever they are named."""
 
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path
