@@ -284,17 +284,6 @@ def _pooled(self: Any, x: Tensor) -> Tensor:
     return F.max_unpool2d(small.sin(), where, 2).reshape(4, 8).exp()
 
 
-class _Neighbours(nn.Module):
-    """Adds up the neighbours of each row, as graph networks do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("edges", (torch.rand(ROWS, ROWS) < 0.5).float().to_sparse())
-
-    def forward(self, x: Tensor) -> Any:
-        return self.edges @ x.tanh()
-
-
 modules(
     {
         "batch norm": lambda: nn.BatchNorm1d(8, momentum=None),
@@ -335,7 +324,6 @@ modules(
     _looked_up,
 )
 modules({"pool and unpool": lambda: nn.MaxPool2d(2, return_indices=True)}, _pooled)
-modules({"sparse buffer": _Neighbours}, _inner)
 modules({"attention with weights": lambda: nn.MultiheadAttention(8, 2, dropout=0.2)}, _attended)
 modules(
     {"bilinear": lambda: nn.Bilinear(8, 8, 8)}, lambda self, x: self.inner(x, self.first(x).sin()), is_composite=True
@@ -1095,6 +1083,22 @@ HOOKS: dict[str, Callable[[nn.Module], Any]] = {
 for _name, _register in HOOKS.items():
     units({f"{_name} on it": _hidden_layer}, prepare=lambda model, add=_register: add(model.units[0]))
     units({f"{_name} inside": _hidden_layer}, prepare=lambda model, add=_register: add(model.units[0].second))
+
+# What is new goes to the end: the contracts choose plans by the number of a unit
+
+
+class _Neighbours(nn.Module):
+    """Adds up the neighbours of each row, as graph networks do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("edges", (torch.rand(ROWS, ROWS) < 0.5).float().to_sparse())
+
+    def forward(self, x: Tensor) -> Any:
+        return self.edges @ x.tanh()
+
+
+modules({"sparse buffer": _Neighbours}, _inner)
 
 # What the graph engine says of units that it leaves to the tape; or Dynamo, whose words change.
 _WORDS: dict[str, tuple[str, ...]] = {
