@@ -4,8 +4,6 @@
 wait for a GPU to be found.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import warnings

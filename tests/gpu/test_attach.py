@@ -1,7 +1,5 @@
 """`attach` on a device: a loop keeps its weights and its budget, and what the device holds besides is counted once."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

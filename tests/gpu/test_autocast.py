@@ -1,7 +1,5 @@
 """Mixed precision: casts run again below autocast, and the scaler of losses sees the same gradients."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

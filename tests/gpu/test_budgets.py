@@ -1,7 +1,5 @@
 """A budget holds in a user's own training loop, by the counters of the device's allocator."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

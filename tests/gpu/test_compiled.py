@@ -1,7 +1,5 @@
 """Plans inside `torch.compile` on a device: gradients, peaks, and a budget in a user's loop, with Inductor's own kernels."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator
 

@@ -14,8 +14,6 @@ the default ones these do not, on CUDA, because they add with atomics, in an ord
 There the bound of `device_steps.PlainStep` holds, and the report of the test has the names.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Kernels that are not PyTorch's own: Triton out of its sight, and ops registered with `torch.library`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -14,9 +12,6 @@ from device_steps import RecordProperty, check_plans
 from function_units import UNITS, Unit, two_units
 from gradients import gradients
 from library_ops import double_, drop, half_square
-from policies import FULL, KEEP_ALL
-from recollect.applying import apply_policy
-from watch import Watch
 
 Function = Callable[[Unit, Tensor], Tensor]
 
@@ -88,22 +83,6 @@ def test_triton_op(kernel: ModuleType, cuda: torch.device, record_property: Reco
     _check(lambda unit, hidden: kernel.half_square_by_triton(hidden.sin()).cos(), cuda, record_property)
 
 
-def test_triton_op_runs_again(kernel: ModuleType, cuda: torch.device) -> None:
-    assert _runs_again(lambda unit, hidden: hidden * kernel.half_square_by_triton(hidden.detach()), cuda) == len(UNITS)
-
-
-def _runs_again(function: Function, device: torch.device) -> int:
-    """How often the unit's op runs in a backward that computes everything again; in forward it runs once a unit."""
-    model, data = two_units(function, device)
-    counts = []
-    for policy in (KEEP_ALL, FULL):
-        with apply_policy(model, UNITS, policy), Watch() as watch:
-            gradients(model, data)
-        counts.append(sum(number for op, number in watch.ops.items() if op.startswith("recollect_tests")))
-    assert counts[0] == len(UNITS)
-    return counts[1] - counts[0]
-
-
 def with_backward(unit: Unit, hidden: Tensor) -> Tensor:
     return half_square(hidden.sin()).cos()
 
@@ -136,14 +115,3 @@ OPS = (with_backward, without_backward, random_with_backward, random_without_bac
 @pytest.mark.parametrize("function", OPS)
 def test_custom_ops(function: Function, device: torch.device, record_property: RecordProperty) -> None:
     _check(function, device, record_property)
-
-
-@pytest.mark.parametrize("function", [without_backward, random_without_backward])
-def test_custom_ops_run_again(function: Function, device: torch.device) -> None:
-    assert _runs_again(function, device) == len(UNITS)
-
-
-@pytest.mark.parametrize("function", [with_backward, random_with_backward])
-def test_custom_ops_with_a_backward_are_kept(function: Function, device: torch.device) -> None:
-    """PyTorch runs them inside of a custom autograd Function, where others may write out of sight."""
-    assert _runs_again(function, device) == 0

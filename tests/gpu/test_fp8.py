@@ -1,7 +1,5 @@
 """Products in 8 bits by the device's kernels: the same bits when they run again, and close to the emulation."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

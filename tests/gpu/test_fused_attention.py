@@ -1,7 +1,5 @@
 """Fused attention, one backend at a time: run again, or kept, it gives the same gradients."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -16,9 +14,7 @@ from device_steps import RecordProperty, check_plans, skipped_if
 from function_units import UNITS, Unit, two_units
 from gradients import gradients
 from policies import FULL, NOTHING_KEPT, Policy, Random
-from recollect.applying import apply_policy
 from recollect.plans.action import Action
-from watch import Watch
 
 
 @dataclass(frozen=True)
@@ -97,24 +93,3 @@ def test_grouped_queries(
 def test_masks(backend: SDPBackend, device: torch.device, record_property: RecordProperty) -> None:
     attend = _attention(backend, is_causal=False, is_masked=True)
     _check(attend, f"{backend.name} with a mask", device, record_property)
-
-
-@pytest.mark.parametrize("backend", [SDPBackend.MATH, SDPBackend.EFFICIENT_ATTENTION], ids=lambda backend: backend.name)
-def test_single_precision(backend: SDPBackend, device: torch.device, record_property: RecordProperty) -> None:
-    _check(_attention(backend), f"{backend.name} in fp32", device, record_property, torch.float32)
-
-
-@every_backend
-def test_attention_runs_again_only_if_it_was_dropped(backend: SDPBackend, device: torch.device) -> None:
-    model, data = two_units(_attention(backend), device, torch.bfloat16)
-    counts = {}
-    for name in ("full", "keep-attention"):
-        with apply_policy(model, UNITS, PLANS[name]), Watch() as watch:  # type: ignore[arg-type]
-            with skipped_if(backend.name, *REFUSALS):
-                loss = model(data)
-            loss.backward()
-        model.zero_grad()
-        counts[name] = sum(n for op, n in watch.ops.items() if op.startswith("_scaled_dot") and "backward" not in op)
-    if not counts["full"]:
-        pytest.skip(f"{backend.name} is no op of its own here")
-    assert counts == {"full": 2 * len(UNITS), "keep-attention": len(UNITS)}

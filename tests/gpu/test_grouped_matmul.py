@@ -1,7 +1,5 @@
 """`torch._grouped_mm`, the product of experts, in bf16: run again or kept."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest
@@ -13,8 +11,6 @@ from device_models import decoder
 from device_steps import RecordProperty, check_plans, skipped_if
 from function_units import UNITS, Unit, two_units
 from gradients import gradients, step_of
-from policies import FULL, KEEP_ALL
-from recollect.applying import apply_policy
 from watch import Watch
 
 NUM_EXPERTS = 4
@@ -68,19 +64,6 @@ def _model(name: str, device: torch.device) -> tuple[nn.Module, Tensor]:
 def test_gradients(name: str, kernels: str, device: torch.device, record_property: RecordProperty) -> None:
     model, data = _model(name, device)
     check_plans(model, UNITS, lambda: gradients(model, data), record_property)
-
-
-@every_product
-def test_it_runs_again(name: str, device: torch.device) -> None:
-    model, data = _model(name, device)
-    counts = []
-    for policy in (KEEP_ALL, FULL):
-        with apply_policy(model, UNITS, policy), Watch() as watch:
-            gradients(model, data)
-        counts.append(watch.ops["_grouped_mm"])
-    if not counts[0]:
-        pytest.skip(f"{name} is no op of its own here")
-    assert counts[1] == counts[0] + len(UNITS)
 
 
 def test_experts_of_hugging_face_use_it(device: torch.device) -> None:

@@ -3,8 +3,6 @@
 On the CPU the same plans run with threads.
 """
 
-from __future__ import annotations
-
 import torch
 
 import recollect

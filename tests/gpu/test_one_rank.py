@@ -1,7 +1,5 @@
 """What several processes run, in a group of one: over NCCL on a GPU, where tensors on the wrong device show with one rank."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

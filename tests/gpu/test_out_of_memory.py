@@ -4,8 +4,6 @@ On CUDA the allocator is not allowed to take any more from the device from some 
 somebody asks for more than there is.
 """
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Iterator
 
@@ -127,18 +125,6 @@ def test_while_one_backward_waits(policy: Policy, device: torch.device) -> None:
         loss.backward()
         found = {f"gradient of {name}": parameter.grad for name, parameter in model.named_parameters()}
         assert_same_gradients(expected, {"loss": loss.detach(), **found})
-
-
-@every_plan
-def test_error_is_of_the_kind_that_trainers_catch(policy: Policy, cuda: torch.device) -> None:
-    model, data = two_units(_wide, cuda)
-    for starve_in in MOMENTS.values():
-        with apply_policy(model, UNITS, policy):
-            stop = starve_in(model, cuda)
-            with pytest.raises(torch.OutOfMemoryError):
-                gradients(model, data)
-            stop()
-            feed(cuda)
 
 
 def test_in_a_model_of_somebody_else(device: torch.device) -> None:

@@ -1,22 +1,17 @@
 """Random ops run again with the numbers that they drew in forward, and no generator notices."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from attention_backends import REFUSALS, every_backend
-from device_models import decoder
 from device_steps import RecordProperty, check_plans, generator_states, skipped_if
 from function_units import UNITS, TwoUnits, Unit, two_units
 from gradients import Step, gradients
-from policies import FULL, Policy, Random
-from recollect.applying import apply_policy
 
 _OWN = "generator"
 
@@ -98,38 +93,6 @@ def test_draws(draw: Callable[[Unit, Tensor], Tensor], device: torch.device, rec
     model, data = two_units(draw, device)
     plain = check_plans(model, UNITS, _step(model, data), record_property)
     assert not plain.varying
-
-
-def test_dropout_modules(device: torch.device, record_property: RecordProperty) -> None:
-    model, data = two_units(lambda unit, hidden: unit.drop(hidden.sin()).exp(), device, drop=nn.Dropout(0.3))
-    check_plans(model, UNITS, _step(model, data), record_property)
-
-
-@pytest.mark.parametrize("draw", DRAWS)
-def test_seeds_matter(draw: Callable[[Unit, Tensor], Tensor], device: torch.device) -> None:
-    model, data = two_units(draw, device)
-    assert not torch.equal(_step(model, data, 0)()["loss"], _step(model, data, 1)()["loss"])
-
-
-@pytest.mark.parametrize("policy", [FULL, Random(1)])
-def test_two_forwards_before_the_backwards(policy: Policy, device: torch.device) -> None:
-    """Replays of the second forward's draws run between those of the first one's, and later draws come out the same."""
-    case = decoder("gpt2", device)
-    model, batch = case.model(), case.data()
-
-    def step() -> Step:
-        model.zero_grad()
-        torch.manual_seed(0)
-        losses = [model(**batch).loss for _ in range(2)]
-        for loss in losses:
-            loss.backward()
-        grads = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
-        return {**grads, "next draw": torch.rand(8, device=device), **generator_states(device)}
-
-    expected = step()
-    with apply_policy(model, case.layers, policy):
-        got = step()
-    assert all(torch.equal(expected[name], got[name]) for name in expected)
 
 
 @every_backend

@@ -1,21 +1,18 @@
 """`record`, `verify`, `fit` and `apply` on a device: what they say, and that they leave everything as they found it."""
 
-from __future__ import annotations
-
 import gc
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import recollect
 from device_models import decoder
 from device_steps import RecordProperty, generator_states, moved, plain_step
-from gradients import Step, assert_same_gradients, gradients, step_of
-from predictions import LEAN_LOOP, budgets
+from gradients import Step, assert_same_gradients, step_of
+from predictions import LEAN_LOOP
 from recollect.measuring.meter import storage_bytes
-from recollect.planning.choose import Planner
 from recollect.profile.profile import Profile
 from watch import live_tensors
 from zoo import ZOO
@@ -101,61 +98,6 @@ def test_verify(name: str, device: torch.device, record_property: RecordProperty
     assert recollect.verify(model, batch, recollect.classic_plan(profile, "full"), compare="units").gradients_equal
 
 
-def test_fit_apply_and_remove(device: torch.device) -> None:
-    case = decoder("llama", device)
-    model, batch = case.model(), case.data()
-    expected = step_of(case, model)
-    (budget_bytes,) = budgets(Planner(recollect.record(model, batch)), (0.5,))
-    plan = recollect.fit(model, batch, budget_bytes)
-    assert plan.predicted_peak_bytes is not None
-    assert plan.budget_bytes is not None
-    assert plan.predicted_peak_bytes <= plan.budget_bytes
-    (applied,) = recollect.applied_to(model)
-    assert_same_gradients(expected, step_of(case, model))
-    applied.remove()
-    assert not recollect.applied_to(model)
-    assert_same_gradients(expected, step_of(case, model))
-    with recollect.apply(model, plan):
-        assert_same_gradients(expected, step_of(case, model))
-
-
-@pytest.fixture
-def peaks(device: torch.device) -> dict[str, int]:
-    """Measured growth of forward and backward, by plan."""
-    case = decoder("llama", device)
-    model, batch = case.model(), case.data()
-    profile = recollect.record(model, batch, **LEAN_LOOP)
-    found: dict[str, int] = {}
-
-    def step() -> None:
-        loss = model(**batch).loss
-        loss.backward()
-
-    def growth() -> int:
-        step()  # libraries' workspaces are made the first time, and stay
-        model.zero_grad()
-        if device.type != "cuda":
-            return recollect.measure_peak(step, device=device).peak_growth_bytes
-        # What is asked for, because what is allocated depends on the blocks that happen to be free.
-        before = torch.cuda.memory_stats(device)["requested_bytes.all.current"]
-        peak = recollect.measure_peak(step, device=device).peak_requested_bytes
-        assert peak is not None
-        return peak - before
-
-    for kind in ("keep_all", "full"):
-        with recollect.apply(model, recollect.classic_plan(profile, kind)):
-            found[kind] = growth()
-        model.zero_grad()
-    found["plain"] = growth()
-    return found
-
-
-def test_measured_peaks(peaks: dict[str, int]) -> None:
-    """A plan that keeps everything takes what no plan takes; full recompute takes less."""
-    assert peaks["keep_all"] == peaks["plain"]
-    assert peaks["full"] < peaks["plain"]
-
-
 @pytest.mark.parametrize("loop", LOOPS.values(), ids=LOOPS)
 @pytest.mark.parametrize("kind", ["keep_all", "full"])
 @every_model
@@ -212,26 +154,3 @@ def test_fake_and_real_profiles_agree_on_bytes(
     ]
     record_property("units with the same ops", f"{sum(same_ops)} of {len(same_ops)}")
     assert any(same_ops)
-
-
-def test_plan_of_a_fake_profile_is_exact(device: torch.device) -> None:
-    case = decoder("llama", device)
-    model, batch = case.model(), case.data()
-    expected = gradients(model, batch)
-    plan = recollect.classic_plan(recollect.record(model, batch, fake=True, hardware="H100", **LEAN_LOOP), "full")
-    with recollect.apply(model, plan):
-        assert_same_gradients(expected, gradients(model, batch))
-
-
-def test_other_tensors_of_the_process_do_not_disturb(device: torch.device) -> None:
-    """A model that is no part of the step, and garbage in cycles."""
-    case = decoder("llama", device)
-    model, batch = case.model(), case.data()
-    expected = recollect.classic_plan(recollect.record(model, batch, **LEAN_LOOP), "full")
-    other: Tensor = torch.zeros(1000, 1000, device=device)
-    cycle: list[Any] = [torch.zeros(1000, device=device)]
-    cycle.append(cycle)
-    del cycle
-    got = recollect.classic_plan(recollect.record(model, batch, **LEAN_LOOP), "full")
-    assert got.units == expected.units
-    del other

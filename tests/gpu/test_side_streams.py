@@ -3,8 +3,6 @@
 The CPU has no streams. There the same models run without, so that only what is about streams is left for a GPU to show.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
