@@ -1,7 +1,5 @@
 """`scripts/gpu`: every part runs at tiny sizes on the CPU, so that nothing is tried for the first time on a GPU."""
 
-from __future__ import annotations
-
 import csv
 import json
 import os
@@ -13,7 +11,6 @@ import pytest
 import torch
 
 pytest.importorskip("matplotlib")
-pytestmark = pytest.mark.integration
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {**os.environ, "PYTHON": sys.executable}
@@ -124,15 +121,6 @@ def test_committed_page_is_of_the_committed_rows() -> None:
 
 
 @pytest.mark.usefixtures("benchmarks")
-def test_page_of_nothing_says_so(tmp_path: Path) -> None:
-    from gpu.page import page
-
-    assert "Nothing has been measured on a GPU yet" in page(tmp_path)
-    (tmp_path / "notes.csv").write_text("a,b\n1,2\n", encoding="utf-8")
-    assert "Nothing has been measured on a GPU yet" in page(tmp_path)
-
-
-@pytest.mark.usefixtures("benchmarks")
 def test_page_lists_what_was_not_measured(tmp_path: Path) -> None:
     from gpu.page import page
     from results_csv import Number, append
@@ -173,31 +161,6 @@ def test_bad_arguments(arguments: tuple[str, ...], message: str, capsys: pytest.
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.usefixtures("benchmarks")
-def test_old_torch_is_said_in_a_sentence(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    from gpu.command import main
-
-    monkeypatch.setattr(torch, "__version__", "2.10.1+cu128")
-    assert main(["calibrate"]) == 2
-    assert capsys.readouterr().err == (
-        "scripts/gpu: got torch 2.10.1+cu128, expected 2.11 or later. Install a newer one.\n"
-    )
-
-
-@pytest.mark.usefixtures("benchmarks")
-def test_parts_that_cannot_run_say_what_they_need() -> None:
-    from gpu.part import Part
-
-    part = Part(name="large", what="", least_gib=40, packages=("no-such-package",), run=lambda context: "")
-    missing = "large: skipped, as it needs the package no-such-package, which is not installed."
-    assert part.problem("a card", 80.0) == missing
-    part = Part(name="large", what="", least_gib=40, run=lambda context: "")
-    small = "large: skipped, as it needs a device with 40 GiB of memory; this one, a card, has 15.8 GiB."
-    assert part.problem("a card", 15.8) == small
-    assert part.problem("a card", 79.1) is None
-    assert part.problem("a CPU", None) is None
-
-
 def test_parts_need_no_package_of_the_command_line() -> None:
     """A machine with a GPU has PyTorch and what comes with it, but not what parses flags."""
     modules = [f"gpu.{path.stem}" for path in sorted((ROOT / "benchmarks" / "gpu").glob("*_part.py"))]
@@ -211,50 +174,3 @@ def test_parts_need_no_package_of_the_command_line() -> None:
         env={**ENVIRONMENT, "PYTHONPATH": paths},
     )
     assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.usefixtures("benchmarks")
-def test_a_part_that_does_not_end_is_stopped_and_keeps_its_log(tmp_path: Path) -> None:
-    from gpu.command import run_group
-
-    program = "import time; print('== part slow: sleeps', flush=True); print('measured', flush=True); time.sleep(600)"
-    # Interrupted at half of it, which the sleep does not survive.
-    (outcome,) = run_group([sys.executable, "-c", program], ["slow"], tmp_path, limit_s=6)
-    assert (outcome.name, outcome.result) == ("slow", "stopped")
-    assert "measured\n" in (tmp_path / "slow.log").read_text(encoding="utf-8")
-
-
-@pytest.mark.usefixtures("benchmarks")
-def test_a_process_that_dies_fails_its_part_only(tmp_path: Path) -> None:
-    from gpu.command import run_group
-
-    program = "print('== part one: is good\\nfinding: 3 rows\\n== end ok\\n== part two: dies', flush=True); exit(7)"
-    outcomes = run_group([sys.executable, "-c", program], ["one", "two"], tmp_path, limit_s=60)
-    assert [(o.name, o.result, o.finding) for o in outcomes] == [
-        ("one", "ok", "3 rows"),
-        ("two", "failed", "its process ended with status 7 before the part did"),
-    ]
-
-
-@pytest.mark.usefixtures("benchmarks")
-def test_cases_that_fail_are_rows(tmp_path: Path) -> None:
-    from rich.console import Console
-
-    from gpu.part import SECONDS, Context
-
-    def out_of_memory() -> None:
-        raise torch.OutOfMemoryError("no room\non the device")
-
-    context = Context(
-        part="some", device=torch.device("cpu"), out=tmp_path, is_dry_run=True, console=Console(quiet=True)
-    )
-    assert context.begins("one") and not context.attempt("one", out_of_memory)
-    assert context.begins("two") and not context.attempt("two", lambda: {}["key"])
-    assert context.begins("three") and context.attempt("three", lambda: None)
-    object.__setattr__(context, "began_s", context.began_s - SECONDS)
-    assert not context.begins("four")
-    assert [(row["metric"], row["contestant"], row["value"]) for row in rows(context.path)] == [
-        ("out_of_memory", "one", "OutOfMemoryError: no room"),
-        ("failed", "two", "KeyError: 'key'"),
-        ("left_out", "four", "no time"),
-    ]
