@@ -1,7 +1,5 @@
 """`attach` in a loop of Accelerate on one device: what `prepare` returns goes in, and training stays the same."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,8 +17,6 @@ from hugging_face_trainers import llama, texts  # noqa: E402
 from recollect.attaching.attached import Attached  # noqa: E402
 from recollect.engine.content import has_same_bits  # noqa: E402
 from tiers import long_but  # noqa: E402
-
-pytestmark = pytest.mark.integration
 
 
 @pytest.fixture(autouse=True)

@@ -1,7 +1,5 @@
 """The printed bound is below every plan, on recorded steps of whole models, however exactly the linear program was solved."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Iterator
@@ -24,8 +22,6 @@ from recollect.profile.profile import Profile
 from recollect.simulation.decisions import CallActions, ValueActions
 from recollect.simulation.peak_sums import PeakSums
 from recollect.simulation.simulate import simulate
-
-pytestmark = pytest.mark.integration
 
 NUM_PLANS = 3400
 NUM_BUDGETS = 24
@@ -130,25 +126,6 @@ def test_no_plan_is_below_its_own_bound(profile: Profile) -> None:
         made = planner.plan(round(least + part * (most - least)))  # raises if it is
         assert made.bound_slowdown is not None and made.predicted_slowdown is not None
         assert made.bound_slowdown <= made.predicted_slowdown * (1 + TOLERANCE) + 1e-12
-
-
-def test_bound_does_not_hang_on_the_unit_of_time(profile: Profile) -> None:
-    factor = 1e-3
-    graphs = tuple(
-        replace(
-            graph,
-            ops=tuple(replace(op, time_s=op.time_s * factor) for op in graph.ops),
-            tape_s=graph.tape_s * factor,
-            module_tape_s=tuple((module, seconds * factor) for module, seconds in graph.module_tape_s),
-        )
-        for graph in profile.graphs
-    )
-    bound = LowerBound(profile)
-    scaled = LowerBound(replace(profile, graphs=graphs, step_s=profile.step_s * factor))
-    plain = simulate(profile, [CallActions()] * len(profile.calls))
-    for part in (0.4, 0.6, 0.8):
-        budget_bytes = round(part * plain.peak_bytes)
-        assert scaled.slowdown(budget_bytes) == pytest.approx(bound.slowdown(budget_bytes), rel=1e-5, abs=1e-9)
 
 
 def test_a_plan_below_its_bound_is_an_error() -> None:

@@ -1,7 +1,5 @@
 """Each of PyTorch's hooks broken on purpose: gradients stay those of the plain model, or there is an error; and one warning."""
 
-from __future__ import annotations
-
 import functools
 import sys
 import warnings

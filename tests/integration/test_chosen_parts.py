@@ -1,28 +1,19 @@
 """Plans that hold values as parts by themselves, under tensor parallelism: what they choose, and that it is exact."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from asked_cases import AskedCases, Row, asked_cases
-from rank_processes import start_program
+from asked_cases import AskedCases, Row
+from rank_processes import rank_cases
 from shard_programs import LAYERS, RANKS
 
 PROGRAM = Path(__file__).parents[1] / "support" / "shard_programs.py"
-pytestmark = [
-    pytest.mark.integration,
-    pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs PyTorch with the gloo backend"),
-]
+pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs PyTorch with the gloo backend")
 
 
-@pytest.fixture(scope="module")
-def cases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AskedCases]:
-    with asked_cases(start_program(PROGRAM, RANKS, tmp_path_factory)) as found:
-        yield found
+cases = rank_cases(PROGRAM, RANKS)
 
 
 @pytest.fixture

@@ -1,7 +1,5 @@
 """`recollect bench`: real processes on tiny sizes, golden results there and back, running out of memory."""
 
-from __future__ import annotations
-
 import csv
 import json
 import os
@@ -16,11 +14,9 @@ import torch
 from recollect.applying import applied_to
 from recollect.cli import main
 from recollect.lab.bench.measure import Subject, measure
-from recollect.lab.bench.settings import Setting, parse_setting
+from recollect.lab.bench.settings import parse_setting
 from recollect.lab.models.gpt import GPTModel
 from recollect.lab.models.sizes import NAMED_CONFIGS
-
-pytestmark = pytest.mark.integration
 
 STEP = ["--size", "tiny", "--num-layers", "4", "--micro-batch-size", "4", "--seq-length", "64", "--device", "cpu"]
 QUICK = ["bench", *STEP, "--rounds", "1"]
@@ -109,30 +105,6 @@ def golden(plain_golden: bytes, tmp_path: Path) -> Path:
     return path
 
 
-def test_a_larger_peak_than_the_golden_one_is_a_regression(golden: Path, tmp_path: Path) -> None:
-    # However busy the machine is, the step does not take fifty times as long.
-    with_speed(golden, 1 / 50)
-    data = document(golden)
-    data["rows"][0]["peak_bytes"] = data["rows"][0]["peak_bytes"] * 9 // 10
-    golden.write_text(json.dumps(data))
-    after = tmp_path / "after.json"
-    assert main([*QUICK, "--golden", str(golden), "--threshold", "0.1", "--out", str(after)]) == 1
-    assert rows(after)["none"]["result"] == "memory regression"
-
-
-def test_golden_results_of_another_model_are_refused(golden: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    capsys.readouterr()
-    assert main([*QUICK, "--num-layers", "3", "--golden", str(golden)]) == 2
-    error = capsys.readouterr().err
-    assert f"Error: golden results {golden}: from another model or step (" in error
-    assert "config.num_layers: stored 4, now 3" in error
-    data = document(golden)
-    data["machine"]["device"] = "another one"
-    golden.write_text(json.dumps(data))
-    assert main([*QUICK, "--golden", str(golden)]) == 2
-    assert "from another machine (device: stored another one, now" in capsys.readouterr().err
-
-
 def test_what_is_above_the_limit_is_a_result_and_the_others_go_on(golden: Path, tmp_path: Path) -> None:
     out = tmp_path / "results.json"
     peak_bytes = rows(golden)["none"]["peak_bytes"]
@@ -153,86 +125,6 @@ def test_what_is_above_the_limit_is_a_result_and_the_others_go_on(golden: Path, 
     assert main([*QUICK, *lean, "--golden", str(golden), "--threshold", "0.99"]) == 0
     tighter = ["--setting", f"memory_budget {budget_bytes}", "--memory-limit", "1MiB"]
     assert main([*QUICK, *tighter, "--golden", str(golden)]) == 1
-
-
-RUN_OUT = """
-import ctypes, resource, sys
-import torch
-from pathlib import Path
-from recollect.lab.bench.measure import measure
-from recollect.lab.bench.settings import parse_setting
-from recollect.lab.bench.measure import Subject
-from recollect.lab.models.architectures import llama_config
-from recollect.lab.models.gpt import GPTModel
-
-torch.manual_seed(0)
-model = GPTModel(llama_config(num_layers=4, hidden_size=128, num_attention_heads=4, vocab_size=256))
-tokens = torch.randint(256, (4, 512))
-batch = {"tokens": tokens, "labels": tokens}
-optimizer = torch.optim.AdamW(model.parameters())
-device = torch.device("cpu")
-subject = Subject(
-    model=model, optimizer=optimizer, batch=batch, num_microbatches=1, num_tokens=2048, device=device
-)
-
-def fill_holes():
-    # Until a tensor cannot be in what earlier ones left free: then it is mapped, as the header before it says.
-    malloc = ctypes.CDLL(None).malloc
-    malloc.argtypes, malloc.restype = [ctypes.c_size_t], ctypes.c_void_p
-    while not ctypes.c_size_t.from_address(malloc(65536) - ctypes.sizeof(ctypes.c_size_t)).value & 2:
-        pass
-
-def limit_memory(text):
-    print(text, flush=True)
-    if text == "none: measuring its peak":
-        fill_holes()
-        status = Path("/proc/self/status").read_text()
-        now = 1024 * int(next(line for line in status.splitlines() if line.startswith("VmSize")).split()[1])
-        resource.setrlimit(resource.RLIMIT_AS, (now + int(sys.argv[1]), resource.getrlimit(resource.RLIMIT_AS)[1]))
-
-settings = [parse_setting("none"), parse_setting("memory_budget 55%")]
-rows, reference, _ = measure(
-    subject, settings, model_flops=1.0, rounds=1, memory_limit_bytes=None, report=limit_memory
-)
-for row in rows:
-    print("row", row.name, row.result, row.peak_bytes, row.predicted_peak_bytes, row.step_s is not None, row.note)
-print("reference", reference)
-"""
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="limits the address space as Linux does")
-def test_a_step_that_really_runs_out_of_memory_is_a_result() -> None:
-    # Each tensor is mapped by itself and unmapped when it dies, so that the address space is what is alive; a thread
-    # that starts reserves no 64 MiB of it for itself.
-    mapped = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", **mapped}
-    # Between the two peaks: about 50 MiB and 85 MiB.
-    command = [sys.executable, "-c", RUN_OUT, str(66 * 2**20)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    output = done.stdout
-    assert "none: out of memory" in output
-    assert "row none OOM None" in output
-    assert "can't allocate memory" in output
-    assert "row memory_budget 55% ok" in output
-    assert "reference memory_budget 55%" in output
-
-
-def test_a_hugging_face_model_is_counted(tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
-    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 128, "num_attention_heads": 4}
-    config = tmp_path / "config.json"
-    config.write_text(json.dumps({"model_type": "llama", "num_key_value_heads": 4, "vocab_size": 100, **sizes}))
-    out = tmp_path / "results.json"
-    step = ["--hf-config", str(config), "--batch-size", "2", "--seq-length", "32", "--device", "cpu"]
-    assert main(["bench", *step, "--rounds", "1", "--num-microbatches", "2", "--out", str(out)]) == 0
-    row = rows(out)["none"]
-    matrices = 2 * (4 * 64 * 64 + 3 * 64 * 128 + 32 * 64) + 64 * 100  # half of the scores, two products
-    # 8 frequencies times 32 positions, once a micro batch, are a product of matrices in transformers 5.17, not in 5.23.
-    angles = 2 * 8 * 32
-    assert row["model_flops"] - 3 * 2 * matrices * row["num_tokens"] in (0, 3 * 2 * angles)
-    assert row["num_tokens"] == 2 * 2 * 32
-    assert 0 <= row["predicted_peak_bytes"] - row["peak_bytes"] < 4096
 
 
 @pytest.mark.parametrize(
@@ -270,10 +162,6 @@ def test_flags_that_do_not_parse(args: list[str], message: str, capsys: pytest.C
     assert f"Error: --{message}" in capsys.readouterr().err
 
 
-def test_a_budget_in_bytes_is_a_setting() -> None:
-    assert parse_setting("memory_budget 1048576") == Setting({"memory_budget": "1048576"})
-
-
 def test_megatrons_words_are_measured(tmp_path: Path) -> None:
     out = tmp_path / "results.json"
     words = ["--recompute-granularity", "selective", "--recompute-modules", "mlp", "layernorm"]
@@ -287,23 +175,6 @@ def test_megatrons_words_are_measured(tmp_path: Path) -> None:
     assert full["peak_bytes"] < selective["peak_bytes"] < plain["peak_bytes"]
     assert full["peak_bytes"] < block["peak_bytes"] < plain["peak_bytes"]
     assert full["hardware_flops"] > block["hardware_flops"] > plain["hardware_flops"]
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--setting", "full"], "full recompute needs"),
-        (["--setting", "selective moe"], "no layer of this model has moe"),
-        (["--cpu-offloading-num-layers", "99"], "all layers cannot be offloaded"),
-    ],
-)
-def test_settings_that_clash_are_megatrons_rules(
-    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([*QUICK, *words]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("Error: ")
-    assert message in error
 
 
 class LateOutOfMemory(Subject):

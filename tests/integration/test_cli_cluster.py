@@ -1,7 +1,5 @@
 """`recollect plan` for many devices, none of which is here."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
@@ -9,8 +7,6 @@ import pytest
 
 import recollect
 from recollect.cli import main
-
-pytestmark = pytest.mark.integration
 
 STEP = ["--size", "llama-tiny", "--seq-length", "256", "--dtype", "bf16", "--hardware", "H100"]
 PLAN = ["plan", *STEP, "--fake"]

@@ -1,11 +1,8 @@
 """`recollect explain`: its numbers are those of the plans, and what is measured; configurations as files."""
 
-from __future__ import annotations
-
 import io
 import json
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +16,6 @@ from recollect.cli.explain import show
 from recollect.lab.models.config import TransformerConfig
 from recollect.lab.models.gpt import GPTModel
 from recollect.planning.explain import explain_plan
-
-pytestmark = pytest.mark.integration
 
 SIZES: dict[str, Any] = {
     "num_layers": 4,
@@ -132,15 +127,6 @@ def test_a_file_without_dimensions_changes_a_named_model(tmp_path: Path) -> None
     assert [name for name in layers if "layers" in name] == ["decoder.layers.0", "decoder.layers.1-2"]
 
 
-def test_gradients_are_there_all_the_time_as_in_megatron(tmp_path: Path) -> None:
-    path = yaml_file(tmp_path, **SIZES)
-    buffered, new = explained(path, "--fake"), explained(path, "--fake", "--new-gradients")
-    gradient_bytes = buffered["persistent_bytes"]["parameters"]
-    assert buffered["persistent_bytes"]["gradients"] == gradient_bytes
-    assert new["persistent_bytes"].get("gradients", 0) == 0
-    assert new["plain"]["peak_bytes"] < buffered["plain"]["peak_bytes"]
-
-
 def test_a_pipeline_of_the_file_cuts_the_layers(tmp_path: Path) -> None:
     block = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1}
     path = yaml_file(tmp_path, **SIZES, **block, pipeline_model_parallel_size=2)
@@ -193,44 +179,6 @@ def test_a_plan_with_host_memory_is_beside_what_megatron_offloads(tmp_path: Path
         # The search may run one small op again, a launch of 5 us, where Megatron's choice needs none.
         launch = 6e-6 / found["step_s"]
         assert found["bound_slowdown"] <= budget["slowdown"] <= given["slowdown"] + launch
-
-
-def test_waiting_for_copies_is_part_of_the_slowdown(capsys: pytest.CaptureFixture[str]) -> None:
-    with torch.device("meta"):
-        model, tokens = GPTModel(TransformerConfig(**SIZES)), torch.zeros(2, 64, dtype=torch.int64)
-    profile = recollect.record(model, {"tokens": tokens, "labels": tokens}, fake=True, hardware="H100")
-    config = recollect.RecomputeConfig(
-        fine_grained_activation_offloading=True, offload_modules=("core_attn",), min_offloaded_tensor_size=1000
-    )
-    plan = recollect.megatron_plan(profile, config)
-    slower = replace(profile, to_host_bytes_per_s=1e6, from_host_bytes_per_s=1e6)
-    explanation = explain_plan(slower, plan)
-    given = explanation.given
-    added_s = given.simulation.recompute_s + given.wait_s
-    assert given.wait_s > 0.1 and given.slowdown == pytest.approx(added_s / slower.step_s)
-    show(explanation, slower, Console(), with_names=False)
-    output = capsys.readouterr().out
-    assert "in host memory" in output and "time of waiting for copies" in output
-
-
-def test_no_recompute_is_explained_too(tmp_path: Path) -> None:
-    found = explained(yaml_file(tmp_path, **SIZES), "--fake")
-    assert found["given"]["slowdown"] == found["budget"]["slowdown"] == 0
-    assert found["given"]["kept_bytes"] == found["plain"]["kept_bytes"]
-
-
-def test_a_hugging_face_model_is_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("transformers")
-    sizes = {"hidden_size": 64, "num_hidden_layers": 3, "intermediate_size": 128, "num_attention_heads": 4}
-    config = tmp_path / "config.json"
-    config.write_text(json.dumps({"model_type": "llama", "num_key_value_heads": 2, "vocab_size": 100, **sizes}))
-    words = ["--recompute-granularity", "selective", "--recompute-modules", "mlp"]
-    assert (
-        main(["explain", "--hf-config", str(config), "--fake", "--batch-size", "4", "--seq-length", "64", *words]) == 0
-    )
-    output = capsys.readouterr().out
-    assert "Megatron: selective, mlp" in output
-    assert "model.layers.0-2" in output
 
 
 @pytest.mark.parametrize(

@@ -1,21 +1,12 @@
 """`recollect plan --largest`: the tables it prints at 80 columns, the plan it writes, and its errors."""
 
-from __future__ import annotations
-
 import json
-from dataclasses import replace
-from io import StringIO
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 import recollect
 from recollect.cli import main
-from recollect.cli.plan import answers_table, sizes_table
-from recollect.planning.batch_search import LargestBatch, TriedSize
-
-pytestmark = pytest.mark.integration
 
 LLAMA = ["plan", "--size", "llama-tiny"]
 WORDS = (
@@ -65,14 +56,6 @@ def test_tables_and_plan(along: str, other: str, tmp_path: Path, capsys: pytest.
     plan = recollect.Plan.load(out)
     assert plan.predicted_peak_bytes is not None
     assert plan.predicted_peak_bytes <= 14 * 2**20
-
-
-def test_at_least(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    args = [*LLAMA, "--memory-budget", "1GiB", "--largest", "seq-length", "--max-size", "100", "--multiple-of", "32"]
-    assert main([*args, "--out", str(tmp_path / "plan.json")]) == 0
-    output = capsys.readouterr().out
-    assert rows(output)["with a plan"][0] == "at least 96"
-    assert "No seq-length above 96 was tried (--max-size)." in output
 
 
 def test_no_more_tokens_than_learned_positions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -144,28 +127,3 @@ def test_errors_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str],
 def test_flags_that_clash(capsys: pytest.CaptureFixture[str], args: list[str], message: str) -> None:
     assert main([*LLAMA, "--memory-budget", "1GiB", *args]) == 2
     assert f"Error: --{message}" in capsys.readouterr().err
-
-
-def test_large_numbers_are_not_cut() -> None:
-    plan = recollect.Plan({}, predicted_peak_bytes=999 * 2**30, predicted_slowdown=1.234)
-    row = TriedSize(
-        size=2**20,
-        num_tokens=2**26,
-        step_s=10.0,
-        plain_peak_bytes=9_999 * 2**30,
-        full_peak_bytes=999 * 2**30,
-        full_slowdown=0.333,
-        least_peak_bytes=None,
-        plan=plan,
-    )
-    fails = replace(row, size=2**20 - 64, plan=None, least_peak_bytes=1000 * 2**30)
-    found = LargestBatch("micro-batch", 1000 * 2**30, (fails, row), None, row, row, row, 2**20, "NVIDIA H100 SXM")
-    console = Console(width=80, file=StringIO())
-    console.print(answers_table(found))
-    console.print(sizes_table(found))
-    printed = console.file.getvalue()  # type: ignore[attr-defined]
-    assert "…" not in printed
-    assert rows(printed)["full recompute"] == ["at least 1,048,576", "999.0 GiB", "33.3 %", "5,034,423"]
-    assert rows(printed)["without recompute"] == ["none", "-", "-", "-"]
-    assert rows(printed)["1,048,576"] == ["67,108,864", "9.8 TiB", "999.0 GiB", "123.4 %", "3,003,978"]
-    assert rows(printed)["1,048,512"] == ["67,108,864", "9.8 TiB", "1000.0 GiB", "no plan", "-"]

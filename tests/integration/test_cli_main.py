@@ -1,10 +1,7 @@
 """The command line itself: help, flags, one clear line for an error."""
 
-from __future__ import annotations
-
 import re
 import shlex
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -19,10 +16,6 @@ from recollect.cli.entry import parse_train
 from recollect.cli.env import environment
 from recollect.cli.parsing import in_flags
 from recollect.errors import DataError
-from training_runs import start_python, write_text
-
-pytestmark = pytest.mark.integration
-
 
 PLAN = ["plan", "--memory-budget", "60%"]
 COMMANDS = (
@@ -55,13 +48,6 @@ def test_help_imports_no_torch(args: list[str]) -> None:
     done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert f"usage: recollect {' '.join(args)}".strip() in done.stdout
-
-
-@pytest.mark.skipif(not hasattr(signal, "SIGPIPE"), reason="needs a system with SIGPIPE")
-def test_help_that_nobody_reads_is_no_error() -> None:
-    command = f"{shlex.quote(sys.executable)} -m recollect train --help | true"
-    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
-    assert not done.stderr
 
 
 @pytest.fixture
@@ -124,11 +110,6 @@ def test_none_is_a_value_and_choices_have_the_order_of_the_help(capsys: pytest.C
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"recollect {__version__}\n"
-
-
-def test_package_runs_as_a_module() -> None:
-    done = subprocess.run([sys.executable, "-m", "recollect", "--version"], capture_output=True, text=True, check=True)
-    assert done.stdout == f"recollect {__version__}\n"
 
 
 @pytest.mark.parametrize(("word", "meant"), [("tarin", " Did you mean recollect train?"), ("xyz", "")])
@@ -322,17 +303,3 @@ def test_a_missing_dataset_is_named_with_its_flag(tmp_path: Path, capsys: pytest
 def test_debug_shows_the_traceback(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no such file or folder"):
         main(["train", "--data", str(tmp_path / "none"), "--run-dir", str(tmp_path / "run"), "--debug"])
-
-
-def test_train_from_the_command_line_prints_the_report(tmp_path: Path) -> None:
-    text = write_text(tmp_path)
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "folder" / "picture.png").write_bytes(b"\x89PNG\x00")
-    flags = ["--size", "tiny", "--seq-length", 32, "--batch-size", 2, "--steps", 3, "--device", "cpu"]
-    process = start_python("train", "--data", text, tmp_path / "folder", *flags, "--run-dir", tmp_path / "run")
-    output, errors = process.communicate()
-    assert process.returncode == 0, errors
-    assert "Warning: training data" in errors  # the picture
-    assert "step 3/3  loss" in output
-    assert "Planned, predicted, measured" in output
-    assert f"Metrics, plan and checkpoints are in {tmp_path / 'run'}." in output

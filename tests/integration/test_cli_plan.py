@@ -1,10 +1,7 @@
 """`recollect plan` and `recollect frontier`: what they print and write."""
 
-from __future__ import annotations
-
 import json
 import pickle
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,8 +12,6 @@ from recollect.cli import main
 from recollect.cli.commands import ModelStep
 from recollect.lab.train.config import TrainConfig
 from recollect.lab.train.model_flags import ModelFlags
-
-pytestmark = pytest.mark.integration
 
 STEP = ["--size", "tiny", "--num-layers", "4", "--batch-size", "4", "--seq-length", "128", "--device", "cpu"]
 
@@ -52,13 +47,6 @@ def test_nearest_settings_of_another_tool_are_printed(
     assert "peak" in plan and "peak" in other and lost.startswith("lost: ") and settings.startswith(written)
 
 
-def test_default_model_can_be_planned_for_the_percentage_in_the_help(tmp_path: Path) -> None:
-    out = tmp_path / "plan.json"
-    assert main(["plan", "--fake", "--memory-budget", "60%", "--out", str(out)]) == 0
-    made = recollect.Plan.load(out)
-    assert made.predicted_slowdown is not None and made.predicted_slowdown > 0
-
-
 def test_default_batch_is_that_of_train_for_the_default_model_only() -> None:
     assert ModelStep().num_sequences == TrainConfig().optim.batch_size == 8
     assert (
@@ -67,14 +55,6 @@ def test_default_batch_is_that_of_train_for_the_default_model_only() -> None:
         == 1
     )
     assert ModelStep(batch_size=3).num_sequences == 3
-
-
-@pytest.mark.long  # `test_record_fake.py` records it, too.
-def test_70b_is_planned_without_its_memory(tmp_path: Path) -> None:
-    out = tmp_path / "plan.json"
-    args = ["plan", "--size", "70b", "--fake", "--dtype", "bf16", "--seq-length", "4096", "--memory-budget", "520GiB"]
-    assert main([*args, "--out", str(out)]) == 0
-    assert "decoder.layers.79" in recollect.Plan.load(out).units
 
 
 def test_hugging_face_config_is_planned(tmp_path: Path) -> None:
@@ -172,34 +152,6 @@ def test_frontier_is_a_table_and_pictures(tmp_path: Path, capsys: pytest.Capture
     assert html.read_text(encoding="utf-8").startswith("<!doctype html>")
 
 
-def test_plan_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("matplotlib")
-    pytest.importorskip("plotly")
-    png, html, out = tmp_path / "memory.png", tmp_path / "memory.html", tmp_path / "plan.json"
-    files = ["--png", str(png), "--html", str(html), "--out", str(out)]
-    assert main(["plan", *STEP, "--memory-budget", "70%", *files]) == 0
-    assert f"Memory drawn to {png}." in capsys.readouterr().out
-    assert png.read_bytes().startswith(b"\x89PNG")
-    assert html.read_text(encoding="utf-8").startswith("<!doctype html>")
-
-
-def test_a_picture_comes_without_a_plan_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("matplotlib")
-    monkeypatch.chdir(tmp_path)
-    assert main(["plan", *STEP, "--fake", "--memory-budget", "70%", "--png", "memory.png"]) == 0
-    assert [path.name for path in tmp_path.iterdir()] == ["memory.png"]
-
-
-def test_plans_without_a_name_replace_no_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "plan.json").write_text("mine")
-    assert main(["plan", *STEP, "--fake", "--memory-budget", "70%"]) == 0
-    assert f"Written to {tmp_path / 'plan-2.json'}." in capsys.readouterr().out
-    assert (tmp_path / "plan.json").read_text() == "mine"
-
-
 def test_timeline_is_printed_and_written_for_other_viewers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plan, trace, snapshot = (tmp_path / name for name in ("plan.json", "step.json", "step.pickle"))
     assert main(["plan", *STEP, "--fake", "--memory-budget", "80%", "--out", str(plan)]) == 0
@@ -217,16 +169,3 @@ def test_timeline_is_printed_and_written_for_other_viewers(tmp_path: Path, capsy
     assert peak in capsys.readouterr().out
     assert main(["timeline", *STEP, "--fake"]) == 0
     assert peak not in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(("package", "flag"), [("matplotlib", "--png"), ("plotly", "--html")])
-@pytest.mark.parametrize("command", [["frontier"], ["plan", "--memory-budget", "70%"]])
-def test_optional_packages_are_asked_for_first(
-    package: str, flag: str, command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(sys.modules, package, None)
-    # A config that does not exist: recording would fail, if it were begun.
-    assert main([*command, "--hf-config", "none.json", flag, "picture"]) == 2
-    error = capsys.readouterr().err
-    assert f"needs the package `{package}`, which is not installed" in error
-    assert "pip install 'recollect[plot]'" in error

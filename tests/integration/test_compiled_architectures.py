@@ -3,8 +3,6 @@
 And what takes many compilations: nine plans of one class, and what the cache on disk answers in another process.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

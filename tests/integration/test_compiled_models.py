@@ -3,8 +3,6 @@
 Gradients are those of the same parts compiled without a plan: parts that a plan has run eagerly are not compiled there.
 """
 
-from __future__ import annotations
-
 import shutil
 import warnings
 from collections import Counter

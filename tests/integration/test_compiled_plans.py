@@ -3,8 +3,6 @@
 Gradients are compared with those of units compiled alike without a plan.
 """
 
-from __future__ import annotations
-
 import gc
 import shutil
 from collections.abc import Callable, Iterator, Mapping

@@ -1,10 +1,7 @@
 """Loops whose steps change their course at equal shapes: training is the same, and no step is over its budget in silence."""
 
-from __future__ import annotations
-
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,7 +11,7 @@ sys.path.append(str(BENCHMARKS))
 
 from asked_cases import AskedCases  # noqa: E402
 from forked_processes import HAS_METER, run_forked  # noqa: E402
-from metered_processes import metered  # noqa: E402
+from metered_processes import metered_cases  # noqa: E402
 from tiers import long_but  # noqa: E402
 
 # Each by the cheapest model that shows it; `python benchmarks/real_loops.py` runs them all, at all budgets.
@@ -44,10 +41,7 @@ _MOST_OVER = 2
 _READ = {"work by attribute", "hooks switched on", "tensors of some steps kept"}
 _MOST_UNSEEN = 4
 
-pytestmark = [
-    pytest.mark.integration,
-    pytest.mark.skipif(not HAS_METER, reason="the meter is built by a C compiler on Linux"),
-]
+pytestmark = pytest.mark.skipif(not HAS_METER, reason="the meter is built by a C compiler on Linux")
 
 
 @pytest.mark.parametrize("name", long_but(_QUICK, _LOOPS))
@@ -65,11 +59,8 @@ def test_a_course_that_changes_is_followed_or_said(name: str) -> None:
     assert row["num_recorded"] <= _MOST_RECORDED
 
 
-@pytest.fixture(scope="module")
-def cases() -> Iterator[AskedCases]:
-    """In each, two processes assert that they recorded the same steps."""
-    with metered("course_ranks", num_ranks=2) as found:
-        yield found
+# In each, two processes assert that they recorded the same steps.
+cases = metered_cases("course_ranks", num_ranks=2)
 
 
 @pytest.mark.parametrize(

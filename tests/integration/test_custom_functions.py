@@ -1,7 +1,5 @@
 """Custom autograd Functions under plans: exact, run again where that is sound and kept where it is not, and predicted."""
 
-from __future__ import annotations
-
 import copy
 import sys
 from functools import partial
@@ -22,8 +20,6 @@ from recollect.applying import apply_policy
 from recollect.errors import BudgetTooSmallError, MutatedValueError, RecomputeMismatchError
 from recollect.measuring.meter import measure_peak
 from recollect.profile.profile import Profile
-
-pytestmark = pytest.mark.integration
 
 CPU = torch.device("cpu")
 # What is left out are scalars that PyTorch makes out of sight; a KiB is added for them.

@@ -1,21 +1,17 @@
 """DeepSpeed's engine within a memory budget, ZeRO 0 to 3, in one process and in two: the same training, in the budget."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import re
-from collections.abc import Iterator
 
 import pytest
 
 from asked_cases import AskedCases
 from forked_processes import run_forked
-from metered_processes import ROOT, check_row, free_port, metered, needs_meter
+from metered_processes import ROOT, check_row, free_port, metered_cases, needs_meter
 from tiers import long_but
 
 pytestmark = [
-    pytest.mark.integration,
     needs_meter,
     *(
         pytest.mark.skipif(importlib.util.find_spec(name) is None, reason=f"needs {name}")
@@ -31,16 +27,10 @@ TRAINERS = ("ZeRO-2",)
 LENGTHS, PAIR = "3 lengths", "ZeRO-3 in bf16"
 
 
-@pytest.fixture(scope="module")
-def cases() -> Iterator[AskedCases]:
-    with metered("deepspeed_trainers") as found:
-        yield found
+cases = metered_cases("deepspeed_trainers")
 
 
-@pytest.fixture(scope="module")
-def pairs() -> Iterator[AskedCases]:
-    with metered("deepspeed_trainers", num_ranks=2) as found:
-        yield found
+pairs = metered_cases("deepspeed_trainers", num_ranks=2)
 
 
 EXPECTED = {

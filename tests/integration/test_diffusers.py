@@ -1,8 +1,5 @@
 """`attach` in the training loop of diffusers' examples: one line, the same weights, every step within the budget."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,18 +8,12 @@ pytest.importorskip("diffusers", reason="needs diffusers")
 pytest.importorskip("accelerate", reason="needs accelerate")
 from asked_cases import AskedCases  # noqa: E402
 from diffusers_loops import train, transformer, unet  # noqa: E402
-from metered_processes import check_row, metered, needs_meter  # noqa: E402
+from metered_processes import check_row, metered_cases, needs_meter  # noqa: E402
 from recollect.engine.own_checkpoints import tell_once  # noqa: E402
 from recollect.errors import AlreadyAppliedError, ConfigWarning  # noqa: E402
 from tiers import long  # noqa: E402
 
-pytestmark = pytest.mark.integration
-
-
-@pytest.fixture(scope="module")
-def cases() -> Iterator[AskedCases]:
-    with metered("diffusers_loops") as found:
-        yield found
+cases = metered_cases("diffusers_loops")
 
 
 @needs_meter

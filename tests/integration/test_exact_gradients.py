@@ -3,8 +3,6 @@
 Every model of the zoo, unmodified, and every reference model under every plan; then the ways in which people run a step.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
 

@@ -1,7 +1,5 @@
 """The examples run as they are, and keep to their budgets."""
 
-from __future__ import annotations
-
 import importlib.util
 import subprocess
 import sys
@@ -40,8 +38,6 @@ SAYS = {
 STARTED = "torch_checkpoint"
 # What the others show, quick tests of their libraries do, too.
 QUICK = ("hugging_face_loop", STARTED, "torchtitan_policy")
-
-pytestmark = pytest.mark.integration
 
 
 def test_every_example_is_run() -> None:

@@ -1,18 +1,12 @@
 """Recompute under FP8 changes no bit of gradients, histories and scales, also where what others do changes them silently."""
 
-from __future__ import annotations
-
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import recollect
 from fp8_models import (
@@ -32,13 +26,10 @@ from recollect.applying import apply_policy
 from recollect.errors import MutatedValueError
 from recollect.lab.models.fp8 import Fp8Product
 from recollect.lab.models.fp8_casts import DelayedScaling
-from recollect.lab.models.gpt import GPTModel
 from recollect.lab.train.model_flags import Fp8Flags
 from recollect.plans.action import Action
 from tiers import long
 from training_runs import kill_after, losses, run, start, write_text
-
-pytestmark = pytest.mark.integration
 
 
 @pytest.mark.parametrize("order", ["in flight", *long(["one by one"])])
@@ -169,102 +160,6 @@ class _OwnScale(nn.Module):
 
 
 # The silent errors of others
-
-
-def steps_of(model: GPTModel, order: Order, *, checkpointed: bool) -> dict[str, Tensor]:
-    """Two steps, with layers that run their forward again as `torch.utils.checkpoint` does, or under a plan, or plain."""
-    if checkpointed:
-        for layer in model.decoder.layers:
-            forward = layer.forward
-            layer.forward = lambda *args, forward=forward: checkpoint(forward, *args, use_reentrant=False)
-    torch.manual_seed(0)
-    step(model, batches(model, 2), order)
-    return step(model, batches(model, 2, seed=1), order)
-
-
-@pytest.mark.parametrize(("order", "lost"), [("one by one", "amax_history"), ("in flight", "gradient decoder.layers")])
-def test_layers_that_run_again_roll_histories_twice_and_read_scales_of_other_micro_batches(
-    order: Order, lost: str
-) -> None:
-    """One by one, the forward that runs again rolls once more; in flight, it also casts with what later forwards left."""
-    plain = steps_of(model_of("dense", "delayed"), order, checkpointed=False)
-    theirs = different(plain, steps_of(model_of("dense", "delayed"), order, checkpointed=True))
-    assert any(lost in name for name in theirs), theirs
-    model = model_of("dense", "delayed")
-    with apply_policy(model, LAYERS, FULL):
-        assert different(plain, steps_of(model, order, checkpointed=False)) == []
-
-
-_in_8_bits = False
-
-
-@contextmanager
-def in_8_bits() -> Iterator[None]:
-    """Such as `fp8_autocast`: of a state that `torch.utils.checkpoint` does not know."""
-    global _in_8_bits  # noqa: PLW0603
-    _in_8_bits = True
-    try:
-        yield
-    finally:
-        _in_8_bits = False
-
-
-class _Switched(nn.Module):
-    """Multiplies in 8 bits within that context."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        config = model_of("dense", "tensorwise").config
-        self.first, self.second = (nn.Parameter(torch.randn(32, 32) / 6) for _ in range(2))
-        self.products = nn.ModuleList(Fp8Product(config) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for weight, product in zip((self.first, self.second), self.products, strict=True):
-            x = F.gelu(product(x, weight) if _in_8_bits else F.linear(x, weight))
-        return x
-
-
-def test_an_autocast_that_a_recomputed_forward_would_lose() -> None:
-    torch.manual_seed(0)
-    module, x = nn.Sequential(_Switched()), torch.randn(32, 32)
-
-    def gradient(call: Callable[[Tensor], Tensor]) -> Tensor:
-        module.zero_grad()
-        with in_8_bits():
-            loss = call(x).square().sum()
-        loss.backward()
-        assert module[0].first.grad is not None
-        return module[0].first.grad.clone()
-
-    expected = gradient(module)
-    assert not torch.equal(expected, gradient(lambda x: _run_again(module, x)))
-    with apply_policy(module, ["0"], FULL):
-        assert torch.equal(expected, gradient(module))
-
-
-def _run_again(module: nn.Module, x: Tensor) -> Tensor:
-    result: Tensor = _RunAgain.apply(x.requires_grad_(), module)  # type: ignore[no-untyped-call]
-    return result
-
-
-class _RunAgain(torch.autograd.Function):
-    """Forward without a graph, and again in backward, wherever that is called: as checkpointing is often written by hand."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, module: nn.Module) -> Tensor:
-        ctx.save_for_backward(x)
-        ctx.module = module
-        with torch.no_grad():
-            out: Tensor = module(x)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
-        (x,) = ctx.saved_tensors
-        x = x.detach().requires_grad_()
-        with torch.enable_grad():
-            ctx.module(x).backward(grad_outputs[0])
-        return x.grad, None
 
 
 # Training runs

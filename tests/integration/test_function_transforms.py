@@ -1,7 +1,5 @@
 """Function transforms and forward-mode differentiation anywhere in a step: bit for bit as without recollect."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

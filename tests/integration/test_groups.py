@@ -1,29 +1,20 @@
 """Two processes that train a model together: the same steps recorded, one plan, and the same error in both, never a hang."""
 
-from __future__ import annotations
-
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from asked_cases import AskedCases, asked_cases
-from rank_processes import start_program
+from asked_cases import AskedCases
+from rank_processes import rank_cases
 
 ROOT = Path(__file__).parents[2]
-pytestmark = [
-    pytest.mark.integration,
-    pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs PyTorch with the gloo backend"),
-]
+pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs PyTorch with the gloo backend")
 
 
-@pytest.fixture(scope="module")
-def cases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AskedCases]:
-    """What the cases of `group_programs.py` give in the two processes."""
-    with asked_cases(start_program(ROOT / "tests/support/group_programs.py", 2, tmp_path_factory)) as found:
-        yield found
+# What the cases of `group_programs.py` give in the two processes.
+cases = rank_cases(ROOT / "tests/support/group_programs.py", 2)
 
 
 @pytest.mark.parametrize("name", ["DDP", "FSDP2", "FSDP2, graph", "TP and SP"])

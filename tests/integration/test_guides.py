@@ -1,7 +1,5 @@
 """The Python and the commands on every page of the documentation run as they stand there."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import signal
@@ -22,8 +20,6 @@ from guide_pages import DOCS, PREPARED, Command, blocks, commands
 from indexed_files import write_dataset
 from tiers import long_but
 from training_runs import wait_for_steps
-
-pytestmark = pytest.mark.integration
 
 ROOT = DOCS.parent
 NEEDS = {

@@ -1,7 +1,5 @@
 """`enable_memory_budget` in a bare loop over a model of Hugging Face, in place of its gradient checkpointing."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -15,8 +13,6 @@ from hugging_face_trainers import VOCABULARY, gpt2, llama, lora  # noqa: E402
 from recollect.engine.content import has_same_bits  # noqa: E402
 from recollect.errors import AlreadyAppliedError, ConfigError  # noqa: E402
 from recollect.integrations.transformers import enable_memory_budget  # noqa: E402
-
-pytestmark = pytest.mark.integration
 
 TOKENS = torch.randint(0, VOCABULARY, (4, 64), generator=torch.Generator().manual_seed(1))
 

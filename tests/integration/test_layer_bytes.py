@@ -6,8 +6,6 @@ The formulas for a Llama and a mixture count in the same way what Megatron-LM at
 its own formula: everything is equal to the byte. States of random generators are left out.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 
@@ -24,8 +22,6 @@ from recollect.lab.parallel.layout import DeviceLayout
 from recollect.planning.explain import LayerUsage, layer_usage
 from recollect.profile.profile import Profile
 from tiers import long_but
-
-pytestmark = pytest.mark.integration
 
 S, B, H, A = 64, 2, 128, 8
 TOKENS = S * B

@@ -5,8 +5,6 @@ bits with dropout and attention op by op, a layer keeps sbh(34 + 5as/h) bytes (e
 (section 5), 2sbh with full recompute. s: tokens, b: sequences, h: hidden size, a: heads.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from typing import Any

@@ -1,7 +1,5 @@
 """Every layout of `benchmarks/layouts.py` on the fake process group: gradients, peaks and collectives under plans, exactly."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from functools import cache
@@ -13,7 +11,6 @@ import pytest
 from forked_processes import run_forked
 
 ROOT = Path(__file__).parents[2]
-pytestmark = pytest.mark.integration
 
 # The constant that predictions add for scalars made out of sight, and the loss of the step before, held a little too long.
 MOST_OVER_BYTES = 1024 + 8

@@ -1,13 +1,10 @@
 """Lightning's `Trainer` within a memory budget: same training, and nothing clashes unsaid."""
 
-from __future__ import annotations
-
 import copy
 import csv
 import logging
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,24 +19,19 @@ from lightning.pytorch.strategies import SingleDeviceStrategy  # noqa: E402
 import recollect.integrations.lightning as integration  # noqa: E402
 from asked_cases import AskedCases  # noqa: E402
 from lightning_trainers import CASES, Automatic, loader, trainer  # noqa: E402
-from metered_processes import check_row, metered, needs_meter  # noqa: E402
+from metered_processes import check_row, metered_cases, needs_meter  # noqa: E402
 from recollect.engine.content import has_same_bits  # noqa: E402
 from recollect.errors import AlreadyAppliedError, ConfigError, MissingPackageError, NotYetError  # noqa: E402
 from recollect.integrations.lightning import MemoryBudget  # noqa: E402
 from tiers import long_but  # noqa: E402
 
 pytestmark = [
-    pytest.mark.integration,
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
-    # Lightning 2.6 asks PyTorch 2.13 what kind of node a tree's leaf is in a way that is deprecated there.
     pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec.. is deprecated:FutureWarning"),
 ]
 
 
-@pytest.fixture(scope="module")
-def cases() -> Iterator[AskedCases]:
-    with metered("lightning_trainers") as found:
-        yield found
+cases = metered_cases("lightning_trainers")
 
 
 @needs_meter

@@ -1,7 +1,5 @@
 """Loss chunks from recording to training: recollect's own model, Hugging Face's as they are, and models that cannot."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from functools import partial
@@ -107,20 +105,6 @@ def test_predicted_peak_is_the_measured_one(name: str, num_chunks: int) -> None:
             assert simulate(fake, decide(fake, plan)).peak_bytes == pytest.approx(peak_bytes, rel=0.005)
 
 
-def test_a_large_vocabulary_needs_less_with_every_chunk() -> None:
-    model = LARGE["Hugging Face, bf16"]()
-    batch = batch_of(model)
-    peaks = [recollect.record(model, batch, loss_chunks=n, fake=True) for n in (1, 2, 8)]
-    least = [recollect.classic_plan(profile, "full").predicted_peak_bytes for profile in peaks]
-    logits_bytes = 2 * 64 * WORDS * 4  # in fp32
-    assert least[0] is not None
-    assert least[1] is not None
-    assert least[2] is not None
-    # Plain: logits, log-probabilities and the gradient of each at their end.
-    assert least[0] - least[1] > 1.5 * logits_bytes
-    assert least[1] > least[2]
-
-
 @pytest.mark.parametrize("name", ["reference", "llama", "mixtral", "deepseek_v3", "gemma", "gpt2", "bloom", "mamba"])
 def test_the_gradients_are_those_of_the_model(name: str) -> None:
     """Plans with chunks against the same chunks without recompute bit for bit; those against the model but for order."""
@@ -135,19 +119,6 @@ def test_the_gradients_are_those_of_the_model(name: str) -> None:
         assert_same_gradients(chunked, gradients(model, batch))
     assert_close(expected, chunked)
     assert_same_gradients(expected, gradients(model, batch))
-
-
-def test_what_models_do_between_head_and_loss() -> None:
-    for family, changes in (
-        ("Gemma2", {"final_logit_softcapping": 5.0}),
-        ("Cohere", {"logit_scale": 0.3}),
-        ("Granite", {"logits_scaling": 3.0}),
-    ):
-        model = hugging_face(family, **changes)
-        batch = batch_of(model, 64, 12)
-        expected = gradients(model, batch)
-        with recollect.apply(model, IN_8):
-            assert_close(expected, gradients(model, batch))
 
 
 def test_the_number_of_items_and_the_other_losses_count() -> None:
@@ -196,24 +167,6 @@ def test_the_reference_model_says_that_it_has_no_logits() -> None:
     assert_same_gradients(expected, gradients(model, batch))
 
 
-def test_a_model_in_a_wrapper() -> None:
-    class Wrapper(nn.Module):
-        def __init__(self, module: nn.Module) -> None:
-            super().__init__()
-            self.module = module
-
-        def forward(self, *args: Any, **kwargs: Any) -> Any:
-            return self.module(*args, **kwargs)
-
-    for inner in (hugging_face(), reference(vocab_size=64)):
-        model = Wrapper(inner)
-        batch = batch_of(inner, 64, 12)
-        expected = gradients(model, batch)
-        with recollect.apply(model, IN_8):
-            assert_close(expected, gradients(model, batch))
-            assert call(model, batch).logits is None
-
-
 def _adapter(model: Any) -> None:
     class Adapted(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
@@ -259,20 +212,6 @@ def test_what_cannot_be_intercepted_is_an_error(change: Callable[[Any], Any], me
     with pytest.raises(ChunkedLossError, match=message), recollect.apply(model, IN_8):
         model(**batch)
     assert not recollect.applied_to(model)
-
-
-def test_a_z_loss_is_an_error() -> None:
-    model = hugging_face(
-        "Bamba",
-        z_loss_coefficient=0.1,
-        attn_layer_indices=[0],
-        num_key_value_heads=4,
-        mamba_n_heads=8,
-        mamba_d_head=8,
-        mamba_n_groups=1,
-    )
-    with pytest.raises(ChunkedLossError, match="BambaForCausalLM in 8 chunks: its code calls logsumexp on the logits"):
-        recollect.record(model, batch_of(model, 64, 12), loss_chunks=8)
 
 
 def test_models_without_a_head_are_an_error() -> None:
@@ -358,12 +297,6 @@ def recorder(model: nn.Module, tried: list[int]) -> Callable[[int], recollect.Pr
     return record
 
 
-def test_auto_keeps_the_models_own_loss_where_that_is_as_fast() -> None:
-    tried: list[int] = []
-    planned = plan_with_chunks(recorder(reference(), tried), "100%", "auto")
-    assert (tried, planned.plan.loss_chunks, planned.plan.predicted_slowdown) == ([1], 1, 0.0)
-
-
 def test_auto_takes_as_many_chunks_as_the_budget_needs() -> None:
     model = LARGE["Hugging Face, bf16"]()
     tried: list[int] = []
@@ -376,14 +309,6 @@ def test_auto_takes_as_many_chunks_as_the_budget_needs() -> None:
     assert planned.plan.budget_bytes == planned.plain_peak_bytes // 2
     assert planned.plan.predicted_peak_bytes is not None
     assert planned.plan.predicted_peak_bytes <= planned.plain_peak_bytes // 2
-
-
-def test_auto_gives_up_when_more_chunks_free_nothing() -> None:
-    tried: list[int] = []
-    with pytest.raises(BudgetTooSmallError) as raised:
-        plan_with_chunks(recorder(reference(), tried), "10%", "auto")
-    assert tried == [1, 4, 16]
-    assert raised.value.least_peak_bytes < 40e6  # not the 67 MB of the plain loss
 
 
 def test_auto_with_a_loss_that_cannot_be_split() -> None:

@@ -1,7 +1,5 @@
 """A process that fails or ends is named by one that waits for it and hears of no error."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -21,7 +19,6 @@ SAID = {
 }
 FIRST_ENDS = ("first fails", "first gone", "first done")
 pytestmark = [
-    pytest.mark.integration,
     pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs PyTorch with the gloo backend"),
     pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds processes in /proc"),
 ]

@@ -1,7 +1,5 @@
 """Steps with several forwards and backwards, in any order: predicted peaks against measured ones, plans, bounds, pictures."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -15,16 +13,12 @@ from predictions import MOST_OVER_BYTES
 from recollect.errors import BudgetTooSmallError
 from recollect.planning.bound import LowerBound
 from recollect.planning.choose import Planner
-from recollect.planning.explain import explain_plan, kept_outside_bytes, layer_usage
 from recollect.plans.plan import Plan
 from recollect.profile.profile import Profile
 from recollect.simulation.decisions import decide
-from recollect.simulation.lifetimes import lifetimes
 from recollect.simulation.peak_sums import PeakSums
 from recollect.simulation.simulate import simulate
 from recorded_steps import Phases, measured_bytes, random_plan, recorded
-
-pytestmark = pytest.mark.integration
 
 
 class Two(nn.Module):
@@ -168,17 +162,3 @@ def test_plans_fit_and_no_bound_is_above_them(step: Recorded) -> None:
     for seed in range(6):
         simulation = simulate(step.profile, decide(step.profile, random_plan(step.profile, seed)))
         assert bound.added_s(simulation.peak_bytes) <= simulation.recompute_s + 1e-12
-
-
-def test_what_is_kept_and_alive_adds_up(step: Recorded) -> None:
-    for seed in range(3):
-        plan = random_plan(step.profile, seed)
-        simulation = simulate(step.profile, decide(step.profile, plan))
-        accounts = layer_usage(step.profile, plan)
-        assert sum(account.recompute_s for account in accounts) == pytest.approx(simulation.recompute_s)
-        lives = lifetimes(step.profile, decide(step.profile, plan))
-        assert 0 <= kept_outside_bytes(lives) <= simulation.kept_bytes
-        over_time = recollect.timeline(step.profile, plan)
-        assert int(over_time.total_bytes.max()) == simulation.peak_bytes
-        assert sum(item.nbytes for item in over_time.report.items) == simulation.peak_bytes
-        assert explain_plan(step.profile, plan).given.simulation.peak_bytes == simulation.peak_bytes

@@ -1,7 +1,5 @@
 """What was held, measured: in the report, in lines, and in what trainers log."""
 
-from __future__ import annotations
-
 import csv
 from pathlib import Path
 from typing import Any
@@ -18,8 +16,6 @@ from recollect.errors import BudgetTooSmallError, BudgetWarning
 from recollect.integrations.deepspeed.section import BudgetSection
 from recollect.lab.models.architectures import llama_config
 from recollect.lab.models.gpt import GPTModel
-
-pytestmark = pytest.mark.integration
 
 # Added to what is predicted, for what no recording sees: `_UNSEEN_BYTES`.
 _UNSEEN_BYTES = 1024
@@ -158,18 +154,6 @@ def test_lightning_logs_what_was_measured_to_its_loggers(tmp_path: Path) -> None
 def test_deepspeeds_section_asks_for_it() -> None:
     section = BudgetSection.of({"recollect": {"memory_budget": "22GiB", "measure": True}})
     assert section.measure and section.with_arguments(None, "warn", None).measure
-
-
-def test_the_own_trainer_writes_what_was_predicted_beside_what_was_measured(tmp_path: Path) -> None:
-    from recollect.lab.train.records import StepRecord, TensorBoardLog  # noqa: PLC0415
-
-    log = TensorBoardLog(tmp_path, first_step=0, beside_peak={"predicted_peak_bytes": 96.0})
-    one = {"loss": 2.5, "learning_rate": 1e-3, "grad_norm": 1.0, "step_s": 0.5, "tokens_per_s": 1.0}
-    log.write(StepRecord(step=1, **one))
-    log.write(StepRecord(step=2, **one, peak_bytes=95))
-    log.close()
-    assert read_tensorboard(tmp_path, "peak_bytes") == [95.0]
-    assert read_tensorboard(tmp_path, "predicted_peak_bytes") == [96.0]
 
 
 def test_a_budget_that_is_too_small_says_what_fills_the_least_peak() -> None:

@@ -1,7 +1,5 @@
 """`recollect megatron` runs a script of Megatron's within a budget; and `attach` refuses what Megatron cannot mean, by name."""
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 
@@ -15,7 +13,6 @@ from recollect.cli import main
 
 SUPPORT = Path(__file__).parents[1] / "support"
 SCRIPT = SUPPORT / "megatron_script/pretrain.py"
-pytestmark = pytest.mark.integration
 
 
 needs_megatron = pytest.mark.skipif(
@@ -24,6 +21,7 @@ needs_megatron = pytest.mark.skipif(
 )
 
 
+@pytest.mark.long  # It starts Megatron in eight processes.
 @needs_megatron
 def test_a_run_saved_and_resumed_ends_with_the_weights_of_a_plain_one(tmp_path: Path) -> None:
     for steps in ((0, 2), (2, 4)):

@@ -1,7 +1,5 @@
 """`attach` takes what Megatron's `get_model` and `get_megatron_optimizer` return: the real ones, in two processes."""
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 
@@ -15,7 +13,6 @@ from tiers import long_but
 
 PROGRAM = Path(__file__).parents[1] / "support/megatron_ranks.py"
 pytestmark = [
-    pytest.mark.integration,
     pytest.mark.skipif(
         not dist.is_available() or not dist.is_gloo_available(), reason="needs torch.distributed with gloo"
     ),

@@ -3,8 +3,6 @@
 The table "Freedoms" in docs/megatron.md names these tests.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Megatron's settings change no gradient: every granularity, method, number of layers and module set, dropout on."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import replace
 from itertools import combinations
@@ -12,7 +10,6 @@ import torch
 
 import recollect
 from gradients import assert_same_gradients, gradients, step_of
-from recollect.errors import ConfigError, ConfigWarning
 from recollect.integrations.megatron import RecomputeConfig, TrainingSetting, megatron_plan
 from recollect.lab.models.gpt import GPTModel
 from recollect.lab.models.sizes import NAMED_CONFIGS
@@ -37,7 +34,6 @@ MODULES_OF = {
     "mixtral_eager": ("core_attn", "moe", "moe_act", "layernorm"),
     "deepseek_v3": ("core_attn", "mlp", "moe", "moe_act", "shared_experts", "mla_up_proj", "layernorm"),
 }
-EVERY_MODULE = ("core_attn", "mlp", "moe", "shared_experts", "layernorm", "moe_act", "mla_up_proj")
 
 
 def module_sets(name: str) -> list[tuple[str, ...]]:
@@ -118,14 +114,6 @@ def test_each_module_runs_ops_again(name: str) -> None:
         assert num_ops(case, megatron_plan(profile, config)) > plain, module
 
 
-@every_model
-def test_modules_that_a_model_has_not(name: str) -> None:
-    for module in EVERY_MODULE:
-        if module not in MODULES_OF[name]:
-            with pytest.raises(ConfigError, match=f"no layer of this model has {module}"):
-                megatron_plan(profile_of(name), RecomputeConfig(**selective((module,))))
-
-
 MTP = "deepseek-v3-tiny fused"
 
 
@@ -134,22 +122,6 @@ def test_layers_for_further_tokens_are_regions_of_uniform_whatever_the_number() 
         unit = megatron_plan(profile_of(MTP), RecomputeConfig(**full("uniform", n))).units["mtp.layers.0"]
         assert {action for name, action in unit.actions.items() if "linear_fc1" in name} == {"recompute"}
         assert unit.output == "keep"
-
-
-def test_layers_for_further_tokens_are_no_part_of_block() -> None:
-    message = (
-        "got mtp_num_layers=1, recompute_method='block': multi-token prediction layers come after those of.*'uniform'"
-    )
-    with pytest.warns(ConfigWarning, match=message):
-        plan = megatron_plan(profile_of(MTP), RecomputeConfig(**full("block", 4)))
-    assert not plan.units["mtp.layers.0"].recomputes_anything
-
-
-def test_modules_are_recomputed_in_layers_for_further_tokens_too() -> None:
-    unit = megatron_plan(profile_of(MTP), RecomputeConfig(**selective(("moe_act",)))).units["mtp.layers.0"]
-    dropped = [name for name, action in unit.actions.items() if action == "recompute"]
-    assert dropped
-    assert all("transformer_layer.mlp.experts.activation_func" in name for name in dropped)
 
 
 def test_two_depths_are_counted_apart_from_the_decoder() -> None:

@@ -1,7 +1,5 @@
 """Megatron's settings for offload on real steps: gradients bit for bit, and the peak and host memory that were predicted."""
 
-from __future__ import annotations
-
 import functools
 import gc
 from typing import Any

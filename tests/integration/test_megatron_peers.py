@@ -1,7 +1,5 @@
 """Megatron's settings against their own recompute: on megatron-core's model, and as checkpoints in Hugging Face's models."""
 
-from __future__ import annotations
-
 import importlib.util
 import subprocess
 import sys
@@ -12,9 +10,8 @@ import pytest
 
 import recollect
 from recollect.integrations.megatron import RecomputeConfig, megatron_plan
+from tiers import long_but
 from watch import Watch
-
-pytestmark = pytest.mark.integration
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 # What stands for mla_up_proj there recomputes the whole attention, so the two cannot be compared.
@@ -39,7 +36,7 @@ def measured(step: Any) -> tuple[int, int]:
     return kept_bytes, whole.computing_ops().total()
 
 
-@pytest.mark.parametrize("model", SETS)
+@pytest.mark.parametrize("model", long_but(("moe",), SETS))
 def test_as_many_bytes_saved_and_no_more_ops(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(BENCHMARKS)
     from megatron_peers import _PARTS, _InTurn
@@ -75,6 +72,7 @@ for row in megatron_core.compare(small, ["full uniform 1", "selective moe_act"])
 """
 
 
+@pytest.mark.long  # A model of megatron-core, under three settings and three plans at their peaks.
 @pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="needs megatron-core")
 def test_megatrons_own_model_peaks_no_higher_than_under_its_own_settings() -> None:
     # Not forked from a server, whose processes may not fork any themselves.

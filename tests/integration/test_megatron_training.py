@@ -1,15 +1,11 @@
 """Training with Megatron's settings on the reference models, dropout on: losses and final weights have the same bits."""
 
-from __future__ import annotations
-
 import csv
 from pathlib import Path
 
 import pytest
 
 from forked_processes import run_forked
-
-pytestmark = pytest.mark.integration
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 MODULES = {

@@ -4,8 +4,6 @@ random numbers, counts or adds to the loss switched on.
 Single modules that run again are in `test_megatron_gradients.py`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 
@@ -152,7 +150,7 @@ def test_fake_recording_is_that_of_a_real_one(case: str) -> None:
     assert peaks(fake) == pytest.approx(peaks(real), rel=0.001)
 
 
-@pytest.mark.parametrize("name", ["mixtral-8x7b", *long(["deepseek-v3-671b"])])
+@pytest.mark.parametrize("name", long(["mixtral-8x7b", "deepseek-v3-671b"]))
 def test_published_models_are_recorded(name: str) -> None:
     with torch.device("meta"):
         model = GPTModel(NAMED_CONFIGS[name]).bfloat16()

@@ -1,7 +1,5 @@
 """The example notebook runs as it is, and what it ends its cells with shows itself."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,7 @@ SHOWN = [
     ("equal bit for bit", False),
 ]
 
-pytestmark = [pytest.mark.integration, pytest.mark.long]
+pytestmark = pytest.mark.long
 
 
 def test_the_notebook_runs_and_shows_what_it_makes() -> None:

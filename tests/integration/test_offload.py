@@ -1,7 +1,5 @@
 """Random plans that keep, recompute and offload, on real models: gradients bit for bit, peak and host memory as predicted."""
 
-from __future__ import annotations
-
 import gc
 import os
 from collections import Counter

@@ -1,7 +1,5 @@
 """`fit`, `attach` and `verify` with host memory, in loops that are not ours: bits, budgets, and what is said."""
 
-from __future__ import annotations
-
 import gc
 
 import pytest

@@ -4,8 +4,6 @@ It watches the very steps that the tape runs, on fake tensors and on real ones, 
 or meter. It is a private module of PyTorch, so it is used here only.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 
@@ -23,8 +21,6 @@ from recollect.plans.plan import Plan
 from recollect.profile.profile import Profile
 from tiers import long_but
 from zoo import Case
-
-pytestmark = pytest.mark.integration
 
 # Routing depends on data, which fake tensors do not have.
 ROUTED = ("mixtral", "deepseek_v3")

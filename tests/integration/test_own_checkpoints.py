@@ -1,7 +1,5 @@
 """Models that call `torch.utils.checkpoint` themselves: plans decide in its place, with the same bits, or say why not."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from functools import partial, reduce

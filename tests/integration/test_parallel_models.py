@@ -1,7 +1,5 @@
 """The reference models in each layout, over gloo in two processes: gradients, plans, and what fake tensors say of them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +11,7 @@ from rank_processes import run_program
 from vocabulary_programs import MANY_CHUNKS, MANY_TOKENS, MANY_WORDS, OPTIONS, WIDTH
 
 SUPPORT = Path(__file__).parents[1] / "support"
-pytestmark = [
-    pytest.mark.integration,
-    pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs PyTorch with the gloo backend"),
-]
+pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs PyTorch with the gloo backend")
 
 # Split products and sums add in another order: a few units in the last place of fp32, which is 1.2e-7.
 FARTHEST = 2e-6

@@ -1,7 +1,5 @@
 """The page in a real browser: it draws, answers hover, click and keys, at any width, light and dark, and needs no network."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,12 +17,9 @@ from small_llama import batch_of, llama
 
 pytest.importorskip("plotly")
 pytest.importorskip("selenium")
-pytestmark = [
-    pytest.mark.integration,
-    pytest.mark.skipif(
-        CHROMIUM is None or DRIVER is None, reason="needs Chromium and chromedriver, which are not installed"
-    ),
-]
+pytestmark = pytest.mark.skipif(
+    CHROMIUM is None or DRIVER is None, reason="needs Chromium and chromedriver, which are not installed"
+)
 
 
 @pytest.fixture(scope="module")

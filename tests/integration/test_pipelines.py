@@ -1,7 +1,5 @@
 """Plans of a pipeline under `torch.distributed.pipelining`, over gloo."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

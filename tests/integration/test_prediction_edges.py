@@ -1,7 +1,5 @@
 """Predicted peaks against measured ones where the step is unusual: shared weights, units that return what they get."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import recollect
+from blocks import mean_square
 from predictions import LEAN_LOOP, budgets
 from recollect.measuring.meter import measure_peak, storage_bytes
 from recollect.planning.choose import Planner
@@ -22,14 +21,8 @@ from recollect.simulation.peak_sums import PeakSums
 from recollect.simulation.predicted import simulated_plan
 from recollect.simulation.simulate import simulate
 
-pytestmark = pytest.mark.integration
-
 # Scalars that PyTorch makes out of sight, per op that is running; `record` adds a KiB for them.
 ROOM_BYTES = 1024
-
-
-def mean_square(output: Tensor) -> Tensor:
-    return output.square().mean()
 
 
 def measured_bytes(model: nn.Module, batch: Tensor, plan: Plan, loss_fn: Callable[[Any], Tensor]) -> int:
@@ -87,26 +80,6 @@ class Layer(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         return hidden + self.function(self.linear(hidden)).sin()
-
-
-class Tied(nn.Module):
-    """The head's weight is the embedding's: autograd adds two gradients, of which one is a view. [n, t] -> [n, t, 2000]."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(2000, 16)
-        self.layers = nn.Sequential(Layer(), Layer(), Layer())
-        self.head = nn.Linear(16, 2000, bias=False)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        output: Tensor = self.head(self.layers(self.embedding(tokens)))
-        return output
-
-
-def test_gradients_of_shared_weights() -> None:
-    torch.manual_seed(0)
-    check(Tied(), torch.randint(0, 2000, (2, 4)))
 
 
 def real_part(hidden: Tensor) -> Tensor:

@@ -1,7 +1,5 @@
 """Training whose linears are custom autograd Functions: as lean as the tools' own checkpointing, or leaner, and exact."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -19,8 +17,6 @@ from recollect.errors import BudgetTooSmallError
 from recollect.measuring.meter import measure_peak
 from recollect.profile.profile import Profile
 from tiers import long_but
-
-pytestmark = pytest.mark.integration
 
 # What is left out are scalars that PyTorch makes out of sight; a KiB is added for them.
 MOST_OVER_BYTES = 2048

@@ -3,8 +3,6 @@
 `RECOLLECT_EXAMPLES` sets the number of examples of each property (default 150).
 """
 
-from __future__ import annotations
-
 import os
 import random
 

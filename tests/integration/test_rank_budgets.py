@@ -1,19 +1,15 @@
 """Two processes over gloo, each within its budget in every step, with one plan: Accelerate's DDP and FSDP2, and ZeRO-1."""
 
-from __future__ import annotations
-
 import importlib.util
-from collections.abc import Iterator
 
 import pytest
 
 from asked_cases import AskedCases
-from metered_processes import LAYER_BYTES, check_row, metered, needs_meter
+from metered_processes import LAYER_BYTES, check_row, metered_cases, needs_meter
 from metered_trainers import NUM_STEPS, SHARDED_STEPS
 from tiers import long_but
 
 pytestmark = [
-    pytest.mark.integration,
     needs_meter,
     pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="needs accelerate"),
     pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers"),
@@ -23,11 +19,8 @@ pytestmark = [
 NAMES = ("DDP", "FSDP2", "ZeRO-1, bucket views")
 
 
-@pytest.fixture(scope="module")
-def cases() -> Iterator[AskedCases]:
-    """In each a process asserts that the other one runs the same plan."""
-    with metered("accelerate_ranks", num_ranks=2) as found:
-        yield found
+# In each a process asserts that the other one runs the same plan.
+cases = metered_cases("accelerate_ranks", num_ranks=2)
 
 
 @pytest.mark.parametrize("name", long_but(("FSDP2",), NAMES))

@@ -1,7 +1,5 @@
 """What the README and the page for newcomers quote is what their Python prints; `test_guides.py` runs their commands."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
@@ -10,8 +8,6 @@ import pytest
 import guide_pages
 from forked_processes import run_forked
 from guide_pages import DOCS
-
-pytestmark = pytest.mark.integration
 
 PAGES = ("../README.md", "get_started.md")
 # What differs from run to run, as it rests on measured times; peaks, counts and shapes are the same wherever it runs.

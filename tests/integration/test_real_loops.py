@@ -1,7 +1,5 @@
 """Training loops as people write them keep to their budgets in every step, by a meter that is not the planner's."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path
@@ -25,10 +23,7 @@ _BUDGET = "near the least"
 # Three steps of four micro-batches, two of the smaller last batches, and each length once; the benchmark runs 30.
 _NUM_BATCHES = 12
 
-pytestmark = [
-    pytest.mark.integration,
-    pytest.mark.skipif(not HAS_METER, reason="the meter is built by a C compiler on Linux"),
-]
+pytestmark = pytest.mark.skipif(not HAS_METER, reason="the meter is built by a C compiler on Linux")
 
 
 @pytest.mark.parametrize("name", long_but(_QUICK, _NAMES))

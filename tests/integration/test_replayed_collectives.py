@@ -1,7 +1,5 @@
 """Collectives that run again: what full recompute then keeps, against Megatron's formula, and how often they run."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -19,10 +17,7 @@ from recollect.simulation.decisions import decide
 from recollect.simulation.simulate import simulate
 from watch import Watch
 
-pytestmark = [
-    pytest.mark.integration,
-    pytest.mark.skipif(not dist.is_available(), reason="needs PyTorch with torch.distributed"),
-]
+pytestmark = pytest.mark.skipif(not dist.is_available(), reason="needs PyTorch with torch.distributed")
 
 # Of the parallel group, the sequence, the batch and the hidden layer; multiplications of these must not look alike.
 T, S, B, H, HEADS = 4, 32, 3, 24, 4

@@ -1,7 +1,5 @@
 """ROLL's switches for models of Hugging Face, on real ones, and its rule for `use_reentrant`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -15,8 +13,6 @@ from hugging_face_trainers import VOCABULARY, llama  # noqa: E402
 from recollect.errors import AlreadyAppliedError, ArgumentError, ConfigError  # noqa: E402
 from recollect.integrations.megatron import RollCheckpointing  # noqa: E402
 from recollect.integrations.roll import apply_roll_checkpointing  # noqa: E402
-
-pytestmark = pytest.mark.integration
 
 TOKENS = torch.randint(0, VOCABULARY, (2, 64), generator=torch.Generator().manual_seed(1))
 

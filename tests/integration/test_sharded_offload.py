@@ -1,27 +1,18 @@
 """Plans that offload values of a model that FSDP2 shards: its gathered parameters never go, what its units return may."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from asked_cases import AskedCases, asked_cases
-from rank_processes import start_program
+from asked_cases import AskedCases
+from rank_processes import rank_cases
 
 PROGRAM = Path(__file__).parents[1] / "support/sharded_offload.py"
-pytestmark = [
-    pytest.mark.integration,
-    pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs PyTorch with the gloo backend"),
-]
+pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs PyTorch with the gloo backend")
 
 
-@pytest.fixture(scope="module")
-def cases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AskedCases]:
-    with asked_cases(start_program(PROGRAM, 2, tmp_path_factory)) as found:
-        yield found
+cases = rank_cases(PROGRAM, 2)
 
 
 @pytest.mark.parametrize("case", ["fp32", "bf16"])

@@ -1,8 +1,5 @@
 """Pipelines whose stages FSDP2 shards: plans hold the budget on every rank, in steps of torch's own schedules."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,22 +7,16 @@ import torch
 from torch import nn
 
 import recollect
-from asked_cases import AskedCases, asked_cases
-from rank_processes import start_program
+from asked_cases import AskedCases
+from rank_processes import rank_cases
 from recollect.errors import ArgumentError
 from tiers import long_but
 
 PROGRAM = Path(__file__).parents[1] / "support/sharded_stages.py"
-pytestmark = [
-    pytest.mark.integration,
-    pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs PyTorch with the gloo backend"),
-]
+pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs PyTorch with the gloo backend")
 
 
-@pytest.fixture(scope="module")
-def cases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AskedCases]:
-    with asked_cases(start_program(PROGRAM, 4, tmp_path_factory)) as found:
-        yield found
+cases = rank_cases(PROGRAM, 4)
 
 
 # What predictions add, and scalars such as losses.

@@ -1,33 +1,24 @@
 """The reference models with sequences and experts split over four gloo processes: losses, gradients, plans."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from asked_cases import AskedCases, asked_cases
-from rank_processes import start_program
+from asked_cases import AskedCases
+from rank_processes import rank_cases
 from spread_programs import CONTEXT_MODELS, CONTEXT_PLANS, EXPERT_MODELS, RANKS, TENSOR_MODELS
 from tiers import long_but
 
 SUPPORT = Path(__file__).parents[1] / "support"
-pytestmark = [
-    pytest.mark.integration,
-    pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs PyTorch with the gloo backend"),
-]
+pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs PyTorch with the gloo backend")
 
 # Sums over parts of a sequence or batch add in another order: a few units in the last place of fp32, which is 1.2e-7.
 FARTHEST = 3e-6
 PLANS = ("keep_all", "full", "budget")
 
 
-@pytest.fixture(scope="module")
-def cases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AskedCases]:
-    with asked_cases(start_program(SUPPORT / "spread_programs.py", RANKS, tmp_path_factory)) as found:
-        yield found
+cases = rank_cases(SUPPORT / "spread_programs.py", RANKS)
 
 
 # DeepSeek has all that Mixtral has.

@@ -1,7 +1,5 @@
 """torchtitan within a memory budget: planned on the meta device from the job's shapes, or from a plan file."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 import warnings
@@ -25,8 +23,6 @@ from recollect.errors import BudgetTooSmallError, BudgetWarning, ConfigError, Co
 from recollect.integrations import torchtitan  # noqa: E402
 from recollect.integrations.torchtitan import MemoryBudget  # noqa: E402
 from recollect.plans.plan import Plan  # noqa: E402
-
-pytestmark = pytest.mark.integration
 
 WIDTH, WORDS = 32, 64
 OPTIMIZER = dataclasses.replace(default_adamw(), implementation="for-loop")

@@ -1,7 +1,5 @@
 """Training on Megatron's indexed datasets: from text to a resumed run, by the command line."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np
@@ -12,11 +10,8 @@ from recollect.cli import main
 from recollect.errors import DataError
 from recollect.lab.train.config import DataFlags
 from recollect.lab.train.corpus import load_corpus, parse_blend, parse_split
-from recollect.lab.train.indexed_dataset import IndexedDataset, write_indexed_dataset
-from recollect.lab.train.windows import BlendedWindows
-from training_runs import kill_after, losses, run, start, write_text
-
-pytestmark = pytest.mark.integration
+from recollect.lab.train.indexed_dataset import IndexedDataset
+from training_runs import losses, run, write_text
 
 
 def test_from_text_to_a_run(tmp_path: Path) -> None:
@@ -29,21 +24,6 @@ def test_from_text_to_a_run(tmp_path: Path) -> None:
     assert main([*args, "--steps", "30", "--learning-rate", "3e-3"]) == 0
     found = losses(run_dir)
     assert found[30] < found[1] - 1  # nats; it starts near log(256) = 5.5
-
-
-def test_a_killed_run_goes_on_with_the_same_losses(tmp_path: Path) -> None:
-    first, second = write_dataset(tmp_path, "a"), write_dataset(tmp_path, "b", seed=1)
-    flags = ["--size", "tiny", "--seq-length", 32, "--batch-size", 4, "--steps", 12, "--checkpoint-every", 4]
-    flags += ["--device", "cpu", "--vocab-size", 256, "--split", "80,20", "--validation-batches", 1]
-    args = ["train", "--data-path", 0.3, first, 0.7, second, *flags]
-    whole, _ = start(*args, "--run-dir", tmp_path / "whole").communicate()
-    kill_after(6, tmp_path / "killed", *args, "--run-dir", tmp_path / "killed")
-    process = start(*args, "--run-dir", tmp_path / "killed", "--resume")
-    output, errors = process.communicate()
-    assert process.returncode == 0, errors
-    assert "resuming after step 4" in output
-    assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
-    assert "step 12/12" in whole
 
 
 def test_another_split_or_other_data_is_another_run(tmp_path: Path) -> None:
@@ -72,27 +52,6 @@ def test_the_split_is_of_documents_in_their_order(tmp_path: Path) -> None:
     held_out = np.concatenate([dataset[number] for number in range(120, 180)])
     assert np.array_equal(corpus.validation.window(1), held_out[16:33])
     assert load_corpus(flags(prefix, split="1,0,0"), seed=0, vocab_size=256).validation is None
-
-
-def test_sides_may_have_datasets_of_their_own(tmp_path: Path) -> None:
-    train, valid = write_dataset(tmp_path, "t"), write_dataset(tmp_path, "v", seed=1, count=50)
-    data = flags(train_data_path=(str(train),), valid_data_path=(str(valid),))
-    corpus = load_corpus(data, seed=0, vocab_size=256)
-    assert corpus.validation is not None
-    assert corpus.training.num_tokens == IndexedDataset(train).lengths.sum()
-    assert corpus.validation.num_tokens == IndexedDataset(valid).lengths.sum()
-    assert load_corpus(flags(train_data_path=(str(train),)), seed=0, vocab_size=256).validation is None
-
-
-def test_without_weights_each_source_has_as_many_windows_as_it_holds(tmp_path: Path) -> None:
-    for name, ids in (("s", np.arange(100)), ("l", np.arange(100, 1000))):
-        write_indexed_dataset(tmp_path / name, [ids], vocab_size=1000)
-    corpus = load_corpus(flags(tmp_path / "s", tmp_path / "l", split="1"), seed=0, vocab_size=1000)
-    assert isinstance(corpus.training, BlendedWindows)
-    assert corpus.training.num_windows == 99 // 16 + 899 // 16 == 62
-    starts = [int(corpus.training.window(index)[0]) for index in range(62)]
-    assert len(set(starts)) == 62  # one epoch of both
-    assert sum(start < 100 for start in starts[:31]) == 3
 
 
 @pytest.mark.parametrize(

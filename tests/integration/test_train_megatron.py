@@ -1,7 +1,5 @@
 """Megatron's command lines from end to end: real processes, real files, and the same losses with and without recompute."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from pathlib import Path
@@ -13,8 +11,6 @@ from indexed_files import write_dataset
 from recollect.cli import main
 from recollect.lab.train.files import remove
 from training_runs import losses, start
-
-pytestmark = pytest.mark.integration
 
 # Sizes that fit here, in place of a guide's.
 SMALL = {
@@ -148,22 +144,6 @@ def test_a_megatron_command_line_as_a_process_stopped_and_resumed(tmp_path: Path
     assert process.returncode == 0, errors
     assert "resuming after step 3" in output
     assert losses(other) == losses(tmp_path / "whole")
-
-
-def test_traces_memory_and_tensorboard(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    flags = ["--profile", "--profile-step-start", "2", "--profile-step-end", "4", "--log-memory-to-tensorboard"]
-    flags += ["--tensorboard-dir", str(tmp_path / "events"), "--train-iters", "5", "--eval-iters", "0"]
-    data = ["--vocab-size", "256", "--data-path", str(write_dataset(tmp_path))]
-    assert main(["train", *GPT.split(), *data, *flags, "--save", str(tmp_path / "run")]) == 0, capsys.readouterr().err
-    traces = sorted(path.name for path in (tmp_path / "run" / "profile").iterdir())
-    assert traces == ["step_00000002.json", "step_00000003.json"]
-    trace = json.loads((tmp_path / "run" / "profile" / traces[0]).read_text())
-    assert any(event.get("name") == "aten::mm" for event in trace["traceEvents"])
-    log = events.EventAccumulator(str(tmp_path / "events"))
-    log.Reload()
-    assert [event.step for event in log.Scalars("peak_bytes")] == [1, 4, 5]  # on a CPU not beside the profiler
-    assert len(log.Scalars("loss")) == 5
 
 
 def test_load_and_save_are_one_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

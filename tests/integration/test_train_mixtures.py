@@ -1,7 +1,5 @@
 """Training Mixtral and DeepSeek-V3 by the loop: budgets change no loss, a killed run goes on, biases move after each step."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +12,12 @@ from recollect.lab.models.sizes import NAMED_CONFIGS
 from recollect.lab.train.exchange import Exchange
 from recollect.lab.train.session import open_session
 from recollect.lab.train.trained import Trained
-from training_runs import config, kill_after, losses, run, start, write_text
-
-pytestmark = pytest.mark.integration
+from training_runs import config, losses, run
 
 SIZE: dict[str, Any] = {"seq_length": 128, "batch_size": 4, "steps": 5, "validate_every": 3, "accumulation": 2}
 
 
+@pytest.mark.long  # `test_mixture_steps.py` trains both under plans; this is the command's own loop.
 @pytest.mark.parametrize("size", ["mixtral-tiny", "deepseek-v3-tiny"])
 def test_a_budget_changes_neither_losses_nor_biases(size: str, tmp_path: Path) -> None:
     plain = run(tmp_path, run_dir=tmp_path / "plain", size=size, **SIZE)
@@ -41,21 +38,6 @@ def test_a_budget_changes_neither_losses_nor_biases(size: str, tmp_path: Path) -
     # Five steps of 0.001 each, up or down.
     assert all({abs(round(1000 * bias)) for bias in each.tolist()} <= {0, 1, 2, 3, 4, 5} for each in biases)
     assert all(each.any() for each in biases)
-
-
-def test_a_killed_run_goes_on_with_the_same_losses(tmp_path: Path) -> None:
-    write_text(tmp_path)
-    flags = ["--size", "deepseek-v3-tiny", "--data", tmp_path / "text.txt", "--seq-length", 32, "--batch-size", 2]
-    flags += ["--steps", 16, "--checkpoint-every", 4, "--validation-batches", 1, "--device", "cpu", "--accumulation", 2]
-    whole = start("train", *flags, "--run-dir", tmp_path / "whole")
-    whole.communicate()
-    assert whole.returncode == 0
-    run_dir = tmp_path / "killed"
-    kill_after(7, run_dir, "train", *flags, "--run-dir", run_dir)
-    last = start("train", *flags, "--run-dir", run_dir, "--resume")
-    _, errors = last.communicate()
-    assert last.returncode == 0, errors
-    assert losses(run_dir) == losses(tmp_path / "whole")
 
 
 def _batch(seed: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,17 +1,13 @@
 """A run that is killed and resumed gives the same losses, bit for bit, as one that is not. With real processes."""
 
-from __future__ import annotations
-
 import io
 import os
-import random
 import shutil
 import signal
 import warnings
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from rich.console import Console
@@ -24,8 +20,6 @@ from recollect.lab.train.records import Outcome
 from recollect.lab.train.session import open_session
 from recollect.plans.plan import Plan
 from training_runs import config, kill_after, losses, run, start, start_python, wait_for_steps, write_text
-
-pytestmark = pytest.mark.integration
 
 STEPS = 40
 
@@ -69,29 +63,6 @@ def test_interrupt_ends_after_the_step_with_a_checkpoint(tmp_path: Path) -> None
     assert 3 <= last_step < STEPS
     assert f"Stopped after step {last_step}; resume with" in output
     assert list_checkpoints(run_dir / "checkpoints")[-1].name == f"step_{last_step:08d}"
-
-
-def test_random_number_states_are_restored(tmp_path: Path) -> None:
-    session = open_session(config(tmp_path))
-    session.seed()
-    torch.rand(3)  # as steps with dropout do, so that the seed alone does not tell where to go on
-    session.save()
-    drawn = (torch.rand(3), random.random(), np.random.rand())  # noqa: NPY002
-    resumed = open_session(config(tmp_path, resume=True))
-    assert resumed.rng is not None
-    torch.manual_seed(99)
-    random.seed(99)
-    np.random.seed(99)  # noqa: NPY002
-    resumed.seed()
-    assert torch.equal(torch.rand(3), drawn[0])
-    assert (random.random(), np.random.rand()) == drawn[1:]  # noqa: NPY002
-
-
-def test_finished_run_resumes_to_nothing(tmp_path: Path) -> None:
-    run(tmp_path)
-    before = losses(tmp_path / "run")
-    assert run(tmp_path, resume=True).records == ()
-    assert losses(tmp_path / "run") == before
 
 
 def test_another_environment_is_warned_of(tmp_path: Path) -> None:

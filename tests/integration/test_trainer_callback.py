@@ -1,7 +1,5 @@
 """Hugging Face's `Trainer`, and what is built on it, within a memory budget: same training, and nothing clashes unsaid."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import logging
@@ -22,15 +20,13 @@ from transformers import Trainer, TrainerCallback, TrainerState, TrainingArgumen
 import hugging_face_flag  # noqa: E402
 from asked_cases import AskedCases  # noqa: E402
 from hugging_face_trainers import arguments, llama, texts  # noqa: E402
-from metered_processes import check_row, metered, needs_meter  # noqa: E402
+from metered_processes import check_row, metered_cases, needs_meter  # noqa: E402
 from recollect.attaching.attached import Attached  # noqa: E402
 from recollect.engine.content import has_same_bits  # noqa: E402
-from recollect.errors import AlreadyAppliedError, ConfigError, NotYetError, QuantityError  # noqa: E402
+from recollect.errors import AlreadyAppliedError, ConfigError, NotYetError  # noqa: E402
 from recollect.integrations.trainers import RemovingTrain  # noqa: E402
 from recollect.integrations.transformers import MemoryBudget  # noqa: E402
 from tiers import long_but  # noqa: E402
-
-pytestmark = pytest.mark.integration
 
 # Of `trl_trainers.CASES`: what each needs beside Transformers.
 CASES: dict[str, tuple[str, ...]] = {
@@ -47,10 +43,7 @@ CASES: dict[str, tuple[str, ...]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def cases() -> Iterator[AskedCases]:
-    with metered("trl_trainers" if importlib.util.find_spec("trl") else "hugging_face_trainers") as found:
-        yield found
+cases = metered_cases("trl_trainers" if importlib.util.find_spec("trl") else "hugging_face_trainers")
 
 
 @needs_meter
@@ -175,13 +168,6 @@ def test_a_trainer_with_the_callback_pickles_as_without_it() -> None:
     assert copy.train == Trainer.train.__get__(copy)
 
 
-def test_a_trainer_that_is_not_kept_trains(tmp_path: Path) -> None:
-    budget = MemoryBudget("90%")
-    args = options(tmp_path, max_steps=2, save_strategy="no")
-    Trainer(llama(), args, train_dataset=texts(), callbacks=[budget]).train()
-    assert budget.attached is not None and budget.attached.num_steps == 2
-
-
 def refused(folder: Path, error: type[Exception], text: str, **changes: Any) -> None:
     with warnings.catch_warnings():
         # The old name of the switch is deprecated from 5.23 on.
@@ -286,8 +272,3 @@ def test_an_old_library_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("recollect.integrations.transformers.transformers.__version__", "4.49.0")
     with pytest.raises(ConfigError, match=r"got transformers='4.49.0': .* Install transformers 4.50 or later"):
         MemoryBudget("1GiB")
-
-
-def test_a_budget_that_is_none_is_an_error_of_the_first_step(tmp_path: Path) -> None:
-    with pytest.raises(QuantityError, match="sixteen"):
-        train(options(tmp_path), MemoryBudget("sixteen"))

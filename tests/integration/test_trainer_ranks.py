@@ -1,21 +1,17 @@
 """Trainers in two processes over gloo, each within its budget in every step, with one plan; and mistakes, which both tell."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
-from collections.abc import Iterator
 
 import pytest
 
 from asked_cases import AskedCases
-from metered_processes import LAYER_BYTES, ROOT, check_row, metered, needs_meter
+from metered_processes import LAYER_BYTES, ROOT, check_row, metered_cases, needs_meter
 from metered_trainers import NUM_STEPS, SHARDED_STEPS
 from rank_processes import run_ranks
-from tiers import long_but
+from tiers import long
 
 pytestmark = [
-    pytest.mark.integration,
     needs_meter,
     *(
         pytest.mark.skipif(importlib.util.find_spec(name) is None, reason=f"needs {name}")
@@ -27,13 +23,10 @@ pytestmark = [
 CASES = ["Hugging Face DDP", "Hugging Face FSDP2", "SFT of LoRA DDP", "Lightning DDP", "Lightning FSDP2"]
 
 
-@pytest.fixture(scope="module")
-def cases() -> Iterator[AskedCases]:
-    with metered("trainer_ranks", num_ranks=2) as found:
-        yield found
+cases = metered_cases("trainer_ranks", num_ranks=2)
 
 
-@pytest.mark.parametrize("name", long_but(("Lightning DDP",), CASES))
+@pytest.mark.parametrize("name", long(CASES))
 def test_every_step_of_two_processes_is_within_the_budget(name: str, cases: AskedCases) -> None:
     for row in cases[name]:
         how = {"steps": SHARDED_STEPS, "late_bytes": LAYER_BYTES} if name.endswith("FSDP2") else {"steps": NUM_STEPS}

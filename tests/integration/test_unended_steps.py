@@ -1,7 +1,5 @@
 """A process or a thread that ends while `attach` records or measures a step, before the optimizer's, ends as without."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys
@@ -10,8 +8,6 @@ import textwrap
 import pytest
 
 from tiers import long
-
-pytestmark = pytest.mark.integration
 
 PROGRAM = """
 import os, sys, threading, time

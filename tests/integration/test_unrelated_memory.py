@@ -1,7 +1,5 @@
 """What is in memory beside a step that `attach` records counts toward the budget, as far as it can be seen."""
 
-from __future__ import annotations
-
 import copy
 import gc
 from collections.abc import Iterator
@@ -16,7 +14,6 @@ from recollect.attaching.attached import Attached
 from recollect.measuring.meter import measure_peak, storage_bytes
 from recollect.recording.trackers import UnrelatedMemory
 
-pytestmark = pytest.mark.integration
 CPU = torch.device("cpu")
 
 

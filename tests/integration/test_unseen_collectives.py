@@ -1,7 +1,5 @@
 """Writes that raise no version, by collectives and by address: exact under any plan, or refused in the first forward."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 
@@ -11,10 +9,7 @@ import torch.distributed as dist
 from rank_programs import run_on_ranks
 from unseen_collectives import UNSEEN, every_kind
 
-pytestmark = [
-    pytest.mark.integration,
-    pytest.mark.skipif(not dist.is_available(), reason="needs PyTorch with torch.distributed"),
-]
+pytestmark = pytest.mark.skipif(not dist.is_available(), reason="needs PyTorch with torch.distributed")
 
 
 def test_every_kind_is_exact_or_refused(tmp_path: Path) -> None:

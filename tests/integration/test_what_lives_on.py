@@ -1,7 +1,5 @@
 """After success or an error, and `remove()`, nothing of recollect holds a model, an optimizer or a handle."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Callable, Iterator
@@ -12,8 +10,6 @@ import torch
 from torch import nn
 
 import recollect
-
-pytestmark = pytest.mark.integration
 
 X = torch.randn(2048, 16)
 

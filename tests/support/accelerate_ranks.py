@@ -3,8 +3,6 @@
 The steps of a trained model are measured by a meter of its own; see `metered_processes.py`.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Cases that programs run when a test asks for them: what nobody asks for does not run, and imports are paid for once."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """The backends of scaled dot product attention, and what PyTorch says where one does not take a call."""
 
-from __future__ import annotations
-
 import pytest
 from torch.nn.attention import SDPBackend
 

@@ -1,7 +1,5 @@
 """A real browser without a window, for pages that were written to a file."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Iterator

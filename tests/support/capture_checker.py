@@ -8,8 +8,6 @@ Calls of C functions are seen by a profiler, which disturbs no trace; operators 
 methods in front of them; and ops by a dispatch mode, where there may be one: units that run from traces look for modes.
 """
 
-from __future__ import annotations
-
 import ctypes
 import sys
 import sysconfig

@@ -1,7 +1,5 @@
 """The side of a program whose cases tests ask for, one after the other; `asked_cases.py` is the side of the tests."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

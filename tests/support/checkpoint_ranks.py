@@ -3,8 +3,6 @@
 torchrun checkpoint_ranks.py FOLDER
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import sys

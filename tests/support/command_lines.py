@@ -1,7 +1,5 @@
 """Command lines of `pretrain_gpt` as guides print them, and the same for `recollect train`."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Iterator

@@ -3,8 +3,6 @@
 `test_trainer_ranks.py` starts it as torchrun does.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import tempfile

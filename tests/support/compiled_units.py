@@ -3,8 +3,6 @@
 `without_code` cuts joint graphs as Inductor does and runs the halves op by op, since to compile code takes seconds.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """DeepSpeed's engine on its CPU accelerator, in the loop of its documentation, to be run with a memory budget."""
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Iterator

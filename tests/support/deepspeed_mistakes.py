@@ -1,7 +1,5 @@
 """What `initialize` and a trainer with DeepSpeed say to mistakes, as one line of JSON: the error of each, by name."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Hugging Face's `Trainer` with a configuration of DeepSpeed, on its CPU accelerator, to be run with a memory budget."""
 
-from __future__ import annotations
-
 import tempfile
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Hugging Face's decoders, unmodified, as small as a CPU wants them or large enough for the kernels of a GPU."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

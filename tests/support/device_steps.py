@@ -1,7 +1,5 @@
 """Training steps on any device, compared to the bit where its kernels repeat themselves, else by how far they do not."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager

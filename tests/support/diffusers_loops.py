@@ -1,7 +1,5 @@
 """The training loop of diffusers' examples on tiny random models: noise is added, predicted, and compared."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Everything that a plan can say of a small step, each simulated."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The tables of foreign flags in docs/megatron_flags.md: `PYTHONPATH=src:tests/support python -m flag_table` prints them."""
 
-from __future__ import annotations
-
 from itertools import groupby
 
 from recollect.integrations.megatron.arguments import FOREIGN_FLAGS, ForeignFlag

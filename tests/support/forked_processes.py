@@ -5,8 +5,6 @@ One test of each command line starts it the long way. Programs can read the mete
 until they ask it to.
 """
 
-from __future__ import annotations
-
 import atexit
 import gc
 import multiprocessing.forkserver

@@ -1,7 +1,5 @@
 """Small models that multiply in 8 bits, and steps of them with several micro-batches."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal

@@ -4,8 +4,6 @@ Sources: the OCP formats E4M3 and E5M2 (bias 7 and 15, nearest even), E8M0 of th
 Transformer Engine's documentation.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 from typing import Any

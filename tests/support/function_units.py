@@ -1,7 +1,5 @@
 """A model of two units, each of them a matrix product and any function."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

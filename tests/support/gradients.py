@@ -1,7 +1,5 @@
 """One training step as a dictionary of tensors, and the demand that two of them agree to the bit."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 

@@ -3,8 +3,6 @@
 python group_programs.py RANK FOLDER
 """
 
-from __future__ import annotations
-
 import functools
 import gc
 import itertools

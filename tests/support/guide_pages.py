@@ -5,8 +5,6 @@ block, and small. On a page of `CONTINUED` a block has the names of the earlier 
 the program goes on with the next block. Without a page it serves pages that tests ask for, and imports libraries only once.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os

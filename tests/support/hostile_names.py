@@ -1,7 +1,5 @@
 """A profile whose names try to break out of a page."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from recollect.profile.profile import Profile

@@ -1,7 +1,5 @@
 """Hugging Face's own switch for recomputation. Its methods have new names in transformers 5.23; 5.17 knows only the old."""
 
-from __future__ import annotations
-
 from typing import Any
 
 

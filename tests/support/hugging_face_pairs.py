@@ -1,7 +1,5 @@
 """Small models of Hugging Face and of ours that have to compute the same logits."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

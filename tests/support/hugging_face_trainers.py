@@ -1,7 +1,5 @@
 """Hugging Face's `Trainer`, PEFT's models and TRL's trainers on tiny random models, to be run with a memory budget."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Small indexed datasets for tests, written by recollect's writer."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -4,8 +4,6 @@ Ranks that measure them at once disturb one another, and measure again: a fifth 
 forked from imports this.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from dataclasses import asdict

@@ -1,7 +1,5 @@
 """Lightning's `Trainer` on tiny random models, to be run with a memory budget."""
 
-from __future__ import annotations
-
 import logging
 import tempfile
 from collections.abc import Callable

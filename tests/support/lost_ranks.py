@@ -4,8 +4,6 @@ The first waits where no error of another process reaches it, as on CUDA, where 
 In the cases of `FIRST_ENDS` it is the first that ends, which holds the store at which they met.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

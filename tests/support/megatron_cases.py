@@ -1,7 +1,5 @@
 """Settings of Megatron that break one rule each, and what mends them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

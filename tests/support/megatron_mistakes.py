@@ -2,8 +2,6 @@
 
 # ruff: noqa: E402, megatron-core is imported after what answers in place of CUDA
 
-from __future__ import annotations
-
 import sys
 import warnings
 from pathlib import Path

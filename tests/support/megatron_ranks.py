@@ -5,8 +5,6 @@
 
 # ruff: noqa: E402, megatron-core is imported after what answers in place of CUDA
 
-from __future__ import annotations
-
 import gc
 import hashlib
 import os

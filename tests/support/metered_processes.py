@@ -1,9 +1,9 @@
 """Trainers of other libraries in a process of their own, under a meter that is not recollect's."""
 
-from __future__ import annotations
-
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,6 +29,17 @@ def metered(module: str, *, num_ranks: int = 1) -> AbstractContextManager[AskedC
         for rank in (range(num_ranks) if num_ranks > 1 else ())
     ]
     return asked_cases([ForkedProcess(_PROGRAM, module, has_input=True, **group, **rank) for rank in ranks or [{}]])
+
+
+def metered_cases(module: str, *, num_ranks: int = 1) -> Any:
+    """Return a fixture that asks for them."""
+
+    @pytest.fixture(scope="module")
+    def cases() -> Iterator[AskedCases]:
+        with metered(module, num_ranks=num_ranks) as found:
+            yield found
+
+    return cases
 
 
 def check_row(row: Row, *, recorded_steps: int = 1, steps: int = NUM_STEPS, late_bytes: int = 0) -> None:

@@ -1,7 +1,5 @@
 """Random plans that keep, recompute and offload values."""
 
-from __future__ import annotations
-
 import random
 
 from recollect.plans.plan import Plan

@@ -1,7 +1,5 @@
 """Random small programs under random plans that keep, recompute and offload, and what a step of them gives."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -4,8 +4,6 @@ All that several processes run goes through NCCL here, too, on CUDA: what it tak
 Writes a line of JSON: of each case what it found, or its error.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """Steps of optimizers: the gradients that a real one takes, and the peak of a predicted one."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

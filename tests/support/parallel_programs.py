@@ -1,7 +1,5 @@
 """What each of two processes runs in the tests of the parallel reference models: over gloo, then without a partner."""
 
-from __future__ import annotations
-
 import os
 import sys
 import warnings

@@ -1,7 +1,5 @@
 """Rules that decide value by value, for tests: each is a `recollect.engine.policy.Policy`."""
 
-from __future__ import annotations
-
 import zlib
 from dataclasses import dataclass
 

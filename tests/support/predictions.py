@@ -1,7 +1,5 @@
 """Models whose peaks are predicted and measured, with batches large enough for activations to be most of the memory."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,19 +1,19 @@
 """Processes that train together over gloo, in which a mistake of ours shows as a hang: ended, and said."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from asked_cases import AskedCases, asked_cases
 from forked_processes import LONGEST_S, ForkedProcess
 
-__all__ = ["free_port", "outputs_of", "run_program", "run_ranks", "start_program", "start_ranks", "start_torchrun"]
+__all__ = ["free_port", "outputs_of", "run_program", "run_ranks", "rank_cases", "start_ranks", "start_torchrun"]
 
 _ROOT = Path(__file__).parents[2]
 
@@ -42,9 +42,17 @@ def run_program(program: Path, num_ranks: int, folders: pytest.TempPathFactory) 
     return folder, outputs_of(started)
 
 
-def start_program(program: Path, num_ranks: int, folders: pytest.TempPathFactory) -> list[ForkedProcess]:
-    folder = folders.mktemp("ranks")
-    return [ForkedProcess(program, rank, folder, has_input=True) for rank in range(num_ranks)]
+def rank_cases(program: Path, num_ranks: int) -> Any:
+    """Return a fixture: the cases of a program, in processes that get their rank and a folder."""
+
+    @pytest.fixture(scope="module")
+    def cases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AskedCases]:
+        folder = tmp_path_factory.mktemp("ranks")
+        started = [ForkedProcess(program, rank, folder, has_input=True) for rank in range(num_ranks)]
+        with asked_cases(started) as found:
+            yield found
+
+    return cases
 
 
 def run_ranks(num_ranks: int, program: str | Path, *args: object) -> None:

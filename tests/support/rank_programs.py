@@ -1,7 +1,5 @@
 """What each of two processes runs in the tests of data parallelism, over gloo on the CPU."""
 
-from __future__ import annotations
-
 import gc
 import os
 import random

@@ -3,8 +3,6 @@
 Each has groups of its own, as in PyTorch's own tests. What a process has once, such as the global random generator, they share.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import threading

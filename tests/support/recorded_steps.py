@@ -1,7 +1,5 @@
 """Record steps with any order of forwards and backwards, and measure them under plans."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any

@@ -3,8 +3,6 @@
 Every question that is asked of the models of the zoo can be asked of these, too.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A small model that returns its loss, for loops that `attach` watches."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

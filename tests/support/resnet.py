@@ -1,7 +1,5 @@
 """A residual network in the manner of He et al. 2015, with BatchNorm and in-place ReLU; tiny."""
 
-from __future__ import annotations
-
 from torch import Tensor, nn
 
 

@@ -1,7 +1,5 @@
 """A model that does what a test tells it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

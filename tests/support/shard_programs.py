@@ -3,8 +3,6 @@
 A program that serves two cases, in this order: "over gloo" and "alone".
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import warnings

@@ -3,8 +3,6 @@
 python sharded_offload.py RANK FOLDER
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import warnings

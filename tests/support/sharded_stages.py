@@ -3,8 +3,6 @@
 python sharded_stages.py RANK FOLDER
 """
 
-from __future__ import annotations
-
 import gc
 import os
 import sys

@@ -1,7 +1,5 @@
 """Copies between "device" and host memory on the CPU that take as long as over a link."""
 
-from __future__ import annotations
-
 import ctypes
 import time
 from concurrent.futures import Future, wait

@@ -1,7 +1,5 @@
 """A device with a number of its own for each field."""
 
-from __future__ import annotations
-
 from recollect.costs.hardware import ArithmeticRate, Hardware, HostLink
 
 SMALL = Hardware(

@@ -1,7 +1,5 @@
 """A small reference Llama, its batch, and the graph of one of its units."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """What each of four processes runs in the tests of context and expert parallelism over gloo; a program that serves cases."""
 
-from __future__ import annotations
-
 import os
 import sys
 import warnings

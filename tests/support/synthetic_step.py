@@ -5,8 +5,6 @@ of its arguments or results. Backward goes through the ops in reverse, asks for 
 its arguments and lets go.
 """
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 

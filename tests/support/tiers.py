@@ -1,7 +1,5 @@
 """The two tiers of tests: `scripts/test` leaves out those that are marked long, `scripts/test --all` runs them, too."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

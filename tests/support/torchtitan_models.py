@@ -1,7 +1,5 @@
 """A model of torchtitan in the order of its trainer: made on meta, a policy applied, made real, initialized, trained."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Small steps made by hand, of an embedding, equal layers and a head, for the planner's tests."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 

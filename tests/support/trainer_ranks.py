@@ -1,7 +1,5 @@
 """Hugging Face's, TRL's and Lightning's trainers in two processes over gloo, to be run with a memory budget."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 PYTHONPATH=src:tests/support python tests/support/training_peaks.py cuda 0.3
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import sys

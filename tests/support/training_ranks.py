@@ -3,8 +3,6 @@
 torchrun training_ranks.py FOLDER
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -259,38 +257,18 @@ def with_other_layer(stages: list[Any]) -> None:
     stages[-1] = json.loads(re.sub(r'decoder\.layers\.[^"]+', "decoder.layers.7", json.dumps(stages[-1]), count=1))
 
 
-THREE = ExpertFlags(
-    num_experts=3, moe_layer_freq="[0,1]", moe_router_num_groups=1, moe_router_group_topk=1, moe_router_topk=2
-)
 REFUSED: dict[str, Callable[[Path], dict[str, Any]]] = {
     "world size": lambda folder: trained(settings(folder, "e", parallel={"tensor_model_parallel_size": 4})),
-    "heads": lambda folder: trained(settings(folder, "e", parallel=TENSOR, num_query_groups=1)),
     "micro-batches": lambda folder: trained(settings(folder, "e", accumulation=3)),
-    "layers": lambda folder: trained(settings(folder, "e", parallel=PIPELINE, num_layers=3)),
     "stages": lambda folder: trained(settings(folder, "e", parallel=INTERLEAVED, num_layers=4, accumulation=3)),
     "few": lambda folder: trained(settings(folder, "e", parallel=PIPELINE, accumulation=1)),
     "sharded stages": lambda folder: trained(settings(folder, "e", parallel={**PIPELINE, "use_torch_fsdp2": True})),
-    "parts of stages": lambda folder: trained(
-        settings(folder, "e", parallel=PIPELINE, recompute=RecomputeConfig(**FULL, distribute_saved_activations=True))
-    ),
     "small stages": lambda folder: trained(
         settings(folder, "e", parallel=PIPELINE, memory_budget="1MB", loss_chunks="auto")
     ),
     "device": lambda folder: trained(settings(folder, "e", device="cuda:1")),
     "resume": lambda folder: trained(settings(folder, "nothing", resume=True)),
-    "split experts": lambda folder: trained(
-        settings(folder, "e", parallel={**TENSOR, "expert_tensor_parallel_size": 4})
-    ),
-    "whole experts": lambda folder: trained(
-        settings(folder, "e", parallel={**TENSOR, **EXPERT, **WHOLE, "sequence_parallel": False})
-    ),
-    "few ranks of experts": lambda folder: trained(settings(folder, "e", parallel={**TENSOR, **WHOLE})),
-    "no experts": lambda folder: trained(settings(folder, "e", parallel=EXPERT)),
-    "experts": lambda folder: trained(settings(folder, "e", parallel=EXPERT, **(EXPERTS | {"experts": THREE}))),
-    "too many": lambda folder: trained(settings(folder, "e", parallel={"expert_model_parallel_size": 4}, **EXPERTS)),
     "delayed scales": lambda folder: trained(settings(folder, "e", eight_bits=FP8)),
-    "sequence": lambda folder: trained(settings(folder, "e", parallel=CONTEXT, seq_length=30)),
-    "both": lambda folder: trained(settings(folder, "e", parallel={**CONTEXT, **TENSOR})),
     "parts": lambda folder: trained(settings(folder, "e", memory_budget="90%", distribute_saved_activations=True)),
     "parts of parts": lambda folder: trained(
         settings(
@@ -302,7 +280,6 @@ REFUSED: dict[str, Callable[[Path], dict[str, Any]]] = {
     ),
     "too small": lambda folder: trained(settings(folder, "e", memory_budget="1MB")),
     "two budgets": two_budgets,
-    "one budget": lambda folder: two_budgets(folder, "much"),
     "no budget": lambda folder: trained(settings(folder, "e", memory_budget="much")),
     "no data": failing_data,
     "devices": missing_devices,

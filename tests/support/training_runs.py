@@ -1,7 +1,5 @@
 """Small training runs for tests: a text, settings of milliseconds a step, the command line as a real process."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

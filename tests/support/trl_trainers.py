@@ -1,7 +1,5 @@
 """TRL's trainers on tiny random models and random words, to be run with a memory budget."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Callable
 from typing import Any

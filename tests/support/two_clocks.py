@@ -1,7 +1,5 @@
 """Steps that a device runs behind its host, from steps with one clock."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from recollect.plans.value_names import module_of

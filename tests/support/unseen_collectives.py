@@ -1,7 +1,5 @@
 """Writes that raise no version, one kind each: those of c10d's collectives, and of kernels that get an address."""
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Callable, Sequence
 from typing import Any

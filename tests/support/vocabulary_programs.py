@@ -1,7 +1,5 @@
 """What two processes run in the tests of the chunked loss whose LM head is split over them along the vocabulary."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -3,8 +3,6 @@
 Nothing here knows how recollect works; a dispatch mode sees every op of whoever runs under it, replay included.
 """
 
-from __future__ import annotations
-
 import gc
 from collections import Counter
 from typing import Any

@@ -1,7 +1,5 @@
 """Units whose ops belong to modules that cost the tape something to watch."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The gradients of models that are split over ranks, put together again."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor

@@ -5,8 +5,6 @@ Hugging Face models are built from their config classes, so nothing is downloade
 stay at the model's defaults (or are raised where the default is zero).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any

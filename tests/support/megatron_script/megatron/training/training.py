@@ -3,8 +3,6 @@
 Model, wrapper and optimizer are megatron-core's. As in Megatron's own, `setup_model_and_optimizer` loads the checkpoint, too.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
