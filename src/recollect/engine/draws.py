@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from recollect._torch_private import desugars, is_capturing, is_fake_tensor, tree_leaves
+from recollect._torch_private import is_capturing, is_fake_tensor, tree_leaves
 from recollect.engine.captured import draws_again
 from recollect.engine.facts import OpFacts, OpMode, facts_of
 from recollect.errors import RandomDrawError
@@ -44,11 +44,9 @@ _unseen_drawers = WeakMap[bool]()
 
 
 class Draw:
-    """State that one call of a random op needs to draw the same numbers again.
+    """State that one call of a random op needs to draw the same numbers again: a copy of its generator's, made now.
 
-    Args:
-        generator: the generator that the op reads. Its state is copied now.
-        after: the state in which the op left it; only for ops that cannot be given another generator.
+    `after`: the state in which the op left it; only for ops that cannot be given another generator.
     """
 
     __slots__ = ("after", "generator", "state")
@@ -75,11 +73,7 @@ class Draw:
     def again(self, func: Any, args: Any, kwargs: dict[str, Any], *, may_repeat: bool = True) -> Any:
         """Run the op a second time.
 
-        Args:
-            func: the op.
-            args: its arguments, equal to the first run's.
-            kwargs: the same by keyword.
-            may_repeat: the op writes to nothing, so that it may run once more if another thread disturbs it.
+        `may_repeat`: it writes to nothing, so that it may run once more if another thread disturbs it.
 
         Raises:
             RandomDrawError: the op drew other random numbers than in forward.
@@ -311,10 +305,7 @@ class FunctionDraws:
 class _RandomMode(OpMode):
     """Sees to random ops."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if types and any(desugars(kind) for kind in types):
-            return NotImplemented
+    def run_op(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         facts = facts_of(func)
         if not facts.is_random or (facts.keeps and not takes_generator(func)):
             return func(*args, **kwargs)  # Collectives wait for each other: they must not also wait for a turn.

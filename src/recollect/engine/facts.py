@@ -12,6 +12,7 @@ import torch
 
 from recollect._torch_private import (
     TorchDispatchMode,
+    desugars,
     fake_mode,
     is_traceable_wrapper_subclass,
     tracing_mode,
@@ -79,7 +80,6 @@ class OpFacts:
     running_stats: tuple[tuple[int, ...], int] | None = None
 
     def ignores_first(self, args: Any, kwargs: Any) -> bool:
-        """Whether the op does not read the content of its first argument."""
         return self.scales_first and kwargs.get("beta", 1) == 0 and not is_traceable_wrapper_subclass(args[0])
 
     @property
@@ -269,12 +269,14 @@ def must_keep_result(facts: OpFacts, args: Any, output: Any, kwargs: Any) -> boo
 class OpMode(TorchDispatchMode):
     """A dispatch mode that leaves `torch.compile` alone: compiled code runs compiled, and the mode is not traced.
 
+    Ops on DTensors and their kin reappear as ops on their inner tensors.
+
     Example:
         >>> import torch
         >>> class Names(OpMode):
-        ...     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        ...     def run_op(self, func, args, kwargs):
         ...         print(func.__name__)
-        ...         return func(*args, **(kwargs or {}))
+        ...         return func(*args, **kwargs)
         >>> one = torch.tensor(1.0)
         >>> with Names():
         ...     two = one + one
@@ -291,6 +293,15 @@ class OpMode(TorchDispatchMode):
     def is_foreign(self) -> bool:
         """Whether this is no part of the step but a trial on fake tensors, as DTensors make before an op runs, or traced."""
         return fake_mode() is not self._fakes or tracing_mode() is not None
+
+    @untraced
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if types and any(desugars(kind) for kind in types):
+            return NotImplemented
+        return self.run_op(func, args, kwargs or {})
+
+    def run_op(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        raise NotImplementedError
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)  # type: ignore[no-untyped-call]

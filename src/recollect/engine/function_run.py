@@ -25,12 +25,7 @@ import torch
 from torch import nn
 
 from recollect._torch_parallel import PROCESS_GROUPS, has_ended, is_megatrons_buffer, name_of_group
-from recollect._torch_private import (
-    desugars,
-    is_fake_tensor,
-    is_traceable_wrapper_subclass,
-    transforms_are_active,
-)
+from recollect._torch_private import is_fake_tensor, is_traceable_wrapper_subclass, transforms_are_active
 from recollect.engine.captured import not_warmed_up
 from recollect.engine.content import checksums
 from recollect.engine.draws import FunctionDraws, cuda_generators, draws_unknown
@@ -368,10 +363,7 @@ class FunctionWatch(OpMode):
         super().__init__()
         self.run = run
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if types and any(desugars(kind) for kind in types):
-            return NotImplemented
+    def run_op(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         facts = facts_of(func)
         if facts.is_view:
             output = func(*args, **kwargs)

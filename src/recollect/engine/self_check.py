@@ -150,11 +150,11 @@ class _Seen(OpMode):
         self.versions: list[tuple[int, int]] = []
         self.aliases: list[torch.Tensor] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def run_op(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         self.names.append(facts_of(func).name)
         before = args[0]._version
         self.aliases += [alias_in_mode(args[0])] if facts_of(func).writes else []
-        output = func(*args, **(kwargs or {}))
+        output = func(*args, **kwargs)
         self.versions.append((before, args[0]._version))
         return output
 

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import nn
 
 from recollect._torch_parallel import RankNotes, gathered, name_of_group, notes_of_group
-from recollect._torch_private import desugars, disable_torch_dispatch, is_capturing, uncompiled
+from recollect._torch_private import disable_torch_dispatch, is_capturing, uncompiled
 from recollect.arguments import check_kind
 from recollect.engine.captured import not_warmed_up
 from recollect.engine.content import checksums
@@ -153,10 +153,7 @@ class _Meets(OpMode):
         super().__init__()
         self.agreement = agreement
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if types and any(desugars(kind) for kind in types):
-            return NotImplemented
+    def run_op(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if not self.is_foreign() and facts_of(func).may_replay:
             self.agreement.meet(name_of_group(args, kwargs))
         return func(*args, **kwargs)
@@ -210,12 +207,7 @@ def shards_of(model: nn.Module) -> Shards | None:
 
 
 class Shards:
-    """Cuts values into the parts of a group's ranks.
-
-    Attributes:
-        size: number of ranks.
-        ranks: their numbers among all processes.
-    """
+    """Cuts values into the parts of a group's ranks."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from recollect._torch_functions import saves_on_cpu
-from recollect._torch_private import current_autograd_node, current_backward, desugars, keeps_graph, next_autograd_node
+from recollect._torch_private import current_autograd_node, current_backward, keeps_graph, next_autograd_node
 from recollect.engine.facts import OpMode
 from recollect.measuring.deaths import is_of_the_allocator
 from recollect.measuring.meter import storage_bytes, storages_of
@@ -91,15 +91,13 @@ class StepWatch(OpMode):
             self._first_nodes.append(next_autograd_node())
             self._owners.append(self._current)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if types and any(desugars(kind) for kind in types):
-            return NotImplemented
+    def run_op(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         is_forward = current_backward() < 0
         if not is_forward:
             self._count_kept()
         # Formulas that are to be differentiated themselves (`create_graph`) have gradients switched on, too.
         runs_again = not is_forward and torch.is_grad_enabled() and (not keeps_graph() or bool(self._running))
-        result = func(*args, **(kwargs or {}))
+        result = func(*args, **kwargs)
         if self.is_foreign() or not (is_forward or runs_again):
             return result
         given, results = tensors_in((args, kwargs)), tensors_in(result)
