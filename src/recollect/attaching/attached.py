@@ -27,9 +27,8 @@ from recollect.attaching.lockstep import Lockstep
 from recollect.attaching.placement import Placement, Removable, State, Watcher, obstacle
 from recollect.attaching.planned_step import PlannedStep, report_of, unforeseen
 from recollect.attaching.reserve import LeanStart
-from recollect.attaching.step_clock import StepClock
 from recollect.attaching.step_end import OptimizersSeen, StepEnd, to_user, without_backward
-from recollect.attaching.step_meter import StepMeter
+from recollect.attaching.step_meter import StepClock, StepMeter
 from recollect.attaching.step_planner import StepPlanner
 from recollect.attaching.step_shape import Call, Structure, describe_call
 from recollect.costs.op_costs import MeasuredCosts
@@ -101,9 +100,7 @@ class Attached(Handle):
         self._watch = CallWatch(
             self._placement, device, keeps_to_plan=on_larger == "warn", joins_others=not ranks.is_alone
         )
-        self._recording: StepRecording | None = None
         self._now = StepUnderWay()
-        self._state = State.IDLE
         _handles[self] = True
 
     @property
@@ -187,9 +184,9 @@ class Attached(Handle):
         )
         call = self._planner.steps.as_known(described)
         step.begin_call(call, self._watcher.backwards)
-        if self._state is not State.RECORDING:
-            self._decide(call)
-        is_planned, active = self._state is State.PLANNED, self._placement.active
+        if step.state is not State.RECORDING:
+            step.state = self._decide(call)
+        is_planned, active = step.state is State.PLANNED, self._placement.active
         if is_planned and step.is_first and active is not None:
             self._meter.begin(active, self.num_steps)
             self._clock.begin(active)
@@ -202,30 +199,31 @@ class Attached(Handle):
             self._units = find_units(self.model, self._named_units)
             self._placement.begin(self.unit_paths)
 
-    def _decide(self, call: Call) -> None:
-        """Choose the plan, recorder or policy for a call, and put it in place."""
+    def _decide(self, call: Call) -> State:
+        """Choose the plan, recorder or policy for a call, and put it in place; return which of them."""
         chosen = self._choice()
         is_first = self._now.is_first
         is_refused = chosen is None and bool(self.planned) and self._on_larger != "replan"
-        wants_recording = is_first and not is_refused and (chosen is None or self._planner.missed.attempts_left > 0)
-        # Only here are the other processes asked.
-        records = wants_recording and self._lockstep.all_can(self._can_record())
-        if records:
-            self._start_recording(call)
-        elif chosen is not None and not (self._planner.missed.was_over and not self._lockstep.asks):
+        if is_first and not is_refused and (chosen is None or self._planner.missed.attempts_left > 0):
+            # An exchange: all processes have come to this statement, or none has.
+            can_record = self._lockstep.all_can(self._can_record())
+            if can_record:
+                self._start_recording(call)
+                return State.RECORDING
+        if chosen is not None and not (self._planner.missed.was_over and not self._lockstep.asks):
             self._placement.put(chosen)
-            self._state = State.PLANNED
             more_bytes = self._watch.missing_room(chosen) if is_first else 0
             if more_bytes and self._lockstep.ranks.is_alone:
                 self._planner.make_room(more_bytes)
-        elif is_refused:
+            return State.PLANNED
+        if is_refused:
             self._refuse(call)
-        else:
-            if chosen is None:
-                self._planner.missed.note(self._now.calls)
-            # The others may not be here to answer.
-            self._placement.put_leanest(self._lean_units(call, self.planned if self._lockstep.ranks.is_alone else []))
-            self._state = State.LEAN
+            return State.PLANNED
+        if chosen is None:
+            self._planner.missed.note(self._now.calls)
+        # The others may not be here to answer.
+        self._placement.put_leanest(self._lean_units(call, self.planned if self._lockstep.ranks.is_alone else []))
+        return State.LEAN
 
     def _choice(self) -> PlannedStep | None:
         """Return the fastest planned step that covers the calls so far, in all processes."""
@@ -254,12 +252,12 @@ class Attached(Handle):
     def _is_open(self) -> bool:
         """Whether an earlier call of this step still waits for its backward."""
         # After a backward, a graph may still be open (a gradient penalty); the recorder knows, later steps follow its order.
-        recording = self._recording
+        recording = self._now.recording
         is_open = recording.recorder.event_log.has_open_needs if recording else not self._watcher.saw_backward
         return is_open and len(self._now.calls) > 0
 
     def _can_record(self) -> bool:
-        if any(other._recording is not None for other, _ in _handles.items()):
+        if any(other._now.recording is not None for other, _ in _handles.items()):
             return False  # Another model in the same loop has its own handle.
         if text := obstacle(self._device):
             self._planner.warn_once(text)
@@ -300,19 +298,16 @@ class Attached(Handle):
                 recording.start(tensors, gradients=tensors.pop("gradients"))
             return recording
 
-        self._recording = self._lockstep.together(begin)
-        self._watcher.tell(self._recording.returns)
-        self._state = State.RECORDING
+        recording = self._now.recording = self._lockstep.together(begin)
+        self._watcher.tell(recording.returns)
 
     def _abandon_step(self) -> None:
-        """Forget the step under way."""
-        if self._recording is not None:
+        if self._now.recording is not None:
             with self._placement.suspended():
-                self._recording.abort()
+                self._now.recording.abort()
         self._forget_step()
 
     def _forget_step(self) -> None:
-        self._recording, self._state = None, State.IDLE
         self._meter.abandon()
         self._clock.abandon()
         self._watcher.tell(None)
@@ -350,7 +345,7 @@ class Attached(Handle):
         Args:
             stepped: name of the optimizer that stepped, for errors.
         """
-        step, recorded, state = self._now, self._recording, self._state
+        step, recorded = self._now, self._now.recording
         if not step.calls:
             return
         if recorded is not None and not self._lockstep.all_end(recorded.recorder.has_run_backward):
@@ -366,7 +361,7 @@ class Attached(Handle):
         if recorded is not None:
             self._planner.plan(recorded, step, number)
             self._meter.restart()
-        elif state is State.PLANNED and self._placement.active is not None:
+        elif step.state is State.PLANNED and self._placement.active is not None:
             if step.departure is None and step.had_more_backwards():
                 step.departure = Departure("ran backward more often than the plan foresees, or for a graph of its own")
             if step.departure is not None:
@@ -375,7 +370,7 @@ class Attached(Handle):
                 self._planner.see_to_excess(excess, step.calls)
             elif timed is not None:
                 self._planner.learn(self._placement.active, timed)
-        elif state is State.LEAN:
+        elif step.state is State.LEAN:
             missed, courses = self._planner.missed, step.courses()
             text = "" if step.planned is None else unforeseen(step.planned, step.calls)
             self._planner.see_to(step, step.departure or Departure(text), number, self._meter.peak_bytes)
@@ -394,4 +389,3 @@ class Attached(Handle):
         self._planner.warn_once(f"{text}; its peak may exceed the budget", key="larger")
         if self._placement.active is None and self.planned:
             self._placement.put(max(self.planned, key=lambda step: step.calls[0].numel))
-        self._state = State.PLANNED

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from recollect._torch_private import is_capturing
-from recollect.attaching.placement import Backwards, Placement
+from recollect.attaching.placement import Backwards, Placement, State
 from recollect.attaching.planned_step import PlannedStep
 from recollect.attaching.step_shape import Call
 from recollect.attaching.unit_watch import Course, UnitWatch
@@ -23,6 +23,7 @@ from recollect.byte_format import format_bytes
 from recollect.engine.graph.graph_engine import GraphForward
 from recollect.measuring.device_memory import held_now, tensor_bytes
 from recollect.profile.events import BACKWARD
+from recollect.recording.step_recording import StepRecording
 from recollect.simulation.timeline import timeline
 
 # Allowance for other threads and for objects that are not tensors: within a call, and from step to step.
@@ -56,10 +57,7 @@ class Departure:
     def excess(self, planned: PlannedStep, more_bytes: int | None, measured_bytes: int) -> str:
         """Return the message about the step; "" if it needed no more than the budget.
 
-        Args:
-            planned: the step whose plan it began with.
-            more_bytes: bytes needed beyond that step's, at least; None if unknown.
-            measured_bytes: its measured peak; 0 if it was not measured.
+        What it needed is `more_bytes` more than planned, None if unknown, or `measured_bytes`, 0 if that was not measured.
         """
         budget = f"the budget of {format_bytes(planned.budget_bytes)}"
         if more_bytes is None and not measured_bytes:
@@ -80,12 +78,15 @@ class StepUnderWay:
         calls: of the model, in order.
         departure: the first thing that no plan foresaw.
         planned: the step whose plan it began with, if there is one.
+        state, recording: what is in place, and the recorder if that is it.
     """
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
         self.departure: Departure | None = None
         self.planned: PlannedStep | None = None
+        self.state = State.IDLE
+        self.recording: StepRecording | None = None
         # For each call: the course its plan foresees, None without one; its own course, once ended; its backwards.
         self._foreseen: list[Course | None] = []
         self._ran: list[Course] = []
@@ -215,12 +216,7 @@ class CallWatch:
         self._next_s = begin_s + 2 * (time.perf_counter() - begin_s) / _PRICE
 
     def begin(self, step: StepUnderWay, *, is_planned: bool) -> None:
-        """Say which runs of units a call may have.
-
-        Args:
-            step: the step whose last call so far this is.
-            is_planned: the plan in place is meant for it.
-        """
+        """Say which runs of units the last call so far may have; `is_planned`: the plan in place is meant for the step."""
         active = self._placement.active if is_planned else None
         foreseen = None if active is None else active.foreseen(step.calls)
         if active is None or foreseen is None:
@@ -249,11 +245,8 @@ class CallWatch:
     def _excess(self, planned: PlannedStep, position: int, call: Call, *, is_whole: bool) -> int:
         """Return how many more bytes a call holds than others like it under a plan, and than the plan has room for.
 
-        Args:
-            planned: the step whose plan is in place.
-            position: the position of the call in its step.
-            call: the call that has returned.
-            is_whole: all unit runs that the plan foresees happened; such calls set the expected bytes.
+        `position`: that of the call in its step. `is_whole`: all unit runs that the plan foresees happened; such calls set the
+        expected bytes.
         """
         has_traced = GraphForward.num_traces > self._num_traces
         now = None if self._begin is None or planned.is_compiling or has_traced else held_now(self._device)

@@ -37,10 +37,7 @@ _ASKS_EVERY: Final = 16
 class Lockstep:
     """The questions that one process asks the others, always at the same place in the loop; a lone process asks itself.
 
-    Args:
-        model: the model that they train.
-        ranks: the processes.
-        may_differ: they may decide separately for some steps; not if one might have to raise alone.
+    `may_differ`: they may decide separately for some steps; not if one might have to raise alone.
     """
 
     def __init__(self, model: nn.Module, ranks: Ranks, *, may_differ: bool) -> None:
@@ -109,5 +106,4 @@ class Lockstep:
 
 
 def _least_recompute_first(steps: Iterable[PlannedStep]) -> list[PlannedStep]:
-    """Return steps in the order in which all processes prefer them."""
     return sorted(steps, key=lambda step: (step.worst_slowdown, step.number))

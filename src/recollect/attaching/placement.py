@@ -58,7 +58,6 @@ class EntryForward(PlacedForward):
     @uncompiled
     @lets_go
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's own forward, and tell the watcher."""
         if not self.is_on:
             return self.forward(*args, **kwargs)
         return self.watcher.run(self.path, self.module, self._run_inner, args, kwargs)
@@ -165,12 +164,7 @@ class State(Enum):
 
 
 class Placement:
-    """Puts forwards in place, and removes them.
-
-    Args:
-        model: the model that is watched.
-        watcher: told of the model's calls.
-    """
+    """Puts forwards in place, and removes them."""
 
     def __init__(self, model: nn.Module, watcher: Watcher) -> None:
         self.model = model
@@ -197,7 +191,6 @@ class Placement:
         return self._watching.suspended()
 
     def put(self, chosen: PlannedStep | None) -> None:
-        """Put the plan of a step in place, or nothing."""
         if chosen is None or chosen is not self.active:
             self._replace(None if chosen is None else lambda: apply_own(self.model, chosen.plan))
         self.active = chosen

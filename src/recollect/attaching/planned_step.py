@@ -179,12 +179,9 @@ class PlannedStep:
         )
 
     def foreseen(self, calls: Sequence[Call]) -> tuple[Course, Mapping[str, int]] | None:
-        """Return the course of the last call that the plan covers, and the further unit runs it has memory for.
+        """Return the course of the last of these calls that the plan covers, and the further unit runs it has memory for.
 
         None if it does not cover the calls.
-
-        Args:
-            calls: all calls so far; this step is among them.
         """
         found = [len(calls) - 1] if self.follows(calls) else covering(self.calls, calls)
         if not found:

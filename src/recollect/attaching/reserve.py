@@ -60,9 +60,7 @@ class Reserve:
     def completed(self, course: Course, spare: Mapping[str, int]) -> dict[str, int]:
         """Return spare runs for all units like those that have some: if layers are skipped at random, any may run.
 
-        Args:
-            course: the course of the recorded call.
-            spare: runs that others like it had beyond it.
+        `spare`: runs that others like the recorded call had beyond it.
         """
         kinds = {self._kinds[path] for path in spare if path in self._kinds}
         alike = [path for path, kind in self._kinds.items() if kind in kinds]
@@ -76,10 +74,8 @@ class Reserve:
     def with_room(self, profile: Profile, spare: Sequence[Mapping[str, int]], more_bytes: int) -> Profile:
         """Return the profile with memory for further runs of units, as far as units like them are known.
 
-        Args:
-            profile: a recorded step.
-            spare: the further runs of each unit, for each group of calls that may wait for backward together.
-            more_bytes: held by other steps beyond it, for unknown reasons.
+        `spare`: those of each unit, for each group of calls that may wait for backward together. `more_bytes`: held by other
+        steps for unknown reasons.
         """
         persistent = {kind: nbytes for kind, nbytes in profile.persistent.items() if kind != _KIND}
         persistent["optimizer_state"] = max(persistent.get("optimizer_state", 0), self.optimizer_bytes())
@@ -151,13 +147,7 @@ def _working_bytes(graph: UnitGraph) -> int:
 
 
 class LeanStart:
-    """Foresees steps from recorded ones, and finds their leanest plans.
-
-    Args:
-        lockstep: the lockstep of the processes that run one plan.
-        structure: the structure of the model, some of whose parameters have gradients.
-        device: the device whose gradients count.
-    """
+    """Foresees steps from recorded ones, and finds their leanest plans."""
 
     def __init__(self, lockstep: Lockstep, structure: Structure, device: torch.device) -> None:
         self._lockstep, self._structure, self._device = lockstep, structure, device
@@ -169,10 +159,7 @@ class LeanStart:
     ) -> Mapping[str, UnitPlan] | None:
         """Return the leanest plan that is foreseen for a step, alike in all processes; None without a similar step.
 
-        Args:
-            planned: the steps that were recorded.
-            call: the call of the model, which is about to run without a plan.
-            unit_paths: paths of its units; nothing is kept of one that did not run in the other step.
+        It keeps nothing of a unit that did not run in the other step.
         """
         if not planned:
             return None

@@ -20,9 +20,7 @@ _MOST_REPEATS: Final = 64
 class StepEnd:
     """Says when all optimizers have stepped.
 
-    Args:
-        model: which they train.
-        optimizers: whose steps end a training step together; none if the caller says when it ends. Looked at again and again.
+    There are none to look at, again and again, if the caller says when a step ends.
     """
 
     def __init__(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -121,11 +119,8 @@ class OptimizersSeen:
 
     Where all of an optimizer's parameters are frozen or gone, as after `get_peft_model`, any that trains the model replaces it.
 
-    Args:
-        model: which they train.
-        optimizers: the optimizers whose steps end a training step; changed in place.
-        took_over: told of the new one, and whether it has stepped already.
-        warn: takes a message about one that steps again and again beside them.
+    The list is changed in place. `took_over` is told of the new one, and whether it has stepped already; `warn` of one that
+    steps again and again beside them.
     """
 
     def __init__(

@@ -12,8 +12,7 @@ from recollect.attaching.lockstep import Lockstep
 from recollect.attaching.placement import Placement, excess_of
 from recollect.attaching.planned_step import PlannedStep, PlannedSteps, difference, grouped, own_plan
 from recollect.attaching.reserve import Reserve, varying_bytes
-from recollect.attaching.step_clock import corrected
-from recollect.attaching.step_meter import Excess
+from recollect.attaching.step_meter import Excess, corrected
 from recollect.attaching.step_shape import Call
 from recollect.attaching.timed_steps import Timed
 from recollect.attaching.unit_watch import Course
@@ -117,7 +116,6 @@ class StepPlanner:
         self._tried: set[int] = set()
 
     def plan(self, recording: StepRecording, step: StepUnderWay, number: int) -> None:
-        """Plan a step that was recorded, and put the plan in place."""
         begin = time.perf_counter()
         modes = [call.context[1] for call in step.calls]
         if not any([*modes, *(module.training for module in self.placement.model.modules())]):

@@ -166,9 +166,7 @@ def _bits(flags: Iterable[bool]) -> int:
 class Structure:
     """How a model is built.
 
-    Attributes:
-        parameters: the parameters of the model, when `look` last found a change.
-        version: how often it did.
+    `parameters` are those of the model when `look` last found a change, `version` how often it did.
     """
 
     def __init__(self, model: nn.Module) -> None:

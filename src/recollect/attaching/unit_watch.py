@@ -157,12 +157,9 @@ class UnitWatch:
     """State shared by a model's watched units: the runs allowed in the current call.
 
     Args:
-        model: the model whose units are watched.
-        unit_paths: paths of the units.
         watcher: whose `departs` is called with what the first unit in a step did that no plan foresees, in words; may raise.
 
     Attributes:
-        units: one for each.
         is_on: a call of a step is known, so that runs belong to it.
         is_lean: the rest of the step runs at its leanest.
     """
@@ -177,16 +174,13 @@ class UnitWatch:
         self._tape = Tape(DropAll())
 
     def begin_step(self) -> None:
-        """Forget the step before."""
         self.is_on = self.is_lean = self._has_departed = False
 
     def allow(self, course: Course, spare: Mapping[str, int], *, keeps_to_plan: bool) -> None:
         """Begin a call under a plan.
 
-        Args:
-            course: the course that the plan covers.
-            spare: further runs of units, for which memory is reserved.
-            keeps_to_plan: after a departure, run foreseen units as planned: other processes follow the plan.
+        `spare`: further runs that there is memory for. `keeps_to_plan`: after a departure, run foreseen units as planned, since
+        other processes follow the plan.
         """
         self.is_on, self._keeps_to_plan = True, keeps_to_plan
         units = course.units
