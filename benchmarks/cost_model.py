@@ -43,6 +43,7 @@ from recollect.lab.bench.race import keep_freed_memory
 from recollect.lab.models.gpt import GPTModel
 from recollect.planning.choose import Planner
 from recollect.profile.profile import Profile
+from recollect.recording.model_step import Step
 from recollect.recording.record import record_with
 from recollect.simulation.decisions import decide
 from recollect.simulation.simulate import simulate
@@ -160,7 +161,7 @@ class BothCosts:
             return 0.0
         return self.measured_s(run.key) if self.reads == "measured" else self.modelled[run.key][self.reads]
 
-    def working_bytes_of(self, run: OpRun | None) -> int:
+    def working_bytes_of(self, key: Key | None) -> int:
         """Return the workspace, which does not depend on times."""
         return 0
 
@@ -175,7 +176,7 @@ def profiles(model: nn.Module, batch: Any, costs: BothCosts, recordings: int) ->
     def record(reads: str) -> Profile:
         costs.reads = reads
         torch.manual_seed(0)  # Equal random numbers give equal routes and shapes.
-        return record_with(costs, model, batch)
+        return record_with(costs, Step(model, batch))
 
     record(_MODELLED)  # The first step loads kernels and grows the heap.
     costs.forget()

@@ -24,7 +24,7 @@ from recollect.quantities import check_budget, parse_bytes
 from recollect.ranks.group import ALONE, Place
 from recollect.ranks.members import GroupChoice, check_alike, common_plan, ranks_of
 from recollect.recording.engines import RecordedEngine, check_host_engine
-from recollect.recording.model_step import LossFunction, check_step, device_of
+from recollect.recording.model_step import LossFunction, Step, device_of
 from recollect.recording.optimizers import Optimizers, check_optimizers, present_state_bytes
 from recollect.recording.record import record
 from recollect.recording.step_recording import Gradients
@@ -167,7 +167,7 @@ def fit(
             'fit: loss_chunks="auto" records the step up to four times, but step= is a step of your training, which runs '
             "once. Pass a batch, or a number of chunks."
         )
-    check_step(model, batch, step, "fit(model, batch, budget)")
+    Step(model, batch, step).check("fit(model, batch, budget)")
     ranks = ALONE if fake else ranks_of(model, group, "fit(model, batch, budget)")
 
     def check() -> None:

@@ -71,7 +71,7 @@ def recorded(model: nn.Module, step: Step, inputs: Sequence[Tensor], *, units: I
     """The profile of a step with modelled times; the model has no gradients before it."""
     model.zero_grad(set_to_none=True)
     costs = ModelledTimes()
-    recorder = StepRecorder(costs, torch.device("cpu"))
+    recorder = StepRecorder(costs, torch.device("cpu"), None, traces=False)
     found = find_units(model, units)
     groups = {"parameters": list(model.parameters()), "buffers": list(model.buffers()), "batch": list(inputs)}
     persistent = {name: storage_bytes(tensors) for name, tensors in groups.items()}

@@ -78,10 +78,7 @@ class Cluster:
         An exchange is no ring: data for devices of the same node does not leave it, and other data goes through each device's
         own adapter.
 
-        Args:
-            kind: the kind of collective.
-            nbytes: of the whole tensor that is gathered or reduced; for an exchange, the bytes that each rank sends.
-            ranks: the ranks that take part.
+        `nbytes`: of the whole tensor that is gathered or reduced; for an exchange, the bytes that each rank sends.
         """
         count = len(ranks)
         if count < 2:

@@ -113,7 +113,6 @@ class ModelledCosts:
         return output, OpRun(key, 0)
 
     def _run_collective(self, collective: Collective, key: Key, cluster: Cluster) -> OpRun:
-        """Count a collective; return the key to its time."""
         time_s = cluster.collective_s(*collective)
         found = self.traffic[collective.ranks]
         found.count += 1
@@ -137,13 +136,8 @@ class ModelledCosts:
         return seconds(Work("copy", 2.0 * nbytes, float(nbytes)), self.hardware)
 
     def seconds_of(self, run: OpRun | None) -> float:
-        """Return the modelled time of an op; 0 for an unseen one."""
         return self._seconds[run.key] if run is not None else 0.0
 
-    def working_bytes_of(self, run: OpRun | None) -> int:
+    def working_bytes_of(self, key: Key | None) -> int:
         """Return 0: without kernels there are no workspaces, and the results count anyway."""
-        return 0
-
-    def known_working_bytes(self, key: Key) -> int:
-        """Return 0, as `working_bytes_of`."""
         return 0

@@ -60,9 +60,7 @@ class OpRun:
 class MeasuredCosts:
     """Times each op as it runs, and measures its peak growth of memory.
 
-    Args:
-        device: where they run.
-        looks_around: whether to measure, on the CPU, too, the most bytes that the whole process has in the step.
+    `looks_around`: measure the most bytes that the whole process has in the step on the CPU, too.
     """
 
     def __init__(self, device: torch.device, *, looks_around: bool = False) -> None:
@@ -128,16 +126,11 @@ class MeasuredCosts:
         return OpRun(key, numbers[-1])
 
     def seconds_of(self, run: OpRun | None) -> float:
-        """Return the median time of an op; 0 for an unseen one."""
         return statistics.median(self._seconds[run.key]) if run is not None else 0.0
 
-    def working_bytes_of(self, run: OpRun | None) -> int:
-        """Return the peak growth of an op in bytes, its results included; 0 for an unseen one."""
-        return self._working_bytes[run.key] if run is not None else 0
-
-    def known_working_bytes(self, key: Key) -> int:
-        """Return the peak growth of an op with this key; 0 if none ran."""
-        return self._working_bytes.get(key, 0)
+    def working_bytes_of(self, key: Key | None) -> int:
+        """Return the peak growth of an op with this key in bytes, its results included; 0 if none ran."""
+        return self._working_bytes.get(key, 0) if key is not None else 0
 
     @property
     def step_bytes(self) -> int:

@@ -1,7 +1,7 @@
 """Finds out which layers of a model are recomputed or offloaded, whoever does that, by watching one step."""
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -14,14 +14,65 @@ from recollect.applying import applied_to
 from recollect.byte_format import format_bytes
 from recollect.errors import NotYetError, RecordError
 from recollect.notebooks import ShownInNotebooks
-from recollect.observing.reasons import reason_of
 from recollect.observing.step_watch import OUTSIDE, StepWatch
 from recollect.plans.action import EngineChoice
+from recollect.plans.paths import paths_above
 from recollect.plans.text import label_paths, wrap
 from recollect.recording.fake_model import fake_run
 from recollect.recording.find_units import Unit, find_units
-from recollect.recording.model_step import LossFunction, check_step, describe_batch, device_of, run_step
+from recollect.recording.model_step import LossFunction, Step, describe_batch
 from recollect.recording.restored_state import free_gradients, undisturbed
+
+_NO_GRADIENTS = (
+    "NO GRADIENTS: it ran under torch.no_grad() and never again, and its trained parameters get none. A reentrant checkpoint "
+    "does this if none of its inputs requires grad: pass use_reentrant=False, or call model.enable_input_require_grads()"
+)
+
+
+def reason_of(model: nn.Module, unit: Unit, watch: StepWatch, covered: Collection[str], *, is_on_cpu: bool) -> str:
+    """Return why a layer is not covered; to be called right after the step, with its gradients.
+
+    `covered`: the classes of the layers that are.
+    """
+    seen = watch.counts[unit.path]
+    if not seen["calls"]:
+        return "it was not called in the step, other than by its forward itself"
+    trained = [parameter for parameter in unit.module.parameters() if parameter.requires_grad]
+    is_blind = seen["calls"] == watch.without_gradients[unit.path]
+    if trained and is_blind and all(parameter.grad is None for parameter in trained):
+        return _NO_GRADIENTS
+    if not trained and not seen["kept_bytes"]:
+        return "it keeps nothing: no gradient goes through it"
+    plans = [applied.plan for applied in applied_to(model) if applied.plan is not None]
+    if plans:
+        is_named = any(unit.path in plan.units for plan in plans)
+        return "the plan keeps all of it" if is_named else "the plan does not name it, so it keeps all"
+    if is_on_cpu and unit.path in watch.under_save_on_cpu:
+        return "save_on_cpu copies nothing in a step on the CPU: what it saves is there already"
+    found = list(_switches(model, unit))
+    name, is_on, is_training = next((one for one in found if one[1]), (*found, ("", False, True))[0])
+    if name and not is_on:
+        return f"{name} is False"
+    if name and not is_training:
+        return f"{name} is True, but it is in eval mode, where such switches do nothing: call model.train()"
+    text = f"{name} is True, but nothing of it ran again" if name else "nothing of it ran again"
+    own = type(without_wrapper(unit.module)).__name__
+    if covered and own not in covered:
+        return f"{text}; its class is {own}, that of covered layers is {' or '.join(covered)}"
+    return text if name or covered else f"{text}, and nothing in the model asks for that"
+
+
+def _switches(model: nn.Module, unit: Unit) -> Iterator[tuple[str, bool, bool]]:
+    """Yield the switches of a unit, its parts and what is around it: name, whether it is on, whether its module is training."""
+    above = reversed(["", *paths_above(unit.path)]) if unit.path else ()
+    around = [(f"{path}." if path else "the model's ", model.get_submodule(path)) for path in above]
+    inside = [(f"its {path}." if path else "its ", module) for path, module in unit.module.named_modules()]
+    for label, module in (*inside, *around):
+        values = {name: value for scope in reversed(type(module).__mro__) for name, value in vars(scope).items()}
+        for name, value in {**values, **vars(module)}.items():
+            if isinstance(value, bool) and ("checkpoint" in name or "recompute" in name) and "support" not in name:
+                yield f"{label}{name}", value, module.training
+
 
 _COLUMNS = 100
 _HEADS = ("", "ops", "run again", "made again", "kept", "offloaded", "")
@@ -158,24 +209,25 @@ def coverage(
         >>> [unit.name for unit in found.layers if unit.covered]
         ['0']
     """
-    check_step(model, batch, step, "coverage(model, batch)")
+    seen = Step(model, batch, step, loss_fn=loss_fn, holds_output=False)
+    seen.check("coverage(model, batch)")
     if fake and step is not None:
         raise RecordError(
             "coverage(model, step=..., fake=True): got a step, expected a batch: a step runs on real tensors."
         )
     _check_plans(model, fake=fake)
-    found, device = find_units(model, units), device_of(model, batch)
+    found, device = find_units(model, units), seen.device
     with ExitStack() as stack:
         if "torch._dynamo" in sys.modules:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         sent = _sent_bytes(model)
         if fake:
-            batch = stack.enter_context(fake_run(model, batch, device))
+            seen.batch = stack.enter_context(fake_run(model, batch, device))
         elif step is None:
             stack.enter_context(undisturbed(model))
         watch = StepWatch(model, found, device)
         with watch.watching():
-            step() if step is not None else run_step(model, batch, loss_fn, holds_output=False)
+            seen.run()
         for path, nbytes in _sent_bytes(model).items():
             watch.counts[path]["offloaded_bytes"] += nbytes - sent.get(path, 0)
         rows = tuple(_rows(model, found, watch, is_on_cpu=device.type == "cpu"))

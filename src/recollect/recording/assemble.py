@@ -85,7 +85,7 @@ def _resolved(recorder: StepRecorder, costs: Costs, seconds_of: Callable[[OpRun]
             run = recorder.other_runs[operands[0]]
             # SUM counts the memory of the sum itself.
             is_sum = bool(following) and following[0] == events.SUM
-            resolved.append((code, 0 if is_sum else costs.working_bytes_of(run), round(1e9 * seconds_of(run))))
+            resolved.append((code, 0 if is_sum else costs.working_bytes_of(run.key), round(1e9 * seconds_of(run))))
         elif code == events.SUM:
             storage, addend, nbytes = operands
             if following == (events.FREE, addend):
@@ -118,7 +118,7 @@ def _graph(
             time_s=seconds_of(op.run),
             mutates=op.mutates,
             state_bytes=op.state_bytes,
-            working_bytes=costs.working_bytes_of(op.run),
+            working_bytes=costs.working_bytes_of(None if op.run is None else op.run.key),
         )
         for op in call.ops
     )

@@ -77,7 +77,6 @@ class EventLog:
         return self._events
 
     def replace(self, events: list[Event]) -> None:
-        """Become this list, which deaths are not added to."""
         self._events, self.num_settled = events, len(events)
 
     def replace_since(self, start: int, events: list[Event]) -> None:

@@ -2,6 +2,8 @@
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Final
 
 import torch
@@ -21,109 +23,114 @@ _MOST_SHOWN: Final = 8
 LossFunction = Callable[[Any], torch.Tensor]
 
 
-def prepare_gradients(model: nn.Module, gradients: Gradients) -> None:
-    """Make the gradients that exist before the first step: zeros if the loop adds to them, else none."""
-    for parameter in model.parameters():
-        is_there = gradients == "accumulated" and parameter.requires_grad
-        parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype) if is_there else None
-    if gradients == "accumulated":
-        GatheredParameters(model).begin_gradients_apart()
+@dataclass(eq=False)
+class Step:
+    """A training step: that of the commonest loop on a batch, or the user's own. `record` describes its fields."""
 
+    model: nn.Module
+    batch: Any = None
+    own: Callable[[], object] | None = None
+    optimizer: Optimizers = None
+    loss_fn: LossFunction | None = None
+    holds_output: bool = True
+    gradients: Gradients = "held"
+    loss_chunks: int = 1
+    split_backward: bool = False
 
-def run_step(
-    model: nn.Module,
-    batch: Any,
-    loss_fn: LossFunction | None,
-    *,
-    holds_output: bool = True,
-    halves: bool = False,
-) -> object:
-    """Run forward, loss and backward; return the values that the loop still holds: of these, the output only if it does.
+    @cached_property
+    def device(self) -> torch.device:
+        return device_of(self.model, self.batch)
 
-    Raises:
-        RecordError: see `run_forward`.
-    """
-    output, loss = run_forward(model, batch, loss_fn)
-    held = (output, loss) if holds_output else None
-    del output
-    if halves:
-        split_backward(loss, [tensor for tensor in tensors_in(batch) if tensor.requires_grad], model)
-    else:
-        loss.backward()
-    return held
+    @property
+    def name(self) -> str:
+        return type(self.model).__name__
 
+    def check(self, call: str = "record(model, batch)") -> None:
+        """Check that a step, and a model to run it, are given; `call` is the function's, for errors.
 
-def run_forward(model: nn.Module, batch: Any, loss_fn: LossFunction | None) -> tuple[Any, torch.Tensor]:
-    """Run the model on a batch; return its output and the loss, a scalar that requires grad.
-
-    Raises:
-        RecordError: the model rejected the batch; there is no loss; or the loss is not a scalar, or depends on no trained
-            parameter.
-    """
-    output = run_model(model, batch)
-    return output, loss_in(output, type(model).__name__, loss_fn)
-
-
-def run_model(model: nn.Module, batch: Any) -> Any:
-    """Run the model on a batch.
-
-    Raises:
-        RecordError: the model rejected the batch.
-    """
-    name = type(model).__name__
-    try:
-        return call_model(model, batch)
-    except (TypeError, ValueError, RuntimeError, IndexError, KeyError) as error:
-        if isinstance(error, (torch.OutOfMemoryError, RecollectError, *DATA_DEPENDENT)):
-            raise
-        raise RecordError(
-            f"{name} rejected the batch ({describe_batch(batch)}): {type(error).__name__}: {error}. A dict is passed as "
-            "keywords, a tuple or list as positions, anything else as the only argument."
-        ) from error
-
-
-def loss_in(output: Any, name: str, loss_fn: LossFunction | None) -> torch.Tensor:
-    """Return the loss of an output of the model `name`, a scalar that requires grad.
-
-    Raises:
-        RecordError: there is none; or it is not a scalar, or depends on no trained parameter.
-    """
-    loss = find_loss(output, name) if loss_fn is None else loss_fn(output)
-    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-        what = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
-        raise RecordError(
-            f"the loss of {name} is {what}, expected a tensor with one element: reduce it, e.g. loss.mean()."
-        )
-    if not loss.requires_grad:
-        raise RecordError(
-            f"the loss of {name} does not require grad: no parameter that it depends on is trained, or forward ran under "
-            "torch.no_grad(), as a reentrant checkpoint does whose inputs need none (pass use_reentrant=False). Set "
-            "requires_grad on what you train."
-        )
-    return loss
-
-
-def check_step(
-    model: nn.Module, batch: Any, step: Callable[[], object] | None, call: str = "record(model, batch)"
-) -> None:
-    """Check that a step, and a model to run it, are given.
-
-    `call` names the function for errors.
-
-    Raises:
-        ArgumentError: the model is no module.
-        RecordError: both or neither of batch and step; a parameter has no shape yet.
-    """
-    check_kind(call, "model", model, nn.Module, "torch.nn.Module")
-    name = type(model).__name__
-    if (batch is None) == (step is None):
-        given = "neither" if step is None else "both"
-        raise RecordError(f"{name}: got {given} of batch and step, expected one: a batch, or a step that you run.")
-    for path, parameter in model.named_parameters():
-        if isinstance(parameter, UninitializedParameter):
+        Raises:
+            ArgumentError: the model is no module.
+            RecordError: both or neither of batch and step; a parameter has no shape yet.
+        """
+        check_kind(call, "model", self.model, nn.Module, "torch.nn.Module")
+        if (self.batch is None) == (self.own is None):
+            given = "neither" if self.own is None else "both"
             raise RecordError(
-                f"cannot record {name}: its parameter {path!r} has no shape before the first forward. Run the model once."
+                f"{self.name}: got {given} of batch and step, expected one: a batch, or a step that you run."
             )
+        for path, parameter in self.model.named_parameters():
+            if isinstance(parameter, UninitializedParameter):
+                raise RecordError(
+                    f"cannot record {self.name}: its parameter {path!r} has no shape before the first forward. Run the model "
+                    "once."
+                )
+
+    def prepare_gradients(self) -> None:
+        """Make the gradients that exist before the first step: zeros if the loop adds to them, else none."""
+        for parameter in self.model.parameters():
+            is_there = self.gradients == "accumulated" and parameter.requires_grad
+            parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype) if is_there else None
+        if self.gradients == "accumulated":
+            GatheredParameters(self.model).begin_gradients_apart()
+
+    def run(self) -> object:
+        """Run it; return the values that the loop still holds when the next one begins.
+
+        Raises:
+            RecordError: as `output` and `loss_in`.
+        """
+        if self.own is not None:
+            self.own()
+            return None
+        output, loss = self.forward()
+        held = (output, loss) if self.holds_output else None
+        del output
+        if self.split_backward:
+            split_backward(loss, [tensor for tensor in tensors_in(self.batch) if tensor.requires_grad], self.model)
+        else:
+            loss.backward()
+        return held
+
+    def forward(self) -> tuple[Any, torch.Tensor]:
+        output = self.output()
+        return output, self.loss_in(output)
+
+    def output(self) -> Any:
+        """Run the model on the batch.
+
+        Raises:
+            RecordError: the model rejected it.
+        """
+        try:
+            return call_model(self.model, self.batch)
+        except (TypeError, ValueError, RuntimeError, IndexError, KeyError) as error:
+            if isinstance(error, (torch.OutOfMemoryError, RecollectError, *DATA_DEPENDENT)):
+                raise
+            raise RecordError(
+                f"{self.name} rejected the batch ({describe_batch(self.batch)}): {type(error).__name__}: {error}. A dict is "
+                "passed as keywords, a tuple or list as positions, anything else as the only argument."
+            ) from error
+
+    def loss_in(self, output: Any) -> torch.Tensor:
+        """Return the loss of an output of the model, a scalar that requires grad.
+
+        Raises:
+            RecordError: there is none; or it is not a scalar, or depends on no trained parameter.
+        """
+        loss = find_loss(output, self.name) if self.loss_fn is None else self.loss_fn(output)
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            is_tensor = isinstance(loss, torch.Tensor)
+            what = f"a tensor of shape {list(loss.shape)}" if is_tensor else f"a {type(loss).__name__}"
+            raise RecordError(
+                f"the loss of {self.name} is {what}, expected a tensor with one element: reduce it, e.g. loss.mean()."
+            )
+        if not loss.requires_grad:
+            raise RecordError(
+                f"the loss of {self.name} does not require grad: no parameter that it depends on is trained, or forward ran "
+                "under torch.no_grad(), as a reentrant checkpoint does whose inputs need none (pass use_reentrant=False). Set "
+                "requires_grad on what you train."
+            )
+        return loss
 
 
 def call_model(model: nn.Module, batch: Any) -> Any:

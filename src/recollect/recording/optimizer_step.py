@@ -113,9 +113,7 @@ def record_optimizer_step(optimizers: Optimizers, device: torch.device) -> Optim
 def still_to_come(optimizers: Optimizers, device: torch.device) -> OptimizerStep:
     """Return the memory of an optimizer step beyond the one that ran: with the history of L-BFGS full.
 
-    Args:
-        optimizers: those that stepped while the step was recorded; all but L-BFGS then have their state.
-        device: where the parameters are.
+    All others have their state once they have stepped.
     """
     total = OptimizerStep(0, ())
     for optimizer in optimizers_in(optimizers):
@@ -348,7 +346,6 @@ class _AnyNumber(FakeTensorMode):
 
 
 def _give_gradients(probe: torch.optim.Optimizer, *, is_sparse: bool) -> None:
-    """Give each parameter a gradient: of ones, or with a single row."""
     for group in probe.param_groups:
         for parameter in group["params"]:
             if not parameter.requires_grad:

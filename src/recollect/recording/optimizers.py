@@ -145,9 +145,7 @@ def tensors_in_state(state: Any) -> list[torch.Tensor]:
 def present_state_bytes(optimizers: Any, device: torch.device) -> int:
     """Return the bytes of the state that the optimizers have now on a device, in blocks of its allocator.
 
-    Args:
-        optimizers: as `optimizers_in` takes them.
-        device: the bytes there count; step counts and state that was moved to the CPU do not count on a GPU.
+    Step counts and state that was moved to the CPU do not count on a GPU.
 
     Example:
         >>> import torch

@@ -4,7 +4,7 @@ import os
 import traceback
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from typing import Any, get_args
 
@@ -31,15 +31,7 @@ from recollect.recording.engines import RecordedEngine, check_engine, with_engin
 from recollect.recording.fake_model import fake_run
 from recollect.recording.find_units import find_units
 from recollect.recording.host_times import around_ops
-from recollect.recording.model_step import (
-    LossFunction,
-    check_step,
-    describe_batch,
-    device_of,
-    prepare_gradients,
-    run_step,
-    step_tensors,
-)
+from recollect.recording.model_step import LossFunction, Step, describe_batch, step_tensors
 from recollect.recording.optimizer_step import OptimizerStep, record_optimizer_step, reductions_of
 from recollect.recording.optimizers import Optimizers, check_optimizers
 from recollect.recording.restored_state import free_gradients, undisturbed
@@ -146,162 +138,146 @@ def record(
     """
     check_steps_can_be_recorded()
     modelled = _modelled_costs(hardware, fake=fake)
-    check_step(model, batch, step)
+    own = Step(model, batch, step, optimizer, loss_fn, holds_output, gradients, loss_chunks, split_backward)
+    own.check()
     if collectives not in get_args(Collectives):
         raise RecordError(f"collectives: got {collectives!r}, expected {' or '.join(map(repr, get_args(Collectives)))}")
     check_engine(engine, model, split_backward=split_backward)
     ranks = ALONE if fake else ranks_of(model, group, "record(model, batch)")
-
-    loop = _Loop(model, batch, step, optimizer, loss_fn, holds_output, gradients, loss_chunks, split_backward)
-    loop.is_elsewhere |= hardware is not None
     host = None if modelled is None else modelled.hardware.host
-    loop.around = AroundOps(host, 0.0) if host is not None else NOTHING if fake else None
+    around = AroundOps(host, 0.0) if host is not None else NOTHING if fake else None
 
     def prepared() -> tuple[StepRecording, OptimizerStep]:
         check_optimizers(model, optimizer)
-        costs = modelled or MeasuredCosts(loop.device)
-        return loop.prepared(costs, units, collectives, engine=engine)
+        costs = modelled or MeasuredCosts(own.device)
+        return _prepared(own, costs, units, collectives, engine=engine, is_elsewhere=hardware is not None)
 
     with stage("recording the step"):
         recording, optimizer_step = ranks.together(prepared, Place.START)
         check_alike(ranks, model, {"loss_chunks": loss_chunks, "collectives": collectives, "engine": engine})
         # Not a lambda, which would hold the model where the loss or the step raises an error.
-        profile = ranks.together(partial(loop.recorded, recording, optimizer_step), Place.START)
+        profile = ranks.together(partial(_recorded, own, recording, optimizer_step, around=around), Place.START)
         if host_link and not fake:
-            profile = ranks.together(lambda: with_host_link(profile, loop.device), Place.START)
+            profile = ranks.together(lambda: with_host_link(profile, own.device), Place.START)
         hardware = None if modelled is None else modelled.hardware
         samples = recording.samples_of_graph
         costs = recording.costs
-        return with_engine(engine, profile, samples, loop.device, hardware=hardware, costs=costs, ranks=ranks)
+        return with_engine(engine, profile, samples, own.device, hardware=hardware, costs=costs, ranks=ranks)
 
 
 def record_with(
     costs: Costs,
-    model: nn.Module,
-    batch: Any,
+    step: Step,
     *,
     units: Iterable[str] | None = None,
     collectives: Collectives = "keep",
-    **of_loop: Any,
+    within: AbstractContextManager[object] | None = None,
 ) -> Profile:
     """Record a step with costs of your own: a cost model's on real tensors, or `ModelledCosts` on fake ones.
 
-    They run the ops and know the cost of each. The other arguments are those of `record`; `within` is the context in
-    which the step runs on these tensors, such as `gathered_stage(model)`.
+    They run the ops and know the cost of each. `within` is the context in which the step runs on these tensors, such as
+    `gathered_stage(model)`.
     """
-    check_step(model, batch, None)
-    loop = _Loop(model, batch, **of_loop)
-    return loop.recorded(*loop.prepared(costs, units, collectives))
+    step.check()
+    return _recorded(replace(step), *_prepared(step, costs, units, collectives), within=within)
 
 
-@dataclass
-class _Loop:
-    """The training loop whose step is recorded: the user's own step, or the commonest one on a batch."""
+def _prepared(
+    step: Step,
+    costs: Costs,
+    units: Iterable[str] | None,
+    collectives: Collectives,
+    *,
+    engine: RecordedEngine = "tape",
+    is_elsewhere: bool = False,
+) -> tuple[StepRecording, OptimizerStep]:
+    """`is_elsewhere`: the step will run on the device that a cost model describes, and not on this one."""
+    recording = StepRecording(
+        step.model,
+        find_units(step.model, units),
+        costs,
+        step.device,
+        replays_collectives=collectives == "replay",
+        engine=engine,
+    )
+    is_elsewhere |= all(parameter.device.type == "meta" for parameter in step.model.parameters())
+    if is_elsewhere and isinstance(costs, ModelledCosts):
+        recording.kernels = costs.hardware.device
+    return recording, record_optimizer_step(step.optimizer, step.device)
 
-    model: nn.Module
-    batch: Any
-    step: Callable[[], object] | None = None
-    optimizer: Optimizers = None
-    loss_fn: LossFunction | None = None
-    holds_output: bool = True
-    gradients: Gradients = "held"
-    loss_chunks: int = 1
-    split_backward: bool = False
-    within: AbstractContextManager[object] = nullcontext()
-    around: AroundOps | None = NOTHING
-    """What is around ops; None if that is to be measured."""
 
-    def __post_init__(self) -> None:
-        self.device = device_of(self.model, self.batch)
-        # With a cost model: whether the step will run on the device that it describes, and not on this one.
-        self.is_elsewhere = all(parameter.device.type == "meta" for parameter in self.model.parameters())
-
-    def prepared(
-        self, costs: Costs, units: Iterable[str] | None, collectives: Collectives, *, engine: RecordedEngine = "tape"
-    ) -> tuple[StepRecording, OptimizerStep]:
-        recording = StepRecording(
-            self.model,
-            find_units(self.model, units),
-            costs,
-            self.device,
-            replays_collectives=collectives == "replay",
-            engine=engine,
+def _recorded(
+    step: Step,
+    recording: StepRecording,
+    optimizer_step: OptimizerStep,
+    *,
+    within: AbstractContextManager[object] | None = None,
+    around: AroundOps | None = NOTHING,
+) -> Profile:
+    """`around`: what is around ops; None if that is to be measured."""
+    model, is_own = step.model, step.own is not None
+    tensors = step_tensors(model, step.batch, step.optimizer)
+    others_bytes = other_bytes(step.device, [tensor for group in tensors.values() for tensor in group])
+    # Before the parameters are fake: afterwards everything the optimizer steps over would look like copies of them.
+    master_weights = tensors["master_weights"]
+    with ExitStack() as stack:
+        if recording.is_on_fake_tensors:
+            run = fake_run(model, step.batch, step.device, kernels=recording.kernels)
+            step.batch = stack.enter_context(run)
+        elif not is_own:
+            stack.enter_context(undisturbed(model))
+        stack.enter_context(within or nullcontext())
+        if recording.is_on_fake_tensors and any(inner_tensors(p) for p in model.parameters()):
+            _run_unseen(step)
+        if not is_own:
+            step.prepare_gradients()
+        _run(step, recording, others_bytes, master_weights)
+        return recording.profile(
+            optimizer_step=reductions_of(model).then(optimizer_step),
+            gradients="freed" if is_own else step.gradients,
+            batch="" if is_own else describe_batch(step.batch),
+            loss_chunks=step.loss_chunks,
+            around=around or around_ops(step.device, traces=recording.traces),
         )
-        if self.is_elsewhere and isinstance(costs, ModelledCosts):
-            recording.kernels = costs.hardware.device
-        return recording, record_optimizer_step(self.optimizer, self.device)
 
-    def recorded(self, recording: StepRecording, optimizer_step: OptimizerStep) -> Profile:
-        tensors = step_tensors(self.model, self.batch, self.optimizer)
-        others_bytes = other_bytes(self.device, [tensor for group in tensors.values() for tensor in group])
-        # Before the parameters are fake: afterwards everything the optimizer steps over would look like copies of them.
-        master_weights = tensors["master_weights"]
-        with ExitStack() as stack:
-            if recording.is_on_fake_tensors:
-                run = fake_run(self.model, self.batch, self.device, kernels=recording.kernels)
-                self.batch = stack.enter_context(run)
-            elif self.step is None:
-                stack.enter_context(undisturbed(self.model))
-            stack.enter_context(self.within)
-            if recording.is_on_fake_tensors and any(inner_tensors(p) for p in self.model.parameters()):
-                self._run_unseen()
-            if self.step is None:
-                prepare_gradients(self.model, self.gradients)
-            self._run(recording, others_bytes, master_weights)
-            around = self.around or around_ops(self.device, traces=recording.traces)
-            return recording.profile(
-                optimizer_step=reductions_of(self.model).then(optimizer_step),
-                gradients=self.gradients if self.step is None else "freed",
-                batch=describe_batch(self.batch) if self.step is None else "",
-                loss_chunks=self.loss_chunks,
-                around=around,
-            )
 
-    def _run_unseen(self) -> None:
-        """Run the step once before it is recorded: DTensors try out each op when they first meet it.
+def _run_unseen(step: Step) -> None:
+    """Run a step once before it is recorded: DTensors try out each op when they first meet it.
 
-        The recorder can tell these trials, on fake tensors, from ops on real ones.
-        """
-        if self.step is None:
-            prepare_gradients(self.model, self.gradients)  # adding to them is an op, too
-        with loss_in_chunks(self.model, self.loss_chunks):
-            self._run_step()
-        free_gradients(self.model.parameters())
+    The recorder can tell these trials, on fake tensors, from ops on real ones.
+    """
+    if step.own is None:
+        step.prepare_gradients()  # adding to them is an op, too
+    with loss_in_chunks(step.model, step.loss_chunks):
+        step.run()
+    free_gradients(step.model.parameters())
 
-    def _run(self, recording: StepRecording, others_bytes: int, master_weights: list[torch.Tensor]) -> None:
-        """Run the step under the recorder, and clear up after it.
 
-        `others_bytes`: bytes besides the step's tensors on a CUDA device before anything was set aside.
-        """
-        tensors = {**step_tensors(self.model, self.batch, self.optimizer), "master_weights": master_weights}
-        known = [tensor for group in tensors.values() for tensor in group]
-        recording.start(tensors, set_aside_bytes=max(0, other_bytes(self.device, known) - others_bytes))
-        try:
-            with loss_in_chunks(self.model, self.loss_chunks):
-                held = self._run_step()
-        except DATA_DEPENDENT as error:
-            recording.abort()
-            raise RecordError(
-                f"cannot record {type(self.model).__name__} on fake tensors: {_where(error, self.model)} asks for the content "
-                f"of a tensor ({error}). Make it depend on shapes alone, such as by torch.where in place of an if; or record "
-                "on real tensors, on a small batch if need be: recollect.record(model, batch, fake=False)."
-            ) from error
-        except BaseException:
-            recording.abort()
-            raise
-        recording.stop(self.optimizer)
-        del held
-        if self.step is None:
-            free_gradients(self.model.parameters())
+def _run(step: Step, recording: StepRecording, others_bytes: int, master_weights: list[torch.Tensor]) -> None:
+    """Run a step under the recorder, and clear up after it.
 
-    def _run_step(self) -> object:
-        """Run the step; return the values that it holds when the next one begins."""
-        if self.step is not None:
-            self.step()
-            return None
-        return run_step(
-            self.model, self.batch, self.loss_fn, holds_output=self.holds_output, halves=self.split_backward
-        )
+    `others_bytes`: bytes besides the step's tensors on a CUDA device before anything was set aside.
+    """
+    tensors = {**step_tensors(step.model, step.batch, step.optimizer), "master_weights": master_weights}
+    known = [tensor for group in tensors.values() for tensor in group]
+    recording.start(tensors, set_aside_bytes=max(0, other_bytes(step.device, known) - others_bytes))
+    try:
+        with loss_in_chunks(step.model, step.loss_chunks):
+            held = step.run()
+    except DATA_DEPENDENT as error:
+        recording.abort()
+        raise RecordError(
+            f"cannot record {step.name} on fake tensors: {_where(error, step.model)} asks for the content of a tensor "
+            f"({error}). Make it depend on shapes alone, such as by torch.where in place of an if; or record on real tensors, "
+            "on a small batch if need be: recollect.record(model, batch, fake=False)."
+        ) from error
+    except BaseException:
+        recording.abort()
+        raise
+    recording.stop(step.optimizer)
+    del held
+    if step.own is None:
+        free_gradients(step.model.parameters())
 
 
 def _where(error: BaseException, model: nn.Module) -> str:

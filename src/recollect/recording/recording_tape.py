@@ -10,14 +10,7 @@ from torch import nn
 
 from recollect._torch_fsdp import freed_after_forward, is_fully_sharded
 from recollect._torch_functions import python_backward
-from recollect._torch_private import (
-    current_autograd_node,
-    desugars,
-    is_fake_tensor,
-    next_autograd_node,
-    tree_leaves,
-    untraced,
-)
+from recollect._torch_private import current_autograd_node, is_fake_tensor, next_autograd_node, tree_leaves, untraced
 from recollect.engine.facts import OpFacts, OpMode, facts_of
 from recollect.engine.function_call import FunctionCall
 from recollect.engine.function_mode import FunctionMode
@@ -360,11 +353,8 @@ class StepMode(OpMode):
         super().__init__()
         self.recorder = recorder
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+    def run_op(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         recorder = self.recorder
-        if types and any(desugars(kind) for kind in types):
-            return NotImplemented  # As the tape does.
         if recorder.is_recomputing or recorder.event_log.is_over or self.is_foreign():
             return func(*args, **kwargs)
         facts = facts_of(func)

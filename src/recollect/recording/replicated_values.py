@@ -58,7 +58,6 @@ class RanksWithParts:
 
     @classmethod
     def of(cls, model: nn.Module, device: torch.device, modelled: ModelledCosts | None) -> RanksWithParts | None:
-        """Return the ranks of a model; None if it has none."""
         shards = shards_of(model)
         return None if shards is None else cls(shards, device, modelled)
 

@@ -43,5 +43,4 @@ class RunsAgain:
         return self._call(list(self._run.arguments.tensors), False, torch.clone)
 
     def compare(self, results: list[Any]) -> None:
-        """Compare the results of `__call__` with those of the call."""
         self.are_equal &= all(has_same_bits(made.tensor, results[made.slot]) for made in self._run.made)

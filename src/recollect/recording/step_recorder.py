@@ -60,15 +60,13 @@ class Mark(NamedTuple):
 class StepRecorder:
     """Collects what happens in one step."""
 
-    def __init__(self, costs: Costs, device: torch.device) -> None:
+    def __init__(self, costs: Costs, device: torch.device, ranks: RanksWithParts | None, *, traces: bool) -> None:
         self.costs = costs
         self.event_log = EventLog()
         self.log = self.event_log.log
         self.trackers = Trackers(self.event_log)
         self.calls: list[RecordedCall] = []
         self.other_runs: list[OpRun] = []
-        # For each of them, the call whose backward it runs in, as far as one can tell; -1 if in none.
-        self.backward_of: list[int] = []
         # Bytes that the step read, that existed before it, and that nobody told the recorder of: other models, inputs.
         self.read_bytes = 0
         # Whether a storage that is read is counted already: a bucket of gradients.
@@ -81,12 +79,12 @@ class StepRecorder:
         # Custom autograd Functions that did not make the same when they ran again, by the keys of their costs.
         self.differing: set[Any] = set()
         # With them values may be held as parts; None if they may not.
-        self.ranks: RanksWithParts | None = None
+        self.ranks = ranks
         # Calls that communicate, in forward or in backward: alone in one process they would wait for ever.
         self.communicating: set[int] = set()
         self._device = device
         self._phase = self._backward_call = -1
-        self.reached: Reached | None = None
+        self.reached = Reached(self.log, self.calls, lambda: self.begin_phase(events.BACKWARD)) if traces else None
         # The running backward, if it keeps its graph; its running formula, and the values that this has asked for.
         self._kept_backward = self._peeking_node = -1
         self._peeked: list[int] = []
@@ -203,9 +201,13 @@ class StepRecorder:
 
     def _track(self, storage: torch.UntypedStorage, node: int, event: int = ALLOC, *operands: int) -> None:
         """Log a new storage from outside of the units, and track it; `node`: the formula of autograd that made it."""
-        self.log(event, self.num_storages, *operands, storage.nbytes())
-        self.trackers.attach(storage, TrackedOther(self.num_storages, node))
+        number = self.new_storage()
+        self.log(event, number, *operands, storage.nbytes())
+        self.trackers.attach(storage, TrackedOther(number, node))
+
+    def new_storage(self) -> int:
         self.num_storages += 1
+        return self.num_storages - 1
 
     def note_reads(self, arguments: Any) -> None:
         """Count tensors that forward reads and no op made: they existed before the step, and will in every step.
@@ -252,13 +254,11 @@ class StepRecorder:
             tracker = Filled(self.log, -1 if tracker is None else tracker.hand_over())
             self.trackers.attach(storage, tracker)
         if storage.nbytes():
-            tracker.fill(self.num_storages, storage.nbytes())
-            self.num_storages += 1
+            tracker.fill(self.new_storage(), storage.nbytes())
         else:
             tracker.empty()
 
     def _note_other(self, run: OpRun) -> None:
-        self.backward_of.append(self._backward_call)
         self.other_runs.append(run)
         self.log(events.WORK, len(self.other_runs) - 1)
 
@@ -345,10 +345,7 @@ class StepRecorder:
             self.trackers.attach(storage, TrackedValue(self.current, len(call.values) - 1))
         outputs = tuple(range(first, len(call.values)))
         call.ops.append(RecordedOp(self.pending_stem, read, outputs, run, state_bytes=state_bytes))
-        self._replace_events(mark, (events.OP, self.current, len(call.ops) - 1))
-
-    def _replace_events(self, mark: Mark, op: tuple[int, ...]) -> None:
-        """Replace the log of its inner ops by one op; their results that are still alive follow it."""
+        # In place of the log of its inner ops, whose results that are still alive follow it.
         since = self.event_log.settle()[mark.events : self.event_log.num_settled]
         dead = {event[1] for event in since if event[0] == events.FREE}
         others = [
@@ -357,9 +354,8 @@ class StepRecorder:
             if event[0] != events.WORK
             and not (event[0] in (events.ALLOC, events.FREE) and event[1] >= mark.storages and event[1] in dead)
         ]
-        self.event_log.replace_since(mark.events, [op, *others])
+        self.event_log.replace_since(mark.events, [(events.OP, self.current, len(call.ops) - 1), *others])
         del self.other_runs[mark.runs :]
-        del self.backward_of[mark.runs :]
 
     def _note_write(self, index: int, facts: OpFacts, args: Any, kwargs: Any, run: OpRun) -> None:
         call = self.calls[index]

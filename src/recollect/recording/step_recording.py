@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import KW_ONLY, dataclass, replace
-from functools import partial
 from typing import Any, Final, Literal, TypeAlias
 
 import torch
@@ -34,7 +33,7 @@ from recollect.recording.optimizers import Optimizers, beside_parameters, state_
 from recollect.recording.recording_tape import RecordingTape, StepMode
 from recollect.recording.replicated_values import RanksWithParts
 from recollect.recording.step_recorder import Costs, StepRecorder
-from recollect.recording.trackers import Reached, UnrelatedMemory, filled_storages, freed_gradients, storage_numbers
+from recollect.recording.trackers import UnrelatedMemory, filled_storages, freed_gradients, storage_numbers
 from recollect.recording.unit_samples import UnitSample, UnitSamples
 from recollect.simulation.clocks import has_two_clocks, step_times
 from recollect.simulation.decisions import CallActions
@@ -56,10 +55,6 @@ class StepRecording:
     """Records a step: its ops, the tensors they save, and its memory, while keeping as little as possible.
 
     Args:
-        model: the model whose units are planned.
-        units: the units of the model.
-        costs: runs the ops and knows their costs.
-        device: where the step runs.
         in_loop: whether it begins in a call of the user's loop, which then tells `returns` of all calls. It takes as little
             memory as it can, and counts memory besides the step on the CPU too, as it always does on CUDA.
         replays_collectives: whether plans may run collectives again; this recording then does.
@@ -68,7 +63,6 @@ class StepRecording:
             else it drops everything except unit outputs.
 
     Attributes:
-        returns: when the models of the step return.
         left_bytes: bytes made by the step and the recording that were alive when the recording stopped, and what is
             left of the last step's gradients.
         late_gradients_bytes: bytes of gradients that the next step frees by `zero_grad`, and this one had not yet.
@@ -87,11 +81,8 @@ class StepRecording:
 
     def __post_init__(self) -> None:
         self._modelled = self.costs if isinstance(self.costs, ModelledCosts) else None
-        self.recorder = StepRecorder(self.costs, self.device)
-        self._ranks = self.recorder.ranks = RanksWithParts.of(self.model, self.device, self._modelled)
-        if self.traces:
-            recorder = self.recorder
-            recorder.reached = Reached(recorder.log, recorder.calls, partial(recorder.begin_phase, events.BACKWARD))
+        self._ranks = RanksWithParts.of(self.model, self.device, self._modelled)
+        self.recorder = StepRecorder(self.costs, self.device, self._ranks, traces=self.traces)
         takes_samples = self.engine != "tape"
         self._samples = UnitSamples(self.model, self.device, in_excerpts=self.in_loop, takes_any=takes_samples)
         self._stack = ExitStack()
@@ -108,7 +99,6 @@ class StepRecording:
 
     @property
     def traces(self) -> bool:
-        """Whether units will run from traces."""
         return self.engine in ("auto", "graph")
 
     @property
@@ -124,10 +114,8 @@ class StepRecording:
     ) -> None:
         """Begin to record.
 
-        Args:
-            persistent: tensors that exist before the step and after it, by kind.
-            gradients: the gradients of the last step, which this step may free.
-            set_aside_bytes: bytes that a CUDA device holds only during this recording, to restore afterwards.
+        `persistent`: tensors that exist before the step and after it, by kind. `gradients`: those of the last step, which this
+        step may free. `set_aside_bytes`: what a CUDA device holds only during this recording, to restore afterwards.
         """
         recorder = self.recorder
         known: list[torch.Tensor] = []
@@ -243,12 +231,7 @@ class StepRecording:
     ) -> Profile:
         """Return the profile of the step as it runs from the second time on.
 
-        Args:
-            optimizer_step: added to the step, unless an optimizer ran in it; None if one did that began before the recording.
-            gradients: whether gradients of the last step are alive in forward.
-            batch: describes it.
-            loss_chunks: parts of the loss.
-            around: what is around the ops of units, as measured.
+        `optimizer_step`: added to the step, unless an optimizer ran in it; None if one did that began before the recording.
         """
         recorder, modelled = self.recorder, self._modelled
         unseen_bytes = _UNSEEN_ON_CUDA_BYTES if self.device.type == "cuda" else _UNSEEN_BYTES
@@ -317,8 +300,7 @@ class StepRecording:
         sizes: dict[Any, int] = {**left.values, **left.storages}
         if gradients != "held":
             sizes = {key: nbytes for key, nbytes in sizes.items() if self._gradients.get(key, 1)}
-        last = {recorder.num_storages + n: (nbytes, replaced_at(key)) for n, (key, nbytes) in enumerate(sizes.items())}
-        recorder.num_storages += len(last)
+        last = {recorder.new_storage(): (nbytes, replaced_at(key)) for key, nbytes in sizes.items()}
         return with_last_step(recorder.events, last)
 
     @uncompiled

@@ -259,11 +259,8 @@ class UnrelatedMemory:
     CPU there is no such count; instead, add up the tensors that Python can reach before and after the step, and that no op
     read.
 
-    Args:
-        device: the device whose memory counts.
-        known: tensors of that device which the record counts itself.
-        looks_on_cpu: whether to count on the CPU.
-        set_aside_bytes: other bytes that a CUDA device holds, but only until then.
+    `known`: tensors of the device which the record counts itself. `set_aside_bytes`: others that a CUDA device holds, but
+    only until the end.
     """
 
     def __init__(
@@ -286,8 +283,7 @@ class UnrelatedMemory:
     def nbytes(self, step_bytes: int) -> int:
         """Return the bytes; call this before the recorder releases the storages that it saw.
 
-        Args:
-            step_bytes: bytes that the step made and that are still alive.
+        `step_bytes`: of what the step made and is still alive.
         """
         if self._device.type == "cuda":
             return max(0, allocated_bytes(self._device) - self._known_bytes - step_bytes)

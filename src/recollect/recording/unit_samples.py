@@ -191,7 +191,6 @@ class UnitSamples:
 
 
 def num_hooks(module: nn.Module) -> int:
-    """Return how many hooks the modules inside a module have."""
     inside = [vars(part) for part in module.modules() if part is not module]
     return sum(len(part.get(name) or ()) for part in inside for name in HOOKS_OF_RUNS)
 

@@ -1,7 +1,7 @@
 """Measure time and memory of repeated units inside `torch.compile`, for each set of values that they may keep.
 
 A copy of each kind of unit is compiled for PyTorch's own choice and for each entry of `compiled_menu`. Its memory is traced in
-one run alone (`unit_trace.py`), which is exact, since identical layers run identical code; then all are timed in turn.
+one run alone (`unit_runs.py`), which is exact, since identical layers run identical code; then all are timed in turn.
 """
 
 from __future__ import annotations
@@ -46,12 +46,8 @@ def with_variants(
 ) -> Profile:
     """Return a profile whose repeated units have a variant for each entry of a menu, as measured or modelled in this process.
 
-    Args:
-        profile: of a step outside the compiler.
-        samples: for each graph, a call of a unit that has it, or has the same ops on as many bytes.
-        runs: how copies of units run.
-        menu: what to compile of a unit, besides PyTorch's own choice.
-        compiled: called with a unit's path and the seconds that compiling it once took, for each variant.
+    `samples`: for each graph, a call of a unit that has it, or has the same ops on as many bytes. PyTorch's own choice is
+    compiled besides the menu. `compiled` is told a unit's path and the seconds that compiling it once took, for each variant.
 
     Warns:
         UserWarning: units of some kind cannot be compiled, or have graph breaks.

@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
-from torch import nn
 
 from recollect.engine.content import has_same_bits
 from recollect.measuring.meter import storage_bytes
-from recollect.recording.model_step import LossFunction, loss_in, prepare_gradients, run_forward, run_model
-from recollect.recording.optimizers import Optimizers, optimizers_in
+from recollect.recording.model_step import Step
+from recollect.recording.optimizers import optimizers_in
 from recollect.recording.restored_state import (
     free_gradients,
     restored_attributes,
@@ -20,7 +19,6 @@ from recollect.recording.restored_state import (
     restored_generators,
     undisturbed,
 )
-from recollect.recording.step_recording import Gradients
 from recollect.verification.compare import Computed, state_after
 
 
@@ -28,10 +26,10 @@ from recollect.verification.compare import Computed, state_after
 class _RepeatedStep:
     """A step that can run any number of times from the same state."""
 
-    model: nn.Module
-    device: torch.device
+    given: Step
 
     def __post_init__(self) -> None:
+        self.model, self.device = self.given.model, self.given.device
         self._random_state = torch.random.get_rng_state()
         self._has_begun = False
         # Gradients in memory when the second step of the loop begins.
@@ -56,11 +54,6 @@ class _RepeatedStep:
 class BatchStep(_RepeatedStep):
     """`out = model(**batch); out.loss.backward()`; see `verify` and `record`."""
 
-    batch: Any
-    loss_fn: LossFunction | None
-    holds_output: bool
-    gradients: Gradients
-
     def undisturbed(self) -> Any:
         """Return a context after which everything is as it was before."""
         return undisturbed(self.model)
@@ -70,7 +63,7 @@ class BatchStep(_RepeatedStep):
         self.clear()
         with restored_buffers(self.model):
             self._seed()
-            _, loss = run_forward(self.model, self.batch, self.loss_fn)
+            _, loss = self.given.forward()
             loss.backward()
             state = state_after(self.model, self.device)
         gradients = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
@@ -79,26 +72,26 @@ class BatchStep(_RepeatedStep):
 
     def prepare_loop(self) -> None:
         """Make the gradients that exist before the first step, if the loop adds to them."""
-        prepare_gradients(self.model, self.gradients)
+        self.given.prepare_gradients()
 
     def loop(self) -> None:
-        held: Any = None
+        held, given = None, self.given
         # As an optimizer knows them: after forward, FSDP2 may have others in their place.
         trained = list(self.model.parameters())
         with restored_buffers(self.model):
             for _ in range(2):
                 self._seed()
-                output = run_model(self.model, self.batch)
+                output = given.output()
                 # The last step's output, and with it the last loss, a scalar.
-                held = output if self.holds_output else None
-                loss = loss_in(output, type(self.model).__name__, self.loss_fn)
+                held = output if given.holds_output else None
+                loss = given.loss_in(output)
                 del output
-                if self.gradients == "held":
+                if given.gradients == "held":
                     free_gradients(trained)
                 loss.backward()
-                held = (held, loss) if self.holds_output else None
+                held = (held, loss) if given.holds_output else None
                 del loss
-                if self.gradients == "freed":
+                if given.gradients == "freed":
                     self.clear()
         del held
 
@@ -107,12 +100,9 @@ class BatchStep(_RepeatedStep):
 class OwnStep(_RepeatedStep):
     """The user's own step, from the same parameters, gradients, buffers and optimizer state each time; see `verify`."""
 
-    step: Callable[[], object]
-    optimizer: Optimizers
-
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._optimizers = optimizers_in(self.optimizer)
+        self._optimizers = optimizers_in(self.given.optimizer)
         self._parameters = [(p, p.detach().clone(), p.grad) for p in self.model.parameters()]
         self._states = [copy.deepcopy(found.state_dict()) for found in self._optimizers]
 
@@ -135,7 +125,7 @@ class OwnStep(_RepeatedStep):
         self._restore()
         with restored_buffers(self.model):
             self._seed()
-            self.step()
+            self.given.run()
             state = state_after(self.model, self.device)
         named = list(self.model.named_parameters())
         computed = {name: p.grad.clone() for name, p in named if p.grad is not None}
@@ -154,7 +144,7 @@ class OwnStep(_RepeatedStep):
                 gradients = (parameter.grad for parameter in self.model.parameters())
                 self.left_gradients_bytes = storage_bytes(g for g in gradients if g is not None)
                 self._seed()
-                self.step()
+                self.given.run()
 
     def _restore(self) -> None:
         with torch.no_grad():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
@@ -25,7 +25,7 @@ from recollect.plans.plan import Plan
 from recollect.progress import stage
 from recollect.ranks.group import Place, Ranks
 from recollect.ranks.members import GroupChoice, check_same_plans, ranks_of
-from recollect.recording.model_step import LossFunction, call_model, check_step, device_of, resident_tensors
+from recollect.recording.model_step import LossFunction, Step, call_model, resident_tensors
 from recollect.recording.optimizer_step import record_optimizer_step
 from recollect.recording.optimizers import Optimizers, check_optimizers
 from recollect.recording.record import record
@@ -102,29 +102,24 @@ def verify(
         >>> recollect.verify(model, x, plan, loss_fn=torch.sum).equal
         True
     """
-    check_step(model, batch, step, "verify(model, batch, plan)")
+    given = Step(model, batch, step, optimizer, loss_fn, holds_output, gradients)
+    given.check("verify(model, batch, plan)")
     check_kind("verify(model, batch, plan)", "plan", plan, Plan, "recollect.Plan")
     check_optimizers(model, optimizer)
-    device = device_of(model, batch)
     ranks = ranks_of(model, group, "verify(model, batch, plan)")
     # Otherwise one compares fewer units than the others, and they wait for each other at different places.
     check_same_plans([plan], ranks)
     # Before anything is copied here.
-    others = OtherAllocations(device, resident_tensors(model, batch, optimizer))
-    verified: VerifiedStep
-    if step is None:
-        verified = BatchStep(model, device, batch, loss_fn, holds_output, gradients)
-    else:
-        verified = OwnStep(model, device, step, optimizer)
-    check = _Check(verified, batch, optimizer, others, ranks, is_timed=time)
+    others = OtherAllocations(given.device, resident_tensors(model, batch, optimizer))
+    verified: VerifiedStep = BatchStep(given) if step is None else OwnStep(given)
+    check = _Check(verified, others, ranks, is_timed=time)
     text, most = _work(plan, compare, is_timed=time)
     with stage(text, total=most) as verified.done, verified.undisturbed(), without_plans(model):
         if ranks.is_alone:
             return _checked(check, plan, compare, may_fall_back=step is None)
 
         if compare == "auto":
-            options: dict[str, Any] = {"loss_fn": loss_fn, "holds_output": holds_output, "gradients": gradients}
-            compare = "step" if step is not None or _all_fit(ranks, model, batch, optimizer, options) else "units"
+            compare = "step" if step is not None or _all_fit(ranks, given) else "units"
         report = ranks.together(lambda: _checked(check, plan, compare, may_fall_back=False), Place.START)
         return report_of_ranks(ranks.gather(report, Place.START), ranks.ranks)
 
@@ -152,13 +147,14 @@ def _checked(check: _Check, plan: Plan, compare: Literal["auto", "step", "units"
     return check.by_unit(plan)
 
 
-def _all_fit(ranks: Ranks, model: nn.Module, batch: Any, optimizer: Optimizers, options: Mapping[str, Any]) -> bool:
+def _all_fit(ranks: Ranks, step: Step) -> bool:
     """Predict whether the step fits without a plan in all processes; on a CPU, whose memory processes share, it does."""
-    usable_bytes = _USABLE * memory_bytes(device_of(model, batch))
+    usable_bytes = _USABLE * memory_bytes(step.device)
     if ranks.all_of([not usable_bytes], Place.START)[0]:
         return True
     # All together, since the step may need all of them.
-    profile = record(model, batch, optimizer=optimizer, group="alone", **options)
+    options = {name: getattr(step, name) for name in ("optimizer", "loss_fn", "holds_output", "gradients")}
+    profile = record(step.model, step.batch, group="alone", **options)
     peak_bytes = classic_plan(profile, "keep_all").predicted_peak_bytes or 0
     return ranks.all_of([not usable_bytes or peak_bytes <= usable_bytes], Place.START)[0]
 
@@ -166,15 +162,13 @@ def _all_fit(ranks: Ranks, model: nn.Module, batch: Any, optimizer: Optimizers, 
 @dataclass(eq=False)
 class _Check:
     step: VerifiedStep
-    batch: Any
-    optimizer: Optimizers
     others: OtherAllocations
     ranks: Ranks
     is_timed: bool
 
     def __post_init__(self) -> None:
-        self.model, self.device = self.step.model, self.step.device
-        self.optimizer_bytes = record_optimizer_step(self.optimizer, self.device).state_bytes
+        self.model, self.batch, self.device = self.step.model, self.step.given.batch, self.step.device
+        self.optimizer_bytes = record_optimizer_step(self.step.given.optimizer, self.device).state_bytes
         # On CUDA they are among the others.
         buckets = GradientBuckets(self.model, may_communicate=True)
         self.buckets_bytes = sum(buckets.sizes_bytes) if self.device.type == "cpu" else 0

@@ -18,7 +18,7 @@ def working_bytes(*arguments: Tensor) -> list[int]:
         for argument in arguments:
             _, run = costs.run(EXP, facts_of(EXP), (argument,), {}, may_repeat=False)
             runs.append(run)
-    return [costs.working_bytes_of(run) for run in runs]
+    return [costs.working_bytes_of(run.key) for run in runs]
 
 
 def test_equal_arguments_share_a_cost() -> None:

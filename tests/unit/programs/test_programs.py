@@ -19,9 +19,9 @@ from recollect.programs.cut import UntraceableError, cut
 from recollect.programs.play import play
 from recollect.programs.unit import cut_unit, played_unit
 from recollect.recording import engines
-from recollect.recording.joints import with_joints
+from recollect.recording.engines import with_joints
+from recollect.recording.unit_runs import trace_unit
 from recollect.recording.unit_samples import UnitSample
-from recollect.recording.unit_trace import trace_unit
 from recollect.simulation.decisions import decide_call, recompute_all_unit
 from recollect.simulation.predicted import predicted_plan
 

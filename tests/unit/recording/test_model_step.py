@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from recollect.errors import RecordError
 from recollect.recording.model_step import (
+    Step,
     call_model,
     describe_batch,
     device_of,
     find_loss,
-    run_forward,
 )
 from scaled_model import ROWS, Scaled
 from zoo import ZOO
@@ -71,14 +71,14 @@ def test_loss_is_found(output: Any) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "whisper", "vit"])
 def test_loss_of_real_models(name: str) -> None:
-    _, loss = run_forward(ZOO[name].model(), ZOO[name].data(), None)
+    _, loss = Step(ZOO[name].model(), ZOO[name].data()).forward()
     assert loss.dim() == 0 and loss.requires_grad
 
 
 @pytest.mark.parametrize("shape", [[], [1], [1, 1]])
 def test_loss_has_one_element(shape: list[int]) -> None:
     model = Scaled(lambda self, x: (self.weight * x).mean().reshape(shape))
-    run_forward(model, ROWS, None)[1].backward()
+    Step(model, ROWS).forward()[1].backward()
     assert model.weight.grad is not None
 
 
@@ -91,17 +91,17 @@ def test_loss_function_gets_the_output_as_it_is() -> None:
         seen.append(given)
         return model.weight * 2
 
-    assert run_forward(model, ROWS, loss_fn)[1].item() == 2
+    assert Step(model, ROWS, loss_fn=loss_fn).forward()[1].item() == 2
     assert seen == [output]
 
 
 def test_loss_function_goes_before_the_loss_of_the_output() -> None:
     model = Scaled(lambda self, x: Output(self.weight * 1, self.weight * ROWS))
-    assert run_forward(model, ROWS, lambda output: output.logits.sum())[1].item() == 6
+    assert Step(model, ROWS, loss_fn=lambda output: output.logits.sum()).forward()[1].item() == 6
 
 
 def run(function: Callable[..., Any], batch: Any = ROWS, loss_fn: Callable[[Any], Any] | None = None) -> Tensor:
-    return run_forward(Scaled(function), batch, loss_fn)[1]
+    return Step(Scaled(function), batch, loss_fn=loss_fn).forward()[1]
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_no_loss_because_there_are_no_labels() -> None:
     case = ZOO["llama"]
     batch = {name: tensor for name, tensor in case.data().items() if name != "labels"}
     with pytest.raises(RecordError, match="output of LlamaForCausalLM, a CausalLMOutputWithPast: .* Put labels into"):
-        run_forward(case.model(), batch, None)
+        Step(case.model(), batch).forward()
 
 
 @pytest.mark.parametrize(
@@ -195,7 +195,7 @@ def test_model_that_rejects_the_batch(kind: type[Exception]) -> None:
 )
 def test_real_model_that_rejects_the_batch(batch: Any, words: str) -> None:
     with pytest.raises(RecordError, match=f"LlamaForCausalLM rejected the batch.*{words}"):
-        run_forward(ZOO["llama"].model(), batch, None)
+        Step(ZOO["llama"].model(), batch).forward()
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("full"), RecordError("of an inner model"), OSError("disk")])

@@ -12,14 +12,14 @@ from torch import Tensor, nn
 import recollect
 from recollect.engine.content import has_same_bits
 from recollect.errors import RecordError
-from recollect.recording.model_step import run_forward
+from recollect.recording.model_step import Step
 from recollect.recording.restored_state import restored_buffers, undisturbed
 from scaled_model import ROWS, Scaled
 from zoo import ZOO
 
 
 def _disturb(model: nn.Module, batch: Any, loss_fn: Callable[[Any], Tensor] | None) -> None:
-    run_forward(model, batch, loss_fn)[1].backward()
+    Step(model, batch, loss_fn=loss_fn).forward()[1].backward()
     torch.rand(3)
     for buffer in model.buffers():
         buffer.add_(1)

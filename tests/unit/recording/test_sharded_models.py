@@ -31,6 +31,7 @@ from recollect.planning.compiled_menu import compiled_menu
 from recollect.profile.events import ALLOC
 from recollect.recording import engines
 from recollect.recording.optimizer_step import make_probe
+from recollect.recording.model_step import Step
 from recollect.recording.record import record_with
 from recollect.simulation.predicted import predicted_plan
 
@@ -151,7 +152,7 @@ settings = {"loss_fn": torch.sum, "gradients": "accumulated", "holds_output": Fa
 with recollect.gathered_stage(model):
     expected = recollect.record(model, data, **settings)
 costs = ModelledCosts(find_hardware("H100"))
-found = record_with(costs, fake, data, within=recollect.gathered_stage(fake), **settings)
+found = record_with(costs, Step(fake, data, **settings), within=recollect.gathered_stage(fake))
 assert found.persistent == expected.persistent, (found.persistent, expected.persistent)
 assert found.persistent["gradients"] == 4 * sum(parameter.numel() for parameter in model.parameters())
 # But for the workspace of the CPU's kernels, and for the room that a measured step's optimizer gets.

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from recollect.recording.unit_runs import UnitTrace, trace_unit
 from recollect.recording.unit_samples import UnitSample
-from recollect.recording.unit_trace import UnitTrace, trace_unit
 
 CPU = torch.device("cpu")
 ROWS, WIDTH = 4, 8

@@ -28,7 +28,7 @@ from recollect.measuring.timing import timed
 from recollect.planning.choose import Planner
 from recollect.planning.planners import planner_for
 from recollect.profile.profile import Profile
-from recollect.recording.model_step import run_forward
+from recollect.recording.model_step import Step
 
 if TYPE_CHECKING:
     from recollect.plans.plan import Plan
@@ -77,7 +77,7 @@ class Subject:
     def step(self) -> None:
         """Run one step; gradients are None before and after."""
         for _ in range(self.num_microbatches):
-            loss = run_forward(self.model, self.batch, None)[1] / self.num_microbatches
+            loss = Step(self.model, self.batch).forward()[1] / self.num_microbatches
             loss.backward()
             del loss
         self.optimizer.step()

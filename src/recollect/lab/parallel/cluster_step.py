@@ -28,6 +28,7 @@ from recollect.lab.parallel.pipeline_step import received
 from recollect.lab.parallel.stages import LossStage
 from recollect.pipelines.schedule import Loop, PipelineSchedule, schedule_of
 from recollect.profile.profile import Profile
+from recollect.recording.model_step import Step
 from recollect.recording.record import record_with
 from recollect.recording.restored_state import gathered_stage
 from recollect.warning import warn_user
@@ -183,17 +184,20 @@ def _record_stage(
             [ranks for ranks in (axes["data"], replicas) if groups[ranks] == "data"] if step.sharding == "all" else []
         )
         costs = ModelledCosts(step.cluster.hardware, step.cluster, hidden=hidden)
-        profile = record_with(
-            costs,
+        micro_step = Step(
             model,
             {**batch, "labels": tokens} if model.is_last else batch,
             optimizer=torch.optim.AdamW(model.parameters()) if step.sharding == "all" else None,
             loss_fn=None if model.is_last else torch.sum,
-            units=[f"decoder.layers.{index}" for index in range(len(layers))] or ["decoder"],
             holds_output=False,
             gradients="accumulated",
             split_backward=split_backward,
             loss_chunks=step.loss_chunks if model.is_last else 1,
+        )
+        profile = record_with(
+            costs,
+            micro_step,
+            units=[f"decoder.layers.{index}" for index in range(len(layers))] or ["decoder"],
             # Megatron's ranks run them again, too; all ranks of a layout get one plan.
             collectives="replay",
             within=gathered_stage(model) if step.gathers_once else nullcontext(),
