@@ -71,7 +71,6 @@ def read_document(
     format: str,
     version: int,
     error: type[Exception],
-    ignores_unknown_keys: bool = False,
     needs_all_keys: bool = False,
 ) -> Field:
     """Parse a versioned JSON document.
@@ -81,7 +80,6 @@ def read_document(
         format: the expected "format", such as "recollect.plan".
         version: the newest version that can be read; older ones are the caller's business.
         error: class of the exception to raise.
-        ignores_unknown_keys: whether keys that no field has are left out, as those of older versions; else they are refused.
         needs_all_keys: whether only what may be None can be missing, despite other fields' defaults.
 
     Raises:
@@ -93,7 +91,7 @@ def read_document(
         raise error(f"line {problem.lineno}, column {problem.colno}: not JSON: {problem.msg}") from None
     except (_JsonError, RecursionError) as problem:
         raise error(f"not a {format} document: {problem}") from None
-    root = Field(data, "document", _Rules(error, ignores_unknown_keys, needs_all_keys))
+    root = Field(data, "document", _Rules(error, needs_all_keys))
     found_format, found_version = (root.get(key) for key in _HEAD)
     if found_format.data != format:
         found_format.fail(repr(format))
@@ -125,7 +123,6 @@ class _Rules:
     """What the places of one document have in common."""
 
     error: type[Exception]
-    ignores_unknown_keys: bool
     needs_all_keys: bool
 
 
@@ -208,7 +205,7 @@ class Field:
         known = _fields_of(kind)
         head = _HEAD if self.where == "document" else ()
         for key, place in self.members().items():
-            if key not in known and key not in head and not self.rules.ignores_unknown_keys:
+            if key not in known and key not in head:
                 raise self.rules.error(f"{place.where}: unknown key, expected one of {', '.join((*head, *known))}")
         for name, (reader, may_be_none, has_default) in known.items():
             if name in given:

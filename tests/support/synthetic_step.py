@@ -151,7 +151,7 @@ class LogWriter:
             rng = None if backward_seed is None else random.Random(backward_seed)
             gradient = self.backward(call, gradient, rng)
         self.log += [(FREE, gradient), (PHASE, OPTIMIZER), (WORK, 30)]
-        return StepLog(blocks=(tuple(self.log),), sequence=((0, -1),))
+        return StepLog(tuple(self.log))
 
 
 def with_log(profile: Profile) -> Profile:

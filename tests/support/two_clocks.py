@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from recollect.plans.value_names import module_of
-from recollect.profile.events import WORK, Event
+from recollect.profile.events import WORK, Event, StepLog
 from recollect.profile.graph import UnitGraph
 from recollect.profile.host_times import HostTimes
 from recollect.profile.profile import Profile
@@ -25,7 +25,6 @@ def on_host(profile: Profile, host: HostTimes) -> Profile:
     def timed(event: Event) -> Event:
         return (*event, _WORK_NS) if event[0] == WORK and len(event) == 2 else event
 
-    blocks = tuple(tuple(map(timed, block)) for block in profile.log.blocks)
     graphs = tuple(map(of_graph, profile.graphs))
-    found = replace(profile, graphs=graphs, log=replace(profile.log, blocks=blocks), host=host)
+    found = replace(profile, graphs=graphs, log=StepLog(tuple(map(timed, profile.log.events))), host=host)
     return replace(found, step_s=step_times(found, [CallActions()] * len(found.calls)).step_s)

@@ -73,8 +73,6 @@ def positions(timeline: Timeline, time_unit: TimeUnit) -> tuple[NDArray[np.float
     if at[-1] <= 0:
         return np.arange(1, len(at) + 1, dtype=np.float64), "events of the step (no times are known)"
     axis = f"predicted time ({unit})"
-    if not timeline.has_times:
-        axis += ", roughly: only the units' ops are timed"
     is_optimizer = timeline.phases == OPTIMIZER
     if np.count_nonzero(is_optimizer) > 1:
         # All moments of an optimizer step have the same time: spread them, and shift later ones.

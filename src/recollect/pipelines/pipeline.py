@@ -7,7 +7,7 @@ from itertools import accumulate
 
 from recollect.byte_format import format_bytes
 from recollect.errors import ScheduleError
-from recollect.pipelines.rank import Rank, RankStage, first_actions, left_out
+from recollect.pipelines.rank import Rank, RankStage, RecordedStage, StageParts, first_actions, left_out
 from recollect.pipelines.rank_profile import RankStep, rank_step, stage_plan, unit_path
 from recollect.pipelines.schedule import (
     BACKWARD,
@@ -18,7 +18,6 @@ from recollect.pipelines.schedule import (
     PipelineSchedule,
     played_s,
 )
-from recollect.pipelines.stage_parts import RecordedStage, StageParts
 from recollect.plans.plan import Plan
 from recollect.profile.events import StepLog
 from recollect.profile.profile import Profile
@@ -145,7 +144,7 @@ class RecordedPieces:
             first_s = 0.0
             if parts.parts[INPUT]:
                 begun = (*parts.parts[FORWARD], *parts.parts[INPUT])
-                first = replace(profile, log=StepLog(blocks=(begun,), sequence=((0, -1),)))
+                first = replace(profile, log=StepLog(begun))
                 first_s = simulate(first, decisions).recompute_s
             self._added[key] = plan, (first_s, max(0.0, whole_s - first_s))
         return self._added[key][1]

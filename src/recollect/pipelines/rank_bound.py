@@ -18,10 +18,9 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from recollect.pipelines.rank import Rank
+from recollect.pipelines.rank import Rank, StageParts
 from recollect.pipelines.rank_profile import RankStep, rank_step
 from recollect.pipelines.schedule import BACKWARD, FORWARD, INPUT, WEIGHT
-from recollect.pipelines.stage_parts import StageParts
 from recollect.planning.bound import LowerBound
 from recollect.planning.cheapest_step import CheapestStep, StepChoice, StepCut
 from recollect.planning.checkpoint_times import checkpoint_times, fixed_bytes
@@ -47,7 +46,7 @@ class _Kind:
 
     def __init__(self, parts: StageParts, backward: str) -> None:
         events = [(kind, parts.parts[kind]) for kind in _PARTS[backward]]
-        log = StepLog(blocks=(tuple(event for _, own in events for event in own),), sequence=((0, -1),))
+        log = StepLog(tuple(event for _, own in events for event in own))
         ends = np.cumsum([len(own) for _, own in events])
         self.start = {kind: int(end) - len(own) for (kind, own), end in zip(events, ends, strict=True)}
         profile = replace(parts.profile, log=log)

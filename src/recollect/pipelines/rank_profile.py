@@ -7,16 +7,14 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from recollect.errors import ProfileFormatError
-from recollect.pipelines.rank import Buffers, Rank, RankStage
+from recollect.pipelines.rank import STORAGE_EVENTS, Buffers, Rank, RankStage, RecordedStage, StageParts
 from recollect.pipelines.schedule import FORWARD, INPUT, WEIGHT, PipelineAction
-from recollect.pipelines.stage_parts import STORAGE_EVENTS, RecordedStage, StageParts
 from recollect.plans.plan import Plan
 from recollect.profile import events
 from recollect.profile.events import Event, StepLog
 from recollect.profile.graph import UnitCall, UnitGraph
 from recollect.profile.profile import Profile
 
-_CALL_EVENTS: Final = (events.OP, events.DIES, events.RETURN, events.LET_GO, events.REACH, events.LEAVE, events.WAIT)
 _HANDLE_EVENTS: Final = (events.USE, events.PEEK, events.GIVE_BACK, events.RELEASE)
 
 
@@ -62,7 +60,7 @@ def rank_step(rank: Rank) -> RankStep:
         first,
         graphs=tuple(writer.graphs),
         calls=tuple(writer.calls),
-        log=StepLog(blocks=(tuple(writer.log),), sequence=((0, -1),)),
+        log=StepLog(tuple(writer.log)),
         step_s=sum(recorded.step_s for _, _, recorded in writer.forwards),
         persistent=dict(persistent),
         calibration_bytes=max(stage.recorded.whole.profile.calibration_bytes for stage in rank.stages),
@@ -268,7 +266,6 @@ class _Writer:
             self._sent[number] = frees
 
     def allocate(self, nbytes: int) -> int:
-        """Make a storage; return its number."""
         self.log.append((events.ALLOC, self._num_storages, nbytes))
         self._num_storages += 1
         return self._num_storages - 1
@@ -306,7 +303,7 @@ class _Writer:
         for code, *operands in part:
             if code in STORAGE_EVENTS:
                 operands[0] += found.storage
-            elif code in _CALL_EVENTS:
+            elif code in (events.OP, events.DIES, *events.OF_CALLS):
                 operands[0] += found.call
             elif code == events.SAVE:
                 saved, value, number, saver = operands

@@ -54,7 +54,7 @@ def held_values(profile: Profile) -> tuple[frozenset[int], ...]:
 def _forwards(profile: Profile) -> Iterator[list[Event]]:
     events: list[Event] = []
     phase = FORWARD
-    for event in profile.log.events():
+    for event in profile.log.events:
         if event[0] == PHASE:
             phase = event[1]
         if phase == FORWARD:

@@ -122,7 +122,7 @@ class LowerBound:
 
     Example:
         >>> from recollect.profile.events import ALLOC, FREE, StepLog
-        >>> step = StepLog(blocks=(((ALLOC, 0, 512), (FREE, 0)),), sequence=((0, -1),))
+        >>> step = StepLog(((ALLOC, 0, 512), (FREE, 0)))
         >>> bound = LowerBound(Profile((), (), step, step_s=1.0))
         >>> bound.added_s(512), bound.added_s(511)
         (0.0, inf)

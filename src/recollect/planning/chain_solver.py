@@ -84,7 +84,7 @@ class ChainSolver:
     ) -> None:
         self.profile = profile
         self._peak_sums: PeakSums = like._peak_sums if like else PeakSums(program or Program(profile, windows(profile)))
-        num_events = profile.log.num_events or 1
+        num_events = len(profile.log.events) or 1
         self._most_probes = max(_FEWEST_PROBES, _PROBED_EVENTS // num_events)
         # Hulls and options are the same for every chain.
         num_units = len({call.path for call in profile.calls})

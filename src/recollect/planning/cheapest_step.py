@@ -80,7 +80,7 @@ class CheapestStep:
         >>> from recollect.profile.graph import OpRecord, UnitCall, UnitGraph, ValueRecord
         >>> values = (ValueRecord("x", 8, producer=None), ValueRecord("h", 100, producer=0, saved=True))
         >>> events = ((OP, 0, 0), (SAVE, 0, 1, 0, 0), (DIES, 0, 1), (PHASE, BACKWARD), (USE, 0), (RELEASE, 0))
-        >>> log = StepLog((events,), ((0, -1),))
+        >>> log = StepLog(events)
         >>> profile = Profile((UnitGraph(values, (OpRecord("h", (0,), (1,), 5.0),)),), (UnitCall("a", 0),), log, 9.0)
         >>> step = CheapestStep(profile, checkpoint_times(profile, [2]))
         >>> [(cut.cost_s, step.dropped(cut.choice)) for cut in (step.at(np.array([s])) for s in (0.01, 0.1))]

@@ -62,7 +62,7 @@ def checkpoint_times(profile: Profile, events: Iterable[int] | None = None) -> C
 
     Example:
         >>> from recollect.profile.events import ALLOC, FREE, StepLog
-        >>> log = StepLog(blocks=(((ALLOC, 0, 512), (ALLOC, 1, 64), (FREE, 1)),), sequence=((0, -1),))
+        >>> log = StepLog(((ALLOC, 0, 512), (ALLOC, 1, 64), (FREE, 1)))
         >>> found = checkpoint_times(Profile((), (), log, step_s=1.0))
         >>> found.events.tolist(), found.fixed_bytes.tolist()
         ([1], [576])

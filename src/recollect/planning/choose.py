@@ -70,7 +70,7 @@ class Planner:
     @without_collections()
     def __init__(self, profile: Profile, *, make_bound: Callable[[], LowerBound] | None = None) -> None:
         check_kind("plan(profile, budget)", "profile", profile, Profile, "recollect.Profile")
-        if profile.calls and not profile.log.sequence:
+        if profile.calls and not profile.log.events:
             raise ProfileFormatError(
                 f"plan for {profile!r}: got no memory events, expected those of a recorded step, from which peaks are "
                 "predicted; record it again"

@@ -54,7 +54,7 @@ class LeanUnits:
         for index, sources in enumerate(self.table.sources):
             for source in sorted(sources):
                 self.readers[source].append(index)
-        self._num_left = max(_FEWEST_SIMULATIONS, _SIMULATED_EVENTS // (profile.log.num_events or 1))
+        self._num_left = max(_FEWEST_SIMULATIONS, _SIMULATED_EVENTS // (len(profile.log.events) or 1))
         self._options: dict[tuple[int, Stored, Action], Option] = {}
         self._evaluator = cache(lambda graph, output: Evaluator(profile.graphs[graph], output=output))
         self._worth_keeping = cache(lambda graph: worth_keeping(profile.graphs[graph]))

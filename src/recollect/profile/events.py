@@ -26,8 +26,7 @@ number of its own. A storage "dies" when only the tape still refers to it.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
-from typing import Annotated, Final, TypeAlias
+from typing import Final, TypeAlias
 
 from recollect.profile.graph import UnitGraph
 
@@ -52,6 +51,9 @@ REACH: Final = 14
 LEAVE: Final = 15
 WAIT: Final = 16
 
+OF_CALLS: Final = (LEAVE, LET_GO, REACH, RETURN, WAIT)
+"""Events whose only operand is a call."""
+
 FORWARD: Final = 0
 BACKWARD: Final = 1
 OPTIMIZER: Final = 2
@@ -64,78 +66,50 @@ class StepLog:
     """The memory events of a step.
 
     Raises:
-        ValueError: an item that is not an int; a block or call index out of range.
+        ValueError: an item that is not an int.
 
     Example:
-        >>> log = StepLog(blocks=(((ALLOC, 0, 512), (FREE, 0)),), sequence=((0, -1), (0, -1)))
-        >>> log.num_events, list(log.operands(FREE))
-        (4, [(0,), (0,)])
+        >>> list(StepLog(((ALLOC, 0, 512), (FREE, 0))).operands(FREE))
+        [(0,)]
     """
 
-    blocks: tuple[tuple[Event, ...], ...] = ()
-    """Distinct runs of events; identical layers may share one."""
-    sequence: tuple[Annotated[tuple[int, int], "block index", "call index or -1"], ...] = ()
-    """The step; call indices are those in `Profile.calls`."""
+    events: tuple[Event, ...] = ()
+    """In order."""
 
     def __post_init__(self) -> None:
-        for index, block in enumerate(self.blocks):
-            for position, event in enumerate(block):
-                if not event or any(type(item) is not int for item in event):
-                    raise ValueError(f"block {index}, event {position}: got {event!r}, expected one or more ints")
-        for position, step in enumerate(self.sequence):
-            if len(step) != 2 or any(type(item) is not int for item in step):
-                raise ValueError(f"sequence entry {position}: got {step!r}, expected (block index, call index or -1)")
-            if not 0 <= step[0] < len(self.blocks):
-                raise ValueError(f"sequence entry {position}: block {step[0]}, expected 0 to {len(self.blocks) - 1}")
-            if step[1] < -1:
-                raise ValueError(f"sequence entry {position}: call {step[1]}, expected -1 or more")
-
-    @property
-    def num_events(self) -> int:
-        return sum(len(self.blocks[block]) for block, _ in self.sequence)
-
-    def events(self) -> Iterator[Event]:
-        """Yield the events of the step in order."""
-        return chain.from_iterable(self.blocks[block] for block, _ in self.sequence)
+        for position, event in enumerate(self.events):
+            if not event or any(type(item) is not int for item in event):
+                raise ValueError(f"event {position}: got {event!r}, expected one or more ints")
 
     def operands(self, code: int) -> Iterator[tuple[int, ...]]:
-        return (event[1:] for event in self.events() if event[0] == code)
+        return (event[1:] for event in self.events if event[0] == code)
 
     def play(self, handlers: Mapping[int, Callable[..., object]]) -> Iterator[Event]:
         """Call the handler of each event with the event's operands, then yield the event; codes without one are only yielded.
 
         Example:
             >>> sizes = {}
-            >>> log = StepLog(blocks=(((ALLOC, 0, 512), (ALLOC, 1, 64), (FREE, 0)),), sequence=((0, -1),))
+            >>> log = StepLog(((ALLOC, 0, 512), (ALLOC, 1, 64), (FREE, 0)))
             >>> [sum(sizes.values()) for _ in log.play({ALLOC: sizes.__setitem__, FREE: sizes.pop})]
             [512, 576, 64]
         """
-        for event in self.events():
+        for event in self.events:
             handler = handlers.get(event[0])
             if handler is not None:
                 handler(*event[1:])
             yield event
-
-    def place(self, position: int) -> tuple[int, int]:
-        index = position
-        for block, _ in self.sequence:
-            if index < len(self.blocks[block]):
-                return block, index
-            index -= len(self.blocks[block])
-        raise IndexError(f"position: got {position} beyond the end of the log, which has {self.num_events} events")
 
 
 def check_log(log: StepLog, graphs: Sequence[UnitGraph]) -> None:
     """Check that every event is known, has no negative bytes, and refers to existing items.
 
     Raises:
-        ValueError: names the block, the event in it, and the problem.
+        ValueError: names the event and the problem.
     """
     checker = _Checker(graphs)
-    for number, event in enumerate(log.events()):
+    for position, event in enumerate(log.events):
         if problem := checker.problem_of(event):
-            block, position = log.place(number)
-            raise ValueError(f"log.blocks[{block}][{position}]: {problem}")
+            raise ValueError(f"log.events[{position}]: {problem}")
 
 
 class _Checker:
@@ -145,8 +119,7 @@ class _Checker:
         self._graphs = graphs
         self._storages: set[int] = set()
         self._handles: set[int] = set()
-        # Name, the numbers of operands that the event may have, and their check. Old profiles have no times of ops
-        # outside the units.
+        # Name, the numbers of operands that the event may have, and their check.
         self._rules: dict[int, tuple[str, tuple[int, ...], Callable[..., str]]] = {
             ALLOC: ("ALLOC", (2,), self._alloc),
             FREE: ("FREE", (1,), self._free),

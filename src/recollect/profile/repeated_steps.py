@@ -12,21 +12,8 @@ what is alive with the output: then the last two are stored.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from recollect.profile.events import (
-    ALLOC,
-    DIES,
-    FREE,
-    LEAVE,
-    LET_GO,
-    OP,
-    PHASE,
-    REACH,
-    RETURN,
-    SAVE,
-    WAIT,
-    Event,
-    StepLog,
-)
+from recollect.profile import events
+from recollect.profile.events import Event, StepLog
 from recollect.profile.graph import UnitCall
 from recollect.profile.profile import Profile
 from recollect.profile.stretches import Item, StepReader, Stretch
@@ -44,16 +31,16 @@ def fold(profile: Profile) -> Profile:
     Complexity: a few passes over the events.
 
     Example:
-        >>> from recollect.profile.events import BACKWARD, FORWARD, PHASE, WORK
+        >>> from recollect.profile.events import BACKWARD, DIES, FORWARD, OP, PHASE, RETURN, WORK
         >>> from recollect.profile.graph import OpRecord, UnitCall, UnitGraph, ValueRecord
         >>> graph = UnitGraph((ValueRecord("h", 8, producer=0),), (OpRecord("h", (), (0,), 1.0),))
         >>> calls = [UnitCall("layer", 0) for _ in range(64)]
         >>> def micro_step(call):
         ...     return (PHASE, FORWARD), (OP, call, 0), (DIES, call, 0), (RETURN, call), (PHASE, BACKWARD), (WORK, 8)
-        >>> events = tuple(event for call in range(64) for event in micro_step(call))
-        >>> whole = Profile((graph,), tuple(calls), StepLog((events,), ((0, -1),)), step_s=192.0)
+        >>> log = tuple(event for call in range(64) for event in micro_step(call))
+        >>> whole = Profile((graph,), tuple(calls), StepLog(log), step_s=192.0)
         >>> folded = fold(whole)
-        >>> folded.log.num_events, [call.num_runs for call in folded.calls]
+        >>> len(folded.log.events), [call.num_runs for call in folded.calls]
         (6, [64])
     """
     found = StepReader(profile).read()
@@ -130,13 +117,13 @@ class _Folding:
 
     def __init__(self, profile: Profile, found: Sequence[Stretch], runs: Sequence[_Run], gone: set[int]) -> None:
         self._profile = profile
-        self._events = list(profile.log.events())
+        self._events = list(profile.log.events)
         self._found = found
         self._run_before = {run.end: run for run in runs}
         self._left_out = {number for run in runs for number in range(run.first, run.end)}
         stays = [call for call in range(len(profile.calls)) if call not in gone]
         self._number_of = {call: number for number, call in enumerate(stays)}
-        self._next_storage = 1 + max((event[1] for event in self._events if event[0] == ALLOC), default=-1)
+        self._next_storage = 1 + max((event[1] for event in self._events if event[0] == events.ALLOC), default=-1)
         self._num_runs = {
             call: run.num_runs
             for run in runs
@@ -151,48 +138,48 @@ class _Folding:
         for number, stretch in enumerate(self._found):
             if number in self._left_out:
                 continue
-            events = self._events[stretch.start : stretch.end]
+            own = self._events[stretch.start : stretch.end]
             if number in self._run_before:
                 # Starts of phases sort first.
-                num_first = int(events[0][0] == PHASE)
-                log += events[:num_first]
+                num_first = int(own[0][0] == events.PHASE)
+                log += own[:num_first]
                 log += self._left_behind(self._run_before[number])
-                events = events[num_first:]
-            for event in events:
+                own = own[num_first:]
+            for event in own:
                 log += self._renumbered(event)
         return replace(
             self._profile,
             calls=tuple(self._call(call) for call in self._number_of),
-            log=StepLog(blocks=(tuple(log),), sequence=((0, -1),)),
+            log=StepLog(tuple(log)),
         )
 
     def _left_behind(self, run: _Run) -> list[Event]:
         """Return events with the same effect as all omitted ones."""
         before, after = self._found[run.first].held, self._found[run.end].held
-        events: list[Event] = []
+        found: list[Event] = []
         for item in before.keys() - after.keys():
-            events += self._renumbered((FREE, item[1]) if item[0] < 0 else (DIES, *item))
-        events.sort()
+            found += self._renumbered((events.FREE, item[1]) if item[0] < 0 else (events.DIES, *item))
+        found.sort()
         for item in sorted(after.keys() - before.keys()):
             storage = item[1]
             if item[0] >= 0:
                 storage = self._storage_of[item] = self._next_storage
                 self._next_storage += 1
-            events.append((ALLOC, storage, after[item].nbytes))
-        return events
+            found.append((events.ALLOC, storage, after[item].nbytes))
+        return found
 
     def _renumbered(self, event: Event) -> list[Event]:
         code, *operands = event
-        if code == DIES:
+        if code == events.DIES:
             item = operands[0], operands[1]
             if item in self._storage_of:
-                return [(FREE, self._storage_of.pop(item))]
-            return [(DIES, self._number_of[item[0]], item[1])] if item[0] in self._number_of else []
-        if code in (LEAVE, LET_GO, OP, REACH, RETURN, WAIT):
+                return [(events.FREE, self._storage_of.pop(item))]
+            return [(events.DIES, self._number_of[item[0]], item[1])] if item[0] in self._number_of else []
+        if code in (events.OP, *events.OF_CALLS):
             return [(code, self._number_of[operands[0]], *operands[1:])]
-        if code == SAVE:
+        if code == events.SAVE:
             call, value, handle, saver = operands
-            return [(SAVE, self._number_of[call], value, handle, self._number_of[saver])]
+            return [(events.SAVE, self._number_of[call], value, handle, self._number_of[saver])]
         return [event]
 
     def _call(self, index: int) -> UnitCall:

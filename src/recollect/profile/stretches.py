@@ -3,15 +3,13 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Final, TypeAlias
+from typing import TypeAlias
 
 from recollect.profile import events
 from recollect.profile.profile import Profile
 
 Item: TypeAlias = tuple[int, int]
 """A value, (call, value), or a storage from outside the units, (-1, number)."""
-
-_OF_CALLS: Final = (events.LEAVE, events.LET_GO, events.REACH, events.RETURN, events.WAIT)
 
 
 @dataclass(slots=True)
@@ -72,7 +70,7 @@ class StepReader:
             events.ALLOC: self._alloc, events.FREE: self._free, events.OP: self._op, events.DIES: self._dies,
             events.SAVE: self._save, events.RELEASE: self._release, events.WORK: self._work, events.PHASE: self._phase,
             **{code: partial(self._asks, code) for code in (events.USE, events.PEEK, events.GIVE_BACK)},
-            **{code: partial(self._of_call, code) for code in _OF_CALLS},
+            **{code: partial(self._of_call, code) for code in events.OF_CALLS},
         }  # fmt: skip
         self._begin()
         for _ in self._profile.log.play(handlers):

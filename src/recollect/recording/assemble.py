@@ -59,7 +59,7 @@ def assemble(
     forward_s = [graph.forward_s for graph in graphs]
     step_s = math.fsum(forward_s[call.graph] for call in calls)
     step_s += math.fsum(seconds_of(run) for run in recorder.other_runs)
-    log = StepLog(blocks=(_resolved(recorder, costs, seconds_of),), sequence=((0, -1),))
+    log = StepLog(_resolved(recorder, costs, seconds_of))
     return Profile(graphs=tuple(graphs), calls=calls, log=log, step_s=step_s, **facts)
 
 

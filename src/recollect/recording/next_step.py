@@ -113,9 +113,7 @@ def _largest_source(call: RecordedCall, value: int) -> int | None:
 def with_last_step(recorded: Sequence[Event], last: Mapping[int, tuple[int, int]]) -> list[Event]:
     """Return the events, with storages of the step before: alive at the start, and until they are replaced.
 
-    Args:
-        recorded: the events of the step.
-        last: for each storage, by a number unused in the events: its bytes, and the position before which it dies.
+    `last`: for each storage, by a number unused in the events: its bytes, and the position before which it dies.
     """
     ends: defaultdict[int, list[int]] = defaultdict(list)
     for number, (_, end) in last.items():
@@ -154,7 +152,7 @@ def foreseen(profile: Profile, *, gradients_bytes: Sequence[int] = (), growth: f
         growth: ratio of the other step's input elements to the recorded step's; gradients and the optimizer's tensors
             do not grow.
     """
-    recorded = list(profile.log.events())
+    recorded = list(profile.log.events)
     made = _gradients_made(recorded)
     remaining = list(made.values())
     last: dict[int, tuple[int, int]] = {}
@@ -167,7 +165,7 @@ def foreseen(profile: Profile, *, gradients_bytes: Sequence[int] = (), growth: f
             last[first_number + len(last)] = successor
     if growth != 1.0:
         recorded = _grown(recorded, growth, made)
-    log = StepLog((tuple(with_last_step(recorded, last)),), ((0, -1),))
+    log = StepLog(tuple(with_last_step(recorded, last)))
     return replace(profile, graphs=tuple(_grown_graph(graph, growth) for graph in profile.graphs), log=log)
 
 
@@ -226,7 +224,7 @@ def with_copies(profile: Profile) -> Profile:
     It is for choosing a plan. Where the plan drops such a value, its recomputed copy stays as long as the model holds
     the value; this is ignored.
     """
-    recorded = list(profile.log.events())
+    recorded = list(profile.log.events)
     added: defaultdict[int, list[Event]] = defaultdict(list)
     replaced: dict[int, Event] = {}
     number = _unused_number(recorded)
@@ -239,7 +237,7 @@ def with_copies(profile: Profile) -> Profile:
     written: list[Event] = []
     for position, event in enumerate(recorded):
         written += [replaced.get(position, event), *added.get(position, ())]
-    return replace(profile, log=StepLog((tuple(written),), ((0, -1),)))
+    return replace(profile, log=StepLog(tuple(written)))
 
 
 def _held(profile: Profile, recorded: Sequence[Event]) -> Iterator[tuple[tuple[int, int], int, int | None]]:

@@ -15,22 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from recollect.plans.action import Action
-from recollect.profile.events import (
-    ALLOC,
-    DIES,
-    GIVE_BACK,
-    LEAVE,
-    LET_GO,
-    OP,
-    PEEK,
-    PHASE,
-    REACH,
-    RELEASE,
-    RETURN,
-    SAVE,
-    USE,
-    WAIT,
-)
+from recollect.profile import events
 from recollect.simulation.decisions import CallActions, ValueActions
 from recollect.simulation.program import BULK, EDGE, WINDOW, Key, Program, ProgramOp
 
@@ -84,7 +69,7 @@ class Division:
         for position, (code, operands) in enumerate(program.instructions):
             if code == WINDOW:
                 self.window_starts.append(position)
-            elif code not in (PHASE, EDGE):
+            elif code not in (events.PHASE, EDGE):
                 self.parts[self._home(position, code, operands)].positions.append(position)
         self.present.update((key, (born, None)) for key, born in self._alive.items())
         self._tied = self._share()
@@ -117,15 +102,15 @@ class Division:
         for position in part.positions:
             code, operands = self.program.instructions[position]
             step: tuple[Any, ...] = operands
-            if code == OP:
+            if code == events.OP:
                 # Calls of one graph share its ops.
                 step = (id(operands[1].op), *[read.get(key, key[1]) for key in operands[1].inputs])
-            elif code == SAVE:
+            elif code == events.SAVE:
                 owner, key, handle, saver = operands
                 step = (owner == saver, read.get(key, key[1]), handles.setdefault(handle, len(handles)))
-            elif code == DIES:
+            elif code == events.DIES:
                 step = (operands[0][1],)
-            elif code in (LEAVE, LET_GO, REACH, RETURN, WAIT):
+            elif code in events.OF_CALLS:
                 step = ()
             elif code == BULK:
                 step = operands[:2]
@@ -157,21 +142,21 @@ class Division:
         if code == BULK:
             # No plan changes these: put them with their surroundings, so that runs of instructions are few and long.
             home = operands[2]
-        elif code == OP:
+        elif code == events.OP:
             self._op(position, *operands)
-        elif code == SAVE:
+        elif code == events.SAVE:
             _, key, handle, home = operands
             self._is_ambiguous |= handle in self._homes
             self._homes[handle] = home
             self._read(home, key)
-        elif code in (USE, PEEK, GIVE_BACK, RELEASE):
+        elif code in (events.USE, events.PEEK, events.GIVE_BACK, events.RELEASE):
             home = self._homes[operands[0]]
-        elif code == RETURN:
+        elif code == events.RETURN:
             self._returned.add(home)
-        elif code not in (LEAVE, LET_GO, REACH, WAIT):
+        elif code not in events.OF_CALLS:
             key = operands[0]
             home = key[0]
-            if code == ALLOC:
+            if code == events.ALLOC:
                 self._is_made(position, key, operands[1])
             else:
                 self._ends(position, key)

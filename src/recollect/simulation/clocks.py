@@ -73,9 +73,9 @@ class _TwoClocks(ClockedPlayback):
             return self._times.again_op_s
         return self._times.forward_op_s
 
-    def _work_outside(self, nbytes: int, time_ns: int | None = None) -> None:
+    def _work_outside(self, nbytes: int, time_ns: int = 0) -> None:
         issue_s = self._times.backward_op_s if self.phase == BACKWARD else self._times.forward_op_s
-        self._issue(issue_s, (self.untimed_s or 0.0) if time_ns is None else 1e-9 * time_ns)
+        self._issue(issue_s, 1e-9 * time_ns)
 
     def _issue(self, issue_s: float, kernel_s: float) -> None:
         num_runs = self.profile.calls[self.call].num_runs if self.call >= 0 else 1

@@ -17,7 +17,7 @@ from recollect.plans.trip import Trip
 from recollect.profile.events import OP, WORK
 from recollect.profile.profile import Profile
 from recollect.simulation.decisions import CallActions
-from recollect.simulation.lifetimes import ClockedPlayback, EveryEvent, untimed_s
+from recollect.simulation.lifetimes import ClockedPlayback, EveryEvent
 from recollect.simulation.program import Key
 from recollect.simulation.windows import Edge, EdgeTable, edges_for
 
@@ -32,11 +32,9 @@ class Link(NamedTuple):
     """Seconds of the smallest copy."""
 
     def out_s(self, nbytes: int) -> float:
-        """Return the seconds of a copy out."""
         return self.latency_s + nbytes / self.to_host_bytes_per_s
 
     def back_s(self, nbytes: int) -> float:
-        """Return the seconds of a copy back."""
         return self.latency_s + nbytes / self.from_host_bytes_per_s
 
 
@@ -150,12 +148,11 @@ def nbytes_of(profile: Profile, key: Key) -> int:
 
 def event_times(profile: Profile) -> NDArray[np.float64]:
     """Return the time after each event of a step without recompute, in seconds."""
-    rest_s = untimed_s(profile) or 0.0
-    own_s = np.zeros(profile.log.num_events)
-    for position, (code, *operands) in enumerate(profile.log.events()):
+    own_s = np.zeros(len(profile.log.events))
+    for position, (code, *operands) in enumerate(profile.log.events):
         if code == OP:
             own_s[position] = profile.graph_of(profile.calls[operands[0]]).ops[operands[1]].time_s
         elif code == WORK:
-            own_s[position] = 1e-9 * operands[1] if len(operands) > 1 else rest_s
+            own_s[position] = 1e-9 * sum(operands[1:])
     times_s: NDArray[np.float64] = np.cumsum(own_s)
     return times_s * (profile.step_s / times_s[-1]) if len(times_s) and times_s[-1] > 0 else times_s

@@ -143,12 +143,7 @@ def plain_call(graph: UnitGraph) -> CallActions:
 
 
 def compiled_actions(graph: UnitGraph, kept: Container[int]) -> dict[str, Action]:
-    """Return the action of each value of a compiled unit, by name, if it keeps some values and recomputes the others.
-
-    Args:
-        graph: the unit.
-        kept: indices of the values that it keeps besides its outputs, which it always keeps.
-    """
+    """Return the action of each value of a compiled unit, by name, if it keeps these values, by index, and its outputs."""
     return {
         value.name: Action.KEEP if index in kept or value.is_output else Action.RECOMPUTE
         for index, value in enumerate(graph.values)
@@ -157,12 +152,7 @@ def compiled_actions(graph: UnitGraph, kept: Container[int]) -> dict[str, Action
 
 
 def compiled_unit(graph: UnitGraph, variant: int) -> UnitPlan:
-    """Return the plan of a unit inside `torch.compile` that keeps what a variant keeps, and what the unit returns.
-
-    Args:
-        graph: the unit.
-        variant: index in `graph.variants`; 0 leaves the choice to PyTorch.
-    """
+    """Return the plan of a unit inside `torch.compile` that keeps what a variant keeps, by its index; 0 is PyTorch's choice."""
     if not variant:
         return UnitPlan({}, engine=EngineChoice.COMPILE)
     return UnitPlan(compiled_actions(graph, graph.variants[variant].kept), engine=EngineChoice.COMPILE)

@@ -22,9 +22,6 @@ from recollect.simulation.windows import edges_for
 LOSS = 3
 """Forward after the last unit: an additional phase to those in `recollect.profile.events`."""
 
-# Times are sums of rounded nanoseconds; a larger gap than this means that times were not recorded.
-_MISSING_PART = 0.01
-
 
 @dataclass(slots=True)
 class Lifetime:
@@ -58,8 +55,6 @@ class Lifetimes:
     """FORWARD, LOSS, BACKWARD or OPTIMIZER, for each moment."""
     calls: NDArray[np.int32]
     """Index of the unit call that runs, or whose values backward asks for; -1 if none."""
-    has_times: bool
-    """False if the profile has no times for ops outside the units; the rest of `step_s` is then spread evenly over them."""
     backwards: tuple[int, ...]
     """The moments at which backward begins."""
     began: Mapping[int, int]
@@ -93,24 +88,11 @@ def lifetimes(profile: Profile, decisions: Sequence[CallActions]) -> Lifetimes:
         time_s=times_s,
         phases=phases,
         calls=np.array(playback.calls, dtype=np.int32),
-        has_times=playback.untimed_s is None,
         backwards=tuple(playback.backwards),
         began=playback.began,
         reruns=tuple(playback.reruns),
         host_changes=tuple(playback.host_changes),
     )
-
-
-def untimed_s(profile: Profile) -> float | None:
-    """Return the seconds to assume for each untimed op outside the units; None if all are timed."""
-    works = list(profile.log.operands(WORK))
-    times_ns = [time_ns for _, *timed in works for time_ns in timed]
-    untimed = len(works) - len(times_ns)
-    known_s = sum(profile.graph_of(call).forward_s for call in profile.calls) + sum(1e-9 * ns for ns in times_ns)
-    missing_s = profile.step_s - known_s
-    if not untimed or missing_s <= _MISSING_PART * profile.step_s:
-        return None
-    return missing_s / untimed
 
 
 class EveryEvent(Program):
@@ -147,7 +129,6 @@ class ClockedPlayback(Playback):
 
     Attributes:
         clock_s: seconds so far.
-        untimed_s: as `untimed_s` returns.
         edge_s: time of each edge.
         made_s: when the copy out of each offloaded value begins.
         asked_s: for each value that is asked for in backward: the number of the edge before that happens first, and the time.
@@ -155,7 +136,6 @@ class ClockedPlayback(Playback):
 
     def __init__(self, program: EveryEvent, decisions: Sequence[CallActions]) -> None:
         super().__init__(program, dict(enumerate(decisions)), calls_on_tape(decisions))
-        self.untimed_s = untimed_s(program.profile)
         self.clock_s = 0.0
         self.edge_s: list[float] = []
         self.made_s: dict[Key, float] = {}
@@ -167,8 +147,8 @@ class ClockedPlayback(Playback):
     def work(self, op: OpRecord) -> None:
         self._work(op.working_bytes, op.time_s, op.name)
 
-    def _work_outside(self, nbytes: int, time_ns: int | None = None) -> None:
-        self._work(nbytes, (self.untimed_s or 0.0) if time_ns is None else 1e-9 * time_ns, "")
+    def _work_outside(self, nbytes: int, time_ns: int = 0) -> None:
+        self._work(nbytes, 1e-9 * time_ns, "")
 
     def _work(self, nbytes: int, time_s: float, name: str) -> None:
         self._bulk(nbytes, 0)

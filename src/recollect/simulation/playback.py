@@ -299,8 +299,7 @@ class Playback(HostRoom):
     def _peek(self, handle: int) -> None:
         value, self.call = self.handles[handle]
         found = self.kept_pass.get(value) if isinstance(value, Value) and value.tensor is None else value.get()
-        if self.program.gives_back:
-            self.peeked[handle] = found
+        self.peeked[handle] = found
         self.is_recomputing = ""
 
     def _gives_back(self, handle: int) -> None:

@@ -28,7 +28,6 @@ def predicted_plan(profile: Profile, plan: Plan) -> Plan:
 
 
 def simulated_plan(profile: Profile, plan: Plan, simulation: Simulation) -> Plan:
-    """Return a plan with the predictions of its simulation filled in."""
     added_s = simulation.recompute_s
     if has_two_clocks(profile):
         added_s = step_times(profile, decide(profile, plan)).step_s - profile.step_s

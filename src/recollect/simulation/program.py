@@ -14,18 +14,8 @@ from itertools import chain
 from typing import Any, ClassVar, Final
 
 from recollect.plans.action import EngineChoice
-from recollect.profile.events import (
-    ALLOC,
-    DIES,
-    FREE,
-    GIVE_BACK,
-    OP,
-    OPTIMIZER,
-    REACH,
-    SAVE,
-    WORK,
-    Event,
-)
+from recollect.profile import events
+from recollect.profile.events import Event
 from recollect.profile.graph import OpRecord, UnitGraph
 from recollect.profile.profile import Profile
 from recollect.profile.variant import VariantRecord
@@ -75,10 +65,9 @@ class Program:
         written: values whose bytes an op writes to later.
         read_by_others: values that calls read of others.
         bulk_codes: the events that no plan changes, unless they are of a storage that a unit reads.
-        gives_back: whether the log says when formulas of a backward that keeps its graph have run; old profiles do not.
     """
 
-    bulk_codes: ClassVar[frozenset[int]] = frozenset({ALLOC, FREE, WORK})
+    bulk_codes: ClassVar[frozenset[int]] = frozenset({events.ALLOC, events.FREE, events.WORK})
 
     def __init__(self, profile: Profile, windows: Sequence[Window] = (), edges: Sequence[Edge] = ()) -> None:
         self.profile = profile
@@ -92,7 +81,6 @@ class Program:
             if value.mutated_later
         )
         self.read_by_others = frozenset((source, value) for c in profile.calls for _, source, value in c.origins)
-        self.gives_back = any(True for _ in profile.log.operands(GIVE_BACK))
         self._engine_s = {
             index: _engine_s(graph, call.num_runs)
             for index, call in enumerate(profile.calls)
@@ -105,11 +93,11 @@ class Program:
         # Storages from outside the units that a plan may keep alive longer.
         self._borrowed = frozenset(storage for call in profile.calls for _, storage in call.outside)
         self._translations: dict[int, Callable[..., tuple[Any, ...]]] = {
-            ALLOC: self._alloc,
-            FREE: lambda storage: ((-1, storage),),
-            DIES: lambda call, value: ((call, value),),
-            SAVE: self._save,
-            OP: self._op,
+            events.ALLOC: self._alloc,
+            events.FREE: lambda storage: ((-1, storage),),
+            events.DIES: lambda call, value: ((call, value),),
+            events.SAVE: self._save,
+            events.OP: self._op,
         }
         # Calls of one graph share the sizes of its values.
         self._sizes = cache(
@@ -145,10 +133,10 @@ class Program:
             return frozenset(range(len(calls)))
         found: set[int] = set()
         have_gradients: set[str] = set()
-        for code, call, *_ in self.profile.log.events():
-            if code == REACH:
+        for code, call, *_ in self.profile.log.events:
+            if code == events.REACH:
                 have_gradients.add(calls[call].path)
-            elif code == OP and calls[call].path in have_gradients:
+            elif code == events.OP and calls[call].path in have_gradients:
                 found.add(call)
         return frozenset(found)
 
@@ -189,10 +177,10 @@ class Program:
             edges[edge.start].append(edge)
         sizes: dict[int, int] = {}
         change_bytes = most_bytes = 0
-        for position, event in enumerate(self.profile.log.events()):
+        for position, event in enumerate(self.profile.log.events):
             code = event[0]
             is_window = position == next_start
-            is_bulk = code in self.bulk_codes and (code == WORK or event[1] not in self._borrowed)
+            is_bulk = code in self.bulk_codes and (code == events.WORK or event[1] not in self._borrowed)
             if (is_window or position in edges or not is_bulk) and (change_bytes or most_bytes):
                 yield BULK, (most_bytes, change_bytes, _caller(window))
                 change_bytes = most_bytes = 0
@@ -203,11 +191,11 @@ class Program:
                 yield EDGE, (edge.phase, edge.call)
             if not is_bulk:
                 yield code, self.operands(event)
-            elif code == ALLOC:
+            elif code == events.ALLOC:
                 sizes[event[1]] = self.profile.block_bytes(event[2])
                 change_bytes += sizes[event[1]]
                 most_bytes = max(most_bytes, change_bytes)
-            elif code == FREE:
+            elif code == events.FREE:
                 change_bytes -= sizes.pop(event[1])
             else:
                 most_bytes = max(most_bytes, change_bytes + event[1])
@@ -241,7 +229,7 @@ class Program:
 
 
 def _caller(window: Window | None) -> int:
-    return -1 if window is None or window.phase == OPTIMIZER else window.call
+    return -1 if window is None or window.phase == events.OPTIMIZER else window.call
 
 
 def _engine_s(graph: UnitGraph, num_runs: int) -> tuple[float, ...]:
@@ -258,6 +246,6 @@ def _lasting(profile: Profile) -> list[frozenset[int]]:
         found[index].update(v for op in graph.ops if op.mutates for v in op.outputs)
         for _, source, value in call.origins:
             found[source].add(value)
-    for saved_call, saved_value, *_ in profile.log.operands(SAVE):
+    for saved_call, saved_value, *_ in profile.log.operands(events.SAVE):
         found[saved_call].add(saved_value)
     return [frozenset(values) for values in found]

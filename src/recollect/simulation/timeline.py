@@ -135,8 +135,6 @@ class Timeline(ShownInNotebooks):
         categories: the categories of `lives.storages`.
         peak: the moment of the peak.
         report: what is alive at the peak.
-        has_times: False if only the units' ops are timed (a profile of an earlier version); the rest of the step is
-            then spread evenly over the ops outside them.
         host_bytes: bytes of offloaded values in host memory, or on their way there, at each moment.
     """
 
@@ -151,7 +149,6 @@ class Timeline(ShownInNotebooks):
     categories: tuple[str, ...]
     peak: int
     report: PeakReport
-    has_times: bool
     host_bytes: NDArray[np.int64]
 
     @property
@@ -183,11 +180,9 @@ def timeline(profile: Profile, plan: Plan) -> Timeline:
 
     Example:
         >>> import torch, recollect
-        >>> from recollect.lab.models.architectures import llama_config
-        >>> from recollect.lab.models.gpt import GPTModel
-        >>> model = GPTModel(llama_config(num_layers=2, hidden_size=32, num_attention_heads=2, vocab_size=64))
-        >>> tokens = torch.randint(0, 64, (1, 16))
-        >>> profile = recollect.record(model, {"tokens": tokens, "labels": tokens}, fake=True)
+        >>> from torch import nn
+        >>> model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in range(4)))
+        >>> profile = recollect.record(model, torch.randn(8, 32), loss_fn=torch.sum, fake=True)
         >>> plan = recollect.classic_plan(profile, "full")
         >>> over_time = recollect.timeline(profile, plan)
         >>> int(over_time.total_bytes.max()) == plan.predicted_peak_bytes
@@ -227,7 +222,6 @@ def timeline(profile: Profile, plan: Plan) -> Timeline:
         categories=categories,
         peak=peak,
         report=PeakReport(int(total[peak]), where, _alive_at(profile, lives, categories, peak)),
-        has_times=lives.has_times,
         host_bytes=np.cumsum(host_changes),
     )
 
@@ -247,11 +241,9 @@ def explain_peak(profile: Profile, plan: Plan | None = None) -> PeakReport:
 
     Example:
         >>> import torch, recollect
-        >>> from recollect.lab.models.architectures import llama_config
-        >>> from recollect.lab.models.gpt import GPTModel
-        >>> model = GPTModel(llama_config(num_layers=2, hidden_size=32, num_attention_heads=2, vocab_size=64))
-        >>> tokens = torch.randint(0, 64, (1, 16))
-        >>> profile = recollect.record(model, {"tokens": tokens, "labels": tokens}, fake=True)
+        >>> from torch import nn
+        >>> model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in range(4)))
+        >>> profile = recollect.record(model, torch.randn(8, 32), loss_fn=torch.sum, fake=True)
         >>> report = recollect.explain_peak(profile)
         >>> sum(item.nbytes for item in report.items) == report.peak_bytes
         True
@@ -276,7 +268,6 @@ class _Categories:
         self._last_gradients = _last_gradients(lives, self._backwards)
 
     def of(self, storage: Lifetime) -> str:
-        """Return one of `CATEGORIES`."""
         born_in = int(self._phases[storage.born])
         died = storage.died if storage.died >= 0 else len(self._phases)
         if storage.op is not None:

@@ -64,7 +64,7 @@ class _Scan:
         self.call = -1
         # How often each handle is used before the first phase begins, and in each phase.
         uses: list[Counter[int]] = [Counter()]
-        for code, number, *_ in log.events():
+        for code, number, *_ in log.events:
             if code == PHASE:
                 uses.append(Counter())
             elif code in (PEEK, USE):
@@ -112,7 +112,7 @@ def alive_calls(profile: Profile, windows: Sequence[Window]) -> NDArray[np.bool_
     began = np.full(num_calls, np.iinfo(np.int64).max)
     needed = np.full(num_calls, -1)
     callers: dict[int, tuple[int, int]] = {}
-    for position, (code, first, *rest) in enumerate(profile.log.events()):
+    for position, (code, first, *rest) in enumerate(profile.log.events):
         if code == OP:
             began[first] = min(began[first], position)
         elif code == SAVE:
@@ -257,7 +257,7 @@ class _EdgeScan:
         }
         handlers |= {RELEASE: self._forget, PHASE: self._begin_phase}
         self._position = 0
-        for self._position, event in enumerate(profile.log.events()):
+        for self._position, event in enumerate(profile.log.events):
             if event[0] in handlers:
                 handlers[event[0]](*event[1:])
         if self.edges and self.edges[-1].start > self._position:

@@ -100,7 +100,7 @@ def test_gradients_are_equal(
 
 @pytest.mark.parametrize("name", ["full", "every_nth", "planned"])
 def test_peaks_are_as_predicted(profile: Profile, name: str) -> None:
-    assert {event[0] for event in profile.log.events()} >= {PEEK, LET_GO}
+    assert {event[0] for event in profile.log.events} >= {PEEK, LET_GO}
     plan = plan_of(profile, name)
     step = Step(plan, halves)
     step.run()
@@ -120,7 +120,7 @@ def test_a_formula_holds_what_it_asked_for_while_it_runs(budget: str) -> None:
         trained.zero_grad()
 
     profile = recollect.record(trained, step=step)
-    assert {event[0] for event in profile.log.events()} >= {PEEK, GIVE_BACK}
+    assert {event[0] for event in profile.log.events} >= {PEEK, GIVE_BACK}
     plan = recollect.plan(profile, budget)
     recollect.apply(trained, plan)
     step()

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 import recollect
 from recollect.errors import BudgetTooSmallError, ProfileFormatError, ScheduleError
 from recollect.pipelines.pipeline import Pipeline, RecordedPieces
+from recollect.pipelines.rank import StageParts
 from recollect.pipelines.schedule import PipelineSchedule
-from recollect.pipelines.stage_parts import StageParts
 from recollect.planning.bound import LowerBound
 from recollect.planning.choose import Planner
 from recollect.plans.plan import Plan

@@ -13,7 +13,7 @@ from recollect.lab.models.architectures import llama_config
 from recollect.lab.models.gpt import GPTModel
 from recollect.planning.choose import advice, lasting_bytes
 from recollect.planning.planners import plan
-from recollect.profile.events import WORK
+from recollect.profile.events import WORK, StepLog
 from recollect.profile.profile import Profile
 from synthetic_step import random_step
 from toy_profile import stack
@@ -121,8 +121,8 @@ def test_part_of_the_batch_that_is_said_to_fit_does() -> None:
 def test_planner_gives_the_advice_of_the_least_peak() -> None:
     profile = random_step(0, num_values=5)
     # Whatever is kept, the optimizer's step has the peak.
-    events = tuple((WORK, 5000) if event == (WORK, 30) else event for event in profile.log.blocks[0])
-    profile = replace(profile, log=replace(profile.log, blocks=(events,)))
+    events = tuple((WORK, 5000) if event == (WORK, 30) else event for event in profile.log.events)
+    profile = replace(profile, log=StepLog(events))
     with pytest.raises(
         BudgetTooSmallError,
         match=r"which the optimizer step needs\. It is filled by working memory while .*\. Raise the budget to '.+' or '.+'\. "

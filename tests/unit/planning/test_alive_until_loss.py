@@ -19,17 +19,17 @@ MANY_VALUES = 18
 
 def caching(profile: Profile, values: frozenset[int]) -> Profile:
     """The step as it is where the model's code holds some values of each unit until forward has ended."""
-    (log,) = profile.log.blocks
+    log = profile.log.events
     late = [event for event in log if event[0] == DIES and event[2] in values]
     others = [event for event in log if event not in late]
     end = others.index((PHASE, BACKWARD))
     moved = (*others[:end], *late, *others[end:])
-    return replace(profile, log=StepLog(blocks=(moved,), sequence=((0, -1),)))
+    return replace(profile, log=StepLog(moved))
 
 
 def cached_step(seed: int, *, num_units: int) -> tuple[Profile, frozenset[int]]:
     profile = random_step(seed, num_values=MANY_VALUES, num_units=num_units)
-    dying = {event[2] for event in profile.log.blocks[0] if event[0] == DIES}
+    dying = {event[2] for event in profile.log.events if event[0] == DIES}
     saved = [
         index
         for index, value in enumerate(profile.graphs[0].values)
@@ -59,11 +59,11 @@ def test_values_that_die_after_forward_are_found(seed: int) -> None:
 
 def test_a_value_that_one_call_does_not_hold_is_not_held() -> None:
     plain, values = random_step(0, num_values=MANY_VALUES, num_units=3), cached_step(0, num_units=3)[1]
-    (log,) = plain.log.blocks
+    log = plain.log.events
     late = [event for event in log if event[0] == DIES and event[2] in values and event[1] != 1]
     others = [event for event in log if event not in late]
     end = others.index((PHASE, BACKWARD))
-    step = StepLog(blocks=((*others[:end], *late, *others[end:]),), sequence=((0, -1),))
+    step = StepLog((*others[:end], *late, *others[end:]))
     assert not held_values(replace(plain, log=step))[0] & values
 
 

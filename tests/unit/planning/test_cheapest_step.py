@@ -43,7 +43,7 @@ def step_of(seed: int, *, writes: bool = False) -> Profile:
 def test_no_plan_costs_less_at_any_prices(seed: int, writes: bool) -> None:
     profile = step_of(seed, writes=writes)
     # All moments, not only those that the bound looks at.
-    found = checkpoint_times(profile, range(profile.log.num_events))
+    found = checkpoint_times(profile, range(len(profile.log.events)))
     step = CheapestStep(profile, found)
     points = all_plans(profile)
     rng = random.Random(seed)
@@ -59,7 +59,7 @@ def test_no_plan_costs_less_at_any_prices(seed: int, writes: bool) -> None:
 @pytest.mark.parametrize("seed", range(8))
 def test_the_choice_costs_what_the_cut_says(seed: int, writes: bool) -> None:
     profile = step_of(seed, writes=writes)
-    found = checkpoint_times(profile, range(profile.log.num_events))
+    found = checkpoint_times(profile, range(len(profile.log.events)))
     step = CheapestStep(profile, found)
     rng = random.Random(seed)
     for _ in range(NUM_PRICES):
@@ -122,7 +122,7 @@ def test_a_value_that_two_ops_read_costs_once() -> None:
     forward = ((OP, 0, 0), (OP, 0, 1), (SAVE, 0, 2, 0, 0), (OP, 0, 2), (SAVE, 0, 3, 1, 0))
     dies = tuple((DIES, 0, value) for value in (1, 2, 3))
     backward = ((PHASE, BACKWARD), (USE, 0), (RELEASE, 0), (USE, 1), (RELEASE, 1))
-    log = StepLog(((*forward, *dies, *backward),), ((0, -1),))
+    log = StepLog((*forward, *dies, *backward))
     profile = Profile((UnitGraph(values, ops),), (UnitCall("layer", 0),), log, step_s=60.0)
     step = CheapestStep(profile, checkpoint_times(profile, [7]))
     cut = step.at(np.array([0.01]))

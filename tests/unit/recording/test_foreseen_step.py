@@ -13,11 +13,11 @@ _EVENTS = (
     *((PHASE, FORWARD), (PHASE, BACKWARD), (ALLOC, 3, 7), (FREE, 0)),
     *((PHASE, OPTIMIZER), (ALLOC, 4, 9), (FREE, 4)),
 )
-_PROFILE = Profile((_GRAPH,), (UnitCall("layer", 0),), StepLog((_EVENTS,), ((0, -1),)), step_s=1.0)
+_PROFILE = Profile((_GRAPH,), (UnitCall("layer", 0),), StepLog(_EVENTS), step_s=1.0)
 
 
 def test_a_gradient_is_alive_until_the_backward_that_makes_it_anew() -> None:
-    found = list(foreseen(_PROFILE, gradients_bytes=[7, 100, 1000]).log.events())
+    found = list(foreseen(_PROFILE, gradients_bytes=[7, 100, 1000]).log.events)
     alive, seen = {}, []
     for code, *operands in found:
         if code == ALLOC:
@@ -32,7 +32,7 @@ def test_a_gradient_is_alive_until_the_backward_that_makes_it_anew() -> None:
 
 def test_a_larger_step_has_larger_values_and_the_same_gradients() -> None:
     found = foreseen(_PROFILE, growth=3.0)
-    sizes = {event[1]: event[2] for event in found.log.events() if event[0] == ALLOC}
+    sizes = {event[1]: event[2] for event in found.log.events if event[0] == ALLOC}
     assert sizes == {0: 120, 1: 100, 2: 120, 3: 7, 4: 9}
     assert found.graphs[0].values[0].nbytes == 24
     assert found.graphs[0].ops[0].working_bytes == 48
@@ -40,6 +40,6 @@ def test_a_larger_step_has_larger_values_and_the_same_gradients() -> None:
 
 def test_gradients_that_were_alive_at_the_start_do_not_grow() -> None:
     events = ((PHASE, FORWARD), (ALLOC, 8, 100), (ALLOC, 9, 40), *_EVENTS[1:])
-    profile = Profile(_PROFILE.graphs, _PROFILE.calls, StepLog((events,), ((0, -1),)), step_s=1.0)
-    sizes = {e[1]: e[2] for e in foreseen(profile, growth=2.0).log.events() if e[0] == ALLOC}
+    profile = Profile(_PROFILE.graphs, _PROFILE.calls, StepLog(events), step_s=1.0)
+    sizes = {e[1]: e[2] for e in foreseen(profile, growth=2.0).log.events if e[0] == ALLOC}
     assert (sizes[8], sizes[9]) == (100, 80)

@@ -71,11 +71,11 @@ _EVENTS = (
     *((PHASE, FORWARD), (OP, 0, 0), (SAVE, 0, 1, 0, 0), (OP, 0, 1), (RETURN, 0), (DIES, 0, 2)),
     *((PHASE, BACKWARD), (6, 0), (DIES, 0, 1)),
 )
-_PROFILE = Profile((_GRAPH,), (UnitCall("layer", 0),), StepLog((_EVENTS,), ((0, -1),)), step_s=1.0)
+_PROFILE = Profile((_GRAPH,), (UnitCall("layer", 0),), StepLog(_EVENTS), step_s=1.0)
 
 
 def test_what_the_model_holds_is_shared_with_nothing_that_is_kept() -> None:
-    found = list(with_copies(_PROFILE).log.events())
+    found = list(with_copies(_PROFILE).log.events)
     assert found[5:7] == [(DIES, 0, 1), (ALLOC, 0, 64)]
     assert found[-1] == (FREE, 0)
 

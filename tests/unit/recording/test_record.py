@@ -172,7 +172,7 @@ def test_what_is_made_between_units_lives_as_long_as_a_unit_needs_it() -> None:
     second = profile.calls[1]
     ((value, storage),) = second.outside
     assert profile.graph_of(second).values[value].nbytes == 4 * 8 * 4
-    logged = [event for block in profile.log.blocks for event in block]
+    logged = profile.log.events
     assert (events.SAVE, 1, value) in [event[:3] for event in logged]  # by the linear layer, for its weight's gradient
     assert logged.index((events.FREE, storage)) < logged.index((events.PHASE, events.BACKWARD))
 
@@ -180,7 +180,7 @@ def test_what_is_made_between_units_lives_as_long_as_a_unit_needs_it() -> None:
 def test_phases_come_in_order() -> None:
     model = llama()
     profile = recollect.record(model, batch_of(), optimizer=torch.optim.AdamW(model.parameters()))
-    log = list(profile.log.events())
+    log = list(profile.log.events)
     phases = [event[1] for event in log if event[0] == events.PHASE]
     assert phases == [events.FORWARD, events.BACKWARD, events.OPTIMIZER]
     saves = [event[3] for event in log if event[0] == events.SAVE]

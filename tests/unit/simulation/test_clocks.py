@@ -9,7 +9,7 @@ from torch import nn
 
 import recollect
 from every_plan import choices
-from recollect.profile.events import WAIT
+from recollect.profile.events import WAIT, StepLog
 from recollect.profile.graph import OpRecord, UnitGraph
 from recollect.profile.host_times import HostTimes
 from recollect.profile.profile import Profile
@@ -84,8 +84,7 @@ def test_the_host_waits_for_a_number_that_a_unit_reads() -> None:
     assert [recorded.calls[call].path for (call,) in recorded.log.operands(WAIT)] == ["0", "1", "2"]
     graphs = tuple(replace(g, ops=tuple(replace(op, time_s=0.1) for op in g.ops)) for g in recorded.graphs)
     waiting = on_host(replace(recorded, graphs=graphs), QUICK)
-    blocks = tuple(tuple(event for event in block if event[0] != WAIT) for block in waiting.log.blocks)
-    without = replace(waiting, log=replace(waiting.log, blocks=blocks))
+    without = replace(waiting, log=StepLog(tuple(event for event in waiting.log.events if event[0] != WAIT)))
     plain = [CallActions()] * len(waiting.calls)
     times, others = step_times(waiting, plain), step_times(without, plain)
     assert times.device_s == others.device_s and times.host_s > others.host_s + 0.1

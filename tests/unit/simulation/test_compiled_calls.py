@@ -46,7 +46,7 @@ def _one_unit() -> Profile:
         (FREE, 1),
     )
     call = UnitCall("a", 0, repeated=True, outside=((0, 0),))
-    return Profile((graph,), (call,), StepLog((events,), ((0, -1),)), 10.0, persistent={"parameters": 1000})
+    return Profile((graph,), (call,), StepLog(events), 10.0, persistent={"parameters": 1000})
 
 
 def test_what_was_recorded_of_a_variant_is_played_in_place_of_the_ops() -> None:

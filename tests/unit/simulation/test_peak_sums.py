@@ -48,7 +48,7 @@ def peak_sums_of(profile: Profile) -> PeakSums:
 
 
 def with_log(profile: Profile, log: Iterable[Event]) -> Profile:
-    return replace(profile, log=StepLog(blocks=(tuple(log),), sequence=((0, -1),)))
+    return replace(profile, log=StepLog(tuple(log)))
 
 
 def with_masks(profile: Profile, rng: random.Random) -> Profile:
@@ -64,7 +64,7 @@ def with_masks(profile: Profile, rng: random.Random) -> Profile:
     log: list[Event] = [(ALLOC, mask, 32) for mask in masks]
     handles: dict[int, list[int]] = {}
     num_handles = 1000
-    for event in profile.log.blocks[0]:
+    for event in profile.log.events:
         log.append(event)
         if event[0] == OP and rng.random() < 0.3:
             number = rng.randrange(len(masks))
@@ -90,7 +90,7 @@ def with_reads_of_inner_values(profile: Profile, rng: random.Random) -> Profile:
         replace(c, origins=(*c.origins, (first, i - 1, inner))) if i else c for i, c in enumerate(profile.calls)
     )
     log: list[Event] = []
-    for event in profile.log.blocks[0]:
+    for event in profile.log.events:
         # The model's own code holds it until the next layer has run.
         if event[:1] + event[2:] == (DIES, inner) and event[1] + 1 < len(calls) and inner != graph.ops[-1].outputs[-1]:
             continue
@@ -107,14 +107,14 @@ def with_writes(profile: Profile, rng: random.Random) -> Profile:
     """Each layer writes in place to one of its values, or to its output, after the last of its ops."""
     graph = profile.graphs[0]
     output = len(graph.values) - 1
-    saved = {e[2] for e in profile.log.blocks[0] if e[0] == SAVE} | {output}
+    saved = {e[2] for e in profile.log.events if e[0] == SAVE} | {output}
     old, new = output if rng.random() < 0.5 else rng.choice(sorted(saved - {INPUT})), output + 1
     values = list(graph.values)
     values[old] = replace(values[old], mutated_later=True, is_output=False)
     values.append(ValueRecord("written", values[old].nbytes, producer=len(graph.ops), is_output=old == output))
     write = OpRecord("write_", (old,), (new,), time_s=2.0, mutates=True)
     log: list[Event] = []
-    for event in profile.log.blocks[0]:
+    for event in profile.log.events:
         if event[:1] + event[2:] == (DIES, old):
             event = (DIES, event[1], new)
             if old != output:
@@ -132,7 +132,7 @@ def with_late_returns(profile: Profile, rng: random.Random) -> Profile:
     """Layers return after the next one has read their output, as a layer around other layers does."""
     output = len(profile.graphs[0].values) - 1
     log: list[Event] = []
-    for event in profile.log.blocks[0]:
+    for event in profile.log.events:
         if event[:1] + event[2:] == (DIES, output):
             log.append((RETURN, event[1]))
         if event[0] != RETURN:
@@ -212,10 +212,10 @@ def test_identical_layers_are_played_once() -> None:
 @pytest.mark.parametrize("seed", range(10))
 def test_a_log_that_uses_a_name_twice_is_played_in_one_piece(seed: int) -> None:
     profile = random_step(seed, num_values=6, num_units=3)
-    last = max(event[3] for event in profile.log.blocks[0] if event[0] == SAVE)
+    last = max(event[3] for event in profile.log.events if event[0] == SAVE)
     # What the first layer saves is let go of at once, and its number is used again.
     log: list[Event] = []
-    for event in profile.log.blocks[0]:
+    for event in profile.log.events:
         log.append(event)
         if event[0] == OP and event[1:] == (0, 0):
             log += [(SAVE, 0, profile.graphs[0].ops[0].outputs[0], last, 0), (RELEASE, last)]

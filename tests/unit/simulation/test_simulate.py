@@ -62,7 +62,7 @@ def test_what_runs_again_runs_in_each_of_the_runs_that_a_call_stands_for() -> No
 
 def test_what_a_recipe_reads_is_copied_before_an_op_writes_to_it() -> None:
     """`b` can run again only from `a` as it was, of which the tape then holds a copy besides what was written."""
-    profile = Profile((WRITES_TO_A,), (UnitCall("layer", 0),), StepLog((STEP_OF_IT,), ((0, -1),)), step_s=30.0)
+    profile = Profile((WRITES_TO_A,), (UnitCall("layer", 0),), StepLog(STEP_OF_IT), step_s=30.0)
     kept, dropped = played(profile, Plan({})), played(profile, Plan({"layer": UnitPlan({"b": "recompute"})}))
     assert kept.kept_bytes == B + OUT
     assert dropped.kept_bytes == A + OUT

@@ -1,7 +1,6 @@
 """The memory of a step over time: it adds up to what the simulator predicts, to the byte, and says what the bytes are."""
 
 import itertools
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,7 +13,7 @@ from recollect.errors import BudgetTooSmallError
 from recollect.plans.plan import Plan
 from recollect.plans.trip import Trip
 from recollect.plans.unit_plan import UnitPlan
-from recollect.profile.events import BACKWARD, FORWARD, WORK, StepLog
+from recollect.profile.events import BACKWARD, FORWARD
 from recollect.profile.profile import Profile
 from recollect.simulation.decisions import decide, recompute_all_unit
 from recollect.simulation.lifetimes import LOSS, lifetimes
@@ -105,16 +104,6 @@ def test_random_steps_add_up() -> None:
             found = recollect.timeline(profile, plan)
             assert int(found.total_bytes.max()) == simulate(profile, decide(profile, plan)).peak_bytes, seed
             assert sum(item.nbytes for item in found.report.items) == found.report.peak_bytes, seed
-
-
-def test_profile_without_times_outside_of_the_units(measured: Profile) -> None:
-    """As recorded by the first version: the rest of the step is spread over the ops outside."""
-    blocks = tuple(tuple(e[:2] if e[0] == WORK else e for e in block) for block in measured.log.blocks)
-    old = replace(measured, log=StepLog(blocks, measured.log.sequence), step_s=10 * measured.step_s)
-    found = recollect.timeline(old, Plan({}))
-    assert not found.has_times
-    assert found.time_s[-1] == pytest.approx(old.step_s)
-    assert found.report == recollect.explain_peak(measured, Plan({})) == recollect.explain_peak(measured)
 
 
 def test_gradients_and_optimizer_are_told_apart(measured: Profile, accumulating: Profile) -> None:

@@ -14,8 +14,8 @@ from recollect.integrations.megatron.rules import RecomputeConfig
 from recollect.integrations.megatron.settings import MODULES, TrainingSetting
 from recollect.integrations.nearest import Nearest, nearest
 from recollect.pipelines.pipeline import Pipeline, PipelinePlan, RecordedPieces
+from recollect.pipelines.rank import StageParts
 from recollect.pipelines.schedule import INPUT
-from recollect.pipelines.stage_parts import StageParts
 from recollect.plans.action import Action
 from recollect.plans.plan import Plan
 from recollect.plans.value_names import collective_kind

@@ -81,7 +81,7 @@ def _savers(profile: Profile) -> dict[_Key, set[_Key]]:
     saved: defaultdict[int, Counter[_Key]] = defaultdict(Counter)
     last: dict[int, int] = {}
     returned: set[int] = set()
-    for code, *operands in profile.log.events():
+    for code, *operands in profile.log.events:
         if code == SAVE:
             call, value, _, saver = operands
             if saver in returned:
