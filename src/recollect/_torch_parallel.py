@@ -139,12 +139,7 @@ def is_megatrons_buffer(tensor: torch.Tensor) -> bool:
 
 
 class RankNotes:
-    """Short texts that the ranks of a group leave for each other under a key.
-
-    Attributes:
-        rank: this one, in the group of all ranks.
-        ranks: all of the group.
-    """
+    """Short texts that the ranks of a group leave for each other under a key."""
 
     def __init__(self, key: str, ranks: list[int], store: Any) -> None:
         self.rank = torch.distributed.get_rank()

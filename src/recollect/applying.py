@@ -113,11 +113,8 @@ def _checked_plans(given: Any) -> list[Plan]:
 def apply_own(model: nn.Module, plan: Plan | Sequence[Plan], *around: PlacedForward, compares: bool = False) -> Applied:
     """Apply a plan that was made for this very model, by all of its ranks, and need not name all of its layers.
 
-    Args:
-        model: the model.
-        plan: for it; or one for each micro-batch, of which those that share one share its forwards.
-        around: forwards that are put in place, and removed, together with it.
-        compares: ranks may have different plans, which the first call detects.
+    The plans of micro-batches may share forwards. `around`: forwards put in place, and removed, together with it. `compares`:
+    ranks may have different plans, which the first call detects.
     """
     plans = [plan] if isinstance(plan, Plan) else plan
     chunks = sorted({one.loss_chunks for one in plans})

@@ -291,11 +291,7 @@ class MutatedValueError(RecollectError, RuntimeError):
 
 
 class RecomputeMismatchError(RecollectError, RuntimeError):
-    """A custom autograd Function, run again for backward, made other tensors than in forward.
-
-    Attributes:
-        function: the Function's name.
-    """
+    """A custom autograd Function, run again for backward, made other tensors than in forward."""
 
     def __init__(self, *, function: str) -> None:
         self.function = function
@@ -329,11 +325,7 @@ class FreedValueError(RecollectError, RuntimeError):
 
 
 class RandomDrawError(RecollectError, RuntimeError):
-    """An op that draws from a generator of the whole process could not be run again with the same numbers.
-
-    Attributes:
-        op: the op.
-    """
+    """An op that draws from a generator of the whole process could not be run again with the same numbers."""
 
     def __init__(self, *, op: str) -> None:
         self.op = op

@@ -212,21 +212,15 @@ def checkpoint_sequential(
     size = len(parts) // segments
     output = input
     for number in range(segments - 1):
-        part = _Chain(parts[number * size : (number + 1) * size])
+        part = functools.partial(_in_turn, parts[number * size : (number + 1) * size])
         output = checkpoint(part, output, use_reentrant=use_reentrant, preserve_rng_state=preserve_rng_state)
-    return _Chain(parts[(segments - 1) * size :])(output)
+    return _in_turn(parts[(segments - 1) * size :], output)
 
 
-class _Chain:
-    """Functions that run one after the other."""
-
-    def __init__(self, functions: Sequence[Callable[[Any], Any]]) -> None:
-        self.functions = functions
-
-    def __call__(self, value: Any) -> Any:
-        for function in self.functions:
-            value = function(value)
-        return value
+def _in_turn(functions: Sequence[Callable[[Any], Any]], value: Any) -> Any:
+    for function in functions:
+        value = function(value)
+    return value
 
 
 def apply_activation_checkpointing(

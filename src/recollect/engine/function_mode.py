@@ -85,7 +85,6 @@ class FunctionMode(TapeMode):
             forget_overwritten(tensor, writer, (self.unit_path, self.scope, ""))
 
     def function_actions(self, run: FunctionRun, call: FunctionCall) -> OpActions:
-        """Return the actions for the storages that a call made, in their order."""
         return self._op_actions(OpFacts(name=run.name, num_returns=run.num_storages), True)
 
     def _drop(self, run: FunctionRun) -> None:

@@ -107,8 +107,7 @@ _here = threading.local()
 def current_settings(modes: tuple[Any, ...] | None = None) -> Settings:
     """Return the current context; the same object as the last time if nothing has changed.
 
-    Args:
-        modes: the user's dispatch modes around the running unit; by default, those that are active now.
+    `modes`: the user's dispatch modes around the running unit; by default, those that are active now.
     """
     global _last  # noqa: PLW0603 - a cache: if threads take turns with different settings, each makes its own
     values = tuple([get() for get in _GETTERS])
@@ -256,7 +255,6 @@ class OpCall(_Call):
     __slots__ = ()
 
     def __call__(self, tensors: list[Any], may_overwrite_first: bool) -> Any:
-        """Run the op again and return its results."""
         args, kwargs = _fill(self.args, tensors), _fill_keywords(self.kwargs, tensors)
         output = self._run(args, kwargs)
         return (output,) if isinstance(output, torch.Tensor) else output

@@ -113,12 +113,10 @@ class Applied(Handle):
     """A plan applied to a model. `remove()`, or the end of a with-block, removes it.
 
     Example:
-        >>> import torch, recollect
-        >>> from recollect.lab.models.architectures import llama_config
-        >>> from recollect.lab.models.gpt import GPTModel
-        >>> model = GPTModel(llama_config(num_layers=2, hidden_size=32, num_attention_heads=2, vocab_size=64))
+        >>> import recollect
+        >>> from torch import nn
         >>> plan = recollect.Plan(units={})
-        >>> with recollect.apply(model, plan) as applied:
+        >>> with recollect.apply(nn.Linear(2, 2), plan) as applied:
         ...     applied.plan is plan
         True
     """

@@ -75,7 +75,6 @@ class PlanPolicy:
         self.drops_outputs = any(unit.output is Action.RECOMPUTE for unit in units.values())
 
     def action(self, unit_path: str, value_name: str) -> Action:
-        """Return the plan's action for this value."""
         unit = self._units.get(unit_path)
         if unit is None:
             return Action.KEEP
@@ -132,7 +131,6 @@ class DropAll:
         self.drops_outputs = any(unit.output is Action.RECOMPUTE for unit in (but or {}).values())
 
     def action(self, unit_path: str, value_name: str) -> Action:
-        """Drop the value, unless the plan keeps it."""
         if self._but is None:
             return Action.RECOMPUTE
         unit = self._but.get(unit_path)

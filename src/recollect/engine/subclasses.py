@@ -30,7 +30,6 @@ class PackedSubclass:
         self.others = {name: item for name, item in inner.items() if name not in self.packed}
 
     def rebuild(self, unpack: Any) -> torch.Tensor:
-        """Return the subclass, with inner tensors obtained from `unpack`."""
         inner = {**self.others, **{name: unpack(item) for name, item in self.packed.items()}}
         tensor: torch.Tensor = self.kind.__tensor_unflatten__(inner, self.context, self.size, self.stride)
         return tensor

@@ -60,7 +60,6 @@ def forget_updated(statistics: Sequence[torch.Tensor], writer: str, label: _Labe
 
 
 def forget_content(storage: torch.UntypedStorage) -> None:
-    """Forget what a storage held, because it is written to."""
     vars(storage).pop(NOTES, None)
 
 

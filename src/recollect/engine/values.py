@@ -370,7 +370,6 @@ def watch(value: TapeValue, storage: torch.UntypedStorage) -> None:
 
 
 def leaves_of(storage: torch.UntypedStorage) -> list[TapeValue]:
-    """Return the values that hold a tensor on this storage."""
     values = [reference() for reference in vars(storage).get(_LEAVES, ())]
     return [value for value in values if value is not None and value.holds(storage)]
 
@@ -386,9 +385,7 @@ def snapshot_targets(targets: Sequence[torch.Tensor], *, is_raised: bool) -> lis
 def snapshot_leaves(storage: torch.UntypedStorage, num_raised: int = 0) -> None:
     """Give every value that holds a tensor on this storage a private copy, because an in-place op is about to run.
 
-    Args:
-        storage: the storage that the op writes to.
-        num_raised: by how much this op has already raised its version counter.
+    `num_raised`: by how much this op has already raised its version counter.
     """
     vars(storage).pop(NOTES, None)
     for reference in vars(storage).pop(_LEAVES, ()):

@@ -74,7 +74,6 @@ class DeferredLogits(Tensor):
 
     @classmethod
     def of_head(cls, call: LossCall, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> DeferredLogits:
-        """Return a stand-in for `linear(hidden, weight, bias)`."""
         call.has_logits = True
         dtype = hidden.dtype
         if torch.is_autocast_enabled(hidden.device.type) and dtype is not torch.float64:

@@ -84,8 +84,7 @@ def held_now(device: torch.device) -> int | None:
 
     On the CPU these are all bytes from the C library, also of other objects than tensors: only differences are meaningful.
 
-    Args:
-        device: CUDA, or the CPU on Linux with glibc.
+    None also on other devices than CUDA, and the CPU on Linux with glibc.
 
     Example:
         >>> import torch

@@ -218,15 +218,9 @@ def carrier_for(device: torch.device) -> Carrier:
 
 
 class Host:
-    """Host memory for a device.
-
-    Args:
-        device: where values are computed.
-        most_bytes: the host memory that they need; None if unknown.
+    """Host memory for a device, as large as values need where that is known, and what copies them.
 
     Attributes:
-        carrier: copies them.
-        pool: host memory.
         num_missed: values that were asked for, or written to, at another moment than the plan says.
         stalled_s: seconds that computation has waited for copies, on the CPU.
 

@@ -55,12 +55,10 @@ class Offload:
 
     Args:
         model: the model that the plan is applied to; its parameters give the device. None: nothing is known of it.
-        units: the plan of each unit.
-        most_bytes: the host memory that they need; None if unknown.
+        most_bytes: the host memory that values need; None if unknown.
         device: where values are computed, if not as the parameters tell.
 
     Attributes:
-        host: the host memory for the values.
         num_stayed: values that stayed on the device, as there was no room for them in host memory.
     """
 
@@ -148,13 +146,7 @@ class Offload:
 
 
 class Flight:
-    """A stretch of forward, with the backwards over it.
-
-    Attributes:
-        timetable: says when values leave and come back.
-        has_turned: whether a backward has begun.
-        is_running: whether a call is running.
-    """
+    """A stretch of forward, with the backwards over it."""
 
     def __init__(self) -> None:
         self.timetable = Timetable()
@@ -253,7 +245,6 @@ class Mark:
         self._used = -1
 
     def rebuild(self, unpack: Any) -> torch.Tensor:
-        """Return the tensor, obtained from `unpack`."""
         self._used = self._flight.use(self._call, self._used)
         tensor: torch.Tensor = unpack(self._packed)
         return tensor

@@ -29,11 +29,7 @@ _BACK = "back"
 class Offloaded:
     """One value on its trip.
 
-    Args:
-        host: the host memory for the value.
-        tensor: the value, just computed; it holds no graph.
-        slot: room for it in host memory.
-        label: path of the unit, and name of the value in it.
+    It was just computed, and holds no graph. `label`: path of the unit, and name of the value in it.
 
     Raises:
         OffloadError: it cannot be copied.

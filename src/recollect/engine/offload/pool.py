@@ -44,13 +44,7 @@ class _Slab:
 class HostPool:
     """Host memory of one applied plan.
 
-    Args:
-        host_memory: returns a stretch of it.
-        most_bytes: the bytes that the plan needs, which are taken at once; None if unknown: then it grows.
-
-    Attributes:
-        taken_bytes: bytes of the values that are in it now.
-        most_taken_bytes: the highest value of that so far.
+    The bytes that the plan needs are taken at once; if they are unknown, it grows.
     """
 
     def __init__(self, host_memory: Callable[[int], torch.Tensor], most_bytes: int | None) -> None:
