@@ -260,4 +260,16 @@ MUTATIONS = (
         "engine/graph",
         (("check_filled(tensor, self.path)", "pass"),),
     ),
+    Mutation(
+        "graph-gradients-in-parameters-type",
+        "traces round gradients to the type of the parameters, where those are to be of a different one",
+        "engine/graph",
+        (("self._leaves[index].grad_dtype = dtype", "pass"),),
+    ),
+    Mutation(
+        "graph-gradients-type-unguarded",
+        "a trace makes gradients of the type that they had when it was made",
+        "engine/graph",
+        (("if any(grad_dtype_of(inputs[index]) is not dtype for index, dtype in self._dtypes.items()):", "if False:"),),
+    ),
 )

@@ -149,7 +149,10 @@ def _repeated(sharded: Any, whole: nn.Parameter) -> nn.Parameter:
     found = torch.ones(whole.numel(), dtype=whole.dtype, device=part.device if part.is_meta else whole.device)
     for piece in found.split(part.numel()) if part.numel() else ():
         piece.copy_(part.flatten()[: piece.numel()])
-    return nn.Parameter(found.view(whole.shape), whole.requires_grad)
+    made = nn.Parameter(found.view(whole.shape), whole.requires_grad)
+    if getattr(whole, "grad_dtype", whole.dtype) is not whole.dtype:
+        made.grad_dtype = whole.grad_dtype
+    return made
 
 
 class GatheredParameters:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from contract_steps import Run, plain
 from contract_units import HOOKS, ROWS, UNITS, WIDTH, Case, Model, WrittenDouble
-from engines import applied, num_tape_calls, traced_forwards
+from engines import applied, num_tape_calls, traced, traced_forwards
 from gradients import Step, assert_same_gradients
 from policies import FULL
 from recollect.engine.graph import graph_engine
@@ -125,6 +125,33 @@ def test_parts_that_are_replaced(change: Callable[[Model], object]) -> None:
         torch.set_rng_state(before)
 
     changed(the_same)
+
+
+class ScaledIn32Bits(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH, dtype=torch.bfloat16))
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return rows + (rows.float().sin() * self.weight).bfloat16()
+
+
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="gradients have the type of their parameters")
+@pytest.mark.parametrize("dtypes", [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)])
+def test_gradients_of_another_type_than_their_parameters(dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+    """As FSDP2 has them from torch 2.15 on, where it gathers parameters in 16 bits."""
+    plainly, model = (nn.Sequential(ScaledIn32Bits(), ScaledIn32Bits()) for _ in range(2))
+    rows = torch.linspace(-1, 1, 8 * WIDTH, dtype=torch.bfloat16).view(8, WIDTH)
+    with traced(model, ["0", "1"], FULL) as handle:
+        for number in range(7):
+            for one in (plainly, model):
+                one.zero_grad()
+                for parameter in one.parameters():
+                    parameter.grad_dtype = dtypes[number > 3]
+                one(rows).float().square().sum().backward()
+            pairs = zip(plainly.parameters(), model.parameters(), strict=True)
+            assert all(torch.equal(a.grad, b.grad) for a, b in pairs if a.grad is not None and b.grad is not None)
+        assert not any(forward.why_not for forward in traced_forwards(handle))
 
 
 def test_an_attribute_that_changes_between_forward_and_backward() -> None:

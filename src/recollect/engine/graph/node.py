@@ -24,7 +24,7 @@ from recollect.engine.function_call import autocast_now
 from recollect.engine.graph.code import Run, RunInParts, backward_code, backward_in_parts, forward_code
 from recollect.engine.graph.cut import Cut, IsKept, cut
 from recollect.engine.graph.joint import TAKES_LIST
-from recollect.engine.graph.trace import OtherMemoryError, Tangents, Trace
+from recollect.engine.graph.trace import Tangents, Trace
 from recollect.engine.opcall import Settings, current_settings
 from recollect.engine.values import check_filled
 from recollect.errors import ConfigError, MutatedValueError
@@ -124,7 +124,6 @@ class TracedUnit:
         self._last: dict[str, weakref.ref[_Call]] = {}
         # An input is given once for each gradient that eager mode adds up for it: the engine adds them, in its order.
         self._edges = [trace.num_edges(i) for i in range(self.num_inputs)]
-        self._written = trace.written_inputs()
         self._repeats = [i for i, count in enumerate(self._edges) for _ in range(count - 1)]
 
     def program(self, tangents: Tangents) -> Program:
@@ -138,11 +137,7 @@ class TracedUnit:
         Raises:
             OtherMemoryError: the call cannot run from this trace.
         """
-        if self._written:
-            memory = [one.untyped_storage()._cdata for one in inputs]
-            for group in self._written:
-                if group != [i for i, one in enumerate(memory) if one == memory[group[0]]]:
-                    raise OtherMemoryError
+        self.trace.check_fits(inputs)
         call = _Call(self)
         before, self._last[call.path] = self._last.get(call.path), weakref.ref(call)
         if len(self.stretches) > 1 and self._lets_go(inputs, None if before is None else before()):

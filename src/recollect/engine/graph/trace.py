@@ -33,7 +33,7 @@ from recollect.engine.draws import draws_numbers, draws_unknown
 from recollect.engine.facts import OpMode, facts_of, must_keep_result
 from recollect.engine.graph.named_run import NamedRun, reads_constant
 from recollect.engine.graph.real_layouts import laid_out
-from recollect.engine.graph.traced_op import Layout, TracedOp, TracedTensor
+from recollect.engine.graph.traced_op import Layout, TracedOp, TracedTensor, grad_dtype_of
 from recollect.engine.opcall import current_settings
 from recollect.programs.cut import UntraceableError
 
@@ -102,6 +102,10 @@ class Trace:
         leaves = [one if is_fake_tensor(one) else faked(self._fakes, one) for one in inputs]
         with self._fakes, torch.enable_grad():
             self._leaves = [leaf.detach().requires_grad_(leaf.requires_grad) for leaf in leaves]
+            # To which autograd casts gradients: FSDP2 gathers parameters in 16 bits, and adds up their gradients in 32.
+            self._dtypes = {i: grad_dtype_of(p) for i, p in enumerate(inputs) if isinstance(p, torch.nn.Parameter)}
+            for index, dtype in self._dtypes.items():
+                self._leaves[index].grad_dtype = dtype
             # Autocast keeps the casts of leaves, and of no others.
             for index, one in enumerate(inputs):
                 if not one.is_leaf:
@@ -132,6 +136,7 @@ class Trace:
         self._edges = self._find_edges()
         self._num_edges = Counter(leaf for _, _, leaf in self._edges)
         self._backward: dict[Tangents, BackwardTrace] = {}
+        self._written = self._written_inputs()
 
     def _check_outputs(self) -> None:
         """Refuse what autograd would have to be told of."""
@@ -178,7 +183,20 @@ class Trace:
                     pending.append(following)
         return found
 
-    def written_inputs(self) -> list[list[int]]:
+    def check_fits(self, inputs: Sequence[torch.Tensor]) -> None:
+        """Check what guards do not see.
+
+        Raises:
+            OtherMemoryError: it writes to memory that inputs share in another way, or gradients come in other types.
+        """
+        if any(grad_dtype_of(inputs[index]) is not dtype for index, dtype in self._dtypes.items()):
+            raise OtherMemoryError
+        memory = [one.untyped_storage()._cdata for one in inputs] if self._written else []
+        for group in self._written:
+            if group != [i for i, one in enumerate(memory) if one == memory[group[0]]]:
+                raise OtherMemoryError
+
+    def _written_inputs(self) -> list[list[int]]:
         """Return the groups of inputs, each on memory of its own, to which its ops write."""
         written = {storage for op in self.ops for storage in (*op.written, *(one.storage for one in op.updated))}
         groups = ([i for i, one in enumerate(self.inputs) if one.storage == storage] for storage in written)

@@ -89,3 +89,8 @@ class TracedOp:
     def layouts(self) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
         """Shapes and strides of its results."""
         return [output.layout[:2] for output in self.outputs if output is not None]
+
+
+def grad_dtype_of(parameter: torch.Tensor) -> torch.dtype | None:
+    """Return the type of a parameter's gradient; versions of PyTorch that cannot change it have no attribute for it."""
+    return getattr(parameter, "grad_dtype", parameter.dtype)
