@@ -102,13 +102,16 @@ def in_a_body() -> nn.Module:
 def with_further_tokens() -> nn.Module:
     """As in multi-token prediction, something is built around the only layer of a list."""
     around = Holder(proj=nn.Linear(4, 4), inside=encoder(4))
-    return Holder(layers=modules(encoder(4), encoder(4)), mtp=Holder(layers=modules(around)), head=nn.Linear(4, 4))
+    further = nn.ModuleDict({"layers": modules(around)})
+    layers = modules(encoder(4), encoder(4))
+    return nn.ModuleDict({"layers": layers, "mtp": further, "head": nn.Linear(4, 4)})
 
 
 def with_only_children() -> nn.Module:
     """One holds all layers, the other none."""
     whole = Holder(proj=nn.Linear(4, 4), inside=modules(encoder(4), encoder(4)))
-    return Holder(whole=modules(whole), other=modules(Holder(proj=nn.Linear(4, 4), inside=nn.ReLU())))
+    other = Holder(proj=nn.Linear(4, 4), inside=nn.ReLU())
+    return nn.ModuleDict({"whole": modules(whole), "other": modules(other)})
 
 
 # A model, its layers, and its other units where they say something.
