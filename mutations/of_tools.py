@@ -268,7 +268,7 @@ MUTATIONS = (
     ),
     Mutation(
         "dtype-mismatch-not-told",
-        "a layer that ran again in another precision is not recognised",
+        "a layer that ran again in a different precision is not recognised",
         "doctor",
         (("return old == new and old_dtype != new_dtype", "return False"),),
     ),

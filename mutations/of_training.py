@@ -402,7 +402,7 @@ MUTATIONS = (
     ),
     Mutation(
         "fp8-experts-not-aligned",
-        "experts get rows that are no multiple of what products in 8 bits need",
+        "experts get rows that are not a multiple of what products in 8 bits need",
         "lab",
         (("padded_E = (counts_E + multiple - 1) // multiple * multiple", "padded_E = counts_E"),),
     ),

@@ -1,7 +1,7 @@
 """Fits PyTorch training into the memory you have, at the least slowdown possible, and proves it.
 
-The names in `__init__.pyi` are the public API. They are imported on first use, so that `import recollect` is quick and the
-planner works where PyTorch is not installed.
+The names in `__init__.pyi` are the public API. They are imported on first use: `import recollect` is quick, and the planner
+works without PyTorch.
 """
 
 from recollect.lazy_names import lazy_names

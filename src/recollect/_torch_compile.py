@@ -123,7 +123,7 @@ def settings_in_the_way() -> Iterator[tuple[str, object, str]]:
     if dynamo_config.disable:
         yield "torch._dynamo.config.disable", True, "nothing is compiled"
     if dynamo_config.compiled_autograd:
-        yield "torch._dynamo.config.compiled_autograd", True, "backward is compiled anew"
+        yield "torch._dynamo.config.compiled_autograd", True, "backward is recompiled"
     if inductor_config.triton.cudagraphs:
         yield "torch._inductor.config.triton.cudagraphs", True, "CUDA graphs hold what is kept in a pool of their own"
     if functorch_config.activation_memory_budget != 1:

@@ -93,7 +93,7 @@ class TracedWhole:
         return None
 
     def _without_wrappers(self, code: CodeType) -> FunctionType:
-        """Return a function of what Dynamo made, which calls what the backend returned as it is."""
+        """Return a function of what Dynamo made, which calls the backend's result directly."""
         names = {name: self._own.__globals__.get(name) for name in code.co_names if name.startswith("__compiled_fn")}
         around = {**self._own.__globals__, "__import_torch_dot__dynamo_dot_utils": _UTILS}
         around |= {name: getattr(function, "_torchdynamo_orig_callable", function) for name, function in names.items()}
@@ -168,7 +168,7 @@ def _tracing_as_eager() -> Iterator[None]:
             warnings.catch_warnings(),
             mock.patch.object(_FAKES, "disabled", True),
             mock.patch.object(_METRICS, "disabled", True),
-            # Dynamo refuses Functions that have one of their own.
+            # Dynamo refuses Functions that have their own.
             mock.patch.object(_HOOK, "vjp", None),
             dynamo_config.patch(
                 skip_nnmodule_hook_guards=False,

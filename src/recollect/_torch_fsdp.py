@@ -184,7 +184,7 @@ class GatheredParameters:
         return [found for found in sums if found is not None]
 
     def begin_gradients_apart(self) -> None:
-        """Have backward add to sums in the dtype that is reduced, where that is another one."""
+        """Have backward add to sums in the dtype that is reduced, if that is a different one."""
         for parameter in self._summed_apart:
             whole = parameter.unsharded_param
             if whole.requires_grad and parameter.reduce_dtype not in (None, whole.dtype):
@@ -210,7 +210,7 @@ class GatheredParameters:
         """The most bytes that a reduction at the end of a step needs besides the tensors that are whole before the first one.
 
         Parameters of a group are freed before its gradients are copied to send buffers, and the gradients after that.
-        Then gloo copies the tensors that it sends, and received ones may get another dtype.
+        Then gloo copies the tensors that it sends, and received ones may get a different dtype.
         """
         found = []
         freed_bytes = 0

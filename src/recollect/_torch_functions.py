@@ -75,7 +75,7 @@ _calls = _Calls()
 def watched_functions(watch: WatchFunction | None) -> Iterator[None]:
     """Have the calls of custom autograd Functions on this thread watched, where gradients are on; None: leave them alone.
 
-    Calls cannot be seen in any public way. Models often keep `Function.apply` itself, under another name, and since torch
+    Calls cannot be seen in any public way. Models often keep `Function.apply` itself, under a different name, and since torch
     2.15 it is all C++. But every call looks up the same attributes of the Function's class: `_backward_cls` when it
     begins, then `forward`, then `setup_context`. This puts a lookup in front that returns watched code. It
     stays there, and does nothing if nobody watches.
@@ -119,7 +119,7 @@ class _Call:
         """Run forward; the context is its first argument unless it has a `setup_context`."""
         watch = _calls.watch
         sets_up = self.function.setup_context is not torch.autograd.Function.setup_context
-        # If the call that began has failed, this may be another one, by way of `Function.forward`.
+        # If the call that began has failed, this may be a different one, through `Function.forward`.
         is_call = sets_up or (args and isinstance(args[0], torch.autograd.function.BackwardCFunction))
         if watch is not None and is_call:
             self._watcher = watch(self.function, args if sets_up else args[1:], kwargs)
@@ -235,10 +235,10 @@ Checkpoint = Generator[None, None, None]
 def have_checkpoints_begin(begin: Callable[[Checkpoint, bool], Checkpoint]) -> None:
     """Have `begin` replace the code of each checkpoint with gradients on, unless it is reentrant; told if it has a context.
 
-    Models keep `checkpoint` itself under names of their own.
+    Models keep `checkpoint` itself under their own names.
     """
     module: Any = torch.utils.checkpoint
-    # Since torch 2.14 it takes its options by keyword, under a name of its own.
+    # Since torch 2.14 it takes its options by keyword, under its own name.
     name = f"{_CHECKPOINT_CODE}_impl" if hasattr(module, f"{_CHECKPOINT_CODE}_impl") else _CHECKPOINT_CODE
     before = getattr(module, name)
 

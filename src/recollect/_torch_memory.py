@@ -71,7 +71,7 @@ class AllocatorTrace:
         for probe in ((self._probe, _PROBE_BYTES), (self._probe, -_PROBE_BYTES)):
             if probe not in found:
                 raise MeterError(
-                    f"the allocator's trace of torch {torch.__version__} does not show what is allocated, so that memory on "
+                    f"the allocator's trace of torch {torch.__version__} does not show what is allocated, so memory on "
                     f"the CPU cannot be measured. Install torch {OLDEST_TESTED} to {NEWEST_TESTED}, or a newer recollect."
                 )
             found.remove(probe)
@@ -94,7 +94,7 @@ def _close() -> Any:
 class CudaAllocatorTrace:
     """The CUDA allocator's own history of allocations and frees, in the order in which the program asked for them.
 
-    There is no public form of it. A history that the user has switched on begins anew.
+    There is no public form of it. A history that the user has switched on starts again.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -194,7 +194,7 @@ def joined_mesh(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:
         raise ConfigError(
             settings={"mesh": outer.mesh.tolist(), "tensor mesh": inner.mesh.tolist()},
             reason="both are to share one tensor, each along a dimension of its own",
-            advice="Pass two dimensions of one mesh, which have this rank alone in common.",
+            advice="Pass two dimensions of one mesh, which have only this rank in common.",
         ) from None
     return joined
 
@@ -288,8 +288,8 @@ class GradientBuckets:
 
     Args:
         model: with any number of `DistributedDataParallel` in it.
-        may_communicate: the processes may agree now in which order gradients are reduced, as the forward after the first
-            backward has them do, so that this does not happen in a recorded or measured step.
+        may_communicate: the processes may agree now on the order in which gradients are reduced, as they would in the forward
+            after the first backward. It then does not happen in a recorded or measured step.
 
     Attributes:
         sizes_bytes: the sizes of each of them.

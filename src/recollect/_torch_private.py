@@ -122,7 +122,7 @@ def has_saved_tensors_hooks() -> bool:
 
 
 def owner_of_hook(pack: Any) -> object:
-    """Return the object whose method packs; None for another function."""
+    """Return the object whose method packs; None for any other function."""
     return getattr(getattr(pack, "func", pack), "__self__", None)
 
 
@@ -187,7 +187,7 @@ def is_opaque_subclass(tensor: torch.Tensor) -> bool:
 
 
 def keeps_graph() -> bool:
-    """Whether the backward that is running may be followed by another one over the same graph (`retain_graph`).
+    """Whether the backward that is running may be followed by one more over the same graph (`retain_graph`).
 
     Private, because there is no public way to ask; without it a saved tensor may never be used up by a backward.
     """
@@ -373,7 +373,7 @@ def kernel_switches() -> list[_Switch]:
 
 
 def _precision_switch(backend: str, op: str) -> _Switch:
-    """Return the switch for the arithmetic of fp32: as it is, TF32 or bf16."""
+    """Return the switch for the arithmetic of fp32: full precision, TF32 or bf16."""
     get = functools.partial(torch._C._get_fp32_precision_getter, backend, op)
     return get, functools.partial(torch._C._set_fp32_precision_setter, backend, op)
 

@@ -55,7 +55,7 @@ def apply(model: nn.Module, plan: Plan | Sequence[Plan], *, group: GroupChoice =
         A handle that removes the plan again; also a context manager.
 
     Raises:
-        ArgumentError: the model is no module, the plan no plan, or there are no plans.
+        ArgumentError: the model is not a module, the plan not a plan, or there are no plans.
         UnknownNameError: the plan names a unit, or a module in a unit, that the model does not have.
         AlreadyAppliedError: the model already has a plan, `CheckpointWrapper` or Hugging Face's gradient checkpointing.
         ChunkedLossError: the plan computes the loss in chunks, which this model does not support.
@@ -67,8 +67,8 @@ def apply(model: nn.Module, plan: Plan | Sequence[Plan], *, group: GroupChoice =
     Warns:
         PlanMismatchWarning: the plan was made for a model with fewer layers; or once, if a unit runs other ops than the
             plan names. Values that it does not name are kept.
-        ProfileMismatchWarning: the plan's profile was recorded with another version of PyTorch, on another device, or where
-            copies to host memory were half as fast again, or more.
+        ProfileMismatchWarning: the plan's profile was recorded with a different version of PyTorch, on a different device, or
+            where copies to host memory were half as fast again, or more.
         TorchVersionWarning: once in a process, with a PyTorch that is newer than those that are tested, or that differs.
         ConfigWarning by the first call: `torch.compile` has no effect, since the model runs eagerly under a plan.
         PlanMismatchWarning by the first call: compiled code lacks values that the plan names.
@@ -213,7 +213,7 @@ def _check_value_names(unit: nn.Module, path: str, actions: Mapping[str, str]) -
 
 
 def _check_outputs_stay(model: nn.Module, plan: Plan, modules: Mapping[str, nn.Module]) -> None:
-    """Check that a unit whose output is dropped has its parameters when the backward of another one asks for the output."""
+    """Check that a unit whose output is dropped has its parameters when a later unit's backward asks for the output."""
     freed = freed_after_forward(model)
     for path, unit in plan.units.items():
         if unit.output is Action.RECOMPUTE and any(id(part) in freed for part in modules[path].modules()):
@@ -243,14 +243,14 @@ def _check_not_applied(model: nn.Module, forwards: Iterable[PlacedForward]) -> N
 
 
 def _switch_of(model: nn.Module) -> str:
-    """Return the method that ends gradient checkpointing: in diffusers, and since transformers 5.23, it has another name."""
+    """Return the method that ends gradient checkpointing: which diffusers, and transformers since 5.23, name differently."""
     methods = ("disable_gradient_checkpointing", "activation_checkpointing_disable")
     there = (method for method in methods if any(hasattr(part, method) for part in model.modules()))
     return next(there, "gradient_checkpointing_disable")
 
 
 def already_applied(path: str, by: str, remedy: str) -> AlreadyAppliedError:
-    """Return the error about a module that recomputes by another mechanism, which `remedy` ends."""
+    """Return the error about a module that recomputes by a different mechanism, which `remedy` ends."""
     return AlreadyAppliedError(
         f"cannot apply a plan: {unit_words(path, 'module')} recomputes already, by {by}; a value would be recomputed twice. "
         f"To have recollect decide, {remedy}."

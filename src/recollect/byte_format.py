@@ -28,7 +28,7 @@ def format_bytes(num_bytes: int) -> str:
 
 
 def least_amount(num_bytes: int) -> str:
-    """Print bytes as an amount to paste as a budget: rounded up, so that it is enough.
+    """Print bytes as an amount to paste as a budget, rounded up to be enough.
 
     Returns:
         At most one decimal and a power-of-1024 suffix, without a space, as `recollect.quantities.parse_bytes` reads it.

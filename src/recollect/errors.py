@@ -1,7 +1,7 @@
 """Every error and warning that recollect raises deliberately.
 
     RecollectError (Exception)
-      ArgumentError (TypeError)               an argument of another kind, such as one of two that were swapped
+      ArgumentError (TypeError)               an argument of the wrong type, such as one of two that were swapped
       MissingFileError (FileNotFoundError)    no file where a plan or a profile was expected
       MissingPackageError (ImportError)       an optional package that is not installed; says how to install it
       QuantityError (ValueError)              a text or number that is not an amount of bytes or seconds
@@ -26,14 +26,14 @@
       RandomDrawError (RuntimeError)          an op drew other random numbers the second time
       OffloadError (RuntimeError)             a value could not be copied to host memory, or back
       DataError (ValueError)                  training data missing, empty or malformed
-      CheckpointError (RuntimeError)          training checkpoint missing, corrupt, or of another run
+      CheckpointError (RuntimeError)          training checkpoint missing, corrupt, or of a different run
       BenchError (ValueError)                 a setting, or a stored result, that a benchmark cannot use
       DiagnosisError (ValueError)             a file that cannot be read, or not safely, to diagnose it
 
     BudgetWarning (UserWarning)               a step that may exceed its budget
-    ConfigWarning (UserWarning)               a setting without effect, or with another one than it seems
+    ConfigWarning (UserWarning)               a setting without effect, or with an unexpected one
     PlanMismatchWarning (UserWarning)         a plan that does not fit the ops it meets
-    ProfileMismatchWarning (UserWarning)      a plan from a profile of another version or device
+    ProfileMismatchWarning (UserWarning)      a plan from a profile of a different version or device
     TorchVersionWarning (UserWarning)         an untested PyTorch, or one in which a hook does not hold
 
 Errors with numbers or names keep them as attributes, from which their text is derived. All can be pickled, because
@@ -70,7 +70,7 @@ class RecollectError(Exception):
 
 
 class ArgumentError(RecollectError, TypeError):
-    """An argument of the wrong kind: swapped with another one, a path, or a class."""
+    """An argument of the wrong type: swapped with a second one, a path, or a class."""
 
 
 class QuantityError(RecollectError, ValueError):
@@ -220,7 +220,7 @@ class BudgetTooSmallError(RecollectError, ValueError):
         )
 
     def changed(self, **changed: Any) -> BudgetTooSmallError:
-        """Return the same error with other advice, or with percentages of another peak without recompute, and so on."""
+        """Return the same error with different advice, or with percentages of a different peak without recompute, and so on."""
         names = ("budget_bytes", "least_peak_bytes", "unit", "advice", "plain_peak_bytes", "tenants")
         return BudgetTooSmallError(**{name: getattr(self, name) for name in names} | changed)
 
@@ -250,11 +250,11 @@ class LargerStepError(RecollectError, RuntimeError):
 
 
 class ChunkedLossError(RecollectError, RuntimeError):
-    """The loss cannot be computed in chunks: the head, or code between it and the loss, would give another result."""
+    """The loss cannot be computed in chunks: the head, or code between it and the loss, would give a different result."""
 
 
 class MeterError(RecollectError, RuntimeError):
-    """Memory cannot be measured here: another measurement or profiler is running, or the device is unknown."""
+    """Memory cannot be measured here: a different measurement or profiler is running, or the device is unknown."""
 
 
 class MutatedValueError(RecollectError, RuntimeError):
@@ -296,8 +296,8 @@ class RecomputeMismatchError(RecollectError, RuntimeError):
     def __init__(self, *, function: str) -> None:
         self.function = function
         super().__init__(
-            f"the autograd Function {function!r} made tensors of other shapes, strides or types when its forward ran again, so "
-            "that it depends on more than its arguments. Keep what it computes: in the plan, set its values to 'keep'."
+            f"the autograd Function {function!r} made tensors of other shapes, strides or types when its forward ran again: "
+            "it depends on more than its arguments. Keep what it computes: in the plan, set its values to 'keep'."
         )
 
 
@@ -319,7 +319,7 @@ class FreedValueError(RecollectError, RuntimeError):
         super().__init__(
             f"a tensor of shape {list(shape)}, {_used_by(unit, module, op)}, has no memory now: its storage was freed after "
             "forward, as FSDP does when it reshards, and not filled again before backward needed it. Keep the output of "
-            "the unit after it (output: keep), so that each unit is recomputed in its own backward; and leave out "
+            "the unit after it (output: keep): each unit is then recomputed in its own backward; and leave out "
             "set_unshard_in_backward(False)."
         )
 
@@ -330,8 +330,8 @@ class RandomDrawError(RecollectError, RuntimeError):
     def __init__(self, *, op: str) -> None:
         self.op = op
         super().__init__(
-            f"{op} drew other random numbers in backward than in forward, so that its result cannot be recomputed: another "
-            "thread drew from the same generator while it ran. Let that thread use a generator of its own, or keep the "
+            f"{op} drew different random numbers in backward than in forward, so its result cannot be recomputed: a different "
+            "thread drew from the same generator while it ran. Let that thread use its own generator, or keep the "
             "op's results in the plan."
         )
 
@@ -361,7 +361,7 @@ class DataError(RecollectError, ValueError):
 
 
 class CheckpointError(RecollectError, RuntimeError):
-    """A training checkpoint that is missing, corrupt, or of another run; or another damaged file of a run folder."""
+    """A training checkpoint that is missing, corrupt, or of a different run; or any other damaged file of a run folder."""
 
 
 class BenchError(RecollectError, ValueError):
@@ -377,7 +377,7 @@ class BudgetWarning(UserWarning):
 
 
 class ConfigWarning(UserWarning):
-    """A setting without effect, or with another effect than it seems to have."""
+    """A setting without effect, or with an unexpected one."""
 
 
 class PlanMismatchWarning(UserWarning):
@@ -385,7 +385,7 @@ class PlanMismatchWarning(UserWarning):
 
 
 class ProfileMismatchWarning(UserWarning):
-    """A plan comes from a profile recorded with another version of PyTorch, on another device, or over a faster link."""
+    """A plan's profile was recorded with a different version of PyTorch, on a different device, or over a faster link."""
 
 
 class TorchVersionWarning(UserWarning):

@@ -83,7 +83,7 @@ def read_document(
         needs_all_keys: whether only what may be None can be missing, despite other fields' defaults.
 
     Raises:
-        error: not JSON, a duplicate key, NaN or infinity, another format, or a later version.
+        error: not JSON, a duplicate key, NaN or infinity, a different format, or a later version.
     """
     try:
         data = json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_refuse_constant)

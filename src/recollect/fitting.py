@@ -130,8 +130,8 @@ def fit(
         units: module paths of the layers to plan, where they are not found; see `record`.
         holds_output: the loop holds the model's output until the next one replaces it; see `record`.
         gradients: the gradients of the last step, when the next one begins; see `record`.
-        loss_chunks: parts in which LM head and loss are computed, so that only one part's logits are alive; see
-            `chunked_cross_entropy`. 1: as the model does, so that gradients keep their bits. "auto": as many as the fastest
+        loss_chunks: parts in which LM head and loss are computed, one part's logits at a time; see
+            `chunked_cross_entropy`. 1: as the model does, with unchanged gradient bits. "auto": as many as the fastest
             plan needs, and 1 if that is as fast; records up to four times, and needs a batch.
         host_budget: bytes of host memory, as an int or text such as "64GiB", that values may be copied to in forward and back
             in backward, in parallel with computation; the speed of copies is measured first. 0: nothing is offloaded.

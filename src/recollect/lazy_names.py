@@ -1,4 +1,4 @@
-"""Names that a package imports on first use, so that importing it is quick and does not need their dependencies."""
+"""Names that a package imports on first use: importing it is quick and does not need their dependencies."""
 
 import ast
 import difflib

@@ -13,7 +13,7 @@ _HARD_SPACE = "\xa0"
 
 
 def print_line(console: Console, text: str, *, style: str | None = None) -> None:
-    """Print text as it is; where that is no terminal, one line stays one line, so that it can be searched for."""
+    """Print text unchanged; outside a terminal one line stays one line, which can be searched for."""
     if console.is_terminal:
         text = "\n".join(part for line in text.split("\n") for part in _wrapped(line, console.width))
     console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)

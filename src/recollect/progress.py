@@ -167,7 +167,7 @@ class _Line:
 
     def _shown(self) -> tuple[str, _Stage | None, str]:
         """Return the innermost stage's text, the innermost stage that counts, and the time so far."""
-        # On another thread than the stages begin and end on.
+        # Not on the thread that the stages begin and end on.
         stages = list(self._stages)
         counted = next((one for one in reversed(stages) if one.total is not None), None)
         text = f"recollect: {stages[-1].text}" if stages else "recollect"

@@ -110,7 +110,7 @@ def parse_budget(value: str | int, *, reference_bytes: int | None, device_bytes:
 
 
 def check_budget(value: str | int, *, device_bytes: int | None) -> None:
-    """Check that a budget can be parsed and is no mistake, before the peak that a percentage refers to is known.
+    """Check that a budget can be parsed and is not a mistake, before the peak that a percentage refers to is known.
 
     Args:
         value: as for `parse_budget`.
@@ -185,13 +185,13 @@ def _short_seconds(magnitude: float) -> str:
 
 def _whole_bytes(value: object) -> int:
     if isinstance(value, bool):
-        raise QuantityError(value, f"a bool is no number of bytes; {_EXPECTED}")
+        raise QuantityError(value, f"a bool is not a number of bytes; {_EXPECTED}")
     try:
         number = operator.index(value)  # type: ignore[arg-type]
     except TypeError:
         is_small = isinstance(value, float) and 0 < value < 1e6
         expected = f"write '{value:g}GiB', or a whole number of bytes" if is_small else _EXPECTED
-        raise QuantityError(value, f"a {type(value).__name__} is no number of bytes; {expected}") from None
+        raise QuantityError(value, f"a {type(value).__name__} is not a number of bytes; {expected}") from None
     return _checked(value, number)
 
 

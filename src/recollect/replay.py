@@ -15,8 +15,8 @@ This module knows nothing of PyTorch: calls and tensors are opaque here. The eng
 byte counts, so the engine does exactly what the simulator predicts.
 
 A backward that keeps its graph (`retain_graph`, or the half of a backward that finds the gradients of a pipeline stage's
-input) is followed by another one that asks again. It computes on copies of the recipes (`KeptPass`), so that none of its
-results live on into the next one.
+input) is followed by one that asks again. It computes on copies of the recipes (`KeptPass`), so none of its results live on
+into the next one.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ Call = Callable[[list[Any], bool], Sequence[Any]]
 
 
 class Value:
-    """One tensor of the step: available (`tensor`), or dropped (`node` makes it again)."""
+    """One tensor of the step: available (`tensor`), or dropped (`node` recomputes it)."""
 
     __slots__ = ("__weakref__", "is_viewed", "node", "tensor")
 
     def __init__(self, *, tensor: Any = None, node: Node | None = None) -> None:
         self.tensor = tensor
         self.node = node
-        # True once another value shares this one's storage, which must not be overwritten from then on.
+        # True once a second value shares this one's storage, which must not be overwritten from then on.
         self.is_viewed = False
 
     def fetch(self) -> Any:
@@ -51,7 +51,7 @@ class Value:
         self.node = None
 
     def copy(self, node: Node) -> Value:
-        """Return another value for the same tensor, which `node`, a copy of this one's, makes."""
+        """Return a new value for the same tensor, which `node`, a copy of this one's, makes."""
         value = type(self)(node=node)
         value.is_viewed = self.is_viewed
         return value

@@ -65,7 +65,7 @@ def largest_batch(
         there may be larger sizes that fit.
 
     Raises:
-        ArgumentError: the model is no module, or `make_batch` no function.
+        ArgumentError: the model is not a module, or `make_batch` not a function.
         BudgetTooSmallError: not even the smallest size fits; names the least possible peak and its unit.
         ConfigError: `tokens_each`, `multiple_of` or `max_size` is below 1, or no multiple is within `max_size`.
         QuantityError: the budget is not a number of bytes, or relative to the peak of one batch.

@@ -1,7 +1,7 @@
-"""Deals out room in host memory to offloaded values, by numbers alone; and addresses to viewers that want some.
+"""Allocates host memory for offloaded values, as plain numbers, and addresses for viewers that need them.
 
-The engine places copies where this says, and the simulator asks it in the same order, so that the engine needs exactly as much
-host memory as was predicted. This module knows nothing of PyTorch.
+The engine places copies where this says, and the simulator asks it in the same order, so the engine needs exactly as much host
+memory as was predicted. This module knows nothing of PyTorch.
 """
 
 import math

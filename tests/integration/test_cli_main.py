@@ -179,7 +179,7 @@ def test_flags_that_do_not_parse(args: list[str], message: str, capsys: pytest.C
         (["--memory-budget", "60%", "--fake", "--hardware", "foo"], "--hardware: got 'foo', expected one of H100,"),
         (
             ["--memory-budget", "60%", "--fake", "--tensor-model-parallel-size", "3"],
-            "--num-attention-heads 4, --tensor-model-parallel-size 3: 4 is no multiple of 3.",
+            "--num-attention-heads 4, --tensor-model-parallel-size 3: 4 is not a multiple of 3.",
         ),
         (["--memory-budget", "60%", "--tensor-model-parallel-size", "2"], "no --fake: a layout of many devices is "),
     ],

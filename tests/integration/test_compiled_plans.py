@@ -284,7 +284,7 @@ def test_a_graph_break_is_an_error_that_names_the_unit() -> None:
     [
         (
             {"backend": "aot_eager"},
-            r"unit 'blocks\.0' was compiled with another backend than Inductor, which takes no plan",
+            r"unit 'blocks\.0' was compiled with a backend other than Inductor, which takes no plan",
         ),
         ({"mode": "reduce-overhead"}, r"unit 'blocks\.0' was compiled in a mode with CUDA graphs"),
     ],
@@ -307,7 +307,7 @@ def test_other_compilations_are_refused(options: dict[str, Any], said: str) -> N
 @pytest.mark.parametrize(
     ("config", "setting", "value", "reason"),
     [
-        (torch._dynamo.config, "compiled_autograd", True, "backward is compiled anew"),
+        (torch._dynamo.config, "compiled_autograd", True, "backward is recompiled"),
         (torch._dynamo.config, "disable", True, "nothing is compiled"),
         (torch._functorch.config, "activation_memory_budget", 0.5, "it decides as well what is kept"),
     ],

@@ -111,7 +111,7 @@ ERRORS = {
     "too small": r"BudgetTooSmallError: .*after the first step: 1 B .* DDP's communication buckets .* 208.9 KiB",
     "models": r"RecordError: .* different models: GPTModel with 21 .* rank 0, .* 15 .* rank 1; only rank 0 has decoder.*Build",
     "larger": r"LargerStepError: a step of 2 x 40 is not covered by the plan, which was made for 2 x 24\.",
-    "cannot record": r"RecordError: rank 1 of 2 failed, so that none goes on: ValueError: nothing fits here",
+    "cannot record": r"RecordError: rank 1 of 2 failed, so none continues: ValueError: nothing fits here",
     "fewer calls": r"RecordError: rank 0 begins a step, rank 1 calls the model once more .* equally often .* Pass group=",
     "without backward": r"RecordError: .* in which no backward ran",
     "uneven": r"RecordError: .* runs in join\(\).* Have as many batches in each; or pass group=\"alone\"",

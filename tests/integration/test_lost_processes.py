@@ -10,10 +10,10 @@ from rank_processes import free_port
 
 PROGRAM = Path(__file__).parents[1] / "support/lost_ranks.py"
 SAID = {
-    "killed": "Error: rank 1 of 2 has ended without a word, so that none goes on: it was killed, or crashed. Look at the last",
-    "fails": "Error: rank 1 of 2 failed, so that none goes on: MemoryError: no 2 GiB left\n",
+    "killed": "Error: rank 1 of 2 has ended without a word, so none continues: it was killed, or crashed. Look at the last",
+    "fails": "Error: rank 1 of 2 failed, so none continues: MemoryError: no 2 GiB left\n",
     "done": "",
-    "first fails": "Error: rank 0 of 2 failed, so that none goes on: ValueError: no such layer\n",
+    "first fails": "Error: rank 0 of 2 failed, so none continues: ValueError: no such layer\n",
     "first gone": "ValueError: the same as in the first\n",
     "first done": "",
 }

@@ -65,7 +65,7 @@ def test_fake_tensors_tell_the_bytes_of_real_ones(ranks: list[dict[str, Any]], w
 
 def test_a_model_that_does_not_divide_is_refused_alike_on_all_ranks(ranks: list[dict[str, Any]]) -> None:
     assert [found["refused"] for found in ranks] == [
-        "got num_attention_heads=3, tensor_model_parallel_size=2: 3 is no multiple of 2. The next multiple is 4."
+        "got num_attention_heads=3, tensor_model_parallel_size=2: 3 is not a multiple of 2. The next multiple is 4."
     ] * RANKS
 
 

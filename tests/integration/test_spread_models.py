@@ -38,7 +38,7 @@ def test_plans_change_no_bit_of_split_sequences(cases: AskedCases, model: str) -
 
 def test_sequences_that_do_not_divide_are_refused_alike_on_all_ranks(cases: AskedCases) -> None:
     assert [found["refused"] for found in cases["context llama"]] == [
-        "got seq_length=6, 2 x context_parallel_size=8: 6 is no multiple of 8. The next multiple is 8."
+        "got seq_length=6, 2 x context_parallel_size=8: 6 is not a multiple of 8. The next multiple is 8."
     ] * RANKS
 
 
@@ -65,7 +65,7 @@ def test_experts_without_rows_have_gradients(cases: AskedCases) -> None:
 
 def test_experts_that_do_not_divide_are_refused_alike_on_all_ranks(cases: AskedCases) -> None:
     expected = {
-        "refused": "got num_moe_experts=6, expert_model_parallel_size=4: 6 is no multiple of 4. The next multiple is 8.",
+        "refused": "got num_moe_experts=6, expert_model_parallel_size=4: 6 is not a multiple of 4. The next multiple is 8.",
         "none": "got num_moe_experts=None, expert_model_parallel_size=4: there are no experts to share. Leave "
         "expert_model_parallel_size out, or choose a model with experts.",
         "balanced": "got balanced=True: these are real tensors, whose routes tell where rows go. Leave it out, or record on "
@@ -114,7 +114,7 @@ def test_experts_are_not_shared_by_the_ranks_that_split_them(cases: AskedCases) 
         pair = [0, 1] if rank < 2 else [2, 3]
         assert found["both refused"] == (
             f"got mesh={pair}, tensor mesh={pair}: both are to share one tensor, each along a dimension of its own. Pass two "
-            "dimensions of one mesh, which have this rank alone in common."
+            "dimensions of one mesh, which have only this rank in common."
         )
 
 

@@ -66,7 +66,7 @@ def test_budgets_that_cannot_be(tmp_path: Path) -> None:
             "config.json",
             "{",
             CheckpointError,
-            r"config\.json: cannot be read as JSON \(.*\)\. Begin again with another",
+            r"config\.json: cannot be read as JSON \(.*\)\. Begin again with a different",
         ),
     ],
 )

@@ -52,7 +52,7 @@ def test_unwritable_folder(tmp_path: Path) -> None:
         session.save()
     assert str(caught.value) == (
         f"checkpoint {tmp_path}/run/checkpoints/step_00000000: cannot be written (Not a directory), expected a writable folder "
-        "with free space. Older checkpoints are kept; free space or choose another --run-dir."
+        "with free space. Older checkpoints are kept; free space or choose a different --run-dir."
     )
 
 

@@ -136,7 +136,7 @@ def test_second_run_in_a_folder_is_refused_and_named_after_the_first(tmp_path: P
             _, errors = second.communicate()
             assert second.returncode == 2
             expected = f"Error: run folder {run_dir}: got a second run while process {first.pid} on "
-            assert errors.startswith(expected) and "choose another --run-dir" in errors
+            assert errors.startswith(expected) and "choose a different --run-dir" in errors
     finally:
         first.send_signal(signal.SIGCONT)
     _, errors = first.communicate()
@@ -165,5 +165,5 @@ def test_run_folders_that_cannot_be_used(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"run: already holds a run \(1 checkpoints\), expected a new or empty"):
         run(tmp_path)
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(CheckpointError, match=r"file/run: cannot be written .* Choose another --run-dir"):
+    with pytest.raises(CheckpointError, match=r"file/run: cannot be written .* Choose a different --run-dir"):
         run(tmp_path, run_dir=tmp_path / "file" / "run")

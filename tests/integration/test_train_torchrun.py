@@ -192,7 +192,7 @@ def test_each_rank_of_data_parallelism_has_one_micro_batch_unless_told(two: Aske
 
 ERRORS = {
     "world size": r"ConfigError: got world_size=2, tensor_model_parallel_size=4: one model takes 4 processes\. Start",
-    "micro-batches": r"ConfigError: got global_batch_size=6, .*3 micro-batches are no multiple of 2.* multiple of 4 seq",
+    "micro-batches": r"ConfigError: got global_batch_size=6, .*3 micro-batches are not a multiple of 2.* multiple of 4 seq",
     "stages": r"ConfigError: got global_batch_size=6, .*: each pipeline has 3 micro-batches a step, and needs a multiple of 2 "
     r"for several stages a rank\. Choose a multiple of 4 sequences a step",
     "few": r"ConfigError: got global_batch_size=2, micro_batch_size=2, pipeline_model_parallel_size=2: each pipeline has 1 "
@@ -203,7 +203,7 @@ ERRORS = {
     "device": r"ConfigError: got device='cuda:1': each process has a device of its own\. Write cuda or cpu",
     "resume": r"CheckpointError: run folder .*: got --resume but it holds no run, expected the --run-dir of an earlier",
     "delayed scales": r"NotYetError: got fp8_recipe='delayed': not yet: histories over ranks that multiply with the same "
-    r"weights, which would each have their own\. Choose another fp8_recipe, or only pipeline parallelism",
+    r"weights, which would each have their own\. Choose a different fp8_recipe, or only pipeline parallelism",
     "parts": r"ConfigError: got distribute_saved_activations=True, tensor_model_parallel_size=1: there are no ranks to",
     "parts of parts": r"ConfigError: got distribute_saved_activations=True, sequence_parallel=True: sequence parallelism has",
     "too small": r"BudgetTooSmallError: .* is below the least possible peak",
@@ -306,7 +306,7 @@ def test_when_a_process_is_killed_the_others_say_which(tmp_path: Path) -> None:
     assert process.returncode != 0
     said = " ".join(errors.split())
     assert said.count("all micro-batches recompute the same") == 1
-    assert "Error: rank 1 of 2 has ended without a word, so that none goes on: it was killed, or crashed. Look" in said
+    assert "Error: rank 1 of 2 has ended without a word, so none continues: it was killed, or crashed. Look" in said
 
 
 def test_what_takes_more_than_predicted_is_said() -> None:

@@ -176,7 +176,7 @@ def test_optimizers_that_are_none_or_of_another_model(call: Callable[[Any], obje
         RecordError, match=re.escape("got the class AdamW, expected an optimizer made from it. Make one: ")
     ):
         call(torch.optim.AdamW)
-    with pytest.raises(RecordError, match="is a parameter of this Untouched, so it trains another model"):
+    with pytest.raises(RecordError, match="is a parameter of this Untouched, so it trains a different model"):
         call(torch.optim.AdamW(nn.Linear(2, 2).parameters()))
     with pytest.raises(RecordError, match="optimizer: got a list_iterator, expected an optimizer of torch.optim"):
         call(iter([]))
@@ -247,7 +247,7 @@ def test_devices_that_are_not_here(name: str) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
 def test_cuda_where_there_is_none() -> None:
-    with pytest.raises(HardwareError, match=r"^--device cuda: cannot be used .*To plan for another one, add --fake"):
+    with pytest.raises(HardwareError, match=r"^--device cuda: cannot be used .*To plan for a different one, add"):
         resolve_device("cuda")
 
 

@@ -67,11 +67,11 @@ def test_parse_bytes(text: str | int, expected_bytes: int) -> None:
         ("1e31", "'1e31': the exponent is out of range;"),
         ("1e30GB", "'1e30GB': too large;"),
         ("9" * 65, "longer than 64 characters;"),
-        (True, "True: a bool is no number of bytes;"),
-        (22.5, "22.5: a float is no number of bytes; write '22.5GiB', or a whole number of bytes"),
-        (16e9, "16000000000.0: a float is no number of bytes; write a whole number of bytes"),
-        (float("nan"), "nan: a float is no number of bytes;"),
-        (None, "None: a NoneType is no number of bytes;"),
+        (True, "True: a bool is not a number of bytes;"),
+        (22.5, "22.5: a float is not a number of bytes; write '22.5GiB', or a whole number of bytes"),
+        (16e9, "16000000000.0: a float is not a number of bytes; write a whole number of bytes"),
+        (float("nan"), "nan: a float is not a number of bytes;"),
+        (None, "None: a NoneType is not a number of bytes;"),
     ],
 )
 def test_parse_bytes_rejects(value: object, message: str) -> None:
@@ -104,9 +104,9 @@ def test_parse_budget(value: str | int, expected_bytes: int) -> None:
         ("100", "has no unit; write '100%' for"),
         ("0.6", "'0.6': has no unit; write '60%' for"),
         (0.6, "0.6: has no unit; write '60%' for"),
-        (1.5, "1.5: a float is no number of bytes;"),
+        (1.5, "1.5: a float is not a number of bytes;"),
         ("101.5", "'101.5': a fraction of a byte;"),
-        (False, "False: a bool is no number of bytes;"),
+        (False, "False: a bool is not a number of bytes;"),
     ],
 )
 def test_parse_budget_rejects(value: str | int, message: str) -> None:

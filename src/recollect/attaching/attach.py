@@ -45,7 +45,7 @@ def attach(
     same gradients bit for bit, but slower, and as lean as possible. Then the plan is made and applied, and one line is logged.
     A later step that the plan was not made for (a larger batch, longer sequences, more micro-batches) is
     recorded, under the leanest plan foreseen for it, and planned; plans are kept by shape, and swapped. A step that
-    does more at equal shapes (layers that are skipped by chance, another head, a flag) runs at its leanest from there on.
+    does more at equal shapes (layers that are skipped by chance, a different head, a flag) runs at its leanest from there on.
     Five later steps under each plan are timed while they run; if recompute takes longer than predicted, the step is planned
     again, once.
 
@@ -69,15 +69,15 @@ def attach(
         log: takes the line; by default it goes to standard error, in the first process of a group.
         group: the processes that record together and run one plan: a process group or a device mesh; by default those that
             the model is spread over (by DistributedDataParallel, FSDP2, tensor parallelism), of Megatron's models the ranks of
-            a pipeline stage; "alone" for a plan of its own.
+            a pipeline stage; "alone" for its own plan.
 
     Returns:
         A handle with `plan`, `report()` and `remove()`.
 
     Raises:
-        ArgumentError: the model is no module, or the group is no process group.
-        RecordError: the optimizer trains another model; in the first step, it never steps, or steps without a backward; or
-            a process of the group fails, does not call, has another model, or calls the model less often in a step; or this
+        ArgumentError: the model is not a module, or the group is not a process group.
+        RecordError: the optimizer trains a different model; in the first step, it never steps, or steps without a backward; or
+            a process of the group fails, does not call, has a different model, or calls the model less often in a step; or this
             PyTorch lacks what a recording needs.
         ConfigError: two processes of the group have different budgets, units or `on_larger`; or host memory is too small; or
             Megatron's model would run in CUDA graphs, or its groups are not there.
@@ -91,7 +91,7 @@ def attach(
     Warns:
         BudgetWarning: a later step fits under no plan, or is larger and `on_larger` is "warn"; a step needed more than the
             budget while it was recorded, or may have, since it did work that no plan foresees; too many steps differ for
-            more to be recorded; a recorded step ran in eval mode; it recomputes by another mechanism, too; the optimizer
+            more to be recorded; a recorded step ran in eval mode; it recomputes by a different mechanism, too; the optimizer
             stepped, and the model was not called; or only one stepped that was not passed.
         TorchVersionWarning: once in a process, with a PyTorch that is newer than those that are tested, or that differs.
 

@@ -84,7 +84,7 @@ class Attached(Handle):
         self._placement.begin(self.unit_paths)
         self._structure = Structure(model)
         self._lean_start = LeanStart(self._lockstep, self._structure, device)
-        # An engine that steps over parts of the parameters has several steps of an optimizer in one of its own.
+        # An engine that steps over parts of the parameters has several optimizer steps in one of its own.
         self._optimizers = list(optimizers)
         watched = [] if ends_by_hand else self._optimizers
         self._end = StepEnd(model, watched)
@@ -236,7 +236,7 @@ class Attached(Handle):
         covering = self._planner.steps.covering(step.calls)
         steps, has_missed = self._lockstep.at_call(covering, self.num_steps, is_first=step.is_first, missed=missed)
         if has_missed and not missed:
-            self._planner.missed.note([], attempts=1)  # Another one did; this one takes part in its recording.
+            self._planner.missed.note([], attempts=1)  # A different rank did; this one takes part in its recording.
         stays = active in steps and not step.is_first
         return active if stays else next(iter(steps), None)
 
@@ -321,7 +321,7 @@ class Attached(Handle):
         self._end.note_optimizer(optimizer)
         if not self._now.calls and not self.num_steps:
             self._planner.warn_once(
-                f"the optimizer stepped, but {type(self.model).__name__} was not called with gradients on, so that nothing was "
+                f"the optimizer stepped, but {type(self.model).__name__} was not called with gradients on, so nothing was "
                 "planned: the loop calls parts of it one by one. Call the model, or put that forward into attached.call(...)"
             )
         if self._now.calls and self._end.is_reached:
@@ -332,7 +332,7 @@ class Attached(Handle):
                 raise to_user(error, self.budget) from None
 
     def _take_over(self, optimizer: torch.optim.Optimizer, has_stepped: bool) -> None:
-        """Watch an optimizer that the loop has made in place of another."""
+        """Watch an optimizer that the loop has made in place of an old one."""
         self._hooks.append(optimizer.register_step_post_hook(self._after_optimizer))
         if has_stepped:
             self._after_optimizer(optimizer, (), {})

@@ -195,7 +195,7 @@ class CallWatch:
         planned.held_before = min(planned.held_before, now)
         growth_bytes = now - planned.held_before
         missing_bytes = beyond_noise(growth_bytes - planned.more_bytes, planned) if growth_bytes > _GROWTH_BYTES else 0
-        self._is_new &= not missing_bytes  # Planning anew takes memory, too.
+        self._is_new &= not missing_bytes  # Planning again takes memory, too.
         return missing_bytes
 
     def _read(self, planned: PlannedStep) -> None:

@@ -13,7 +13,7 @@ nothing new, they ask only in every 16th step. What makes that safe:
   the recording. It runs that step at its leanest, which needs no other process, and says so at the next question; until
   then, if the step may have been over the budget, all later ones are lean, too. Then all record, and ask in each step
   again until some were covered in all of them.
-* **None raises alone in between.** With `on_larger` "warn" or "raise" they ask in every call.
+* **None raises by itself in between.** With `on_larger` "warn" or "raise" they ask in every call.
 """
 
 from collections.abc import Callable, Iterable, Sequence

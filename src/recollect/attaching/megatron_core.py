@@ -24,7 +24,7 @@ def models_inside(model: Any) -> Any:
     Raises:
         AlreadyAppliedError: one recomputes or offloads by its own settings.
         ConfigError: one runs in CUDA graphs.
-        RecordError: some virtual stages, or in another order; or one is wrapped by PyTorch's DistributedDataParallel.
+        RecordError: some virtual stages, or in a different order; or one is wrapped by PyTorch's DistributedDataParallel.
         UnsupportedModelError: one is wrapped by Megatron-FSDP.
     """
     chunks = list(model) if isinstance(model, Sequence) and not isinstance(model, str) else [model]
@@ -42,7 +42,7 @@ def models_inside(model: Any) -> Any:
 
 
 def replica_group(model: Any) -> Any:
-    """Return the ranks that have the same layers of Megatron's models as this one; None if it is alone, or of other models."""
+    """Return the ranks that have the same layers of Megatron's models as this one; None if no others, or for other models."""
     own = [module for module in (model if isinstance(model, list) else [model]) if _is_megatrons(module)]
     if not own:
         return None

@@ -34,7 +34,7 @@ _OWN_BYTES: Final = 32 << 10
 
 
 class Backwards:
-    """How often backward reached a call's output, and whether one built a graph of its own."""
+    """How often backward reached a call's output, and whether one built its own graph."""
 
     def __init__(self) -> None:
         self.number = 0
@@ -187,7 +187,7 @@ class Placement:
         self._watching.removal = "attached.remove()"
 
     def suspended(self) -> AbstractContextManager[None]:
-        """Remove the watch during a with-block, so that plans can be put below it."""
+        """Remove the watch during a with-block, to put plans below it."""
         return self._watching.suspended()
 
     def put(self, chosen: PlannedStep | None) -> None:

@@ -103,7 +103,7 @@ class PlannedStep:
 
     @property
     def needs_all_ranks(self) -> bool:
-        """Whether other processes could wait for ever for one that runs another plan."""
+        """Whether other processes could deadlock, waiting for one that runs a different plan."""
         return needs_all_ranks(self.plan.units)
 
     @property
@@ -113,7 +113,7 @@ class PlannedStep:
 
     @cached_property
     def is_timeable(self) -> bool:
-        """Whether anything runs again, and the tape runs all of it, so that it can be told from the rest of backward."""
+        """Whether anything runs again, and the tape runs all of it: it can then be told from the rest of backward."""
         units = [unit for unit in self.plan.units.values() if unit.recomputes_anything]
         return bool(units) and all(unit.engine is EngineChoice.TAPE for unit in units)
 
@@ -201,7 +201,7 @@ class PlannedStep:
         return is_alike and self.work_bytes >= _NEARLY * other.work_bytes
 
     def hides(self, other: PlannedStep) -> bool:
-        """Whether the other begins with the same calls and is smaller, so that only its end may tell which it is."""
+        """Whether the other begins with the same calls and is smaller: only its end may tell which it is."""
         num_common = min(len(self.calls), len(other.calls))
         is_alike = self.calls[:num_common] == other.calls[:num_common] and len(self.calls) >= len(other.calls)
         return is_alike and (self.work_bytes, self.number) > (other.work_bytes, other.number)

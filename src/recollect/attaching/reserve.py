@@ -199,7 +199,7 @@ def _growth(step: PlannedStep, call: Call) -> float:
 
 
 def _distance(step: PlannedStep, call: Call) -> tuple[bool, float, bool, int]:
-    """Return a key for how little a step tells of another that begins with a call; of equal ones, the last tells most."""
+    """Return a key for how little a step tells of others that begin with a call; of equal ones, the last tells most."""
     first = step.calls[0]
     return (
         first.entry != call.entry,

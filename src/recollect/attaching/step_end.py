@@ -11,9 +11,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from recollect.errors import BudgetTooSmallError, RecollectError, RecordError
 from recollect.weak_hooks import register_weakly
 
-# Loading or clipping weights between calls is no optimizer step; updating them again and again is.
+# Loading or clipping weights between calls is not an optimizer step; updating them again and again is.
 _MOST_FOREIGN_UPDATES: Final = 3
-# Of one optimizer while another waits, as a discriminator's steps for each of the generator's.
+# Of one optimizer while the other waits, as a discriminator's steps for each of the generator's.
 _MOST_REPEATS: Final = 64
 
 
@@ -46,7 +46,7 @@ class StepEnd:
         """Note that an optimizer stepped.
 
         Raises:
-            RecordError: it stepped again and again while another never does.
+            RecordError: it stepped again and again while a different one never does.
         """
         key = id(optimizer)
         self._stepped[key] = self._stepped.get(key, 0) + 1
@@ -77,7 +77,7 @@ class StepEnd:
             names = ", ".join(type(optimizer).__name__ for optimizer in self._optimizers)
             raise RecordError(
                 f"attach to {self._model_class}: its parameters were updated {self._foreign_updates} times, and the optimizer "
-                f"that was passed ({names}) never stepped, so that no training step ends and none is planned. "
+                f"that was passed ({names}) never stepped, so no training step ends and none is planned. "
                 "Pass the optimizer whose step() the loop calls; one that updates in backward cannot be planned for."
             )
 
@@ -115,7 +115,7 @@ class OptimizersSeen:
 
     If only this list still holds the old one, it is released with its state before the new one allocates its own.
     Otherwise the new one takes its place at the end of a step in which the old one did not step. An optimizer that
-    steps inside another one, or around it, is none.
+    steps inside a real one, or around it, is none.
 
     Where all of an optimizer's parameters are frozen or gone, as after `get_peft_model`, any that trains the model replaces it.
 

@@ -138,7 +138,7 @@ class Excess(NamedTuple):
 class StepMeter:
     """Measures steps that run under a plan.
 
-    CUDA counts all the time; its counter starts anew at the first step under each plan, and when a step was recorded, which
+    CUDA counts all the time; its counter is reset at the first step under each plan, and when a step was recorded, which
     resets it, too. On the CPU a trace of the allocator is added up.
     """
 
@@ -152,7 +152,7 @@ class StepMeter:
         self._is_compiling = False
 
     def restart(self) -> None:
-        """Reset the count on CUDA: memory used to time units is no step's peak."""
+        """Reset the count on CUDA: memory used to time units is not a step's peak."""
         if self._is_cuda:
             torch.cuda.reset_peak_memory_stats(self._device)
 
@@ -178,7 +178,7 @@ class StepMeter:
         peak_bytes = torch.cuda.max_memory_allocated(self._device) if self._is_cuda else max(self._found, default=0)
         self._begin_bytes = self._begin_bytes if self._is_cuda else min(self._found, default=0)
         self._found = []
-        # CUDA's count from before the step belongs to another step.
+        # CUDA's count from before the step belongs to a different step.
         if peak_bytes > self._before_bytes or peak_bytes <= planned.budget_bytes:
             self.peak_bytes = peak_bytes
         if peak_bytes > max(self._before_bytes, planned.measured_bytes) and not self._is_compiling:
@@ -208,4 +208,4 @@ class StepMeter:
             text += compiled if planned.plan.is_compiled else f"{other}, as its calls are like the recorded ones"
             return Excess(f"{text}. Steps like it are planned again, with room for that", more_bytes)
         text += "something besides the recorded step needs memory (evaluation, generation, another model). "
-        return Excess(f"{text}The next step will be recorded and planned anew", None)
+        return Excess(f"{text}The next step will be recorded and planned again", None)

@@ -46,7 +46,7 @@ class Missed:
 
     Attributes:
         attempts_left: how many more steps are recorded at most.
-        did_more: it did more at equal shapes, so that the lean plan of recorded steps may not be lean for it.
+        did_more: it did more at equal shapes, and the lean plan of recorded steps may not be lean for it.
         was_over: it may have been over the budget.
     """
 
@@ -121,7 +121,7 @@ class StepPlanner:
         if not any([*modes, *(module.training for module in self.placement.model.modules())]):
             self.warn_once(
                 f"step {number} ran in eval mode, in which dropout holds less: call model.train() first if that is not meant; "
-                "a step in training mode will be recorded and planned anew",
+                "a step in training mode will be recorded and planned again",
                 key="eval",
             )
         calls, courses = step.calls, step.courses()
@@ -230,7 +230,7 @@ class StepPlanner:
         self.placement.put(self._plan_again(step, 0, profile=profile, why=f"since steps took {timed.slowdown:+.1%}"))
 
     def make_room(self, more_bytes: int) -> None:
-        """Plan the step whose plan is in place anew, since more is in memory before it than earlier."""
+        """Plan the step whose plan is in place again, since more is in memory before it than earlier."""
         active = self.placement.active
         if active is None or not active.fits:
             return

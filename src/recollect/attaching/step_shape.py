@@ -1,4 +1,4 @@
-"""Describe steps by the calls of the model and their shapes, and tell whether a plan for one step holds for another.
+"""Describe steps by the calls of the model and their shapes, and tell whether a plan for one step holds for a different one.
 
 A plan holds for the recorded step and for smaller ones. A step is a sequence of calls, some with a backward between
 them; once nothing waits for backward, a new group begins. A call is covered if a recorded group begins with the same
@@ -80,7 +80,7 @@ class Call:
 
 
 def shape_text(shape: tuple[int, ...]) -> str:
-    """Return a shape as it is printed: "4 x 2048"."""
+    """Return a shape as printed: "4 x 2048"."""
     return " x ".join(map(str, shape)) or "a scalar"
 
 

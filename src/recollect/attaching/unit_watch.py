@@ -3,7 +3,7 @@
 Two calls of equal shapes may do different work: a layer is skipped by chance, an argument adds an iteration, a head is used in
 some steps only. A plan is made for a course, and holds if each unit runs at most as often in a call, and on at most as much, as
 when it was recorded. The first run beyond that is a departure. From there on, the rest of the step drops everything
-except unit outputs, on a tape of its own, which needs no preparation; earlier units hold the values that the plan says.
+except unit outputs, on a separate tape, which needs no preparation; earlier units hold the values that the plan says.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ _DETERMINISM_CHECKS: Final = ("default", "none")
 
 _TAKES_RESPECT: Final = "respect_saved_tensors_hooks" in inspect.signature(torch_checkpoint).parameters
 
-# One for all functions, so the ops of one must not decide which are watched in another.
+# One for all functions, so the ops of one must not decide which are watched in the next.
 _TAPE: Final = Tape(DropAll(), runs_to_settle=sys.maxsize)
 # Arguments of `checkpoint_wrapper` that have no effect where nothing runs a second time.
 _WITHOUT_EFFECT: Final = frozenset(
@@ -76,7 +76,7 @@ def checkpoint(
         The function's result.
 
     Raises:
-        ConfigError: another `determinism_check`; `debug` with a `context_fn`.
+        ConfigError: an unknown `determinism_check`; `debug` with a `context_fn`.
         NotYetError: `respect_saved_tensors_hooks` with a policy and hooks around it.
         OffloadError: host memory is not available, or a copy failed.
 
@@ -249,9 +249,9 @@ def apply_activation_checkpointing(
         A handle that ends it; also a context manager.
 
     Raises:
-        ArgumentError: the model is no module.
+        ArgumentError: the model is not a module.
         ConfigError: no module was chosen; or two policies are given.
-        NotYetError: another wrapper, such as `offload_wrapper`.
+        NotYetError: an unsupported wrapper, such as `offload_wrapper`.
         AlreadyAppliedError: the model already recomputes.
 
     Example:

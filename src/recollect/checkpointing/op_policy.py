@@ -63,13 +63,13 @@ class PolicyTape(Tape):
     Args:
         context_fn: as for PyTorch's `checkpoint`; called for each run of a unit, since a policy may count. Of its result
             only the policy is used, which is asked after each op, with its results in `context.op_output`.
-        only_asks: no backward will run, so that nothing has to be copied to host memory.
+        only_asks: no backward will run, and nothing has to be copied to host memory.
 
     Attributes:
         kept, offloaded: names of the values that the policy saved, and offloaded, by unit path.
 
     Raises:
-        ConfigError: it is no `create_selective_checkpoint_contexts`.
+        ConfigError: it is not a `create_selective_checkpoint_contexts`.
     """
 
     def __init__(self, context_fn: Callable[[], Contexts], *, only_asks: bool = False) -> None:
@@ -104,7 +104,7 @@ class _PolicyMode(FunctionMode):
         self._asking = tape
         # The names of the running op's results.
         self._names: tuple[str, ...] = ()
-        # The op that made a storage, so that a saved view keeps it; an identity used again is entered again.
+        # The op that made a storage: a saved view keeps it; an identity used again is entered again.
         self._makers: dict[int, str] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -203,7 +203,7 @@ def policy_plan(
 
     Args:
         profile: the recorded step.
-        model: the model that was recorded. It is left as it is; for a fake profile nothing is computed.
+        model: the model that was recorded. It is left unchanged; for a fake profile nothing is computed.
         batch: the recorded batch.
         policy_fn: `policy(context, op, *args, **kwargs)`, which returns a `torch.utils.checkpoint.CheckpointPolicy`, or a list
             of ops to save.
@@ -214,7 +214,7 @@ def policy_plan(
         A plan without a budget.
 
     Raises:
-        ArgumentError: the profile is no profile.
+        ArgumentError: the profile is not a profile.
         ConfigError: none or both of `policy_fn` and `context_fn`; or the latter has no policy.
         UnknownNameError: the model is not the recorded one.
 

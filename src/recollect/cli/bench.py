@@ -71,7 +71,7 @@ def settings_of(command: Bench) -> list[Setting]:
 
 
 def build_subject(command: Bench, device: torch.device) -> Subject:
-    """Build the model and its step, on random tokens, so that routers use all experts."""
+    """Build the model and its step, on random tokens, which routers send to all experts."""
     torch.manual_seed(_SEED)
     model, batch, optimizer = build_step(command.step, device)
     tokens = next(iter(batch.values()))

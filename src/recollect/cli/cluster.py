@@ -129,7 +129,7 @@ def _layout(flags: ClusterFlags, config: TransformerConfig) -> DeviceLayout:
     if any("m" in stage and "L" not in stage for stage in stages):
         raise NotYetError(
             settings=given,
-            needs="multi-token prediction on another stage than the loss",
+            needs="multi-token prediction on a different stage than the loss",
             advice="Put m and L on one stage, the last.",
         )
     ranks, each = flags.pipeline_model_parallel_size, flags.num_layers_per_virtual_pipeline_stage
@@ -163,7 +163,7 @@ def _num_micro_batches(command: MakePlan, data_parallel_size: int) -> int:
                 "micro_batch_size": command.step.num_sequences,
                 "data_parallel_size": data_parallel_size,
             },
-            reason=f"it is no multiple of {at_once}, a micro-batch on each rank of data parallelism",
+            reason=f"it is not a multiple of {at_once}, a micro-batch on each rank of data parallelism",
             advice="Choose a multiple.",
         )
     return flags.global_batch_size // at_once

@@ -1,4 +1,4 @@
-"""The flags of the commands, as dataclasses for tyro. Imports no torch, so that `--help` is quick."""
+"""The flags of the commands, as dataclasses for tyro. Imports no torch: `--help` is quick."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -71,7 +71,7 @@ class ClusterFlags(ParallelFlags):
     pipeline_model_parallel_layout: str | None = None
     """What is on each stage, such as 'Et*3|(tt|)*29mL': embedding, transformer layers, multi-token prediction, loss."""
     data_parallel_size: int = 1
-    """Ranks with micro-batches of their own; in Megatron what is left of the devices."""
+    """Ranks with their own micro-batches; in Megatron the rest of the devices."""
     world_size: int | None = None
     """Devices, of which data parallelism has what the other sizes leave, instead of --data-parallel-size."""
     global_batch_size: int | None = None
@@ -157,7 +157,7 @@ class MakePlan(Command):
     memory_budget: str
     """Bound on the peak of the whole step, such as 16GiB, 900MB or 60% of the peak without recompute; of each device."""
     megatron: Path | None = None
-    """Start from the flags of Megatron's pretrain_gpt in this file: a launch script, flags alone, or YAML of Bridge; other
+    """Start from the flags of Megatron's pretrain_gpt in this file: a launch script, only flags, or YAML of Bridge; other
     flags override them. A command itself may follow -- instead (docs/megatron_flags.md)."""
     host_budget: str = "0"
     """Host memory that values may be copied to in forward and back in backward, such as 64GiB; 0: nothing is offloaded."""
@@ -167,7 +167,7 @@ class MakePlan(Command):
     """File for the plan; default: plan.json here, or plan-2.json and so on if that is there already; none if --png or --html
     asks for a picture."""
     write: Literal["megatron", "bridge", "torchtitan"] | None = None
-    """Print the settings of another tool that come nearest to the plan, too: flags of Megatron, lines of a recipe of
+    """Print the settings of a different tool that come nearest to the plan, too: flags of Megatron, lines of a recipe of
     Megatron-Bridge, or a word of torchtitan."""
     png: Path | None = None
     """Draw the memory of the step under the plan to this file; needs matplotlib."""

@@ -35,7 +35,7 @@ def run_coverage(command: ShowCoverage, console: Console) -> None:
 
 
 def _switch_on(model: Any) -> None:
-    """Call the method of Hugging Face's models that switches checkpointing on: since transformers 5.23 it has another name."""
+    """Call the method of Hugging Face's models that switches checkpointing on: renamed in transformers 5.23."""
     try:
         (getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable)()
     except ValueError as problem:

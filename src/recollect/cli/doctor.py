@@ -44,7 +44,7 @@ def run_doctor(command: Doctor, console: Console) -> int:
 
 
 def _add_standard_input(case: Case) -> None:
-    """Read standard input by way of a file, so that a long log is not held in memory."""
+    """Read standard input through a file: a long log is then not held in memory."""
     if sys.stdin is None or sys.stdin.isatty():
         raise DiagnosisError(
             "doctor: got no file, expected a log, a configuration or a memory snapshot: recollect doctor train.log, "

@@ -30,7 +30,7 @@ _TABLE_WIDTH = 120
 _LONGEST_WORD = 36
 _NONE = "-"
 _BUDGET = "a budget of the same peak"
-_LOOP = "and holds no output after its backward, so that a peak can differ from that of recollect plan, whose loop holds both."
+_LOOP = "and holds no output after its backward, so a peak can differ from recollect plan's, whose loop holds both."
 _GRADIENT_BUFFER = (
     f"The loop has gradients all the time, as Megatron's buffer (--new-gradients: not in forward), {_LOOP}"
 )
@@ -97,7 +97,7 @@ def show(explanation: Explanation, profile: Profile, console: Console, *, with_n
 def _plans(explanation: Explanation) -> dict[str, Explained]:
     """Return the plans by their names, first that without recompute."""
     given = explanation.given.plan
-    # The note of a plan made for a budget is no name.
+    # The note of a plan made for a budget is not a name.
     name = "given" if given.budget_bytes is not None else given.note or "given"
     plans = {"no recompute": explanation.plain, name: explanation.given}
     return plans if explanation.budget is None else {**plans, _BUDGET: explanation.budget}

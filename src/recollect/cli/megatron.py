@@ -1,4 +1,4 @@
-"""`recollect megatron`: run a training script of Megatron-LM's as it is, with `attach` in place."""
+"""`recollect megatron`: run an unchanged training script of Megatron-LM, with `attach` in place."""
 
 import functools
 import importlib.util

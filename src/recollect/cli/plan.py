@@ -86,7 +86,7 @@ def run_plan(command: MakePlan, console: Console) -> None:
 
 
 def _nearest(tool: Literal["megatron", "bridge", "torchtitan"], profile: Profile, plan: Plan) -> str:
-    """Return the nearest settings of another tool, and their loss, as lines."""
+    """Return the nearest settings of a different tool, and their loss, as lines."""
     if tool == "torchtitan":
         policy = nearest_policy(profile, plan)
         return f"{policy}\n{torchtitan_flags(policy.settings)}"

@@ -84,7 +84,7 @@ class RecomputeFlags:
         for name in ("recompute_modules", "offload_modules"):
             if name in found:
                 found[name] = tuple(part for text in found[name] for part in text.split(",") if part)
-        # Megatron has no flag of its own for `cpu_offloading`.
+        # Megatron has no flag for `cpu_offloading`.
         if found.get("cpu_offloading_num_layers"):
             found["cpu_offloading"] = True
         return found

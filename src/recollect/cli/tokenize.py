@@ -14,7 +14,7 @@ def run_tokenize(command: Tokenize, console: Console) -> None:
     prefix = command.output_prefix
     if prefix.with_name(prefix.name + ".idx").exists():
         raise RecollectError(
-            f"--output-prefix {prefix}: the files already exist, expected new ones. Remove them or choose another prefix."
+            f"--output-prefix {prefix}: the files already exist, expected new ones. Remove them or choose a different prefix."
         )
     tokenizer = open_tokenizer(command.tokenizer)
     texts = read_documents(command.data, text_field=command.text_field)

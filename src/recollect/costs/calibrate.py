@@ -1,8 +1,8 @@
 """Measure a device and fit the cost model to it.
 
-The fit finds the parameters of `roofline.py`, first for memory and elements, then for matrix products. It minimises
-the squared logarithm of modelled over measured time, so that a factor of two counts the same for long and short ops, under a
-robust loss, so that an op that the model does not describe cannot spoil the others. Copies to and from the host's memory are
+The fit finds the parameters of `roofline.py`, first for memory and elements, then for matrix products. It minimises the
+squared logarithm of modelled over measured time: a factor of two counts the same for long and short ops. The loss is robust: an
+op that the model does not describe cannot spoil the others. Copies to and from the host's memory are
 measured, not fitted.
 
 The ops are those that plain PyTorch code dispatches: the kernels that training on this device runs, attention's forward and
@@ -132,7 +132,7 @@ def calibrate(device: torch.device, *, seconds_to_spend: float = 40.0, quick: bo
         quick: smaller tensors, three runs: seconds instead of a minute, but rates far from the device's best.
 
     Raises:
-        HardwareError: another type of device, or a missing one; no room for a temporary file (see `measure_host_link`).
+        HardwareError: an unsupported type of device, or a missing one; no room for a temporary file (see `measure_host_link`).
 
     Example:
         >>> import torch
@@ -155,7 +155,7 @@ def calibrate(device: torch.device, *, seconds_to_spend: float = 40.0, quick: bo
 
 
 def _measure(ops: Sequence[MeasuredOp], device: torch.device, *, until: float) -> int:
-    """Run all ops in turn, so that a slow moment of the machine affects each of them a little and none much."""
+    """Run all ops in turn: a slow moment of the machine affects each of them a little and none much."""
     time_op = _cuda_seconds if device.type == "cuda" else lambda run: timed_work(run, device)[1]
     rounds = 0
     with below_autograd():

@@ -187,7 +187,7 @@ class Hardware:
         if dtype in EIGHT_BITS and dtype not in by_dtype:
             raise HardwareError(
                 f"{self.name}: got a matrix product in {dtype}, for which it has no kernel, expected one in "
-                f"{', '.join(by_dtype)}. Choose another device or recipe, or emulate it (--fp8-emulated)."
+                f"{', '.join(by_dtype)}. Choose a different device or recipe, or emulate it (--fp8-emulated)."
             )
         return by_dtype.get(dtype, by_dtype[_BASE_DTYPE])
 

@@ -8,7 +8,7 @@ cards have names that begin the same ("RTX 4090 Laptop GPU"), and a part of a ca
 calibrate your own.
 
 Of products in 8 bits, `fp8` have one scale a tensor or row. With one for each block of 128 (`fp8_blockwise`) PyTorch has
-kernels for Hopper alone (cuBLAS 12.9); one for 32 elements (`mxfp8`) needs Blackwell. All have the peak of the sheet's FP8.
+kernels only for Hopper (cuBLAS 12.9); one for 32 elements (`mxfp8`) needs Blackwell. All have the peak of the sheet's FP8.
 
 The RTX 4090's tensor cores are twice as fast if they accumulate in fp16, which PyTorch does not do by default.
 A GB of memory is 2**30 bytes on these sheets.
@@ -22,7 +22,7 @@ tile per multiprocessor, at a depth of 64) are assumptions, not measured here on
 
 Links to the memory of a host have the rates that large copies from and to pinned memory reach, per device and direction.
 These are published figures, for one direction at a time; an H200 reached 50 GB/s out and 51 GB/s in here, beside other
-programs. Both directions at once, devices that share a switch, and memory of another socket can halve them. `recollect
+programs. Both directions at once, devices that share a switch, and memory of a different socket can halve them. `recollect
 calibrate` measures your own link, with both directions at once.
 
 | link | data sheet | out | in | source of what is reached (nvbandwidth) |

@@ -1,6 +1,6 @@
 """Measure how fast copies between a device and the memory of its host are, both directions at once while nothing computes.
 
-Host memory is pinned, and the copies of each direction run in a stream of their own. Where the device is the CPU, a mapped file
+Host memory is pinned, and the copies of each direction run in their own stream. Where the device is the CPU, a mapped file
 stands in for the host's memory, and two threads copy.
 """
 
@@ -54,7 +54,7 @@ def measure_host_link(device: torch.device) -> HostLink:
         device: "cpu", or an accelerator with streams, such as "cuda".
 
     Raises:
-        HardwareError: another type of device, or a missing one; on the CPU, no room for the file.
+        HardwareError: an unsupported type of device, or a missing one; on the CPU, no room for the file.
 
     Example:
         >>> import torch
@@ -112,7 +112,7 @@ def _mapped() -> torch.Tensor:
     except OSError as problem:
         raise HardwareError(
             f"link to the host: cannot map a temporary file of {_LARGE_BYTES >> 20} MiB ({problem}), expected room for two of "
-            "them. Free some, or name another folder in the environment as TMPDIR."
+            "them. Free some, or name a different folder in the environment as TMPDIR."
         ) from None
 
 
@@ -139,7 +139,7 @@ def copies_in_streams(
     for stream in streams:
         stream.wait_event(begin)
     ends: tuple[list[Any], list[Any]] = ([], [])
-    # The large ones first: while they run, the host gets ahead, so that the small ones need not wait for it.
+    # The large ones first: while they run, the host gets ahead, and the small ones need not wait for it.
     for nbytes in [_LARGE_BYTES] * _NUM_COPIES + [_SMALL_BYTES] * _NUM_COPIES:
         for stream, (source, target), of_stream in zip(streams, (out, back), ends, strict=True):
             with stream:

@@ -75,8 +75,8 @@ class Cluster:
     def collective_s(self, kind: CollectiveKind, nbytes: float, ranks: Sequence[int]) -> float:
         """Return the seconds of a collective over rings: a time for each of their steps, and one for the bytes that they carry.
 
-        An exchange is no ring: data for devices of the same node does not leave it, and other data goes through each device's
-        own adapter.
+        An exchange is not a ring: data for devices of the same node does not leave it, and other data goes through each
+        device's own adapter.
 
         `nbytes`: of the whole tensor that is gathered or reduced; for an exchange, the bytes that each rank sends.
         """
@@ -95,7 +95,7 @@ class Cluster:
         return _START_S + (2 * once_s if kind == "all_reduce" else once_s)
 
     def send_s(self, nbytes: float, ranks: Sequence[int]) -> float:
-        """Return the seconds to send something from one rank to another."""
+        """Return the seconds to send something from one rank to the next."""
         link = self.link_of(ranks)
         return link.hop_s + nbytes / link.bytes_per_s
 

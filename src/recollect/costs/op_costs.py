@@ -89,7 +89,7 @@ class MeasuredCosts:
     def run(self, func: Any, facts: OpFacts, args: Any, kwargs: Any, *, may_repeat: bool) -> tuple[Any, OpRun]:
         """Run an op; return its result and the key to its costs.
 
-        `may_repeat`: the op may run some more times; its result is then that of the last run, so that only one exists.
+        `may_repeat`: the op may run some more times; its result is then that of the last run: only one exists.
         """
         key = key_of(func, args, kwargs)
         samples = self._seconds.setdefault(key, [])

@@ -103,7 +103,7 @@ class Case:
             elif b"\x00" in start:
                 raise DiagnosisError(
                     f"{name}: got a binary file, expected text, a configuration, or a snapshot of CUDA memory (a pickle). "
-                    "Unpack it first if it is compressed in another way than by gzip, bzip2 or xz."
+                    "Unpack it first if it is compressed with anything but gzip, bzip2 or xz."
                 )
             elif path.suffix == ".json" or size <= _LARGEST_CONFIGURATION:
                 self.add_text(path.read_text(encoding="utf-8", errors="replace"), name, suffix=path.suffix)
@@ -244,7 +244,7 @@ def _together(first: Finding, second: Finding) -> Finding:
 def _joined(findings: list[Finding], names: Sequence[str], *, adds_advice: bool = False) -> list[Finding]:
     """Return the findings with one per mistake: the one that comes first in `names`.
 
-    With `adds_advice` any of them may speak for those after it, else the first alone.
+    With `adds_advice` any of them may speak for those after it, otherwise only the first.
     """
     same = sorted((its for its in findings if its.rule in names), key=lambda its: names.index(its.rule))
     if len(same) < 2 or (same[0].rule != names[0] and not adds_advice):

@@ -1,6 +1,6 @@
 """`Rule`: a problem that can be recognised, and `Finding`: one that was; `RULES`: all, as texts in the folder `rules`.
 
-`Passage`: a line of a text with its context. Texts are read line by line, so that logs may have any size.
+`Passage`: a line of a text with its context. Texts are read line by line, so logs may have any size.
 """
 
 import dataclasses

@@ -103,7 +103,7 @@ class TextScan:
         return self._in_text.settings(self.name)
 
     def findings(self) -> Iterator[Finding]:
-        """Yield the findings in the text alone; `out_of_memory` handles its messages about memory."""
+        """Yield the findings in the text itself; `out_of_memory` handles its messages about memory."""
         for rule, (passage, values) in self._found.items():
             more = self._counts[rule] - 1
             evidence = [passage.quoted()]

@@ -156,8 +156,8 @@ def renamed(values: Mapping[str, Any]) -> dict[str, Any]:
 class SettingsInText:
     """Collects settings from the lines of a text: flags, Megatron's list of arguments, and assignments in Python.
 
-    Settings that appear together are one scope. A command that gives another value than before begins a new one, so
-    that the runs of a sweep are not mixed.
+    Settings that appear together are one scope. A command that gives a different value than before begins a new one: runs of
+    a sweep are not mixed.
 
     Example:
         >>> seen = SettingsInText()

@@ -1,4 +1,4 @@
-"""Detects plans made for another number of layers, or on another PyTorch or device."""
+"""Detects plans made for a different number of layers, or on a different PyTorch or device."""
 
 from collections.abc import Collection
 
@@ -47,7 +47,7 @@ def check_depth(model: nn.Module, plan: Plan) -> None:
         if is_whole and above and plan.predicted_peak_bytes is not None:
             warn_user(
                 f"the plan is for {_words(stack, planned)}, and {type(model).__name__} has {_words(stack, layers)}: the others "
-                f"keep everything, so that the step needs more memory than predicted for a shallower model. {_REMEDY}",
+                f"keep everything, so the step needs more memory than predicted for a shallower model. {_REMEDY}",
                 PlanMismatchWarning,
             )
 
@@ -69,7 +69,7 @@ def device_name(device: torch.device, model: nn.Module | None = None) -> str:
 
 
 def warn_if_recorded_elsewhere(model: nn.Module, plan: Plan) -> None:
-    """Warn if the plan's profile was recorded with another PyTorch, or on another device than the model's.
+    """Warn if the plan's profile was recorded with a different PyTorch, or on a device other than the model's.
 
     Builds of one version ("2.13.0+cpu") count as equal: they only differ in the device.
     """
@@ -84,7 +84,7 @@ def warn_if_recorded_elsewhere(model: nn.Module, plan: Plan) -> None:
     if differences:
         warn_user(
             f"the plan's profile was recorded {', and '.join(differences)}: ops, their times and the bytes that they work in "
-            "can differ, so that the step, though exact, may need more memory or time than predicted. Record it here and "
+            "can differ, so the step, though exact, may need more memory or time than predicted. Record it here and "
             "make a new plan.",
             ProfileMismatchWarning,
         )

@@ -77,8 +77,8 @@ def checksums(tensors: Sequence[torch.Tensor]) -> list[int]:
 def checksum(storage: torch.UntypedStorage, begin: int = 0, end: int | None = None) -> int:
     """Return a number for the bytes of a storage, or for a part of them; 0 on meta.
 
-    Numbers are summed along the rows and along the columns of a table, and the sums weighted, so that it also tells
-    swapped ones apart. On the CPU nothing is allocated by PyTorch, whose peaks are measured; elsewhere less than 64 KiB.
+    Numbers are summed along the rows and along the columns of a table, and the sums weighted, which also tells swapped
+    ones apart. On the CPU nothing is allocated by PyTorch, whose peaks are measured; elsewhere less than 64 KiB.
     """
     if storage.device.type == "meta" or not _has_memory(storage):
         return 0

@@ -1,6 +1,6 @@
 """Runs random ops so that a second run draws the same numbers, whatever other threads draw in the meantime.
 
-PyTorch's default generators belong to the whole process: between reading one's state and running an op, another thread
+PyTorch's default generators belong to the whole process: between reading one's state and running an op, a second thread
 may draw from it, and one that is set back for a second run changes what other threads draw. So a second run draws from a
 generator of its own. So does the first, if there are other threads; the shared generator then takes over its state. An
 op that takes no generator has to use the shared one: its second run compares the state of that generator afterwards.
@@ -25,11 +25,11 @@ from recollect.errors import RandomDrawError
 from recollect.tensors import tensors_in
 from recollect.weak_map import WeakMap
 
-# One draw at a time, so that planned models in several threads cannot disturb each other. The same thread may re-enter:
+# One draw at a time: planned models in several threads cannot disturb each other. The same thread may re-enter:
 # a custom op can run a planned unit.
 _TURN = threading.RLock()
 
-# How often to repeat a second run that another thread disturbed. It happens once in a hundred runs while that thread
+# How often to repeat a second run that a different thread disturbed. It happens once in a hundred runs while that thread
 # does nothing but draw.
 _MOST_TRIES = 20
 
@@ -80,7 +80,7 @@ class Draw:
         """
         if self.after is None:
             return _run(func, args, kwargs, self.own_generator())
-        # An op that leaves the state as it was draws nothing, even if another thread drew while it ran forward.
+        # An op that leaves the state as it was draws nothing, even if a different thread drew while it ran forward.
         expected = {state_content(self.state), state_content(self.after)}
         with _TURN:
             for _ in range(_MOST_TRIES if may_repeat else 1):
@@ -238,7 +238,7 @@ def state_content(state: torch.Tensor) -> bytes:
 class FunctionDraws:
     """The random numbers of one call of a custom autograd Function.
 
-    Random ops are run again one by one, from generators of their own. Kernels that no dispatch mode sees draw from a default
+    Random ops are run again one by one, from their own generators. Kernels that no dispatch mode sees draw from a default
     generator: if they do, it is set back for the second run.
 
     Args:
@@ -353,7 +353,7 @@ class _SecondRun(_RandomMode):
     def draw(self, func: Any, args: Any, kwargs: Any) -> Any:
         before, draw = self._pending.pop() if self._pending else (None, None)
         if before is not func or draw is None:
-            return func(*args, **kwargs)  # If another op runs than before, `FunctionCall` checks the results.
+            return func(*args, **kwargs)  # If a different op runs than before, `FunctionCall` checks the results.
         output = draw.again(func, args, kwargs, may_repeat=not facts_of(func).writes)
         if self._moves_shared:
             draw.move_shared()

@@ -52,7 +52,7 @@ def eager_forwards(
 
 
 def _may_place(module: nn.Module) -> bool:
-    """Whether a module has a forward, unlike a list of modules, and none of another plan."""
+    """Whether a module has a forward, unlike a list of modules, and none of a different plan."""
     own = vars(module).get("forward")
     return not isinstance(own, PlacedForward) and (own is not None or type(module).forward is not nn.Module.forward)
 

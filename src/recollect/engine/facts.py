@@ -29,7 +29,7 @@ class OpFacts:
     `is_view`: makes no storage: every result shares an argument's storage, or is not a tensor (`prim::device`).
     `is_lazy`: a view whose sign or conjugate is only applied when it is read, which its layout does not show.
     `writes`: positions and keywords of the arguments that are written in place.
-    `is_random`: reads its device's generator, so that a second run needs the same generator state.
+    `is_random`: reads its device's generator, so a second run needs the same generator state.
     `keeps`: results are kept whatever the plan says (`_INDEX_LIKE`, collectives and others; see `facts_of`).
     `keeps_on_cuda`: the same on a CUDA device, where the kernel's result depends on the order of atomic additions.
     `keeps_with_mask`: the same if an index tensor is a mask; a gather by integers can be recomputed like any other op.
@@ -40,11 +40,11 @@ class OpFacts:
     `dropout_position`: position of the argument `dropout_p`; the op is not random if that is zero.
     `may_keep`: one of `keeps_on_cuda`, `keeps_with_mask` and `device_keyword` is set, so the tape inspects the call and
         its result before dropping the result.
-    `device_keyword`: whether the op can copy to another device.
+    `device_keyword`: whether the op can copy to a different device.
     `changes_storage`: writes to a storage, or changes how a tensor reads it (`changes_layout_only`, `is_lazy`).
     `follows_settings`: its result depends on switches of kernels or on the default dtype.
     `is_collective`: every rank has to run it at the same time.
-    `may_replay`: a collective that makes new tensors, so that it can run again where all ranks run it again; `keeps` is still
+    `may_replay`: a collective that makes new tensors, which can run again if all ranks run it again; `keeps` is still
         set, for callers that do not know whether they do.
     `writes_unseen`: its writes raise no version (c10d's collectives).
     `moves_storage`: changes which bytes a tensor refers to (`_MOVES`).
@@ -84,7 +84,7 @@ class OpFacts:
 
     @property
     def changes_nothing(self) -> bool:
-        """Whether it computes no value: a view, or another way to read memory."""
+        """Whether it computes no value: a view, or a different way to read memory."""
         return self.is_view or self.is_lazy or self.changes_layout_only
 
     def updated_by(self, args: Any) -> tuple[int, ...]:
@@ -126,7 +126,7 @@ _COLLECTIVE_NAMESPACES = frozenset(
     {"c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "symm_mem", "fsdp"}
 )
 
-# These make new tensors and write to none, so that a second run needs nothing but the other ranks.
+# These make new tensors and write to none, so a second run needs only the other ranks.
 _FUNCTIONAL_COLLECTIVES = frozenset(
     {"all_gather_into_tensor", "all_gather_into_tensor_coalesced", "reduce_scatter_tensor", "all_reduce", "broadcast"}
     | {"reduce_scatter_tensor_coalesced", "all_reduce_coalesced", "all_to_all_single", "shard_dim_alltoall"}
@@ -159,7 +159,7 @@ _CONSTANT = frozenset(
     {"zeros", "zeros_like", "new_zeros", "ones", "ones_like", "new_ones", "full", "full_like", "new_full"}
 )
 
-# These change which bytes a tensor refers to, so that knowledge of its storage no longer holds.
+# These change which bytes a tensor refers to: knowledge of its storage no longer holds.
 _MOVES = frozenset({"set_", "resize_", "resize_as_", "_resize_output_"})
 
 _OVERWRITES = frozenset(
@@ -291,7 +291,7 @@ class OpMode(TorchDispatchMode):
         self._fakes = fake_mode()
 
     def is_foreign(self) -> bool:
-        """Whether this is no part of the step but a trial on fake tensors, as DTensors make before an op runs, or traced."""
+        """Whether this is not part of the step but a trial on fake tensors, as DTensors make before an op runs, or traced."""
         return fake_mode() is not self._fakes or tracing_mode() is not None
 
     @untraced

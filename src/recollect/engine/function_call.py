@@ -38,7 +38,7 @@ class FunctionArguments:
     """The arguments of a Function's call: tensors apart (`tensors`, each once), everything else unchanged.
 
     Parameters are not taken apart: forward may read attributes of theirs, and they outlive the call anyway. An argument that
-    bundles others (a dataclass with slots, as Transformer Engine's linear layers get) is made anew for each run.
+    bundles others (a dataclass with slots, as Transformer Engine's linear layers get) is created again for each run.
     """
 
     __slots__ = ("_bundles", "_leaves", "_needs_grad", "_positions", "_spec", "tensors")

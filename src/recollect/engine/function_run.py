@@ -61,7 +61,7 @@ _PRODUCTS = frozenset(
     }
 )
 
-# Not exchanges between experts: ranks that got no rows may ask for them in another order.
+# Not exchanges between experts: ranks that got no rows may ask for them in a different order.
 _REPLAYED = frozenset({"c10d:_allgather_base_", "c10d:_reduce_scatter_base_", "c10d:allreduce_"})
 
 # Functions whose arguments were compared before and after a call, by the constants of the call.

@@ -2,7 +2,7 @@
 
 Where plans or recorders are in place, a checkpoint inside a unit runs its function plainly. So does one around units, and keeps
 what is saved between them. PyTorch's own are one that no unit runs in, which no plan reaches, one inside a unit with a
-`context_fn`, and one with `use_reentrant=True`, which adds up gradients in another order than its function.
+`context_fn`, and one with `use_reentrant=True`, which adds up gradients in a different order than its function.
 """
 
 import functools

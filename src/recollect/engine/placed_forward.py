@@ -1,6 +1,6 @@
 """Replaces the `forward` of module instances while a plan is applied, and restores it afterwards.
 
-The micro-batches of a pipeline's stage may have plans of their own: one after the other, in the order of forwards.
+The micro-batches of a pipeline's stage may have separate plans: one after the other, in the order of forwards.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class PlacedForward:
         self.is_placed = False
         self.has_looked = False
         self.forward: Callable[..., Any] = module.forward
-        # Do not copy attributes: another placed forward's would become this one's own.
+        # Do not copy attributes: a different placed forward's would become this one's own.
         functools.update_wrapper(self, self.forward, updated=())  # type: ignore[arg-type]
 
     def host_use(self) -> HostUse | None:
@@ -73,7 +73,7 @@ class PlacedForward:
         self.is_on = True
         self.placed[self] = True
         if not self.is_placed:
-            # Read it now: another forward may have been placed since this object was made.
+            # Read it now: a new forward may have been placed since this object was made.
             self.forward = self.module.forward
             self.had_own_forward = "forward" in vars(self.module)
             vars(self.module)["forward"] = self
@@ -83,7 +83,7 @@ class PlacedForward:
         self.is_on = False
         self.placed.discard(self)
         if vars(self.module).get("forward") is not self:
-            return  # Another forward wraps this one: stay in place, switched off, and pass calls through.
+            return  # A later forward wraps this one: stay in place, switched off, and pass calls through.
         self.is_placed = False
         if self.had_own_forward:
             vars(self.module)["forward"] = self.forward
@@ -156,7 +156,7 @@ class Applied(Handle):
         return next((use for use in (forward.host_use() for forward in self._forwards) if use is not None), None)
 
     def begin(self, micro_batch: int = 0) -> None:
-        """Take the plan of this micro-batch for the next forward, where each has a plan of its own.
+        """Take the plan of this micro-batch for the next forward, if each has its own plan.
 
         For loops of your own after a step that failed half way; otherwise the first plan follows the last automatically.
 
@@ -184,7 +184,7 @@ class Applied(Handle):
             stage: made of the model. With one plan for all micro-batches there is nothing to follow.
 
         Raises:
-            ArgumentError: it is no such stage.
+            ArgumentError: it is not such a stage.
 
         Example:
             >>> import recollect, torch

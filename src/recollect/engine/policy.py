@@ -1,6 +1,6 @@
 """Defines policies, which tell the tape what happens to each value between forward and backward.
 
-One carries out a plan; the leanest one knows nothing of the model, or follows a plan for another step of it.
+One carries out a plan; the leanest one knows nothing of the model, or follows a plan for a different step of it.
 
 `TapeState` is the memory of a tape between calls: the policy's answers, and which modules need not be watched. The tape
 (`tape.py`) starts the calls of units; each call (`tape_mode.py`) reads it while it runs.
@@ -146,7 +146,7 @@ class DropAll:
         return Action.KEEP if unit is None else unit.output
 
 
-# A unit that runs twice per step may get another unit's dropped output only the second time.
+# A unit that runs twice per step may get a different unit's dropped output only the second time.
 _RUNS_TO_SETTLE = 2
 
 ModuleKey = tuple[str, str]
@@ -173,7 +173,7 @@ class TapeState:
     Attributes:
         policy: asked once for each value name.
         settled: the ops and saves to watch in modules that have run often enough to tell.
-        agreement: of all ranks to drop the same, so that collectives may run again in all of them; None if there is none.
+        agreement: of all ranks to drop the same values, which lets collectives run again in all of them; None if there is none.
         shards: how values are held as parts; None if they are not.
         offload: the state for offloaded values; None if there are none.
         may_offload: some values are offloaded, or may be later.
@@ -209,7 +209,7 @@ class TapeState:
         self._num_runs: Counter[ModuleKey] = Counter()
         # The mode of the unit that is running on each thread.
         self._local = threading.local()
-        # Of each backward that keeps its graph, held by that backward alone: if it fails, nothing stays behind.
+        # Of each backward that keeps its graph, held only by that backward: if it fails, nothing stays behind.
         self._passes: dict[int, weakref.ref[KeptPass]] = {}
 
     def learn(self, seen: dict[ModuleKey, Watch]) -> None:

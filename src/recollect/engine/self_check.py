@@ -1,11 +1,11 @@
 """Checks once in a process that PyTorch's private hooks still work as exactness requires.
 
-A release may move a hook so that it is still there and does nothing, and then a plan would be wrong in silence. So before the
+A release may move a hook so that it is still there and does nothing, and then a plan would be silently wrong. So before the
 first plan is carried out, or the first step recorded, tiny programs go through each of them, in a few milliseconds.
 Features that rest on a broken one are switched off, with a warning.
 
 Not here: hooks that raise an error by themselves when they fail (`opcall.py` reads each switch that it sets, `AllocatorTrace`
-looks for an allocation of its own), that only cost memory or time (values that are kept), or that need a process group.
+looks for its own allocation), that only cost memory or time (values that are kept), or that need a process group.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def check_steps_can_be_recorded() -> None:
     """
     if SwitchedOff.PLANS in switched_off():
         raise RecordError(
-            f"torch {torch.__version__} does not do what plans rest on (the TorchVersionWarning says what), so that no step "
+            f"torch {torch.__version__} lacks what plans depend on (the TorchVersionWarning says what), so no step "
             f"can be recorded. Install torch {OLDEST_TESTED} to {NEWEST_TESTED}, or a newer recollect."
         )
 

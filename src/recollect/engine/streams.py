@@ -1,8 +1,8 @@
-"""Synchronises values across CUDA streams: a read on another stream waits for the value and keeps its memory alive.
+"""Synchronises values across CUDA streams: a read on a different stream waits for the value and keeps its memory alive.
 
 An op's forward and backward run on the same stream, so plain autograd needs none of this, but recomputation does. The
-first to ask for a value computes it on its own stream, and the next may ask on another. A recomputed value may also be
-made from values of forward on another stream, where memory is reused as soon as nothing holds it.
+first to ask for a value computes it on its own stream, and the next may ask on a different one. A recomputed value may also be
+made from values of forward on a different stream, where memory is reused as soon as nothing holds it.
 """
 
 import torch

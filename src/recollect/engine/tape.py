@@ -9,8 +9,8 @@ NOTE [ Rules of the tape ]
 2. Mutation. An in-place op makes a new value on the same storage; whatever holds the old content first gets a private
    copy. A change out of its sight raises `MutatedValueError` at replay, if it raised the version or
    if the content is compared (`content.py`): not for large tensors written to through `.data`.
-3. Randomness. A random op is kept, or runs again from the generator state that it had, in a generator of its own
-   (`draws.py`), so that other threads may draw meanwhile.
+3. Randomness. A random op is kept, or runs again from its original generator state, in its own generator (`draws.py`),
+   and other threads may draw meanwhile.
 4. Choices (`topk`, `sort`, ...) and data-dependent shapes are kept (`facts.py`). So are collectives, unless they make new
    tensors and the plan names them: a recipe then runs the collective again and waits for it, in all ranks alike.
 5. Tensor subclasses desugar first; their inner tensors are recorded.
@@ -72,7 +72,7 @@ class _LastStep(threading.local):
     """State that units of any tape leave on this thread.
 
     Attributes:
-        went_backward: on any thread, since the last forward of a unit; backward has threads of its own on CUDA.
+        went_backward: on any thread, since the last forward of a unit; backward has its own threads on CUDA.
         survivors: storages with a recipe that outlived the unit which made them.
     """
 
@@ -180,7 +180,7 @@ class Tape(TapeState):
     def _hold_outputs(self, unit_path: str, output: Any, call: Recipes) -> None:
         """Keep a unit's output: from here on, the readers of the storages that this call made hold them.
 
-        Values passed on from another unit follow that unit's plan.
+        Values passed on from a different unit follow that unit's plan.
         """
         for tensor in strided_tensors(output):
             storage = tensor.untyped_storage()
@@ -235,16 +235,16 @@ def _what_runs(forward: Any) -> Any:
 
 
 def asks_again() -> bool:
-    """Whether another backward will ask for the same values, and this one holds them only while it runs.
+    """Whether a later backward will ask for the same values, and this one holds them only while it runs.
 
-    One that builds a graph of its own (`create_graph`) holds them there, so that computing them again would gain nothing.
+    One that builds its own graph (`create_graph`) holds them there, so recomputing them would gain nothing.
     """
     return keeps_graph() and not torch.is_grad_enabled()
 
 
 @contextmanager
 def _inside(mode: TapeMode, unit_path: str) -> Iterator[TapeMode]:
-    """Run a unit within another one, with its ops under its own names."""
+    """Run a unit within an outer one, with its ops under its own names."""
     outer = mode.unit_path, mode.counts, mode.call, mode.place
     mode.unit_path, mode.counts, mode.call, mode.place = unit_path, {}, Recipes(), mode.tape.next_place()
     try:
@@ -273,7 +273,7 @@ def _check_no_functions(unit_path: str, args: Any, kwargs: Any, output: Any) -> 
         if isinstance(node, torch.autograd.function.BackwardCFunction) and may_run_again(function):
             raise UnsupportedModelError(
                 f"{unit_words(unit_path)} calls the autograd Function {function.__name__}, and in torch {torch.__version__} "
-                "recollect does not see such calls, so that a plan could give wrong gradients. Install a version of PyTorch "
+                "recollect does not see such calls, so a plan could give wrong gradients. Install a version of PyTorch "
                 f"that recollect is tested with, or leave {unit_words(unit_path)} out of the plan."
             )
         pending += [following for following, _ in node.next_functions]

@@ -40,7 +40,7 @@ def planned_forwards(
     Raises:
         OffloadError: the plan offloads values, and host memory is too small, or no carrier copies from the device.
     """
-    # A unit that keeps everything still belongs on the tape if another unit may have dropped its input, holds a part, or
+    # A unit that keeps everything still belongs on the tape if a different unit may have dropped its input, holds a part, or
     # offloads, since each unit is an edge at which copies leave and come back.
     offloads = any(unit.trips for unit in units.values())
     drops_outputs = offloads or any(

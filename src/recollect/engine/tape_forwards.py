@@ -75,7 +75,7 @@ class UnitForward(PlacedForward):
 
 
 class ScopeForward(PlacedForward):
-    """Tells the tape which module inside a unit is running, so that values get the names that the plan uses."""
+    """Tells the tape which module inside a unit is running: values get the names that the plan uses."""
 
     def __init__(self, module: nn.Module, tape: Tape, scope: str) -> None:
         super().__init__(module)

@@ -70,7 +70,7 @@ class TapeMode(OpMode):
         self.tape = tape
         self.unit_path = unit_path
         self.is_captured = is_capturing()
-        # Stands for the running call of a unit; a unit inside another one gets its own.
+        # Stands for the running call of a unit; a nested unit gets its own.
         self.call = Recipes()
         self.place = tape.next_place()
         self.scope = ""

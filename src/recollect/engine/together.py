@@ -1,13 +1,13 @@
 """Joint work of ranks under a plan: run collectives again, hold values as parts, and gather parameters.
 
-`Agreement` detects that ranks drop different collectives before one waits for ever for the others to run one again. A
+`Agreement` detects that ranks drop different collectives before one deadlocks, waiting for the others to run one again. A
 rank tells the others in forward which plan it runs, when it first meets a collective of a group; at the end of the model's
 first forward, or at the latest before it runs one again in backward, it checks that all of that group told the same.
-Both use the store that the ranks met at, not a collective, since a rank with another plan may not take part.
+Both use the store that the ranks met at, not a collective, since a rank with a different plan may not take part.
 
 Every rank checks at the end of the first forward, even without collectives to run again: it would wait in
 backward for one that has raised. By then, all have joined that forward's collectives, so all have told, and none is in one.
-The tape sees only the collectives of the units that it runs: others under another plan, and none where a plan drops
+The tape sees only the collectives of the units that it runs: others under a different plan, and none where a plan drops
 nothing. So the first forward runs under a mode that sees all of them.
 
 `Shards` hold a value that is the same on all ranks of a group as each rank's part of it, which is gathered when backward asks.
@@ -177,7 +177,7 @@ def distribute_saved_activations(model: nn.Module, group: dist.ProcessGroup | No
         The model itself.
 
     Raises:
-        ArgumentError: the model is no module.
+        ArgumentError: the model is not a module.
         PlanError: there is no process group.
 
     Example:
@@ -269,7 +269,7 @@ class Gather:
 def content_of(tensor: torch.Tensor) -> int | None:
     """Return a number for the content of a tensor that may be held as a part; None for one that may not.
 
-    A constant tensor, such as zeros, proves nothing: it may be the same on all ranks in one step but not in another.
+    A constant tensor, such as zeros, proves nothing: it may be the same on all ranks in one step but not in the next.
     """
     if tensor.layout is not torch.strided or tensor.storage_offset() or not tensor.numel():
         return None
@@ -288,7 +288,7 @@ def is_partitioned(tensor: Any) -> TypeGuard[nn.Parameter]:
 
 
 def can_be_gathered(parameter: Any) -> bool:
-    """Whether the parts add up to the parameter: not offloaded to the host, quantized or of another type."""
+    """Whether the parts add up to the parameter: not offloaded to the host, quantized or of a different type."""
     part = parameter.ds_tensor
     is_plain = not hasattr(part, "ds_quant_scale") and getattr(part, "final_location", None) is None
     return bool(is_plain and part.device == parameter.device and part.dtype == parameter.dtype)

@@ -288,7 +288,7 @@ def is_known(storage: torch.UntypedStorage) -> bool:
 
 
 def is_new(result: Any) -> bool:
-    """Whether an op has made a tensor with a storage of its own, not a view that its schema does not mention."""
+    """Whether an op has made a tensor with its own storage, not a view that its schema does not mention."""
     is_strided = isinstance(result, torch.Tensor) and result.layout is torch.strided
     return is_strided and not is_known(result.untyped_storage()) and not result.storage_offset()
 
@@ -344,7 +344,7 @@ def check_filled(tensor: torch.Tensor, unit: str, module: str = "", op: str = ""
 def private_copy(tensor: torch.Tensor) -> torch.Tensor:
     """Copy a tensor unseen by the active dispatch modes, because the copy is the tape's, not an op of the model.
 
-    It has the same strides: kernels add in another order where rows have no gaps between them.
+    It has the same strides: kernels add in a different order if rows have no gaps between them.
     """
     if is_fake_tensor(tensor):
         return tensor.clone()

@@ -1,6 +1,6 @@
 """A memory budget for Lightning's `Trainer`, of the package `lightning` or `pytorch_lightning`.
 
-Each package has a `Callback` of its own, and takes no other. So `MemoryBudget` is made at its first use, from the
+Each package has its own `Callback`, and takes no other. So `MemoryBudget` is made at its first use, from the
 packages that are loaded by then; importing this file loads neither.
 
 Run with lightning 2.4.0 and 2.6.6, and pytorch-lightning 2.6.6.
@@ -46,9 +46,9 @@ class BudgetHooks(BudgetCallback):
 
     Raises:
         ConfigError: when training begins, Lightning is too old.
-        NotYetError: when training begins, its strategy is another one for several devices; or the module optimizes by hand in
-            `DistributedDataParallel`.
-        RecordError: when training begins, another process of it has no `MemoryBudget`.
+        NotYetError: when training begins, its strategy for several devices is a different one; or the module optimizes by hand
+            in `DistributedDataParallel`.
+        RecordError: when training begins, a different process of it has no `MemoryBudget`.
 
     Example: `Trainer(callbacks=[MemoryBudget("22GiB")]).fit(module, loader)`.
     """

@@ -1,4 +1,4 @@
-"""The settings of another tool nearest to a plan: the fastest that fit its budget."""
+"""The settings of a different tool nearest to a plan: the fastest that fit its budget."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ Settings = TypeVar("Settings")
 
 @dataclass(frozen=True, slots=True)
 class Nearest(Generic[Settings]):
-    """The best that another tool can do within a plan's budget, and its cost."""
+    """The best that a different tool can do within a plan's budget, and its cost."""
 
     settings: Settings
     """The settings of the other tool."""

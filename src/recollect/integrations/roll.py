@@ -57,7 +57,7 @@ def apply_roll_checkpointing(
         A handle that ends both; also a context manager.
 
     Raises:
-        ArgumentError: the model is no module.
+        ArgumentError: the model is not a module.
         ConfigError: the model has no configuration for the automatic choice to read.
         AlreadyAppliedError: the model already recomputes.
         UnsupportedModelError: there are no layers in it.

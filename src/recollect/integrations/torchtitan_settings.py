@@ -51,7 +51,7 @@ def torchtitan_plan(profile: Profile, policy: TitanPolicy) -> Plan:
         policy: "none", "selective" or "full", with its default settings.
 
     Raises:
-        ConfigError: another word.
+        ConfigError: an unknown word.
 
     Example:
         >>> from recollect.profile.events import StepLog

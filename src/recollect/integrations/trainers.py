@@ -109,7 +109,7 @@ class CacheOff:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        # Models within models have configurations of their own, or share one.
+        # Models within models have separate configurations, or share one.
         found: dict[int, Any] = {id(c): c for c in (getattr(module, "config", None) for module in model.modules())}
         self._configs = [config for config in found.values() if getattr(config, "use_cache", None) is True]
         for config in self._configs:

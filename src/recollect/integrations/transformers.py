@@ -58,7 +58,7 @@ def enable_memory_budget(
 
     Stands where `model.gradient_checkpointing_enable()` would. It is `recollect.attach`, and switches `use_cache` off in the
     model's configuration until `remove()`, as gradient checkpointing does: in training the cache only holds the keys and values
-    of every layer, until the model's output is gone. `generate` has a setting of its own, and still uses the cache.
+    of every layer, until the model's output is gone. `generate` has its own setting, and still uses the cache.
 
     Args:
         model: the model, also in PEFT's.
@@ -118,7 +118,7 @@ class MemoryBudget(trainers.BudgetCallback, TrainerCallback):
         ConfigError: transformers is too old; or, when the trainer is made, it recomputes or offloads by itself.
         NotYetError: when the trainer is made, it splits the model in a way that is not in the table above, or has an optimizer
             that steps in backward.
-        RecordError: when training begins, another process of it has no `MemoryBudget`.
+        RecordError: when training begins, a different process of it has no `MemoryBudget`.
 
     Example: `Trainer(model, args, train_dataset=texts, callbacks=[MemoryBudget("22GiB")]).train()`.
     """
@@ -146,7 +146,7 @@ class MemoryBudget(trainers.BudgetCallback, TrainerCallback):
         """Attach to the model, which is prepared by now, as its optimizer is."""
         # Again, for a callback that was added to a trainer.
         _check_arguments(args)
-        # A training that an error ended does not say so; `auto_find_batch_size` begins anew after one.
+        # A training that an error ended does not say so; `auto_find_batch_size` starts again after one.
         self._remove()
         self._logged = []
         trainer = trainers.calling_trainer()
@@ -241,15 +241,15 @@ def _check_arguments(args: Any) -> None:
     if args.n_gpu > 1:
         raise NotYetError(
             settings={"n_gpu": args.n_gpu},
-            needs="copies of the model that one process makes anew in each step",
+            needs="copies of the model that one process recreates in each step",
             advice=f"Start one process for each GPU: torchrun --nproc-per-node {args.n_gpu}.",
         )
     optimizer = str(getattr(args.optim, "value", args.optim))
     if optimizer in ("lomo", "adalomo") or optimizer.endswith("_layerwise"):
         raise NotYetError(
             settings={"optim": optimizer},
-            needs="an optimizer that steps in backward, so that no step of it ends the training step",
-            advice="Choose another one.",
+            needs="an optimizer that steps in backward, so none of its steps ends the training step",
+            advice="Choose a different one.",
         )
 
 

@@ -1,1 +1,1 @@
-"""LM head and cross entropy in chunks of tokens, so that only one chunk's logits are ever alive."""
+"""LM head and cross entropy in chunks of tokens: only one chunk's logits are ever alive."""

@@ -30,7 +30,7 @@ from recollect._torch_private import is_traceable_wrapper_subclass, keeps_graph,
 from recollect.errors import ChunkedLossError
 from recollect.loss.vocabulary_part import VocabularyPart, WholeVocabulary, split_head
 
-# Rows of the weight's gradient computed at once if the product has another dtype than the sum: enough for a matrix product
+# Rows of the weight's gradient computed at once if the product has a different dtype than the sum: enough for a matrix product
 # at full speed, few enough for its memory to be negligible.
 _ROWS_AT_ONCE = 8192
 
@@ -78,8 +78,8 @@ def chunked_cross_entropy(
         a label is beyond the vocabulary.
 
     Raises:
-        ChunkedLossError: mismatched shapes, another reduction, a sharded weight without `group`, or one that is split in
-            another way; in backward, `create_graph=True`.
+        ChunkedLossError: mismatched shapes, an unsupported reduction, a sharded weight without `group`, or one that is split
+            differently; in backward, `create_graph=True`.
 
     Example:
         >>> import torch
@@ -171,7 +171,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         *gradients, divisor = ctx.saved_tensors
         if ctx.divides_last:
             factor = factor / divisor
-        # Saved gradients may be overwritten unless another backward follows.
+        # Saved gradients may be overwritten unless a second backward follows.
         is_last = not keeps_graph()
         scaled = [
             None if gradient is None else (gradient.mul_(factor) if is_last else gradient * factor).to(dtype)

@@ -198,7 +198,7 @@ def _elementwise(recipe: _Recipe, function: Callable[..., Tensor], args: Any, kw
 
 
 def _reshape(recipe: _Recipe, name: str, args: Any, kwargs: Any) -> _Recipe | None:
-    """Apply a reshape of the logits to the hidden states, if it leaves the last dimension as it is."""
+    """Apply a reshape of the logits to the hidden states, if it leaves the last dimension unchanged."""
     if name == "contiguous":
         return recipe
     if name == "__getitem__":

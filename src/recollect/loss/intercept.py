@@ -42,7 +42,7 @@ def loss_in_chunks(model: nn.Module, num_chunks: int, *, without_gradients: bool
 
 
 def loss_forwards(model: nn.Module, num_chunks: int, *, without_gradients: bool = False) -> list[PlacedForward]:
-    """Return the forwards to place on a model, after all others, so that it computes its loss in chunks.
+    """Return the forwards to place on a model, after all others, to have it compute its loss in chunks.
 
     Args:
         model: the model or a module in it has an integer attribute `loss_chunks`, or has a head (`get_output_embeddings()`,
@@ -167,7 +167,7 @@ def _check_head(head: nn.Module, name: str, num_chunks: int) -> None:
         forward = forward.forward  # of a plan
     if type(head).forward is not nn.Linear.forward:
         what = f"is a {type(head).__module__}.{type(head).__qualname__}, expected a plain torch.nn.Linear: an adapter on it, "
-        what += "or another kind of matrix, would be left out"
+        what += "or a different kind of matrix, would be left out"
     elif getattr(forward, "__func__", None) is not nn.Linear.forward:
         what = "has a `forward` of its own on the instance (accelerate places one for offloading), which would not run"
     if what:

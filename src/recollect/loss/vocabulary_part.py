@@ -2,7 +2,7 @@
 
 Each rank computes the logits of its part of the vocabulary. For a chunk of tokens the ranks gather three numbers a token: the
 largest logit, the sum of exponentials, the label's logit; a fourth with label smoothing, the sum of logits. They are put
-together in the order of the ranks, so that all have the same bits.
+together in the order of the ranks: all have the same bits.
 """
 
 from dataclasses import dataclass
@@ -78,7 +78,7 @@ def split_head(
         group: see `chunked_cross_entropy`.
 
     Raises:
-        ChunkedLossError: a DTensor that is split in another way, or over other ranks, or into more parts than there are words.
+        ChunkedLossError: a DTensor that is split differently, or over other ranks, or into more parts than there are words.
     """
     ranks = dist.get_world_size(group)
     rank = dist.get_rank(group)
@@ -131,6 +131,6 @@ def _other_split(name: str, tensor: Tensor) -> ChunkedLossError:
     return ChunkedLossError(
         f"chunked_cross_entropy: {name} is a {type(tensor).__name__} of shape {list(tensor.shape)} {placements}, expected "
         "hidden states that are whole or split along the sequence, and weight and bias split along the vocabulary, over the "
-        "ranks of group= alone. A head of its own under FSDP2 is gathered in its own forward only: shard it together with the "
-        "root module."
+        "ranks of group= only. A head that FSDP2 shards on its own is gathered only in its own forward: shard it together "
+        "with the root module."
     )

@@ -65,7 +65,7 @@ class Deaths:
         for reference, num_bytes in self._sizes:
             storage = reference()
             if storage is not None:
-                # Made directly, not by an op, so that dispatch modes of the measured program do not see it.
+                # Made directly, not by an op: dispatch modes of the measured program do not see it.
                 mark = vars(storage)[_MARK] = torch.UntypedStorage(1, device="cpu")
                 self._bytes_at[mark.data_ptr()] = num_bytes
 
@@ -106,5 +106,5 @@ def added_up(events: list[tuple[int, int]]) -> tuple[int, int, int]:
         elif address in alive:
             total_bytes -= alive.pop(address)
             num_events += 1
-        # Otherwise memory from before the trace, at an address known from an earlier trace, perhaps at another size.
+        # Otherwise memory from before the trace, at an address known from an earlier trace, perhaps with a different size.
     return peak_bytes, total_bytes, num_events

@@ -45,7 +45,7 @@ def other_bytes(device: torch.device, tensors: Iterable[torch.Tensor]) -> int:
 
 
 def empty_cache(device: torch.device) -> None:
-    """Return cached blocks to the device, so that bytes reserved later are due to later work."""
+    """Return cached blocks to the device: bytes reserved later are then due to later work."""
     if device.type == "cuda":
         gc.collect()
         torch.cuda.empty_cache()
@@ -112,7 +112,7 @@ def tensor_bytes(device: torch.device) -> int:
 
 @lru_cache(maxsize=1)
 def _mallinfo() -> Callable[[], _MallInfo] | None:
-    """Return the function; None without it, or where another allocator than the C library's serves PyTorch."""
+    """Return the function; None without it, or if PyTorch uses an allocator other than the C library's."""
     function = getattr(ctypes.CDLL(None), "mallinfo2", None) if sys.platform == "linux" else None
     if function is None:
         return None

@@ -36,7 +36,7 @@ def check_host_budget(host_budget: int | str) -> None:
 
     Raises:
         ConfigError: it is not.
-        QuantityError: it is no amount of bytes.
+        QuantityError: it is not an amount of bytes.
 
     Example:
         >>> check_host_budget("1MiB")
@@ -51,7 +51,7 @@ def check_host_budget(host_budget: int | str) -> None:
 
 
 def mapped_file(nbytes: int) -> torch.Tensor:
-    """Return bytes of a temporary file that has no name, so that nothing of it remains, however the process ends.
+    """Return bytes of a temporary file without a name: nothing of it remains, however the process ends.
 
     The operating system can write its pages out to disk, unlike the pages of other memory.
 

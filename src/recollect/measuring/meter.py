@@ -91,7 +91,7 @@ def measure_peak(
         The peak, the bytes alive before and after, and the result of `fn`.
 
     Raises:
-        MeterError: inside another measurement; on the CPU, under another profiler; another kind of device.
+        MeterError: inside a running measurement; on the CPU, under a profiler; an unsupported kind of device.
         QuantityError: `baseline_bytes` is not a number of bytes.
 
     Complexity: on the CPU about 10 microseconds per allocation or free, most of it after `fn` has returned; do not time
@@ -112,7 +112,7 @@ def measure_peak(
     if baseline_bytes is not None:
         baseline_bytes = parse_bytes(baseline_bytes)
     if _measuring.get():
-        raise MeterError("measure_peak: called inside another measure_peak. Measure one callable at a time.")
+        raise MeterError("measure_peak: called inside a running measure_peak. Measure one callable at a time.")
     token = _measuring.set(True)
     try:
         # Garbage in reference cycles would be freed at a moment that differs from run to run.
@@ -250,10 +250,10 @@ def traced(call: str, before: Deaths) -> Iterator[list[tuple[int, int]]]:
     """Trace the CPU's allocator, and deaths of older storages; yields a list, which has all events after the block.
 
     Raises:
-        MeterError: another profiler is active on this thread; names the call.
+        MeterError: a profiler is already active on this thread; names the call.
     """
     if profiler_is_active():
-        raise MeterError(f"{call}: another profiler is active on this thread. Measure outside of it.")
+        raise MeterError(f"{call}: a profiler is already active on this thread. Measure outside of it.")
     events, trace = list[tuple[int, int]](), AllocatorTrace()
     with quiet_allocator():
         try:
@@ -277,7 +277,7 @@ class CpuOpPeaks:
     def __init__(self, *, adds_up: bool = False) -> None:
         self.step_bytes = 0
         self._adds_up = adds_up
-        # Kept to the end, so that no other allocation can get the address of a mark.
+        # Kept to the end: no other allocation can get the address of a mark.
         self._marks: list[torch.UntypedStorage] = []
         self._events: list[tuple[int, int]] = []
 
@@ -293,7 +293,7 @@ class CpuOpPeaks:
             self.step_bytes = before.start_bytes + added_up(events)[0]
 
     def begin(self) -> None:
-        # Made directly, not by an op, so that dispatch modes do not see it.
+        # Made directly, not by an op: dispatch modes do not see it.
         self._marks.append(torch.UntypedStorage(1, device="cpu"))
 
     end = begin

@@ -33,8 +33,8 @@ class PartsTrace:
         self.parts: list[list[tuple[int, int]]] = []
         self._device = device
         self._cuda = CudaAllocatorTrace(device) if device.type == "cuda" else None
-        # Where parts end: on CUDA by number of events; on the CPU by allocations of one byte, which live on to the end, so that
-        # no other allocation can get their addresses.
+        # Where parts end: on CUDA by number of events; on the CPU by allocations of one byte. These live to the end: no other
+        # allocation can get their addresses.
         self._ends: list[int] = []
         self._marks: list[torch.UntypedStorage] = []
 
@@ -42,7 +42,7 @@ class PartsTrace:
         if self._cuda is not None:
             self._ends.append(len(self._cuda.events()))
         else:
-            # Made directly, not by an op, so that dispatch modes do not see it.
+            # Made directly, not by an op: dispatch modes do not see it.
             self._marks.append(torch.UntypedStorage(1, device="cpu"))
 
     def address_of(self, storage: torch.UntypedStorage) -> int:
@@ -53,7 +53,7 @@ class PartsTrace:
         """Record the events of the block.
 
         Raises:
-            MeterError: on the CPU, under another profiler.
+            MeterError: on the CPU, under a profiler.
         """
         gc.collect()  # Garbage in reference cycles would be freed at some moment of the block.
         if self._cuda is not None:

@@ -33,7 +33,7 @@ class Stopwatch:
 
     def __init__(self, device: torch.device) -> None:
         self._is_cuda = device.type == "cuda"
-        # On CUDA the host's own time: backward has a thread of its own there.
+        # On CUDA the host's own time: backward has its own thread there.
         self._clock = time.perf_counter if self._is_cuda else work_clock(device)
         self._is_running = False
         self._host_s = 0.0

@@ -1,1 +1,1 @@
-"""Watches a step of a model as it is, without changing it."""
+"""Watches a step of a model without changing it."""

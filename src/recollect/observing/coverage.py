@@ -85,7 +85,7 @@ class UnitCoverage:
     Attributes:
         name: module path of the unit; "all else" for what is outside of units, such as the loss.
         is_layer: whether it is one of the layers that are counted, and not embedding, norm or head.
-        reason: why it is not covered, as far as it can be seen; empty if it is, or is no layer.
+        reason: why it is not covered, as far as it can be seen; empty if it is, or is not a layer.
         calls: how often its forward ran, not counting runs in backward.
         ops: ops of its forward; views do not count.
         recomputed_ops: ops of forward that ran again in backward.
@@ -176,7 +176,7 @@ def coverage(
     units: Iterable[str] | None = None,
     fake: bool = False,
 ) -> Coverage:
-    """Run one step of a model as it is, and tell which of its layers are recomputed or offloaded, and why others are not.
+    """Run one step of an unchanged model, and tell which of its layers are recomputed or offloaded, and why others are not.
 
     Whatever recomputes is seen at work, not asked for its settings: Hugging Face's switch, PyTorch's `checkpoint` and
     `checkpoint_wrapper`, DeepSpeed's or Megatron's function, an applied plan. With a batch, the step leaves no traces, as in

@@ -60,7 +60,7 @@ class StepWatch(OpMode):
         after = hooks.register_module_forward_hook(self._leave, always_call=True)
         try:
             with self, warnings.catch_warnings():
-                # They fire twice for modules that `torch.compile` wrapped, which is no second call here.
+                # They fire twice for modules that `torch.compile` wrapped, which is not a second call here.
                 warnings.filterwarnings("ignore", r"Using `torch.compile\(module\)` when there are global hooks")
                 yield
         finally:

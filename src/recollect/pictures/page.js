@@ -90,7 +90,7 @@
   function drawMemory() {
     const memory = data.plans[chosen].memory;
     const step = memory.end / memory.places.length;
-    // One corner more than stretches, so that the last one has a width.
+    // One corner more than stretches: the last one then has a width.
     const x = [...memory.places.map((_, i) => i * step), memory.end];
     const closed = (values) => [...values, values[values.length - 1]];
     const values = data.categories.map((_, c) => typeof memory.bytes[c] === "number"
@@ -193,7 +193,7 @@
 
   function choose(index) {
     chosen = index;
-    // The address names the plan, so that it can be shared.
+    // The address names the plan and can be shared.
     if (data.plans[index].slug) location.hash = data.plans[index].slug;
     draw();
   }

@@ -116,7 +116,7 @@ def _write(profile: Profile, out: str | Path, title: str, data: dict[str, Any]) 
         "plotly_version": html.escape(plotly.__version__),
         "data": _script_json(data),
     }
-    # In one pass, so that inserted text is not searched for placeholders.
+    # In one pass: inserted text is not searched for placeholders.
     page = re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], _resource("page.html"))
     with writing(out):
         Path(out).write_text(page, encoding="utf-8")

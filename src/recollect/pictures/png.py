@@ -53,7 +53,7 @@ _MARK_RADIUS = 9
 _LINE_RADIUS = 2
 # A label farther from its mark, in pixels, gets a line to it.
 _FAR = 14
-# Costs in square pixels of overlap: labels outside of the axes are cut off, labels nearest to another mark mislead.
+# Costs in square pixels of overlap: labels outside of the axes are cut off, labels nearest to a different mark mislead.
 _OUTSIDE_COST = 1e6
 _MISLEADING_COST = 300
 

@@ -40,8 +40,8 @@ _Event = dict[str, Any]
 def write_trace(over_time: Timeline, out: str | Path) -> Path:
     """Write a trace for Perfetto (ui.perfetto.dev) or chrome://tracing, which both read Chrome's trace format.
 
-    The step is one process, with its phases, the units that run and the bytes alive by category. Each unit is another, with the
-    ops that it runs again, and a track for each of its values.
+    The step is one process, with its phases, the units that run and the bytes alive by category. Each unit is a separate one,
+    with the ops that it runs again, and a track for each of its values.
 
     Args:
         over_time: the result of `recollect.timeline`.
@@ -51,7 +51,7 @@ def write_trace(over_time: Timeline, out: str | Path) -> Path:
         The file.
 
     Raises:
-        ArgumentError: it is no timeline.
+        ArgumentError: it is not a timeline.
         RecollectError: the file cannot be written.
 
     Example:
@@ -159,7 +159,7 @@ def write_snapshot(over_time: Timeline, out: str | Path) -> Path:
         The file.
 
     Raises:
-        ArgumentError: it is no timeline.
+        ArgumentError: it is not a timeline.
         RecollectError: the file cannot be written.
 
     Example:

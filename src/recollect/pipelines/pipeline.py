@@ -265,7 +265,7 @@ class Pipeline:
         """Return the plans of the stages with their own slowdowns, and the step's times.
 
         Raises:
-            ScheduleError: the ranks wait for each other for ever.
+            ScheduleError: the ranks deadlock.
         """
         plain = [Plan({})] * len(plans)
         return PipelinePlan(

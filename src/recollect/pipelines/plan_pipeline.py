@@ -26,7 +26,7 @@ def plan_pipeline(
     send_s: float = 0.0,
     return_outputs: bool = True,
 ) -> PipelinePlan:
-    """Choose a plan for each stage, so that no rank exceeds the budget at any moment of the schedule.
+    """Choose a plan for each stage such that no rank exceeds the budget at any moment of the schedule.
 
     A stage holds as many micro-batches as its rank's actions have in flight: under 1F1B the first rank holds as many as there
     are ranks, the last one a single one, so plans get faster along the pipeline. Ranks do not share memory, and a step
@@ -51,10 +51,10 @@ def plan_pipeline(
 
     Raises:
         BudgetTooSmallError: the leanest plans of a rank's stages need more.
-        ScheduleError: the schedule cannot run, has another number of stages than there are profiles, or splits backwards and
-            there are no `split_profiles`.
+        ScheduleError: the schedule cannot run, has a different number of stages than there are profiles, or splits backwards
+            and there are no `split_profiles`.
         ProfileFormatError: a profile without gradients that accumulate; a stage with different ops where backward is split.
-        ArgumentError, QuantityError: an argument of another kind; a budget that is no amount.
+        ArgumentError, QuantityError: an argument of the wrong type; a budget that is not an amount.
 
     Example:
         >>> import torch, recollect
@@ -116,7 +116,7 @@ def predict_pipeline(
         The plans with their own slowdowns, the peak of each rank, and the time of the step.
 
     Raises:
-        ScheduleError: the schedule cannot run, or has another number of stages or micro-batches than there are profiles or
+        ScheduleError: the schedule cannot run, or has a different number of stages or micro-batches than there are profiles or
             plans.
         ProfileFormatError, ArgumentError: as `plan_pipeline`.
 

@@ -319,7 +319,7 @@ class Buffers:
         return number
 
     def stay_with_loss(self, number: int) -> bool:
-        """Whether this part is one of the last stage, so that its inputs stay."""
+        """Whether this part is one of the last stage, whose inputs stay."""
         while self._rank.stages[number].next_is_inside:
             number += 1
         return self._rank.stages[number].is_last

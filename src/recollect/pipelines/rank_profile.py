@@ -178,7 +178,7 @@ class _Writer:
             del held[count:]
 
     def _add_graphs(self, recorded: RecordedStage) -> None:
-        """Add the graphs of a stage once, so that one decision holds for its micro-batches with either backward."""
+        """Add the graphs of a stage once: one decision holds for its micro-batches with either backward."""
         found = [parts for parts in (recorded.whole, recorded.halves) if parts is not None]
         forms = [
             ([_form(graph) for graph in parts.profile.graphs], [call.graph for call in parts.profile.calls])

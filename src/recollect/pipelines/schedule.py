@@ -162,7 +162,7 @@ class PipelineSchedule:
         """Return 1F1B with several stages on each rank: stage s on rank s mod `num_ranks` (Narayanan et al. 2021).
 
         Raises:
-            ConfigError: a count below 1; or, with several stages a rank, micro-batches that are no multiple of the ranks.
+            ConfigError: a count below 1; or, with several stages a rank, micro-batches that are not a multiple of the ranks.
         """
         _check_counts(num_ranks=num_ranks, stages_per_rank=stages_per_rank, num_micro_batches=num_micro_batches)
         if stages_per_rank > 1 and num_micro_batches % num_ranks:
@@ -312,7 +312,7 @@ def played_s(schedule: PipelineSchedule, lasts: Callable[[PipelineAction], float
     or the first half of one, for the stage behind.
 
     Raises:
-        ScheduleError: the ranks wait for each other for ever.
+        ScheduleError: the ranks deadlock.
     """
     rank_of = {stage: rank for rank in range(len(schedule.ranks)) for stage in schedule.stages_of(rank)}
     # The time when the output of a stage, or the gradient of its input, is ready: (is it the gradient, stage, micro-batch).

@@ -65,7 +65,7 @@ def split_pipeline(
 ) -> PipelineSplit:
     """Divide layers among stages to find the shortest step, planned within the budget.
 
-    An early stage holds more micro-batches and has to recompute more: with fewer layers it is no slower than the others. The
+    An early stage holds more micro-batches and has to recompute more: with fewer layers it is not slower than the others. The
     embedding and the head also count with their costs. From the even split, and from the one that is fastest without
     recompute, layers move one by one from any stage to any other as long as the step gets shorter, each time with plans of
     its own for every rank. It ends where no single move helps (of the 56 that are fastest without recompute, with more
@@ -224,7 +224,7 @@ class _Search:
 
 
 def _neighbours(sizes: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """Return the splits that move one layer from one stage to another."""
+    """Return the splits that move one layer from one stage to a different one."""
     found = []
     for giver, taker in permutations(range(len(sizes)), 2):
         if sizes[giver] > 1:

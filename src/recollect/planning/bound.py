@@ -18,7 +18,7 @@ prices are tried, not whether the result is a bound.
 "Any plan" means: keep or recompute, value by value, or hold as parts values known to be the same on all ranks; unit
 outputs dropped or not, each op running again at most once, and its results staying as long as backward still has
 to ask for them, as on the tape; for the ops and the order of the recorded step. It does not hold for changes to the step
-itself: another micro-batch, a chunked loss, ops that are replaced by others; nor for offload, unless it knows the link.
+itself: a different micro-batch, a chunked loss, ops that are replaced by others; nor for offload, unless it knows the link.
 
 With host memory, kept_e is less by the bytes that are away, which had time to leave and still have time to come back. In a step
 that runs ops again for r seconds and waits w seconds for copies,
@@ -145,7 +145,7 @@ class LowerBound:
         zeros = np.zeros(len(fixed_bytes))
         away = away or AwayLimits(np.arange(len(zeros)), zeros, zeros, zeros, 0.0)
         keep_all = self._step.everything_kept()
-        # Units of the linear program, so that its tolerances are parts of these.
+        # Units of the linear program: its tolerances are fractions of these.
         self._seconds = self._step.most_s or 1.0
         self._bytes = float(keep_all.kept_bytes.max(initial=0)) or 1.0
         # The value of each limit, in these units.
@@ -191,7 +191,7 @@ class LowerBound:
         is_held_down = False
         for _ in range(_MOST_CUTS):
             ceiling, limit_prices, is_held_down = self._best_prices(room, most_price)
-            # The cost of another second of recompute, and of waiting, minus the price of the bytes that may then be away.
+            # The cost of one more second of recompute, and of waiting, minus the price of the bytes that may then be away.
             recompute_price = 1.0 - math.fsum(limit_prices * self._per_recompute)
             wait_price = 1.0 - math.fsum(limit_prices * self._per_wait)
             if recompute_price <= 0:
@@ -256,7 +256,7 @@ def check_bound(bound_s: float, recompute_s: float, budget_bytes: int) -> None:
     Raises:
         RuntimeError: they are, so the bound is wrong.
     """
-    # Sums of the same seconds in another order differ in their last digits.
+    # Sums of the same seconds in a different order differ in their last digits.
     if bound_s > recompute_s * (1 + _SAFETY) + _SAFETY**2:
         raise RuntimeError(
             f"no plan for {budget_bytes} bytes should take less than {bound_s} s of recompute, and one takes {recompute_s} s: "

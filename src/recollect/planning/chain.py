@@ -5,7 +5,7 @@ w of l's forward or backward (`simulation/windows.py`), the step must satisfy
 
     base(w) + sum over earlier units j of s(j, k_j) + m(l, k, w) <= budget
 
-Simulated steps measure base and m; identical units take different options in one simulation, so that it measures many.
+Simulated steps measure base and m; identical units take different options in one simulation, which measures many at once.
 The program carries exact bytes; states closer than a thousandth of the range of bytes share a cell, where the fastest
 survives. Each result is simulated; if the peak of a window differs from the model's, its base is corrected and the
 program runs again.

@@ -61,7 +61,7 @@ _FEWEST_VALUES = 32
 
 Dropped = frozenset[str] | None
 """Paths of units whose output is dropped, apart from single units, which choose for themselves. None: no unit drops its
-output, so that a unit that keeps everything stays off the tape."""
+output, and a unit that keeps everything stays off the tape."""
 
 
 class ChainSolver:

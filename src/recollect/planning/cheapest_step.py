@@ -13,7 +13,7 @@ which nothing can run again, such as all of forward, form a class k:
                   tape overhead in forward          if m_j = 1
 
 The price of v in k is bytes(v) times the sum of lambda_e over the times of k at which v has been made and a plan can be
-without it. Values written over one another share bytes; only the last that backward needs has a price: to
+without it. Values that overwrite each other share bytes; only the last that backward needs has a price: to
 save them, it has to be computed again, and with it all values below. Where ranks may hold parts of v, it is the price of a
 part; in the first class, before backward asks for anything, with the time to gather v, or the price of the whole,
 whichever is less. Every term is a capacity between two nodes (source side = 1), so the least cost is a minimum cut.
@@ -23,7 +23,7 @@ else is left out, in favour of the bound: other working memory of recomputing, s
 written to later (taken to be keepable), and that calls of one module share a decision. Layers are not taken apart: an
 op that runs again needs its arguments, whichever unit computed them.
 
-SciPy's flows are 32-bit integers. Capacities are rounded down, so that the flow is below the least cost, by about 1e-6 of it. A
+SciPy's flows are 32-bit integers. Capacities are rounded down, so the flow is below the least cost, by about 1e-6 of it. A
 second flow, in the capacities that the first one leaves, makes up for that: both together are exact to about 1e-15.
 """
 

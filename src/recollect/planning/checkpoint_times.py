@@ -37,7 +37,7 @@ class CheckpointTimes:
     """(moment, value): backward still asks for the value."""
     can_cost: NDArray[np.bool_]
     """(moment, value): the value has been made, and a plan can be without it. Its bytes are not fixed ones. Among
-    values written over one another it is the last one that backward still needs, or else the last."""
+    values that overwrite each other it is the last one that backward still needs, or else the last."""
     first_value: tuple[int, ...]
     """Column of each call's first value, and the number of columns."""
     first_op: tuple[int, ...]

@@ -4,7 +4,7 @@
 2. The bound (`planning/bound.py`) says how much faster any plan could be, and so when to stop.
 3. The simulator has the last word: no plan over its budget is returned.
 4. If it finds no plan, try full recompute of the layers; if that does not fit either, the error names the lowest known
-   peak, which depends on bytes alone: a budget of this size has a plan. It also advises changes, judging by what fills
+   peak, which depends only on bytes: a budget of this size has a plan. It also advises changes, judging by what fills
    memory at that peak.
 """
 
@@ -96,7 +96,7 @@ class Planner:
 
     @cached_property
     def _mixes(self) -> Chain | None:
-        """Chooses among engines; None if units were recorded for the tape alone."""
+        """Chooses among engines; None if units were recorded only for the tape."""
         if not self._is_compiled:
             return None
         sums = PeakSums(self._program)

@@ -43,7 +43,7 @@ def classic_plan(profile: Profile, name: ClassicName, n: int | None = None) -> P
         A plan without a budget.
 
     Raises:
-        ValueError: unknown name; `n` missing, below 1, or given for another name; `n` above 1 for layers that do not
+        ValueError: unknown name; `n` missing, below 1, or given for a different name; `n` above 1 for layers that do not
             feed each other.
 
     Example:

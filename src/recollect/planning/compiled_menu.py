@@ -171,7 +171,7 @@ def _is_attention(op: OpRecord) -> bool:
 
 
 def _is_foreign(op: OpRecord) -> bool:
-    """Whether the compiler cannot see into it: an op of another library, or a custom Function."""
+    """Whether the compiler cannot see into it: an op of a different library, or a custom Function."""
     name = _op_name(op)
     return ":" in name or name[:1].isupper()
 

@@ -1,6 +1,6 @@
 """The options of a unit that may run on any engine: inside `torch.compile`, or on the tape.
 
-Seconds are counted from those of the compiled unit that keeps PyTorch's choice, so that options of engines can be compared.
+Seconds are relative to the compiled unit that keeps PyTorch's choice, which makes options of engines comparable.
 """
 
 from __future__ import annotations

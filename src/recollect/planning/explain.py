@@ -79,7 +79,7 @@ def layer_usage(profile: Profile, plan: Plan) -> tuple[LayerUsage, ...]:
         One account for each of `profile.calls`, in order. None covers ops outside the units (the loss).
 
     Raises:
-        ArgumentError: an argument is of another kind.
+        ArgumentError: an argument is of the wrong type.
 
     Complexity: about three simulations.
 
@@ -108,7 +108,7 @@ def usage_in(profile: Profile, decisions: Sequence[CallActions], lives: Lifetime
         tape_s = graph.watched_s(decisions[index].values.dropped) if index in on_tape else 0.0
         if (variant := decisions[index].variant) >= 0:
             tape_s = max(0.0, graph.variants[variant].step_s - graph.variants[0].step_s)
-        # One after the other: `sum` rounds in another way in newer Pythons.
+        # One after the other: `sum` rounds differently in newer Pythons.
         again_s = reduce(add, map(graph.again_s, again), 0.0)
         names = _names(graph)
         accounts.append(

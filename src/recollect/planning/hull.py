@@ -41,7 +41,7 @@ from recollect.plans.value_names import module_of
 from recollect.profile.graph import UnitGraph
 
 _INFINITE = 2**31 - 1
-# The sum of the finite capacities, so that no flow reaches _INFINITE.
+# The sum of the finite capacities: no flow reaches _INFINITE.
 _TOTAL_CAPACITY = 2**30
 _TOLERANCE = 1e-9
 # Nodes of the networks of all cuts together: seconds. Only units of over a thousand ops have more options than this allows.
@@ -84,7 +84,7 @@ class Stored(NamedTuple):
         return Stored(self.whole.difference(values), self.parts.difference(values))
 
     def has_more_than(self, other: Stored) -> bool:
-        """Return whether this one stores everything that another stores, in the same way, and more."""
+        """Return whether this one stores everything that the other stores, in the same way, and more."""
         return self != other and self.whole >= other.whole and self.parts >= other.parts
 
     @property
@@ -144,8 +144,8 @@ def unit_hull(graph: UnitGraph, *, output: Action = Action.KEEP) -> tuple[Option
     fattest = network.evaluator.option(graph.saved_values)
     leanest = network.cut(byte_price=1.0, second_price=0.0)
     found = {_point(fattest): fattest, _point(leanest): leanest}
-    # Lines between two options below which there may be others: those with most room below first, so that a limit on the
-    # work leaves out the least important.
+    # Lines between two options below which there may be others: those with most room below first, so a limit on the work
+    # leaves out the least important.
     lines: list[tuple[float, int, Option, Option]] = []
     numbers = count()
 
@@ -288,7 +288,7 @@ class _Network:
         self._shape = (max(num_nodes, self._sink + 1),) * 2
         start, end, nbytes, seconds = (np.array(column) for column in zip(*edges, strict=True)) if edges else [[]] * 4
         order = coo_array((np.arange(1, len(edges) + 1), (start, end)), shape=self._shape).tocsr()
-        # Store the edges in the order of the sparse matrix, so that each cut only replaces its numbers.
+        # Store the edges in the order of the sparse matrix: each cut then only replaces its numbers.
         self._indices, self._indptr = order.indices.astype(np.int32), order.indptr.astype(np.int32)
         position = order.data - 1
         self._nbytes = np.asarray(nbytes, dtype=float)[position]

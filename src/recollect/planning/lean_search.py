@@ -1,4 +1,4 @@
-"""Find the plan with the least peak from bytes alone, so that it is the same however long the ops took.
+"""Find the plan with the least peak, which depends only on bytes, not on how long the ops took.
 
 Try which outputs to drop, with everything else dropped too (`planning/output_choices.py`). From the best of these, lower
 the peaks by changing what units keep, one unit or one kind of unit at a time, and see whether more outputs or fewer would be
@@ -13,7 +13,7 @@ Effects are measured: simulate the step with all units of a kind changed alike; 
 explain is the effect. It is mostly workspace in the units' own windows, but nothing says that it must be. First measure
 changes of the present step by one value. Then take the model's best choice if the simulator agrees.
 
-Several windows are near the peak at once, and lowering one may raise another. So the descent lowers a soft maximum of
+Several windows are near the peak at once, and lowering one may raise the next. So the descent lowers a soft maximum of
 all windows, the logarithm of a sum of exponentials.
 """
 
@@ -141,7 +141,7 @@ class _Descent:
                         yield [other if row == reader else known for row, known in enumerate(options)]
 
     def _sorted_into_teams(self) -> list[_Team]:
-        """Return the rows that are alike, so that a change that helps one of them may help all."""
+        """Return the groups of rows that are alike: a change that helps one may help all."""
         kinds: dict[tuple[object, ...], list[int]] = {}
         for index, row in enumerate(self._units.rows):
             if self._units.phases[index]:
@@ -151,7 +151,7 @@ class _Descent:
         return [tuple(rows) for rows in kinds.values()]
 
     def _movers(self) -> list[_Team]:
-        """Return the groups that move together: teams, and each unit alone."""
+        """Return the groups that move together: teams, and each single unit."""
         return list(dict.fromkeys([*self._teams, *((row,) for row in self._team_of)]))
 
     def _share(self, row: int) -> _Peaks:
@@ -190,7 +190,7 @@ class _Descent:
                         self._measure(mover, option)
 
     def _mover(self, row: int, output: Action) -> _Team:
-        """Return the team of a row, or the row alone if this output is not the team's."""
+        """Return the team of a row, or only the row if this output is not the team's."""
         return self._team_of[row] if output == self._first_output[row] else (row,)
 
     def _measure(self, mover: _Team, option: Option) -> tuple[list[Option], _Peaks]:

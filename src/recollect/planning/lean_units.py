@@ -1,6 +1,6 @@
 """The units of a step as the search for the least peak sees them: their choices, and the resulting peaks.
 
-Times play no part here, so that the least peak does not depend on them.
+Times play no part here, so the least peak does not depend on them.
 """
 
 from collections.abc import Collection, Sequence

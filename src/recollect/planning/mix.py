@@ -61,7 +61,7 @@ class Limits:
         kept: list[int] = []
         for unit in np.unique(self.unit):
             members = np.flatnonzero(self.unit == unit)
-            # The fullest first, so that most others are compared with few.
+            # The fullest first: most others are then compared with few.
             own = np.array([self.own_bytes[int(window)] for window in members], dtype=np.float64)
             table = np.hstack((own, self.counts[members], ~in_forward[members, None]))
             found: list[int] = []

@@ -134,7 +134,7 @@ class OptionTable:
         others = {self.profile.calls[call].graph for call in row.calls} - {row.graph}
         if not others or shared == compiled_unit(self.profile.graphs[row.graph], 0):
             return shared
-        # A module that runs with two graphs: keep values that only the other one computes, so that the plan names everything.
+        # A module that runs with two graphs: keep values that only the other one computes. The plan then names everything.
         rest: Mapping[str, Action] = {
             name: action
             for graph in others
@@ -273,7 +273,7 @@ class Candidate:
 
 
 class KnownCosts:
-    """Makes candidates of choices of one table, and remembers their exact costs, so that each is computed once."""
+    """Makes candidates from choices of one table, and remembers their exact costs: each is computed once."""
 
     def __init__(self, peak_sums: PeakSums, table: OptionTable) -> None:
         self.table = table

@@ -156,8 +156,8 @@ def first_outputs(profile: Profile, *, longest: int, num_dropped: int) -> frozen
 def single_outputs(profile: Profile) -> frozenset[str]:
     """Return the paths of units outside segments that can still drop their output: embedding, last layer, final norm.
 
-    Backward reads their output itself, so the options of the unit alone price dropping it. A layer that feeds itself or
-    another layer in some of its calls would lengthen their segments.
+    Backward reads their output itself, so only the unit's own options price dropping it. A layer that feeds itself or an
+    extra layer in some of its calls would lengthen their segments.
     """
     calls_of = profile.calls_by_path
     feeding = {profile.calls[source].path for call in profile.calls if call.repeated for _, source, _ in call.origins}

@@ -54,7 +54,7 @@ class TracePlanner(Planner):
 
     def plan(self, budget: int | str) -> Plan:
         own = self._on_tape.plan(budget) if self._engine == "auto" else None
-        # Where a backward keeps its graph for another one, as in halves, a trace runs all of it in each.
+        # If a backward keeps its graph for a second one, as in halves, a trace runs all of it in each.
         if own is not None and any(True for _ in self.profile.log.operands(PEEK)):
             return own
         try:

@@ -47,8 +47,8 @@ class Plan(ShownInNotebooks):
         note: where the plan comes from, in words.
         torch_version, device_name: as in the profile that the plan was made from; empty if they do not matter, such
             as the device of a fake profile. `apply` compares them with its own.
-        loss_chunks: number of parts in which the output matrix and loss are computed, so that only one part's logits
-            are alive at a time; 1 leaves them as the model computes them.
+        loss_chunks: number of parts in which the output matrix and loss are computed. Only one part's logits are alive at
+            a time; 1 leaves them as the model computes them.
         host_budget_bytes: the requested bound on values in host memory; None if none may be there.
         predicted_host_bytes: simulated most bytes of offloaded values in host memory at once; None if none are.
         to_host_bytes_per_s, from_host_bytes_per_s: the rates of copies that the plan was made for.
@@ -57,7 +57,7 @@ class Plan(ShownInNotebooks):
             that is unknown, as for modelled times.
         class_names: of modules that have a number for a name, as in an `nn.Sequential`: (path, class), in which a path may
             have a range. Only shown next to the names.
-        source: a weak reference to the profile that the plan was made from, whose memory a notebook then draws. It is no
+        source: a weak reference to the profile that the plan was made from, whose memory a notebook then draws. It is not
             part of the plan: not compared, and not in its files.
 
     Raises:
@@ -177,7 +177,7 @@ class Plan(ShownInNotebooks):
         return f" ({100 * low:.1f} to {100 * high:.1f})"
 
     def with_engine(self, engine: EngineChoice | str) -> Plan:
-        """Return the plan with another engine for each unit on the tape or from a trace that can run on it.
+        """Return the plan with a different engine for each unit on the tape or from a trace that can run on it.
 
         Only the tape drops outputs, offloads, and holds values as parts. A unit that reads a dropped output runs on the tape,
         too, which shows when it is called.
@@ -189,7 +189,7 @@ class Plan(ShownInNotebooks):
             A plan that keeps and recomputes the same values.
 
         Raises:
-            PlanError: it is another engine, which keeps other values.
+            PlanError: it is a different engine, which keeps different values.
 
         Example:
             >>> plan = Plan({"layers.0": UnitPlan({"mlp.act.silu": "recompute"})})
@@ -291,7 +291,7 @@ class Plan(ShownInNotebooks):
             raise PlanFormatError(f"{path}: {error}") from None
 
     def with_note(self, note: str) -> Plan:
-        """Return the same plan with another note."""
+        """Return the same plan with a different note."""
         return replace(self, note=note)
 
 

@@ -3,7 +3,7 @@
 A unit can have hundreds of values, so names are shortened without losing meaning: a module stands for its values if all
 are treated alike, a module path is cut to the part that identifies the module within the unit, and several ops of one
 module share its name: "self_attn.{mul,cat}". A module of an `nn.Sequential` has only a number for a name, and is shown with its
-class: "0 (Conv2d)". `_scaled_dot_product_*` ops are written as `sdpa`; memory that another op fills (`empty`) is not shown.
+class: "0 (Conv2d)". `_scaled_dot_product_*` ops are written as `sdpa`; memory that a later op fills (`empty`) is not shown.
 Of the kept and the recomputed values, the shorter list is shown; the other is "all else".
 """
 
@@ -47,7 +47,7 @@ def unit_rows(units: Mapping[str, UnitPlan], classes: Mapping[str, str], loss: s
 def changed_units(
     old: Mapping[str, UnitPlan], new: Mapping[str, UnitPlan], classes: Mapping[str, str], *, columns: int
 ) -> list[str]:
-    """Return lines that say how units change from one plan to another; those that change alike share a row."""
+    """Return lines that say how units change from one plan to the next; those that change alike share a row."""
     paths_of: dict[tuple[str, ...], list[str]] = {}
     for path in dict.fromkeys([*old, *new]):
         if items := _unit_changes(old.get(path), new.get(path), classes_within(path, classes)):
@@ -244,7 +244,7 @@ def _written(nodes: list[_Names], modules: set[_Names], classes: Mapping[str, st
         order[module] = None
         if op:
             ops_of.setdefault(module, []).append(op)
-    # Put all "experts.*.up_proj" and the like together, so that they become one range.
+    # Put all "experts.*.up_proj" and the like together: they become one range.
     alike: dict[tuple[str, str, str], list[str]] = {}
     for module in order:
         ops = list(dict.fromkeys(ops_of.get(module, [])))

@@ -13,8 +13,8 @@ from recollect.errors import PlanError
 class Trip(NamedTuple):
     """When an offloaded value leaves the device and comes back, in runs of units counted from the one that computes it.
 
-    The copy out begins as soon as the value exists. Both moments are planned, so that memory does not depend on how fast
-    copies are: code that reaches one too early waits.
+    The copy out begins as soon as the value exists. Both moments are planned, so memory does not depend on the speed of
+    copies: code that reaches one too early waits.
 
     Attributes:
         leaves: the device has its bytes until this many more units have begun: 1 until the next one does, or can, as
@@ -100,7 +100,7 @@ class Timetable:
                 found.leave()
 
     def begin_again(self) -> None:
-        """Bring all values back again, in another backward."""
+        """Bring all values back again, in one more backward."""
         self._returning.clear()
         for number, reference in self._returns:
             self._returning[number].append(reference)

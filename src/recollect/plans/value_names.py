@@ -15,7 +15,7 @@ def value_stem(module_path: str, op_name: str, count: int) -> str:
 
 
 def result_names(stem: str, num_results: int | None) -> tuple[str, ...]:
-    """Name the results of an op call: by the call alone if it has one result or returns a list (None).
+    """Name the results of an op call: by the call only if it has one result or returns a list (None).
 
     Example:
         >>> result_names("mlp.router.topk", 2)

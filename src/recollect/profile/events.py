@@ -13,7 +13,7 @@ number of its own. A storage "dies" when only the tape still refers to it.
 | `(DIES, call, value)` | the storage of a value died |
 | `(SAVE, call, value, handle, saver)` | autograd saved a value while call `saver` ran |
 | `(USE, handle)` | backward asked for a saved value |
-| `(PEEK, handle)` | the same, in a backward that keeps its graph, so that another one will ask again |
+| `(PEEK, handle)` | the same, in a backward that keeps its graph: a later one will ask again |
 | `(GIVE_BACK, handle)` | the formula that got it by `PEEK` has run, and no longer holds it |
 | `(LET_GO, call)` | that backward has ended, and no longer holds values that it computed for a call |
 | `(RELEASE, handle)` | backward, or a discarded graph, released it |

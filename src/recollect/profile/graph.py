@@ -29,7 +29,7 @@ class ValueRecord:
     nbytes: int
     """Size of its storage in bytes."""
     producer: int | None
-    """Index of the op that computes it; None for an input of the unit or another leaf, which costs nothing."""
+    """Index of the op that computes it; None for an input of the unit or any other leaf, which costs nothing."""
     must_keep: bool = False
     """Running its op again would not reproduce it (random numbers, routing indices, collectives)."""
     saved: bool = False
@@ -40,7 +40,7 @@ class ValueRecord:
     saved_elements: int = 0
     """Numbers in the largest tensor that autograd saved of it, which may be a part; 0 if unknown."""
     stays: bool = False
-    """The tape does not see its writes, so that it cannot be stored elsewhere either."""
+    """The tape does not see its writes, so it cannot be stored elsewhere either."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class OpRecord:
 
 @dataclass(frozen=True, slots=True)
 class PartRecord:
-    """A value that is the same on all ranks of a group, so that each may hold a part."""
+    """A value that is the same on all ranks of a group: each may hold a part."""
 
     value: int
     """Its index."""
@@ -220,10 +220,10 @@ class UnitCall:
     repeated: bool = False
     """The unit is one of the model's repeated layers (not embedding, norm, head or loss)."""
     chained: bool = False
-    """The next call in `Profile.calls` reads the unit's output, so that the output may be dropped and recomputed from an
-    earlier unit's input."""
+    """The next call in `Profile.calls` reads the unit's output, so the output may be dropped and recomputed from an earlier
+    unit's input."""
     origins: tuple[Annotated[tuple[int, int, int], "value", "call", "value of that call"], ...] = ()
-    """For each value that another call computed."""
+    """For each value that a different call computed."""
     outside: tuple[Annotated[tuple[int, int], "value", "storage"], ...] = ()
     """For each value computed between units, its storage in the log."""
     num_runs: int = 1

@@ -14,7 +14,7 @@ class JointOp:
     reads: tuple[int, ...] = ()
     """The tensors among its arguments."""
     results: tuple[int, ...] = ()
-    """The tensors that it returns; -1 for a result that is none. One that it writes to comes back as another one."""
+    """The tensors that it returns; -1 for a result that is none. One that it writes to comes back as a new one."""
     writes: tuple[int, ...] = ()
     updates: tuple[int, ...] = ()
     """Memory that it writes to as well, but neither reads nor writes to when it runs again: statistics of a batch norm."""

@@ -74,7 +74,7 @@ class Profile(ShownInNotebooks):
         shard_ranks: number of ranks that may each hold a part of a value, in place of all of it; 1 if none may.
         gather_latency_s, gather_s_per_byte: time to gather such a value: fixed seconds, and seconds per byte.
         to_host_bytes_per_s, from_host_bytes_per_s: rates of copies from the device to its host's memory, and of copies back; 0
-            if unknown, so that nothing can be offloaded.
+            if unknown, and nothing can be offloaded.
         host_latency_s: seconds of the smallest such copy.
         host: what the tape takes around ops, as measured, from which the graphs' times are; None if it was not measured.
         outputs: the events with which the log would say that an output of the model died.

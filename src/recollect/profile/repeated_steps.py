@@ -1,4 +1,4 @@
-"""Stores runs of equal micro-steps once, so that a step of 64 of them plans as fast as one of two.
+"""Stores runs of equal micro-steps once: a step of 64 of them plans as fast as one of two.
 
 In gradient accumulation, forward and backward run again and again on batches of one shape. The first micro-step makes the
 gradients; each later one finds them, and does the same as the one before it. The last of such a run is stored and
@@ -18,7 +18,7 @@ from recollect.profile.graph import UnitCall
 from recollect.profile.profile import Profile
 from recollect.profile.stretches import Item, StepReader, Stretch
 
-# The most stretches that repeat together: a micro-step may have several forwards, each with a backward of its own.
+# The most stretches that repeat together: a micro-step may have several forwards, each with its own backward.
 _LONGEST_PERIOD = 8
 
 
@@ -26,7 +26,7 @@ def fold(profile: Profile) -> Profile:
     """Return a profile of the same step in which runs of equal micro-steps are stored once.
 
     The peak, recompute time and slowdown of every plan stay as they are; `step_s` covers the whole step. Calls are
-    numbered anew.
+    renumbered.
 
     Complexity: a few passes over the events.
 
@@ -107,7 +107,7 @@ def _can_leave_out(found: Sequence[Stretch], first: int, stored: int, period: in
     values = [item for item in found[stored].held if item[0] in calls]
     if num_stored == 1:
         return is_growing and not values
-    # They die in the first of the two that are stored, so that the second one is played exactly.
+    # They die in the first of the two that are stored, so the second one is played exactly.
     last = found[min(stored + period, len(found)) - 1]
     return is_growing and all(found[stored].held[item].death < last.end for item in values)
 

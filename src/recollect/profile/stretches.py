@@ -1,4 +1,4 @@
-"""Splits a step where nothing waits for backward, and describes each stretch, so that equal ones compare equal."""
+"""Splits a step where nothing waits for backward, and describes each stretch such that equal ones compare equal."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

@@ -161,7 +161,7 @@ class _Forward:
         storages: all memory of forward, inputs included.
         available: memory that is there in backward: of inputs, of what the unit returns, and of what is kept.
         writes: for each memory that ops write to, the ops.
-        groups: for memory made anew and written to, the ops that make it what it is, in order.
+        groups: for new memory that is written to, the ops that create its contents, in order.
         between: for ops that read memory between writes to it and make what is written, the group that they belong to.
         maker: for each tensor of forward, the op that made it; -1 for an input.
     """

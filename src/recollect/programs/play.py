@@ -152,7 +152,7 @@ class _Memory:
             yield from self._let_go([one for one in made if one in self._block_of])
             for tensor, block in made.items():
                 self._bind(tensor, block)
-            # Beside other threads the op draws from a generator of its own, whose state is then copied.
+            # If there are other threads, the op draws from its own generator, whose state is then copied.
             self._takes(max(0, states.get(number, 0)))
             dying = [one for one in dict.fromkeys(op.reads) if last[one] == position and one not in results]
             yield from self._let_go([*dying, *(one for one in made if one not in last and one not in results)])

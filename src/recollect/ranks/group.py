@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 # In one exchange.
 _MOST_FLAGS: Final = 248
-# Building a model, or loading data, may take one process a little longer than another.
+# Building a model, or loading data, may take one process a little longer than the others.
 _LONGEST_WAIT_S: Final = 120
 
 
@@ -101,7 +101,7 @@ class Group(Ranks):
         first = next(its for its in found if its is not None)
         if problem is not None and all(str(its) == str(found[0]) for its in found):
             raise problem
-        where = f"{_ranks(failed)} of {len(self.ranks)} failed, so that none goes on"
+        where = f"{_ranks(failed)} of {len(self.ranks)} failed, so none continues"
         if isinstance(first, RecollectError):
             raise first from RecordError(where)
         raise RecordError(f"{where}: {first}") from problem
@@ -173,7 +173,7 @@ class _Meeting:
 
     def wait(self, seconds: float) -> list[int]:
         if self._world is not dist.group.WORLD:
-            # PyTorch's groups were made anew, and the connections are gone.
+            # PyTorch's groups were recreated, and the connections are gone.
             self._world, self._group, self._number = dist.group.WORLD, None, 0
         self._number += 1
         store = meeting_place()
@@ -191,7 +191,7 @@ class _Meeting:
 
     def group(self) -> dist.ProcessGroup:
         if self._group is None:
-            # A separate group, so that this does not interfere with the loop's own exchanges.
+            # A separate group: this does not interfere with the loop's own exchanges.
             self._group = dist.new_group(
                 list(self._ranks), backend="gloo", use_local_synchronization=True, group_desc="recollect"
             )

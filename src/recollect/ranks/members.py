@@ -2,7 +2,7 @@
 
 Also choose one of their plans for all of them.
 
-A process without a memory budget never asks the others for a plan: it goes on to its first collective, where it waits for ever.
+A process without a memory budget never asks the others for a plan: it goes on to its first collective, and deadlocks there.
 So each process that has one leaves a note at the store where all of them met, before it does anything that needs the others.
 """
 
@@ -37,7 +37,7 @@ def ranks_of(model: nn.Module, group: GroupChoice, call: str) -> Ranks:
 
     Raises:
         ArgumentError: the group is none, or this process is not in it.
-        RecordError: the model is spread over two groups, neither in the other; or another process does not call.
+        RecordError: the model is spread over two groups, neither in the other; or a different process does not call.
     """
     if isinstance(group, str) and group == "alone":
         return ALONE
@@ -55,7 +55,7 @@ def ranks_of(model: nn.Module, group: GroupChoice, call: str) -> Ranks:
         if not set(other) <= set(largest):
             raise RecordError(
                 f"recollect.{call}: {type(model).__name__} is spread over the processes {list(other)} and {list(largest)}, of "
-                "which neither contains the other, so that it is not clear which run one plan. Pass group=, a process group "
+                "which neither contains the other, so it is unclear which run one plan. Pass group=, a process group "
                 'or device mesh of all that train the model; or group="alone" to have each plan for itself.'
             )
     return group_of(largest, call)
@@ -83,7 +83,7 @@ def check_alike(ranks: Ranks, model: nn.Module, settings: Mapping[str, object]) 
     """Check that all processes are about to do the same.
 
     Raises:
-        ConfigError: a setting is another one in some process.
+        ConfigError: a setting differs in some process.
         RecordError: a model is.
     """
     if ranks.is_alone:

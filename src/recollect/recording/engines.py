@@ -184,7 +184,7 @@ def check_engine(engine: str, model: nn.Module, *, split_backward: bool) -> None
     """Check that units can be measured on an engine in a step, and let a model be compiled that is for the compiler.
 
     Raises:
-        RecordError: the engine is no known word.
+        RecordError: the engine is not a known word.
         NotYetError: they cannot.
     """
     if engine not in get_args(RecordedEngine):
@@ -215,7 +215,7 @@ def with_engine(
     With units inside `torch.compile`, the step is that in which they run as PyTorch chooses.
 
     Raises:
-        NotYetError: a backward of the step keeps its graph for another one, and units are to be compiled.
+        NotYetError: a backward of the step keeps its graph for a later one, and units are to be compiled.
 
     Warns:
         UserWarning: units of some kind cannot be compiled, or have graph breaks.
@@ -261,7 +261,7 @@ def _not_yet(engine: str, name: str, value: object, needs: str, advice: str) -> 
 def _in_all(profile: Profile, ranks: Ranks, place: Place) -> Profile:
     """Return a profile whose units have only the variants that they have in all processes.
 
-    Batches may differ, so that a unit has other graphs in other processes: its path and the names of its values count.
+    Batches may differ, and give a unit different graphs in different processes: its path and the names of its values count.
     """
     paths: dict[int, list[str]] = {}
     for call in profile.calls:

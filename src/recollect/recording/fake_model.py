@@ -136,7 +136,7 @@ _KERNELS: dict[Any, Callable[..., torch.Tensor]] = {F.dropout: _dropout, _compos
 
 @contextmanager
 def _cuda_attention() -> Iterator[None]:
-    """Call CUDA's attention in code to be compiled, which sees no modes; the compiler has dropout of its own on all devices."""
+    """Call CUDA's attention in code to be compiled, which sees no modes; the compiler has its own dropout on all devices."""
     F.scaled_dot_product_attention = _attention
     try:
         yield
@@ -145,7 +145,7 @@ def _cuda_attention() -> Iterator[None]:
 
 
 def kernels_of(tensor: torch.Tensor) -> str:
-    """Return the type of the device whose kernels run on a tensor; a fake one may stand for one on another device.
+    """Return the type of the device whose kernels run on a tensor; a fake one may stand for one on a different device.
 
     Example:
         >>> kernels_of(torch.zeros(1))

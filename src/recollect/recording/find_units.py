@@ -39,7 +39,7 @@ def find_units(model: nn.Module, paths: Iterable[str] | None = None) -> list[Uni
 
     Raises:
         UnsupportedModelError: there is nothing to plan in the model, or `paths` is empty.
-        UnknownNameError: one of `paths` is not a module of the model, or lies inside another one.
+        UnknownNameError: one of `paths` is not a module of the model, or lies inside an earlier one.
 
     Example:
         >>> from torch import nn
@@ -113,7 +113,7 @@ def _cover(module: nn.Module, path: str, layers: set[str]) -> list[Unit]:
 
 
 def _find_layers(model: nn.Module) -> set[str]:
-    """Return the paths of a model's layers, none inside another; "" for the model itself.
+    """Return the paths of a model's layers, not nested; "" for the model itself.
 
     The first of these that finds any:
 

@@ -61,7 +61,7 @@ def around_ops(device: torch.device, *, traces: bool = False) -> AroundOps:
 @contextmanager
 def _alone(device: torch.device) -> Iterator[None]:
     """Within the block, nothing of the caller's sees or changes what runs."""
-    # Not on a thread of its own: it would leave a workspace of the device's libraries behind.
+    # Not on a separate thread: it would leave a workspace of the device's libraries behind.
     with ExitStack() as stack:
         for context in (without_modes(), without_global_hooks()):
             stack.enter_context(context)
@@ -178,7 +178,7 @@ class _Layer:
     @classmethod
     def measured(cls, kind: type[nn.Module], device: torch.device) -> _Layer:
         model, inputs = _model(kind, device), _inputs(device)
-        # First, so that nothing is new when the step is recorded.
+        # First: nothing is then new when the step is recorded.
         rounds = _rounds(model, inputs, device)
         plain_forward_s, plain_backward_s, forward_s, backward_s = map(_undisturbed, zip(*rounds, strict=True))
         recording = _recorded(model, inputs, device)

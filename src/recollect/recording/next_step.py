@@ -1,4 +1,4 @@
-"""Turn a recorded step into another one: the next step, a larger one, or one with other gradients.
+"""Turn a recorded step into a different one: the next step, a larger one, or one with different gradients.
 
 `out = model(**batch)` binds the output of this step only when forward has run, so until then the output of the last step, its
 logits and caches, is still in memory. The recorded step had no step before it. Here it gets its own leftovers, as
@@ -219,7 +219,7 @@ def with_copies(profile: Profile) -> Profile:
     """Return a profile where the tape shares nothing with the model that lives into backward: keeping it costs bytes.
 
     A plan that keeps a value which the model itself holds on to, such as a cache of keys, shares it with the model, at no cost.
-    The recording tape has a copy, so that it sees when the model releases it.
+    The recording tape has a copy, which shows when the model releases it.
 
     It is for choosing a plan. Where the plan drops such a value, its recomputed copy stays as long as the model holds
     the value; this is ignored.

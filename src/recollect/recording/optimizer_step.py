@@ -1,11 +1,11 @@
 """Record the memory of an optimizer step: the state it will hold, and the tensors that it makes and frees.
 
-A probe of the optimizer, of the same class and with the same settings, steps over parameters of its own. The real optimizer is
+A probe of the optimizer, of the same class and with the same settings, steps over its own parameters. The real optimizer is
 not touched, nor are objects that it refers to; its state is known before its first step.
 
 If the step is one of PyTorch's, the probe's parameters are tiny and on the same device. Each parameter shape is represented by
-a unique number of elements, so that a tensor that the probe makes reveals whose size it has. Other optimizers may treat small
-parameters in another way (8-bit optimizers leave them in full precision), so their probes get fake parameters of the real
+a unique number of elements: the size of a tensor that the probe makes reveals its parameter. Other optimizers may treat small
+parameters differently (8-bit optimizers leave them in full precision), so their probes get fake parameters of the real
 sizes; where fake tensors do not work, tiny ones. Compiled steps run uncompiled.
 """
 
@@ -92,7 +92,7 @@ def record_optimizer_step(optimizers: Optimizers, device: torch.device) -> Optim
         device: where the parameters are, or will be if they are fake.
 
     Raises:
-        RecordError: something in it is no optimizer.
+        RecordError: something in it is not an optimizer.
 
     Warns:
         UserWarning: a step cannot be tried out. The optimizer's present state counts instead, and temporaries are assumed
@@ -189,7 +189,7 @@ def _with_real_sizes(optimizer: torch.optim.Optimizer, device: torch.device) -> 
 def _tried_out(
     probe: torch.optim.Optimizer, watcher: _Watcher, mode: AbstractContextManager[Any] | None = None
 ) -> tuple[tuple[int, ...], ...]:
-    """Step a probe twice, so that it has its state; return the events of the second step."""
+    """Step a probe twice, since the first step makes its state; return the events of the second."""
     closure = inspect.signature(type(probe).step).parameters.get("closure")
     closures: list[Any] = [lambda: 1.0] if closure is not None and closure.default is closure.empty else []
     is_sparse = isinstance(probe, torch.optim.SparseAdam)

@@ -22,7 +22,7 @@ def optimizers_in(optimizers: Any) -> list[torch.optim.Optimizer]:
             object whose `optimizers` or `chained_optimizers` are such a list, or None.
 
     Raises:
-        RecordError: something in it is no optimizer.
+        RecordError: something in it is not an optimizer.
 
     Example:
         >>> import torch
@@ -61,7 +61,7 @@ def optimizers_in(optimizers: Any) -> list[torch.optim.Optimizer]:
 
 
 def _wrapped_by(optimizer: Any) -> Any:
-    """Return the optimizer that this one only wraps; None if it has state of its own, as Lookahead has."""
+    """Return the optimizer that this one only wraps; None if it has its own state, as Lookahead does."""
     # Its inner optimizer has this rank's share of the parameters.
     if any(base.__name__ == "ZeroRedundancyOptimizer" for base in type(optimizer).__mro__):
         return optimizer.optim
@@ -72,7 +72,7 @@ def _wrapped_by(optimizer: Any) -> Any:
 
 
 def check_optimizers(model: nn.Module, optimizers: Any) -> None:
-    """Raise if the optimizers belong to another model.
+    """Raise if the optimizers belong to a different model.
 
     Full-precision copies of the parameters, views of them, and the flat parts of them that ZeRO steps over, are no mistake: an
     optimizer over parameters of other dtypes, or in a wrapper, is not checked, nor is any of a model that FSDP2 shards, which
@@ -99,7 +99,7 @@ def check_optimizers(model: nn.Module, optimizers: Any) -> None:
     names = " and ".join(type(optimizer).__name__ for optimizer in found)
     raise RecordError(
         f"optimizer: none of the {len(steps_over)} parameters of {names} is a parameter of this {type(model).__name__}, so it "
-        "trains another model, or this one's parameters were replaced after it was made. Make it from this model's "
+        "trains a different model, or this one's parameters were replaced after it was made. Make it from this model's "
         "parameters()."
     )
 
@@ -135,7 +135,7 @@ def beside_parameters(parameters: Iterable[torch.Tensor], name: str) -> list[tor
 
 
 def tensors_in_state(state: Any) -> list[torch.Tensor]:
-    """Return the distinct tensors in some optimizer state, which may be dictionaries of a class of their own."""
+    """Return the distinct tensors in some optimizer state, which may be dictionaries of a special class."""
     if isinstance(state, torch.Tensor):
         return [state]
     items = state.values() if isinstance(state, Mapping) else state if isinstance(state, (list, tuple, set)) else ()

@@ -66,8 +66,8 @@ def record(
     The step runs once, and drops every value that can be dropped, so it needs little more memory than full recompute of
     every layer. Give a batch, and the step is that of the commonest loop, `out = model(**batch); out.loss.backward()`, and
     leaves no traces: parameters, buffers, gradients, attributes of modules, the optimizer and the random generators are as
-    they were, and no hook of a parameter runs. Or give your own step: it runs as it is, so that it is one step of your
-    training, with the same gradients, bit for bit, as without recording.
+    they were, and no hook of a parameter runs. Or give your own step: it runs unchanged, as one step of your training, with
+    the same gradients, bit for bit, as without recording.
 
     Args:
         model: any module, in the mode (train or eval) in which it will be trained; to plan several models together, an
@@ -94,20 +94,20 @@ def record(
             a zero-bubble pipeline do. The first stage, whose batch needs no gradient, runs a whole backward.
         loss_chunks: parts in which LM head and loss are computed, in this step and under plans made from it; see
             `chunked_cross_entropy`. 1: as the model does.
-        collectives: how plans may treat the results of collectives inside units. "keep": they stay, so that each rank
-            may have a plan of its own. "replay": they may be dropped, and the collective runs again in backward; then
+        collectives: how plans may treat the results of collectives inside units. "keep": they stay, and each rank may have
+            its own plan. "replay": they may be dropped, and the collective runs again in backward; then
             all ranks have to record, to apply the same plan, and to run the same ops in the same order.
-        engine: "compile" also measures repeated layers inside `torch.compile`, for each of several sets of values to keep, so
-            that plans can choose them (`EngineChoice.COMPILE`). The profile's step then runs them compiled. It compiles each
+        engine: "compile" also measures repeated layers inside `torch.compile`, for each of several sets of values to keep:
+            plans can then choose them (`EngineChoice.COMPILE`). The profile's step then runs them compiled. It compiles each
             kind of layer up to eleven times, seconds to a minute each. With `fake`, nothing of it runs: bytes and times are
             estimated from the code that would (`VariantRecord.is_estimated`). "graph" and "auto" trace each kind of repeated
-            layer, a second each, so that the peak of plans that run from traces is predicted to the byte from the second step
-            on; the first runs on the tape. `UnitGraph.why_not_traced` says why one was not.
-        host_link: measure copies to host memory and back, too, once in a process, so that plans can have a `host_budget`. With
+            layer, a second each: the peak of plans that run from traces is then predicted to the byte from the second step on;
+            the first runs on the tape. `UnitGraph.why_not_traced` says why one was not.
+        host_link: measure copies to host memory and back, too, once in a process. Plans can then have a `host_budget`. With
             `fake`, `hardware` says how fast they are.
-        group: the processes that record together, whose profiles get the median of their times, so that they make the same plan
+        group: the processes that record together, whose profiles get the median of their times, and which so make the same plan
             of the same step: a process group or a device mesh; by default those that the model is spread over (by
-            DistributedDataParallel, FSDP2, tensor parallelism); "alone" for times of its own. Not with `fake`.
+            DistributedDataParallel, FSDP2, tensor parallelism); "alone" for its own times. Not with `fake`.
 
     Returns:
         The profile: frozen, torch-free, saved with `profile.save(path)`.
@@ -120,7 +120,7 @@ def record(
         NotYetError: `engine="compile"` with `split_backward`, or a backward that keeps its graph.
         RecordError: both or neither of `batch` and `step`; the model rejected the batch; the loss is not a scalar or does
             not require grad; an unknown word; with `fake`, the step depends on data; the parameters are not there yet, or are
-            partitioned; a process of the group failed, or has another model; or this PyTorch lacks what recording needs.
+            partitioned; a process of the group failed, or has a different model; or this PyTorch lacks what recording needs.
 
     Warns:
         TorchVersionWarning: once in a process, with a PyTorch that is newer than those that are tested, or that differs.

@@ -44,7 +44,7 @@ from recollect.warning import warn_user
 class _Handle:
     """Stands for a saved value in autograd's graph.
 
-    `need`: None if the value is no part of the record.
+    `need`: None if the value is not part of the record.
     """
 
     __slots__ = ("need", "packed", "saver")
@@ -155,7 +155,7 @@ class RecordingTape(Tape):
         return tensor
 
     def alias(self, tensor: torch.Tensor, in_hook: bool) -> tuple[torch.Tensor, int]:
-        """Hold a copy, so that the storage dies when the model releases it."""
+        """Hold a copy: the storage dies when the model releases it."""
         storage = storage_of(tensor)
         tracker = tracker_of(storage)
         if storage is None or not isinstance(tracker, (TrackedValue, TrackedOther)):

@@ -39,7 +39,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     """Restore the model and the random generators after the block; steps may run in it.
 
     Gradients are set aside; hooks of parameters do not run, and hooks that the step adds to modules are removed. Attributes of
-    modules that the step binds anew (counters, lazily made tables) are restored; changes inside them
+    modules that the step rebinds (counters, lazily made tables) are restored; changes inside them
     (a list that grows) stays changed.
 
     Raises:
@@ -50,7 +50,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
         with ExitStack() as stack:
             free_gradients(model.parameters())
             stack.enter_context(GatheredParameters(model).gradients_apart_set_aside())
-            # The first to enter, so that modules' references to parameters are restored before the parameters.
+            # The first to enter: modules' references to parameters are then restored before the parameters.
             stack.enter_context(_without_parameter_hooks(model))
             stack.enter_context(restored_generators(model))
             stack.enter_context(restored_attributes(model))
@@ -214,7 +214,7 @@ def gathered_stage(stage: nn.Module) -> Iterator[None]:
 
     A stage is in this state from its first forward to its last backward: `torch.distributed.pipelining` adds up whole
     gradients, and has FSDP2 reduce them at the end of the step. Record the stage in this block; else each of its
-    micro-batches in flight counts with whole parameters of its own.
+    micro-batches in flight counts with its own whole parameters.
 
     Args:
         stage: all or none of it is gathered. All ranks that share it have to call this together. A module to
@@ -224,7 +224,7 @@ def gathered_stage(stage: nn.Module) -> Iterator[None]:
         A context manager.
 
     Raises:
-        ArgumentError: it is no module.
+        ArgumentError: it is not a module.
 
     Example:
         >>> import torch, recollect

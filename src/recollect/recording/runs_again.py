@@ -18,7 +18,7 @@ class RunsAgain:
     """Runs a recipe, on the arguments of its call.
 
     `are_equal`: whether all its results so far had the same bits as in the call. A forward that depends on hidden
-    state (a counter, another library's random numbers) gives other results.
+    state (a counter, a different library's random numbers) gives different results.
     """
 
     def __init__(self, run: FunctionRun, call: FunctionCall) -> None:

@@ -142,7 +142,7 @@ class StepRecorder:
         self._note_node(-1)
         for call in range(len(self.calls)):
             self.log(events.LET_GO, call)
-        # The next one begins anew.
+        # The next one starts from scratch.
         self._phase = self._kept_backward = -1
 
     def add_optimizer_step(self, step: Iterable[tuple[int, ...]]) -> None:
@@ -363,7 +363,7 @@ class StepRecorder:
         target = next(map(storage_of, written), None)
         tracker = tracker_of(target)
         if target is None or not isinstance(tracker, TrackedValue) or tracker.call != index:
-            keep_all(self.calls, written)  # Another unit's values: their recipes would not know of this write.
+            keep_all(self.calls, written)  # A different unit's values: their recipes would not know of this write.
             self._note_other(run)
             return
         keep_all(self.calls, written[1:])  # The record says of one value what it held before.

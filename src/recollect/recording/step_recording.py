@@ -66,7 +66,8 @@ class StepRecording:
         left_bytes: bytes made by the step and the recording that were alive when the recording stopped, and what is
             left of the last step's gradients.
         late_gradients_bytes: bytes of gradients that the next step frees by `zero_grad`, and this one had not yet.
-        samples_of_graph: for each graph of the profile, a call of a unit that has it or is like it, as far as it can run alone.
+        samples_of_graph: for each graph of the profile, a call of a unit that has it or is like it, as far as it can run by
+        itself.
     """
 
     model: nn.Module
@@ -203,7 +204,7 @@ class StepRecording:
             self._leftovers = replace(self._leftovers, storages=kept)
 
     def _note_staying_outputs(self) -> None:
-        """Mark outputs of units whose parameters are gone when another unit's backward asks for the output."""
+        """Mark outputs of units whose parameters are gone when a different unit's backward asks for the output."""
         freed = freed_after_forward(self.model)
         modules = dict(self.model.named_modules(remove_duplicate=False)) if freed else {}
         for call in self.recorder.calls if freed else ():
@@ -273,7 +274,7 @@ class StepRecording:
             **({} if host_link is None else host_link.profile_fields()),
         )
         if self.engine != "tape":
-            # A copy of a unit that communicates cannot run alone.
+            # A copy of a unit that communicates cannot run by itself.
             by_call = {s.call: s for s in self._samples.samples if s.call not in recorder.communicating}
             pairs = [(made.calls[call].graph, first) for call, first in self._samples.first_alike.items()]
             self.samples_of_graph = {graph: by_call[first] for graph, first in reversed(pairs) if first in by_call}

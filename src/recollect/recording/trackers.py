@@ -42,7 +42,7 @@ Log: TypeAlias = Callable[..., None]
 
 
 def storage_of(tensor: Any) -> torch.UntypedStorage | None:
-    """Return the storage of a tensor; None for other objects, and for tensors without one of their own."""
+    """Return the storage of a tensor; None for other objects, and for tensors without one."""
     if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
         return None
     if is_opaque_subclass(tensor) or is_traceable_wrapper_subclass(tensor):
@@ -72,7 +72,7 @@ class Persistent:
 class Trackers:
     """Attaches trackers to storages, and detaches them when the recording is over.
 
-    A storage may outlive the step, and be met by the recording of another one.
+    A storage may outlive the step, and be met by the recording of a later one.
     """
 
     def __init__(self, log: EventLog) -> None:
@@ -106,7 +106,7 @@ def hold_need(storage: torch.UntypedStorage, need: Need) -> None:
 class _Tracked:
     """Tracks a storage that was made in the step.
 
-    The tape keeps a copy of such a tensor, so that the storage dies when the model releases it: how long a plan keeps it is
+    The tape keeps a copy of such a tensor, and the storage dies when the model releases it: how long a plan keeps it is
     up to the simulator.
 
     `value`: which of its unit's values the storage holds now; -1 if no unit made it.
@@ -166,12 +166,12 @@ class TrackedOther(_Tracked):
         self.used = -1
 
     def hand_over(self) -> int:
-        """Return the storage's number, for another tracker to log its end."""
+        """Return the storage's number, for a different tracker to log its end."""
         number, self.storage = self.storage, -1
         return number
 
     def end(self) -> Event | None:
-        """Return the event of its death; None if another tracker logs it."""
+        """Return the event of its death; None if a different tracker logs it."""
         return (events.FREE, self.storage) if self.storage >= 0 else None
 
 
@@ -346,7 +346,7 @@ class RecordedCall:
         return len(self.values) - 1
 
     def value_of(self, thing: Any, index: int) -> int:
-        """Return the value of this call, whose index is given, that a tensor holds; -1 if it holds none, or is no tensor."""
+        """Return the value of this call, whose index is given, that a tensor holds; -1 if it holds none, or is not a tensor."""
         tracker = tracker_of(storage_of(thing))
         if isinstance(tracker, TrackedOther):
             return self.outside.get(tracker.storage, -1)

@@ -1,4 +1,4 @@
-"""Runs copies of units alone: on their device, where time and memory are measured; or on fake tensors, where both are modelled.
+"""Runs copies of units by themselves: on their device, to measure time and memory, or on fake tensors, to model both.
 
 On fake tensors nothing is computed, and compiled code is what Inductor generates for the CPU: it allocates and frees, and calls
 kernels that do nothing. Storages are followed from when they are made to their deaths. An op takes as long as a cost model

@@ -1,4 +1,4 @@
-"""Copy units and their inputs while a step is recorded, so that they can be run again on their own.
+"""Copy units and their inputs while a step is recorded, to rerun them on their own.
 
 A copy runs again: neither the model's parameters nor its hooks, counters or caches are touched.
 """
@@ -148,7 +148,7 @@ class UnitSamples:
         self.first_alike: dict[int, int] = {}
 
     def take(self, path: str, call: int, args: Any, kwargs: Any) -> None:
-        """Copy a call's inputs, unless there is a sample of its kind, or it cannot run alone."""
+        """Copy a call's inputs, unless there is a sample of its kind, or it cannot run by itself."""
         if not self._takes_any:
             return
         module = without_compiler(self._modules[path])  # A unit runs eagerly, and so does a copy of it.

@@ -57,7 +57,7 @@ def with_variants(
     for index in sorted(paths):
         of_kind.setdefault(id(samples[index]) if index in samples else -1, []).append(index)
     if missing := of_kind.pop(-1, ()):
-        _warn(profile, missing, "a copy of it cannot run alone")
+        _warn(profile, missing, "a copy of it cannot run by itself")
     graphs = list(profile.graphs)
     menus = {kind: menu(graphs[indices[0]]) for kind, indices in of_kind.items()}
     with stage("compiling units", total=sum(1 + len(entries) for entries in menus.values())) as done:
@@ -76,7 +76,7 @@ def with_variants(
                 if _shape(graphs[index]) == _shape(graphs[indices[0]]):
                     graphs[index] = replace(graphs[index], variants=found.variants, eager_s=found.eager_s)
                 else:
-                    _warn(profile, [index], "it computes other values than another call of a module like it")
+                    _warn(profile, [index], "it computes different values than a second call of a similar module")
     return replace(profile, graphs=tuple(graphs))
 
 
@@ -118,7 +118,7 @@ def _found(
     """Compile a unit in each way, trace each, and time all.
 
     Raises:
-        _CannotCompileError: it cannot be compiled, or cannot run alone.
+        _CannotCompileError: it cannot be compiled, or cannot run by itself.
     """
     # Here: it imports the compiler.
     from recollect._torch_compile import quiet_cache
@@ -218,7 +218,7 @@ def _names_of(graph: UnitGraph) -> dict[str, int]:
 
 
 def _with_own_code(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls another one; the compiler keeps its code with it, and both are released together."""
+    """Return a function that calls the given one; the compiler keeps its code with it, and both are released together."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         return forward(*args, **kwargs)

@@ -1,8 +1,8 @@
 """Divides a step into groups of unit calls that can be played independently.
 
-Playing one call depends on another call only if it reads a value
+Playing one call depends on a different call only if it reads a value
 
-- that the plan drops there, so that the other call's ops run again, or
+- that the plan drops there: the other call's ops run again, or
 - that an op writes to.
 
 Such calls are played together (`Division.groups`). Groups then share only values that several calls hold, whose bytes
@@ -140,7 +140,7 @@ class Division:
         """Return the call that an instruction belongs to; note what it makes, reads and ends."""
         home: int = operands[0]
         if code == BULK:
-            # No plan changes these: put them with their surroundings, so that runs of instructions are few and long.
+            # No plan changes these: put them with their surroundings. Runs of instructions are then few and long.
             home = operands[2]
         elif code == events.OP:
             self._op(position, *operands)

@@ -224,7 +224,7 @@ class _Layout:
     def _changes(
         self, division: Division, outer: Collection[Key], number_of: Mapping[Key, int]
     ) -> list[tuple[int, int, bool]]:
-        """Return (run, number, True) where another group's value arrives before a run, and False where it leaves."""
+        """Return (run, number, True) where a different group's value arrives before a run, and False where it leaves."""
         found = []
         for key in outer:
             if key in division.present:

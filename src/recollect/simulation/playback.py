@@ -89,7 +89,7 @@ class Playback(HostRoom):
             call: program.counted(call, d.values.dropped).difference(self.trips[call]) for call, d in decisions.items()
         }
         self.alive_bytes = profile.persistent_bytes
-        # Never below the alive bytes at the window's start, so that an allocation compares with one number only.
+        # Never below the alive bytes at the window's start: an allocation then compares with only one number.
         self.window_peak_bytes = self.alive_bytes
         self.window_peaks: list[int] = []
         self.peaks_bytes = [self.alive_bytes] * len(PHASE_NAMES)
@@ -285,7 +285,7 @@ class Playback(HostRoom):
         is_seen = saver == call or saver in self.on_tape
         value = self.dropped.get(key) if is_seen else None
         if value is None:
-            # A later write makes no private copy of it: it is to another part of the storage, or autograd refuses.
+            # A later write makes no private copy of it: it is to a different part of the storage, or autograd refuses.
             value = Value(tensor=self.bytes_of(key))
         value.is_saved()
         # Backward asks for it in the unit that saved it, no matter which unit made it.
@@ -343,7 +343,7 @@ _NOTHING: Final = object()
 
 
 class _Rerun:
-    """Runs an op again as the tape does, on byte counts instead of tensors: allocates its results anew and counts its time."""
+    """Reruns an op as the tape does, on byte counts instead of tensors: allocates its results again and counts its time."""
 
     __slots__ = ("op", "results", "sizes", "state", "step")
 

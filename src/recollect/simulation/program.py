@@ -238,7 +238,7 @@ def _engine_s(graph: UnitGraph, num_runs: int) -> tuple[float, ...]:
 
 
 def _lasting(profile: Profile) -> list[frozenset[int]]:
-    """Return each call's values that are saved, returned, read by another call, or share bytes with another value."""
+    """Return each call's values that are saved, returned, read by a different call, or share bytes with a different value."""
     found: list[set[int]] = [set() for _ in profile.calls]
     for index, call in enumerate(profile.calls):
         graph = profile.graph_of(call)

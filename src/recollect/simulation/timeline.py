@@ -174,7 +174,7 @@ def timeline(profile: Profile, plan: Plan) -> Timeline:
         Every moment when something is made or freed, with the bytes alive and the running unit.
 
     Raises:
-        ArgumentError: an argument is of another kind.
+        ArgumentError: an argument is of the wrong type.
 
     Complexity: a few simulations; 32 layers take about 0.2 s.
 
@@ -237,7 +237,7 @@ def explain_peak(profile: Profile, plan: Plan | None = None) -> PeakReport:
         Items that add up to the plan's predicted peak, to the byte; prints as a table.
 
     Raises:
-        ArgumentError: an argument is of another kind.
+        ArgumentError: an argument is of the wrong type.
 
     Example:
         >>> import torch, recollect

@@ -2,7 +2,7 @@
 
 It also finds the edges of units: the moments when offloaded values leave the device and come back.
 
-An edge in forward is where another unit's call begins or can begin: where the last one returns. An edge in backward is
+An edge in forward is where a different unit's call begins or can begin: where the last one returns. An edge in backward is
 where backward reaches a call: the last one that saved a value still needed. `recollect.engine.offload.flight` finds
 them in the real step.
 Calls are counted from the first one after a backward; copies belong to that stretch of forward and the backward after it.
@@ -217,7 +217,7 @@ class EdgeTable:
         return self._reaches(call, call + trip.returns)
 
     def _reaches(self, call: int, other: int) -> int | None:
-        """Return the edge where the backward after a call reaches another given call, or one before that."""
+        """Return the edge where the backward after a call reaches a second given call, or one before that."""
         if call not in self._stretch_of:
             return None
         _, backward = self._stretches[self._stretch_of[call]]
@@ -310,14 +310,14 @@ def edges_for(profile: Profile, decisions: Sequence[CallActions]) -> list[Edge]:
     """Return the edges of a step for decisions that offload something; none for others.
 
     Raises:
-        PlanError: a backward of the step keeps its graph, so that a value would have to come back twice.
+        PlanError: a backward of the step keeps its graph, and a value would have to come back twice.
     """
     if not any(decision.trips for decision in decisions):
         return []
     if any(True for _ in profile.log.operands(PEEK)):
         raise PlanError(
             "cannot predict the plan: it offloads values, and a backward of the recorded step keeps its graph (retain_graph, "
-            "or the halves of a zero-bubble pipeline), so that they would have to come back twice. Make a plan that offloads "
+            "or the halves of a zero-bubble pipeline), so they would have to come back twice. Make a plan that offloads "
             "nothing."
         )
     return edges(profile)

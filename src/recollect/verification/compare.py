@@ -147,7 +147,7 @@ def _widened(tensor: torch.Tensor) -> torch.Tensor:
 def compare_units(
     model: nn.Module, plan: Plan, forward: Callable[[], object], in_any: Callable[[bool], bool] = bool
 ) -> Findings:
-    """Run the model forward without gradients, and compare each planned unit alone, on the inputs that it gets.
+    """Run the model forward without gradients, and compare each planned unit on its own, on the inputs that it gets.
 
     The comparison covers the unit's outputs, the gradients of its parameters and inputs for an all-ones gradient of its
     outputs, and the buffers and random generators after its backward. Only one unit's values are held at a time. If the plan

@@ -26,8 +26,8 @@ class Report(ShownInNotebooks):
     """The findings of `verify`.
 
     Attributes:
-        compared: "step" if the whole step ran with and without the plan; "units" if the plain step does not fit, so that
-            each unit was compared alone, on the inputs that it gets in the step.
+        compared: "step" if the whole step ran with and without the plan; "units" if the plain step does not fit, and each unit
+            was compared on its own, on its inputs in the step.
         gradients_equal: every gradient has the same bits with and without the plan, and so has the loss. If the plan chunks
             the loss, "without the plan" means with the same chunks but without recompute.
         first_difference: name of the first parameter (or unit, or "the loss") that differs, and the largest absolute
@@ -45,7 +45,7 @@ class Report(ShownInNotebooks):
         measured_slowdown: median of the ratio of times with the plan and without recompute (both with the plan's loss chunks,
             as in the prediction), minus one; runs alternate. None if it was not asked for.
         slowdowns: the slowdown of each round; their spread shows how certain the median is.
-        loss_chunks: parts of the plan's loss; with more than one, sums have another order than the model's.
+        loss_chunks: parts of the plan's loss; with more than one, sums have a different order than the model's.
         unchunked_difference: the gradient (or "the loss") furthest from that of the unchunked model, and its distance: the norm
             of the difference over the norm; None with one chunk, or if the plain step did not run.
         eager_difference: of a plan with compiled units, whose gradients are compared with those of the same units compiled
@@ -54,12 +54,12 @@ class Report(ShownInNotebooks):
         eager_tolerance: the distance to expect, since fused code rounds in other places: the square root of
             the precision of the least precise parameter.
         host: the cost of offloaded values in a step: host memory, seconds of waiting for copies, and values that were asked for
-            at another moment than planned; None if there are none, or units ran alone, where edges are missed by design.
-        predicted_host_bytes: the plan's prediction of that memory.
+            at a different moment than planned; None if there are none, or units ran on their own, where edges are missed by
+        design. predicted_host_bytes: the plan's prediction of that memory.
         left_gradients_bytes: gradients that a step of your own leaves in memory for its next run.
         rank: in a group of processes, the one whose peaks these are, since its peak under the plan is the largest. The slowdown
-            is that of the slowest, and differences are those of the first that has some, which they name. None alone.
-        by_rank: in a group, the findings of each process, by its rank; the same in all of them. Empty alone.
+            is that of the slowest, and differences are those of the first that has some, which they name. None without a group.
+        by_rank: in a group, the findings of each process, by its rank; the same in all of them. Empty without a group.
     """
 
     compared: Literal["step", "units"]

@@ -34,7 +34,7 @@ class _RepeatedStep:
         self._has_begun = False
         # Gradients in memory when the second step of the loop begins.
         self.left_gradients_bytes = 0
-        # Called when another one begins.
+        # Called when the next one begins.
         self.done: Callable[[], object] = lambda: None
 
     def clear(self) -> None:
@@ -138,7 +138,7 @@ class OwnStep(_RepeatedStep):
         self._restore()
 
     def loop(self) -> None:
-        """Run two steps, so that the second one finds the values that the first one leaves behind."""
+        """Run two steps: the second one finds the values that the first one leaves behind."""
         with restored_buffers(self.model):
             for _ in range(2):
                 gradients = (parameter.grad for parameter in self.model.parameters())

@@ -81,13 +81,13 @@ def verify(
         time: measure the slowdown too: two rounds of a step without the plan and one under it, up to five where these differ,
             after two steps under the plan, which take longer.
         group: the processes that verify together, each its own step, and all get one report: a process group or a device mesh;
-            by default those that the model is spread over; "alone" for a report of its own.
+            by default those that the model is spread over; "alone" for a separate report.
 
     Returns:
         The findings; `print(report)` shows them in four lines, or five if the loss is chunked, and one more in a group.
 
     Raises:
-        ArgumentError: the model is no module, or the plan no plan.
+        ArgumentError: the model is not a module, or the plan not a plan.
         UnknownNameError, RecordError: see `apply` and `record`; or both or neither of batch and step; or a process of the group
             does not verify.
         PlanError: the processes of the group have different plans.
@@ -128,7 +128,7 @@ def _work(plan: Plan, compare: str, *, is_timed: bool) -> tuple[str, int | None]
     """Describe what `verify` is about to do and return its largest number of steps; None if it compares units."""
     if compare == "units":
         return "verifying the plan unit by unit", None
-    # Two for each peak, and one to compare on either side; one of the model as it is; and one before each peak that compiles.
+    # Two for each peak, and one to compare on either side; one of the unchanged model; and one before each peak that compiles.
     fewest = 6 + (plan.loss_chunks > 1 or plan.is_compiled) + 2 * plan.is_compiled
     fewest += (_UNSETTLED + 2 * _FEWEST_ROUNDS if _stays(plan) else 2 * (_FEWEST_ROUNDS - 1)) * is_timed
     most = fewest + 2 * (_MOST_ROUNDS - _FEWEST_ROUNDS) * is_timed
@@ -178,7 +178,7 @@ class _Check:
         with without_choices(self.model, plan):
             plain_peak_bytes = self._peak(is_compiled=plan.is_compiled).peak_bytes
         peak = self._peak_of(plan)
-        # The model as it is: without chunks of the loss, and without torch.compile.
+        # The unchanged model: without chunks of the loss, and without torch.compile.
         bare = self.step.run() if plan.loss_chunks > 1 or plan.is_compiled else None
         expected, plain_s = timed(lambda: self._reference(plan), self.device)
         off = None if bare is None else furthest(bare.gradients, expected.gradients)
@@ -187,7 +187,7 @@ class _Check:
             got, plan_s = timed(self.step.run, self.device)
             host = applied.host_use
         findings = compare_runs(expected, got, again=lambda: self._reference(plan), in_any=self._in_any)
-        # The loss is no gradient.
+        # The loss is not a gradient.
         findings = replace(findings, num_compared=findings.num_compared - ("the loss" in expected.gradients))
         del got
         slowdowns = self._slowdowns(plan, plan_s / plain_s - 1) if self.is_timed else ()
@@ -222,7 +222,7 @@ class _Check:
         if fully_sharded_modules(self.model):
             raise NotYetError(
                 settings={"compare": "units"},
-                needs="units that run alone with the parameters that FSDP2 gathers for them",
+                needs="units that run by themselves with the parameters that FSDP2 gathers for them",
                 advice='Verify a step that fits without the plan, as of a smaller batch, with compare="step".',
             )
         peak = self._peak_of(plan)
@@ -288,7 +288,7 @@ class _Check:
                     _, plain_s = timed(lambda: self._reference(plan), self.device)
                 with apply(self.model, plan) if applied is None else nullcontext():
                     _, plan_s = timed(self.step.run, self.device)
-                # The ratio of neighbours, so that a machine that slows down favours neither.
+                # The ratio of neighbours: a machine that slows down favours neither.
                 found.append(plan_s / plain_s - 1)
         return tuple(found)
 

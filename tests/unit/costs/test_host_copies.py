@@ -140,7 +140,7 @@ def test_a_folder_without_room_is_named(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
     message = (
         r"^link to the host: cannot map a temporary file of 64 MiB \(.*gone.*\), expected room for two of them\. Free some, or "
-        r"name another folder in the environment as TMPDIR\.$"
+        r"name a different folder in the environment as TMPDIR\.$"
     )
     with pytest.raises(HardwareError, match=message):
         measure_host_link(torch.device("cpu"))

@@ -55,7 +55,7 @@ def test_other_version() -> None:
     (message,) = warned(recollect.plan(recorded(torch_version=OTHER), "100%"))
     assert message == (
         f"the plan's profile was recorded with torch {OTHER}, and this is torch {VERSION}: ops, their times and the bytes that "
-        "they work in can differ, so that the step, though exact, may need more memory or time than predicted. Record it "
+        "they work in can differ, so the step, though exact, may need more memory or time than predicted. Record it "
         "here and make a new plan."
     )
 

@@ -191,7 +191,7 @@ def test_weight_whose_memory_was_freed() -> None:
         message = (
             r"^a tensor of shape \[\d+, \d+\], used by \w+ in stack\.blocks\.0\.up, has no memory now: its storage was freed "
             r"after forward, as FSDP does when it reshards, and not filled again before backward needed it\. Keep the output "
-            r"of the unit after it \(output: keep\), so that each unit is recomputed in its own backward; and leave out "
+            r"of the unit after it \(output: keep\): each unit is then recomputed in its own backward; and leave out "
             r"set_unshard_in_backward\(False\)\.$"
         )
         with pytest.raises(FreedValueError, match=message) as caught:

@@ -98,7 +98,7 @@ def test_a_patch_of_a_tested_version_is_not_named(monkeypatch: pytest.MonkeyPatc
 
 def test_nothing_is_recorded_or_promised_where_no_plan_is_carried_out(monkeypatch: pytest.MonkeyPatch) -> None:
     no_hook_holds(monkeypatch, SwitchedOff.PLANS)
-    message = r"^torch 2\.\d+\.\d+\S* does not do what plans rest on .*, so that no step can be recorded\. Install torch 2\.11"
+    message = r"^torch 2\.\d+\.\d+\S* lacks what plans depend on .*, so no step can be recorded\. Install torch 2\.11"
     trained = model()
     with pytest.warns(TorchVersionWarning), pytest.raises(RecordError, match=message):
         recollect.record(trained, ROWS, loss_fn=torch.sum)

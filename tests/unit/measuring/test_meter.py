@@ -164,13 +164,13 @@ def test_exception_propagates_and_the_profiler_stops() -> None:
 
 
 def test_nested_use_is_an_error_and_the_next_measurement_works() -> None:
-    with pytest.raises(MeterError, match="called inside another measure_peak. Measure one callable at a time"):
+    with pytest.raises(MeterError, match="called inside a running measure_peak. Measure one callable at a time"):
         measure_peak(lambda: measure_peak(lambda: None))
     assert measure_peak(lambda: zeros(10)).peak_growth_bytes == 10
 
 
 def test_another_profiler_is_an_error() -> None:
-    with torch.autograd.profiler.profile(), pytest.raises(MeterError, match="another profiler is active"):
+    with torch.autograd.profiler.profile(), pytest.raises(MeterError, match="a profiler is already active"):
         measure_peak(lambda: None)
 
 

@@ -156,7 +156,7 @@ PLAN = "plan --size tiny --fake --dtype bf16 --seq-length 64 --fp8-format hybrid
 def test_the_command_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     out = f" --memory-budget 90% --out {tmp_path / 'plan.json'}"
     assert main(f"{PLAN} --hardware A100{out}".split()) == 2
-    assert "Choose another device or recipe, or emulate it (--fp8-emulated).\n" in capsys.readouterr().err
+    assert "Choose a different device or recipe, or emulate it (--fp8-emulated).\n" in capsys.readouterr().err
     assert main(f"{PLAN} --hardware A100 --fp8-emulated{out}".split()) == 0
     assert "predicted peak" in capsys.readouterr().out
 

@@ -181,8 +181,8 @@ def test_optimizer_of_another_model() -> None:
     module, batch = llama()
     other = AdamW(llama()[0].parameters())
     message = (
-        r"^optimizer: none of the \d+ parameters of AdamW is a parameter of this GPTModel, so it trains another model, or this "
-        r"one's parameters were replaced after it was made\. Make it from this model's parameters\(\)\.$"
+        r"^optimizer: none of the \d+ parameters of AdamW is a parameter of this GPTModel, so it trains a different model, or "
+        r"this one's parameters were replaced after it was made\. Make it from this model's parameters\(\)\.$"
     )
     with pytest.raises(RecordError, match=message):
         recollect.record(module, batch, optimizer=other)

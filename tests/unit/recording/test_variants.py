@@ -181,7 +181,7 @@ def test_units_that_cannot_be_copied_get_no_variants_and_are_named() -> None:
 
 
 def test_units_without_a_sample_get_no_variants_and_are_named(plain: Profile) -> None:
-    with pytest.warns(UserWarning, match="'blocks.0' and 1 more cannot run .*: a copy of it cannot run alone"):
+    with pytest.warns(UserWarning, match="'blocks.0' and 1 more cannot run .*: a copy of it cannot run by itself"):
         found = with_variants(plain, {}, UnitRuns(CPU))
     assert found == plain
 

@@ -111,7 +111,7 @@ class CompiledForward(PlacedForward):
         self._shapes: Shapes | None = ()
 
     def put(self) -> None:
-        """Place this on the module; what was compiled of an earlier forward is not for another one."""
+        """Place this on the module; code compiled from an earlier forward is not for a new one."""
         before = self.forward
         super().put()
         if self.forward != before:
@@ -165,7 +165,7 @@ class CompiledForward(PlacedForward):
         if self._compiler.compiled_autograd_is_on():
             raise ConfigError(
                 settings={"torch._dynamo.compiled_autograd": True},
-                reason=f"it compiles backward anew, and what {unit_words(self.path)} keeps would not be what the plan says",
+                reason=f"it recompiles backward, and what {unit_words(self.path)} keeps would not be what the plan says",
                 advice="Switch it off, or use the engine 'tape'.",
             )
         stance = self._compiler.stance()
@@ -198,7 +198,7 @@ class CompiledForward(PlacedForward):
                 settings={"retain_graph": True},
                 reason=f"{unit_words(self.path)} is compiled as a plan says, and its backward uses up what it saved: it runs "
                 "once over a graph, and not in two halves, as zero-bubble pipelines have it",
-                advice="Run backward once, choose another schedule, or use the engine 'tape' for this unit.",
+                advice="Run backward once, choose a different schedule, or use the engine 'tape' for this unit.",
             )
 
 
@@ -213,7 +213,7 @@ def _check_how_it_was_compiled(module: nn.Module, path: str) -> None:
         if settings is None:
             raise ConfigError(
                 settings={"engine": "compile"},
-                reason=f"{unit_words(path)} was compiled with another backend than Inductor, which takes no plan",
+                reason=f"{unit_words(path)} was compiled with a backend other than Inductor, which takes no plan",
                 advice="Compile it with Inductor, leave it uncompiled, or use the engine 'tape'.",
             )
         if settings.get("triton.cudagraphs"):

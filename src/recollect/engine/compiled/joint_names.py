@@ -44,7 +44,7 @@ def is_tensor(node: fx.Node) -> bool:
 
 
 def is_view(node: fx.Node) -> bool:
-    """Whether a node has no memory of its own: a view, or one of several results of an op."""
+    """Whether a node has no memory itself: a view, or one of several results of an op."""
     target = node.target
     if target is operator.getitem:
         return isinstance(node.args[0], fx.Node) and is_view(node.args[0])
@@ -170,7 +170,7 @@ def _groups(joint: fx.GraphModule, units: list[str]) -> list[_Group]:
 
 
 def _begins(node: fx.Node, group: _Group, *, is_latest: bool) -> bool:
-    """Whether a node belongs to another call of a group's op; without gradients, calls share a number.
+    """Whether a node belongs to a different call of a group's op; without gradients, calls share a number.
 
     Args:
         node: traced from the op, in the same module.

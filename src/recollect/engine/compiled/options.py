@@ -25,7 +25,7 @@ def compile_options(plan: Plan) -> dict[str, Any]:
         For `torch.compile(model, options=...)`. Nothing is compiled yet.
 
     Raises:
-        ArgumentError: it is no plan.
+        ArgumentError: it is not a plan.
         PlanError: a unit drops its output, or its values are offloaded or held as parts; or the plan computes the loss in
             chunks.
 

@@ -7,8 +7,8 @@ NOTE [ Rules of tagging ]
 3. All results of one op share a decision: a kept and a dropped one would leave no cut.
 4. Seeds are kept: eight bytes, from which all random numbers are drawn again, the same.
 5. PyTorch may rerun ops under its own state of random numbers, which it then keeps.
-6. Views are made again. Collectives, choices such as `topk`, and ops unknown to PyTorch are kept.
-7. Everything in a unit is tagged, so that no heuristic decides there; the rest is left to PyTorch.
+6. Views are recreated. Collectives, choices such as `topk`, and ops unknown to PyTorch are kept.
+7. Everything in a unit is tagged, and no heuristic decides there; the rest is left to PyTorch.
 8. No tag can make a gradient wrong: both halves come from one graph.
 Outputs of units are always kept, as are values that a plan does not name.
 """
@@ -47,7 +47,7 @@ from recollect.errors import PlanMismatchWarning
 from recollect.plans.action import Action
 from recollect.warning import warn_user
 
-# Part of the cache key, so that cached code was cut by these rules.
+# Part of the cache key: cached code was cut by these rules.
 _RULES = get_hash_for_files((_torch_compile.__file__, facts_of_ops.__file__, joint_names.__file__, __file__))
 
 # Warnings given, by the content of a partitioner: the objects are copied.
@@ -242,7 +242,7 @@ class _Tags:
         decisions = {node: node in held or self._is_kept(node) for node in self.needed if self._may_tag(node)}
         for node in list(decisions):
             if not is_tensor(node) and not is_view(node):
-                # Forward may need one of the results alone.
+                # Forward may need only one of the results.
                 together = [node, *(user for user in node.users if user.target is operator.getitem)]
                 is_kept = decisions[node] or any(user in held or self._is_kept(user) for user in together[1:])
                 decisions |= dict.fromkeys(together, is_kept)
@@ -258,7 +258,7 @@ class _Tags:
         return {base_of(node) for node in passed_on.union(self.outputs) if calls[node][0] is not None}
 
     def _between(self, tagged: Mapping[fx.Node, bool]) -> list[fx.Node]:
-        """Return the nodes that backward computes from tagged values alone, and that forward could compute and save instead."""
+        """Return the nodes that backward computes only from tagged values, and that forward could compute and save instead."""
         found: dict[fx.Node, None] = {}
         for node in self.joint.graph.nodes:
             if node.op == "call_function" and node not in self.needed and node not in tagged and is_tensor(node):

@@ -5,7 +5,7 @@ NOTE [ When a trace holds ]
    decide at each call whether the trace holds: arguments, attributes, hooks, parameters, settings.
 2. Guards do not see the methods of classes; these are compared here.
 3. The first call of each kind runs on the tape, and the trace must have its ops: the same names, shapes and strides, in order.
-4. A call that fits no trace runs on the tape; the next one of its kind is traced anew. After a few of these, and where a unit
+4. A call that fits no trace runs on the tape; the next one of its kind is traced again. After a few of these, and where a unit
    cannot be traced, it stays on the tape, with a warning that says why.
 5. While a CUDA graph is captured nothing is traced: a call that fits no trace runs on the tape.
 """
@@ -279,7 +279,7 @@ class GraphForward(PlacedForward):
         ]
 
     def _reads_dropped(self, args: Any, kwargs: Any) -> bool:
-        """Whether it gets what another unit drops and the tape makes again: a trace would hold it."""
+        """Whether it gets a value that a different unit drops and the tape recomputes: a trace would hold it."""
         plan = self.applied.plan
         if plan is None or not plan.drops_outputs:
             return False

@@ -63,7 +63,7 @@ class NamedRun(fx.Interpreter):
 
 
 def _enters(node: fx.Node) -> int:
-    """Return 1 for a node that enters a context, which ends at another node, for which this is -1; else 0."""
+    """Return 1 for a node that enters a context, which ends at a later node, for which this is -1; else 0."""
     name = getattr(node.target, "__name__", "")
     if name.startswith("_enter_") or name.endswith("_increment_nesting") or name == "_saved_tensors_hooks_disable":
         return 1

@@ -81,7 +81,7 @@ class Program:
         )
 
     def pick(self, saved: list[Any], other: Program) -> list[Any]:
-        """Return what this one's backward needs of what another one's forward has saved."""
+        """Return the values that this one's backward needs of those that a different one's forward has saved."""
         has = other.needs
         return [saved[has.index(one)] for one in self.needs]
 
@@ -225,7 +225,7 @@ class TracedUnit:
         return tuple(ordered)
 
     def _in_order(self, found: list[Any], program: Program) -> tuple[Any, ...]:
-        """Return gradients in the order of the node's arguments, of which the first is no tensor."""
+        """Return gradients in the order of the node's arguments, of which the first is not a tensor."""
         first: list[Any] = [None]
         others: list[Any] = []
         following = iter(found)
@@ -317,7 +317,7 @@ class _Call:
         return tuple([found[index] for index in unit.made])
 
     def take(self, program: Program) -> list[Any]:
-        """Return what is saved, for a program's backward; let go of it unless there may be another one.
+        """Return what is saved, for a program's backward; let go of it unless there may be one more.
 
         Raises:
             MutatedValueError: some of it was written to.

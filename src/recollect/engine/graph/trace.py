@@ -263,7 +263,7 @@ class Trace:
 def _added_up(total: TracedTensor, count: int) -> list[TracedTensor]:
     """Return the tensors that eager mode added up to a gradient, in order.
 
-    The engine adds them as they come, over the whole step: a unit that added up its own first would add in another order.
+    The engine adds them as they come, over the whole step: a unit that added up its own first would add in a different order.
     """
     found: list[TracedTensor] = []
     for _ in range(count - 1):
@@ -295,7 +295,7 @@ class _Recorder(OpMode):
     def begin_backward(self) -> None:
         self.ops = []
         self.is_backward = True
-        # Views that another backward has made are not there in this one.
+        # Views made by a different backward do not exist in this one.
         own = [place for place, one in self._by_place.items() if one.maker is not None and one.maker.is_backward]
         for place in own:
             del self._by_place[place]
@@ -378,7 +378,7 @@ class _Recorder(OpMode):
         return True
 
     def _skip_reshape(self, op: TracedOp) -> None:
-        """Reshape what another reshape was made of, where that is contiguous."""
+        """Reshape the input of an earlier reshape, if that is contiguous."""
         (before,) = op.reads
         maker = before.maker
         if maker is not None and maker.func in _RESHAPES and maker.reads[0].is_contiguous:

@@ -1,7 +1,7 @@
 """Moves offloaded values out and back at the edges of units, as `recollect.simulation.windows` predicts them.
 
 Units' calls are numbered from the first one after a backward. While one runs, each tensor that autograd saves is marked with
-its number, so that backward tells which call it has come to: the last one with unused marks left.
+its number, which tells backward the call that it has come to: the last one with unused marks left.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class HostUse(NamedTuple):
     Attributes:
         most_bytes: the most bytes ever in host memory at the same time.
         stalled_s: seconds that computation has waited for copies, on the CPU.
-        num_missed: values that were asked for, or written to, at another moment than the plan says.
+        num_missed: values that were asked for, or written to, at a different moment than the plan says.
         num_stayed: values that stayed on the device, as there was no room for them in host memory.
         sent_bytes: bytes that left the device in all steps so far, by the path of the unit.
     """
@@ -88,7 +88,7 @@ class Offload:
     def begin_call(self, *, is_inside: bool) -> Place:
         """Return the flight that a unit's call belongs to, and its number there.
 
-        `is_inside`: another unit's call is running.
+        `is_inside`: a different unit's call is running.
 
         Raises:
             ConfigError: a CUDA graph is captured.
@@ -181,7 +181,7 @@ class Flight:
 
     def add(self, sent: Offloaded, call: int, trip: Trip) -> None:
         self.timetable.add(sent, call, trip)
-        # Backward may be under way already, as in a forward that computes gradients of its own.
+        # Backward may be under way already, as in a forward that computes its own gradients.
         self._reached = -1
 
     def mark(self, packed: Any, call: int) -> Mark:
@@ -224,7 +224,7 @@ class Flight:
             pass  # Python is about to end.
 
     def _begin_again(self) -> None:
-        """Begin another backward over a graph that the last one kept."""
+        """Begin the next backward over a graph that the last one kept."""
         self._waiting = Counter(self._marks)
         self._last = max(self._marks, default=-1)
         self._reached = -1

@@ -84,7 +84,7 @@ class Offloaded:
         self.leave(num_raised)
 
     def come_back(self) -> None:
-        """Begin to copy it back, if it is away (rule 3); it stays in host memory if another backward will ask for it.
+        """Begin to copy it back, if it is away (rule 3); it stays in host memory if a later backward will ask for it.
 
         Raises:
             OffloadError: it cannot be copied.

@@ -7,7 +7,7 @@
 | `activation_checkpointing` in the configuration, `checkpointing.configure` | refused where they would change anything |
 | pipelines, tensor parallelism, the hybrid engine, DeepCompile | not yet |
 
-The first step of the loop is recorded as the engine runs it, so that a recording leaves nothing in ZeRO's partitions.
+The first step of the loop is recorded as the engine runs it, so recording leaves nothing in ZeRO's partitions.
 
 Run with deepspeed 0.19.8, on its CPU accelerator.
 """
@@ -66,10 +66,10 @@ def initialize(
 
     Raises:
         MissingPackageError: deepspeed is not installed.
-        ConfigError: deepspeed is too old; another setting asks for recompute, too; or there is no optimizer.
+        ConfigError: deepspeed is too old; a different setting asks for recompute, too; or there is no optimizer.
         NotYetError: see the table above.
         AlreadyAppliedError: the model has a plan, or recomputes by itself.
-        QuantityError: the budget is no amount of bytes, or a percentage of a device whose memory is not known.
+        QuantityError: the budget is not an amount of bytes, or is a percentage of a device whose memory is unknown.
         BudgetTooSmallError: raised by the first `engine.step()` that ends a step, if no plan fits.
 
     Example: `engine, optimizer, _, _ = initialize(model=model, config=config, memory_budget="22GiB")`.
@@ -100,7 +100,7 @@ def check_before(model: Any, config: Mapping[str, Any], section: BudgetSection, 
 class AttachedEngine(Attached):
     """The handle of an engine: its steps end where the engine says that its optimizer has stepped.
 
-    ZeRO steps over one part of the parameters after another, and then gathers them, so that no optimizer's step ends it.
+    ZeRO steps over one part of the parameters after the other, and then gathers them: no optimizer's step ends it.
     """
 
     def __init__(self, engine: Any, section: BudgetSection, log: Any) -> None:

@@ -57,7 +57,7 @@ def megatron_plan(
         A plan without a budget.
 
     Raises:
-        ArgumentError: an argument is of another kind.
+        ArgumentError: an argument is of the wrong type.
         ConfigError: settings that clash with each other or with the model; the model has none of the named modules; parts of
             values, and the step was recorded without `recollect.distribute_saved_activations`.
         NotYetError: a setting for something that recollect cannot do yet.
@@ -146,7 +146,7 @@ def _with_inputs_as_parts(
 ) -> dict[str, UnitPlan]:
     """Return a plan's units with the inputs of some layers held as parts.
 
-    Like Megatron, which distributes the first argument of a region alone: arguments that other layers also read, such
+    Like Megatron, which distributes only the first argument of a region: arguments that other layers also read, such
     as rotary positions, are kept whole.
     """
     if profile.shard_ranks == 1:
@@ -259,7 +259,7 @@ def megatron_stage_plans(
 ) -> tuple[Plan | tuple[Plan, ...], ...]:
     """Return the plans that a Megatron configuration means for the stages of a pipeline, for `predict_pipeline` and `apply`.
 
-    `recompute_num_layers` counts in each stage, virtual ones too, as each is a block of layers of its own there.
+    `recompute_num_layers` counts in each stage, virtual ones too, as each is a separate block of layers there.
 
     With `num_microbatches_with_partial_activation_checkpoints` = N, a rank takes its forwards in windows of as many as it runs
     before its first backward. The first N of a window recompute as the other settings say; the rest recompute all layers of

@@ -60,7 +60,7 @@ def launch_words(path: Path, flags: Mapping[str, str], *, given_as: str = "--meg
     """Return the command line that a file describes, with `--world-size` if it says how many processes start.
 
     Args:
-        path: a shell script with one command of `pretrain_gpt.py`, its flags alone, or (.yaml, .yml) what Bridge's
+        path: a shell script with one command of `pretrain_gpt.py`, only its flags, or (.yaml, .yml) what Bridge's
             `ConfigContainer.to_yaml` writes.
         flags: the flag of each setting, for YAML.
         given_as: the flag that names the file, for errors.

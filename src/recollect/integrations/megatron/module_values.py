@@ -38,14 +38,15 @@ _MLPS = frozenset({"mlp", "block_sparse_moe", "feed_forward"})
 _EXPERTS = frozenset({"experts", "router"})
 _SHARED_EXPERTS = frozenset({"shared_experts", "shared_expert"})
 _ACTIVATIONS = frozenset({"act_fn", "activation_func", "act"})
-# As megatron-core's experts compute them, in no module of their own, or fused with the gate.
+# As megatron-core's experts compute them, in no separate module, or fused with the gate.
 _ACTIVATION_OPS = frozenset({"silu", "gelu", "relu"})
 _FUSED_ACTIVATIONS = ("SwiGLU", "GeGLU", "GeLU")
 _AFTER_ACTIVATION = frozenset({"mul", "_to_copy"})
 _DROPOUTS = frozenset({"dropout", "resid_dropout", "hidden_dropout"})
 _ATTENTION_NORMS = frozenset({"input_layernorm", "ln_1"})
 _NORMS = _ATTENTION_NORMS | {"pre_mlp_layernorm", "pre_feedforward_layernorm", "ln_2"}
-# In models with another norm before the MLP (Gemma), this one follows the attention, and is no input of a recomputed module.
+# In models with a second norm before the MLP (Gemma), this one follows the attention, and is not an input of a recomputed
+# module.
 _NORM_BEFORE_MLP = "post_attention_layernorm"
 _LATENT_UP = frozenset({"q_b_proj", "kv_b_proj", "linear_q_up_proj", "linear_kv_up_proj"})
 # The first ops of attention kernels, or of their decompositions.

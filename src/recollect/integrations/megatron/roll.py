@@ -83,7 +83,7 @@ class RollCheckpointing:
             the tape there is one, with the limits of neither.
 
     Raises:
-        ConfigError: another value than True, False or None.
+        ConfigError: a value other than True, False or None.
 
     Example:
         >>> RollCheckpointing().use_reentrant({"num_local_experts": 8})

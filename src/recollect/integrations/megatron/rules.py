@@ -1,4 +1,4 @@
-"""All rules, from rules.yaml, and the checks that apply them: of a `RecomputeConfig` alone, and of one within a training.
+"""All rules, from rules.yaml, and the checks that apply them: of a `RecomputeConfig`, and of one within a training.
 
 The checks that compare more than single values are here, by the names of the rules.
 """
@@ -28,7 +28,7 @@ def _types(config: RecomputeSettings) -> Clash | None:
     for field in fields(config):
         expected, right = _TYPES.get(str(field.type), ("", ()))
         value = getattr(config, field.name)
-        # Not isinstance: a bool is an int to Python. And recompute_num_layers has a rule of its own.
+        # Not isinstance: a bool is an int to Python. And recompute_num_layers has its own rule.
         if expected and type(value) not in right and field.name != "recompute_num_layers":
             return Clash({field.name: value}, f"{type(value).__name__} is the wrong type", f"Set it to {expected}.")
     return None
@@ -133,7 +133,7 @@ _ALONE: Final[Mapping[str, Callable[[RecomputeSettings], Broken]]] = {
     "offload-numbers": _numbers,
     "gdp-range": lambda config: not 0 <= config.gdp_num_chunk_states_to_recompute <= 64,
 }
-"""By the configuration alone."""
+"""By the configuration itself."""
 
 _WITHIN: Final[Mapping[str, Callable[[RecomputeSettings, TrainingSetting], Broken]]] = {
     "num-layers-range": lambda config, setting: (
@@ -223,7 +223,7 @@ class RecomputeConfig(RecomputeSettings):
         recompute_granularity: None keeps all; "full" recomputes whole layers; "selective" the named modules.
         recompute_method: with "full": "uniform" keeps the input of every Nth layer, "block" recomputes the first N layers.
         recompute_num_layers: N, counted in each virtual pipeline stage.
-        recompute_modules: with "selective"; None is core_attn alone.
+        recompute_modules: with "selective"; None is only core_attn.
         recompute_discard_outputs: the modules whose output is dropped too; None is Megatron's own choice. Megatron
             has no such setting.
         distribute_saved_activations: split the kept inputs of layers among the ranks of tensor parallelism.
@@ -269,7 +269,7 @@ class RecomputeConfig(RecomputeSettings):
             ConfigError: settings that clash; names the rule in docs/megatron.md.
 
         Warns:
-            ConfigWarning: a setting without effect, or with another effect than it seems to have.
+            ConfigWarning: a setting without effect, or with an unexpected one.
 
         Example:
             >>> from recollect.integrations.megatron import TrainingSetting

@@ -12,7 +12,7 @@ The recompute that checked settings ask for is one of four types, none of which 
 | full, block, n | `BlockFull(n)` |
 | selective, modules | `Selective({module: what happens to its output})` |
 
-The compiler reads these, so that no meaningless combination of settings can reach it.
+The compiler reads these, so no meaningless combination of settings can reach it.
 """
 
 from __future__ import annotations

@@ -243,7 +243,7 @@ class _Session:
         try:
             race.run(groups, seconds=0.0, least_rounds=rounds)
         except Exception as problem:
-            # Only the reference can fail here, as the others' errors are caught: make another setting the reference.
+            # Only the reference can fail here, as the others' errors are caught: make a different setting the reference.
             self._ran_out(first, problem)
             return self.race(entries, rounds)
         if others:

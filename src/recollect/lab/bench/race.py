@@ -1,10 +1,10 @@
-"""Time several settings in turns on one model, in rounds, so that noise of the machine affects all of them alike.
+"""Time several settings in turns on one model, in rounds: noise of the machine affects all of them alike.
 
 NOTE [ Rules of a race ]
 1. The reference runs before and after each group of contestants; a time counts as its ratio to the mean of these two.
-2. Contestants to be compared with each other form one group, so that they run close together in time.
+2. Contestants to be compared with each other form one group, and run close together in time.
 3. The order of groups, and the order within each group, is random in each round.
-4. Reference cycles are collected before each timed step, so that no step pays for the previous one. Within a step the garbage
+4. Reference cycles are collected before each timed step: no step pays for the previous one. Within a step the garbage
    collector runs as in training.
 5. Results are medians of these ratios over rounds, with the 20th and 80th percentile.
 

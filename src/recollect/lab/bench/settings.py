@@ -149,7 +149,7 @@ def named_settings(settings: Sequence[Setting]) -> list[Setting]:
     seen: set[str] = set()
     for setting in found:
         if setting.name in seen:
-            raise BenchError(f"setting {setting.name!r}: given twice. Remove one, or give it another `name`.")
+            raise BenchError(f"setting {setting.name!r}: given twice. Remove one, or give it a different `name`.")
         seen.add(setting.name)
     return found
 

@@ -1,7 +1,7 @@
 """Causal self-attention: with grouped queries, or latent, which projects one small vector per position up to all heads.
 
 The core, softmax(QK^T / sqrt(C)) V with later positions masked, is one kernel, or goes op by op. Both are modules without
-parameters, so that their ops have a module path. Megatron recomputes them as `core_attn`: softmax, dropout mask and dropped
+parameters, which gives their ops a module path. Megatron recomputes them as `core_attn`: softmax, dropout mask and dropped
 probabilities take 5 bytes per head and pair of positions in bf16 (Korthikanti et al. 2022, arXiv 2205.05198, section 4.1),
 unless the kernel never stores them. There may be fewer queries than keys, for the last positions.
 
@@ -141,7 +141,7 @@ class UpProjection(nn.Module):
 
 
 def _heads_first(*parts_BTHC: Tensor) -> Tensor:
-    """Concatenate parts of heads, contiguous per head as attention expects, so that it saves these and no copies."""
+    """Concatenate parts of heads, contiguous per head as attention expects: it saves these and no copies."""
     return torch.cat([part.transpose(1, 2) for part in parts_BTHC], dim=-1).transpose(1, 2)
 
 
@@ -231,7 +231,7 @@ class UnfusedCoreAttention(nn.Module):
         `are_last`: whether the queries belong to the last positions.
         """
         num_positions, groups = q_BTHC.shape[1], k_BSKC.shape[2]
-        # The G heads of a group form one matrix, so that no key or value is copied for them.
+        # The G heads of a group form one matrix: no key or value is copied for them.
         q_BKXC = q_BTHC.unflatten(2, (groups, -1)).permute(0, 2, 3, 1, 4).flatten(2, 3)
         # One op scales, multiplies and masks: unmasked scores never exist, and recompute runs a single op.
         scores_NXS = torch.baddbmm(
@@ -259,7 +259,7 @@ def _last_positions(q_BTHC: Tensor, k_BSKC: Tensor) -> Tensor:
 
 def bias_of_last_positions(num_queries: int, num_keys: int) -> Tensor:
     """Return the arguments that align the queries with the last positions, for kernels that need no mask for it."""
-    # Results of ops under a dispatch mode, such as a recording's, do not become tensors of another class.
+    # Results of ops under a dispatch mode, such as a recording's, do not become tensors of a different class.
     with disable_torch_dispatch():
         # `causal_lower_right` would set memory aside for a mask, 32 GiB for 16,384 of 262,144 positions.
         bias: CausalBias = CausalBias.__new__(CausalBias)

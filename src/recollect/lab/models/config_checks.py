@@ -1,4 +1,4 @@
-"""Checks of a model's configuration, a `TransformerConfig`: each field alone, and fields together. Imports no torch."""
+"""Checks of a model's configuration, a `TransformerConfig`: single fields, and fields together. Imports no torch."""
 
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -136,7 +136,7 @@ def _widths_of_products(config: Any) -> dict[str, int]:
     if not all(moe_layers):
         widths["ffn_hidden_size"] = config.ffn_hidden_size
     if config.multi_latent_attention:
-        # The one field that is left out: linear_kv_down_proj stays in 16 bits if its width, 576 in DeepSeek-V3, is no multiple.
+        # The one field that is left out: linear_kv_down_proj stays in 16 bits if its width, 576 in DeepSeek-V3, is not one.
         widths |= {"q_lora_rank": config.q_lora_rank or 0, "kv_lora_rank": config.kv_lora_rank}
         channels = {"qk_head_dim + qk_pos_emb_head_dim": config.qk_head_dim + config.qk_pos_emb_head_dim}
         channels |= {

@@ -44,7 +44,7 @@ _TYPES, _SWIZZLES = F.ScalingType, F.SwizzleType
 # The compute capabilities with kernels, first and last.
 _CAPABILITIES = {"delayed": (8.9, 99.0), "tensorwise": (8.9, 99.0), "blockwise": (9.0, 9.9), "mxfp8": (10.0, 99.0)}
 # By number, since a Function that gets a module cannot run again: the module may have changed by then. These only say
-# how to multiply; backward reads their changing parts. Copies of a module have numbers of their own.
+# how to multiply; backward reads their changing parts. Copies of a module have their own numbers.
 _numbers: weakref.WeakKeyDictionary[Fp8Product, int] = weakref.WeakKeyDictionary()
 _products: weakref.WeakValueDictionary[int, Fp8Product] = weakref.WeakValueDictionary()
 _next_number = itertools.count().__next__
@@ -94,7 +94,7 @@ class Fp8Product(nn.Module):
             ends_E: for experts, where the rows of each end, multiples of `multiple`.
 
         Raises:
-            DataError: tokens or channels are no multiple of the recipe's block size.
+            DataError: tokens or channels are not a multiple of the recipe's block size.
             HardwareError: the device has no kernel for the recipe.
         """
         sizes = {"tokens": len(x_NI), "input channels": weight.shape[-1], "output channels": weight.shape[-2]}
@@ -102,7 +102,7 @@ class Fp8Product(nn.Module):
             if size % self.multiple:
                 raise DataError(
                     f"fp8_recipe {self.recipe!r}: got {size} {name}, expected a multiple of {self.multiple}. "
-                    f"Change the batch size, the sequence length or the number of ranks, or choose another recipe."
+                    f"Change the batch size, the sequence length or the number of ranks, or choose a different recipe."
                 )
         is_recorded = self.training and torch.is_grad_enabled()
         # Detached, not under `no_grad`: a plan does not see ops under it.
@@ -212,7 +212,7 @@ def check_kernel(recipe: str, device: torch.device | None, *, is_grouped: bool =
         problem = "got moe_grouped_gemm True, for which there is no kernel, expected False"
     if problem is not None:
         raise HardwareError(
-            f"fp8_recipe {recipe!r}: {problem}. Choose another recipe, or multiply in fp32: fp8_emulated (--fp8-emulated)."
+            f"fp8_recipe {recipe!r}: {problem}. Choose a different recipe, or multiply in fp32: fp8_emulated (--fp8-emulated)."
         )
 
 

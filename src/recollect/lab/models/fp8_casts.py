@@ -1,7 +1,7 @@
 """Casts to 8 bits, block by block, and the scales that undo them.
 
 Each block of r x c elements of a matrix [R, C] has its own scale, in a matrix [R / r, C / c]; a whole matrix is one
-block, too. The shapes of both say what a block is. Further dimensions, in front, are matrices of their own.
+block, too. The shapes of both say what a block is. Further dimensions, in front, are separate matrices.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def multiplier_of(amax: Tensor, dtype: torch.dtype, *, margin: int = 0) -> Tenso
 
 
 def power_of_two_of(amax: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return `largest / amax` rounded down to a power of two, so that a cast changes values only by rounding to 8 bits.
+    """Return `largest / amax` rounded down to a power of two: a cast then changes values only by rounding to 8 bits.
 
     At least 2 to the -126, at most 2 to the 127, the value for zeros.
     """
@@ -104,7 +104,7 @@ class DelayedScaling(nn.Module):
 
     In each forward in training (of a gradient: in each backward) these things happen, in this order: the tensor is cast with
     the current multiplier; its largest magnitude becomes row 0 of the history; the multiplier is set from the largest
-    row, or from row 0, and stays as it is where that is 0 or infinite; the history is rolled by -1, and its row 0 is zero.
+    row, or from row 0, and is unchanged where that is 0 or infinite; the history is rolled by -1, and its row 0 is zero.
 
     Transformer Engine does this when an outermost `autocast` ends, which Megatron opens once for each micro-batch, and
     when a backward ends (`nvte_delayed_scaling_recipe_amax_and_scale_update`, recipe.h, release 2.8). It takes the largest
@@ -116,7 +116,7 @@ class DelayedScaling(nn.Module):
 
     Args:
         config: a model with `fp8`.
-        groups: tensors with multipliers of their own, such as experts.
+        groups: tensors with their own multipliers, such as experts.
         dtype: the format.
 
     Attributes:

@@ -38,7 +38,7 @@ class GPTOutput(NamedTuple):
     """The loss to train on, an fp32 scalar; None without labels. In training mode it includes the routers' auxiliary losses
     and the loss of multi-token prediction."""
     lm_loss: Tensor | None = None
-    """Mean cross entropy of the next token alone; None without labels."""
+    """Mean cross entropy of the next token only; None without labels."""
 
 
 class LanguageModelEmbedding(nn.Module):

@@ -1,6 +1,6 @@
 """Load and save Hugging Face checkpoints of the reference models: a folder with `config.json` and safetensors.
 
-Tensors are converted one by one, so that only one tensor at a time is in memory twice.
+Tensors are converted one by one: only one at a time is in memory twice.
 """
 
 import json
@@ -151,7 +151,7 @@ def _check_names(
     if unknown:
         raise CheckpointError(
             f"checkpoint in {folder}: {len(unknown)} of its tensors belong to no part of the model, such as {unknown[0]!r}; "
-            "expected those of its config.json. Is one of the two from another model?"
+            "expected those of its config.json. Is one of the two from a different model?"
         )
 
 

@@ -35,7 +35,7 @@ class Layout:
     parts: tuple[str, ...]
     """Names of the tensors whose rows, concatenated, give ours; with `num_experts`, "{}" stands for the expert."""
     num_experts: int = 0
-    """How many such tensors ours stacks; 0: it is no stack."""
+    """How many such tensors ours stacks; 0: it is not a stack."""
     is_transposed: bool = False
     """Their columns are our rows."""
 
@@ -75,7 +75,7 @@ class WeightRule:
                 return found.mT if layout.is_transposed else found
         known = " or ".join(repr(layout.names()[0][0]) for layout in self.layouts)
         raise CheckpointError(
-            f"checkpoint: has no {known}, expected it for {self.ours!r}. Is it from another architecture?"
+            f"checkpoint: has no {known}, expected it for {self.ours!r}. Is it from a different architecture?"
         )
 
     def write(self, ours: Tensor) -> Iterator[tuple[str, Tensor]]:

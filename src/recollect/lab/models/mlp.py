@@ -32,8 +32,8 @@ _FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 class Activation(nn.Module):
     """Activation of an MLP or an expert: f(x), or with a gate f(first half) * second half.
 
-    Between an expert's two products it is multiplied by the router's probability. Here and not after the second product, so
-    that backward does not need that product's result. The multiplication is in fp32, like the router.
+    Between an expert's two products it is multiplied by the router's probability. Here and not after the second product:
+    backward then does not need that product's result. The multiplication is in fp32, like the router.
     """
 
     def __init__(self, config: TransformerConfig) -> None:
@@ -176,7 +176,7 @@ class Experts(nn.Module):
 
 
 def aligned_rows(expert_S: Tensor, ends_E: Tensor, multiple: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Find places for rows, so that each expert has a multiple of them, as products in 8 bits need.
+    """Place rows such that each expert has a multiple of them, as products in 8 bits need.
 
     There are P places, as many as any routing may need, since no shape depends on it: up to `multiple - 1` more per expert.
 
@@ -204,7 +204,7 @@ def aligned_rows(expert_S: Tensor, ends_E: Tensor, multiple: int) -> tuple[Tenso
 class MoELayer(nn.Module):
     """Send each token through `moe_router_topk` experts and return the weighted sum. No token is dropped.
 
-    Rows are gathered in both directions, never scattered with atomic additions, so that a GPU gives the same bits every time.
+    Rows are gathered in both directions, never scattered with atomic additions: a GPU gives the same bits every time.
 
     Example:
         >>> from recollect.lab.models.sizes import NAMED_CONFIGS

@@ -1,6 +1,6 @@
 """Route tokens to experts: choose the experts, weight their outputs, balance their load.
 
-Plans always keep the result of `topk`, so that backward sees the experts that forward chose.
+Plans always keep the result of `topk`, so backward sees the experts that forward chose.
 
 Shape legend: B batch   T positions   N = B * T tokens   E experts   J experts per token   G groups of experts
 """
@@ -24,7 +24,7 @@ _LEAST_SUM = 1e-20
 class RouterStatistics(NamedTuple):
     """Statistics of a layer's router in one forward.
 
-    Returned, not stored, so that a layer may run again, or several times before a backward.
+    Returned, not stored: a layer may run again, or several times before a backward.
     """
 
     tokens_per_expert: Tensor
@@ -56,11 +56,11 @@ class TopKRouter(nn.Module):
         tokens_per_expert: [E], int64; tokens counted since the last `update_expert_bias`. None without a bias.
         sequence: this rank's part of each sequence.
         weight_of_all: maps the weight to the one that this rank uses, where other ranks route other tokens of a batch.
-        counts_of_all: maps this rank's counts to those of all ranks, where they have batches of their own.
+        counts_of_all: maps this rank's counts to those of all ranks, if they have their own batches.
 
     References:
-        Fedus et al. 2021, "Switch Transformers", arXiv 2101.03961, equations 4 to 6: the auxiliary loss, here divided by J, so
-            that it is 1 for an even load.
+        Fedus et al. 2021, "Switch Transformers", arXiv 2101.03961, equations 4 to 6: the auxiliary loss, here divided by J: it
+            is 1 for an even load.
         DeepSeek-AI 2024, "DeepSeek-V3", arXiv 2412.19437, section 2.1.2: sigmoids, groups, bias (equation 16) and the loss
             for each sequence (equations 17 to 20).
     """
@@ -164,7 +164,7 @@ class TopKRouter(nn.Module):
             return None
         topk = self.config.moe_router_topk
         if self.expert_bias is not None or self.config.moe_router_num_groups is not None:
-            # The loss counts the choices by scores alone.
+            # The loss counts the choices by scores only.
             experts_NJ = scores_BTE.detach().flatten(0, 1).topk(topk, dim=-1).indices
         is_chosen_BTE = self._is_chosen(experts_NJ).unflatten(0, scores_BTE.shape[:2])
         if kind == "aux_loss":

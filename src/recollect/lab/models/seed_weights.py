@@ -1,7 +1,7 @@
-"""The weights that a seed gives a model, drawn block by block, so that a process with a part of a model draws only that.
+"""The weights that a seed gives a model, drawn block by block: a process with a part of a model draws only that.
 
 Constructors draw all weights in sequence from one generator: to get the last, a process has to draw them all. Here each
-block of rows has its own generator, so that any part has the same bits wherever, and in whatever order, it is drawn.
+block of rows has its own generator, so any part has the same bits wherever, and in whatever order, it is drawn.
 """
 
 import hashlib

@@ -138,7 +138,7 @@ def plan_cluster(step: ClusterStep, budget: int | str, *, chooses_split: bool = 
     Raises:
         BudgetTooSmallError: the leanest plans of a rank need more.
         ConfigError, NotYetError, RecordError: see `record_stages`.
-        QuantityError: the budget is no amount.
+        QuantityError: the budget is not an amount.
 
     Example:
         >>> from recollect.costs.hardware_table import find_hardware

@@ -273,7 +273,7 @@ def schedule_of_step(step: ClusterStep) -> PipelineSchedule:
         if step.pipeline_engine == "megatron":
             raise ConfigError(
                 settings={"pipeline_parallel_schedule": name, "pipeline_engine": "megatron"},
-                reason="Megatron has 1F1B and Interleaved1F1B alone",
+                reason="Megatron has only 1F1B and Interleaved1F1B",
                 advice="Choose one of these, or the engine torch.",
             )
         return torch_schedule(layout, num_stages=num_stages, num_micro_batches=step.num_micro_batches)
@@ -323,6 +323,6 @@ def torch_schedule(layout: DeviceLayout, *, num_stages: int, num_micro_batches: 
                     "num_micro_batches": num_micro_batches,
                 },
                 reason=f"torch.distributed.pipelining says: {str(error).rstrip('.')}",
-                advice="Change the global batch size, or choose another schedule.",
+                advice="Change the global batch size, or choose a different schedule.",
             ) from None
         return replace(schedule_of(found), return_outputs=False)

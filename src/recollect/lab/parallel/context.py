@@ -36,7 +36,7 @@ def context_parallel(model: GPTModel, mesh: DeviceMesh) -> GPTModel:
         positions, times the ranks: their mean over the mesh is the gradient. `data_parallel` over the mesh takes it.
 
     Raises:
-        ConfigError: in forward, a sequence that is no multiple of twice the ranks.
+        ConfigError: in forward, a sequence that is not a multiple of twice the ranks.
 
     Limitations: ranks draw random numbers from their own generators. On a CPU, attention needs a mask of chunk by keys.
     """

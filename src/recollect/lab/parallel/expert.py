@@ -26,9 +26,9 @@ def expert_parallel(model: GPTModel, mesh: DeviceMesh, *, balanced: bool = False
     """Give each rank of a mesh some experts of each layer.
 
     Args:
-        model: with the same weights on all ranks, or on the meta device; from `tensor_parallel`, if both are wanted, so that
-            each rank has some channels of some experts. Changed in place. Each rank passes its own batch.
-        mesh: one-dimensional: some ranks of data and context parallelism; with tensor parallelism another dimension of its
+        model: with the same weights on all ranks, or on the meta device; from `tensor_parallel`, if both are wanted: each rank
+            then has some channels of some experts. Changed in place. Each rank passes its own batch.
+        mesh: one-dimensional: some ranks of data and context parallelism; with tensor parallelism a different dimension of its
             mesh.
         balanced: assume that each rank sends equally many rows to each other; for fake tensors, whose routes are unknown.
 
@@ -37,8 +37,8 @@ def expert_parallel(model: GPTModel, mesh: DeviceMesh, *, balanced: bool = False
         other gradients cover this rank's batch. `data_parallel` averages both.
 
     Raises:
-        ConfigError: no experts, or no multiple of the ranks; `mesh` is that of tensor parallelism, or part of another; in
-            forward, `balanced` with real tensors.
+        ConfigError: no experts, or not a multiple of the ranks; `mesh` is that of tensor parallelism, or part of a larger one;
+            in forward, `balanced` with real tensors.
 
     Limitations: an auxiliary loss over the batch is one over each rank's. Ranks wait for the one with the most rows.
     With tensor parallelism, all rows are exchanged once for each of its ranks.
@@ -52,7 +52,7 @@ def expert_parallel(model: GPTModel, mesh: DeviceMesh, *, balanced: bool = False
 
 
 def balance_over(model: GPTModel, mesh: DeviceMesh) -> None:
-    """Let `update_expert_bias` count the tokens of all ranks of a mesh, which have batches or parts of sequences of their own.
+    """Let `update_expert_bias` count the tokens of all ranks of a mesh, which have their own batches or parts of sequences.
 
     All of them have to call it together from then on.
     """
@@ -118,8 +118,8 @@ class SharedGroups(GroupedLinear):
     """Multiplies by this rank's part.
 
     Args:
-        whole: all of it, with the same weights on all ranks, or on the meta device; or a part shared by another mesh's ranks.
-        mesh: the ranks that share it.
+        whole: all of it, with the same weights on all ranks, or on the meta device; or a part shared by a different mesh's
+        ranks. mesh: the ranks that share it.
         dim: of the weights [groups, output channels, input channels], and of the biases, the one that is cut into parts.
     """
 
@@ -138,7 +138,7 @@ class SharedGroups(GroupedLinear):
 def _part(whole: Tensor, mesh: DeviceMesh, dim: int) -> DTensor:
     if not isinstance(whole, DTensor):
         return distribute_tensor(whole, mesh, [Shard(dim)])
-    # Cut along another dimension before, on each rank of `mesh` in the same way.
+    # Cut along a different dimension before, on each rank of `mesh` in the same way.
     own = distribute_tensor(whole.to_local().detach(), mesh, [Shard(dim)]).to_local()
     both = joined_mesh(mesh, whole.device_mesh)
     return DTensor.from_local(own, both, [Shard(dim), *whole.placements], run_check=False)

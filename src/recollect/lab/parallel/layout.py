@@ -44,7 +44,7 @@ class DeviceLayout(PipelineLayout):
     sequence_parallel: bool = False
     """Split tensors between the matrices along the sequence, over the same ranks."""
     data_parallel_size: int = 1
-    """Ranks with batches of their own."""
+    """Ranks with their own batches."""
     context_parallel_size: int = 1
     """Ranks that share each sequence, in all layers."""
     expert_model_parallel_size: int = 1
@@ -78,7 +78,7 @@ class DeviceLayout(PipelineLayout):
     def check_model(self, config: TransformerConfig, *, seq_length: int | None = None) -> None:
         """Check that a model can be spread like this.
 
-        Every rank gets the same answer, since it depends on the numbers alone.
+        Every rank gets the same answer, since it depends only on the numbers.
         """
         ranks = self.tensor_model_parallel_size
         if ranks > 1:

@@ -38,7 +38,7 @@ class LayoutMesh:
     sequence: DeviceMesh
     """Each sequence, in the routers of layers with experts: as `context`, or with whole experts `tensor`, too."""
     tokens: DeviceMesh
-    """Those that have tokens of their own there: as `gradients`, or with `tensor`."""
+    """Those that have their own tokens there: as `gradients`, or with `tensor`."""
 
 
 def layout_mesh(layout: DeviceLayout, device_type: str = "cpu") -> LayoutMesh:
@@ -102,7 +102,7 @@ def data_parallel(
             place.
         mesh: one-dimensional (FSDP2), or two-dimensional: replicas, each sharded (HSDP).
         expert_mesh: for a model from `expert_parallel`, those ranks of `mesh` that have the same experts: with the mesh of
-            the experts another view of `mesh`.
+            the experts a different view of `mesh`.
         reshard_after_forward: whether parameters are freed after forward, and gathered again in backward.
         precision: dtypes of parameters and reductions; None: the parameters' own.
 

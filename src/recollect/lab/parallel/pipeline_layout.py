@@ -101,7 +101,7 @@ class PipelineLayout:
         if (num_layers // ranks) % each:
             clash(
                 {"num_layers": num_layers, _RANKS: ranks, _EACH: each},
-                f"{num_layers // ranks} layers a rank are no multiple of {each}",
+                f"{num_layers // ranks} layers a rank are not a multiple of {each}",
                 "Choose sizes that divide.",
             )
         self._check_stages(num_layers // ranks // each)
@@ -182,7 +182,7 @@ def check_divides(what: str, size: int, by: str, ranks: int) -> None:
     """Refuse sizes that do not divide."""
     if size % ranks:
         larger = -(-size // ranks) * ranks
-        clash({what: size, by: ranks}, f"{size} is no multiple of {ranks}", f"The next multiple is {larger}.")
+        clash({what: size, by: ranks}, f"{size} is not a multiple of {ranks}", f"The next multiple is {larger}.")
 
 
 def clash(settings: Mapping[str, object], reason: str, advice: str) -> None:

@@ -78,7 +78,7 @@ class PipelineStep:
         return [*losses, *(loss for stage in stages for loss in stage.router_losses)]
 
     def losses(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
-        """Run forward alone.
+        """Run forward only.
 
         Returns:
             The loss of each micro-batch; of a rank without the last stage, none.

@@ -56,7 +56,7 @@ def tensor_parallel(
         The model. Its output has the logits of this rank's part of the vocabulary, and the whole loss.
 
     Raises:
-        ConfigError: heads, channels, or the vocabulary are no multiple of the ranks.
+        ConfigError: heads, channels, or the vocabulary are not a multiple of the ranks.
         NotYetError: a model whose experts have biases.
 
     Limitations: ranks draw random numbers from their own generators. Seed all ranks alike: dropout of whole tensors has to be

@@ -91,7 +91,7 @@ class SequenceLinear(Linear):
 
 
 class SplitProduct(nn.Module):
-    """A product in 8 bits of matrices that ranks share; each casts its part, with scales of its own."""
+    """A product in 8 bits of matrices that ranks share; each casts its part, with its own scales."""
 
     def __init__(self, product: nn.Module) -> None:
         super().__init__()
@@ -174,7 +174,7 @@ class OwnPartMoELayer(MoELayer):
             out_BLD = out_BLD + self.shared_experts(x_BLD)
         statistics: RouterStatistics = routing.statistics
         if statistics.aux_loss is not None:
-            # The mean of the ranks' losses, each with the gradient of its own.
+            # The mean of the ranks' losses, each with its own gradient.
             part = DTensor.from_local(statistics.aux_loss / self.mesh.size(), self.mesh, [Partial()], run_check=False)
             statistics = statistics._replace(aux_loss=part.redistribute(placements=[Replicate()]).to_local())
         return out_BLD, statistics
@@ -185,7 +185,7 @@ def vocabulary_parallel_loss(logits_BTV: Tensor, labels_BT: Tensor, *, group: Pr
 
     Each rank knows, for its part of the vocabulary, the largest logit of a token, the sum of exponentials, and the label's
     logit if the label is there. One all-gather of these three numbers a token gives every rank everything that the loss
-    needs; they are put together in the order of the ranks, so that all ranks have the same bits. The gradient of a
+    needs; they are put together in the order of the ranks: all ranks have the same bits. The gradient of a
     rank's logits is its own part of softmax minus one-hot, without communication.
 
     Args:

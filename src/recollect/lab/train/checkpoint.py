@@ -1,7 +1,7 @@
 """Checkpoints: written atomically, verified when read, and complete enough to resume with the same bits.
 
 A checkpoint is a folder `step_XXXXXXXX` with a manifest, its files with their sizes and checksums. The manifest is the last
-file that is written, and has a checksum of its own. The position in the data follows from the step.
+file that is written, and has its own checksum. The position in the data follows from the step.
 """
 
 import json
@@ -132,7 +132,7 @@ def check_identity(path: Path, stored: dict[str, Any], current: dict[str, Any]) 
         if before != now and name not in CHANGEABLE:
             raise CheckpointError(
                 f"checkpoint {path}: was written with {name} = {before!r}, this run has {now!r}, expected the same. "
-                f"Use the old setting, or start a new run in another --run-dir."
+                f"Use the old setting, or start a new run in a different --run-dir."
             )
 
 

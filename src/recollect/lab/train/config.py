@@ -64,7 +64,7 @@ class StepFlags:
     host_budget: str = "0"
     """With a budget: host memory that values may be copied to in forward and back in backward, such as 64GiB."""
     loss_chunks: Literal["auto"] | int = 1
-    """Chunks in which LM head and loss are computed, so that only one chunk's logits are alive; auto: as many as the fastest
+    """Chunks in which LM head and loss are computed, one chunk's logits at a time; auto: as many as the fastest
     plan within the budget needs."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """Dtype of activations and matrix products; weights, gradients and optimizer state are fp32 in both."""

@@ -48,7 +48,7 @@ class Exchange:
         return [model(tokens, labels).loss for tokens, labels in batches]
 
     def reduce_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Make gradients the mean over the ranks with tokens of their own, unless backward has done it."""
+        """Make gradients the mean over the ranks with their own tokens, unless backward has done it."""
 
     def clip(self, parameters: Iterable[nn.Parameter], max_norm: float) -> float:
         """Scale gradients down so that their norm over all processes has this limit; return the norm before."""

@@ -108,12 +108,12 @@ def only_run_in(folder: Path) -> Iterator[None]:
     except Timeout:
         raise CheckpointError(
             f"run folder {folder}: got a second run while {_holder(folder)} trains there, expected one run at a time, since "
-            "they would write over each other's files. Wait for it, end it, or choose another --run-dir."
+            "they would write over each other's files. Wait for it, end it, or choose a different --run-dir."
         ) from None
     except (OSError, NotImplementedError) as problem:
         raise CheckpointError(
             f"run folder {folder}: cannot be written ({getattr(problem, 'strerror', None) or problem}), expected a writable "
-            "folder on a file system with locks. Choose another --run-dir."
+            "folder on a file system with locks. Choose a different --run-dir."
         ) from None
     try:
         write_text(

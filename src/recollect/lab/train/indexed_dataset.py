@@ -42,7 +42,7 @@ class IndexedDataset:
         document_indices: first sequence of each document, then the number of sequences; int64.
 
     Raises:
-        DataError: a file is missing, truncated, of another format or version, without ids, or does not match the other.
+        DataError: a file is missing, truncated, of a different format or version, without ids, or does not match the other.
 
     Example:
         >>> import tempfile

@@ -43,8 +43,8 @@ def train(config: TrainConfig, *, console: Console | None = None) -> Outcome:
 
     Raises:
         DataError: training data is missing, malformed or too short.
-        CheckpointError: run folder or checkpoint cannot be used, or another process trains in the folder.
-        QuantityError: the budget is no amount of bytes; found before data are read and a folder is made.
+        CheckpointError: run folder or checkpoint cannot be used, or a different process trains in the folder.
+        QuantityError: the budget is not an amount of bytes; found before data are read and a folder is made.
         BudgetTooSmallError: no plan fits the budget.
         ConfigError, NotYetError, HardwareError, RecordError: see `joined_processes` and `Processes.check`; under torchrun.
 
@@ -70,7 +70,8 @@ def train(config: TrainConfig, *, console: Console | None = None) -> Outcome:
         processes = stack.enter_context(joined_processes(config))
         ranks = processes.ranks
         if config.step.memory_budget is not None:
-            # Not earlier: each process has its own device from here on, and the others would wait for one with another budget.
+            # Not earlier: each process has its own device from here on, and the others would wait for one with a different
+            # budget.
             check_budget(config.step.memory_budget, device_bytes=memory_bytes(resolve_device(config.step.device)))
             check_host_budget(config.step.host_budget)
         if config.run.run_dir is None:
@@ -250,7 +251,7 @@ def _describe(session: Session) -> str:
 
 @contextlib.contextmanager
 def traced(step: int, flags: ProfileFlags, folder: Path | None) -> Iterator[None]:
-    """In a with-block, trace a step into `folder/step_00000010.json`, if `flags` choose it; None: in another process."""
+    """In a with-block, trace a step into `folder/step_00000010.json`, if `flags` choose it; None: in a different process."""
     if folder is None or not flags.covers(step):
         yield
         return

@@ -41,7 +41,7 @@ def named_errors(ranks: Ranks) -> Iterator[None]:
     """Let an error in the block name the process where it began; each process of the run calls this. See `peer_watch`.
 
     Raises:
-        RecordError: another process failed, or has ended.
+        RecordError: a different process failed, or has ended.
         Exception: the error of this process itself.
     """
     last_words = LastWords(f"recollect/run/{next(_runs)}", ranks)
@@ -104,11 +104,11 @@ class LastWords:
         notes = {rank: json.loads(store.get(key)) if store.check([key]) else None for rank, key in self._keys.items()}
         for rank, note in notes.items():
             if note is not None and not note["is_lost"]:
-                return f"rank {rank} of {len(notes)} failed, so that none goes on: {note['text']}"
+                return f"rank {rank} of {len(notes)} failed, so none continues: {note['text']}"
         for rank, note in notes.items():
             if note is None:
                 return (
-                    f"rank {rank} of {len(notes)} has ended without a word, so that none goes on: it was killed, or crashed. "
+                    f"rank {rank} of {len(notes)} has ended without a word, so none continues: it was killed, or crashed. "
                     "Look at the last lines of its output, and at what the system says (out of memory?)."
                 )
         return None
@@ -116,7 +116,7 @@ class LastWords:
 
 @contextmanager
 def peer_watch(last_words: LastWords) -> Iterator[None]:
-    """In a with-block, end this process soon after another one of the block has failed or ended, unless it leaves the block.
+    """In a with-block, end this process soon after any other of the block has failed or ended, unless it leaves the block.
 
     Over gloo a wait for a process that has failed or ended fails within a moment. On CUDA it does not: the device waits in a
     kernel of NCCL, and Python waits for the device, deaf to the others and to signals. So a thread
@@ -153,7 +153,7 @@ def _watch(store: Any, last_words: LastWords, is_over: threading.Event) -> None:
             if is_over.wait(_EVERY_S):
                 return
             if last_words.is_alarm(store) or _has_lost_one(store, last_words.key):
-                # Those that ended because they lost another may be heard before that one.
+                # Those that ended because they lost a process may be heard before that one.
                 text = last_words.hear(store)
     except RuntimeError:
         # The store is gone: with the process that held it, or at the end.
@@ -177,7 +177,7 @@ def _has_lost_one(store: Any, key: str) -> bool:
 
 
 def _own_connection() -> Any:
-    """Return another connection to the store, or fail soon.
+    """Return a new connection to the store, or fail soon.
 
     Where the store is gone, PyTorch tries for twice the timeout of an exchange, which is 30 minutes by default.
     """

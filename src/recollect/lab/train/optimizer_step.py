@@ -26,11 +26,11 @@ def resolve_device(name: str) -> torch.device:
         device = torch.device(name)
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as problem:
-        # PyTorch has no error class of its own for this.
+        # PyTorch has no error class for this.
         here = ", ".join(["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))])
         raise HardwareError(
             f"--device {name}: cannot be used ({str(problem).splitlines()[0]}), expected auto or a device of this machine: "
-            f"{here}. To plan for another one, add --fake --hardware H100 (recollect plan, explain, frontier)."
+            f"{here}. To plan for a different one, add --fake --hardware H100 (recollect plan, explain, frontier)."
         ) from None
     return device
 

@@ -131,7 +131,7 @@ def plan_stages(session: Session) -> PipelinePlans:
         return recollect.predict_pipeline(profiles, schedule, megatron_stage_plans(profiles, schedule, flags.recompute))
 
     def planned(loss_chunks: int, budget: int | str | None) -> PipelinePlan:
-        # All stages, or later the last one alone, in their processes. Consecutive ranks with the same stages record
+        # All stages, or later only the last one, in their processes. Consecutive ranks with the same stages record
         # together; the first represents them all.
         own = ranks.together(
             lambda: record_own_stages(session, exchange.rank, loss_chunks=loss_chunks, only_last=bool(found)),

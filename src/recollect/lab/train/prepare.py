@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 def prepare(session: Session, console: Console) -> tuple[Plan | PipelinePlans | None, Baseline]:
     """Make the run's plan and baseline, or read them from its folder.
 
-    Both are saved as plan.json (of a pipeline pipeline_plans.json) and baseline.json, so that a resumed run computes the same.
+    Both are saved as plan.json (of a pipeline pipeline_plans.json) and baseline.json: a resumed run computes the same.
 
     Returns:
         The plan, or the plans of a pipeline's stages (None without a budget or Megatron's settings), and the baseline.
@@ -144,7 +144,7 @@ def _recorded(session: Session, loss_chunks: int) -> Profile:
     if trained.wrapped is not trained.model:
         # Only in an unmodified step do gradients become parts of DDP's buckets, which always exist.
         how = {"step": step}
-    # All processes run one plan, so that collectives may run again.
+    # All processes run one plan, so collectives may run again.
     collectives: Collectives = "keep" if group is None else "replay"
     # The routers count the tokens of the run, not of a step that is recorded.
     with restored_buffers(trained.model):
@@ -162,7 +162,7 @@ def _recorded(session: Session, loss_chunks: int) -> Profile:
 def _measure_plain(session: Session) -> tuple[int, float]:
     """Return the peak in bytes of a step without recompute, and the seconds of the fastest of five.
 
-    A copy of the model is measured, so that the run itself does not change.
+    A copy of the model is measured, which leaves the run itself unchanged.
     """
     flags = session.config
     copy = build_trained(session.model.config, flags, session.processes)

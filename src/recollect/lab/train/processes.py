@@ -52,7 +52,7 @@ class Processes:
 
     @property
     def random_rank(self) -> int:
-        """Place of this process among those that draw random numbers of their own.
+        """Place of this process among those that draw their own random numbers.
 
         They have other batches, other parts of sequences, or other layers.
         """
@@ -117,7 +117,7 @@ class Processes:
             raise NotYetError(
                 settings={"fp8_recipe": "delayed"},
                 needs="histories over ranks that multiply with the same weights, which would each have their own",
-                advice="Choose another fp8_recipe, or only pipeline parallelism.",
+                advice="Choose a different fp8_recipe, or only pipeline parallelism.",
             )
         ranks, count = self.data_ranks, config.optim.num_micro_batches
         if count % ranks:
@@ -127,7 +127,7 @@ class Processes:
                     "micro_batch_size": config.optim.batch_size,
                     "data_parallel_size": ranks,
                 },
-                reason=f"a step's {count} micro-batches are no multiple of {ranks}, so that ranks would have unequal shares",
+                reason=f"a step's {count} micro-batches are not a multiple of {ranks}, so ranks would have unequal shares",
                 advice=f"Choose a multiple of {config.optim.batch_size * ranks} sequences a step.",
             )
         if self.layout.pipeline_model_parallel_size > 1:
@@ -154,7 +154,7 @@ def joined_processes(config: TrainConfig) -> Iterator[Processes]:
     Raises:
         ConfigError: the number of processes does not fit the layout, or two of them have different settings.
         HardwareError: fewer devices than processes.
-        RecordError: another process failed or ended.
+        RecordError: a different process failed or ended.
     """
     if num_processes() == 1:
         config.parallel.layout_of(1)

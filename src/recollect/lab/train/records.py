@@ -104,7 +104,7 @@ class MetricsFile(Log):
     run repeats them. Floats read back to the same bits.
 
     Raises:
-        CheckpointError: a line of the file is no record.
+        CheckpointError: a line of the file is not a record.
 
     Warns:
         UserWarning: the last line is half of one, as a killed process leaves it, and is removed.
@@ -117,7 +117,7 @@ class MetricsFile(Log):
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, record: StepRecord) -> None:
-        """Append one line and flush it, so that a killed process loses none."""
+        """Append one line and flush it: a killed process loses none."""
         fields = {name: value for name, value in dataclasses.asdict(record).items() if value is not None}
         self._file.write(json.dumps(fields) + "\n")
         self._file.flush()

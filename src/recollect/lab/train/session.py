@@ -81,8 +81,8 @@ class Session:
     def seed(self) -> None:
         """Set all random number generators to their states at this point of the run, whatever ran before.
 
-        Ranks with tokens or layers of their own draw other numbers; those that share matrices draw the same ones. After a
-        resume on another layout they draw different numbers than a whole run.
+        Ranks with their own tokens or layers draw different numbers; those that share matrices draw the same ones. After a
+        resume on a different layout they draw different numbers than a whole run.
         """
         torch.manual_seed(self.config.step.seed + self.processes.random_rank + self.step * _SEEDS_APART)
         if self.rng is not None:
@@ -108,9 +108,9 @@ def open_session(config: TrainConfig, processes: Processes = ONE_PROCESS) -> Ses
     Raises:
         DataError: see `load_corpus`.
         CheckpointError: the run folder already holds a run (without resume), holds none (with resume), or cannot be written,
-            or its newest checkpoint is damaged or has another configuration.
+            or its newest checkpoint is damaged or has a different configuration.
         ConfigError, NotYetError: see `Processes.check`.
-        RecordError: another process failed.
+        RecordError: a different process failed.
     """
 
     def read() -> tuple[Path, Path | None, Corpus, TransformerConfig]:
@@ -173,7 +173,7 @@ def _find_start(config: TrainConfig) -> tuple[Path, Path | None]:
     if checkpoints or (metrics.is_file() and metrics.stat().st_size):
         raise CheckpointError(
             f"run folder {folder}: already holds a run ({len(checkpoints)} checkpoints), "
-            f"expected a new or empty folder. Add --resume to continue it, or choose another --run-dir."
+            f"expected a new or empty folder. Add --resume to continue it, or choose a different --run-dir."
         )
     return folder, None
 
@@ -209,7 +209,7 @@ def _resume(session: Session, path: Path, problem: str | None) -> None:
 def _take_changes(session: Session, stored: dict[str, Any], current: dict[str, Any]) -> None:
     """Note the resumed run's changes, and remake the plan if they affect recompute."""
     path = session.folder / "config.json"
-    before = read_object(path, keys=["step"], advice="Begin again with another --run-dir.")
+    before = read_object(path, keys=["step"], advice="Begin again with a different --run-dir.")
     text = _config_text(session)
     now = json.loads(text)
     layout = before.get("layout", ONE_PROCESS.spread)
@@ -220,7 +220,7 @@ def _take_changes(session: Session, stored: dict[str, Any], current: dict[str, A
     ):
         for name in _PLAN_FILES:
             (session.folder / name).unlink(missing_ok=True)
-    # After the plan is gone, so that a process killed in between leaves no plan of other settings.
+    # After the plan is gone: a process killed in between leaves no plan of different settings.
     write_text(path, text)
     session.changes = tuple(
         f"{name.partition('.')[2]} {current[name]} (before: {stored.get(name)})"

@@ -1,8 +1,8 @@
 """Write and read the tensors of checkpoints; several processes go on training while they write.
 
 By `torch.distributed.checkpoint`, each process writes its part of the tensors and its random number states. The folder has
-another name until all have written, and the last file in it is the manifest. Names, order and shapes match the whole
-model, so that any layout can read it.
+a temporary name until all have written, and the last file in it is the manifest. Names, order and shapes match the whole
+model, so any layout can read it.
 
 Each process tells the places of its parts in the whole tensors. DTensors know that, except fused projections under
 tensor parallelism, with rows reordered by rank: their parts are cut where neighbours in the whole matrix end.
@@ -153,12 +153,12 @@ class Checkpoints:
             who, which = ("", "") if self._group is None else (f" by rank {rank}", ", the same for all processes")
             raise CheckpointError(
                 f"checkpoint {self._path}: cannot be written{who} ({words}), expected a writable folder with free space"
-                f"{which}. Older checkpoints are kept; free space or choose another --run-dir."
+                f"{which}. Older checkpoints are kept; free space or choose a different --run-dir."
             ) from None
 
 
 class _Writer(FileSystemWriter):
-    """Writes a checkpoint under another name, computes the sums of its files, and finally gives it its name."""
+    """Writes a checkpoint under a temporary name, computes the checksums of its files, and finally renames it."""
 
     def __init__(self, path: Path, manifest: Manifest, random: dict[str, Any], *, rank: int, keep: int) -> None:
         self._unpublished = unpublished(path)
@@ -192,7 +192,7 @@ class _Writer(FileSystemWriter):
 def read_tensors(path: Path, stored: StoredState) -> None:
     """Read this process's parts of a checkpoint into a run, whatever layout wrote it.
 
-    No process waits for another.
+    No process waits for the others.
     """
     reader, planner = FileSystemReader(path), _LoadByWholeRows(stored)
     try:
@@ -205,7 +205,7 @@ def read_tensors(path: Path, stored: StoredState) -> None:
 
 
 def read_random_states(path: Path, manifest: Manifest, layout: dict[str, Any], rank: int) -> dict[str, Any] | None:
-    """Return the random number states of a process; None if the checkpoint has another layout."""
+    """Return the random number states of a process; None if the checkpoint has a different layout."""
     if manifest.layout != layout:
         return None
     found: dict[str, Any] = torch.load(path / _random_name(rank), map_location="cpu", weights_only=True)

@@ -1,6 +1,6 @@
 """Windows of `seq_length + 1` tokens, from one stream of ids, packed documents or several sources; and batches of them.
 
-Each is a function of data, seed and position alone, so a resumed run needs no stored state.
+Each depends only on data, seed and position, so a resumed run needs no stored state.
 """
 
 from collections.abc import Sequence

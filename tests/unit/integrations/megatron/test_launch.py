@@ -193,5 +193,5 @@ def test_vocabulary_and_sizes_have_to_be_known() -> None:
     step = step_of("--vocab-size=50257 --tensor-model-parallel-size=8 --world-size=8")
     assert step.config.vocab_size == 51200
     line = "--vocab-size 9 --pipeline-model-parallel-size 2 --position-embedding-type rope --mtp-num-layers 1"
-    with pytest.raises(NotYetError, match="multi-token prediction on another stage than the loss. Put m and L on one"):
+    with pytest.raises(NotYetError, match="multi-token prediction on a different stage than the loss. Put m and L"):
         step_of(line, "--pipeline-model-parallel-layout", "Et*10|t*20|m|L")

@@ -196,7 +196,7 @@ def test_what_stays_in_16_bits() -> None:
     model = GPTModel(config("blockwise", **latent))
     eight = {name.removesuffix(".fp8") for name, module in model.named_modules() if isinstance(module, Fp8Product)}
     attention = "decoder.layers.0.self_attention"
-    # 128 + 64 channels are no multiple of 128.
+    # 128 + 64 channels are not a multiple of 128.
     assert f"{attention}.linear_kv_down_proj" not in eight
     assert {
         f"{attention}.{name}" for name in ("linear_q_down_proj", "qkv_up_proj.linear_kv_up_proj", "linear_proj")

@@ -61,7 +61,7 @@ def test_zero_bubbles_wait_less(planned: dict[str, ClusterPlan]) -> None:
     ("step", "message"),
     [
         (step_under("DualPipeV"), "DualPipeV requires at least as many microbatches as stages, but got 3 microbatches"),
-        (step_under("LoopedBFS", 1, pipeline_engine="megatron"), "Megatron has 1F1B and Interleaved1F1B alone"),
+        (step_under("LoopedBFS", 1, pipeline_engine="megatron"), "Megatron has only 1F1B and Interleaved1F1B"),
     ],
 )
 def test_what_a_schedule_does_not_take_is_an_error(step: ClusterStep, message: str) -> None:

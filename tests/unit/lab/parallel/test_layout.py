@@ -71,13 +71,13 @@ def test_sizes_that_cannot_be_are_refused(sizes: dict[str, Any], message: str) -
 @pytest.mark.parametrize(
     ("changes", "ranks", "message"),
     [
-        ({}, 3, "num_attention_heads=8, tensor_model_parallel_size=3: 8 is no multiple of 3. The next multiple is 9"),
-        ({}, 8, "num_query_groups=4, tensor_model_parallel_size=8: 4 is no multiple of 8"),
+        ({}, 3, "num_attention_heads=8, tensor_model_parallel_size=3: 8 is not a multiple of 3. The next"),
+        ({}, 8, "num_query_groups=4, tensor_model_parallel_size=8: 4 is not a multiple of 8"),
         ({"ffn_hidden_size": 127}, 2, "ffn_hidden_size=127"),
         (
             {"vocab_size": 65},
             2,
-            "vocab_size=65, tensor_model_parallel_size=2: 65 is no multiple of 2. The next multiple is 66",
+            "vocab_size=65, tensor_model_parallel_size=2: 65 is not a multiple of 2. The next multiple is 66",
         ),
     ],
 )
@@ -90,7 +90,7 @@ def test_the_sequence_has_to_divide_where_it_is_split() -> None:
     split = DeviceLayout(tensor_model_parallel_size=4, sequence_parallel=True)
     split.check_model(MODEL, seq_length=64)
     DeviceLayout(tensor_model_parallel_size=4).check_model(MODEL, seq_length=62)
-    with pytest.raises(ConfigError, match="seq_length=62, tensor_model_parallel_size=4: 62 is no multiple of 4"):
+    with pytest.raises(ConfigError, match="seq_length=62, tensor_model_parallel_size=4: 62 is not a multiple of 4"):
         split.check_model(MODEL, seq_length=62)
 
 
@@ -100,7 +100,7 @@ def test_ranks_that_share_sequences_have_two_chunks_each() -> None:
     )
     assert layout.num_devices == 24
     layout.check_model(MODEL, seq_length=64)
-    with pytest.raises(ConfigError, match="seq_length=62, 2 x context_parallel_size=4: 62 is no multiple of 4"):
+    with pytest.raises(ConfigError, match="seq_length=62, 2 x context_parallel_size=4: 62 is not a multiple of 4"):
         layout.check_model(MODEL, seq_length=62)
     with pytest.raises(ConfigError, match="seq_length=60, context_parallel_size x tensor_model_parallel_size=8"):
         layout.check_model(MODEL, seq_length=60)
@@ -108,7 +108,7 @@ def test_ranks_that_share_sequences_have_two_chunks_each() -> None:
 
 def test_experts_have_to_divide() -> None:
     layout = DeviceLayout(expert_model_parallel_size=3, data_parallel_size=3)
-    with pytest.raises(ConfigError, match="num_moe_experts=8, expert_model_parallel_size=3: 8 is no multiple of 3"):
+    with pytest.raises(ConfigError, match="num_moe_experts=8, expert_model_parallel_size=3: 8 is not a multiple of 3"):
         layout.check_model(mixtral_config(**LLAMA))
     with pytest.raises(ConfigError, match="num_moe_experts=None, expert_model_parallel_size=3: there are no experts"):
         layout.check_model(MODEL)
@@ -120,7 +120,7 @@ def test_layers_are_dealt_out_in_order() -> None:
     )
     with pytest.raises(ConfigError, match="num_layers=8, pipeline_model_parallel_size=3"):
         DeviceLayout(pipeline_model_parallel_size=3).check_model(MODEL)
-    with pytest.raises(ConfigError, match="4 layers a rank are no multiple of 3"):
+    with pytest.raises(ConfigError, match="4 layers a rank are not a multiple of 3"):
         DeviceLayout(pipeline_model_parallel_size=2, num_layers_per_virtual_pipeline_stage=3).check_model(MODEL)
 
 
@@ -131,7 +131,7 @@ def test_layers_are_dealt_out_in_order() -> None:
         ({"moe_shared_expert_intermediate_size": 31}, "moe_shared_expert_intermediate_size=31"),
         (
             {"moe_ffn_hidden_size": 8},
-            "moe_ffn_hidden_size=8, 8 x tensor_model_parallel_size=16: 8 is no multiple of 16",
+            "moe_ffn_hidden_size=8, 8 x tensor_model_parallel_size=16: 8 is not a multiple of 16",
         ),
     ],
 )

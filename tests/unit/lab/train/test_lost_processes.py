@@ -27,4 +27,4 @@ def test_all_processes_hear_which_one_failed_and_why(failed: int) -> None:
 
     with ThreadPoolExecutor(3) as pool:
         found = list(pool.map(exchange, range(3)))
-    assert found == [f"rank {failed} of 3 failed, so that none goes on: MemoryError: no 2 GiB left"] * 3
+    assert found == [f"rank {failed} of 3 failed, so none continues: MemoryError: no 2 GiB left"] * 3
