@@ -1,4 +1,4 @@
-"""Run the `recollect` script by `python -m recollect`."""
+"""Run the `recollect` script as `python -m recollect`."""
 
 import sys
 

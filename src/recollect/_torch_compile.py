@@ -33,7 +33,7 @@ __all__ = ["CustomPartitionerFn", "get_hash_for_files"]
 # The errors of a function that could not be compiled, or not into one graph, or too often.
 ERRORS = (TorchDynamoException, FailOnRecompileLimitHit)
 
-# Fused code computes with more bits than a 16-bit value in memory has. Without this, bits would depend on what a plan keeps.
+# Fused code computes with more bits than a 16-bit value in memory has. Without this, results would depend on the plan.
 ROUNDED_AS_IN_MEMORY = {"emulate_precision_casts": True}
 
 # Plans on one class, times shapes, before a unit would silently run without the compiler; PyTorch's own limit
@@ -47,7 +47,7 @@ _OP, _AUTOGRAD, _SIDE, _POLICY = "original_aten", "seq_nr", "partitioner_tag", "
 
 
 def compiled_whole(function: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
-    """Compile a function with Inductor into one graph, or have its call raise an error; never run it uncompiled.
+    """Compile a function with Inductor into one graph, or make its call raise an error; never run it uncompiled.
 
     In PyTorch 2.11 the limit of compilations is a global setting.
     """
@@ -81,7 +81,7 @@ def quiet_cache() -> Iterator[None]:
 
 @contextmanager
 def on_fake_tensors(run_kernel: Callable[[str, Any], None]) -> Iterator[None]:
-    """Within the block, what is compiled is the code that allocates and calls kernels, to be run on fake tensors; no kernel is.
+    """Within the block, only code that allocates and calls kernels is compiled, to run on fake tensors, but no kernels.
 
     It allocates, frees and calls ops of libraries as on real tensors. Nothing of it gets into caches, in memory or on disk.
     `run_kernel` is called in place of each kernel, with its code in C++ and its arguments.
@@ -91,7 +91,7 @@ def on_fake_tensors(run_kernel: Callable[[str, Any], None]) -> Iterator[None]:
         code, _ = graph.codegen()
         names: dict[str, Any] = {"__name__": __name__}
         exec(compile(code.value, "<code on fake tensors>", "exec"), names)  # noqa: S102 - Inductor's own text
-        # These make and look at memory itself, past what fake tensors see.
+        # These create and inspect real memory, unseen by fake tensors.
         names |= {
             "empty_strided_cpu": lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype),
             "reinterpret_tensor": _reinterpreted,
@@ -100,7 +100,7 @@ def on_fake_tensors(run_kernel: Callable[[str, Any], None]) -> Iterator[None]:
         }
         return SimpleNamespace(call=names["call"], __file__=None)
 
-    # No compiler of C++ is asked what it can do.
+    # No C++ compiler is asked what it can do.
     settings = {"force_disable_caches": True, "cpp.vec_isa_ok": True, "compile_threads": 1}
     with (
         mock.patch.object(GraphLowering, "compile_to_module", load),
@@ -125,14 +125,14 @@ def settings_in_the_way() -> Iterator[tuple[str, object, str]]:
     if dynamo_config.compiled_autograd:
         yield "torch._dynamo.config.compiled_autograd", True, "backward is recompiled"
     if inductor_config.triton.cudagraphs:
-        yield "torch._inductor.config.triton.cudagraphs", True, "CUDA graphs hold what is kept in a pool of their own"
+        yield "torch._inductor.config.triton.cudagraphs", True, "CUDA graphs hold what is kept in their own pool"
     if functorch_config.activation_memory_budget != 1:
         budget = functorch_config.activation_memory_budget
         yield "torch._functorch.config.activation_memory_budget", budget, "it decides as well what is kept"
 
 
 def compiled_autograd_is_on() -> bool:
-    """Whether backward would be compiled; settings take microseconds to read, and this is asked in each call."""
+    """Whether backward would be compiled; settings take microseconds to read, and each call asks this."""
     return bool(compiled_autograd.compiled_autograd_enabled)
 
 

@@ -44,8 +44,8 @@ _ASKED = (
     external_utils.is_compiling,
 )
 
-# They write pages of what a user can do nothing about: the first one's error says the same, and the second one of torch 2.11
-# cannot write down which functions are ignored.
+# They write pages about things users cannot change: the first one's error says the same, and the second one in torch 2.11
+# cannot say which functions are ignored.
 _FAKES, _METRICS = map(logging.getLogger, ("torch._subclasses.fake_tensor", "torch._dynamo.metrics_context"))
 
 # The Function as which torch 2.11 traces hooks on gradients inside, in the wrong order and without what they write.
@@ -61,7 +61,7 @@ class TracedWhole:
     Its code and its globals are copies: Dynamo keeps there what was traced for it, which is released with it.
 
     Attributes:
-        trace: calls the function, and traces it first where no trace fits the call.
+        trace: calls the function, and first traces it if no trace fits the call.
     """
 
     def __init__(self, function: FunctionType, backend: Backend) -> None:
@@ -133,7 +133,7 @@ _failure = [""]
 
 
 def first_line(error: BaseException) -> str:
-    """Return what kept a function from being traced, and the line of code, if Dynamo says which."""
+    """Return why a function could not be traced, and the line of code, if Dynamo says which."""
     inner = getattr(error, "inner_exception", None) or error
     lines = [line.strip() for line in str(inner).splitlines() if line.strip()] or [type(inner).__name__]
     where = list(getattr(error, "real_stack", None) or ())
@@ -146,7 +146,7 @@ def tracing_as_eager() -> Iterator[None]:
     """Have Dynamo guard the hooks of modules, and tell code that asks whether it is compiled that it is not.
 
     By default it takes hooks for constant: one added later would be ignored. There is no public way to change the answers.
-    What Dynamo warns of is its own affair; the unit's own warnings were shown when it ran on the tape.
+    Dynamo's warnings are left out; the unit's own warnings were shown when it ran on the tape.
     """
     with _TURN, _tracing_as_eager():
         yield

@@ -25,7 +25,7 @@ def fully_sharded_modules(model: nn.Module) -> list[Any]:
 
 
 def fully_sharded_parameters(model: nn.Module) -> dict[int, nn.Parameter]:
-    """Return the parameters that FSDP2 shards, or holds whole, by `id`; ignored ones are no DTensors."""
+    """Return the parameters that FSDP2 shards, or holds whole, by `id`; ignored ones are not DTensors."""
     found: dict[int, nn.Parameter] = {}
     for module in fully_sharded_modules(model):
         whole = [
@@ -39,7 +39,7 @@ def fully_sharded_parameters(model: nn.Module) -> dict[int, nn.Parameter]:
 def freed_after_forward(model: nn.Module) -> set[int]:
     """Return the `id` of modules with parameters that FSDP2 frees after forward, to gather them again in backward.
 
-    No public name tells the arguments of `fully_shard` and `set_reshard_after_forward`.
+    No public name exposes the arguments of `fully_shard` and `set_reshard_after_forward`.
     """
     found: set[int] = set()
     is_first = True
@@ -66,7 +66,7 @@ def parameter_groups(module: nn.Module) -> list[Any]:
 
 @contextmanager
 def other_sharded_parameters(model: nn.Module) -> Iterator[Callable[[], None]]:
-    """Within the block, let FSDP2 work with other parameters; at the end it is as it was.
+    """Within the block, let FSDP2 work with other parameters; restore it afterwards.
 
     Yields a function to call when the others are in place. FSDP2 keeps its own references to the parameters it shards,
     and no public name replaces them.
@@ -158,7 +158,7 @@ def _repeated(sharded: Any, whole: nn.Parameter) -> nn.Parameter:
 class GatheredParameters:
     """The parameters of a model that FSDP2 holds whole, and whose gradients it adds up whole, as in a pipeline's stage.
 
-    No public name tells where these gradients are, or which of them it reduces together.
+    No public name shows where these gradients are, or which of them it reduces together.
     """
 
     def __init__(self, model: nn.Module) -> None:

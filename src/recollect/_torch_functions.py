@@ -1,4 +1,4 @@
-"""The private names of PyTorch that are needed to run code of its users: custom autograd Functions, and policies.
+"""The private names of PyTorch that are needed to run users' code: custom autograd Functions, and policies.
 
 A part of `_torch_private.py`; the same rules apply.
 """
@@ -186,7 +186,7 @@ _disable_hooks = torch._C._autograd._saved_tensors_hooks_disable
 
 
 def _disable_hooks_of_plans(message: str, fail_if_non_empty: bool = True) -> None:
-    """Let `torch.func.grad` and its kin run inside units, where what they save is kept; a user's hooks are an error still."""
+    """Let `torch.func.grad` and the like run inside units, where all they save is kept; a user's hooks remain an error."""
     top = top_saved_tensors_hooks()
     is_ours = top is not None and isinstance(top[0], functools.partial) and getattr(top[0], "_user_hooks", top) is None
     _disable_hooks(message, fail_if_non_empty and not is_ours)
@@ -208,7 +208,7 @@ def are_users_hooks_active() -> bool:
 
 
 def saves_on_cpu() -> bool:
-    """Whether PyTorch's `save_on_cpu` packs what is saved now."""
+    """Whether PyTorch's `save_on_cpu` packs values that are saved now."""
     top = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return top is not None and getattr(top[0], "__qualname__", "").startswith(f"{save_on_cpu.__name__}.")
 
@@ -229,7 +229,7 @@ def selective_policy(context: object) -> Callable[..., Any] | None:
 
 _CHECKPOINT_CODE = "_checkpoint_without_reentrant_generator"
 Checkpoint = Generator[None, None, None]
-"""The code of `torch.utils.checkpoint` around its function, for which it yields."""
+"""The code of `torch.utils.checkpoint` around its function, which runs where this yields."""
 
 
 def have_checkpoints_begin(begin: Callable[[Checkpoint, bool], Checkpoint]) -> None:

@@ -30,14 +30,14 @@ _PROBE_BYTES = 3
 
 
 class AllocatorTrace:
-    """The CPU allocator's own record of every allocation and free, in order, in bytes.
+    """The CPU allocator's record of every allocation and free, in order, in bytes.
 
     `torch.profiler` has no public form of it with addresses, which tell a free of this trace's memory from a free of
     memory that an earlier trace saw. It also records every op, which is slow; here only memory is recorded. Covers
     the thread that starts it and the threads of autograd that work for it.
 
     Raises:
-        MeterError: at the end, if it has not seen even its own allocation.
+        MeterError: at the end, if it has missed its own allocation.
     """
 
     def start(self) -> None:
@@ -80,7 +80,7 @@ class AllocatorTrace:
 
 @functools.cache
 def _let_forked_processes_end() -> None:
-    """Have forked processes end without C++'s destructors: Kineto's waits there for a thread that only this process has."""
+    """Make forked processes skip C++ destructors on exit: Kineto's would wait for a thread that only this process has."""
     library = ctypes.CDLL(None)
     if hasattr(library, "on_exit"):  # glibc calls `_exit(status, None)`
         os.register_at_fork(after_in_child=lambda: library.on_exit(library._exit, None))

@@ -30,7 +30,7 @@ all_gather_rows: Callable[..., object] = getattr(dist, "all_gather_single", dist
 
 @contextmanager
 def fake_process_group(rank: int, world_size: int) -> Iterator[None]:
-    """Within the block, be one rank of a process group whose others do not exist; its collectives move nothing.
+    """Within the block, act as one rank of a process group without other ranks; its collectives move nothing.
 
     Raises:
         RecordError: this process is part of a real group.
@@ -41,7 +41,7 @@ def fake_process_group(rank: int, world_size: int) -> Iterator[None]:
     if dist.is_initialized():
         raise RecordError(
             f"this process is rank {dist.get_rank()} of {dist.get_world_size()} already, expected none of a group: a layout "
-            "is recorded without its devices in a process of its own."
+            "is recorded without its devices in a separate process."
         )
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     try:
@@ -53,7 +53,7 @@ def fake_process_group(rank: int, world_size: int) -> Iterator[None]:
 
 
 def group_ranks(arguments: Iterable[Any]) -> tuple[int, ...]:
-    """Return the ranks of the group among the arguments of a collective op, which has it as a name or as an object."""
+    """Return the ranks of the group that a collective op gets as an argument, by name or as an object."""
     for argument in arguments:
         if isinstance(argument, torch.ScriptObject):
             return tuple(dist.get_process_group_ranks(dist.ProcessGroup.unbox(argument)))
@@ -63,7 +63,7 @@ def group_ranks(arguments: Iterable[Any]) -> tuple[int, ...]:
 
 
 def receives_as_needed() -> bool:
-    """Whether the stages of torch's pipelines make the buffers that they receive into when they need them: since 2.15."""
+    """Whether the stages of torch's pipelines allocate receive buffers only when needed: since 2.15."""
     from torch.distributed.pipelining.stage import _RecvInfo
 
     return hasattr(_RecvInfo, "allocate_buffer")
@@ -186,14 +186,14 @@ def joined_mesh(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:
     """Return the mesh with the dimensions of two meshes, which are views of one. No public name joins them.
 
     Raises:
-        ConfigError: they are no dimensions of one mesh.
+        ConfigError: they are not dimensions of one mesh.
     """
     try:
         joined: DeviceMesh = DeviceMesh._concatenate([outer, inner])
     except RuntimeError:
         raise ConfigError(
             settings={"mesh": outer.mesh.tolist(), "tensor mesh": inner.mesh.tolist()},
-            reason="both are to share one tensor, each along a dimension of its own",
+            reason="both are to share one tensor, each along its own dimension",
             advice="Pass two dimensions of one mesh, which have only this rank in common.",
         ) from None
     return joined
@@ -265,7 +265,7 @@ def processes_of(model: nn.Module) -> list[Sequence[int]]:
     meshes = {id(mesh): mesh for p in model.parameters() if (mesh := getattr(p, "device_mesh", None)) is not None}
     for module in model.modules():
         if is_fully_sharded(module):
-            # While parameters are gathered they are no DTensors.
+            # Gathered parameters are not DTensors.
             sharded = (p.sharded_param for group in parameter_groups(module) for p in group.fsdp_params)
             meshes.update((id(p.device_mesh), p.device_mesh) for p in sharded)
     return [*found, *(mesh.mesh.flatten().tolist() for mesh in meshes.values())]
@@ -279,12 +279,12 @@ def meeting_place() -> Any:
 
 
 def allows_uneven_inputs(module: nn.Module) -> bool:
-    """Whether the loop runs in `model.join()`, in which some processes have more batches than others."""
+    """Whether the loop runs in `model.join()`, where some processes have more batches than others."""
     return isinstance(module, DistributedDataParallel) and bool(module._join_config.enable)
 
 
 class GradientBuckets:
-    """The flat tensors in which `DistributedDataParallel` reduces gradients; it has them for as long as it lives.
+    """The flat tensors in which `DistributedDataParallel` reduces gradients; it keeps them as long as it lives.
 
     Args:
         model: with any number of `DistributedDataParallel` in it.

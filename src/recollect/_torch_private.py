@@ -1,6 +1,6 @@
 """Every private name of PyTorch that this library uses, each with the reason why a public one is not enough.
 
-When a release moves one of them, this is the file to change; `engine/self_check.py` detects those without effect.
+When a release moves one of them, change this file; `engine/self_check.py` detects names that no longer work.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ push_dispatch_mode: Callable[[TorchDispatchMode], None] = torch._C._push_on_torc
 
 
 def pop_dispatch_mode(mode: TorchDispatchMode) -> bool:
-    """Take a mode off the stack if it is on top; say whether it was."""
+    """Pop a mode off the stack if it is on top; return whether it was."""
     top = torch._C._pop_torch_dispatch_stack(None)
     if top is not mode:
         torch._C._push_on_torch_dispatch_stack(top)
@@ -99,7 +99,7 @@ def _exchange_dispatch_modes(num_popped: int, pushed: list[TorchDispatchMode]) -
 
 
 def revive_dispatch_modes() -> None:
-    """Have the active modes see ops again: who leaves the wrapper of `torch.compile` switches off those entered inside."""
+    """Make the active modes see ops again: leaving the wrapper of `torch.compile` switches off those entered inside."""
     if num_dispatch_modes() and not torch._C._dispatch_tls_is_dispatch_key_included("Python"):
         modes = _of_no_key(dispatch_mode_stack())
         _exchange_dispatch_modes(len(modes), modes)
@@ -199,7 +199,7 @@ current_backward: Callable[[], int] = torch._C._current_graph_task_id
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
-    """Call this when the running backward has ended; if it fails, release it."""
+    """Call this when the running backward has ended; if backward fails, release it."""
     torch.autograd.Variable._execution_engine.queue_callback(untraced(callback))
 
 
@@ -306,7 +306,7 @@ _BUSY_CYCLES = 200_000
 
 
 def keep_busy(device: torch.device) -> None:
-    """Give a CUDA device something to do that takes a moment and neither memory nor bandwidth.
+    """Keep a CUDA device busy for a moment without using memory or bandwidth.
 
     No public kernel does that; PyTorch's own tests and benchmarks use this one.
     """
@@ -386,7 +386,7 @@ def _reduced_precision_switch(kind: str) -> _Switch:
 
 @contextmanager
 def without_global_hooks() -> Iterator[None]:
-    """Within the block, no hook runs that is of all modules."""
+    """Within the block, no global module hook runs."""
     tables = [table for name, table in vars(torch.nn.modules.module).items() if name.startswith("_global_")]
     kept = [(table, dict(table)) for table in tables if isinstance(table, dict)]
     try:

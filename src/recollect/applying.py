@@ -1,7 +1,7 @@
 """Applies a plan to a model, and removes it again.
 
 Only the instance attribute `forward` is replaced, of planned units and of the modules inside and around them: parameters,
-buffers, hooks, state dict, class and `repr` stay as they are. A unit's hooks (FSDP2's gathering, for example) run outside
+buffers, hooks, state dict, class and `repr` are unchanged. A unit's hooks (FSDP2's gathering, for example) run outside
 the tape, as they run outside `forward`.
 """
 
@@ -52,7 +52,7 @@ def apply(model: nn.Module, plan: Plan | Sequence[Plan], *, group: GroupChoice =
             nothing is compared, and each may run its own plan.
 
     Returns:
-        A handle that removes the plan again; also a context manager.
+        A handle that removes the plan; also a context manager.
 
     Raises:
         ArgumentError: the model is not a module, the plan not a plan, or there are no plans.
@@ -65,11 +65,11 @@ def apply(model: nn.Module, plan: Plan | Sequence[Plan], *, group: GroupChoice =
         PlanError by the model's first call, on all ranks: their plans differ, and some run collectives again.
 
     Warns:
-        PlanMismatchWarning: the plan was made for a model with fewer layers; or once, if a unit runs other ops than the
-            plan names. Values that it does not name are kept.
+        PlanMismatchWarning: the plan was made for a model with fewer layers; or once, if a unit runs ops that the plan does
+            not name. Values that it does not name are kept.
         ProfileMismatchWarning: the plan's profile was recorded with a different version of PyTorch, on a different device, or
             where copies to host memory were half as fast again, or more.
-        TorchVersionWarning: once in a process, with a PyTorch that is newer than those that are tested, or that differs.
+        TorchVersionWarning: once in a process, with a PyTorch newer than the tested ones, or one that behaves differently.
         ConfigWarning by the first call: `torch.compile` has no effect, since the model runs eagerly under a plan.
         PlanMismatchWarning by the first call: compiled code lacks values that the plan names.
 

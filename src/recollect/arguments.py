@@ -35,12 +35,12 @@ def check_kind(call: str, name: str, value: object, kind: type, expected: str) -
 
 
 def listed(paths: Iterable[str] | None) -> list[str] | None:
-    """Return module paths as a list; refuse a text, whose letters would each be taken for a path."""
+    """Return module paths as a list; refuse a string, whose letters would each be taken for a path."""
     if isinstance(paths, str):
         raise ArgumentError(f"units: got the text {paths!r}, expected a list of paths. Write units=[{paths!r}].")
     return None if paths is None else list(paths)
 
 
 def _shown(text: str) -> str:
-    """Show a text, or how it begins: it may be a whole profile."""
+    """Show a string, or its beginning: it may be a whole profile."""
     return repr(text) if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]!r}..."

@@ -1,4 +1,4 @@
-"""Print bytes for people: "1.5 GiB". Below `recollect.quantities`, because errors print bytes too."""
+"""Format bytes for people: "1.5 GiB". Below `recollect.quantities`, because errors print bytes too."""
 
 import operator
 
@@ -6,7 +6,7 @@ _PREFIXES = "KMGTP"
 
 
 def format_bytes(num_bytes: int) -> str:
-    """Print bytes for people.
+    """Format bytes for people.
 
     Example:
         >>> format_bytes(512), format_bytes(1536), format_bytes(16 * 2**30), format_bytes(-(2**20))

@@ -21,20 +21,20 @@
       ChunkedLossError (RuntimeError)         the loss cannot be computed in chunks
       MeterError (RuntimeError)               memory cannot be measured here
       MutatedValueError (RuntimeError)        a value was changed in place before backward used it
-      RecomputeMismatchError (RuntimeError)   an autograd Function made other tensors when it ran again
+      RecomputeMismatchError (RuntimeError)   an autograd Function made different tensors when it ran again
       FreedValueError (RuntimeError)          a value's memory was freed (FSDP resharding) before backward used it
-      RandomDrawError (RuntimeError)          an op drew other random numbers the second time
+      RandomDrawError (RuntimeError)          an op drew different random numbers the second time
       OffloadError (RuntimeError)             a value could not be copied to host memory, or back
       DataError (ValueError)                  training data missing, empty or malformed
       CheckpointError (RuntimeError)          training checkpoint missing, corrupt, or of a different run
       BenchError (ValueError)                 a setting, or a stored result, that a benchmark cannot use
-      DiagnosisError (ValueError)             a file that cannot be read, or not safely, to diagnose it
+      DiagnosisError (ValueError)             a file to diagnose that cannot be read, or not safely
 
     BudgetWarning (UserWarning)               a step that may exceed its budget
     ConfigWarning (UserWarning)               a setting without effect, or with an unexpected one
     PlanMismatchWarning (UserWarning)         a plan that does not fit the ops it meets
     ProfileMismatchWarning (UserWarning)      a plan from a profile of a different version or device
-    TorchVersionWarning (UserWarning)         an untested PyTorch, or one in which a hook does not hold
+    TorchVersionWarning (UserWarning)         an untested PyTorch, or one in which a hook does not work
 
 Errors with numbers or names keep them as attributes, from which their text is derived. All can be pickled, because
 training programs send errors between processes.
@@ -187,7 +187,7 @@ class BudgetTooSmallError(RecollectError, ValueError):
         advice: sentences on what would help, the most promising first.
         plain_peak_bytes: the peak without recompute, which percentages are of; 0 if unknown.
         tenants: the contents of that plan's peak, with amounts, the largest first; empty if unknown.
-        least_budgets: the least budgets, as texts to pass instead: an amount, and a percentage if that peak is known.
+        least_budgets: the least budgets, as strings to pass instead: an amount, and a percentage if that peak is known.
     """
 
     def __init__(
@@ -226,7 +226,7 @@ class BudgetTooSmallError(RecollectError, ValueError):
 
 
 class HardwareError(RecollectError, ValueError):
-    """A device that is not here, or unknown to the cost model, or a malformed file about one."""
+    """A device that is missing or unknown to the cost model, or a malformed file about one."""
 
 
 class UnsupportedModelError(RecollectError, ValueError):
@@ -242,7 +242,7 @@ class RecordError(RecollectError, RuntimeError):
 
 
 class ScheduleError(RecollectError, ValueError):
-    """A pipeline schedule that no pipeline can run, or that does not go with the stages it is for."""
+    """A pipeline schedule that no pipeline can run, or that does not match its stages."""
 
 
 class LargerStepError(RecollectError, RuntimeError):
@@ -341,7 +341,7 @@ class OffloadError(RecollectError, RuntimeError):
 
     Attributes:
         unit: path of the unit whose forward computed it.
-        name: the value's name in that unit; empty for host memory as a whole, which could not be had.
+        name: the value's name in that unit; empty if host memory as a whole was not available.
         direction: "to host memory" or "back".
         reason: what went wrong, in words.
     """
@@ -373,7 +373,7 @@ class DiagnosisError(RecollectError, ValueError):
 
 
 class BudgetWarning(UserWarning):
-    """A step may need more than its budget, or do something that recollect was not told of."""
+    """A step may need more than its budget, or do something unknown to recollect."""
 
 
 class ConfigWarning(UserWarning):
@@ -389,4 +389,4 @@ class ProfileMismatchWarning(UserWarning):
 
 
 class TorchVersionWarning(UserWarning):
-    """A PyTorch newer than those that are tested, or one in which a hook that recollect rests on does not hold."""
+    """A PyTorch newer than the tested ones, or one in which a hook that recollect depends on does not work."""

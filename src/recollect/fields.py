@@ -51,7 +51,7 @@ def read_file(path: str | Path, *, expected: str, advice: str, error: type[Excep
 
 @contextmanager
 def writing(path: object, error: type[Exception] = RecollectError, flag: str = "") -> Iterator[None]:
-    """Say why a file cannot be written, where the block writes it.
+    """Say why a file cannot be written if the block fails to write it.
 
     Raises:
         error: it cannot be written.
@@ -78,7 +78,7 @@ def read_document(
     Args:
         text: the JSON text of an object with the keys "format" and "version".
         format: the expected "format", such as "recollect.plan".
-        version: the newest version that can be read; older ones are the caller's business.
+        version: the newest version that can be read; older ones are up to the caller.
         error: class of the exception to raise.
         needs_all_keys: whether only what may be None can be missing, despite other fields' defaults.
 
@@ -109,7 +109,7 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         seen: set[str] = set()
         for key, _ in pairs:
             if key in seen:
-                raise _JsonError(f"the key {key!r} is there twice in one object; remove one of them")
+                raise _JsonError(f"the key {key!r} appears twice in one object; remove one of them")
             seen.add(key)
     return result
 
@@ -120,7 +120,7 @@ def _refuse_constant(name: str) -> NoReturn:
 
 @dataclass(frozen=True, slots=True)
 class _Rules:
-    """What the places of one document have in common."""
+    """The facts shared by the places of one document."""
 
     error: type[Exception]
     needs_all_keys: bool

@@ -127,7 +127,7 @@ def fit(
         optimizer: one, or several; counts with its state and the workspace of its step.
         loss_fn: from the model's output to a scalar; see `record`.
         fake: record on fake tensors; see `record`.
-        units: module paths of the layers to plan, where they are not found; see `record`.
+        units: module paths of the layers to plan, if they are not found; see `record`.
         holds_output: the loop holds the model's output until the next one replaces it; see `record`.
         gradients: the gradients of the last step, when the next one begins; see `record`.
         loss_chunks: parts in which LM head and loss are computed, one part's logits at a time; see
@@ -135,7 +135,7 @@ def fit(
             plan needs, and 1 if that is as fast; records up to four times, and needs a batch.
         host_budget: bytes of host memory, as an int or text such as "64GiB", that values may be copied to in forward and back
             in backward, in parallel with computation; the speed of copies is measured first. 0: nothing is offloaded.
-        engine: "tape": what is dropped runs again op by op, eagerly. "compile" lets layers run inside `torch.compile`, too,
+        engine: "tape": dropped values are recomputed op by op, eagerly. "compile" lets layers run inside `torch.compile`, too,
             which then keeps the plan's values; it compiles each kind of layer up to ten times first, seconds to a minute
             each. Gradients are those of the compiled layers.
         group: the processes that record together and run one plan; see `record`.
@@ -151,8 +151,8 @@ def fit(
         ArgumentError, QuantityError, UnsupportedModelError, AlreadyAppliedError, RecordError: see `plan` and `record`.
 
     Warns:
-        BudgetWarning: raised at the step where the loop does more than was planned: the batch is larger, the model
-            trains that was planned in eval mode, an optimizer steps that was not passed. The plan's note says so, too.
+        BudgetWarning: at the step where the loop does more than planned: the batch is larger, a model planned in eval
+            mode trains, or an optimizer steps that was not passed. The plan's note says so, too.
 
     Example:
         >>> import torch, recollect
@@ -208,7 +208,7 @@ def fit(
 
 
 def _put(model: nn.Module, chosen: Plan, batch: Any, *, has_optimizer: bool) -> Plan:
-    """Apply a plan, and watch for work that it does not count; return it with a note of that."""
+    """Apply a plan, and watch for work that it does not count; return it with a note about that."""
     notes = [note for note in (chosen.note, *_left_out(model, has_optimizer=has_optimizer)) if note]
     noted = replace(chosen, note="; ".join(notes))
     watch = _FittedForward(model, batch, has_optimizer=has_optimizer, device=device_of(model, batch))

@@ -1,4 +1,4 @@
-"""Keeps the garbage collector from running while there is nothing for it to find, or time is taken."""
+"""Keeps the garbage collector from running while there is nothing to find, or while something is timed."""
 
 import gc
 from collections.abc import Iterator
@@ -9,9 +9,9 @@ from contextlib import contextmanager
 def without_collections() -> Iterator[None]:
     """Collect no garbage in a with-block or function, in any thread.
 
-    A planner makes many small objects that refer to each other and that reference counts soon free. Collections would find
-    next to nothing, and take half of the time: they are frequent, and each visits all objects of a large step. An op that is
-    timed would take as long as a collection that it happens to begin.
+    A planner makes many small objects that refer to each other and are soon freed by reference counts. Collections would find
+    next to nothing, and take half of the time: they are frequent, and each visits all objects of a large step. A timed op would
+    include any collection that it happens to start.
 
     Example:
         >>> with without_collections():

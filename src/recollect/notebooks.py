@@ -1,6 +1,6 @@
-"""Rich display in notebooks. Below everything else: `recollect.pictures.notebook` draws, imported when it is asked.
+"""Rich display in notebooks. Below everything else: `recollect.pictures.notebook` draws, and is imported on demand.
 
-That is the one import that points up; `tests/house/test_layers.py` lists it.
+It is the only import that points up; `tests/house/test_layers.py` lists it.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from importlib import import_module
 
 
 class ShownInNotebooks:
-    """Shows itself in Jupyter, as static HTML; in consoles and logs it is the text that it prints."""
+    """Is displayed in Jupyter as static HTML; in consoles and logs it is plain text."""
 
     __slots__ = ()
 
@@ -19,7 +19,7 @@ class ShownInNotebooks:
 
 
 class Lines(str, ShownInNotebooks):
-    """A text of some lines, which a notebook shows as lines.
+    """A text of several lines, which a notebook shows as lines.
 
     Example:
         >>> Lines("budget 16.0 GiB, held")._repr_html_()

@@ -1,4 +1,4 @@
-"""Print text on a console: a terminal's lines end between words, and everywhere else one line stays one."""
+"""Print text on a console: terminals break lines between words; everywhere else one line stays one."""
 
 import re
 import textwrap

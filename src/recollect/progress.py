@@ -2,8 +2,8 @@
 
 Work that may take long runs in a `stage`; stages may be nested, and the innermost is shown, with the count of the innermost
 that counts. On a terminal a line appears on standard error once the outermost has taken two seconds, and disappears with it;
-elsewhere (a notebook, a file, a pipe) a line is added every ten seconds. Only the first of several processes says anything,
-and none where the environment says `RECOLLECT_PROGRESS=0`.
+elsewhere (a notebook, a file, a pipe) a line is added every ten seconds. Only the first of several processes prints anything,
+and none with `RECOLLECT_PROGRESS=0` in the environment.
 """
 
 from __future__ import annotations
@@ -201,7 +201,7 @@ _lines: list[_Line] = []
 
 
 def _new_line() -> _Line | None:
-    """Return a line that appears later; None where nobody would read it."""
+    """Return a line that appears later; None if nobody would read it."""
     if os.environ.get(_SWITCH) == "0" or os.environ.get("RANK", "0") != "0":
         return None
     try:

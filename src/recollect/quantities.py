@@ -1,4 +1,4 @@
-"""Parse texts such as "16GiB" or "60%" into bytes, and print seconds for people.
+"""Parse texts such as "16GiB" or "60%" into bytes, and format seconds for people.
 
 GiB is 2**30 bytes, GB is 10**9 bytes, and so on; a lone "G" could mean either and is rejected. Inside recollect, bytes
 are plain ints and seconds plain floats.
@@ -71,8 +71,8 @@ def parse_budget(value: str | int, *, reference_bytes: int | None, device_bytes:
         Bytes, 0 or more, rounded down.
 
     Raises:
-        QuantityError: as `parse_bytes`; a negative percentage or reference; a percentage of a peak that is not there, or of
-            a device of unknown memory; a number from 0 to 100 without a unit or a percent sign, if it is text or a
+        QuantityError: as `parse_bytes`; a negative percentage or reference; a percentage of an unknown peak, or of a device of
+            unknown memory; a number from 0 to 100 without a unit or a percent sign, if it is text or a
             fraction.
 
     Example:
@@ -88,10 +88,10 @@ def parse_budget(value: str | int, *, reference_bytes: int | None, device_bytes:
     expected = "write a percentage such as '60%' or '90% of the device'"
     percentage = _PERCENT.fullmatch(value.strip())
     if percentage is None:
-        raise QuantityError(value, f"what stands after the percent sign is not known; {expected}")
+        raise QuantityError(value, f"unknown text after the percent sign; {expected}")
     number, suffix = _split(percentage["number"], expected, given=value)
     if suffix:
-        raise QuantityError(value, f"{suffix!r} before the percent sign is not known; {expected}")
+        raise QuantityError(value, f"{suffix!r} before the percent sign is unknown; {expected}")
     if percentage["of"] is None:
         if reference_bytes is None:
             raise QuantityError(
@@ -103,7 +103,7 @@ def parse_budget(value: str | int, *, reference_bytes: int | None, device_bytes:
     if not device_bytes:
         raise QuantityError(
             value,
-            "the device's memory is known of CUDA devices, and of the hardware of a fake profile, only. Give bytes, such as "
+            "the device's memory is known only for CUDA devices and the hardware of a fake profile. Give bytes, such as "
             "budget='16GiB', or a part of the peak without recompute, such as '60%'",
         )
     return _checked(value, math.floor(number * _whole_bytes(device_bytes) / 100))
@@ -123,7 +123,7 @@ def check_budget(value: str | int, *, device_bytes: int | None) -> None:
     Example:
         >>> check_budget("60%", device_bytes=None)
     """
-    # Any peak will do that is large enough for each part of it to be some bytes.
+    # Any peak will do that is large enough for each fraction of it to be some bytes.
     peak_bytes = _LARGEST_BYTES // 10**9
     num_bytes = parse_budget(value, reference_bytes=peak_bytes, device_bytes=device_bytes and peak_bytes)
     if num_bytes != 1 and num_bytes < _FEWEST_BYTES:
@@ -150,7 +150,7 @@ def _refuse_lone_number(value: object) -> None:
 
 
 def format_seconds(seconds: float) -> str:
-    """Print a duration for people.
+    """Format a duration for people.
 
     Raises:
         QuantityError: not a finite number.

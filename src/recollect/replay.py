@@ -8,7 +8,7 @@ Python's reference counts are the only lifetime manager:
 
 1. a node refers to its arguments strongly and to its results weakly, a value to its node strongly;
 2. a node releases its arguments once it has run, and a value releases its node once it is available;
-3. so an argument that nobody else needs is freed as soon as the node has run, and one that is needed later stays, already
+3. so an argument that nothing else needs is freed as soon as the node has run, and one that is needed later stays, already
    computed, until its last user is gone.
 
 This module knows nothing of PyTorch: calls and tensors are opaque here. The engine runs it on tensors and the simulator on
@@ -228,7 +228,7 @@ def _materialise(value: Value) -> None:
         node = pending[-1]
         num_pending = len(pending)
         # A comprehension, because a loop variable would remain as one more reference to an argument, and to an op that
-        # writes in place it would look as if somebody else needed it.
+        # writes in place it would look as if something else needed it.
         pending += [v.node for v in reversed(node.inputs) if v.tensor is None and v.node is not None]
         if len(pending) > num_pending:
             continue

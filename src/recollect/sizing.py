@@ -51,7 +51,7 @@ def largest_batch(
         optimizer: one, or several; see `record`.
         loss_fn: from the model's output to a scalar; see `record`.
         hardware: the hardware to model times for; see `record`.
-        units: module paths of the layers to plan, where they are not found; see `record`.
+        units: module paths of the layers to plan, if they are not found; see `record`.
         holds_output: the loop holds the model's output until the next one replaces it; see `record`.
         gradients: the gradients of the last step, when the next one begins; see `record`.
         loss_chunks: parts in which LM head and loss are computed; see `record`.

@@ -1,4 +1,4 @@
-"""Do something when a thread ends, in time for what PyTorch holds for it."""
+"""Do something when a thread ends, before PyTorch releases its state."""
 
 import threading
 import weakref
@@ -16,7 +16,7 @@ _here = _Here()
 
 
 def at_end_of_thread(action: Callable[[], object]) -> "weakref.finalize[[], set[None]]":
-    """Have this thread do something when it ends; the main thread ends with the process.
+    """Make this thread do something when it ends; the main thread ends with the process.
 
     Other threads still running when the process ends do nothing more, nor do those that a forked process does not have.
     The handle's `detach` forgets it.

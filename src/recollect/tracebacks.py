@@ -1,4 +1,4 @@
-"""Keep errors from holding what the functions that they passed through held: a model, its gradients, an optimizer."""
+"""Keep errors from holding objects of the functions that they passed through: a model, its gradients, an optimizer."""
 
 import functools
 import traceback
@@ -16,9 +16,9 @@ _HERE = str(Path(__file__).parent)
 
 
 def lets_go(function: Callable[P, T]) -> Callable[P, T]:
-    """Have the errors of a function hold none of recollect's local variables; what the user's own functions hold is theirs.
+    """Make the errors of a function hold none of recollect's local variables; those of the user's own functions stay.
 
-    Who keeps an error, as a notebook and a debugger do, would keep the model with it.
+    Otherwise a kept error, as in a notebook or debugger, would keep the model alive.
     """
 
     @functools.wraps(function)

@@ -1,4 +1,4 @@
-"""Warn at the line of the user's program that led to the warning, however deep in recollect it is found."""
+"""Warn at the line of the user's program that led to the warning, however deep in recollect it arises."""
 
 import inspect
 import warnings

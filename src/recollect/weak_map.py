@@ -1,4 +1,4 @@
-"""What is known of objects, for as long as something else holds them."""
+"""Facts about objects, for as long as something else holds them."""
 
 import weakref
 from typing import Any, Generic, TypeVar
@@ -40,7 +40,7 @@ class WeakMap(Generic[Value]):
         return self._entries[id(key)][1] if key in self else None
 
     def setdefault(self, key: Any, value: Value) -> Value:
-        """Return what is known of an object, after setting it if there was nothing."""
+        """Return the value of an object, after setting it if there was none."""
         if key not in self:
             self[key] = value
         return self._entries[id(key)][1]

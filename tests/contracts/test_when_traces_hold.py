@@ -202,7 +202,7 @@ def _sine_in_a_trace(hidden: Tensor) -> Tensor:
             r"traced, it runs other ops than in eager mode: cos \[4, 8\] of strides \[8, 1\] in place of sin \[4, 8\] of "
             r"strides \[8, 1\]",
         ),
-        (lambda self, x: (self.first(x), x[1:]), "it returns a view of what it was given"),
+        (lambda self, x: (self.first(x), x[1:]), "it returns a view of an input"),
     ],
     ids=["branch", "number", "other ops", "view"],
 )

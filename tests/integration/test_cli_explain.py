@@ -97,7 +97,7 @@ def test_a_file_of_bridge_is_explained(tmp_path: Path, capsys: pytest.CaptureFix
     out = tmp_path / "explanation.json"
     assert main(["explain", "--yaml", str(path), "--fake", "--hardware", "H100", "--names", "--json", str(out)]) == 0
     output, said = capsys.readouterr()
-    assert f"--yaml {path}: not read, as these are no flags of Megatron: lr, global_batch_size." in said
+    assert f"--yaml {path}: not read, as these are not flags of Megatron: lr, global_batch_size." in said
     assert "tokens int64[3, 32]" in output
     assert "modelled for NVIDIA H100" in output
     assert "a budget of the same peak" in output

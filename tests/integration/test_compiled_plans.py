@@ -326,7 +326,7 @@ def test_cuda_graphs_everywhere_are_refused() -> None:
     from torch._inductor import config
 
     with config.patch({"triton.cudagraphs": True}):
-        refused(built(), ConfigError, "CUDA graphs hold what is kept in a pool of their own")
+        refused(built(), ConfigError, "CUDA graphs hold what is kept in their own pool")
 
 
 def test_what_is_switched_on_later_is_refused(plain: Gradients) -> None:

@@ -196,7 +196,7 @@ def _other_head(model: Any) -> None:
     ("change", "message"),
     [
         (_adapter, r"its head is a .*Adapted, expected a plain torch.nn.Linear: an adapter on it"),
-        (_own_forward, "its head has a `forward` of its own on the instance"),
+        (_own_forward, "its head has its own `forward` on the instance"),
         (lambda model: model.lm_head.register_forward_hook(lambda *_: None), "its head Linear has hooks"),
         (_own_loss, "calls log_softmax on the logits, expected a cast"),
         (_other_logits, "does not give cross_entropy the logits, though there are labels"),

@@ -113,7 +113,7 @@ def test_experts_are_not_shared_by_the_ranks_that_split_them(cases: AskedCases) 
     for rank, found in enumerate(cases["refused"]):
         pair = [0, 1] if rank < 2 else [2, 3]
         assert found["both refused"] == (
-            f"got mesh={pair}, tensor mesh={pair}: both are to share one tensor, each along a dimension of its own. Pass two "
+            f"got mesh={pair}, tensor mesh={pair}: both are to share one tensor, each along its own dimension. Pass two "
             "dimensions of one mesh, which have only this rank in common."
         )
 

@@ -135,7 +135,7 @@ def test_second_run_in_a_folder_is_refused_and_named_after_the_first(tmp_path: P
             second = start(*arguments(tmp_path, run_dir, *more))
             _, errors = second.communicate()
             assert second.returncode == 2
-            expected = f"Error: run folder {run_dir}: got a second run while process {first.pid} on "
+            expected = f"Error: run folder {run_dir}: process {first.pid} on "
             assert errors.startswith(expected) and "choose a different --run-dir" in errors
     finally:
         first.send_signal(signal.SIGCONT)

@@ -200,7 +200,7 @@ ERRORS = {
     "sharded stages": r"NotYetError: got use_torch_fsdp2=True, pipeline_model_parallel_size=2: not yet: weights that the "
     r"stages of a pipeline gather for each micro-batch\. Use use_distributed_optimizer instead: gradients stay whole",
     "small stages": r"BudgetTooSmallError: .*rank 0 \(stages 0; .* Use more ranks, smaller micro-batches",
-    "device": r"ConfigError: got device='cuda:1': each process has a device of its own\. Write cuda or cpu",
+    "device": r"ConfigError: got device='cuda:1': each process has its own device\. Write cuda or cpu",
     "resume": r"CheckpointError: run folder .*: got --resume but it holds no run, expected the --run-dir of an earlier",
     "delayed scales": r"NotYetError: got fp8_recipe='delayed': not yet: histories over ranks that multiply with the same "
     r"weights, which would each have their own\. Choose a different fp8_recipe, or only pipeline parallelism",

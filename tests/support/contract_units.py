@@ -1113,7 +1113,7 @@ _WORDS: dict[str, tuple[str, ...]] = {
     "reads memory between the writes to it": ("random relu in place",),
     "writes random numbers in place": ("written by a custom op", "constant written by a custom op"),
     "gives back depends on data": ("one element", "loop over experts", "mask of data", "number under autocast"),
-    "it returns a view of what it was given": ("view of the input out", "position bias", "spectral norm"),
+    "it returns a view of an input": ("view of the input out", "position bias", "spectral norm"),
     "it returns the same memory twice: as one tensor, or with and without a gradient": (
         *("attribute of an earlier call", "value and its alias out"),
     ),

@@ -94,7 +94,7 @@ def test_parse_budget(value: str | int, expected_bytes: int) -> None:
         ("%", "'%': empty; write a percentage such as '60%'"),
         ("-5%", "'-5%': negative;"),
         ("nan%", "'nan%': does not begin with a number"),
-        ("60GiB%", "'60GiB%': 'GiB' before the percent sign is not known; write a percentage such as '60%'"),
+        ("60GiB%", "'60GiB%': 'GiB' before the percent sign is unknown; write a percentage such as '60%'"),
         ("sixty", "'sixty': does not begin with a number"),
         (
             "60",
@@ -149,11 +149,11 @@ def test_parse_budget_of_the_device(value: str) -> None:
     [
         (
             "90% of the device",
-            "'90% of the device': the device's memory is known of CUDA devices, and of the hardware of a fake profile, only. "
+            "'90% of the device': the device's memory is known only for CUDA devices and the hardware of a fake profile. "
             "Give bytes, such as budget='16GiB'",
         ),
         ("60,5%", "'60,5%': has a comma; write '16000MB' for thousands, and '1.5GiB' for decimals"),
-        ("90% of the cake", "'90% of the cake': what stands after the percent sign is not known; write a percentage"),
+        ("90% of the cake", "'90% of the cake': unknown text after the percent sign; write a percentage"),
         ("90 of the device", "'90 of the device': does not begin with a number, or has more than one suffix"),
         ("x% of the device", "'x% of the device': does not begin with a number"),
         ("-1% of the device", "'-1% of the device': negative"),

@@ -1,1 +1,1 @@
-"""Attach recollect to a training loop: record its first step, plan, and watch what comes later."""
+"""Attach recollect to a training loop: record its first step, plan, and watch later steps."""

@@ -41,8 +41,8 @@ def attach(
 ) -> Attached:
     """Keep any training loop within a memory budget; nothing else in the loop changes.
 
-    The first step, up to the optimizer's, is recorded while it runs: it is a step of the training like any other, with the
-    same gradients bit for bit, but slower, and as lean as possible. Then the plan is made and applied, and one line is logged.
+    The first step, up to the optimizer's, is recorded while it runs: it is a training step like any other, with the same
+    gradients bit for bit, but slower and as lean as possible. Then the plan is made and applied, and one line is logged.
     A later step that the plan was not made for (a larger batch, longer sequences, more micro-batches) is
     recorded, under the leanest plan foreseen for it, and planned; plans are kept by shape, and swapped. A step that
     does more at equal shapes (layers that are skipped by chance, a different head, a flag) runs at its leanest from there on.
@@ -56,13 +56,13 @@ def attach(
         budget: bytes of the whole step, as an int or text: "22GiB", "80GB", "90% of the device" (CUDA), "60%" of what the
             first step needs without recompute when it is repeated. 1 byte asks for the
             least peak: the first step's error tells it.
-        on_larger: what to do at a step that no plan was made for: "replan", "warn" (once, and go on with the current
+        on_larger: what to do at a step that no plan was made for: "replan", "warn" (once, and continue with the current
             plan), or "raise".
-        units: module paths of the layers to plan, where they are not found.
+        units: module paths of the layers to plan, if they are not found.
         host_budget: bytes of host memory that values may be copied to in forward and back in backward; see `fit`. A step that
             is recorded offloads nothing, nor does a step at its leanest.
         engine: "graph" and "auto" let layers run from traces, "compile" inside `torch.compile`; see `fit`. Steps are recorded
-            without that, and layers are traced, or compiled and measured, at the end of such a step, once for each shape: up
+            without it, and layers are traced, or compiled and measured, at the end of such a step, once for each shape: up
             to ten compilations of each kind of layer.
         measure: whether to measure peaks on the CPU, too: of the first step under each plan, and of every hundredth, which then
             take longer. On CUDA, which counts by itself, every step is measured.
@@ -80,9 +80,9 @@ def attach(
             a process of the group fails, does not call, has a different model, or calls the model less often in a step; or this
             PyTorch lacks what a recording needs.
         ConfigError: two processes of the group have different budgets, units or `on_larger`; or host memory is too small; or
-            Megatron's model would run in CUDA graphs, or its groups are not there.
-        QuantityError: the budget is not a number of bytes, or too few for any step, or a percentage of a device whose memory
-            is not known.
+            Megatron's model would run in CUDA graphs, or its groups do not exist.
+        QuantityError: the budget is not a number of bytes, is too small for any step, or is a percentage of a device whose
+            memory size is unknown.
         AlreadyAppliedError: the model already recomputes.
         UnsupportedModelError, UnknownNameError: see `record`; the former also of Megatron-FSDP.
         BudgetTooSmallError: raised by the optimizer's first step if no plan fits it.
@@ -90,10 +90,10 @@ def attach(
 
     Warns:
         BudgetWarning: a later step fits under no plan, or is larger and `on_larger` is "warn"; a step needed more than the
-            budget while it was recorded, or may have, since it did work that no plan foresees; too many steps differ for
-            more to be recorded; a recorded step ran in eval mode; it recomputes by a different mechanism, too; the optimizer
-            stepped, and the model was not called; or only one stepped that was not passed.
-        TorchVersionWarning: once in a process, with a PyTorch that is newer than those that are tested, or that differs.
+            budget while it was recorded, or may have, since it did unplanned work; too many steps differ for more to be
+            recorded; a recorded step ran in eval mode; it recomputes by a different mechanism, too; the optimizer
+            stepped without a call of the model; or only an optimizer that was not passed stepped.
+        TorchVersionWarning: once in a process, with a PyTorch newer than the tested ones, or one that behaves differently.
 
     Example:
         >>> import torch, recollect

@@ -2,13 +2,13 @@
 
 | state | what is in place | it begins |
 |---|---|---|
-| `IDLE` | nothing | before the first call, and where a step was abandoned |
-| `RECORDING` | the recorder, dropping all that it can | at the first call of a step that no plan covers |
+| `IDLE` | nothing | before the first call, and after an abandoned step |
+| `RECORDING` | the recorder, dropping all it can | at the first call of a step that no plan covers |
 | `PLANNED` | a plan | at a call that it covers |
 | `LEAN` | a policy that drops all that can be dropped | at a call that no plan covers, where recording cannot begin |
 
 At each outermost call of the model the step so far is compared with the recorded ones (`step_shape.py`). Within a call, each
-unit tells when it runs (`unit_watch.py`): from the first run on that the plan does not foresee, the rest of the step is lean,
+unit tells when it runs (`unit_watch.py`): from the first unforeseen run on, the rest of the step is lean,
 and the next steps are recorded until one covers it, or memory is reserved for its extra work (`step_planner.py`).
 """
 
@@ -130,7 +130,7 @@ class Attached(Handle):
 
     @property
     def numbers(self) -> dict[str, float]:
-        """That plan's predictions and measurements, by names for loggers; {} before the first."""
+        """That plan's predictions and measurements, with names for loggers; {} before the first."""
         return {} if self._latest is None else self._latest.numbers()
 
     @property
@@ -142,7 +142,7 @@ class Attached(Handle):
         return report_of(self.planned, self.budget_bytes, self.num_steps, self.recorded_steps)
 
     def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a function as a call of the model: a forward that calls parts of the model one by one, and no backward.
+        """Run a function as a call of the model: a forward that calls parts of the model one by one, without backward.
 
         Args:
             function: the function to run.
@@ -265,7 +265,7 @@ class Attached(Handle):
         return not self._planner.has_given_up(self.num_steps)
 
     def _lean_units(self, call: Call, planned: Sequence[PlannedStep]) -> Mapping[str, UnitPlan] | None:
-        """Return the leanest plan that is foreseen; None for a step that may do other things than the planned ones."""
+        """Return the leanest foreseen plan; None for a step that may do something unplanned."""
         is_new = self._planner.missed.did_more or not any(call.is_alike(step.calls[0]) for step in planned)
         if is_new and self._lockstep.ranks.is_alone:  # Others may know of nothing new, and would wait for an answer.
             return None
@@ -276,7 +276,7 @@ class Attached(Handle):
             raise refused(
                 "attach",
                 f"a step of {call}",
-                "no plan covers it, and to record it takes clocks and synchronisation",
+                "no plan covers it, and recording it needs clocks and synchronisation",
                 "Run steps like it before the capture until one has run under a plan",
             )
         lean_units = self._lean_units(call, self.planned)

@@ -26,10 +26,10 @@ from recollect.profile.events import BACKWARD
 from recollect.recording.step_recording import StepRecording
 from recollect.simulation.timeline import timeline
 
-# Allowance for other threads and for objects that are not tensors: within a call, and from step to step.
+# Allowance for other threads and for objects other than tensors: within a call, and from step to step.
 _NOISE_BYTES: Final = 96 * 1024
 _GROWTH_BYTES: Final = 1 << 20
-# Memory allocated in a plan's first runs that stays: Python's own, caches of libraries.
+# Memory allocated in a plan's first runs that stays: Python's, caches of libraries.
 _OWN_BYTES: Final = 512 * 1024
 _MOST_READINGS: Final = 3
 # Other libraries' threads, such as gloo's, release buffers slightly later: read again before reporting more memory.
@@ -177,7 +177,7 @@ class CallWatch:
         self._num_counts = self._other_bytes = 0
 
     def missing_room(self, planned: PlannedStep) -> int:
-        """Return how many more bytes tensors have before a step than its plan foresees, and than that has room for."""
+        """Return how many more bytes tensors take before a step than its plan foresees and has room for."""
         self._read(planned)
         if self._begin is None or planned.is_compiling or not planned.fits:
             return 0

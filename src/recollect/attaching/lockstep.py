@@ -1,13 +1,13 @@
-"""Have the processes that attached together decide alike which steps to record and which plan runs.
+"""Make processes that attached together agree on which steps to record and which plan to run.
 
 Asking costs each call of the model an exchange over gloo, which waits for the slower process. After some steps with
-nothing new, they ask only in every 16th step. What makes that safe:
+nothing new, they ask only in every 16th step. This is safe because:
 
 * **They agree on when to ask next.** The next question comes a fixed number of steps after one that all have answered,
-  and a call that fails and is tried again in one process ends no step. So in each step all ask or none does, and none
-  waits for an answer to a question that others do not ask.
-* **In between, each process chooses among plans that all have.** They may then run different ones, which does no harm
-  where no plan does anything in backward that the others have to join: run a collective again, or gather parts of a value or
+  and a call that fails and is tried again in one process ends no step. So in each step either all ask or none does, and
+  none waits for an answer to a question that the others do not ask.
+* **In between, each process chooses among plans that all have.** They may then run different ones, which is harmless if no
+  plan does anything in backward that the others have to join: run a collective again, or gather parts of a value or
   of a parameter. If one does, they ask in every call.
 * **A process that no plan covers in between does not record**, since the others would have to take part at the end of
   the recording. It runs that step at its leanest, which needs no other process, and says so at the next question; until
@@ -35,7 +35,7 @@ _ASKS_EVERY: Final = 16
 
 
 class Lockstep:
-    """The questions that one process asks the others, always at the same place in the loop; a lone process asks itself.
+    """The questions that one process asks the others, always at the same place in the loop; a single process asks itself.
 
     `may_differ`: they may decide separately for some steps; not if one might have to raise alone.
     """

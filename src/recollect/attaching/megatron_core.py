@@ -13,13 +13,13 @@ from recollect.errors import AlreadyAppliedError, ConfigError, RecordError, Unsu
 from recollect.warning import warn_user
 
 OLDEST_TESTED, NEWEST_TESTED = "0.16.1", "0.19.2"
-# Settings of its TransformerConfig under which it does not run as a plan needs it; with the values that leave it off.
+# Settings of its TransformerConfig that plans cannot work with, and the values that turn them off.
 _OFFLOAD = ("cpu_offloading", "fine_grained_activation_offloading", "moe_paged_stash")
 _GRAPHS: dict[str, Any] = {"enable_cuda_graph": False, "external_cuda_graph": False, "cuda_graph_impl": "none"}
 
 
 def models_inside(model: Any) -> Any:
-    """Return Megatron's models without its wrappers, which hide what modules have; one as itself; others as they are.
+    """Return Megatron's models without its wrappers, which hide module attributes; a single one as itself; others unchanged.
 
     Raises:
         AlreadyAppliedError: one recomputes or offloads by its own settings.
@@ -97,7 +97,7 @@ def _check_stages(chunks: Sequence[Any]) -> None:
     if None not in found and found != expected:
         raise RecordError(
             f"cannot attach to {type(chunks[0]).__name__}: got the virtual stages {found}, expected {expected}. Pass the list "
-            "that get_model returns, as it is."
+            "that get_model returns, unchanged."
         )
 
 

@@ -105,7 +105,7 @@ class Watcher:
         self.begin = self.end = self.abandon = self.departs = _nobody
 
     def tell(self, returns: Returns | None) -> None:
-        """Tell a recording of all calls from here on; None: there is none under way."""
+        """Report all calls to a recording from now on; None: nothing is being recorded."""
         self._returns = returns
         if self._thread_end is not None:
             self._thread_end.detach()
@@ -201,7 +201,7 @@ class Placement:
         self.active = None
 
     def time_reruns(self, watch: Stopwatch | None) -> None:
-        """Have a watch count what the plan in place runs again in backward, or no longer."""
+        """Make a watch count what the plan in place reruns in backward, or stop it."""
         if self._applied is not None:
             time_reruns(self._applied, watch)
 

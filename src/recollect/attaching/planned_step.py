@@ -1,4 +1,4 @@
-"""Recorded steps with their plans: which of them cover the step under way, and their descriptions in words."""
+"""Recorded steps with their plans: which of them cover the current step, and their descriptions."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ class PlannedStep:
     profile: Profile
     """The recorded step."""
     plan: Plan
-    """Made for it."""
+    """The plan made for it."""
     budget_bytes: int
-    """The budget that it should fit in."""
+    """The budget that it should fit into."""
     plain_peak_bytes: int
     """Predicted peak without recompute."""
     full_slowdown: float
@@ -80,9 +80,9 @@ class PlannedStep:
     num_calls: int = 0
     """Of the model that ran under the plan."""
     timing: Timing = field(default_factory=Timing)
-    """What steps under the plan take."""
+    """Measured times of steps under the plan."""
     is_corrected: bool = False
-    """It was planned again by what such steps took."""
+    """It was planned again with such times."""
     held: dict[tuple[int, Call], deque[int]] = field(default_factory=dict)
     """The last readings of the allocator for each call under the plan; this and what follows is for `CallWatch`."""
     held_before: int = 0
@@ -129,7 +129,7 @@ class PlannedStep:
 
     @property
     def slowdown_text(self) -> str:
-        """The predicted slowdown, its range, and whose times these are if they were not measured."""
+        """The predicted slowdown, its range, and the source of the times if they were not measured."""
         times = self.profile.times_text
         return f"{self.plan.predicted_slowdown or 0.0:+.1%}{self.plan.range_text}{f' by {times}' if times else ''}"
 
@@ -260,7 +260,7 @@ class PlannedSteps:
         return replace(call, arguments=known)
 
     def covering(self, calls: Sequence[Call]) -> list[PlannedStep]:
-        """Return the steps that cover the calls so far; of those that only their end tells apart, the largest."""
+        """Return the steps that cover the calls so far; of those that only differ at the end, the largest."""
         found = [step for step in self.steps if step.follows(calls) or covering(step.calls, calls)]
         return [step for step in found if not any(other.hides(step) for other in found)]
 

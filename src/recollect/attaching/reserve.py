@@ -1,7 +1,7 @@
-"""Reserve memory for runs of units that a recorded step did not have, but other steps do: layers that are skipped by chance.
+"""Reserve memory for unit runs that a recorded step lacked but other steps have: layers that are skipped by chance.
 
 They drop all they can. Each then holds its output and values without a recipe, and one at a time recomputes the
-rest. A unit that was never recorded is taken to be like one of its class, with parameters of the same shapes.
+rest. A unit that was never recorded is assumed to be like one of its class with parameters of the same shapes.
 
 A step that has no plan yet runs under the leanest of those for steps that are foreseen from others.
 """

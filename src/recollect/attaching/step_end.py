@@ -63,7 +63,7 @@ class StepEnd:
                 )
 
     def note_call(self) -> None:
-        """Look, before the model is called, whether something else updated the parameters.
+        """Check, before the model is called, whether something else updated the parameters.
 
         Raises:
             RecordError: it did so several times, and none of the given optimizers has stepped.
@@ -86,7 +86,7 @@ class StepEnd:
 
 
 def to_user(error: RecollectError, budget: int | str) -> RecollectError:
-    """Return an error of the first step without our frames, which would hide the user's; and say where it comes from."""
+    """Return an error of the first step without our frames, which would hide the user's, and add where it comes from."""
     if isinstance(error, BudgetTooSmallError):
         remedy = "Call attached.remove() before you attach with a different budget."
         error.args = (f"recollect.attach(budget={budget!r}), after the first step: {error} {remedy}",)
@@ -117,7 +117,7 @@ class OptimizersSeen:
     Otherwise the new one takes its place at the end of a step in which the old one did not step. An optimizer that
     steps inside a real one, or around it, is none.
 
-    Where all of an optimizer's parameters are frozen or gone, as after `get_peft_model`, any that trains the model replaces it.
+    If all of an optimizer's parameters are frozen or gone, as after `get_peft_model`, any optimizer of the model replaces it.
 
     The list is changed in place. `took_over` is told of the new one, and whether it has stepped already; `warn` of one that
     steps again and again beside them.
@@ -143,7 +143,7 @@ class OptimizersSeen:
         ]
 
     def remove(self) -> None:
-        """Stop listening, and forget whom to tell."""
+        """Stop listening, and forget the listeners."""
         self._took_over = lambda _optimizer, _has_stepped: None
         for handle in self._handles:
             handle.remove()

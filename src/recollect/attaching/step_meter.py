@@ -165,7 +165,7 @@ class StepMeter:
                 self.restart()
             self._before_bytes = torch.cuda.max_memory_allocated(self._device)
         elif self._on_cpu and (not planned.measured_bytes or number % _MEASURED_EVERY == 0):
-            # A profiler has the trace to itself; a later step will be measured.
+            # A profiler holds the trace; a later step will be measured.
             self._found = [] if profiler_is_active() else self._trace.enter_context(peak_on_cpu())
 
     def end(self, steps: Sequence[PlannedStep]) -> Excess | None:

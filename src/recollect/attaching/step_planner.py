@@ -185,7 +185,7 @@ class StepPlanner:
         return profile
 
     def see_to(self, step: StepUnderWay, departure: Departure, number: int, measured_bytes: int) -> None:
-        """Report the memory of a step that departed from its plan, and have the next steps planned."""
+        """Report the memory of a step that departed from its plan, and plan the next steps."""
         active = step.planned
         if active is None:
             return
@@ -242,7 +242,7 @@ class StepPlanner:
     def _plan_again(
         self, step: PlannedStep, more_bytes: int, *, profile: Profile | None = None, why: str = ""
     ) -> PlannedStep:
-        """Plan a step again with current knowledge, and with room for more bytes than so far; return the new plan."""
+        """Plan a step again with current knowledge and room for more bytes; return the new plan."""
         begin = time.perf_counter()
         known = profile or step.profile, step.calls, step.courses, step.budget_bytes, step.number
         again = self._planned(*known, step.more_bytes + more_bytes, int((_MARGIN - 1) * more_bytes))

@@ -4,9 +4,9 @@ A plan holds for the recorded step and for smaller ones. A step is a sequence of
 them; once nothing waits for backward, a new group begins. A call is covered if a recorded group begins with the same
 calls, in shapes at least as large, with equal arguments, from gradients that were alive then if they are now.
 
-A model that is built otherwise than before (layers, parameters, hooks) is noticed between steps. As
-that is looked for in every step, it takes microseconds: PyTorch says when something is registered in a module, and the rest
-shows in the lengths of dictionaries and tensors.
+A change in how the model is built (layers, parameters, hooks) is noticed between steps. This check runs
+in every step and takes microseconds: PyTorch reports what is registered in a module, and the rest shows in the lengths of
+dictionaries and tensors.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Call:
     context: tuple[object, ...]
     """Facts that must be equal: data types, training mode, autocast, the model's structure."""
     arguments: tuple[object, ...] = ()
-    """Arguments that are no tensors, in order; of numbers and objects, their class."""
+    """Arguments that are not tensors, in order; of numbers and objects, their class."""
     trained: int = -1
     """One byte for each parameter, 1 if it requires grad."""
     traced: int = 0

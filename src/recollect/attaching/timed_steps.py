@@ -1,4 +1,4 @@
-"""What steps under a plan took, of which recompute is a part."""
+"""Measured times of steps under a plan, and of the recompute in them."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ class Timed(NamedTuple):
 
 @dataclass
 class Timing:
-    """What was timed of one plan so far."""
+    """Times of one plan so far."""
 
     num_steps: int = 0
     watches: list[tuple[Stopwatch, Stopwatch]] = field(default_factory=list)
-    """Of each timed step: of all of it, and of what its backward ran again."""
+    """Of each timed step: the whole step, and the ops that its backward reran."""
     found: Timed | None = None
     """None while too few steps were timed."""

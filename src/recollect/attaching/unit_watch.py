@@ -1,4 +1,4 @@
-"""See each unit of a model when it runs, even if it keeps everything, and run it at its leanest if no plan foresees it.
+"""Watch every run of a model's units, even if they keep everything, and run them at their leanest if no plan foresees it.
 
 Two calls of equal shapes may do different work: a layer is skipped by chance, an argument adds an iteration, a head is used in
 some steps only. A plan is made for a course, and holds if each unit runs at most as often in a call, and on at most as much, as
@@ -208,10 +208,10 @@ class UnitWatch:
         return -any(unit.left > 0 for unit in self.units)
 
     def meet_other(self, unit: WatchedUnit) -> None:
-        """Tell that something else than a plan runs a unit again in backward.
+        """Report that something other than a plan reruns a unit in backward.
 
         Raises:
-            AlreadyAppliedError: what it does depends on what the unit saves, and so on the plan.
+            AlreadyAppliedError: it depends on what the unit saves, and so on the plan.
         """
         function = python_backward()
         if function is None:

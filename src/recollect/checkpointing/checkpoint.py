@@ -1,6 +1,6 @@
 """`checkpoint` and `checkpoint_sequential`, with the signatures of `torch.utils.checkpoint`, on the tape.
 
-`apply_activation_checkpointing`: modules chosen as in `torch.distributed`, and left unmodified.
+`apply_activation_checkpointing`: modules are chosen as in `torch.distributed` and left unmodified.
 
 The function runs once. Backward recomputes values op by op as it needs them; see `recollect.engine.tape`.
 """
@@ -34,7 +34,7 @@ _TAKES_RESPECT: Final = "respect_saved_tensors_hooks" in inspect.signature(torch
 
 # One for all functions, so the ops of one must not decide which are watched in the next.
 _TAPE: Final = Tape(DropAll(), runs_to_settle=sys.maxsize)
-# Arguments of `checkpoint_wrapper` that have no effect where nothing runs a second time.
+# Arguments of `checkpoint_wrapper` that have no effect, since nothing runs a second time.
 _WITHOUT_EFFECT: Final = frozenset(
     {"checkpoint_impl", "preserve_rng_state", "determinism_check", "debug", "early_stop", "use_reentrant"}
 )
@@ -62,8 +62,8 @@ def checkpoint(
         *args: its arguments: tensors, of any shape, and others.
         use_reentrant: False or None: on the tape. True: PyTorch's reentrant implementation itself, with its limits.
         context_fn: of `create_selective_checkpoint_contexts`: values that its policy saves are kept; offloaded ones are in host
-            memory until backward comes near them. Any other one needs a second run, which is made by
-            PyTorch's own implementation.
+            memory until backward comes near them. Any other one needs a second run, which PyTorch's own
+            implementation makes.
         determinism_check: "default" or "none". Without a second run there is nothing to check.
         debug: explains a failed check; the same applies.
         early_stop: stop a second run early; the same applies.
@@ -146,7 +146,7 @@ def _check(determinism_check: str, debug: bool, context_fn: Callable[[], Context
     if debug and context_fn is not noop_context_fn:
         raise ConfigError(
             settings={"debug": True, "context_fn": context_fn},
-            reason="PyTorch's trace for debugging is a context of its own",
+            reason="PyTorch's trace for debugging is itself a context",
             advice="Drop one of them; on the tape, debug has no effect.",
         )
 
@@ -184,7 +184,7 @@ def checkpoint_sequential(
 
     Args:
         functions: modules or functions of one argument.
-        segments: the number of parts to run them in. If they do not divide evenly, the last one has the rest.
+        segments: the number of parts to run them in. If they do not divide evenly, the last one gets the rest.
         input: the argument of the first.
         use_reentrant: see `checkpoint`.
         preserve_rng_state: see `checkpoint`.
@@ -231,7 +231,7 @@ def apply_activation_checkpointing(
     *,
     policy_fn: PolicyFunction | Sequence[Any] | None = None,
 ) -> Applied:
-    """Recompute the chosen modules of a model in backward, as `torch.distributed`'s function of this name.
+    """Recompute the chosen modules of a model in backward, like the function of this name in `torch.distributed`.
 
     The modules do not change: nothing is wrapped, and names of parameters, state dicts and hooks do not change. Of
     modules inside each other the outermost is chosen. There is no budget; for one, see `fit` and `attach`.

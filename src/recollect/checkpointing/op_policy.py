@@ -42,7 +42,7 @@ from recollect.simulation.predicted import predicted_plan
 from recollect.simulation.windows import returning_values
 
 PolicyFunction = Callable[..., CheckpointPolicy | bool]
-"""`policy(context, op, *args, **kwargs)`, as PyTorch's selective checkpointing calls it; a bool says whether to save."""
+"""`policy(context, op, *args, **kwargs)`, as PyTorch's selective checkpointing calls it; a bool means whether to save."""
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 """The contexts that PyTorch enters around the first and second runs of a checkpointed function."""
@@ -132,7 +132,7 @@ class _PolicyMode(FunctionMode):
         return output
 
     def _run_once(self, facts: OpFacts, func: Any, args: Any, kwargs: Any) -> tuple[Any, Draw | None]:
-        # In a captured step, what draws is refused when the policy has been asked.
+        # In a captured step, random ops are refused once the policy has been asked.
         return (func(*args, **kwargs), None) if self.is_captured else super()._run_once(facts, func, args, kwargs)
 
     def _offload(self, tensor: torch.Tensor, facts: OpFacts, index: int, names: tuple[str, ...]) -> None:
@@ -198,8 +198,8 @@ def policy_plan(
 
     The model runs forward once, and the policy is asked about each op of its layers. Values that it offloads
     (`MUST_CPU_OFFLOAD`, `PREFER_CPU_OFFLOAD`) go to host memory if backward needs them. Everything else is recomputed,
-    except values that cannot be (a router's choices). A layer has one plan for all its calls: a value saved or offloaded in
-    one call is in all of them.
+    except for values that cannot be (a router's choices). A layer has one plan for all its calls: a value saved or offloaded in
+    one call is saved or offloaded in all of them.
 
     Args:
         profile: the recorded step.

@@ -37,7 +37,7 @@ class NodeFlags:
     devices_per_node: int | None = None
     """Devices in a node; default: 8."""
     adapters_per_node: int | None = None
-    """Network adapters of a node, such as 4 for 8 devices; default: one for each."""
+    """Network adapters of a node, such as 4 for 8 devices; default: one per device."""
     node_link: str | None = None
     """Link between devices of a node, such as "NVLink 4" or "PCIe 5"; default: the usual one of the hardware."""
     network_link: str | None = None
@@ -54,8 +54,8 @@ class ClusterFlags(ParallelFlags):
     """
 
     pipeline_parallel_schedule: ScheduleName | None = None
-    """In which order ranks run their stages, with the names of torchtitan; default: 1F1B, or Interleaved1F1B where a rank has
-    several. ZBVZeroBubble and DualPipeV run two on each rank."""
+    """Order in which ranks run their stages, by torchtitan's names; default: 1F1B, or Interleaved1F1B if a rank has several.
+    ZBVZeroBubble and DualPipeV run two on each rank."""
     pipeline_split: Literal["auto"] | tuple[int, ...] | None = None
     """Layers of each stage, such as 19 20 20 21; auto chooses them together with the plans; default: as many in each."""
     decoder_first_pipeline_num_layers: _OfFirst = None
@@ -73,13 +73,13 @@ class ClusterFlags(ParallelFlags):
     data_parallel_size: int = 1
     """Ranks with their own micro-batches; in Megatron the rest of the devices."""
     world_size: int | None = None
-    """Devices, of which data parallelism has what the other sizes leave, instead of --data-parallel-size."""
+    """All devices, instead of --data-parallel-size: data parallelism gets those that the other sizes leave."""
     global_batch_size: int | None = None
     """Sequences of a step on all devices; default: four micro-batches a rank of the pipeline, or one without a pipeline."""
     distribute_saved_activations: FlagCreatePairsOff[bool] = False
-    """Let plans have each rank of tensor parallelism hold a part of what is the same on all of them."""
+    """Let each rank of tensor parallelism hold only a part of values that are the same on all of them."""
     pipeline_engine: Literal["torch", "megatron"] = "torch"
-    """Whose pipelines: torch's hold receive buffers for all micro-batches, Megatron's free what they received and sent."""
+    """Pipeline engine: torch's hold receive buffers for all micro-batches, Megatron's free received and sent tensors."""
     node: Annotated[OmitArgPrefixes[NodeFlags], arg(name="node", prefix_name=False)] = field(default_factory=NodeFlags)
 
     @property
@@ -164,8 +164,8 @@ class MakePlan(Command):
     loss_chunks: Literal["auto"] | int = 1
     """Chunks in which LM head and loss are computed; 1: as in the model, auto: as many as the fastest plan needs."""
     out: Path | None = None
-    """File for the plan; default: plan.json here, or plan-2.json and so on if that is there already; none if --png or --html
-    asks for a picture."""
+    """File for the plan; default: plan.json here, or plan-2.json and so on if that exists; none if --png or --html asks for a
+    picture."""
     write: Literal["megatron", "bridge", "torchtitan"] | None = None
     """Print the settings of a different tool that come nearest to the plan, too: flags of Megatron, lines of a recipe of
     Megatron-Bridge, or a word of torchtitan."""
@@ -179,7 +179,7 @@ class MakePlan(Command):
     multiple_of: int | None = None
     """With --largest: try only multiples of this; default: 1 for micro-batches, 64 for lengths."""
     max_size: int | None = None
-    """With --largest: try no larger size; default: 1048576, and what the --hf-config has positions for."""
+    """With --largest: try no larger size; default: 1048576, or the number of positions in the --hf-config."""
 
     @property
     def plan_file(self) -> Path | None:
@@ -291,7 +291,7 @@ class Calibrate(Command):
 
 @dataclass(frozen=True, kw_only=True)
 class RunMegatron:
-    """Run a training script of Megatron-LM's within a memory budget, by recollect.attach; all flags but these are the script's.
+    """Run a training script of Megatron-LM within a memory budget, using recollect.attach; all other flags go to the script.
 
     torchrun --nproc-per-node 8 -m recollect megatron pretrain_gpt.py --recollect-budget 70GiB ...
     """

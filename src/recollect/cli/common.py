@@ -34,7 +34,7 @@ from recollect.recording.step_recording import Gradients
 
 
 def wide_console(console: Console, width: int) -> Console:
-    """Return a console of a given width unless a terminal has its own: in a file, no column has to be broken."""
+    """Return a console of a given width unless a terminal has its own: in a file, no column needs to be broken."""
     return console if console.is_terminal else Console(width=width, file=console.file)
 
 

@@ -146,11 +146,11 @@ def _show_warning(console: Console, text: str) -> None:
 
 
 def _parse(args: list[str]) -> Any:
-    """Return the command with its flags, parsed without the others: for a union, tyro's errors name its internals.
+    """Return the command with its flags, parsed on its own: for a union, tyro's errors name its internals.
 
     Raises:
         RecollectError: there is no such command, or its flags do not parse or cannot be used.
-        SystemExit: help is requested, also by giving no word at all.
+        SystemExit: help is requested, also by giving no arguments.
     """
     name = args[0] if args else ""
     if name and not name.startswith("-") and name not in _COMMANDS:
@@ -217,7 +217,7 @@ def _read(words: list[str], **how: Any) -> Arguments:
 
 
 def _without_foreign(arguments: Arguments) -> list[str]:
-    """Return recollect's own flags, after saying which others have no effect, and why: names with one reason together."""
+    """Return recollect's own flags, after reporting which others have no effect, grouped by the reason."""
     why = arguments.without_effect
     names = {reason: ", ".join(name for name in why if why[name] == reason) for reason in why.values()}
     if names:
@@ -226,7 +226,7 @@ def _without_foreign(arguments: Arguments) -> list[str]:
 
 
 def parse_megatron(args: list[str]) -> commands.RunMegatron:
-    """Parse the flags of `recollect megatron`, which may stand anywhere; all others after the script are the script's."""
+    """Parse the flags of `recollect megatron`, which may be anywhere; all others after the script belong to the script."""
     own: list[str] = []
     rest: list[str] = []
     words = iter(args)
@@ -244,7 +244,7 @@ def parse_megatron(args: list[str]) -> commands.RunMegatron:
 
 
 def _run(command: Any) -> int:
-    """Run a command, by the function `run_NAME` of the module of its name, and return the exit status."""
+    """Run a command through the function `run_NAME` of the module NAME, and return the exit status."""
     (name,) = (name for name, kind in _COMMANDS.items() if kind is type(command))
     # Imported only now, because torch takes seconds to import, and `--help` should not.
     module = importlib.import_module(f"recollect.cli.{name}")

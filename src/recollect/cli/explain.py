@@ -48,7 +48,7 @@ def run_explain(command: Explain, console: Console) -> None:
             "--recompute-activations or --recompute-granularity full --recompute-method uniform --recompute-num-layers 1, or "
             "--yaml FILE. To plan for a budget instead: recollect plan --memory-budget 60%."
         )
-    # Of recompute and training a file has settings that no flag has.
+    # A file may have settings for recompute and training that no flag has.
     words = {**taken_settings(RecomputeConfig, values), **command.recompute.fields()}
     config = Setting(words).config
     profile, setting = _recorded(
@@ -128,7 +128,7 @@ def totals_table(explanation: Explanation) -> Table:
 
 
 def peak_lines(plans: Mapping[str, Explained]) -> list[str]:
-    """Say where the peaks of the plans are, in one line if they are at the same place, and list their contents."""
+    """Print where the peaks of the plans are, in one line if all are at the same place, and list their contents."""
     places = {plan.simulation.peak_note for plan in plans.values()}
     filled = {name: ", ".join(plan.tenants) for name, plan in plans.items()}
     if len(places) == 1:

@@ -48,7 +48,7 @@ def run_megatron(command: RunMegatron, console: Console) -> None:
 
 @dataclass
 class _Attaching(MetaPathFinder):
-    """Wraps Megatron's function that makes model and optimizer as soon as the script imports it, from wherever it does."""
+    """Wraps Megatron's function that makes model and optimizer as soon as the script imports it, wherever it does."""
 
     options: dict[str, Any]
     has_attached: bool = False

@@ -16,7 +16,7 @@ class OffloadFlags:
     cpu_offloading_num_layers: int | None = None
     """The first N layers: offload what they save for backward."""
     cpu_offloading_retain_pinned_cpu_buffers: bool = False
-    """Without effect: host memory is always kept from step to step."""
+    """No effect: host memory is always kept from step to step."""
     fine_grained_activation_offloading: bool = False
     """Offload what the modules in --offload-modules save for backward."""
     offload_modules: tuple[str, ...] | None = None
@@ -24,9 +24,9 @@ class OffloadFlags:
     min_offloaded_tensor_size: int | None = None
     """Smallest tensor to offload, in elements."""
     delay_offload_until_cuda_graph: bool = False
-    """Without effect: no CUDA graph is replayed."""
+    """No effect: no CUDA graph is replayed."""
     delta_offload_bytes_across_pp_ranks: int | None = None
-    """How many bytes less each pipeline rank offloads than the one before; without effect, as pipelines cannot offload yet."""
+    """How many bytes less each pipeline rank offloads than the one before; no effect, as pipelines cannot offload yet."""
     activation_offload_fraction: float | None = None
     """Fraction of the groups (a module in one layer) to offload, the first ones in forward order."""
     fine_grained_offloading_max_inflight_offloads: int | None = None
@@ -62,7 +62,7 @@ class RecomputeFlags:
     """With full and block in a pipeline: of as many micro-batches as a rank has in flight, those that recompute only N layers;
     the others recompute all."""
     distribute_saved_activations: bool = False
-    """Split what is kept among the ranks of tensor parallelism: with full, the inputs of layers; with a budget, what pays."""
+    """Split kept values over the ranks of tensor parallelism: with full, layer inputs; with a budget, wherever it pays."""
     moe_layer_recompute: bool = False
     """Old spelling of --recompute-modules moe."""
     offload: _Offload = field(default_factory=OffloadFlags)

@@ -6,7 +6,7 @@ op that the model does not describe cannot spoil the others. Copies to and from 
 measured, not fitted.
 
 The ops are those that plain PyTorch code dispatches: the kernels that training on this device runs, attention's forward and
-backward included, with work that the cost model derives from the same arguments as it does for a model.
+backward included, with work derived from the same arguments as for a model.
 """
 
 from __future__ import annotations

@@ -154,7 +154,7 @@ class Hardware:
     host_link: HostLink | None = None
     """Its link to host memory; None if unknown."""
     host: HostTimes | None = None
-    """What Python and PyTorch take around ops on its host; None if unknown, and counted as nothing."""
+    """Overhead of Python and PyTorch around ops on its host; None if unknown, and counted as 0."""
 
     def __post_init__(self) -> None:
         if self.device not in ("cpu", "cuda"):
@@ -171,11 +171,9 @@ class Hardware:
                 raise ValueError(f"elements {kind!r}: elements_per_s: got {number}, expected {_POSITIVE}")
         dtypes = [rate.dtype for rate in self.rates]
         if twice := [dtype for dtype in dtypes if dtypes.count(dtype) > 1]:
-            raise ValueError(f"rates: {twice[0]!r} is there twice, expected each once")
+            raise ValueError(f"rates: {twice[0]!r} appears twice, expected each once")
         if _BASE_DTYPE not in dtypes:
-            raise ValueError(
-                f"rates: {_BASE_DTYPE!r} is missing, which stands in for dtypes without a rate of their own"
-            )
+            raise ValueError(f"rates: {_BASE_DTYPE!r} is missing, which stands in for dtypes without their own rate")
 
     def rate(self, dtype: str) -> ArithmeticRate:
         """Return the rate of a dtype; the "fp32" rate if the device has none for it.

@@ -24,7 +24,7 @@ Key = tuple[Any, ...]
 
 # With fewer samples, one page fault decides the median; more make recording slow.
 _LEAST_SAMPLES = 3
-# An op as long as this does not run again: it is far above the noise, and the user waits.
+# An op this long does not run again: it is far above the noise, and the user waits.
 _LONG_S = 0.5
 
 
@@ -77,7 +77,7 @@ class MeasuredCosts:
         with self._memory.recording():
             yield
         if self._is_inside_op:
-            # It raised, as an op does that gets other shapes than it takes: there is no step to measure.
+            # It raised, as an op with wrong shapes does: there is no step to measure.
             return
         peaks_bytes = self._memory.peaks_bytes()
         # The first call may allocate lasting memory, so the higher median of all calls counts.

@@ -1,1 +1,1 @@
-"""Name the problems of a training run from its traces: text, settings, or a snapshot of its memory."""
+"""Name the problems of a training run from what it left: text, settings, or a memory snapshot."""

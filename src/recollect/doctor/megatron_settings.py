@@ -58,7 +58,7 @@ def _clashes(settings: Settings, config: RecomputeSettings, setting: TrainingSet
         except ConfigError as problem:  # the layers cannot be divided among the stages
             yield _clash("stages", settings, problem, "AssertionError")
             continue
-        # Without a version the rules take Transformer Engine for missing; here it is unknown.
+        # Without a version the rules treat Transformer Engine as missing; here it is unknown.
         is_unknown = clash is not None and clash.settings.get("transformer_engine_version", "") is None
         if clash is not None and not is_unknown:
             yield _clash(rule.name, settings, clash, rule.megatron)

@@ -48,7 +48,7 @@ class MemoryMessage:
 
     @classmethod
     def of(cls, line: str) -> MemoryMessage | None:
-        """Read a message; None if the line is none.
+        """Read a message; None if the line is not one.
 
         Example:
             >>> message = MemoryMessage.of(
@@ -75,7 +75,7 @@ class MemoryMessage:
 
     @property
     def would_fit_alone(self) -> bool:
-        """Whether there would be enough without other processes."""
+        """Whether memory would suffice without other processes."""
         return self.tried_bytes <= (self.room_bytes or 0) + sum(self.other_processes.values())
 
 

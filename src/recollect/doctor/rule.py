@@ -92,7 +92,7 @@ class Finding:
         evidence: the lines, settings or numbers that show it, each after the place where it was seen.
         fix: what to do, the best first.
         source: where the problem was reported or documented.
-        fatal: whether the run ended by it, or will.
+        fatal: whether it ended the run, or will.
 
     Example:
         >>> finding = Finding(

@@ -15,7 +15,7 @@ _TEXT_RULES = tuple(rule for rule in RULES.values() if rule.pattern)
 
 _PORTION = 256  # lines
 _ENOUGH = 20  # passages kept for each rule: thousands of ranks print the same, and the first say it all
-# One of these is in each line that a rule looks for: most lines of a log have none, and are passed over quickly.
+# Each line that a rule looks for has one of these: most lines of a log have none, and are skipped quickly.
 _STEMS = (
     *("heckpoint", "Tried to allocate", "allocate memory", "require grad", "requires_grad", "reentrant", "only once"),
     *("ecompute", "ffloading", "inplace", "HostAlloc", "AllGather", "accelerator device", "pin_memory", "IndexError"),

@@ -1,9 +1,9 @@
 """Says what units cannot do while a CUDA graph is captured.
 
 NOTE [ Captured steps ]
-A graph repeats kernels, and nothing that the host decides between them. So while one is captured, the engines read neither what
-tensors hold, nor the state of a generator, nor a clock; `is_capturing` tells, once for each call of a unit. Checks that need to
-belong to the steps before, which warm up: a unit that has had none is refused, and so is what would need more than that.
+A graph repeats kernels, but none of the host's decisions between them. So while one is captured, the engines never read a
+tensor's content, a generator's state or a clock; `is_capturing` is asked once for each call of a unit. Checks that need to are
+made in the warm-up steps before: a unit without one is refused, as is anything that would need more.
 """
 
 from recollect.errors import ConfigError
@@ -24,7 +24,7 @@ def not_warmed_up(
 
 
 def draws_again(unit_path: str, what: str) -> ConfigError:
-    """Return the error for what a unit would recompute with the random numbers of forward."""
+    """Return the error for values that a unit would recompute with the random numbers of forward."""
     return refused(
         f"{what} in {unit_words(unit_path)}",
         "recompute",

@@ -1,7 +1,7 @@
-"""Compares the content of tensors, in three ways at three prices.
+"""Compares the content of tensors in three ways, at three costs.
 
 `has_same_bits` compares two existing tensors. The others compare with an earlier note, to tell whether something has
-written to a tensor in a way that raises no version: through `.data`, through NumPy, or in a foreign kernel. `checksums` reads
+written to a tensor without raising its version: through `.data`, through NumPy, or in a foreign kernel. `checksums` reads
 all of it, on any device. `glance_at` takes a microsecond, so it looks only at memory that is quick to read: small tensors on
 the CPU (biases, scales, buffers), and memory that is not PyTorch's own (NumPy's, a data loader's).
 """

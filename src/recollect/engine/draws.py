@@ -1,8 +1,8 @@
 """Runs random ops so that a second run draws the same numbers, whatever other threads draw in the meantime.
 
 PyTorch's default generators belong to the whole process: between reading one's state and running an op, a second thread
-may draw from it, and one that is set back for a second run changes what other threads draw. So a second run draws from a
-generator of its own. So does the first, if there are other threads; the shared generator then takes over its state. An
+may draw from it, and one that is set back for a second run changes what other threads draw. So a second run draws from its own
+generator. So does the first, if there are other threads; the shared generator then takes over its state. An
 op that takes no generator has to use the shared one: its second run compares the state of that generator afterwards.
 
 A custom autograd Function, which runs twice as a whole, draws the same numbers both times.
@@ -144,7 +144,7 @@ def may_draw(facts: OpFacts, func: Any, args: Any, kwargs: dict[str, Any]) -> bo
 
 
 def refuse_draws(facts: OpFacts, func: Any, args: Any, kwargs: dict[str, Any], unit_path: str, what: str) -> None:
-    """Refuse to recompute what a random op makes whose first run is captured, unless it draws nothing.
+    """Refuse to recompute a random op whose first run is captured, unless it draws nothing.
 
     Raises:
         ConfigError: it may draw numbers.

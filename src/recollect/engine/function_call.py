@@ -1,4 +1,4 @@
-"""Runs the forward of a custom autograd Function again, to bring back its outputs and the tensors that it saved for backward.
+"""Runs the forward of a custom autograd Function again, to restore its outputs and the tensors that it saved for backward.
 
 The forward runs as a whole, not op by op: kernels that PyTorch does not see may write to results of ops.
 """

@@ -43,7 +43,7 @@ _MARK = "_recollect_function"
 
 _PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.Size, Enum)
 _PLAIN_TOO = (torch.memory_format, type, range, slice, types.BuiltinFunctionType, *PROCESS_GROUPS)
-# How many tensors and objects in objects are looked at, and how deep; where there are more, the Function is kept.
+# How many tensors and nested objects are inspected, and how deep; if there are more, the Function is kept.
 _MOST_OBJECTS = 64
 
 # Functions of these packages have state elsewhere, or run modules, or are PyTorch's own way to run something else.

@@ -86,8 +86,8 @@ class Settings:
                 if get() != wanted:
                     raise ConfigError(
                         settings={_name_of(get): get()},
-                        reason=f"it was {wanted!r} in forward, and could not be set to that again to recompute a value",
-                        advice="Leave it as it is between forward and backward.",
+                        reason=f"it was {wanted!r} in forward, and could not be restored to recompute a value",
+                        advice="Do not change it between forward and backward.",
                     )
             if self.modes == now.modes:
                 yield

@@ -53,7 +53,7 @@ class PlacedForward:
         return None
 
     def time_reruns(self, watch: Stopwatch | None) -> None:
-        """Have a watch count what the tape runs again in backward, or no longer; nothing to do without a tape."""
+        """Make a watch count what the tape reruns in backward, or stop it; nothing to do without a tape."""
 
     def recomputes(self) -> bool:
         """Whether the plan is to be obeyed now.
@@ -158,13 +158,13 @@ class Applied(Handle):
     def begin(self, micro_batch: int = 0) -> None:
         """Take the plan of this micro-batch for the next forward, if each has its own plan.
 
-        For loops of your own after a step that failed half way; otherwise the first plan follows the last automatically.
+        For your own loops, after a step that failed halfway; otherwise the first plan follows the last automatically.
 
         Args:
             micro_batch: its number in the step, from 0.
 
         Raises:
-            ConfigError: there is no plan of it.
+            ConfigError: it has no plan.
 
         Example:
             >>> import recollect
@@ -223,7 +223,7 @@ class Applied(Handle):
 
 
 def time_reruns(applied: Applied, watch: Stopwatch | None) -> None:
-    """Have a watch count what tapes run again in backward, or no longer."""
+    """Make a watch count what tapes rerun in backward, or stop it."""
     for forward in applied._forwards:
         forward.time_reruns(watch)
 

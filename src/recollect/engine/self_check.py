@@ -1,8 +1,8 @@
-"""Checks once in a process that PyTorch's private hooks still work as exactness requires.
+"""Checks once per process that PyTorch's private hooks still work as exactness requires.
 
 A release may move a hook so that it is still there and does nothing, and then a plan would be silently wrong. So before the
-first plan is carried out, or the first step recorded, tiny programs go through each of them, in a few milliseconds.
-Features that rest on a broken one are switched off, with a warning.
+first plan is carried out or the first step recorded, tiny programs exercise each of them, in a few milliseconds.
+Features that depend on a broken one are switched off, with a warning.
 
 Not here: hooks that raise an error by themselves when they fail (`opcall.py` reads each switch that it sets, `AllocatorTrace`
 looks for its own allocation), that only cost memory or time (values that are kept), or that need a process group.
@@ -46,7 +46,7 @@ from recollect.warning import warn_user
 
 
 class SwitchedOff(Enum):
-    """Features that are switched off where a hook does not hold; the warning shows the value."""
+    """Features that are switched off if a hook does not work; the warning shows the value."""
 
     PLANS = "no plan is carried out: all is kept, and no step can be recorded"
     RANDOM_OPS = "results of random ops are kept"
@@ -71,7 +71,7 @@ def switched_off() -> frozenset[SwitchedOff]:
     """Return the features switched off in this process; the first time, run all checks and warn of failures.
 
     Warns:
-        TorchVersionWarning: a hook does not hold, or this PyTorch is newer than all tested versions.
+        TorchVersionWarning: a hook does not work, or this PyTorch is newer than all tested versions.
     """
     broken = [hook for hook in hooks() if not _holds(hook)]
     version = torch.__version__.partition("+")[0]
@@ -79,7 +79,7 @@ def switched_off() -> frozenset[SwitchedOff]:
     if broken:
         found = "; ".join(f"{hook.name} ({hook.without.value})" for hook in broken)
         warn_user(
-            f"this does not hold in torch {version}, and what rests on it is switched off: {found}. Gradients stay exact. "
+            f"this does not hold in torch {version}, and what depends on it is switched off: {found}. Gradients stay exact. "
             f"{tested}: install one of these, or a newer recollect.",
             TorchVersionWarning,
         )
@@ -96,7 +96,7 @@ def check_steps_can_be_recorded() -> None:
     """Raise an error if a step cannot be recorded because no plan could be carried out.
 
     Raises:
-        RecordError: a hook that all plans rest on does not hold.
+        RecordError: a hook that all plans depend on does not work.
     """
     if SwitchedOff.PLANS in switched_off():
         raise RecordError(

@@ -84,7 +84,7 @@ class _LastStep(threading.local):
 
 _last_step = _LastStep()
 
-# What was compared when all was dropped that can be, modules and the code of functions: with outputs of units, or without.
+# Modules, and code of functions, compared while everything possible was dropped: with outputs of units, or without.
 _compared = WeakMap[set[bool]]()
 
 
@@ -113,7 +113,7 @@ class Tape(TapeState):
 
         Raises:
             UnsupportedModelError: it called a custom autograd Function, on a PyTorch where such calls are not seen.
-            MutatedValueError: it has written to a tensor unseen, whose old content cannot be had again.
+            MutatedValueError: it has written to a tensor unseen, whose old content is lost.
             ConfigError: a CUDA graph is captured, and the unit does what cannot be.
         """
         if SwitchedOff.PLANS in switched_off():
@@ -190,7 +190,7 @@ class Tape(TapeState):
             is_current, layout, base = record.is_current(tensor._version), record.layout, weakref.ref(record.base)
             forget_record(storage)
             del record
-            # Alive if something else than the record needs it.
+            # Alive if something other than the record needs it.
             value = base()
             if is_current and value is not None and value.tensor is None:
                 held, version = self.alias(tensor, True)

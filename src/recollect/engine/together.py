@@ -1,8 +1,8 @@
 """Joint work of ranks under a plan: run collectives again, hold values as parts, and gather parameters.
 
-`Agreement` detects that ranks drop different collectives before one deadlocks, waiting for the others to run one again. A
-rank tells the others in forward which plan it runs, when it first meets a collective of a group; at the end of the model's
-first forward, or at the latest before it runs one again in backward, it checks that all of that group told the same.
+`Agreement` detects that ranks drop different collectives before one deadlocks, waiting for the others to run one again. In
+forward, a rank tells the others which plan it runs when it first meets a collective of a group; at the end of the model's
+first forward, or at the latest before it runs one again in backward, it checks that all ranks of that group run the same plan.
 Both use the store that the ranks met at, not a collective, since a rank with a different plan may not take part.
 
 Every rank checks at the end of the first forward, even without collectives to run again: it would wait in
@@ -48,7 +48,7 @@ _SHORT_PATIENCE_S: Final = 2.0
 _NEEDS_ALL: Final = " needs all"
 
 _REMEDY: Final = (
-    "Make the plan on one rank and send it to the others. Ranks may have plans of their own if these run no collective again "
+    "Make the plan on one rank and send it to the others. Ranks may have their own plans if these run no collective again "
     '(collectives="keep") and hold no value as parts.'
 )
 

@@ -1,4 +1,4 @@
-"""Finds writes to tensors that raise no version, and that no dispatch mode sees.
+"""Finds writes to tensors that raise no version and that no dispatch mode sees.
 
 Those of c10d's collectives are known by name (`facts.py`), those of autograd Functions by their arguments before and after
 (`function_run.py`): the tape forgets how such a tensor was made, and holds it from there on. For all others (a kernel that was

@@ -1,4 +1,4 @@
-"""Represents tensors to the tape: its knowledge of each storage, and the values that represent tensors.
+"""Represents tensors to the tape: its knowledge of each storage, and the values that stand for tensors.
 
 A dropped tensor is recognised by its storage. The storage object carries a `StorageRecord` as a Python attribute, which
 lives and dies with the bytes, so a reused address can never be mistaken for an old one. A storage without a record is

@@ -37,7 +37,7 @@ class BudgetHooks(BudgetCallback):
         budget: bytes of the whole step, as an int or text: "22GiB", "90% of the device", "60%" of what the first step needs
             without recompute.
         on_larger: what to do at a step that no plan was made for: "replan", "warn" or "raise".
-        units: module paths of the layers to plan, where they are not found; from the LightningModule, as in "model.layers.0".
+        units: module paths of the layers to plan, if they are not found; from the LightningModule, as in "model.layers.0".
         engine: what layers may run on besides the tape; see `recollect.attach`.
         measure: whether to measure peaks on the CPU, too; see `recollect.attach`.
 
@@ -62,7 +62,7 @@ class BudgetHooks(BudgetCallback):
             self._presence.tell()
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Attach to the module: its optimizers are there, and the sanity check is over."""
+        """Attach to the module: its optimizers exist, and the sanity check is over."""
         self._logged = []
         log = importlib.import_module(f"{_package_of(trainer)}.utilities.rank_zero").rank_zero_info
         model = trainer.strategy.model
@@ -138,7 +138,7 @@ def _check_strategy(trainer: Any, pl_module: Any) -> None:
     if not name.startswith(_STRATEGIES):
         raise NotYetError(
             settings={"strategy": name, "devices": trainer.world_size},
-            needs="a strategy that splits the model in a way of its own",
+            needs="a strategy that splits the model in its own way",
             advice='Pass strategy="ddp", or ModelParallelStrategy and fully_shard in configure_model.',
         )
     if name.startswith("DDP") and not pl_module.automatic_optimization:

@@ -84,7 +84,7 @@ class MemoryBudget(ActivationCheckpointing):
             local_batch_size, gradient_accumulation_steps: as in the job.
             seq_len: 0 is that of the rotary embedding, which torchtitan sets to the job's.
             loss, optimizer: as in the job.
-            hardware: the hardware to model times for; see `recollect.record`. Empty: the GPU that is there, or else an H100.
+            hardware: the hardware to model times for; see `recollect.record`. Empty: the local GPU, or else an H100.
             plan_file: apply this plan instead. The other settings are then only used to check batches.
         """
 
@@ -220,7 +220,7 @@ def _take_labels(labels: list[Tensor], _: nn.Module, args: Any, kwargs: dict[str
 
 @contextmanager
 def _attention_in_sight(model: nn.Module) -> Iterator[tuple[str, ...]]:
-    """Have attention that cannot be recorded on fake tensors run as PyTorch's fused attention; yield its modules' paths.
+    """Run attention that cannot be recorded on fake tensors as PyTorch's fused attention; yield its modules' paths.
 
     It takes the same queries, keys and values, and saves the same for backward: these, the output, and a number for each row.
     """
@@ -273,7 +273,7 @@ def _keeping(profile: Profile, modules: tuple[str, ...]) -> Profile:
 
 
 def _seq_len(model: nn.Module) -> int:
-    """Return the job's sequence length, which torchtitan makes the rotary embedding as long as."""
+    """Return the job's sequence length, to which torchtitan sets the rotary embedding."""
     try:
         return int(model.config.max_seq_len)  # type: ignore[union-attr, arg-type]
     except (AttributeError, ValueError):

@@ -94,7 +94,7 @@ def say_nothing(_line: str) -> None:
 
 
 class CacheOff:
-    """Has a model make no cache, until it is removed.
+    """Keeps a model from making a cache, until removed.
 
     Example:
         >>> from types import SimpleNamespace
@@ -116,7 +116,7 @@ class CacheOff:
             config.use_cache = False
 
     def remove(self) -> None:
-        """Switch it on again where it was."""
+        """Switch it on again where it was on."""
         for config in self._configs:
             config.use_cache = True
         self._configs = []

@@ -54,11 +54,11 @@ def enable_memory_budget(
     measure: bool = False,
     log: Callable[[str], object] | None = None,
 ) -> Attached:
-    """Keep a loop of your own that trains a model of Hugging Face within a memory budget, in place of its checkpointing.
+    """Keep your own training loop of a Hugging Face model within a memory budget, in place of its checkpointing.
 
-    Stands where `model.gradient_checkpointing_enable()` would. It is `recollect.attach`, and switches `use_cache` off in the
-    model's configuration until `remove()`, as gradient checkpointing does: in training the cache only holds the keys and values
-    of every layer, until the model's output is gone. `generate` has its own setting, and still uses the cache.
+    Call it where `model.gradient_checkpointing_enable()` would be. It is `recollect.attach`, and switches `use_cache` off in
+    the model's configuration until `remove()`, as gradient checkpointing does: in training the cache only holds the keys and
+    values of every layer, until the model's output is gone. `generate` has its own setting, and still uses the cache.
 
     Args:
         model: the model, also in PEFT's.
@@ -129,7 +129,7 @@ class MemoryBudget(trainers.BudgetCallback, TrainerCallback):
         _check_version()
 
     def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        """Refuse arguments that clash with a plan, before any data is read; have a training that fails leave a plain model."""
+        """Refuse arguments that clash with a plan, before any data is read; restore the plain model if training fails."""
         _check_arguments(args)
         if args.deepspeed:
             # The trainer replaces "auto" in it by its arguments.

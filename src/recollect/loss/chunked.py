@@ -324,6 +324,6 @@ def _check(
         )
     if weight.numel() and not weight.untyped_storage().nbytes():
         fail(
-            "the weight has no memory now: its storage was freed, as FSDP does when it reshards a module of its own. Shard "
+            "the weight has no memory now: its storage was freed, as FSDP does when it reshards a separate module. Shard "
             "the head together with the root module."
         )

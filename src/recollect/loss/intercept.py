@@ -169,7 +169,7 @@ def _check_head(head: nn.Module, name: str, num_chunks: int) -> None:
         what = f"is a {type(head).__module__}.{type(head).__qualname__}, expected a plain torch.nn.Linear: an adapter on it, "
         what += "or a different kind of matrix, would be left out"
     elif getattr(forward, "__func__", None) is not nn.Linear.forward:
-        what = "has a `forward` of its own on the instance (accelerate places one for offloading), which would not run"
+        what = "has its own `forward` on the instance (accelerate places one for offloading), which would not run"
     if what:
         raise ChunkedLossError(
             f"cannot compute the loss of {name} in {num_chunks} chunks: its head {what}. Use loss_chunks=1."

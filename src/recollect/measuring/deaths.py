@@ -61,7 +61,7 @@ class Deaths:
         self.start_bytes = sum(num_bytes for _, num_bytes in self._sizes)
 
     def start(self) -> None:
-        """Have a mark die with each storage; the allocator is traced from before this until `stop` is called."""
+        """Make a mark die with each storage; the allocator is traced from before this until `stop` is called."""
         for reference, num_bytes in self._sizes:
             storage = reference()
             if storage is not None:

@@ -1,4 +1,4 @@
-"""Add up what stretches of a step take, while it runs, without waiting for the device."""
+"""Add up the time of stretches of a step while it runs, without waiting for the device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from recollect.measuring.timing import work_clock
 
 
 class Seconds(NamedTuple):
-    """What something took, on the host and on the device; on a CPU they are one."""
+    """Seconds on the host and on the device; on a CPU they are the same."""
 
     host_s: float
     device_s: float
@@ -66,7 +66,7 @@ class Stopwatch:
         self._is_running = False
 
     def read(self) -> Seconds | None:
-        """Return the sum; None while the device has not come to the end."""
+        """Return the sum; None while the device has not finished."""
         if not self._is_cuda:
             return Seconds(self._host_s, self._host_s)
         begins, ends = self._events[::2], self._events[1::2]

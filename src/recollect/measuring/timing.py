@@ -39,8 +39,8 @@ def timed_work(run: Callable[[], T], device: torch.device) -> tuple[T, float]:
 def work_clock(device: torch.device) -> Callable[[], float]:
     """Return the clock for work on a device that other programs disturb least.
 
-    Where a CPU works on one thread, that thread's processor time does not count when others had the core. It does not count
-    waiting for other processes either, so where there are some this is the wall clock, as with several threads.
+    On a CPU with one thread, this is that thread's processor time, which leaves out time when others had the core. It also
+    leaves out waiting for other processes, so if there are any this is the wall clock, as with several threads.
     """
     is_alone = device.type == "cpu" and torch.get_num_threads() == 1 and not waits_for_others()
     return time.thread_time if is_alone else time.perf_counter

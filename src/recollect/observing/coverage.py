@@ -1,4 +1,4 @@
-"""Finds out which layers of a model are recomputed or offloaded, whoever does that, by watching one step."""
+"""Finds out which layers of a model are recomputed or offloaded, by whatever means, by watching one step."""
 
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -178,7 +178,7 @@ def coverage(
 ) -> Coverage:
     """Run one step of an unchanged model, and tell which of its layers are recomputed or offloaded, and why others are not.
 
-    Whatever recomputes is seen at work, not asked for its settings: Hugging Face's switch, PyTorch's `checkpoint` and
+    Recompute is observed, not read from settings: Hugging Face's switch, PyTorch's `checkpoint` and
     `checkpoint_wrapper`, DeepSpeed's or Megatron's function, an applied plan. With a batch, the step leaves no traces, as in
     `record`; a step of your own trains, as it does without this. It runs without `torch.compile`.
 
@@ -187,7 +187,7 @@ def coverage(
         batch: a tensor, tuple or dict, passed as `model(batch)`, `model(*batch)` or `model(**batch)`.
         step: runs a training step, without arguments, in place of `batch`.
         loss_fn: from the model's output to a scalar; by default `output.loss`, or the output itself if it is a scalar.
-        units: module paths of the layers, where `find_units` does not find them.
+        units: module paths of the layers, if `find_units` does not find them.
         fake: run on fake tensors, without memory or arithmetic; the model may be on the meta device.
 
     Returns:

@@ -1,7 +1,7 @@
 """Watches a step: which ops of each unit run again in backward, and which bytes of it stay until then.
 
-Nothing needs to be known of whoever recomputes or offloads. While backward runs, gradient formulas run with gradients
-switched off; what runs with gradients switched on is forward, again. It belongs to the unit whose module runs, or else to
+It needs no knowledge of who recomputes or offloads. While backward runs, gradient formulas run with gradients
+switched off; ops that run with gradients switched on are forward, again. It belongs to the unit whose module runs, or else to
 the unit that made the node of the graph that asked for it. A storage that is alive when backward begins is kept. Of a
 backward that keeps its graph (`retain_graph`, `create_graph`), only what modules run again is seen.
 """
@@ -48,7 +48,7 @@ class StepWatch(OpMode):
         self._running: list[tuple[nn.Module, str]] = []
         # Where the nodes of each stretch of forward begin in the order of all nodes, and whose they are.
         self._first_nodes, self._owners = [0], [OUTSIDE]
-        # Whose each storage is, and as what it counts; None once it is counted.
+        # The owner of each storage, and how it counts; None once it is counted.
         self._made = WeakMap[tuple[str, str] | None]()
         self._has_uncounted = False
 

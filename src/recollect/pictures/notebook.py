@@ -1,4 +1,4 @@
-"""Draw objects that show themselves in a notebook: as static HTML, with a picture if there is one, and a table.
+"""Draw objects that a notebook displays: as static HTML, with a picture if there is one, and a table.
 
 Names of modules and values are untrusted text, and are escaped. Without matplotlib there are tables only.
 """
@@ -125,7 +125,7 @@ def _lines(lines: Iterable[str]) -> str:
 
 
 def _picture(draw: Callable[[], Any], text: str) -> str:
-    """Return a picture, with a text for those who do not see it; without matplotlib, a line that says so."""
+    """Return a picture with an alternative text; without matplotlib, a line that says so."""
     drawn = BytesIO()
     try:
         save_png(draw(), drawn)

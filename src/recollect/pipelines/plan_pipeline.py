@@ -29,7 +29,7 @@ def plan_pipeline(
     """Choose a plan for each stage such that no rank exceeds the budget at any moment of the schedule.
 
     A stage holds as many micro-batches as its rank's actions have in flight: under 1F1B the first rank holds as many as there
-    are ranks, the last one a single one, so plans get faster along the pipeline. Ranks do not share memory, and a step
+    are ranks, the last only one, so plans get faster along the pipeline. Ranks do not share memory, and a step
     never takes longer if a rank is faster, so each rank is planned separately.
 
     Args:

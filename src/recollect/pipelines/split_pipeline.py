@@ -67,8 +67,8 @@ def split_pipeline(
 
     An early stage holds more micro-batches and has to recompute more: with fewer layers it is not slower than the others. The
     embedding and the head also count with their costs. From the even split, and from the one that is fastest without
-    recompute, layers move one by one from any stage to any other as long as the step gets shorter, each time with plans of
-    its own for every rank. It ends where no single move helps (of the 56 that are fastest without recompute, with more
+    recompute, layers move one by one from any stage to any other as long as the step gets shorter, each time with new plans for
+    every rank. It ends where no single move helps (of the 56 that are fastest without recompute, with more
     than eight stages); on pipelines small enough to try all splits that was within
     1 % of the shortest (docs/pipelines.md).
 

@@ -48,7 +48,7 @@ from recollect.simulation.copy_clock import Link, event_times
 
 # Relative rounding error of long sums.
 _ROUNDING = 1e-12
-# How far, as a part of the bound, a plan may be below it before that is an error.
+# How far below the bound a plan may be, as a fraction of it, before that is an error.
 _SAFETY = 1e-6
 # Cutting planes stop when they can no longer raise the bound by this part of it, or of the step's recompute.
 _GAP = 1e-6
@@ -100,10 +100,10 @@ class Steps(Protocol):
 
     @property
     def most_s(self) -> float:
-        """Seconds of recompute if all runs again."""
+        """Seconds of recompute if everything runs again."""
 
     def everything_kept(self) -> StepChoice:
-        """Return the choice that runs nothing again."""
+        """Return the choice that recomputes nothing."""
 
     def at(self, prices: NDArray[np.float64], *, missing_s: float = 0.0) -> StepCut:
         """Return the cheapest choice at some prices."""
@@ -114,7 +114,7 @@ class LowerBound:
 
     Args:
         profile: the recorded step.
-        steps: its cheapest choices, if the caller knows more; by default each call of a unit decides by itself.
+        steps: its cheapest choices, if the caller knows better ones; by default each call of a unit decides by itself.
         fixed_bytes: bytes alive under every plan at the moments of `steps`.
         away: limits on the host memory of plans that offload at these moments; by default, plans do not offload.
 

@@ -144,13 +144,13 @@ class ChainSolver:
                 dropped_score = self._run(dropped, budget_bytes)
                 is_slower = dropped_score > score
                 score = min(score, dropped_score)
-                # With several calls in flight a chain says little about dropped outputs: the first one tells.
+                # With several calls in flight a chain says little about dropped outputs: the first one is enough.
                 if score <= goal or (is_slower and self._runs_several):
                     break
         best = self._best_known(budget_bytes)
         if best is not None and score > goal and self._held:
             chain = next(chain for chain in self._chains.values() if chain.costs.table is best.table)
-            # What the linear program leaves, its model being wrong by some bytes.
+            # Room that the linear program leaves, since its model is wrong by some bytes.
             for _ in chain.better(best, budget_bytes):
                 pass
         return self._best_known(budget_bytes)
@@ -224,7 +224,7 @@ def _with_all_held(profile: Profile, held: HeldValues, options_of: OptionsOf) ->
 
     @cache
     def options_with_held(graph: UnitGraph, *, output: Action = Action.KEEP) -> tuple[Option, ...]:
-        # A graph that was merged of several is none of the profile's.
+        # A graph merged from several is not one of the profile's.
         return with_held(graph, options_of(graph, output=output), held_of.get(graph, frozenset()), output=output)
 
     return options_with_held

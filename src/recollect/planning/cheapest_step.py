@@ -42,7 +42,7 @@ from recollect.planning.checkpoint_times import CheckpointTimes
 from recollect.plans.value_names import module_of
 from recollect.profile.profile import Profile
 
-# So that a capacity and the flow against it are below 2**31 together.
+# A capacity and the flow against it then stay below 2**31 together.
 _MOST: Final = 2**30 - 1
 _NEVER: Final = np.iinfo(np.int64).max
 

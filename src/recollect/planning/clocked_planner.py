@@ -1,7 +1,7 @@
-"""Plan a step that a device runs behind its host: on the clock that binds.
+"""Plan a step that a device runs behind its host: on the limiting clock.
 
-Seconds of the host count where the device waits for it, seconds of the device where it does not (`simulation/clocks.py`). Which
-it is depends on the plan: the tape's Python may make a step wait that did not wait before. Then the other clock is tried, too.
+Host seconds count where the device waits for the host, device seconds elsewhere (`simulation/clocks.py`). Which applies depends
+on the plan: the tape's Python may make a step wait that did not wait before. Then the other clock is tried, too.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class ClockedPlanner(Planner):
         return replace(priced(self._recorded, host_price), step_s=step_s)
 
     def plan(self, budget: int | str) -> Plan:
-        """Return the faster of the plans on either clock, as far as both may bind.
+        """Return the faster of the plans on either clock, if both may be the limit.
 
         Raises:
             BudgetTooSmallError, QuantityError: as `recollect.plan`.

@@ -207,7 +207,7 @@ class Evaluator:
     def option(self, whole: Iterable[int], parts: Collection[int] = ()) -> Option:
         """Return the option that stores these values: find the ops that must run again, and leave out values of no use.
 
-        Needed values that cannot be computed again are kept even if not among these, as in the engine.
+        Needed values that cannot be recomputed are kept even if not among these, as in the engine.
         Of values in both, only the part is kept.
         """
         # One byte per value, for speed: this runs hundreds of times per unit.

@@ -9,8 +9,8 @@ Keeping more of a unit's values takes less workspace in its own backward, but mo
 
     what is there + sum over units of (the bytes it keeps if it is alive + the effect of what it keeps)
 
-Effects are measured: simulate the step with all units of a kind changed alike; the change that kept bytes do not
-explain is the effect. It is mostly workspace in the units' own windows, but nothing says that it must be. First measure
+Effects are measured: simulate the step with all units of a kind changed alike; the effect is the change that kept
+bytes do not explain. It is mostly, but not necessarily, workspace in the units' own windows. First measure
 changes of the present step by one value. Then take the model's best choice if the simulator agrees.
 
 Several windows are near the peak at once, and lowering one may raise the next. So the descent lowers a soft maximum of
@@ -120,7 +120,7 @@ class _Descent:
             self._lower(softness * self._scale)
 
     def flip(self, rows: Iterable[int]) -> None:
-        """Keep outputs that are dropped, or drop some that are kept, where that helps."""
+        """Keep dropped outputs, or drop kept ones, where that helps."""
         temperature = _SOFTNESS[-1] * self._scale
         can_flip = set(rows)
         teams = [tuple(row for row in team if row in can_flip) for team in self._teams]

@@ -1,6 +1,6 @@
 """Choose the number of loss chunks, by recording and planning with different numbers.
 
-One chunk is bit-equal to the model's own loss, so prefer it wherever it costs next to nothing. More chunks help only if
+One chunk is bit-equal to the model's own loss, so it is preferred if it costs next to nothing. More chunks help only if
 the logits are at the peak. Recording takes about as long as a few steps, so the number grows by factors of four, and
 the search stops once more chunks neither fit better nor run faster: at most four recordings.
 """

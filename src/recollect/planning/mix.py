@@ -39,7 +39,7 @@ class Stage:
     recompute_s: NDArray[np.float64]
     own_bytes: NDArray[np.int64]
     held_bytes: NDArray[np.int64] | int = 0
-    """Of the bytes kept, those that forward has whatever the option."""
+    """Of the bytes kept, those that forward has with every option."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,7 @@ class _Mix:
         for window, unit in enumerate(limits.unit):
             own = limits.own_bytes[window]
             self._loads[window, self._first[unit] : self._first[unit] + len(own)] += own
-        # Windows that fit whatever is chosen say nothing.
+        # Windows that always fit do not matter.
         most = np.maximum.reduceat(self._loads, self._first, axis=1).sum(axis=1)
         self._loads = self._loads[most > self._budget]
         self._tolerance = _ROUNDING * self._budget

@@ -38,7 +38,7 @@ from recollect.simulation.simulate import simulate
 from recollect.simulation.windows import edges, windows
 
 Engine: TypeAlias = Literal["tape", "auto", "graph", "compile"]
-"""What units may run on: "auto" chooses between tape and graph; "compile" is a matter of the profile."""
+"""What units may run on: "auto" chooses between tape and graph; "compile" depends on the profile."""
 
 # More than any host has.
 _ANY_BYTES = 2**62
@@ -74,8 +74,8 @@ def plan(
             as "64GiB". 0: nothing is offloaded.
         link_share: the part of the link's rate to plan for: other devices may use it, too, and a plan for all of it is much
             slower on a slightly slower link.
-        engine: "graph" keeps what units return, and has them run from traces; where no such plan fits, some stay on the tape.
-            "auto" does so where that is faster by more than 1 % of the step.
+        engine: "graph" keeps units' outputs and runs them from traces; if no such plan fits, some stay on the tape. "auto" does
+            so if that is faster by more than 1 % of the step.
 
     Returns:
         A plan with `predicted_peak_bytes <= budget_bytes`, the same for every run.
@@ -83,7 +83,7 @@ def plan(
     Raises:
         BudgetTooSmallError: no plan fits; carries the lowest peak found, the unit at that peak, and advice.
         ArgumentError: the profile is not a `Profile`.
-        PlanError: a host budget is given, and the profile does not know the speed of the link.
+        PlanError: a host budget is given, but the profile does not know the speed of the link.
         ProfileFormatError: the profile has units, but no memory events to predict a peak from.
         QuantityError: a budget is not a number of bytes.
 
@@ -159,8 +159,8 @@ class OffloadPlanner(Planner):
         link = link_of(profile, link_share)
         if link is None:
             raise PlanError(
-                "plan with host_budget: the profile does not say how fast copies to host memory and back are, on which depends "
-                "what to offload. Record it with host_link=True, or on fake tensors for hardware with a host_link."
+                "plan with host_budget: the profile lacks the speed of copies to host memory and back, which decides what to "
+                "offload. Record it with host_link=True, or on fake tensors for hardware with a host_link."
             )
         self._host_bytes = host_bytes
         self._least_bytes = min(_LEAST_BYTES, int(_LEAST_PART * self._plain.kept_bytes))
@@ -230,7 +230,7 @@ class OffloadPlanner(Planner):
             and mixed.added_s <= self._host_bound.added_s(budget_bytes) + _LITTLE_GAIN * self.profile.step_s
         ):
             return mixed
-        # Where outputs are dropped, or units run several times, the linear program knows less than the search for a budget.
+        # If outputs are dropped or units run several times, the linear program knows less than the search for a budget.
         return _fastest(mixed, self._of_larger_budgets(budget_bytes, least_bytes))
 
     def _of_larger_budgets(self, budget_bytes: int, least_bytes: int) -> _Found | None:

@@ -19,14 +19,14 @@ from recollect.profile.host_times import HostTimes
 from recollect.profile.profile import Profile
 from recollect.simulation.predicted import predicted_plan
 
-# By this part of the step a plan from traces has to be faster than one on the tape under "auto".
+# Under "auto", a plan from traces has to be faster than one on the tape by this fraction of the step.
 _LITTLE_GAIN: Final = 0.01
-# How often a plan is made for a smaller budget, where from traces one takes more memory than on the tape.
+# How often to plan for a smaller budget, if a plan takes more memory from traces than on the tape.
 _MOST_ROUNDS: Final = 8
 
 
 def traced_where_known(profile: Profile, plan: Plan) -> Plan:
-    """Have a plan's units run from traces: those that were traced, or all that may if the profile knows of no traces."""
+    """Make a plan's units run from traces: those that were traced, or, without traces in the profile, all that can."""
     graphs = {call.path: profile.graph_of(call) for call in profile.calls}
     units = plan.with_engine("graph").units
     stay = {path for path, graph in graphs.items() if graph.joint is None} if _knows_traces(profile) else set()
@@ -38,7 +38,7 @@ def _knows_traces(profile: Profile) -> bool:
 
 
 class TracePlanner(Planner):
-    """Plans one profile for units that run from traces: all that can, or under "auto" where the tape's work would show."""
+    """Plans one profile for units that run from traces: all that can, or under "auto" those where the tape's work matters."""
 
     def __init__(self, profile: Profile, engine: Literal["auto", "graph"]) -> None:
         super().__init__(profile)

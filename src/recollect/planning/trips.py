@@ -1,4 +1,4 @@
-"""Schedule the trips of offloaded values: each leaves as soon as it has been copied, and comes back as late as it can.
+"""Schedule the trips of offloaded values: each leaves as soon as it has been copied, and comes back as late as possible.
 
 Copies out go in the order in which values are made, so values of early layers leave first: they are away longest.
 Copies back end just when the value is needed, or when the next one has to begin.
@@ -186,7 +186,7 @@ def link_of(profile: Profile, share: float = LINK_SHARE) -> Link | None:
 def scheduled(profile: Profile, plan: Plan, link: Link | None = None) -> Plan:
     """Return a plan whose offloaded values have trips with the least waiting at these rates.
 
-    Values that backward does not need in units are kept. Where no rates are known, the trips stay. By default the usual share
+    Values that backward does not need in units are kept. If no rates are known, the trips stay. By default the usual share
     of the profile's link is taken.
     """
     link = link or link_of(profile)

@@ -41,7 +41,7 @@ class EngineChoice(str, Enum):
     Attributes:
         TAPE: keep or drop value by value: dropped values are recomputed, op by op, when backward asks for them.
         GRAPH: do the same from a trace of the module: forward and backward are straight-line programs of the ops that eager
-            mode would run, without the tape's work around each op. What cannot be traced runs on the tape.
+            mode would run, without the tape's work around each op. Units that cannot be traced run on the tape.
         COMPILE: run the module inside `torch.compile`, which keeps the values that the plan keeps and computes the others again
             in backward, fused with it. Gradients are those of the compiled module.
     """

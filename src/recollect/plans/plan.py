@@ -44,7 +44,7 @@ class Plan(ShownInNotebooks):
         predicted_slowdown: recompute time divided by the time of forward and backward without it; 0.03 is 3 %. With compiled
             units, against the step in which these keep PyTorch's choice; it may then be below 0.
         bound_slowdown: lower bound on the slowdown of any plan within the budget.
-        note: where the plan comes from, in words.
+        note: where the plan comes from, as text.
         torch_version, device_name: as in the profile that the plan was made from; empty if they do not matter, such
             as the device of a fake profile. `apply` compares them with its own.
         loss_chunks: number of parts in which the output matrix and loss are computed. Only one part's logits are alive at
@@ -133,7 +133,7 @@ class Plan(ShownInNotebooks):
 
     @property
     def loss_text(self) -> str:
-        """How the loss is changed, in words; empty if it is not."""
+        """How the loss is changed; empty if it is not."""
         return _chunks(self.loss_chunks) if self.loss_chunks > 1 else ""
 
     def prediction_lines(self, columns: int = _COLUMNS) -> list[str]:
@@ -163,14 +163,14 @@ class Plan(ShownInNotebooks):
 
     @property
     def slowdown_range(self) -> tuple[float, float] | None:
-        """Between which slowdowns nine of ten measured ones are; None if unknown."""
+        """The range of slowdowns that contains nine out of ten measured ones; None if unknown."""
         if not self.predicted_slowdown or self.slowdown_error is None:
             return None
         return max(0.0, self.predicted_slowdown - self.slowdown_error), self.predicted_slowdown + self.slowdown_error
 
     @property
     def range_text(self) -> str:
-        """That range in percent, to print behind the slowdown."""
+        """That range in percent, to print after the slowdown."""
         if self.slowdown_range is None:
             return ""
         low, high = self.slowdown_range
@@ -213,7 +213,7 @@ class Plan(ShownInNotebooks):
 
     @cached_property
     def drops_outputs(self) -> bool:
-        """Whether any unit's output is dropped, which the units that read it compute again."""
+        """Whether any unit's output is dropped, which the units that read it recompute."""
         return any(unit.output is Action.RECOMPUTE for unit in self.units.values())
 
     @property
@@ -271,7 +271,7 @@ class Plan(ShownInNotebooks):
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
-        """Read a plan from a file that `save` wrote or someone edited by hand.
+        """Read a plan from a file written by `save` or edited by hand.
 
         Raises:
             PlanFormatError: as for `from_json`, or a folder, or an empty file; the message names the file.
@@ -351,6 +351,6 @@ def _decode_units(place: Field) -> dict[str, UnitPlan]:
         paths += [(f"{entry.where}.exact_paths", path) for path in found.exact_paths]
         for where, path in paths:
             if path in units:
-                raise PlanFormatError(f"{where}: the unit {path!r} is there twice; remove one of them")
+                raise PlanFormatError(f"{where}: the unit {path!r} appears twice; remove one of them")
             units[path] = unit
     return units

@@ -25,7 +25,7 @@ _EMPTY = frozenset({"empty", "empty_like", "empty_permuted", "empty_strided", "n
 # Words that stay on the line of the previous word.
 _TIED = re.compile(r" (?=[(%]|[KMGT]?i?B\b)")
 _HARD_SPACE = "\xa0"
-# Where a name that is longer than a line may end one; the mark is taken out again.
+# Where a name that is longer than a line may be broken; the mark is removed again.
 _JOINT = re.compile(r"(?<=[,.:])")
 _MAY_BREAK = "\x1f "
 _Mark = TypeVar("_Mark", bound=Hashable)
@@ -217,7 +217,7 @@ def summarise_names(
 
 
 def is_empty(name: str) -> bool:
-    """Return whether a value is memory that nothing has written to yet, which people need not see.
+    """Return whether a value is memory that nothing has written to yet, which is not shown.
 
     Example:
         >>> is_empty("dropout.empty_like"), is_empty("dropout.bernoulli_")

@@ -27,7 +27,7 @@ class UnitPlan:
         trips: when each value with `Action.OFFLOAD` leaves and comes back; `Trip()` for those that are not named.
 
     Raises:
-        PlanError: a word is none of these; a trip that cannot be, or of a value that is not offloaded; or one is offloaded in a
+        PlanError: an unknown word; an impossible trip, or one of a value that is not offloaded; or a value is offloaded in a
             unit off the tape; or a compiled unit drops its output, or holds values as parts.
 
     Example:
@@ -82,7 +82,7 @@ class UnitPlan:
 
     @property
     def recomputes_anything(self) -> bool:
-        """Whether anything is computed again, held as a part, or away from the device in between."""
+        """Whether anything is recomputed, held as a part, or away from the device in between."""
         return {self.output, *self.actions.values()} != {Action.KEEP}
 
 

@@ -1,7 +1,7 @@
 """The log of a recorded step: its memory events, as small tuples of ints, how to walk over them, and the rules of a log.
 
-A value of a unit call is `(call, value)`; any other storage (embeddings, logits, gradients, optimizer temporaries) has a
-number of its own. A storage "dies" when only the tape still refers to it.
+A value of a unit call is `(call, value)`; any other storage (embeddings, logits, gradients, optimizer temporaries) has its own
+number. A storage "dies" when only the tape still refers to it.
 
 | event | means |
 |---|---|
@@ -18,7 +18,7 @@ number of its own. A storage "dies" when only the tape still refers to it.
 | `(LET_GO, call)` | that backward has ended, and no longer holds values that it computed for a call |
 | `(RELEASE, handle)` | backward, or a discarded graph, released it |
 | `(REACH, call)` | the first formula of a call's backward runs next; only in profiles for units that run from traces |
-| `(LEAVE, call)` | a formula runs next that is none of the reached call's |
+| `(LEAVE, call)` | the next formula does not belong to the reached call |
 | `(WAIT, call)` | a unit's forward reads a number that the device computes (`.item()`), for which the host waits |
 | `(RETURN, call)` | a unit's forward returned |
 | `(PHASE, phase)` | forward, backward or the optimizer step begins |

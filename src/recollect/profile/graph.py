@@ -7,7 +7,7 @@
 | unit | `UnitGraph`: the values and ops of one layer; identical layers share one graph |
 | call | `UnitCall`: one run of a unit in the step, in forward order |
 
-Limitations: a unit's graph is one recorded forward. Control flow that depends on data is recorded as it went.
+Limitations: a unit's graph is one recorded forward. Control flow that depends on data is recorded as it ran.
 """
 
 import math
@@ -53,7 +53,7 @@ class OpRecord:
     outputs: tuple[int, ...]
     """Indices of the values that it reads and computes."""
     time_s: float
-    """Seconds that it takes, without what Python and PyTorch take around it."""
+    """Seconds that it takes, without the overhead of Python and PyTorch around it."""
     mutates: bool = False
     """It writes its only output into the storage of its first input."""
     state_bytes: int = 0
@@ -99,7 +99,7 @@ class UnitGraph:
     """(module path, seconds): extra overhead in forward if any value that the module computes is dropped, since the tape then
     has to see all of the module's ops."""
     again_op_s: float = 0.0
-    """What the tape takes around each op that it runs again."""
+    """The tape's overhead around each op that it reruns."""
     parts: tuple[PartRecord, ...] = ()
     """Of the values that were the same on all ranks, those that can be held as parts."""
     variants: tuple[VariantRecord, ...] = ()
@@ -108,9 +108,9 @@ class UnitGraph:
     eager_s: float = 0.0
     """Seconds of forward and backward outside the compiler, measured with those of the variants; 0 without variants."""
     joint: JointRecord | None = None
-    """Its ops in forward and backward, as traced; None if it was not to be traced, or could not be."""
+    """Its ops in forward and backward, as traced; None if it was not supposed to be traced, or could not be."""
     why_not_traced: str = ""
-    """Why it could not be; empty if it could, or was not to be."""
+    """Why it could not be; empty if it could, or was not supposed to be."""
 
     def __post_init__(self) -> None:
         times = tuple((name, getattr(self, name)) for name in ("tape_s", "again_op_s", "eager_s"))

@@ -1,4 +1,4 @@
-"""The time that Python and PyTorch take around the ops of a step."""
+"""The overhead of Python and PyTorch around the ops of a step."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class HostTimes:
     traced_unit_s: float = 0.0
     """For a call of a unit that runs from a trace, beyond the same ops without a plan."""
     beside_large: float = 1.0
-    """Factor on what the tape takes in forward beside results of `LARGE_BYTES`, which push Python out of a CPU's caches."""
+    """Factor on the tape's overhead in forward next to results of `LARGE_BYTES`, which push Python out of a CPU's caches."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -51,7 +51,7 @@ class HostTimes:
         return self.forward_op_s > 0
 
     def beside(self, result_bytes: Sequence[int]) -> HostTimes:
-        """Return what the tape takes in the forward of a unit whose ops have results of so many bytes each."""
+        """Return the tape's overhead in the forward of a unit whose ops have results of this many bytes each."""
         large = sum(min(1.0, nbytes / LARGE_BYTES) for nbytes in result_bytes) / max(1, len(result_bytes))
         ratio = 1 + large * (self.beside_large - 1)
         return replace(
@@ -59,13 +59,13 @@ class HostTimes:
         )
 
     def tape_s(self, num_modules: int) -> float:
-        """Return what a unit on the tape takes in forward, whatever is dropped: its call, and those of the modules inside."""
+        """Return a unit's tape overhead in forward, whatever is dropped: its call, and those of the modules inside."""
         return self.unit_s + num_modules * self.module_s
 
 
 @dataclass(frozen=True, slots=True)
 class AroundOps:
-    """What is around the ops of a step, and how recording slows them."""
+    """The overhead around the ops of a step, and how recording slows them."""
 
     host: HostTimes
     recorded_s: float

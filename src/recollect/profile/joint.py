@@ -1,4 +1,4 @@
-"""The ops of a unit's forward and backward, as traced: what a program for any plan is cut from."""
+"""The ops of a unit's forward and backward, as traced, from which a program for any plan is cut."""
 
 from dataclasses import dataclass
 
@@ -26,7 +26,7 @@ class JointOp:
     """It makes no memory, and writes to none."""
     is_random: bool = False
     keeps: bool = False
-    """Its results are kept whatever a plan says."""
+    """Its results are kept whatever the plan says."""
     stays: str = ""
     """Why it must not run again; empty if it may."""
     runs_anyway: bool = False
@@ -40,7 +40,7 @@ class JointRecord:
     """A traced unit: the ops that eager mode runs in forward and in backward, in order.
 
     Raises:
-        ValueError: a number of a tensor or of memory that is not there.
+        ValueError: a tensor or memory number that does not exist.
     """
 
     storages: tuple[int, ...]

@@ -62,7 +62,7 @@ class Profile(ShownInNotebooks):
         log: the step's memory events.
         step_s: predicted seconds of forward and backward without recompute.
         persistent: bytes alive through the whole step, by kind ("parameters", "gradients", "buffers", "batch",
-            "gradient_buffers", "optimizer_state", "communication_buckets", "other_allocations"); `kind_text` has them in words.
+            "gradient_buffers", "optimizer_state", "communication_buckets", "other_allocations"); `kind_text` describes them.
         device: "cpu", "cuda:0", ...
         device_name: model of the device that the times are for.
         kernels: type of the device whose kernels were recorded, "cpu" or "cuda"; empty: that of `device`.
@@ -175,7 +175,7 @@ class Profile(ShownInNotebooks):
 
     @property
     def times_text(self) -> str:
-        """Whose times these are if nothing was measured, as in "times modelled for NVIDIA H100"; "" if they were measured."""
+        """The source of the times if nothing was measured, as in "times modelled for NVIDIA H100"; "" if they were measured."""
         if self.fake:
             return f"times modelled for {self.device_name or self.device}"
         return "times of the meta device, which computes nothing" if self.device_name == "meta" else ""

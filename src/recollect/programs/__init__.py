@@ -1,1 +1,1 @@
-"""What a traced unit does under a plan: what it saves, what runs again and when, and the bytes that this takes."""
+"""What a traced unit does under a plan: the values it saves, the ops it reruns and when, and the bytes this takes."""

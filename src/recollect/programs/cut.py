@@ -1,8 +1,8 @@
 """Cuts a traced unit by a plan: what forward saves, and the ops of backward, with those that run again before they are needed.
 
 Saved is what the plan keeps and backward reads, and nothing else; every other value is computed again from that and from the
-unit's inputs, arguments first, before its first reader: the order in which the tape computes it. Gradients that backward adds
-up are added in place where one of the two is needed no more.
+unit's inputs, arguments first, before its first reader: the order in which the tape computes it. Gradients are summed in place
+if one of the two is no longer needed.
 
 NOTE [ Memory that is written to ]
 Writes in place run again too, each group of them in the order of forward, on memory made again. What an op makes of memory that
@@ -155,7 +155,7 @@ def _sums(joint: JointRecord, saved: tuple[int, ...], backward: tuple[int, ...])
 
 
 class _Forward:
-    """What is known of forward's memory.
+    """The known facts about forward's memory.
 
     Attributes:
         storages: all memory of forward, inputs included.
@@ -237,7 +237,7 @@ class _Forward:
         if not self.available.isdisjoint(op.writes):
             raise UntraceableError(f"{op.func} would run again, and write to what is kept once more")
         memory = self._joint.tensors
-        # Who reads a view is checked.
+        # Readers of views are checked.
         for storage in () if op.is_view else {memory[tensor] for tensor in op.reads}.difference(op.updates):
             is_late = any(write > number for write in self.writes.get(storage, ()))
             if is_late and number not in self.groups.get(storage, ()):
@@ -259,7 +259,7 @@ class _Schedule:
         self._waiting: set[int] = set()
 
     def provide(self, tensor: int) -> None:
-        """Have a tensor there: saved, or made by ops that run again; by a loop, since chains can be thousands long."""
+        """Provide a tensor: saved, or made by rerun ops; in a loop, since chains can be thousands long."""
         pending = [self._block(tensor)]
         while pending:
             block = pending[-1]

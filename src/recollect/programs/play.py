@@ -132,7 +132,7 @@ class _Memory:
         sums: Mapping[int, int] = MappingProxyType({}),
         parts: Sequence[tuple[int, Sequence[int]]] = (),
     ) -> Iterator[int]:
-        """Run ops; yield the values of memory from outside that is let go of.
+        """Run ops; yield the values of outside memory that is released.
 
         Args:
             numbers: of the ops.
@@ -163,7 +163,7 @@ class _Memory:
             self._hand_over(pending.pop()[1], pending, frees=True)
 
     def _last_readers(self, numbers: Sequence[int], given: Iterable[int]) -> dict[int, int]:
-        """Have tensors there; return the position of the last reader of each tensor, -1 for one without."""
+        """Provide tensors; return the position of the last reader of each tensor, -1 for one without."""
         last = dict.fromkeys(given, -1)
         there: dict[int, _Block] = {}
         for tensor in last:

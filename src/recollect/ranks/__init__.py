@@ -1,1 +1,1 @@
-"""Have processes that train one model together record the same steps, and run them under the same plan."""
+"""Make processes that train one model together record the same steps and run them under the same plan."""

@@ -1,7 +1,7 @@
-"""Let the processes that train one model together ask each other, and fail together.
+"""Let the processes that train one model exchange answers, and fail together.
 
-Each exchange tells where in its loop a process is. Where processes are at different places, one waits for an answer
-that the other will never give, so all of them raise an error that says where each is.
+Each exchange says where in its loop a process is. If processes are at different places, one would wait for an answer that
+the other never gives, so all of them raise an error that says where each is.
 """
 
 import hashlib

@@ -184,8 +184,8 @@ def check_same_plans(plans: Sequence[Plan], ranks: Ranks) -> None:
 def with_common_times(profile: Profile, ranks: Ranks, place: Place = Place.START) -> Profile:
     """Return a profile with the median of the times of all processes, where their units run the same ops on as many bytes.
 
-    So they make the same plan of them. The median, since each time was measured once in each process, and one that was
-    disturbed says nothing about the step. The slowest process sets the pace, but of equal devices none is slower than
+    So they make the same plan of them. It is the median, since each process measured each time once, and a disturbed one
+    says nothing about the step. The slowest process sets the pace, but of equal devices none is slower than
     the others in every step. Links to the hosts' memory differ, so the slowest link counts.
     """
     if ranks.is_alone or profile.fake:
@@ -274,7 +274,7 @@ class Presence:
         self._notes.leave("here")
 
     def check(self, *, is_after_barrier: bool) -> None:
-        """Check that all processes have told.
+        """Check that all processes have left their messages.
 
         Raises:
             RecordError: some have not.

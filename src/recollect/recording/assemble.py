@@ -27,7 +27,7 @@ def assemble(
 ) -> Profile:
     """Return the profile; calls with equal graphs share one.
 
-    `around`: what is around the ops of units.
+    `around`: the overhead around the ops of units.
 
     Warns:
         UserWarning: none of the layers ran.

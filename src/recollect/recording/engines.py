@@ -210,7 +210,7 @@ def with_engine(
     place: Place = Place.START,
     compiled: Callable[[str, float], object] = lambda path, compile_s: None,
 ) -> Profile:
-    """Return a profile with common times, whose repeated units have what an engine takes besides the tape in all processes.
+    """Return a profile with common times, whose repeated units have an engine's costs besides the tape's in all processes.
 
     With units inside `torch.compile`, the step is that in which they run as PyTorch chooses.
 

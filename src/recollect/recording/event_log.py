@@ -47,7 +47,7 @@ class EventLog:
     """Events, in order.
 
     Attributes:
-        is_over: nothing is added any more.
+        is_over: no more events are added.
         num_settled: how many of the first ones hold no deaths.
     """
 
@@ -64,7 +64,7 @@ class EventLog:
             self.append(event)
 
     def end(self) -> None:
-        """Add nothing any more."""
+        """Stop adding events."""
         self.is_over = True
         self.replace(settled(self.settle()))
 

@@ -1,7 +1,7 @@
-"""Measure what Python and PyTorch take around ops, by small layers that run with the tape and without.
+"""Measure the overhead of Python and PyTorch around ops, with small layers that run with and without the tape.
 
-The ops of these layers compute next to nothing. What such a layer takes on the tape beyond plain eager mode is proportional to
-the number of its ops, plus something for each call; a layer of few ops and one of many tell both apart.
+The ops of these layers compute next to nothing. On the tape, such a layer's overhead is proportional to the number of its ops,
+plus a constant for each call; a layer of few ops and one of many separate the two.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _MOST_SPREAD: Final = 4.0
 
 
 def around_ops(device: torch.device, *, traces: bool = False) -> AroundOps:
-    """Measure what is around ops on a device, once in a process; nothing is on a meta device.
+    """Measure the overhead around ops on a device, once per process; on a meta device there is none.
 
     It takes about a third of a second; for units that run from traces, which Dynamo makes first, two seconds more.
     """
@@ -60,7 +60,7 @@ def around_ops(device: torch.device, *, traces: bool = False) -> AroundOps:
 
 @contextmanager
 def _alone(device: torch.device) -> Iterator[None]:
-    """Within the block, nothing of the caller's sees or changes what runs."""
+    """Within the block, the caller's modes and hooks neither see nor change anything."""
     # Not on a separate thread: it would leave a workspace of the device's libraries behind.
     with ExitStack() as stack:
         for context in (without_modes(), without_global_hooks()):
@@ -75,7 +75,7 @@ def _alone(device: torch.device) -> Iterator[None]:
 
 @cache
 def _traced_unit_s(device: torch.device) -> float:
-    """Measure what a layer takes from a trace beyond plain eager mode, where nothing that backward reads is dropped."""
+    """Measure a layer's overhead from a trace over plain eager mode, while nothing that backward reads is dropped."""
     with _alone(device):
         plain, traced = _model(_ManyOps, device), _model(_ManyOps, device)
         inputs = _inputs(device)
@@ -112,7 +112,7 @@ def _measured(device: torch.device) -> AroundOps:
 
 
 def _beside_large(device: torch.device) -> float:
-    """Return how many times as long forward on the tape takes beside large results as it takes beside small ones."""
+    """Return how many times as long forward on the tape takes next to large results as next to small ones."""
     model = _model(_Chain, device)
     small, large = (
         statistics.median(
@@ -147,7 +147,7 @@ def _around(few: _Layer, many: _Layer, modules: _Layer, *, is_cpu: bool) -> Arou
 
 
 def _line(few: tuple[int, float], many: tuple[int, float]) -> tuple[float, float]:
-    """Return what is there at no op, and what each adds, at least 0."""
+    """Return the overhead without ops, and of each op, at least 0."""
     each_s = max(0.0, (many[1] - few[1]) / (many[0] - few[0]))
     return few[1] - few[0] * each_s, each_s
 
@@ -171,7 +171,7 @@ class _Layer:
     """A step without the tape."""
     forward_s: float
     backward_s: float
-    """What the tape adds, where it drops all it can."""
+    """The tape's overhead when it drops all it can."""
     spread: float
     """How much longer the steps took in the upper quartile than in the lower one."""
 

@@ -1,4 +1,4 @@
-"""Run the step that most loops have: pass the batch to the model, find the loss in its output, go backward."""
+"""Run the step of most loops: pass the batch to the model, find the loss in its output, go backward."""
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence

@@ -221,7 +221,7 @@ def with_copies(profile: Profile) -> Profile:
     A plan that keeps a value which the model itself holds on to, such as a cache of keys, shares it with the model, at no cost.
     The recording tape has a copy, which shows when the model releases it.
 
-    It is for choosing a plan. Where the plan drops such a value, its recomputed copy stays as long as the model holds
+    It is for choosing a plan. If the plan drops such a value, its recomputed copy stays as long as the model holds
     the value; this is ignored.
     """
     recorded = list(profile.log.events)

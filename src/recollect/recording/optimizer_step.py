@@ -6,7 +6,7 @@ not touched, nor are objects that it refers to; its state is known before its fi
 If the step is one of PyTorch's, the probe's parameters are tiny and on the same device. Each parameter shape is represented by
 a unique number of elements: the size of a tensor that the probe makes reveals its parameter. Other optimizers may treat small
 parameters differently (8-bit optimizers leave them in full precision), so their probes get fake parameters of the real
-sizes; where fake tensors do not work, tiny ones. Compiled steps run uncompiled.
+sizes; if fake tensors do not work, tiny ones. Compiled steps run uncompiled.
 """
 
 from __future__ import annotations
@@ -251,7 +251,7 @@ def make_probe(
 ) -> torch.optim.Optimizer:
     """Return an optimizer with the settings of this one, without state, over stand-ins for its trained parameters.
 
-    It is constructed from the parameter groups, or copied where its class does not allow that.
+    It is constructed from the parameter groups, or copied if its class does not allow that.
     """
     stand_ins: dict[int, torch.Tensor] = {}
     groups: list[dict[str, Any]] = []

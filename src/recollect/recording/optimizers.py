@@ -74,9 +74,9 @@ def _wrapped_by(optimizer: Any) -> Any:
 def check_optimizers(model: nn.Module, optimizers: Any) -> None:
     """Raise if the optimizers belong to a different model.
 
-    Full-precision copies of the parameters, views of them, and the flat parts of them that ZeRO steps over, are no mistake: an
-    optimizer over parameters of other dtypes, or in a wrapper, is not checked, nor is any of a model that FSDP2 shards, which
-    has whole parameters in place of the optimizer's while gathered.
+    Full-precision copies of the parameters, views of them, and the flat parts of them that ZeRO steps over, are not a mistake:
+    an optimizer over parameters of other dtypes, or in a wrapper, is not checked, nor is any of a model that FSDP2 shards,
+    which has whole parameters in place of the optimizer's while gathered.
 
     Raises:
         RecordError: none of the optimizers' parameters is one of the model's.

@@ -64,7 +64,7 @@ def record(
     """Run one training step and record everything a planner needs to know.
 
     The step runs once, and drops every value that can be dropped, so it needs little more memory than full recompute of
-    every layer. Give a batch, and the step is that of the commonest loop, `out = model(**batch); out.loss.backward()`, and
+    every layer. Given a batch, the step is that of the most common loop, `out = model(**batch); out.loss.backward()`, and
     leaves no traces: parameters, buffers, gradients, attributes of modules, the optimizer and the random generators are as
     they were, and no hook of a parameter runs. Or give your own step: it runs unchanged, as one step of your training, with
     the same gradients, bit for bit, as without recording.
@@ -81,10 +81,10 @@ def record(
         fake: record on fake tensors, without memory or arithmetic; the model may be on the meta device. Times then
             come from a cost model, and control flow cannot depend on values.
         hardware: with `fake`, the hardware to model times for: a name such as "H100" or "RTX 4090" (listed in
-            `recollect.costs.hardware_table`), or the path of a file that `recollect calibrate` wrote, which also says what the
-            host's Python takes. Default: this machine's GPU if known, else an H100. `profile.device_name` says which. If given,
-            or with the model on the meta device, the kernels are those of its type of device, too.
-        units: module paths of the layers to plan, where `find_units` does not find them.
+            `recollect.costs.hardware_table`), or the path of a file that `recollect calibrate` wrote, which also has the
+            overhead of the host's Python. Default: this machine's GPU if known, else an H100. `profile.device_name` says which.
+            If given, or with the model on the meta device, the kernels are those of its type of device, too.
+        units: module paths of the layers to plan, if `find_units` does not find them.
         holds_output: with `batch`, the loop holds the model's output until the next one replaces it, as `out = ...` does.
         gradients: of the last step, when the next one begins. "held": alive until backward begins (`zero_grad` between
             forward and backward); a plan for this holds for "freed", too, but its peak may be higher by their bytes than what
@@ -119,11 +119,11 @@ def record(
         ChunkedLossError: the model's loss cannot be computed in chunks.
         NotYetError: `engine="compile"` with `split_backward`, or a backward that keeps its graph.
         RecordError: both or neither of `batch` and `step`; the model rejected the batch; the loss is not a scalar or does
-            not require grad; an unknown word; with `fake`, the step depends on data; the parameters are not there yet, or are
+            not require grad; an unknown word; with `fake`, the step depends on data; the parameters do not exist yet, or are
             partitioned; a process of the group failed, or has a different model; or this PyTorch lacks what recording needs.
 
     Warns:
-        TorchVersionWarning: once in a process, with a PyTorch that is newer than those that are tested, or that differs.
+        TorchVersionWarning: once in a process, with a PyTorch newer than the tested ones, or one that behaves differently.
         UserWarning: with `engine="compile"`, layers cannot be compiled.
 
     Example:
@@ -173,7 +173,7 @@ def record_with(
     collectives: Collectives = "keep",
     within: AbstractContextManager[object] | None = None,
 ) -> Profile:
-    """Record a step with costs of your own: a cost model's on real tensors, or `ModelledCosts` on fake ones.
+    """Record a step with your own costs: a cost model's on real tensors, or `ModelledCosts` on fake ones.
 
     They run the ops and know the cost of each. `within` is the context in which the step runs on these tensors, such as
     `gathered_stage(model)`.
@@ -299,6 +299,6 @@ def _modelled_costs(hardware: str | os.PathLike[str] | Hardware | None, *, fake:
         )
     if not fake:
         return None
-    # Asking for the GPU's name starts CUDA, so ask only if it counts.
+    # Asking for the GPU's name starts CUDA, so ask only if it matters.
     own_device = torch.cuda.get_device_name() if hardware is None and torch.cuda.is_available() else ""
     return ModelledCosts(choose_hardware(hardware, own_device=own_device))

@@ -76,7 +76,7 @@ class StepRecorder:
         self.is_recomputing = False
         self.has_run_backward = False
         self.num_storages = 0
-        # Custom autograd Functions that did not make the same when they ran again, by the keys of their costs.
+        # Custom autograd Functions that gave different results when they ran again, by the keys of their costs.
         self.differing: set[Any] = set()
         # With them values may be held as parts; None if they may not.
         self.ranks = ranks
@@ -363,7 +363,7 @@ class StepRecorder:
         target = next(map(storage_of, written), None)
         tracker = tracker_of(target)
         if target is None or not isinstance(tracker, TrackedValue) or tracker.call != index:
-            keep_all(self.calls, written)  # A different unit's values: their recipes would not know of this write.
+            keep_all(self.calls, written)  # Another unit's values: their recipes would not know of this write.
             self._note_other(run)
             return
         keep_all(self.calls, written[1:])  # The record says of one value what it held before.

@@ -1,4 +1,4 @@
-"""What is attached to storages while a step is recorded, to log their deaths and fillings.
+"""Trackers attached to storages while a step is recorded, to log their deaths and fillings.
 
 Also the bytes of storages without trackers, which the step does not use, and holds a unit's call while it is recorded: its
 values and ops, of which `assemble` makes a graph.
@@ -209,9 +209,9 @@ Tracker: TypeAlias = TrackedValue | TrackedOther | Filled | Persistent
 
 @contextmanager
 def filled_storages(note: Callable[[torch.UntypedStorage], object]) -> Iterator[None]:
-    """Within the block, hear of each storage that its owner fills or empties by `resize_`, which no dispatch mode sees.
+    """Within the block, report each storage that its owner fills or empties with `resize_`, which no dispatch mode sees.
 
-    So FSDP2 gathers parameters, and frees what it has gathered.
+    This is how FSDP2 gathers parameters and frees them.
     """
     resize = torch.UntypedStorage.resize_
     had_own = "resize_" in vars(torch.UntypedStorage)
@@ -234,7 +234,7 @@ def filled_storages(note: Callable[[torch.UntypedStorage], object]) -> Iterator[
 
 @contextmanager
 def freed_gradients(note: Callable[[torch.Tensor], object]) -> Iterator[None]:
-    """Within the block, hear of each parameter without a gradient whose gradient `zero_grad` would free."""
+    """Within the block, report each parameter without a gradient whose gradient `zero_grad` would free."""
     originals: Any = torch.optim.Optimizer.zero_grad, torch.nn.Module.zero_grad
 
     def zero_grad(its: Any, set_to_none: bool = True) -> None:

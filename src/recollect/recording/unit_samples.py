@@ -183,7 +183,7 @@ class UnitSamples:
         )
 
     def note_values(self, call: int, value_of: Callable[[Any], int], arguments: Any, output: Any) -> None:
-        """Note which values a call read and returned, if there is a sample of it; `value_of` tells -1 for what is none."""
+        """Note which values a call read and returned, if there is a sample of it; `value_of` returns -1 for anything else."""
         if self.samples and self.samples[-1].call == call:
             inputs = tuple(map(value_of, tree_leaves(arguments)))
             outputs = tuple(value_of(leaf) for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor))

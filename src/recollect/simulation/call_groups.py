@@ -20,7 +20,7 @@ from recollect.simulation.decisions import CallActions, ValueActions
 from recollect.simulation.program import BULK, EDGE, WINDOW, Key, Program, ProgramOp
 
 OUTSIDE: Final = -1
-"""Stands in for a call: whatever is made between units."""
+"""Stands in for a call: everything made between units."""
 
 Group = tuple[int, ...]
 """Calls to play together, in order."""

@@ -2,8 +2,8 @@
 
     host = host + issue(op)        device = max(device, host) + kernel(op)
 
-Where the device has always something to do, the kernels are what a step takes; where it waits for the host, Python is. On a
-CPU there is one clock: what is around an op delays the next one.
+While the device always has work, kernels determine the step time; while it waits for the host, Python does. On a CPU there is
+one clock: overhead around an op delays the next one.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class StepTimes(NamedTuple):
 
 
 def has_two_clocks(profile: Profile) -> bool:
-    """Whether a device runs the step behind its host, and what the host takes is known; not for units inside the compiler."""
+    """Whether a device runs the step behind its host, and the host's time is known; not for units inside the compiler."""
     return profile.host is not None and profile.host.has_issue_times and not any(g.variants for g in profile.graphs)
 
 
@@ -94,9 +94,9 @@ class _TwoClocks(ClockedPlayback):
 
 
 def priced(profile: Profile, host_price: float) -> Profile:
-    """Return the profile of the same step on one clock: a mean of both, in which the host's counts so much.
+    """Return the profile of the same step on one clock: a mean of both, with this weight of the host's.
 
-    A step takes at least what the host takes, and what the device takes, and so any mean of both.
+    A step takes at least the host's time and at least the device's, and so at least any mean of both.
     """
     device_price = 1 - host_price
 

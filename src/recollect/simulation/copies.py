@@ -1,6 +1,6 @@
 """Plays the copies of offloaded values: counts their bytes on the device, or in host memory, as the engine does.
 
-And finds when the values are away: they are kept values whose bytes are gone for a while, and nothing else changes.
+Also finds when the values are away: they are kept values whose bytes are gone for a while; nothing else changes.
 """
 
 import weakref

@@ -1,4 +1,4 @@
-"""Says when things happen in a step under a plan, and how long copies to host memory and back make it wait.
+"""Computes when things happen in a step under a plan, and how long copies to host memory and back make it wait.
 
 Ops take the times of the profile, one after the other. A copy out begins when its value has been made, one back at its edge;
 each direction carries one copy at a time, in the order in which they begin. Code that reaches an edge where a value

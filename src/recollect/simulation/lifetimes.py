@@ -96,7 +96,7 @@ def lifetimes(profile: Profile, decisions: Sequence[CallActions]) -> Lifetimes:
 
 
 class EveryEvent(Program):
-    """Works nothing out in advance, and gives every value its own token, even where counting bytes would do."""
+    """Computes nothing in advance, and gives every value its own token, even if counting bytes would do."""
 
     bulk_codes = frozenset()
 

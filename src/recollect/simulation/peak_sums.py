@@ -5,7 +5,7 @@ What runs when does not depend on how many bytes are alive, so the bytes of a st
 runs between those of other parts, and the trace records only what the sum needs: how far memory rises, by how much it
 changes, and when the part releases what others may hold too. Identical layers under equal decisions are played once.
 
-The sum equals what `simulation/simulate.py` finds for the whole step, to the byte; it does not say what is where.
+The sum equals what `simulation/simulate.py` finds for the whole step, to the byte; it does not say which values are where.
 """
 
 from __future__ import annotations

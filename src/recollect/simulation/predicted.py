@@ -1,4 +1,4 @@
-"""Fill in what a simulation says of a plan: its peak, its slowdown, and how sure that is."""
+"""Fill in a simulation's predictions for a plan: its peak, its slowdown, and how sure that is."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compiles the events of a step into a program for many playbacks: parts that no plan changes are worked out once.
+"""Compiles the events of a step into a program for many playbacks: parts that no plan changes are computed once.
 
 A plan changes only when the values of units are made and freed. Between those moments, whole runs of events, such as
 the gradients that a backward formula makes and releases, reduce to two numbers: how far memory rises meanwhile, and by
@@ -33,7 +33,7 @@ EDGE: Final = -3
 
 Instruction = tuple[int, tuple[Any, ...]]
 Key = tuple[int, int]
-"""A value: the call that computed it and its index there, or (-1, storage number) for what no unit made."""
+"""A value: the call that computed it and its index there, or (-1, storage number) if no unit made it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Names storages for people to read: by the value that they hold, or what runs when they are made."""
+"""Gives storages readable names: by the value that they hold, or by what runs when they are made."""
 
 from collections.abc import Mapping
 

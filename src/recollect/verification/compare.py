@@ -186,7 +186,7 @@ def compare_units(
 
 @contextmanager
 def without_choices(model: nn.Module, plan: Plan) -> Iterator[None]:
-    """Run compiled units compiled, with PyTorch's choice of values to keep; all others as they are.
+    """Run compiled units compiled, with PyTorch's choice of values to keep; all others unchanged.
 
     Beside compiled units, those on the tape stay there, and keep everything: their user may have compiled them, too.
     """

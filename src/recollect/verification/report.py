@@ -16,7 +16,7 @@ from recollect.weak_map import WeakMap
 # If rounds differ by more than this part of a step, their median says nothing.
 _NOISY_SPREAD = 0.5
 SLOWDOWNS = WeakMap[str]()
-"""The measured slowdowns of plans, in words, for those who report on them later."""
+"""The measured slowdowns of plans, as text, for later reports."""
 # A measured peak that is more than this part above the predicted one needs a reason.
 _MUCH_MORE = 0.01
 
@@ -56,7 +56,7 @@ class Report(ShownInNotebooks):
         host: the cost of offloaded values in a step: host memory, seconds of waiting for copies, and values that were asked for
             at a different moment than planned; None if there are none, or units ran on their own, where edges are missed by
         design. predicted_host_bytes: the plan's prediction of that memory.
-        left_gradients_bytes: gradients that a step of your own leaves in memory for its next run.
+        left_gradients_bytes: gradients that your own step leaves in memory for its next run.
         rank: in a group of processes, the one whose peaks these are, since its peak under the plan is the largest. The slowdown
             is that of the slowest, and differences are those of the first that has some, which they name. None without a group.
         by_rank: in a group, the findings of each process, by its rank; the same in all of them. Empty without a group.

@@ -1,4 +1,4 @@
-"""Run the step to verify, repeatedly from the same state: the step of the commonest loop, or the user's own."""
+"""Run the step to verify, repeatedly from the same state: the step of the most common loop, or the user's own."""
 
 import copy
 from collections.abc import Callable, Iterator

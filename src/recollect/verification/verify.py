@@ -78,7 +78,7 @@ def verify(
         compare: "step" runs the whole step without the plan; "units" compares unit by unit, which needs no more memory
             than full recompute; "auto" tries the step, and the units if the step runs out of memory. In a group it predicts
             whether the step fits, and compares units in all processes if it does not in one.
-        time: measure the slowdown too: two rounds of a step without the plan and one under it, up to five where these differ,
+        time: measure the slowdown too: two rounds of a step without the plan and one under it, up to five if these differ,
             after two steps under the plan, which take longer.
         group: the processes that verify together, each its own step, and all get one report: a process group or a device mesh;
             by default those that the model is spread over; "alone" for a separate report.

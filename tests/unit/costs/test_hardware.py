@@ -188,5 +188,5 @@ def test_numbers_that_cannot_be() -> None:
         ArithmeticRate("fp32", 1e12, matmul_efficiency=0)
     with pytest.raises(ValueError, match=r"rate 'fp32': half_rate_depth: got -1, expected a finite number, 0 or more"):
         ArithmeticRate("fp32", 1e12, half_rate_depth=-1)
-    with pytest.raises(ValueError, match=r"rates: 'bf16' is there twice, expected each once"):
+    with pytest.raises(ValueError, match=r"rates: 'bf16' appears twice, expected each once"):
         replace(SMALL, rates=(*SMALL.rates, SMALL.rates[1]))

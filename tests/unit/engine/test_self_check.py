@@ -73,8 +73,8 @@ def test_one_warning_at_the_line_that_applies(monkeypatch: pytest.MonkeyPatch) -
     (warning,) = caught
     assert warning.category is TorchVersionWarning and warning.filename == __file__
     assert str(warning.message) == (
-        f"this does not hold in torch {version}, and what rests on it is switched off: ops are seen (all modules of a unit are "
-        "watched, which takes time). Gradients stay exact. recollect is tested with torch 2.11.0 to 2.15.0: install one of "
+        f"this does not hold in torch {version}, and what depends on it is switched off: ops are seen (all modules of a unit "
+        "are watched, which takes time). Gradients stay exact. recollect is tested with torch 2.11.0 to 2.15.0: install one of "
         "these, or a newer recollect."
     )
 

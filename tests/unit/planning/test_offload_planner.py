@@ -120,7 +120,7 @@ def test_a_share_is_a_part(llama: Profile, share: float) -> None:
 
 
 def test_a_profile_without_a_link_is_refused() -> None:
-    with pytest.raises(PlanError, match=r"does not say how fast copies .* are.* Record it with host_link=True"):
+    with pytest.raises(PlanError, match=r"lacks the speed of copies .* Record it with host_link=True"):
         recollect.plan(stack(2), "50%", "1GiB")
 
 

@@ -67,7 +67,7 @@ def compiled_forwards(
 
 
 def named_as_inside(by_name: Mapping[str, _T]) -> dict[str, _T]:
-    """Return what belongs to values of a unit by names without the wrapper that `torch.compile(module)` puts around it."""
+    """Return a unit's entries by names of values, without the wrapper that `torch.compile(module)` puts around it."""
     return {name.removeprefix("_orig_mod."): its for name, its in by_name.items()}
 
 

@@ -1,7 +1,7 @@
 """Writes the ops of a trace as a function: one line for each op, each tensor freed after its last reader.
 
-The function takes its tensors in a list, which it empties: then nothing else holds them. Gradients that backward adds up are
-added in place where one of the two is needed no more. Backward can be a generator, which hands gradients over as soon as they
+The function takes its tensors in a list, which it empties: nothing else then holds them. Gradients are summed in place if one
+of the two is no longer needed. Backward can be a generator, which hands gradients over as soon as they
 are there.
 """
 
@@ -36,7 +36,7 @@ def forward_code(cut: Cut) -> Run:
 
 
 def backward_code(cut: Cut) -> Run:
-    """Return a function from the gradients from outside, and what forward saved, to what inputs' gradients are made of."""
+    """Return a function from the gradients from outside, and what forward saved, to the addends of the inputs' gradients."""
     gradients = [tensor for contributions in cut.gradients for tensor in contributions]
     text = _Text("backward", cut.backward, [*cut.tangents, *cut.saved], gradients, drawn=cut.draws, sums=cut.sums)
     return text.function()

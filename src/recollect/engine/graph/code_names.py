@@ -1,4 +1,4 @@
-"""Finds what the code of a model asks for, by the names that it uses: Dynamo's guards do not see all of it."""
+"""Finds the facts that a model's code depends on, by the names it uses: Dynamo's guards do not see all of them."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch import nn
 
 from recollect.programs.cut import UntraceableError
 
-# What a trace takes for constant, without a guard.
+# Treated by a trace as constant, without a guard.
 _UNGUARDED: Final = frozenset({"is_leaf", "_base"})
 
 
 def check_code(module: nn.Module) -> None:
-    """Check that a unit's code asks for nothing that may change from call to call, unseen by guards.
+    """Check that a unit's code does not depend on anything that may change between calls, unseen by guards.
 
     Raises:
         UntraceableError: it does.
@@ -27,7 +27,7 @@ def check_code(module: nn.Module) -> None:
 
 
 def names_in(function: Any, kind: type | None = None) -> set[str]:
-    """Return the names that a function's code uses, and that of functions which it calls by name or holds.
+    """Return the names used by a function's code, and by functions that it calls by name or holds.
 
     Those of PyTorch are left out. With a class, methods that it names are looked up there, and those of other packages are left
     out, too.

@@ -63,7 +63,7 @@ if TYPE_CHECKING:
 _MOST_KINDS: Final = 8
 _MOST_MISSES: Final = 4
 
-# Seconds of a trace that are worth a word.
+# A trace that takes longer is worth a warning.
 _LONG_S = 60.0
 
 Kind: TypeAlias = tuple[Any, ...]
@@ -257,7 +257,7 @@ class GraphForward(PlacedForward):
         except Exception as error:
             if not dynamo.raised_by_tracing(error):
                 raise
-            # One that was traced before may have changed: its next call on the tape tells.
+            # One that was traced before may have changed: its next call on the tape shows it.
             if kind not in self._has_traced:
                 self._leave_to_tape(dynamo.first_line(error))
             self._has_traced.discard(kind)
@@ -326,10 +326,10 @@ class GraphForward(PlacedForward):
             )
 
     def traced(self, graph: Any, inputs: Any) -> TracedUnit:
-        """Return the unit as Dynamo's graph of it says.
+        """Return the unit as in Dynamo's graph of it.
 
         Raises:
-            UntraceableError: its ops are not those that ran on the tape; or the plan cannot be carried out so.
+            UntraceableError: its ops are not those that ran on the tape; or the plan cannot be carried out this way.
         """
         if not SPLITS_FUNCTIONS and runs_in_stage():
             raise UntraceableError(

@@ -1,8 +1,8 @@
 """Runs a traced unit as a node of autograd's graph: forward's program, and backward's for the gradients that come in.
 
-One node returns its gradients together, and all those of a unit's parameters would be alive at its end. Where that matters,
-since they are then added to gradients that are there, or a hook lets go of them, the unit is a chain of nodes, linked by
-empty tensors: each returns the gradients that are there when its stretch of backward has run.
+One node returns its gradients together, and all those of a unit's parameters would be alive at its end. If that matters, since
+they are added to existing gradients or freed by a hook, the unit is a chain of nodes, linked by empty tensors: each returns the
+gradients that its stretch of backward has computed.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Program:
 
     @property
     def needs(self) -> list[Any]:
-        """What its backward is given of forward, in order."""
+        """The values that its backward gets from forward, in order."""
         return [*self.cut.saved, *self.cut.draws]
 
     @classmethod
@@ -152,7 +152,7 @@ class TracedUnit:
         return [inputs[passed_on[one]] if one in passed_on else next(found) for one in self.trace.outputs]
 
     def _lets_go(self, inputs: Sequence[Any], before: _Call | None) -> bool:
-        """Whether gradients of parameters are let go of as soon as they are there, given the call before this one."""
+        """Whether gradients of parameters are freed as soon as they are computed, judging by the previous call."""
         if runs_in_ddp() or (before is not None and before.saved is not None):
             return True  # Backward of that call will have made gradients.
         for index in self.parameters:
@@ -170,7 +170,7 @@ class TracedUnit:
         return link
 
     def _given(self, call: _Call, gradients: list[Any]) -> tuple[list[Any], Program]:
-        """Return what backward's program is given, which is let go of elsewhere, and the program."""
+        """Return the inputs of backward's program, which are released elsewhere, and the program."""
         tangents: list[tuple[int, ...] | None] = [None] * len(self.trace.outputs)
         for index, gradient in zip(self.made, gradients, strict=True):
             tangents[index] = None if gradient is None else gradient.stride()
@@ -263,7 +263,7 @@ class _Call:
         self.program = unit.latest
         self.settings: Settings = current_settings(_NO_MODES)
         self.saved: list[Any] | None = None
-        # What the unit was given and has returned, of what is saved, with versions and content: others may write to it.
+        # The saved values among the unit's inputs and outputs, with versions and content: others may write to them.
         self.seen: list[tuple[torch.Tensor, int, bytes | int | None]] = []
         # Of a chain: what forward is given, until it has run; the backward that is running; and what it has found.
         self.inputs: tuple[Any, ...] = ()
@@ -304,7 +304,7 @@ class _Call:
         saved = self.saved = found[len(unit.trace.outputs) :]
         seen = [inputs[index] for index in program.read]
         if program.returned:
-            # An output itself would hold its node, which holds what is saved, in a circle.
+            # An output itself would hold its node, which holds the saved values, in a cycle.
             aliases = {index: found[index].detach() for index in program.returned}
             for index, of_output in program.shown:
                 saved[index] = aliases[of_output]

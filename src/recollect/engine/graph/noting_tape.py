@@ -50,8 +50,8 @@ class NotingTape(Tape):
     """A tape that notes ops while it is asked to.
 
     Attributes:
-        noted: the ops so far; None: nobody asks.
-        traced: units that have been traced, by what they must have in common to share a trace.
+        noted: the ops so far; None if nothing is noted.
+        traced: units that have been traced, by the facts that units sharing a trace must agree on.
     """
 
     def __init__(self, policy: Policy, *, agreement: Agreement | None = None) -> None:

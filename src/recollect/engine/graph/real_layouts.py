@@ -1,4 +1,4 @@
-"""Lays out the results of traced ops as their kernels do, where functions for fake tensors may be wrong.
+"""Lays out the results of traced ops as their kernels do, since functions for fake tensors may be wrong.
 
 PyTorch computes what an op makes of fake tensors by Python functions, some of which differ from the kernels in the strides of
 results, for arguments that are not contiguous. Autograd asks strides: with other strides it runs other ops. So such an op runs
@@ -59,7 +59,7 @@ def laid_out(func: Any, facts: OpFacts, args: Any, kwargs: Any, output: Any) -> 
 
 
 def _run_on_zeros(func: Any, args: Any, kwargs: Any) -> list[_Layout] | None:
-    """Return the layouts of an op's results; None if it cannot run on zeros: what fake tensors say is then taken."""
+    """Return the layouts of an op's results; None if it cannot run on zeros: the fake tensors' layouts are then used."""
     try:
         with unset_fake_temporarily(), torch.no_grad():
             found = func(*tree_map(_zeros, args), **tree_map(_zeros, kwargs))

@@ -40,7 +40,7 @@ from recollect.programs.cut import UntraceableError
 _aten = torch.ops.aten
 _NO_MODES: Final = ()
 _NO_OPS = frozenset({"prim", "profiler"})
-# What eager mode adds gradients with.
+# The op that eager mode adds gradients with.
 ADDS: Final = (_aten.add.Tensor, _aten.add_.Tensor)
 _RESHAPES: Final = (_aten.view.default, _aten._unsafe_view.default)
 
@@ -139,12 +139,12 @@ class Trace:
         self._written = self._written_inputs()
 
     def _check_outputs(self) -> None:
-        """Refuse what autograd would have to be told of."""
+        """Refuse anything that autograd would have to be told of."""
         storages = {one.storage for one in self.inputs}
         needs = zip(self.outputs, self.outputs_need_grad, strict=True)
         made = [(one, needs_grad) for one, needs_grad in needs if one not in self.passed_on]
         if any(one.storage in storages for one, _ in made):
-            raise UntraceableError("it returns a view of what it was given")
+            raise UntraceableError("it returns a view of an input")
         # Others are views of each other, as in eager mode: autograd refuses writes of which a gradient would not know.
         num_kinds = len({(one.storage, needs_grad) for one, needs_grad in made})
         if len({one for one, _ in made}) < len(made) or len({one.storage for one, _ in made}) < num_kinds:
@@ -175,7 +175,7 @@ class Trace:
             node = pending.pop()
             for place, (following, _) in enumerate(node.next_functions):
                 if following is not None and _ASK_DATA.get(node.name()) == place:
-                    raise UntraceableError(f"{node.name()} chooses its ops by what a tensor holds")
+                    raise UntraceableError(f"{node.name()} chooses its ops by a tensor's contents")
                 if following in position:
                     found.append((node, place, position[following]))
                 elif following is not None and following not in seen:
@@ -251,7 +251,7 @@ class Trace:
                         allow_unused=True,
                     )
         if any(not op.written.isdisjoint(one.storage for one in self.inputs) for op in recorder.ops):
-            raise UntraceableError("its backward writes to what it was given")
+            raise UntraceableError("its backward writes to its inputs")
         gradients: list[list[TracedTensor]] = [[] for _ in self.inputs]
         for index, gradient in zip(needing, found, strict=True):
             if gradient is not None:

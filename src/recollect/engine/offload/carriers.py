@@ -74,8 +74,8 @@ class ThreadCarrier(Carrier):
             return mapped_file(nbytes)
         except OSError as error:
             raise OffloadError(
-                reason=f"a file of {nbytes} bytes in {tempfile.gettempdir()} cannot be had ({error}); set TMPDIR to a folder "
-                "with more room, or lower host_budget"
+                reason=f"a file of {nbytes} bytes in {tempfile.gettempdir()} is not available ({error}); set TMPDIR to a "
+                "folder with more room, or lower host_budget"
             ) from None
 
     def begin(
@@ -92,7 +92,7 @@ class ThreadCarrier(Carrier):
 
 
 def _copy(target: int, source: int, nbytes: int, after: list[Future[None]]) -> None:
-    # Whoever needs their result is told if they fail.
+    # Whoever needs their result learns if they fail.
     wait(after)
     ctypes.memmove(target, source, nbytes)
 
@@ -116,7 +116,7 @@ class StreamCarrier(Carrier):
     current when it was allocated, and is reused there: so that stream also waits for copies (rules 2, 6 and 7).
     Streams belong to PyTorch's accelerator, unless a subclass has others.
 
-    Limitations: it has never run on a device but PyTorch's pretend one (OpenReg). Tests run it on the CPU, with streams that
+    Limitations: it has only run on PyTorch's simulated device (OpenReg). Tests run it on the CPU, with streams that
     check who has waited for whom. It ignores which node of the host's memory (NUMA) is near the device.
     """
 

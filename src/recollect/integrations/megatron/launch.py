@@ -22,7 +22,7 @@ from recollect.integrations.megatron.settings import RecomputeSettings, Training
 from recollect.warning import warn_user
 
 MEGATRONS_DEFAULTS: Final = ("--fake", "--pipeline-engine=megatron", "--make-vocab-size-divisible-by=128")
-"""What stands before the flags of Megatron's command lines."""
+"""The words before the flags of Megatron's command lines."""
 
 # A restricted bash without PATH starts no program and writes no file: it only says what would be started.
 _PRELUDE: Final = """exit() { :; }; set() { :; }; cd() { :; }; source() { :; }; kill() { :; }; exec() { "$@"; }
@@ -93,7 +93,7 @@ def command_words(words: Sequence[str]) -> list[str]:
         if (name := name.replace("_", "-")) in given:
             given[name] = inline or value
     if not all(value.isdecimal() for value in given.values()):
-        raise ConfigError(settings=given, reason="these are no numbers", advice="Write numbers, or pass --world-size.")
+        raise ConfigError(settings=given, reason="these are not numbers", advice="Write numbers, or pass --world-size.")
     size = int(given["--nproc-per-node"]) * int(given["--nnodes"])
     found = str(size) if size > 1 else os.environ.get("WORLD_SIZE")
     return [*([] if found is None else [f"--world-size={found}"]), *words[start + 1 :]]
@@ -125,7 +125,7 @@ def _script_words(text: str, where: str) -> list[str]:
 
 
 def _yaml_words(data: Mapping[str, Any], flags: Mapping[str, str], where: str) -> Iterator[str]:
-    """Yield the flags of a configuration; what is off or None is not given."""
+    """Yield the flags of a configuration; settings that are off or None are left out."""
     sections = [data[name] for name in _SECTIONS if isinstance(data.get(name), Mapping)] + [data]
     values = {name: value for section in reversed(sections) for name, value in section.items() if value is not None}
     precision = values.pop("mixed_precision", None)
@@ -168,7 +168,7 @@ def _yaml_words(data: Mapping[str, Any], flags: Mapping[str, str], where: str) -
         else:
             yield flag if value is True else f"{flag}={str(value).replace(' ', '')}"
     if unread:
-        warn_user(f"{where}: not read, as these are no flags of Megatron: {', '.join(unread)}.")
+        warn_user(f"{where}: not read, as these are not flags of Megatron: {', '.join(unread)}.")
 
 
 def _activation(function: object, is_gated: bool) -> Sequence[str]:

@@ -77,7 +77,7 @@ def nearest_uniform_settings(
     split_profiles: Sequence[Profile] = (),
     send_s: float = 0.0,
 ) -> tuple[RecomputeConfig, PipelinePlan]:
-    """Return the fastest of Megatron's settings with which each rank keeps the budget of some plans, and what it takes then.
+    """Return the fastest of Megatron's settings with which each rank keeps the budget of some plans, and their cost.
 
     The profiles are those that the plans were made from, of all stages; equal ones are the same object.
 

@@ -16,7 +16,7 @@ import yaml
 from recollect.integrations.megatron.settings import RecomputeSettings, TrainingSetting
 
 Answer = Literal["error", "warning", "free", "same", "not yet"]
-"""How recollect answers: raises; warns; has no such limit; does silently what Megatron does; lacks the feature."""
+"""How recollect answers: raises; warns; has no such limit; silently does the same as Megatron; lacks the feature."""
 
 Broken: TypeAlias = object
 """Whether a rule is broken: true or false; or a list, empty if not, of names for `{}` in the rule's reason and advice; or

@@ -79,7 +79,7 @@ class BlockFull:
 
 @dataclass(frozen=True, slots=True)
 class Selective:
-    """Drop what some modules compute; `outputs` says for each whether its output is kept or dropped too.
+    """Drop the values that some modules compute; `outputs` says for each whether its output is kept or dropped too.
 
     Example:
         >>> str(Selective({"core_attn": Action.KEEP, "layernorm": Action.RECOMPUTE}))
@@ -242,7 +242,7 @@ class TrainingSetting:
         for name in ("pipeline", "tensor", "expert"):
             name = f"{name}_model_parallel_size"
             if type(size := getattr(self, name)) is not int or size < 1:
-                raise ConfigError(settings={name: size}, reason="no number of ranks", advice="Set it to 1 or more.")
+                raise ConfigError(settings={name: size}, reason="not a number of ranks", advice="Set it to 1 or more.")
         if self.cuda_graph_scope is not None and self.cuda_graph_modules not in ((), [], "full", ""):
             raise ConfigError(
                 settings={"cuda_graph_scope": self.cuda_graph_scope, "cuda_graph_modules": self.cuda_graph_modules},

@@ -2,7 +2,7 @@
 
 Names, meanings and defaults follow `TransformerConfig`, `MLATransformerConfig` and `GPTModel` in Megatron Core, so a
 Megatron configuration can be used unchanged. Two things differ: `core_attention` is new, and activations are given by name, not
-as functions. The help of flags with these names is what stands below before the first semicolon.
+as functions. The help of flags with these names is the text below, up to the first semicolon.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class TransformerConfig:
     core_attention: Literal["fused", "unfused"] = "fused"
     """Attention by `scaled_dot_product_attention`, or as softmax(QK^T)V op by op, with every intermediate a separate value."""
     separate_projections: bool = False
-    """A matrix each for queries, keys, values, gate and up, as torchtitan and Hugging Face have; not in experts."""
+    """Separate matrices for queries, keys, values, gate and up, as in torchtitan and Hugging Face; not in experts."""
     init_method_std: float = 0.02
     """Standard deviation of new weights; divided by sqrt(2 * num_layers) for matrices that write into the residual stream."""
 
@@ -144,7 +144,7 @@ class TransformerConfig:
     fp8_amax_compute_algo: Literal["most_recent", "max"] = "most_recent"
     """delayed: scale by the last entry of the history, or by its largest."""
     fp8_emulated: bool | None = None
-    """Multiply in fp32 what was cast; None: on a CPU; True: on every device; False: on none, not even for fake tensors."""
+    """Multiply the cast values in fp32; None: on a CPU; True: on every device; False: on none, not even for fake tensors."""
     first_last_layers_bf16: bool = False
     """Leave the first and last layers in 16 bits; how many, say the two fields below."""
     num_layers_at_start_in_bf16: int = 1

@@ -200,7 +200,7 @@ class _Product(torch.autograd.Function):
 
 @functools.cache
 def check_kernel(recipe: str, device: torch.device | None, *, is_grouped: bool = False) -> None:
-    """Check that PyTorch, and a CUDA device, have a kernel for a recipe; None: a device that is not here."""
+    """Check that PyTorch, and a CUDA device, have a kernel for a recipe; None: no local device."""
     least, most = _CAPABILITIES[recipe]
     version = None if device is None else torch.cuda.get_device_capability(device)
     problem = None

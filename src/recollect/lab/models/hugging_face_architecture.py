@@ -94,7 +94,7 @@ def _joined(parts: list[Tensor]) -> Tensor:
 
 def _found(theirs: Mapping[str, Tensor], name: str) -> Tensor:
     if name not in theirs:
-        raise CheckpointError(f"checkpoint: has no {name!r}, expected it beside the related tensors. Is it complete?")
+        raise CheckpointError(f"checkpoint: has no {name!r}, expected it next to the related tensors. Is it complete?")
     return theirs[name]
 
 
@@ -243,6 +243,6 @@ def _rotary_base(fields: Mapping[str, Any], default: float) -> float:
     if kind != "default":
         raise UnsupportedModelError(
             f"config.json: the rotary frequencies are scaled ({kind!r}), expected 'default': the reference models train on "
-            "sequences no longer than the frequencies were made for. Remove the field to load the weights as they are."
+            "sequences no longer than the frequencies were made for. Remove the field to load the weights unchanged."
         )
     return float(parameters.get("rope_theta", fields.get("rope_theta", default)))

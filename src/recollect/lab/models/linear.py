@@ -17,7 +17,7 @@ from recollect.lab.models.fp8 import Fp8Product
 
 
 class Linear(nn.Linear):
-    """A matrix product with an optional bias; in 8 bits if `config` says so by its `fp8`, else in the dtype of the input."""
+    """A matrix product with an optional bias; in 8 bits with the `fp8` of `config`, otherwise in the input's dtype."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class Linear(nn.Linear):
 
 
 class SeparateLinears(nn.ModuleList):
-    """Products of one input with several matrices, in place of one with all of them as one."""
+    """Products of one input with several matrices, in place of one product with a fused matrix."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         return tuple(linear(x) for linear in self)

@@ -1,1 +1,1 @@
-"""The reference models on many devices: one file a technique, each a function from model and mesh to the parallel model."""
+"""The reference models on many devices: a file per technique, each a function from model and mesh to parallel model."""

@@ -30,7 +30,7 @@ class LayoutMesh:
     tensor: DeviceMesh
     """Each matrix."""
     gradients: DeviceMesh
-    """Parameters that are no experts: `data` and `context` together."""
+    """Parameters that are not experts: `data` and `context` together."""
     expert: DeviceMesh
     """The experts of a layer."""
     replicas: DeviceMesh

@@ -32,12 +32,12 @@ class PipelineLayout:
     num_layers_per_virtual_pipeline_stage: int | None = None
     """Layers per stage where each rank of the pipeline runs several stages in turn; None: each rank has one stage."""
     pipeline_split: tuple[int, ...] | None = None
-    """Layers of each stage, in order; None: as the two above say."""
+    """Layers of each stage, in order; None: determined by the two above."""
     pipeline_parallel_schedule: ScheduleName | None = None
     """The order in which ranks run their stages; None: 1F1B, interleaved where a rank has several."""
 
     def check_pipeline(self) -> None:
-        """Check the facts that need no model."""
+        """Check everything that needs no model."""
         layers, ranks = self.num_layers_per_virtual_pipeline_stage, self.pipeline_model_parallel_size
         if layers is not None and (layers < 1 or ranks == 1):
             clash(

@@ -118,7 +118,7 @@ class PipelineRank(GPTModel):
     def __init__(self, config: TransformerConfig, stages: dict[int, LossStage], layers: Sequence[range]) -> None:
         nn.Module.__init__(self)
         self.config = config
-        # Modules in a dict are no children: their parameters are registered below, by other names.
+        # Modules in a dict are not children: their parameters are registered below, by other names.
         self.stages = dict(stages)
         own = {
             str(number): layer

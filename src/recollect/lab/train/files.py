@@ -107,8 +107,8 @@ def only_run_in(folder: Path) -> Iterator[None]:
         lock.acquire(blocking=False)
     except Timeout:
         raise CheckpointError(
-            f"run folder {folder}: got a second run while {_holder(folder)} trains there, expected one run at a time, since "
-            "they would write over each other's files. Wait for it, end it, or choose a different --run-dir."
+            f"run folder {folder}: {_holder(folder)} is already training there, and two runs would overwrite each other's "
+            "files. Wait for it, end it, or choose a different --run-dir."
         ) from None
     except (OSError, NotImplementedError) as problem:
         raise CheckpointError(

@@ -24,7 +24,7 @@ def is_first_launched() -> bool:
 
 @contextmanager
 def shared_warnings() -> Iterator[None]:
-    """Within the block, only the first process shows warnings: they concern the command line, which all have in common."""
+    """Within the block, only the first process shows warnings: they concern the command line, which all share."""
     with warnings.catch_warnings():
         if not is_first_launched():
             warnings.simplefilter("ignore")

@@ -63,14 +63,14 @@ class Fp8Flags:
     """Products in 8 bits."""
 
     fp8_format: Literal["e4m3", "hybrid"] | None = None
-    """Multiply in 8 bits, all e4m3, or gradients e5m2; embedding, norms, attention, router and LM head stay as they are."""
+    """Multiply in 8 bits, all e4m3, or gradients e5m2; embedding, norms, attention, router and LM head are unchanged."""
     fp8_recipe: Literal["delayed", "tensorwise", "blockwise", "mxfp8"] | None = None
     """How values are scaled before they are cast; default, as in Megatron: delayed."""
     fp8_margin: int | None = None
     fp8_amax_history_len: int | None = None
     fp8_amax_compute_algo: Literal["most_recent", "max"] | None = None
     fp8_emulated: FlagCreatePairsOff[bool] = False
-    """Multiply in fp32 what was cast also where the device has no kernel for the recipe; on a CPU that is always so."""
+    """Multiply cast values in fp32 even if the device has no kernel for the recipe; on a CPU this always happens."""
     first_last_layers_bf16: FlagCreatePairsOff[bool] = False
     num_layers_at_start_in_bf16: int | None = None
     """How many of the first; default: 1."""
@@ -86,7 +86,7 @@ _Fp8 = Annotated[OmitArgPrefixes[Fp8Flags], arg(name="fp8", prefix_name=False)]
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFlags:
-    """The model: a named one with changes, or with --num-layers and --hidden-size one as Megatron's pretrain_gpt builds it.
+    """The model: a named one with changes, or, with --num-layers and --hidden-size, one as Megatron's pretrain_gpt builds it.
 
     Raises:
         ValueError: dimensions clash, or two flags contradict each other.

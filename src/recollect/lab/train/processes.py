@@ -193,7 +193,7 @@ def _use_own_device(config: TrainConfig) -> None:
     if name not in ("auto", "cpu", "cuda"):
         raise ConfigError(
             settings={"device": name},
-            reason="each process has a device of its own",
+            reason="each process has its own device",
             advice="Write cuda or cpu, or leave it out.",
         )
     if not _is_on_cuda(config):

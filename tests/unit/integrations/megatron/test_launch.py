@@ -122,7 +122,7 @@ def test_yaml_of_bridge_and_flags_describe_the_same_step(tmp_path: Path) -> None
         (
             "a.sh",
             "torchrun --nnodes 1:4 a.py --num-layers 2",
-            r"--nnodes='1:4': these are no numbers. Write numbers, or",
+            r"--nnodes='1:4': these are not numbers. Write numbers, or",
         ),
         ("a.yaml", "{", r"a.yaml: cannot be read \("),
         ("a.yml", "[1]", "a.yml: got a list, expected a mapping of Megatron's names."),

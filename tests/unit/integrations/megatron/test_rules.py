@@ -132,7 +132,7 @@ def test_spellings_of_graph_modules(given: dict[str, Any], impl: str, modules: t
     [
         (
             {"pipeline_model_parallel_size": 0},
-            "pipeline_model_parallel_size=0: no number of ranks. Set it to 1 or more.",
+            "pipeline_model_parallel_size=0: not a number of ranks. Set it to 1 or more.",
         ),
         ({"cuda_graph_modules": ["atn"]}, "nothing is called 'atn'. Choose from attn, mlp"),
         ({"cuda_graph_scope": "attn", "cuda_graph_modules": ["mlp"]}, "these are two names of one setting"),
