@@ -39,7 +39,8 @@ def _condition(name: str, given: Any) -> str:
         return _VALUES.get(name, f"`{name}` {{}}").format(_either(given))
     if isinstance(given, dict):
         is_known = given["not"] == "known"
-        return f"an unknown name in `{name}`" if is_known else f"a `{name}` other than {_either(given['not'])}"
+        article = "an" if name[0] in "aeiou" else "a"
+        return f"an unknown name in `{name}`" if is_known else f"{article} `{name}` other than {_either(given['not'])}"
     if given in (True, "set"):
         return f"`{name}`"
     if given in (False, "unset"):

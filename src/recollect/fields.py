@@ -218,7 +218,7 @@ class Field:
         return self.checked(kind, **given)
 
     def checked(self, function: Callable[..., _Built], **arguments: Any) -> _Built:
-        """Return what a function returns; its ValueError is reported with this place."""
+        """Return a function's result; its ValueError is reported with this place."""
         try:
             return function(**arguments)
         except ValueError as problem:
@@ -245,7 +245,7 @@ def _fields_of(kind: Any) -> dict[str, tuple[Callable[[Field], Any], bool, bool]
 
 @cache
 def _reader(kind: Any) -> Callable[[Field], Any]:
-    """Return what reads a type: text, int, float, bool, word, tuple, mapping, dataclass, or one of these or None."""
+    """Return the reader of a type: text, int, float, bool, word, tuple, mapping, dataclass, or one of these or None."""
     parts: tuple[Any, ...] = get_args(kind)
     if kind in _READERS:
         return _READERS[kind]

@@ -196,7 +196,7 @@ def _plain(field: StructFieldSpec) -> StructFieldSpec:
 
 @functools.cache
 def _texts() -> dict[str, str]:
-    """Return what models and layouts say of each field before the first semicolon: the help of the flag that sets it."""
+    """Return the descriptions of models' and layouts' fields up to the first semicolon: the help of their flags."""
     kinds = (TransformerConfig, PipelineLayout, DeviceLayout)
     said = {of.arg_name: of.description or "" for kind in kinds for of in parse_from_object(kind).params}
     return {name: f"{text.rstrip('.').partition(';')[0]}." for name, text in said.items()}

@@ -1,6 +1,6 @@
 """Tells which calls share the casts that autocast makes.
 
-Autocast keeps the casts of leaves until its block ends. What reads a cast that is kept adds up its gradients in the lower
+Autocast keeps the casts of leaves until its block ends. Readers of a kept cast add up their gradients in the lower
 precision, in all calls of the block together.
 """
 

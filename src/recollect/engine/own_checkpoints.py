@@ -64,7 +64,7 @@ class _KeepingMode(TapeMode):
 
 
 def _outside_units(checkpoint: Checkpoint) -> Checkpoint:
-    """Hold what is saved in both ways until the checkpoint ends, when it is known whether a unit ran in it."""
+    """Hold saved tensors in both ways until the checkpoint ends, when it is known whether a unit ran in it."""
     begun, mode, saved = _units.begun, _KeepingMode(_TAPE, ""), list[list[Any]]()
     with closing(checkpoint):
         next(checkpoint)

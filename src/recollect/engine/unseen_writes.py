@@ -42,7 +42,7 @@ def forget_overwritten(tensor: torch.Tensor, writer: str, label: _Label) -> None
 
 
 def forget_updated(statistics: Sequence[torch.Tensor], writer: str, label: _Label) -> None:
-    """Forget how statistics were made that an op is about to update; what has read them keeps their old content.
+    """Forget how statistics were made that an op is about to update; earlier readers keep their old content.
 
     Raises:
         MutatedValueError: an op before this one has saved them for its gradient, which would read their new content.
@@ -87,7 +87,7 @@ class Comparison:
         """Note the content of a part of a tensor's storage; if it was noted at the same version, compare it with that.
 
         Raises:
-            MutatedValueError: it has changed, and what it held before is needed.
+            MutatedValueError: it has changed, and its old content is needed.
         """
         version = 0 if tensor.is_inference() else tensor._version
         notes: dict[Layout, _Note] = vars(storage).setdefault(NOTES, {})
@@ -105,7 +105,7 @@ class Comparison:
             self.overwritten.add(before.label[0])
 
     def end(self) -> None:
-        """Compare everything once more; forget the content of what a recipe does not make.
+        """Compare everything once more; forget the content of tensors without a recipe.
 
         Raises:
             MutatedValueError: it has changed.

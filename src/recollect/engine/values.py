@@ -22,7 +22,7 @@ from recollect.replay import Node, Recipes, Value
 _RECORD = "_recollect_record"
 _LEAVES = "_recollect_leaves"
 NOTES = "_recollect_notes"
-"""Where `unseen_writes.py` notes what a storage holds; a write that is seen removes it."""
+"""Where `unseen_writes.py` notes a storage's content; a write that is seen removes it."""
 # Dead weak references are removed from a storage's list of leaves when it reaches this length. Parameters and buffers
 # outlive the values that stand for them, step after step; other storages rarely see more than a handful.
 _SWEEP_LENGTH = 16

@@ -48,7 +48,7 @@ class BudgetHooks(BudgetCallback):
         ConfigError: when training begins, Lightning is too old.
         NotYetError: when training begins, its strategy for several devices is a different one; or the module optimizes by hand
             in `DistributedDataParallel`.
-        RecordError: when training begins, a different process of it has no `MemoryBudget`.
+        RecordError: when training begins, one of its other processes has no `MemoryBudget`.
 
     Example: `Trainer(callbacks=[MemoryBudget("22GiB")]).fit(module, loader)`.
     """

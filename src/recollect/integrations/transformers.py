@@ -118,7 +118,7 @@ class MemoryBudget(trainers.BudgetCallback, TrainerCallback):
         ConfigError: transformers is too old; or, when the trainer is made, it recomputes or offloads by itself.
         NotYetError: when the trainer is made, it splits the model in a way that is not in the table above, or has an optimizer
             that steps in backward.
-        RecordError: when training begins, a different process of it has no `MemoryBudget`.
+        RecordError: when training begins, one of its other processes has no `MemoryBudget`.
 
     Example: `Trainer(model, args, train_dataset=texts, callbacks=[MemoryBudget("22GiB")]).train()`.
     """

@@ -83,7 +83,7 @@ class UnitCoverage:
     """What one unit recomputes, keeps and offloads; added up over its calls in the step.
 
     Attributes:
-        name: module path of the unit; "all else" for what is outside of units, such as the loss.
+        name: module path of the unit; "all else" for everything outside units, such as the loss.
         is_layer: whether it is one of the layers that are counted, and not embedding, norm or head.
         reason: why it is not covered, as far as it can be seen; empty if it is, or is not a layer.
         calls: how often its forward ran, not counting runs in backward.
@@ -123,7 +123,7 @@ class Coverage(ShownInNotebooks):
     Attributes:
         model_class: the model's class.
         batch: the batch, in words; empty with `step`.
-        units: the units, in the order of the model; the last is what is outside of them.
+        units: the units, in the order of the model; the last is everything outside of them.
         is_compiled: whether a module is compiled, which was not watched: the step ran without `torch.compile`.
     """
 

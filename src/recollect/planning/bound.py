@@ -11,7 +11,7 @@ so at any prices lambda_e >= 0 its recompute is at least
 
 Every lambda gives a bound. The highest is found by cutting planes: each cut comes with a choice, and L is nowhere above what
 that choice costs, which is linear in lambda. The highest point under all known planes is a small linear program; at its prices
-the next cut is made. L has finitely many planes, so this ends, and soon: after 5 to 40 cuts for the first budget, 1 to 10
+the next cut is made. L has finitely many planes, so this ends soon: after 5 to 40 cuts for the first budget, 1 to 10
 for each one after it, as the planes are the same for every budget. The precision of the solver only decides which
 prices are tried, not whether the result is a bound.
 
@@ -25,8 +25,8 @@ that runs ops again for r seconds and waits w seconds for copies,
 
     away_e <= min(host memory, out rate x (t_e + later), back rate x (end - t_e + later))       `away_limits`
 
-where t_e and the end refer to the step without a plan. What happens before backward begins is later by w at most, as
-nothing has run again yet; what follows, by r + w. All limits are linear in the choice's r, and in w, a further unknown:
+where t_e and the end refer to the step without a plan. Everything before backward is delayed by at most w, since nothing
+has been rerun yet; everything after, by r + w. All limits are linear in the choice's r, and in w, a further unknown:
 so is L(lambda), which is least at w = 0 or at the longest wait of any plan.
 
 References:

@@ -205,7 +205,7 @@ class Explained:
     slowdown: float
     """The seconds of recompute and `wait_s`, divided by those of forward and backward without recompute."""
     tenants: tuple[str, ...]
-    """What fills the peak, with amounts, the largest first."""
+    """The contents of the peak, with amounts, the largest first."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -107,7 +107,7 @@ class Option:
     """Seconds of `recompute_ops` and to gather parts, plus the overhead of the tape in forward for their modules."""
     output: Action = Action.KEEP
     engine: EngineChoice = EngineChoice.TAPE
-    """What carries it out."""
+    """The engine that carries it out."""
     variant: int = -1
     """Of a compiled unit, the index in `UnitGraph.variants`; -1 on other engines."""
 

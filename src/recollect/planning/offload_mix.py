@@ -45,7 +45,7 @@ class OffloadUnit:
 
     forward: Stage
     backward: Stage
-    """What each option needs in the unit's windows of one phase."""
+    """The bytes each option needs in the unit's windows of one phase."""
     leaving_bytes: NDArray[np.int64]
     """For each option, the part of its stored bytes that can be offloaded."""
     forward_s: float

@@ -175,7 +175,7 @@ def single_outputs(profile: Profile) -> frozenset[str]:
 
 
 def keeping_outputs(profile: Profile) -> Profile:
-    """Return a profile whose plans keep what units return, for engines that cannot drop it."""
+    """Return a profile whose plans keep units' outputs, for engines that cannot drop them."""
     graphs = [
         replace(graph, values=tuple(replace(v, must_keep=True) if v.is_output else v for v in graph.values))
         for graph in profile.graphs

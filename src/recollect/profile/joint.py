@@ -60,7 +60,7 @@ class JointRecord:
     parameters: tuple[int, ...] = ()
     """The positions of the inputs that are parameters and need gradients."""
     input_values: tuple[int, ...] = ()
-    """For each input, its index in the unit's values; -1 for parameters and what outlives the step."""
+    """For each input, its index in the unit's values; -1 for parameters and values that outlive the step."""
     holds_tangents: bool = False
     """The gradients that backward begins with stay alive until it ends, as with torch 2.11."""
 

@@ -76,7 +76,7 @@ class Profile(ShownInNotebooks):
         to_host_bytes_per_s, from_host_bytes_per_s: rates of copies from the device to its host's memory, and of copies back; 0
             if unknown, and nothing can be offloaded.
         host_latency_s: seconds of the smallest such copy.
-        host: what the tape takes around ops, as measured, from which the graphs' times are; None if it was not measured.
+        host: the measured overhead of the tape around ops, which the graphs' times include; None if it was not measured.
         outputs: the events with which the log would say that an output of the model died.
         parameter_itemsize: bytes of an element of a parameter, of the widest one; 0 if unknown.
         makes_cache: the model's output holds keys and values for generation, as a Hugging Face model's does by default.

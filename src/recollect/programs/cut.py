@@ -1,6 +1,6 @@
-"""Cuts a traced unit by a plan: what forward saves, and the ops of backward, with those that run again before they are needed.
+"""Cuts a traced unit by a plan: the values that forward saves, and the ops of backward, including those that run again.
 
-Saved is what the plan keeps and backward reads, and nothing else; every other value is computed again from that and from the
+Only values that the plan keeps and backward reads are saved; every other value is computed again from that and from the
 unit's inputs, arguments first, before its first reader: the order in which the tape computes it. Gradients are summed in place
 if one of the two is no longer needed.
 
@@ -35,7 +35,7 @@ def other_ops(found: Sequence[object], expected: Sequence[object]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """What runs when, and what is held in between, as numbers in a `JointRecord`.
+    """Which ops run when, and which values are held in between, as numbers in a `JointRecord`.
 
     Attributes:
         forward: the ops of forward, without views that nothing reads.
@@ -109,7 +109,7 @@ def _forward(joint: JointRecord, saved: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _needed(joint: JointRecord) -> list[int]:
-    """Return the ops of backward that gradients depend on: what the engine adds up is left to the engine."""
+    """Return the ops of backward that gradients depend on: sums made by autograd's engine are left to it."""
     needed = {tensor for contributions in joint.gradients for tensor in contributions}
     storages = {joint.tensors[tensor] for tensor in needed}
     found = []
@@ -159,7 +159,7 @@ class _Forward:
 
     Attributes:
         storages: all memory of forward, inputs included.
-        available: memory that is there in backward: of inputs, of what the unit returns, and of what is kept.
+        available: memory that is there in backward: of inputs, of outputs of the unit, and of kept values.
         writes: for each memory that ops write to, the ops.
         groups: for new memory that is written to, the ops that create its contents, in order.
         between: for ops that read memory between writes to it and make what is written, the group that they belong to.
@@ -212,7 +212,7 @@ class _Forward:
         self.storages = inputs | kept.keys()
 
     def _between(self, storage: int, ops: list[int]) -> list[int]:
-        """Return the ops that read some memory between the writes to it, and make what these write."""
+        """Return the ops that read some memory between the writes to it, and compute the values written."""
         memory, all_ops = self._joint.tensors, self._joint.ops
         derived, readers = {storage}, []
         for number in range(ops[0], ops[-1]):

@@ -47,7 +47,7 @@ def again_s(graph: UnitGraph, recomputed: frozenset[int]) -> float:
 
 @cache
 def returned_values(graph: UnitGraph) -> frozenset[int]:
-    """Return the values that a traced unit makes and hands out: what it returns, and what it leaves behind elsewhere."""
+    """Return the values that a traced unit makes and hands out: its outputs, and values that it leaves elsewhere."""
     joint = graph.joint
     if joint is None:
         return frozenset()
@@ -57,7 +57,7 @@ def returned_values(graph: UnitGraph) -> frozenset[int]:
 
 @cache
 def played_unit(graph: UnitGraph, recomputed: frozenset[int], device: str, *, is_chained: bool) -> VariantRecord:
-    """Return what a unit takes that runs from its trace on a type of device; see `play`.
+    """Return the memory use of a unit that runs from its trace on a type of device; see `play`.
 
     Raises:
         ValueError: it stays on the tape.

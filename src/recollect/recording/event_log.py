@@ -37,7 +37,7 @@ class Need:
 
 
 def settled(recorded: Iterable[Any]) -> list[Event]:
-    """Return events in which deaths are replaced by what they mean; some mean nothing."""
+    """Return events in which deaths are replaced by their meaning; some have none."""
     found = (event.means if type(event) is Death else event for event in recorded)
     events_or_none = (event if isinstance(event, tuple) else event.end() for event in found)
     return [event for event in events_or_none if event is not None]

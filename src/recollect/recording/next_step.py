@@ -241,7 +241,7 @@ def with_copies(profile: Profile) -> Profile:
 
 
 def _held(profile: Profile, recorded: Sequence[Event]) -> Iterator[tuple[tuple[int, int], int, int | None]]:
-    """Yield what the model holds into backward, with the place after its last read in a forward, and its death, if any."""
+    """Yield values that the model holds into backward, with the place after the last read in a forward, and death, if any."""
     returns: dict[int, int] = {}
     ends: dict[tuple[int, int], int] = {}
     read: dict[tuple[int, int], int] = {}
@@ -317,7 +317,7 @@ class Returns:
 
     @uncompiled
     def _begin(self, module: nn.Module, _args: Any) -> None:
-        # Backward may run a module again; what a function transform makes has no storage.
+        # Backward may run a module again; results of a function transform have no storage.
         if self._outermost is None and current_autograd_node() < 0 and not transforms_are_active():
             self._outermost = module
             self._recorder.begin_forward()

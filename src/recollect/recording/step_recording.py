@@ -284,7 +284,7 @@ class StepRecording:
         return fold(made)
 
     def _with_last_step(self, gradients: Gradients) -> list[events.Event]:
-        """Return the events with what the last step left behind, until it is replaced.
+        """Return the events with the leftovers of the last step, until they are replaced.
 
         A gradient is freed by `zero_grad`, else before backward. A model's output lives until it is replaced (`Returns`).
         Anything else (a loss, a gradient of the input) lives at most until the phase ends in which its successor is made.

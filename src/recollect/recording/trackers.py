@@ -66,7 +66,7 @@ class Persistent:
     __slots__ = ()
 
     def end(self) -> None:
-        """Return no event: its death is none."""
+        """Return no event: its death does not count."""
 
 
 class Trackers:
@@ -79,7 +79,7 @@ class Trackers:
         self._log = log
 
     def attach(self, storage: torch.UntypedStorage, tracker: Tracker) -> None:
-        """Have a tracker say what the death of a storage means, in place of an earlier one, which ends here."""
+        """Make a tracker say what the death of a storage means, in place of an earlier one, which ends here."""
         old: Death | None = getattr(storage, _TRACKER, None)
         if old is not None:
             if (end := old.means.end()) is not None:

@@ -218,7 +218,7 @@ _TIMED_S: Final = 3.0
 _FEWEST_ROUNDS: Final = 3
 _MOST_ROUNDS: Final = 15
 
-# What takes longest in a fused kernel, by calls in its code.
+# The slowest operations in a fused kernel, by calls in its code.
 _KINDS: Final[tuple[tuple[re.Pattern[str], Kind], ...]] = (
     (re.compile(r"rand\w*_cpu\("), "random"),
     (re.compile(r"\b(exp|expm1|log|log1p|tanh|erf|sin|cos|sigmoid)\("), "transcendental"),

@@ -105,7 +105,7 @@ class _Found:
 
 @dataclass(frozen=True)
 class _Compiled:
-    """A compiled forward, and what it keeps."""
+    """A compiled forward, and the values it keeps."""
 
     forward: Callable[..., Any]
     record: VariantRecord

@@ -137,7 +137,7 @@ class Division:
         return self._links[key]
 
     def _home(self, position: int, code: int, operands: tuple[Any, ...]) -> int:
-        """Return the call that an instruction belongs to; note what it makes, reads and ends."""
+        """Return the call that an instruction belongs to; note the values that it makes, reads and ends."""
         home: int = operands[0]
         if code == BULK:
             # No plan changes these: put them with their surroundings. Runs of instructions are then few and long.

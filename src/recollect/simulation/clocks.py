@@ -51,7 +51,7 @@ def step_times(profile: Profile, decisions: Sequence[CallActions]) -> StepTimes:
 
 class _TwoClocks(ClockedPlayback):
     def __init__(self, program: EveryEvent, decisions: Sequence[CallActions]) -> None:
-        # What runs again in a traced unit runs again on the tape, too.
+        # Ops rerun in a traced unit are rerun on the tape, too.
         super().__init__(program, [replace(one, engine=EngineChoice.TAPE) for one in decisions])
         self._traced = {call for call, one in enumerate(decisions) if one.engine is EngineChoice.GRAPH}
         self._times = program.profile.host or HostTimes()

@@ -67,7 +67,7 @@ class CallActions:
     values: ValueActions = KEEP_ALL
     """Actions by index in the call's graph."""
     output: Action = Action.KEEP
-    """Action for what the call returns."""
+    """Action for the call's output."""
     is_planned: bool = True
     """Whether the plan names the unit, even if only to keep everything."""
     engine: EngineChoice = EngineChoice.TAPE
@@ -159,7 +159,7 @@ def compiled_unit(graph: UnitGraph, variant: int) -> UnitPlan:
 
 
 def _variant_of(graph: UnitGraph, unit: UnitPlan) -> int:
-    """Return the variant that keeps what a plan keeps; PyTorch's own choice if it names no value.
+    """Return the variant that keeps the plan's values; PyTorch's own choice if it names no value.
 
     Raises:
         PlanError: none was recorded.

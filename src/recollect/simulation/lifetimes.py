@@ -27,7 +27,7 @@ LOSS = 3
 class Lifetime:
     """A storage, or an op's workspace (`op` then names the op).
 
-    It is alive from moment `born` up to but excluding moment `died`, which is -1 for what outlives the step.
+    It is alive from moment `born` up to but excluding moment `died`, which is -1 for those that outlive the step.
     """
 
     owner: Owner
@@ -209,7 +209,7 @@ class _TimedPlayback(ClockedPlayback):
         self.host_changes.append((len(self.times_s) - 1, nbytes))
 
     def actions(self) -> dict[int, Callable[..., None]]:
-        """Return handlers that end first what died: at the time, and in the call, in which it did."""
+        """Return handlers that first end dead objects: at the time, and in the call, in which they died."""
         return {code: partial(self._settled, handler) for code, handler in super().actions().items()}
 
     def _settled(self, handler: Callable[..., None], *operands: Any) -> None:

@@ -107,7 +107,7 @@ class Playback(HostRoom):
         # Values that hold a tensor which an op will write to: they then get a private copy.
         self.leaves: dict[Key, list[weakref.ref[Value]]] = {}
         self.handles: dict[int, tuple[Saved, int]] = {}
-        # Of each call; and the backward that keeps its graph, one at a time, with what its formulas hold.
+        # Of each call; and the backward that keeps its graph, one at a time, with the values its formulas hold.
         self.recipes: defaultdict[int, Recipes] = defaultdict(Recipes)
         self.kept_pass = KeptPass()
         self.peeked: dict[int, object] = {}
@@ -339,7 +339,7 @@ def _nothing(_call: int) -> None:
 
 
 _NOTHING: Final = object()
-"""Bytes counted elsewhere: parameters, or what was made outside the units."""
+"""Bytes counted elsewhere: parameters, or storages made outside the units."""
 
 
 class _Rerun:

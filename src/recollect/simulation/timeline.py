@@ -47,7 +47,7 @@ CATEGORIES = {
     # `Profile.calibration_bytes`.
     "calibration": "measured peak of the recorded step minus its simulated one",
 }
-"""What the bytes of each category are, from the longest-lived to the shortest."""
+"""Descriptions of the categories, from the longest-lived to the shortest."""
 
 PHASES = {FORWARD: "forward", LOSS: "loss", BACKWARD: "backward", OPTIMIZER: "optimizer step"}
 

@@ -54,8 +54,8 @@ class Report(ShownInNotebooks):
         eager_tolerance: the distance to expect, since fused code rounds in other places: the square root of
             the precision of the least precise parameter.
         host: the cost of offloaded values in a step: host memory, seconds of waiting for copies, and values that were asked for
-            at a different moment than planned; None if there are none, or units ran on their own, where edges are missed by
-        design. predicted_host_bytes: the plan's prediction of that memory.
+            at a different moment than planned; None if there are none, or units ran by themselves, without edges.
+        predicted_host_bytes: the plan's prediction of that memory.
         left_gradients_bytes: gradients that your own step leaves in memory for its next run.
         rank: in a group of processes, the one whose peaks these are, since its peak under the plan is the largest. The slowdown
             is that of the slowest, and differences are those of the first that has some, which they name. None without a group.

@@ -136,7 +136,7 @@ def _work(plan: Plan, compare: str, *, is_timed: bool) -> tuple[str, int | None]
 
 
 def _checked(check: _Check, plan: Plan, compare: Literal["auto", "step", "units"], *, may_fall_back: bool) -> Report:
-    """Compare step or units; `may_fall_back`: units if the step runs out of memory, and it was not asked for."""
+    """Compare the step, or units; `may_fall_back`: use units if the step, not asked for explicitly, runs out of memory."""
     if compare != "units":
         try:
             return check.by_step(plan)

@@ -31,7 +31,7 @@ def compile_options(plan: Plan) -> dict[str, Any]:
 
     Warns:
         PlanMismatchWarning, when it is compiled: the code lacks a value that the plan names; or the plan cannot be carried
-            out, and PyTorch decides. Where a cache on disk has the code, there is none.
+            out, and PyTorch decides. There is none if the code comes from a cache on disk.
 
     Example:
         >>> import recollect

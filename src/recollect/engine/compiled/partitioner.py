@@ -117,7 +117,7 @@ class PlanPartitioner(CustomPartitionerFn):
         if failure is not None:
             self._warn_of_failure(failure)
         elif found - words.keys() or any(words[name] == Action.KEEP for name in missing):
-            # What is to be dropped, and is not computed there, takes no memory, unless something else is in its place.
+            # Values to be dropped that are not computed there take no memory, unless something else is in their place.
             self._warn_of_missing(missing)
         if self._on_partition is not None:
             self._on_partition(_partition(gm, halves[0], names, missing, num_outputs))

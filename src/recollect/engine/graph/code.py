@@ -30,13 +30,13 @@ _PLAIN: Final = (int, float, bool, str, type(None))
 
 
 def forward_code(cut: Cut) -> Run:
-    """Return a function from a unit's inputs to its outputs, followed by what backward needs: tensors, and draws."""
+    """Return a function from a unit's inputs to its outputs, followed by the tensors and draws that backward needs."""
     text = _Text("forward", cut.forward, cut.trace.inputs, [*cut.trace.outputs, *cut.saved], drawing=cut.draws)
     return text.function()
 
 
 def backward_code(cut: Cut) -> Run:
-    """Return a function from the gradients from outside, and what forward saved, to the addends of the inputs' gradients."""
+    """Return a function from outside gradients and saved values to the addends of the inputs' gradients."""
     gradients = [tensor for contributions in cut.gradients for tensor in contributions]
     text = _Text("backward", cut.backward, [*cut.tangents, *cut.saved], gradients, drawn=cut.draws, sums=cut.sums)
     return text.function()

@@ -21,7 +21,7 @@ class Cut:
     """A cut of `recollect.programs.cut`, with ops and tensors in place of numbers.
 
     Attributes:
-        gradients: for each input, what is to be added up to its gradient.
+        gradients: for each input, the addends of its gradient.
         sums: for each sum that is made in place, the addend whose memory takes it, and the other one.
         joint, numbers: the trace as a record, and the cut as numbers in it.
     """

@@ -225,7 +225,7 @@ class GraphForward(PlacedForward):
         return self._traced(kind, call)
 
     def _run_of_another(self, kind: Kind, call: Any) -> Callable[..., Any] | None:
-        """Take over the traces of an equal unit under an equal plan if one fits this call; return what runs it."""
+        """Take over the traces of an equal unit under an equal plan if one fits this call; return its runner."""
         for reference in self.tape.traced.get(self._alike, ()):
             other: GraphForward | None = reference()
             if other is None or other._traces is None or other._noted.get(kind) != self._noted[kind]:

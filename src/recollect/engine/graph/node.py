@@ -182,7 +182,7 @@ class TracedUnit:
         return given, program
 
     def backward(self, call: _Call, gradients: list[Any]) -> tuple[Any, ...]:
-        """Run backward; `gradients` are those of what the node returned."""
+        """Run backward; `gradients` are those of the node's outputs."""
         given, program = self._given(call, gradients)
         with call.as_in_forward():
             found = program.backward(given)
@@ -265,12 +265,12 @@ class _Call:
         self.saved: list[Any] | None = None
         # The saved values among the unit's inputs and outputs, with versions and content: others may write to them.
         self.seen: list[tuple[torch.Tensor, int, bytes | int | None]] = []
-        # Of a chain: what forward is given, until it has run; the backward that is running; and what it has found.
+        # Of a chain: the inputs of forward, until it has run; the backward that is running; and its results so far.
         self.inputs: tuple[Any, ...] = ()
         self.running: Any = None
         self.next_stretch = 0
         self.handed_over: list[Any] = []
-        # The gradients with which a backward began that keeps the graph, and what was found again for them, by stretches.
+        # The gradients with which a backward began that keeps the graph, and their results so far, by stretches.
         self.began_with: list[Any] = []
         self.found: dict[int, tuple[Any, ...]] = {}
 
@@ -317,7 +317,7 @@ class _Call:
         return tuple([found[index] for index in unit.made])
 
     def take(self, program: Program) -> list[Any]:
-        """Return what is saved, for a program's backward; let go of it unless there may be one more.
+        """Return the saved values for a program's backward; release them unless there may be one more.
 
         Raises:
             MutatedValueError: some of it was written to.

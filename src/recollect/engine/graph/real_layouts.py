@@ -1,6 +1,6 @@
 """Lays out the results of traced ops as their kernels do, since functions for fake tensors may be wrong.
 
-PyTorch computes what an op makes of fake tensors by Python functions, some of which differ from the kernels in the strides of
+PyTorch computes an op's results on fake tensors with Python functions, some of which differ from the kernels in the strides of
 results, for arguments that are not contiguous. Autograd asks strides: with other strides it runs other ops. So such an op runs
 once, on zeros: its result is as large as in backward, and is freed at once.
 """

@@ -65,7 +65,7 @@ class BackwardTrace:
     tangents: list[TracedTensor]
     """The gradients that it begins with, without those that are not there."""
     gradients: list[list[TracedTensor]]
-    """For each input, what eager mode adds up to its gradient, in order; empty for one without."""
+    """For each input, the addends of its gradient in eager mode, in order; empty for one without."""
 
 
 class OtherMemoryError(Exception):
@@ -312,7 +312,7 @@ class _Recorder(OpMode):
         return traced
 
     def known(self, tensor: torch.Tensor) -> TracedTensor:
-        """Return what stands for a tensor; autograd makes new objects for some of those that it saves."""
+        """Return the stand-in for a tensor; autograd makes new objects for some of those that it saves."""
         found = self._tensors.get(id(tensor))
         if found is None and tensor.layout is torch.strided:
             number = self._storages.get(tensor.untyped_storage()._cdata, -1)

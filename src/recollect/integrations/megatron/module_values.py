@@ -183,7 +183,7 @@ def _layernorm(layer: LayerOps) -> frozenset[int]:
 
 
 def _moe_act(layer: LayerOps) -> Iterator[int]:
-    """The activation, and in the same module what scales its result (a gate, a routing weight) or casts it."""
+    """The activation, and in the same module the op that scales its result (a gate, a routing weight) or casts it."""
     activated: set[int] = set()
     for op in layer.ops:
         is_next = op.name in _AFTER_ACTIVATION and not activated.isdisjoint(op.inputs)

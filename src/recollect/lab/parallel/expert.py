@@ -118,8 +118,8 @@ class SharedGroups(GroupedLinear):
     """Multiplies by this rank's part.
 
     Args:
-        whole: all of it, with the same weights on all ranks, or on the meta device; or a part shared by a different mesh's
-        ranks. mesh: the ranks that share it.
+        whole: all of it, with the same weights on all ranks, or on the meta device; or a part shared by other ranks.
+        mesh: the ranks that share it.
         dim: of the weights [groups, output channels, input channels], and of the biases, the one that is cut into parts.
     """
 

@@ -43,7 +43,7 @@ def is_shown_here(text: str) -> bool:
 
 
 def is_first_in(store: Any, text: str) -> bool:
-    """Note a warning in the store of several processes, and return whether it is new; a store that is gone knows none."""
+    """Note a warning in the store of several processes, and return whether it is new; without the store, all are new."""
     key = f"recollect/warned/{hashlib.sha256(text.encode()).hexdigest()}"
     try:
         number: int = store.add(key, 1)
