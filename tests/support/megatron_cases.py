@@ -280,7 +280,7 @@ WITHIN = [
     Broken(
         "micro-batches-without-pipeline",
         {**BLOCK, **PARTIAL},
-        "several micro-batches are in flight in a pipeline only. Leave it out, or set pipeline_model_parallel_size",
+        "only a pipeline has several micro-batches in flight. Leave it out, or set pipeline_model_parallel_size",
         {"pipeline_model_parallel_size": 2},
     ),
     Broken(
@@ -557,7 +557,7 @@ FREE = [
     Broken(
         "fp8-delayed",
         selective("layernorm"),
-        "delayed scaling records what it sees, and recompute would show it everything twice",
+        "delayed scaling records all it sees, and recompute would show it everything twice",
         {"fp8_recipe": "mxfp8"},
         {"fp8": "hybrid", "fp8_recipe": "delayed", "transformer_engine_version": "2.6.0"},
     ),

@@ -211,7 +211,7 @@ def _wrapped(trainer: Any, args: Any, model: Any) -> Any:
         how = {"deepspeed": "..."} if args.deepspeed else {"world_size": args.world_size}
         raise NotYetError(
             settings=how,
-            needs="a trainer other than Hugging Face's, in which what wraps its model is not known",
+            needs="a trainer other than Hugging Face's, whose model wrapper is unknown",
             advice="Leave MemoryBudget out, and pass the wrapped model to recollect.attach, or for DeepSpeed to "
             "recollect.integrations.deepspeed.initialize.",
         )

@@ -2,8 +2,7 @@
 
 Compiled code computes pointwise ops again nearly for free, fused into the ops of backward that read them; a reduction costs
 about as much as reading its input; products, attention and ops opaque to the compiler cost as much as in the
-step. With these costs the minimum cuts of `hull.py` propose what to keep. Fusion makes the costs rough, so they are only
-proposals.
+step. With these costs the minimum cuts of `hull.py` propose what to keep. Fusion makes the costs rough.
 """
 
 from __future__ import annotations

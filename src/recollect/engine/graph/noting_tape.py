@@ -34,7 +34,7 @@ class NotedOp(NamedTuple):
 
     @classmethod
     def of(cls, module: str, name: str, layouts: Iterable[tuple[Sequence[int], Sequence[int]]]) -> NotedOp:
-        """Note an op. The stride of a dimension of size 1 says nothing, and is taken as 0."""
+        """Note an op. The stride of a dimension of size 1 is meaningless, and taken as 0."""
         layouts = list(layouts)
         strides = [tuple(step if size > 1 else 0 for size, step in zip(*layout, strict=True)) for layout in layouts]
         return cls(module, name, tuple(tuple(shape) for shape, _ in layouts), tuple(strides))

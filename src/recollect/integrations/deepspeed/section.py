@@ -122,7 +122,7 @@ class BudgetSection:
             if argument is not None and is_said and argument != own:
                 raise ConfigError(
                     settings={f"{_SECTION}.{name}": own, name: argument},
-                    reason="the configuration and the argument say different things",
+                    reason="the configuration and the argument differ",
                     advice="Drop one of them.",
                 )
             merged[name] = own if argument is None else argument

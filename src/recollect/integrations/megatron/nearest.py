@@ -81,7 +81,7 @@ def nearest_uniform_settings(
 
     The profiles are those that the plans were made from, of all stages; equal ones are the same object.
 
-    Complexity: for each setting a sum over each distinct stage; until one fits, from the fastest on, over each rank.
+    Complexity: for each setting a sum over each distinct stage; then, from the fastest setting until one fits, over each rank.
     """
     budget_bytes = planned.peak_bytes if planned.budget_bytes is None else planned.budget_bytes
     distinct = {id(profile): profile for profile in profiles}

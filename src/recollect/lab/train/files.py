@@ -72,7 +72,7 @@ def publish(partial: Path, path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a file, or a folder: all of it or, if the process is killed, some, under a name for `remove_partial`."""
+    """Remove a file, or a folder: completely, or partly if the process is killed, under a name for `remove_partial`."""
     if path.is_dir():
         if path.suffix != _SUFFIX:
             path = path.rename(unpublished(path))

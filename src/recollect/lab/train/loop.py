@@ -70,8 +70,7 @@ def train(config: TrainConfig, *, console: Console | None = None) -> Outcome:
         processes = stack.enter_context(joined_processes(config))
         ranks = processes.ranks
         if config.step.memory_budget is not None:
-            # Not earlier: each process has its own device from here on, and the others would wait for one with a different
-            # budget.
+            # Not earlier: each process has its own device from here on, and others would wait for one that refuses its budget.
             check_budget(config.step.memory_budget, device_bytes=memory_bytes(resolve_device(config.step.device)))
             check_host_budget(config.step.host_budget)
         if config.run.run_dir is None:

@@ -116,7 +116,7 @@ class Processes:
         if is_delayed and len(self.ranks.ranks) > self.layout.pipeline_model_parallel_size:
             raise NotYetError(
                 settings={"fp8_recipe": "delayed"},
-                needs="histories over ranks that multiply with the same weights, which would each have their own",
+                needs="histories common to the ranks that share weights; each would have its own",
                 advice="Choose a different fp8_recipe, or only pipeline parallelism.",
             )
         ranks, count = self.data_ranks, config.optim.num_micro_batches
