@@ -21,6 +21,8 @@ from recollect.plans.action import Action
 class KeepAttention:
     """Drop every value but what attention returns."""
 
+    drops_outputs = False
+
     def action(self, unit_path: str, value_name: str) -> Action:
         return Action.KEEP if "scaled_dot_product" in value_name else Action.RECOMPUTE
 

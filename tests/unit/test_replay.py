@@ -248,3 +248,15 @@ def test_op_that_fails_can_be_asked_again() -> None:
         value.get()
     assert value.get().text == "a(x)"
     assert log.runs == ["a"]
+
+
+def test_value_without_tensor_or_node_is_a_bug_of_ours() -> None:
+    with pytest.raises(RuntimeError, match="neither tensor nor node: this is a bug in recollect, please report it"):
+        Value().get()
+
+
+def test_second_run_of_a_node_is_a_bug_of_ours() -> None:
+    node = Log().node("f", held())
+    node.run()
+    with pytest.raises(RuntimeError, match="asked to run twice: this is a bug in recollect, please report it"):
+        node.run()
