@@ -72,7 +72,9 @@ class Timed:
         return self.low <= self.measured <= self.high
 
 
-def plans_for(profile: recollect.Profile, engine: Engine, budgets: tuple[float, ...]) -> dict[str, recollect.Plan]:
+def plans_for(
+    profile: recollect.Profile, budgets: tuple[float, ...], engine: Engine = "tape"
+) -> dict[str, recollect.Plan]:
     """Return a plan for each budget, by name."""
     planner = planner_for(profile, engine=engine)
     try:
@@ -80,7 +82,7 @@ def plans_for(profile: recollect.Profile, engine: Engine, budgets: tuple[float, 
     except BudgetTooSmallError as error:
         least_bytes = error.least_peak_bytes
     span = planner.plain_peak_bytes - least_bytes
-    return {f"{engine}, {part:.0%}": planner.plan(round(least_bytes + part * span)) for part in budgets}
+    return {f"{part:.0%}": planner.plan(round(least_bytes + part * span)) for part in budgets}
 
 
 @few_objects()
@@ -90,7 +92,11 @@ def run_model(flags: Flags, model: ModelName) -> list[Timed]:
     for _ in range(_UNSETTLED):  # Memory that is touched for the first time makes each op slower.
         step.seconds()
     profile = step.record("graph" if "graph" in flags.engines else "tape")
-    plans = {name: plan for one in flags.engines for name, plan in plans_for(profile, one, flags.budgets).items()}
+    plans = {
+        f"{engine}, {name}": plan
+        for engine in flags.engines
+        for name, plan in plans_for(profile, flags.budgets, engine).items()
+    }
     with ExitStack() as stack:
         ways = []
         for name, plan in plans.items():

@@ -13,14 +13,13 @@ import torch
 
 import recollect
 from gpu.part import Context, deterministic_kernels
-from gpu.prediction_part import Case, Loop, Row, cases, measured, table
+from gpu.prediction_part import KEEP_ALL, Case, Loop, Row, cases, measured, table
 from recollect.costs.host_copies import measure_host_link
 from recollect.engine.offload.carriers import carrier_for
 from recollect.errors import BudgetTooSmallError
 from recollect.planning.planners import OffloadPlanner, planner_for
 from recollect.plans.plan import Plan
 from results_csv import Number
-from step_times import KEEP_ALL
 
 # Parts of what is not alive throughout.
 _BUDGETS = (0.75, 0.5, 0.35, 0.25)

@@ -27,9 +27,10 @@ from recollect.measuring.timing import timed
 from recollect.recording.model_step import resident_tensors
 from recompute import SwitchablePlan
 from results_csv import Number
-from step_times import KEEP_ALL, plans_for
+from step_times import plans_for
 from subject import Step, StepFlags
 
+KEEP_ALL = "keep all"
 # Fractions of the way from the least peak to that of keeping everything.
 _BUDGETS = (0.0, 0.05, 0.15, 0.3, 0.45, 0.6, 0.75, 0.9)
 # The tape learns in two steps what it has to watch, and forgets nothing of it in the third.
@@ -224,7 +225,9 @@ def run(context: Context) -> str:
             profile = recollect.record(
                 loop.model, loop.batch, optimizer=loop.optimizer, holds_output=False, gradients="freed"
             )
-            found = measured(loop, profile, plans_for(profile, budgets), num_rounds=num_rounds)
+            classic = {KEEP_ALL: "keep_all", "full": "full"}
+            plans = {name: recollect.classic_plan(profile, kind) for name, kind in classic.items()}
+            found = measured(loop, profile, plans | plans_for(profile, budgets), num_rounds=num_rounds)
             others = Number("other_allocations", "bytes", name, profile.persistent.get("other_allocations", 0))
             calibration = Number("calibration", "bytes", name, profile.calibration_bytes)
             numbers = [number for row in found for number in row.numbers(name)]

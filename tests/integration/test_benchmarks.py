@@ -75,7 +75,7 @@ PROGRAMS = {
     ),
     "step_times": (
         f"{TINY} --threads 1 --least-rounds 1 --models gpt2",
-        ("predicted_step_time", "measured_step_time", "predicted_slowdown", "measured_slowdown"),
+        ("predicted_slowdown", "measured_slowdown"),
         "in the median",
     ),
     "claims": ("--parts modelled --models 'Llama 7B at 2048, fused'", ("saved",), ""),
