@@ -233,7 +233,7 @@ MUTATIONS = (
     Mutation(
         "graph-other-memory",
         "a trace is run though inputs share memory that it writes to, unlike in the traced call",
-        "engine/graph/node.py",
+        "engine/graph/trace.py",
         (("if group != [i for i, one in enumerate(memory) if one == memory[group[0]]]:", "if False:"),),
     ),
     Mutation(
