@@ -1127,7 +1127,7 @@ _WORDS: dict[str, tuple[str, ...]] = {
     "would run again, and write to what is kept once more": ("statistics written",),
     "it runs other ops than in eager mode|a Function in it returns the same tensor twice": ("function in place",),
     "a Function in it returns the same tensor twice when it is traced": ("function that writes to its result",),
-    "chooses its ops by what a tensor holds": (
+    "chooses its ops by a tensor's contents": (
         *("product", "cumulative product", "largest of all", "median of all", "filled with a number that learns"),
     ),
     r"a Function in it calls aten\.unsqueeze_": ("function that reshapes in place",),

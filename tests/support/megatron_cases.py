@@ -316,7 +316,7 @@ WITHIN = [
     Broken(
         "offload-delta",
         {**offload("core_attn"), "delta_offload_bytes_across_pp_ranks": 1024},
-        "delta_offload_bytes_across_pp_ranks=1024, pipeline_model_parallel_size=1: it has no effect, since later stages",
+        "delta_offload_bytes_across_pp_ranks=1024, pipeline_model_parallel_size=1: it has no effect, since only later",
         {"pipeline_model_parallel_size": 2},
     ),
     Broken(

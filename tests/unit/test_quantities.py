@@ -124,7 +124,7 @@ def test_check_budget_finds_what_parse_budget_would(value: Any) -> None:
 
 def test_check_budget_of_a_device() -> None:
     check_budget("90% of the device", device_bytes=1)
-    with pytest.raises(QuantityError, match="the device's memory is known of"):
+    with pytest.raises(QuantityError, match="the device's memory is known only for"):
         check_budget("90% of the device", device_bytes=None)
     check_budget("1024", device_bytes=None)
 

@@ -309,6 +309,6 @@ def test_an_attached_loop_does_not_record() -> None:
     step(256)
     with rehearsing_capture():
         step(256)
-        with refuses("attach", "a step of 264 x 64", "no plan covers it, and to record it takes clocks"):
+        with refuses("attach", "a step of 264 x 64", "no plan covers it, and recording it needs clocks"):
             step(264)
     step(264)

@@ -147,7 +147,7 @@ def test_custom_op_that_draws_something_else_the_second_time() -> None:
     func = torch.ops.draws_test.uneven.default
     _, draw = first_run(facts_of(func), func, [torch.ones(2)], {})
     assert draw is not None
-    with pytest.raises(RandomDrawError, match=r"draws_test\.uneven\.default drew other random numbers in backward"):
+    with pytest.raises(RandomDrawError, match=r"draws_test\.uneven\.default drew different random numbers in backward"):
         draw.again(func, [torch.ones(2)], {})
 
 

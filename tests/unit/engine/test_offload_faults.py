@@ -163,7 +163,7 @@ def test_host_memory_that_cannot_be_had_is_an_error(
     free = os.statvfs(tmp_path).f_bavail * os.statvfs(tmp_path).f_frsize
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     with pytest.raises(
-        OffloadError, match="cannot be had .*; set TMPDIR to a folder with more room, or lower host_budget"
+        OffloadError, match="is not available .*; set TMPDIR to a folder with more room, or lower host_budget"
     ):
         recollect.apply(trial.model, trial.plan(host_bytes=2 * free))
     trial.check()

@@ -136,7 +136,7 @@ def test_a_switch_that_cannot_be_set_back_is_named(monkeypatch: pytest.MonkeyPat
         ],
     )
     message = (
-        r"^got are_deterministic_algorithms_enabled=False: it was True in forward, and could not be set .* Leave it as"
+        r"^got are_deterministic_algorithms_enabled=False: it was True in forward, and could not be restored .* Do not"
     )
     with pytest.raises(ConfigError, match=message), then.applied(now):
         pass

@@ -307,7 +307,7 @@ def unit(**changes: Any) -> dict[str, Any]:
         (unit(paths=[7]), r"units\[0\]\.paths\[0\]: got 7, expected a string"),
         (
             document(units=[{"paths": ["layers.0-3"], "values": {}}, {"paths": ["layers.2"], "values": {}}]),
-            r"units\[1\]\.paths\[0\]: the unit 'layers\.2' is there twice",
+            r"units\[1\]\.paths\[0\]: the unit 'layers\.2' appears twice",
         ),
     ],
 )
@@ -320,7 +320,7 @@ def test_malformed_documents_say_where(bad: object, message: str) -> None:
     ("text", "message"),
     [
         ('{"format":', "line 1, column 11: not JSON"),
-        ('{"a": 1, "a": 2}', "the key 'a' is there twice in one object"),
+        ('{"a": 1, "a": 2}', "the key 'a' appears twice in one object"),
         ('{"predicted_slowdown": NaN}', "got NaN, expected a finite number"),
         ("[" * 100_000, "not a recollect.plan document|not JSON"),
     ],

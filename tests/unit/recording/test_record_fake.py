@@ -156,7 +156,7 @@ def test_the_module_that_asks_for_content_is_named() -> None:
     with pytest.raises(
         RecordError,
         match=r"module '1\.0' \(Steered, .*test_record_fake\.py:\d+\) asks for the content of a tensor \(aten\..*\)\. Make it "
-        r"depend on shapes alone, .*; or record on real tensors, .*: recollect\.record\(model, batch, fake=False\)",
+        r"depend only on shapes, .*; or record on real tensors, .*: recollect\.record\(model, batch, fake=False\)",
     ):
         recollect.record(model, torch.ones(3, 4), loss_fn=mean_square, fake=True)
     with pytest.raises(RecordError, match="the loss, or what is around the model, asks for the content of a tensor"):
@@ -198,7 +198,7 @@ def test_times_are_for_the_hardware_that_is_named(tmp_path: Path) -> None:
 def test_a_device_without_a_size_is_no_measure_for_a_budget() -> None:
     profile = recollect.record(llama(), batch_of())
     assert profile.device_memory_bytes == 0
-    with pytest.raises(QuantityError, match=r"^'90% of device': the device's memory is known of CUDA"):
+    with pytest.raises(QuantityError, match=r"^'90% of device': the device's memory is known only for CUDA"):
         recollect.plan(profile, "90% of device")
 
 
