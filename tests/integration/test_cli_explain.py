@@ -164,7 +164,7 @@ def test_it_says_why_its_peaks_are_not_those_of_plan(
     assert main(["explain", *STEP, "--fake", "--recompute-activations", *flags]) == 0
     output = capsys.readouterr().out
     assert re.search(r"\n\nMegatron: .*, per layer", output), "tables are set apart from what is above"
-    assert words in output and "can differ from that of recollect plan, whose loop holds both" in output
+    assert words in output and "can differ from recollect plan's, whose loop holds both" in output
 
 
 def test_a_plan_with_host_memory_is_beside_what_megatron_offloads(tmp_path: Path) -> None:
