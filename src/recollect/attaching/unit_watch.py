@@ -160,7 +160,7 @@ class UnitWatch:
         watcher: whose `departs` is called with what the first unit in a step did that no plan foresees, in words; may raise.
 
     Attributes:
-        is_on: a call of a step is known, so that runs belong to it.
+        is_on: a call of a step is known, and runs belong to it.
         is_lean: the rest of the step runs at its leanest.
     """
 

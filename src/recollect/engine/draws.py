@@ -73,7 +73,7 @@ class Draw:
     def again(self, func: Any, args: Any, kwargs: dict[str, Any], *, may_repeat: bool = True) -> Any:
         """Run the op a second time.
 
-        `may_repeat`: it writes to nothing, so that it may run once more if another thread disturbs it.
+        `may_repeat`: it writes to nothing, and may run once more if another thread disturbs it.
 
         Raises:
             RandomDrawError: the op drew other random numbers than in forward.

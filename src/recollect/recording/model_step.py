@@ -49,7 +49,7 @@ class Step:
         """Check that a step, and a model to run it, are given; `call` is the function's, for errors.
 
         Raises:
-            ArgumentError: the model is no module.
+            ArgumentError: the model is not a module.
             RecordError: both or neither of batch and step; a parameter has no shape yet.
         """
         check_kind(call, "model", self.model, nn.Module, "torch.nn.Module")

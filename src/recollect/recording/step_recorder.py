@@ -80,7 +80,7 @@ class StepRecorder:
         self.differing: set[Any] = set()
         # With them values may be held as parts; None if they may not.
         self.ranks = ranks
-        # Calls that communicate, in forward or in backward: alone in one process they would wait for ever.
+        # Calls that communicate, in forward or in backward: in one process only, they would deadlock.
         self.communicating: set[int] = set()
         self._device = device
         self._phase = self._backward_call = -1

@@ -5,7 +5,7 @@ kernels that do nothing. Storages are followed from when they are made to their 
 says; a fused kernel as long as reading and writing its tensors once.
 
 Memory is traced between a source, which makes inputs, and a sink, which makes the gradients of what the unit returns. Nobody
-else holds inputs or outputs between forward and backward, so that the unit holds all values that are alive there.
+else holds inputs or outputs between forward and backward: the unit holds all values that are alive there.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def trace_unit(
 ) -> UnitTrace:
     """Run a unit once, forward and backward, and return what it does to memory.
 
-    `forward`: of a copy of the unit, whose parameters have no gradients yet. It has run before, so that it compiles no more.
+    `forward`: of a copy of the unit, whose parameters have no gradients yet. It has run before, and compiles no more.
     `trace`: by default of the device's allocator.
 
     Raises:

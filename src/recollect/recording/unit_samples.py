@@ -204,7 +204,7 @@ def _copied(leaf: Any) -> Any:
 
 
 def _runs_alone(module: nn.Module) -> bool:
-    """Whether a copy does what the module does: not with parts of parameters, nor if modules inside gather or compile anew."""
+    """Whether a copy does what the module does: not with parts of parameters, nor if modules inside gather or compile again."""
     inside = (part for part in module.modules() if part is not module)
     if any(is_fully_sharded(part) or is_compiled_module(part) for part in inside):
         return False

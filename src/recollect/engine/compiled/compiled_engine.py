@@ -7,7 +7,7 @@ unit, which then runs by this engine.
 NOTE [ What a compiled unit does not do ]
 A second backward over its graph, or one in two halves: compiled code reuses the memory of saved values. Modules inside that
 FSDP2 gathers by themselves: one graph has no place for that. CUDA graphs: saved values live in their pool, and the peak is the
-pool's. Compiled autograd: it compiles backward anew, without the plan. Each raises an error that names it.
+pool's. Compiled autograd: it compiles backward again, without the plan. Each raises an error that names it.
 
 NOTE [ Gathered parameters ]
 FSDP2 gathers a unit's parameters before its forward, frees their memory after it, and fills it again before its backward,

@@ -187,7 +187,7 @@ class Trace:
         """Check what guards do not see.
 
         Raises:
-            OtherMemoryError: it writes to memory that inputs share in another way, or gradients come in other types.
+            OtherMemoryError: it writes to memory that inputs share differently, or gradients have different types.
         """
         if any(grad_dtype_of(inputs[index]) is not dtype for index, dtype in self._dtypes.items()):
             raise OtherMemoryError

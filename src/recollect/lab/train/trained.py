@@ -58,7 +58,7 @@ class Trained:
     def validation_loss(self, batches: Iterable[tuple[Tensor, Tensor]], total: int | None = None) -> float:
         """Return the mean loss over batches of equal size, without dropout and for the next token only.
 
-        Of the batches of all processes the first `total` count: the last ones of some may be repeated, so that all run alike.
+        Of the batches of all processes the first `total` count: the last ones of some may be repeats, for all to run alike.
         """
         was_training = self.wrapped.training
         self.wrapped.eval()
