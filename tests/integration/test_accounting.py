@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from policies import FULL, KEEP_ALL, Only, Policy
+from policies import FULL, KEEP_ALL, NOTHING_KEPT, Only, Policy
 from recollect.applying import apply_policy
 from recollect.plans.action import Action
 from watch import Watch
@@ -146,6 +146,16 @@ def test_ops_that_run_again(plan: str, depth: int) -> None:
     assert not -again
 
 
+def test_dropped_outputs_run_the_rest_of_the_layer_again() -> None:
+    """All layers but the last: nobody needs what the last one returned. No value is computed twice."""
+    depth = 3
+    model = layers(depth)
+    again = ops_in_backward(model, NOTHING_KEPT).computing_ops()
+    again.subtract(ops_in_backward(model, None).computing_ops())
+    rest = Counter({"mm": 1, "add": 1})
+    assert again == Counter({name: depth * EVERYTHING[name] + (depth - 1) * rest[name] for name in again})
+
+
 def test_ops_run_again_when_they_are_needed_and_not_before() -> None:
     """Backward of each op of `cos(sigmoid(exp(x)))` asks for its own input or output, from the last to the first."""
 
@@ -188,11 +198,60 @@ def expected_kept_bytes(policy: Policy, depth: int) -> int:
     return depth * kept + (depth - 1) * (OUTPUT_BYTES if policy.output_action("") == Action.KEEP else 0)
 
 
+@pytest.mark.parametrize("depth", [1, 3])
+def test_plain_step_keeps_what_the_table_says(depth: int) -> None:
+    assert kept_bytes(layers(depth), None) == expected_kept_bytes(KEEP_ALL, depth)
+
+
 @every_plan
 @pytest.mark.parametrize("depth", [1, 3])
 def test_kept_bytes(plan: str, depth: int) -> None:
     policy, _ = RERUN[plan]
     assert kept_bytes(layers(depth), policy) == expected_kept_bytes(policy, depth)
+
+
+def test_nothing_kept_means_nothing() -> None:
+    assert kept_bytes(layers(3), NOTHING_KEPT) == 0
+
+
+def peak_bytes(model: nn.Sequential, policy: Policy | None) -> int:
+    """Most bytes alive at once in a step whose gradients were there before."""
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    hidden = data()
+    with (
+        nullcontext() if policy is None else apply_policy(model, units(model), policy),
+        Watch(follows_peak=True) as watch,
+    ):
+        model(hidden).sum().backward()
+    return watch.peak_bytes
+
+
+@every_plan
+def test_peak_grows_with_depth_by_what_is_kept(plan: str) -> None:
+    """One layer more costs what the plan keeps of it, exactly: the working set of a layer does not add up."""
+    policy, _ = RERUN[plan]
+    growth = peak_bytes(layers(7), policy) - peak_bytes(layers(4), policy)
+    assert growth == 3 * (expected_kept_bytes(policy, 2) - expected_kept_bytes(policy, 1))
+
+
+def test_peak_falls_as_the_plan_says() -> None:
+    depth = 8
+    plain = peak_bytes(layers(depth), None)
+    peaks = {plan: peak_bytes(layers(depth), policy) for plan, (policy, _) in RERUN.items()}
+    assert peaks["keep all"] == plain
+    for plan, (policy, _) in RERUN.items():
+        saving = expected_kept_bytes(KEEP_ALL, depth - 1) - expected_kept_bytes(policy, depth - 1)
+        assert plain - peaks[plan] >= saving, plan
+
+
+def test_nothing_stays_alive_after_backward() -> None:
+    model = layers(3)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    with apply_policy(model, units(model), FULL), Watch() as watch:
+        model(data()).sum().backward()
+        assert watch.live_bytes() == 0
 
 
 def test_a_cast_that_names_its_own_device_is_dropped() -> None:

@@ -184,6 +184,18 @@ def test_larger_steps_can_be_refused_or_warned_of() -> None:
     assert attached.recorded_steps == [0]
 
 
+def test_accumulation_of_any_length_after_two() -> None:
+    def run(model: nn.Module, optimizer: Optimizer) -> None:
+        torch.manual_seed(3)
+        for count in (2, 4, 3):
+            for batch in batches((32,) * count):
+                (model(**batch).loss / count).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    assert run_both(run, "90%").recorded_steps == [0], "every later micro-batch is as the second one"
+
+
 def test_a_pair_and_a_single_call_of_one_shape_both_run_under_the_plan_of_the_pair() -> None:
     model, optimizer, attached = attached_to_llama()
     (batch,) = batches((32,))
@@ -228,6 +240,22 @@ def test_gradients_alive_in_forward_are_foreseen_by_zero_grad_or_recorded_once_m
     # A percentage is of the steps that repeat, which have gradients in forward.
     repeated = attached.planned[-1]
     assert repeated.budget_bytes == attached.budget_bytes == int(0.95 * repeated.plain_peak_bytes)
+
+
+def test_a_closure_that_the_optimizer_calls() -> None:
+    def run(model: nn.Module, optimizer: Optimizer) -> None:
+        torch.manual_seed(3)
+        for batch in batches((32,) * 3):
+
+            def closure(batch: dict[str, Tensor] = batch) -> Tensor:
+                optimizer.zero_grad()
+                loss: Tensor = model(**batch).loss
+                loss.backward()
+                return loss
+
+            optimizer.step(closure)
+
+    assert run_both(run).plan is not None
 
 
 def test_two_models_with_two_optimizers() -> None:
@@ -373,6 +401,22 @@ def test_a_step_beside_a_profiler_or_a_mode_is_not_recorded_but_the_next_one_is(
     model(**third).loss.backward()
     optimizer.step()
     assert attached.recorded_steps == [2]
+
+
+def test_an_error_in_a_recorded_step_leaves_a_model_that_trains() -> None:
+    model, optimizer, attached = attached_to_llama()
+    first, second = batches((32, 32))
+    with pytest.raises((ValueError, RuntimeError)):
+        model(input_ids=first["input_ids"], labels=first["labels"][:, :3])
+    with pytest.raises(ValueError, match="stop"):
+        raise ValueError("stop") if model(**first).loss.requires_grad else AssertionError
+    model(**second).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    assert attached.recorded_steps == [0]
+    model(**second).loss.backward()
+    optimizer.step()
+    attached.remove()
 
 
 def test_messages() -> None:

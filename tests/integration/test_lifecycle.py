@@ -1,6 +1,7 @@
 """Applying a plan and taking it off again: nothing else about the model, the process or the memory changes."""
 
 import gc
+import io
 from typing import Any
 
 import pytest
@@ -54,6 +55,16 @@ def test_apply_and_remove_change_nothing_else(name: str) -> None:
     assert not any("forward" in vars(module) for module in model.modules())
 
 
+def test_remove_twice_is_harmless_and_apply_again_works() -> None:
+    model = LLAMA.model()
+    expected = step_of(LLAMA, model)
+    applied = apply_policy(model, LLAMA.layers, FULL)
+    applied.remove()
+    applied.remove()
+    with apply_policy(model, LLAMA.layers, Random(3)):
+        assert_same_gradients(expected, step_of(LLAMA, model))
+
+
 def test_removed_between_forward_and_backward() -> None:
     """What was dropped in forward is still recomputed after the plan is gone."""
     model = LLAMA.model()
@@ -65,6 +76,41 @@ def test_removed_between_forward_and_backward() -> None:
     for parameter_name, parameter in model.named_parameters():
         assert parameter.grad is not None
         assert torch.equal(parameter.grad, expected[f"gradient of {parameter_name}"])
+
+
+def test_hooks_of_the_user_run_once_and_in_order() -> None:
+    def events_of(model: nn.Module) -> list[str]:
+        events: list[str] = []
+        layer = model.get_submodule(LLAMA.layers[0])
+        for path, module in {"layer": layer, "mlp": layer.get_submodule("mlp")}.items():
+            module.register_forward_pre_hook(lambda *_, at=path: events.append(f"{at} pre"))
+            module.register_forward_hook(lambda *_, at=path: events.append(f"{at} post"))
+            module.register_full_backward_pre_hook(lambda *_, at=path: events.append(f"{at} backward pre"))
+            module.register_full_backward_hook(lambda *_, at=path: events.append(f"{at} backward"))
+        step_of(LLAMA, model)
+        return events
+
+    expected = events_of(LLAMA.model())
+    model = LLAMA.model()
+    with apply_policy(model, LLAMA.layers, FULL):
+        assert events_of(model) == expected
+
+
+@some_cases
+def test_state_dict_survives_a_round_trip(name: str) -> None:
+    case = ZOO[name]
+    model = case.model()
+    expected = step_of(case, model)
+    with apply_policy(model, case.layers, FULL):
+        step_of(case, model)
+        file = io.BytesIO()
+        torch.save(model.state_dict(), file)
+        file.seek(0)
+        plain = case.build().train()
+        plain.load_state_dict(torch.load(file))
+        model.load_state_dict(plain.state_dict())
+        assert_same_gradients(expected, step_of(case, plain))
+        assert_same_gradients(expected, step_of(case, model))
 
 
 class StoppedError(Exception):
@@ -90,6 +136,33 @@ def test_exception_in_forward(policy: Policy, where: str) -> None:
     with Watch() as watch:
         torch.ones(2) + 1
     assert watch.ops["add"] == 1
+
+
+@few_plans
+def test_exception_in_backward(policy: Policy) -> None:
+    model = LLAMA.model()
+    expected = step_of(LLAMA, model)
+
+    def stop(*_: Any) -> None:
+        raise StoppedError
+
+    with apply_policy(model, LLAMA.layers, policy):
+        parameter = model.get_submodule(LLAMA.layers[0]).mlp.down_proj.weight
+        handle = parameter.register_hook(stop)
+        with pytest.raises(StoppedError):
+            step_of(LLAMA, model)
+        handle.remove()
+        assert_same_gradients(expected, step_of(LLAMA, model))
+
+
+@few_plans
+def test_nested_units(policy: Policy) -> None:
+    """A unit inside a unit: each of them applies its own plan, or the apply says that it cannot be done."""
+    model = LLAMA.model()
+    expected = step_of(LLAMA, model)
+    units = [path for layer in LLAMA.layers for path in (layer, f"{layer}.mlp", f"{layer}.self_attn")]
+    with apply_policy(model, units, policy):
+        assert_same_gradients(expected, step_of(LLAMA, model))
 
 
 def test_a_second_plan_is_refused_and_the_first_stays() -> None:

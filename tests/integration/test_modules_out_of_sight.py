@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 from gradients import assert_same_gradients, gradients
 from policies import Only
@@ -118,6 +120,19 @@ def test_only_what_drops_is_seen_and_only_what_saves_it_is_packed() -> None:
     assert steps[2][0]["norm"] == steps[0][0]["norm"]
 
 
+def test_a_view_of_what_is_dropped_is_known_where_no_op_is_seen() -> None:
+    steps = counted_steps(model_of(Calls(lambda hidden: hidden.view(2, 2, WIDTH).flatten(0, 1))), 4)
+    seen, packed = steps[-1]
+    assert set(seen) == {"norm"}
+    assert set(packed) == {"linear"}
+
+
+def test_modules_that_write_in_place_stay_in_sight() -> None:
+    steps = counted_steps(model_of(nn.ReLU(inplace=True)), 4)
+    seen, _ = steps[-1]
+    assert set(seen) == {"norm", "between"}
+
+
 def test_modules_that_update_statistics_unseen_stay_in_sight() -> None:
     """Batch norm raises no version, and its statistics are too many to be compared."""
 
@@ -171,6 +186,33 @@ def test_a_write_that_begins_later_is_an_error() -> None:
         writes = True
         with pytest.raises(MutatedValueError):
             gradients(model, batch(), square)
+
+
+def test_hooks_around_the_model_see_no_more_than_before() -> None:
+    """A checkpoint around several units counts what is saved: the count must not change from step to step."""
+    model = model_of(nn.Tanh())
+    counts = []
+    with apply_policy(model, ["0", "1"], CountingTape()):
+        for _ in range(4):
+            seen: list[Tensor] = []
+
+            def pack(tensor: Tensor, seen: list[Tensor] = seen) -> Tensor:
+                seen.append(tensor)
+                return tensor
+
+            with saved_tensors_hooks(pack, lambda tensor: tensor):
+                gradients(model, batch(), square)
+            counts.append(len(seen))
+    assert len(set(counts)) == 1
+
+
+def test_kept_bytes_are_the_same_in_every_step() -> None:
+    model = model_of(nn.Tanh())
+    kept = []
+    with apply_policy(model, ["0", "1"], DROPS_THE_NORM):
+        for _ in range(4):
+            kept.append(step_keeps(model))
+    assert len(set(kept)) == 1, kept
 
 
 def test_a_unit_that_gets_a_dropped_output_the_second_time_only() -> None:
@@ -248,3 +290,18 @@ def test_a_checkpoint_that_begins_later_inside_a_unit() -> None:
         for is_on in (False, False, False, True, True, False):
             checkpoints = is_on
             assert_same_gradients(expected, gradients(model, batch(), square))
+
+
+def test_modes_of_the_model_s_own_see_what_they_see_without_the_tape() -> None:
+    flops: list[int] = []
+
+    def counting(hidden: Tensor) -> Tensor:
+        with FlopCounterMode(display=False) as counter:
+            result = hidden @ hidden.t() @ hidden
+        flops.append(counter.get_total_flops())
+        return result
+
+    model = model_of(Calls(counting))
+    counted_steps(model, 4)
+    assert len(set(flops)) == 1
+    assert flops[0] > 0

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from blocks import built
-from gradients import gradients
-from policies import FEW_PLANS, FULL, NOTHING_KEPT, Policy
+from gradients import assert_same_gradients, gradients
+from policies import FEW_PLANS, FULL, KEEP_ALL, NOTHING_KEPT, Policy
 from recollect.applying import apply_policy
 from recollect.errors import MutatedValueError
 
@@ -57,6 +57,13 @@ def test_written_input_is_refused_where_recompute_needs_it(policy: Policy) -> No
         pytest.raises(MutatedValueError, match=r"\[4, 8\], used by mul in unit, was changed in place 1 time .* copy"),
     ):
         step(model)
+
+
+def test_written_input_is_fine_where_nothing_is_recomputed() -> None:
+    model = built(Writes)
+    expected = step(model)
+    with apply_policy(model, ["unit"], KEEP_ALL):
+        assert_same_gradients(expected, step(model))
 
 
 @few_plans
@@ -134,3 +141,37 @@ def test_writes_that_raise_no_version_are_refused(write: Any, what: str, length:
             MutatedValueError, match=what + r".* was changed in place \(through `\.data` or NumPy\) before"
         ):
             loss.backward()
+
+
+def test_writes_after_backward_are_fine() -> None:
+    model = built(TwoShifted)
+    batch = np.zeros((1, WIDTH), np.float32)
+    with apply_policy(model, ["units.0", "units.1"], FULL):
+        for write in (write_buffers, write_biases, refill_batch):
+            model(torch.randn(4, WIDTH), torch.from_numpy(batch)).backward()
+            write(model, batch)
+
+
+def test_write_to_what_autograd_saved_is_as_without_a_plan() -> None:
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(WIDTH))
+
+        def forward(self, hidden: Tensor) -> Tensor:
+            return hidden.sin() * self.scale
+
+    def step(model: Any) -> dict[str, Tensor]:
+        data = torch.ones(4, WIDTH, requires_grad=True)
+        loss = model(data).sum()
+        model.scale.data.mul_(3)
+        loss.backward()
+        model.scale.data.div_(3)
+        assert data.grad is not None
+        return {"data": data.grad}
+
+    model = built(Scaled)
+    expected = step(model)
+    with apply_policy(model, [""], FULL):
+        assert_same_gradients(expected, step(model))

@@ -405,7 +405,7 @@ def _statistics_made(self: Any, x: Tensor) -> Tensor:
     return (x * seen).exp().sin()
 
 
-def _layout_in_place(self: Any, x: Tensor) -> Tensor:
+def layout_in_place(self: Any, x: Tensor) -> Tensor:
     """`transpose_` and its kin bump the version counter, though no number changes."""
     doubled = self.first(x) * 2
     above = doubled + 1
@@ -495,7 +495,7 @@ units(
         "buffer replaced": _buffer_replaced,
         "statistics written": _statistics_written,
         "statistics read": _statistics_read,
-        "layout in place": _layout_in_place,
+        "layout in place": layout_in_place,
         "statistics made": _statistics_made,
         "data assigned": _data_assigned,
         "data written": _data_written,

@@ -3,6 +3,7 @@
 `RUN_AGAIN` names those of which the tape can run the forward again; `KEPT`, those of which it keeps what they make.
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,10 +13,87 @@ import torch
 from torch import Tensor, nn
 from torch.amp import custom_bwd, custom_fwd
 from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
 Forward = Callable[[Any, Tensor], Tensor]
 forwards: Counter[str] = Counter()
 """How often each Function's forward has run."""
+
+TABLE = torch.linspace(-1, 1, 16)
+
+
+@dataclass
+class Quantized:
+    """What is known of a packed weight: its shape and a scale for each row."""
+
+    shape: tuple[int, int]
+    scale: Tensor
+
+    def unpacked(self, packed: Tensor) -> Tensor:
+        levels = torch.stack([packed >> 4, packed & 15], -1).reshape(self.shape)
+        return TABLE.to(packed.device)[levels.long()] * self.scale
+
+
+class FourBitLinear(Function):
+    """A frozen weight in 4 bits, unpacked in forward and again in backward; saves nothing but the packed weight."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, packed: Tensor, state: Quantized) -> Tensor:
+        forwards["FourBitLinear"] += 1
+        ctx.state = state
+        ctx.save_for_backward(packed)
+        return x @ state.unpacked(packed).t()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        (packed,) = ctx.saved_tensors
+        return gradient @ ctx.state.unpacked(packed), None, None
+
+
+class EightBitLinear(Function):
+    """Casts both factors to fp8 and back in forward, and saves them as they were."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        forwards["EightBitLinear"] += 1
+        ctx.save_for_backward(x, weight)
+        return EightBitLinear._cast(x) @ EightBitLinear._cast(weight).t()
+
+    @staticmethod
+    def _cast(tensor: Tensor) -> Tensor:
+        scale = 448 / torch.max(torch.abs(tensor)).clamp(min=1e-12)
+        return (tensor * scale).to(torch.float8_e4m3fn).to(tensor.dtype) / scale
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        gradient = EightBitLinear._cast(gradient)
+        return gradient @ weight, gradient.flatten(0, -2).t() @ x.flatten(0, -2)
+
+
+class FusedCrossEntropy(Function):
+    """Computes the gradient in forward, over the logits, chunk by chunk, and scales it in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        forwards["FusedCrossEntropy"] += 1
+        gradient, losses = torch.empty_like(x), torch.empty(len(x))
+        for begin in range(0, len(x), 8):
+            rows = slice(begin, begin + 8)
+            logits = x[rows] @ weight.t()
+            chances = logits.softmax(-1)
+            losses[rows] = -chances.gather(1, labels[rows, None]).squeeze(1).log()
+            chances[torch.arange(len(chances)), labels[rows]] -= 1
+            torch.mm(chances, weight, out=gradient[rows])
+        ctx.save_for_backward(gradient)
+        ctx.mark_non_differentiable(losses)
+        return losses.mean(), losses
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, factor: Tensor, unused: Tensor) -> Any:
+        (gradient,) = ctx.saved_tensors
+        return gradient.mul_(factor / len(gradient)), None, None
 
 
 class Scan(Function):
@@ -169,6 +247,52 @@ class AsksForGradients(Function):
         return inner * ctx.weight, (inner * x).sum((0, 1))
 
 
+class Outer(Function):
+    """Calls another Function, which is part of it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        forwards["Outer"] += 1
+        inner = Kernel.apply(x)
+        ctx.save_for_backward(x, inner)
+        return inner * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        x, inner = ctx.saved_tensors
+        return 2 * gradient * x.cos() + 0 * inner
+
+
+class Reversed(Function):
+    """Returns a view of its argument, and makes nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return -gradient
+
+
+class WritesToState(Function):
+    """Updates a running maximum, in sight."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, state: Tensor) -> Tensor:
+        forwards["WritesToState"] += 1
+        state.copy_(torch.maximum(state * 0.5, x.abs().amax()))
+        output = x / state
+        ctx.save_for_backward(output)
+        ctx.state = state.clone()
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        (output,) = ctx.saved_tensors
+        return gradient / ctx.state + 0 * output, None
+
+
 class WritesUnseen(Function):
     """Writes its result over its argument, out of sight, and does not say so: Liger's cross entropy does it."""
 
@@ -242,7 +366,46 @@ class RunsAModule(Function):
         return (to_x, None, *rest)
 
 
+class Differentiates(Function):
+    """Takes a gradient in forward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        forwards["Differentiates"] += 1
+        with torch.enable_grad():
+            inner = x.detach().requires_grad_()
+            (slope,) = torch.autograd.grad(inner.sin().sum(), inner)
+        ctx.save_for_backward(slope)
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (slope,) = ctx.saved_tensors
+        return gradient * slope
+
+
 early_apply = Kernel.apply
+
+
+def four_bit(unit: Any, hidden: Tensor) -> Tensor:
+    width = hidden.shape[-1]
+    if not hasattr(unit, "packed"):
+        torch.manual_seed(7)
+        unit.register_buffer(
+            "packed", torch.randint(0, 256, (width * width // 2,), dtype=torch.uint8), persistent=False
+        )
+        unit.state = Quantized((width, width), torch.rand(width, 1) / math.sqrt(width))
+    return FourBitLinear.apply(hidden.tanh(), unit.packed, unit.state).square()
+
+
+def eight_bit(unit: Any, hidden: Tensor) -> Tensor:
+    return EightBitLinear.apply(EightBitLinear.apply(hidden.tanh(), unit.weight).sin(), unit.weight)
+
+
+def cross_entropy(unit: Any, hidden: Tensor) -> Tensor:
+    rows = hidden.flatten(0, -2)
+    loss, losses = FusedCrossEntropy.apply(rows, unit.weight, torch.arange(len(rows)) % len(unit.weight))
+    return hidden.sin() * loss + losses.view(*hidden.shape[:-1], 1)
 
 
 def scan(unit: Any, hidden: Tensor) -> Tensor:
@@ -278,12 +441,26 @@ def asks(unit: Any, hidden: Tensor) -> Tensor:
     return one + AsksForGradients.apply(hidden.detach() * 2, unit.inner.bias)
 
 
+def nested(unit: Any, hidden: Tensor) -> Tensor:
+    return Outer.apply(hidden.tanh()).sin()
+
+
 def written_later(unit: Any, hidden: Tensor) -> Tensor:
     """What a Function made is written to in place, in parts and as a whole."""
     output = Scan.apply(hidden.sigmoid(), unit.weight[0])
     powers = output.exp()
     output[:, 1:].mul_(2)
     return powers.sin() * output.add_(1)
+
+
+def passes_on(unit: Any, hidden: Tensor) -> Tensor:
+    return Reversed.apply(hidden.sin()).exp() + Reversed.apply(hidden)
+
+
+def writes_to_state(unit: Any, hidden: Tensor) -> Tensor:
+    if not hasattr(unit, "maximum"):
+        unit.register_buffer("maximum", torch.ones(()))
+    return WritesToState.apply(hidden.sin(), unit.maximum)
 
 
 def writes_unseen(unit: Any, hidden: Tensor) -> Tensor:
@@ -303,9 +480,16 @@ def runs_a_module(unit: Any, hidden: Tensor) -> Tensor:
     return RunsAModule.apply(hidden.sin(), inner, *inner.parameters()).exp()
 
 
+def differentiates(unit: Any, hidden: Tensor) -> Tensor:
+    return Differentiates.apply(hidden.exp()).square()
+
+
 RUN_AGAIN: dict[str, Forward] = {
     function.__name__: function
     for function in (
+        four_bit,
+        eight_bit,
+        cross_entropy,
         scan,
         kernel,
         random_kernel,
@@ -313,7 +497,11 @@ RUN_AGAIN: dict[str, Forward] = {
         amp,
         grouped,
         asks,
+        nested,
         written_later,
     )
 }
-KEPT: dict[str, Forward] = {function.__name__: function for function in (writes_unseen, chooses, runs_a_module)}
+KEPT: dict[str, Forward] = {
+    function.__name__: function
+    for function in (writes_to_state, writes_unseen, chooses, runs_a_module, differentiates, passes_on)
+}

@@ -23,6 +23,7 @@ from recollect._torch_parallel import fake_process_group
 from recollect.errors import AlreadyAppliedError, PlanError, PlanMismatchWarning, UnknownNameError
 from recollect.plans.plan import Plan
 from recollect.plans.unit_plan import UnitPlan
+from recollect.plans.value_names import module_of
 from zoo import ZOO
 
 LLAMA, GPT2 = ZOO["llama"], ZOO["gpt2"]
@@ -58,6 +59,20 @@ def test_suspended_and_back() -> None:
         assert ops(model, ROWS) - plain == {"gelu": 3}
 
 
+def test_handle_in_words() -> None:
+    model = stack()
+    applied = recollect.apply(model, block_plan("gelu"))
+    assert repr(applied) == "<plan applied to Stack>"
+    applied.remove()
+    assert repr(applied) == "<plan removed from Stack>"
+
+
+def test_plan_that_recomputes_nothing_leaves_the_modules_alone() -> None:
+    model = stack()
+    with recollect.apply(model, block_plan()):
+        assert not any("forward" in vars(module) for module in model.modules())
+
+
 def test_forward_of_the_instance_is_put_back() -> None:
     """Somebody has put a `forward` on a module already."""
     model = stack()
@@ -86,6 +101,12 @@ def test_copy_of_a_model_with_a_plan_has_none(copied: Callable[[nn.Module], nn.M
         recollect.apply(twin, plan)
         assert recollect.applied_to(model) == [applied]
         assert ops(twin, ROWS) == ops(model, ROWS) != plain
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda a: pickle.loads(pickle.dumps(a))], ids=["deepcopy", "pickle"])
+def test_plan_can_be_copied(copied: Callable[[Plan], Plan]) -> None:
+    plan = full(stack(), ROWS, mean_square)
+    assert copied(plan) == plan
 
 
 # Names that the model does not have
@@ -121,6 +142,29 @@ def test_unknown_value(name: str, advice: str, action: Any) -> None:
     plan = Plan({"model.layers.1": UnitPlan({name: action, "mlp.up_proj.mm": "recompute"})})
     with pytest.raises(UnknownNameError, match=rf"^unit 'model\.layers\.1' has no value '{name}'\. {advice}"):
         recollect.apply(LLAMA.model(), plan)
+
+
+def test_plan_for_another_model() -> None:
+    plan = full(GPT2.model(), GPT2.data())
+    with pytest.raises(UnknownNameError, match=r"^LlamaForCausalLM has no unit 'transformer\.h\.0'\. It has \d+"):
+        recollect.apply(LLAMA.model(), plan)
+
+
+@pytest.mark.parametrize(
+    ("name", "scope"),
+    [
+        ("add", ""),
+        ("add#1", ""),
+        ("topk.0", ""),
+        ("mlp.down_proj.mm#1", "mlp.down_proj"),
+        ("mlp.down_proj.topk.0", "mlp.down_proj"),
+        ("experts.0.mm", "experts.0"),
+        ("experts.0.topk#2.1", "experts.0"),
+        ("attn.mylib:op", "attn"),
+    ],
+)
+def test_module_part_of_a_name(name: str, scope: str) -> None:
+    assert module_of(name) == scope
 
 
 def test_wrapped_models_are_refused() -> None:
@@ -164,7 +208,39 @@ def test_an_output_is_dropped_only_where_its_parameters_stay(frees: bool) -> Non
 # Compiled code
 
 
+class WithCompiled(nn.Module):
+    """A layer with a compiled module inside. [n, 16] -> [n, 16]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(16)
+        self.inner: Any = torch.compile(
+            nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)), backend="aot_eager"
+        )
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        output: Tensor = hidden + self.inner(self.norm(hidden)).sin()
+        return output
+
+
+def compiled() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(WithCompiled(), WithCompiled())
+
+
 # Dynamo looks at `.grad` of whatever it meets.
+ignores_grad_of_non_leaf = pytest.mark.filterwarnings(r"ignore:The \.grad attribute of a Tensor that is not a leaf")
+
+
+@ignores_grad_of_non_leaf
+def test_compiled_module_inside_of_a_layer() -> None:
+    """It is one opaque op to the tape: what it saves is kept, and what is around it is recomputed."""
+    model = compiled()
+    expected = gradients(model, ROWS, mean_square)
+    plan = recollect.classic_plan(recollect.record(model, ROWS, loss_fn=mean_square), "full")
+    with recollect.apply(model, plan):
+        assert_same_gradients(expected, gradients(model, ROWS, mean_square))
+    assert_same_gradients(expected, gradients(model, ROWS, mean_square))
 
 
 def test_plan_of_the_model_as_one_unit() -> None:

@@ -76,6 +76,19 @@ def test_value_that_is_there_is_returned_as_it_is() -> None:
     assert Value(tensor=tensor).get() is tensor
 
 
+def test_fetch_of_a_subclass_checks_what_get_returns() -> None:
+    class Checked(Value):
+        __slots__ = ()
+
+        def fetch(self) -> Any:
+            raise LookupError("changed")
+
+    node = Log().node("f", Checked(tensor=Text("x")))
+    for value in (Checked(tensor=Text("x")), dropped(node)):
+        with pytest.raises(LookupError, match="changed"):
+            value.get()
+
+
 def test_arguments_run_first_in_the_order_of_the_arguments() -> None:
     log = Log()
     left = log.value("left", log.value("a", held()))
@@ -121,6 +134,13 @@ def test_value_that_both_an_argument_and_its_user_need_runs_once() -> None:
     assert log.runs == ["shared", "middle", "user"]
 
 
+def test_same_value_twice_among_the_arguments() -> None:
+    log = Log()
+    once = log.value("a", held())
+    assert log.value("square", once, once).get().text == "square(a(x), a(x))"
+    assert log.runs == ["a", "square"]
+
+
 @pytest.mark.parametrize("start", ["end", "from the middle on"])
 def test_long_chain_needs_no_recursion(start: str) -> None:
     log = Log()
@@ -132,6 +152,16 @@ def test_long_chain_needs_no_recursion(start: str) -> None:
         chain[LONG // 2].get()
     chain[-1].get()
     assert log.runs == [str(index) for index in range(LONG)]
+
+
+def test_long_chain_that_nobody_asked_for_is_freed() -> None:
+    """Python's own recursive free of nested objects must not run out of stack."""
+    value = held("")
+    start = weakref.ref(value)
+    for _ in range(10 * LONG):
+        value = dropped(Node(_join, [value]))
+    del value
+    assert start() is None
 
 
 def test_argument_that_nobody_needs_is_gone_when_the_op_has_run() -> None:
@@ -181,6 +211,55 @@ def test_node_lets_go_of_arguments_and_value_of_its_node() -> None:
     assert last() is None
 
 
+def _three(log: Log, *wanted: bool) -> tuple[Node, list[Value | None]]:
+
+    def call(tensors: list[Any], may_overwrite_first: bool) -> Sequence[Any]:
+        log.runs.append("split")
+        return tuple(Text(f"part {index}") for index in range(3))
+
+    node = Node(call, [held()])
+    values = [Value(node=node) if want else None for want in wanted]
+    for value in values:
+        node.add_output(value)
+    return node, values
+
+
+def test_several_results_of_one_run() -> None:
+    log = Log()
+    _, (first, second, third) = _three(log, True, True, True)
+    assert first is not None and second is not None and third is not None
+    assert third.get().text == "part 2"
+    assert (first.get().text, second.get().text) == ("part 0", "part 1")
+    assert log.runs == ["split"]
+
+
+def test_results_that_were_kept_are_not_delivered() -> None:
+    log = Log()
+    _, values = _three(log, False, True, False)
+    assert values[1] is not None
+    assert values[1].get().text == "part 1"
+
+
+def test_result_whose_value_is_gone_is_not_held() -> None:
+    log = Log()
+    node, values = _three(log, True, True, True)
+    last = values.pop()
+    values.clear()
+    assert last is not None
+    assert last.get().text == "part 2"
+    assert [reference is not None and reference() is not None for reference in node.outputs] == [False, False, True]
+
+
+def test_result_that_became_available_meanwhile_is_not_replaced() -> None:
+    log = Log()
+    _, (first, second, _) = _three(log, True, True, True)
+    assert first is not None and second is not None
+    mine = Text("kept")
+    first.tensor, first.node = mine, None
+    second.get()
+    assert first.get() is mine
+
+
 def test_op_may_write_into_what_nobody_else_needs() -> None:
     log = Log()
     value = log.write("sin_", log.write("add_", log.value("mm", held())))
@@ -222,6 +301,15 @@ def test_op_writes_into_a_copy_of_what_somebody_else_needs(use: Callable[[Log, V
     assert other is None or isinstance(other, Value)
     if isinstance(other, Value):
         assert other.get().text in ("mm(x)", "other(mm(x))")
+
+
+def test_last_of_two_writers_need_not_copy() -> None:
+    log = Log()
+    base = log.value("mm", held())
+    first, second = log.write("add_", base), log.write("mul_", base)
+    del base
+    assert (first.get().text, second.get().text) == ("add_(mm(x))", "mul_(mm(x))")
+    assert log.overwrote == [False, True]
 
 
 def test_argument_that_is_also_written_is_copied() -> None:

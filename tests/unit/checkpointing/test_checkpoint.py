@@ -106,6 +106,39 @@ def chain(x: Tensor) -> Tensor:
     return x.sin().exp().sin().exp().sin()
 
 
+def test_arguments_of_any_kind() -> None:
+    def function(x: Tensor, table: dict[str, Tensor], power: int, *, shift: float, names: list[str]) -> dict[str, Any]:
+        hidden = (x @ WEIGHT).sin() ** power + table["bias"].exp() + shift
+        return {"sum": hidden.tanh().sum(0), "parts": [hidden.exp(), len(names)], "count": power}
+
+    def run(call: Callable[..., Any]) -> Callable[[Tensor], Tensor]:
+        def with_call(x: Tensor) -> Tensor:
+            found = call(function, x, {"bias": x[0]}, 3, shift=0.5, names=["a"])
+            assert found["count"] == 3 and found["parts"][1] == 1
+            return found["sum"] + found["parts"][0]
+
+        return with_call
+
+    assert_equal(step(run(recollect.checkpoint)), step(run(lambda f, *args, **kwargs: f(*args, **kwargs))))
+
+
+def test_no_input_has_to_require_grad() -> None:
+    x = torch.randn(3, 8)
+    recollect.checkpoint(LAYER, x).sum().backward()
+    expected = [parameter.grad for parameter in LAYER.parameters()]
+    LAYER.zero_grad()
+    LAYER(x).sum().backward()
+    assert_equal([parameter.grad for parameter in LAYER.parameters()], expected)
+
+
+def test_without_gradients_it_is_a_plain_call() -> None:
+    with fresh() as x, torch.no_grad():
+        output = recollect.checkpoint(composite, x)
+    assert not output.requires_grad
+    with fresh() as x:
+        assert torch.equal(recollect.checkpoint(composite, x), output)
+
+
 def test_under_a_transform_it_is_a_plain_call() -> None:
     with fresh() as x:
         rows = x.detach()
@@ -113,6 +146,19 @@ def test_under_a_transform_it_is_a_plain_call() -> None:
     expected = torch.func.grad(lambda row: chain(row).sum())
     assert torch.equal(gradient(rows), expected(rows))
     assert torch.equal(torch.vmap(gradient)(rows), torch.vmap(expected)(rows))
+
+
+def test_hooks_see_the_gradients_of_the_function() -> None:
+    def run(call: Callable[..., Tensor]) -> list[Tensor]:
+        seen: list[Tensor] = []
+        with fresh() as x:
+            handles = [m.register_full_backward_hook(lambda m, i, o: seen.extend([*i, *o])) for m in LAYER]
+            call(lambda x: LAYER(x.exp()), x).sum().backward()
+            for handle in handles:
+                handle.remove()
+        return seen
+
+    assert_equal(run(recollect.checkpoint), run(lambda function, x: function(x)))
 
 
 def test_threads_do_not_disturb_each_other() -> None:
@@ -235,6 +281,14 @@ def test_what_a_policy_saves_is_not_sent_through_hooks_around_it() -> None:
         recollect.checkpoint(composite, x, context_fn=selective(saves_products), respect_saved_tensors_hooks=True)
 
 
+@pytest.mark.parametrize("respects", [None, False, True])
+def test_without_hooks_around_it_nothing_is_to_be_respected(respects: bool | None) -> None:
+    run = functools.partial(
+        recollect.checkpoint, composite, context_fn=selective(saves_products), respect_saved_tensors_hooks=respects
+    )
+    assert_equal(step(run), step(composite))
+
+
 def test_as_a_decorator() -> None:
     decorated = recollect.checkpoint(use_reentrant=False, preserve_rng_state=False)(composite)
     assert decorated.__name__ == "composite"
@@ -307,6 +361,10 @@ class Runs(torch.utils._python_dispatch.TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def offloads(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_CPU_OFFLOAD
+
+
 def computed_again(function: Callable[[Tensor], Tensor], context_fn: Any) -> dict[str, int]:
     """How often ops run in backward that ran in forward, by name."""
     with fresh() as x, Runs() as runs:
@@ -347,6 +405,12 @@ def test_a_policy_sees_the_result_and_may_count_and_answer_with_bools() -> None:
     for _ in range(2):
         assert computed_again(lambda x: LAYER(x).tanh().exp(), context_fn)["addmm.default"] == 1
     assert all(isinstance(output, Tensor) for output in seen)
+
+
+@pytest.mark.parametrize("policy", [saves_products, offloads])
+def test_a_policy_and_two_backwards(policy: Any) -> None:
+    run = functools.partial(recollect.checkpoint, with_dropout, context_fn=selective(policy))
+    assert_equal(step(run, twice), step(with_dropout, twice))
 
 
 @pytest.mark.parametrize("answer", [CheckpointPolicy.MUST_CPU_OFFLOAD, CheckpointPolicy.PREFER_CPU_OFFLOAD])

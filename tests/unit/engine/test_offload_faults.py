@@ -28,8 +28,11 @@ from offload_programs import carried_by, offload_of, plan_that_offloads, seen_na
 from recollect.engine.offload.carriers import StreamCarrier, ThreadCarrier, carrier_for
 from recollect.engine.offload.pool import Slot
 from recollect.errors import BudgetWarning, FreedValueError, MutatedValueError, OffloadError
+from recollect.measuring.meter import measure_peak
 from recollect.plans.plan import Plan
 from recollect.plans.trip import Trip
+from slow_copies import SlowCarrier
+from tiers import long_but
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="counts mappings as Linux lists them")
 
@@ -215,6 +218,26 @@ class Late(ThreadCarrier):
         return super().copy_back(slot, target)
 
 
+@pytest.mark.parametrize("trip", [Trip(), Trip(3, 0), Trip(2, 1, leaves_in_backward=True)], ids=str)
+def test_late_copies_change_nothing(trial: Trial, trip: Trip) -> None:
+    with carried_by(Late), recollect.apply(trial.model, trial.plan(trip)):
+        trial.check()
+        trial.check()
+
+
+def test_the_peak_does_not_depend_on_how_fast_copies_are() -> None:
+    trial = Trial(rows=512, width=64)
+    plan = trial.plan(Trip(2, 1), None)
+    peaks = {}
+    # Some 10 MB go out and come back: in 0.01 s, 0.1 s and 1 s.
+    for rate in (1e9, 1e8, 1e7):
+        with carried_by(lambda: SlowCarrier(rate, rate)), recollect.apply(trial.model, plan):  # noqa: B023
+            trial.check()
+            peaks[rate] = measure_peak(trial.step, device="cpu").peak_growth_bytes
+    assert len(set(peaks.values())) == 1
+    assert peaks[1e9] < 0.9 * measure_peak(trial.step, device="cpu").peak_growth_bytes
+
+
 class Stop(Exception):
     """Ends a step."""
 
@@ -304,6 +327,19 @@ def test_a_plan_is_removed_or_another_one_applied_in_the_middle_of_a_step(trial:
         del first, second
     gc.collect()
     assert pool.taken_bytes == 0
+
+
+@pytest.mark.parametrize("num_plans", long_but([100], [100, 1000]))
+def test_plans_come_and_go_and_nothing_is_left(trial: Trial, num_plans: int) -> None:
+    plans = [trial.plan(trip) for trip in TRIPS]
+    for number in range(num_plans):
+        with recollect.apply(trial.model, plans[number % len(plans)]):
+            if number % 3:
+                loss = loss_of(trial.model(trial.data))
+            if number % 2:
+                loss = loss_of(trial.model(trial.data))
+                loss.backward()
+    trial.model.zero_grad()
 
 
 _UNTIL_KILLED = """

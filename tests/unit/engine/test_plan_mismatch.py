@@ -5,6 +5,7 @@ import warnings
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import recollect
 from block_plans import BLOCK_VALUES, ROWS, full, mean_square, ops, stack
@@ -63,6 +64,31 @@ def test_op_without_a_result_needs_no_name() -> None:
         assert torch.equal(torch.autograd.grad(model["layers"][0](x).sum(), x)[0], expected[0])
 
 
+def test_plan_for_another_version_of_the_model() -> None:
+    """The same modules run other ops: exact all the same."""
+
+    class Changed(nn.Module):
+        is_new = False
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(16, 16)
+
+        def forward(self, hidden: Tensor) -> Tensor:
+            hidden = self.linear(hidden)
+            return hidden.sigmoid().sin() if self.is_new else hidden.tanh()
+
+    torch.manual_seed(0)
+    model = nn.Sequential(Changed(), Changed())
+    plan = recollect.classic_plan(recollect.record(model, ROWS, loss_fn=mean_square, units=["0", "1"]), "full")
+    Changed.is_new = True
+    expected = gradients(model, ROWS, mean_square)
+    with recollect.apply(model, plan):
+        with pytest.warns(PlanMismatchWarning, match="unit '0' computes 'sigmoid'"):
+            got = gradients(model, ROWS, mean_square)
+        assert_same_gradients(expected, got)
+
+
 @pytest.mark.parametrize("name", ["llama", "gpt2", "t5", "resnet", "mixtral", "transformer"])
 def test_plan_of_a_recording_fits_without_a_warning(name: str) -> None:
     case = ZOO[name]
@@ -117,6 +143,25 @@ def test_further_calls_of_ops_that_the_plan_treats_differently_are_kept() -> Non
         pytest.warns(PlanMismatchWarning, match=r"unit '0' computes 'linear\.addmm#2'"),
     ):
         assert ops(model, ROWS) - plain == {"addmm": 1}
+
+
+def test_further_calls_of_ops_with_several_results() -> None:
+    class Norms(nn.Module):
+        times = 1
+
+        def forward(self, hidden: Tensor) -> Tensor:
+            for _ in range(self.times):
+                hidden = F.layer_norm(hidden, (16,))
+            return hidden
+
+    model = nn.Sequential(nn.Linear(16, 16), Norms())
+    plan = recollect.classic_plan(recollect.record(model, ROWS, loss_fn=mean_square, units=["1"]), "full")
+    Norms.times = 3
+    plain = ops(model, ROWS)
+    with recollect.apply(model, plan):
+        again = ops(model, ROWS) - plain
+    # The last result is the unit's output, which is kept; its statistics were dropped with it.
+    assert again == {"native_layer_norm": 3}
 
 
 # Values that are not what they were
