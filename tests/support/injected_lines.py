@@ -1,5 +1,7 @@
 """Puts a line into a function of recollect, as a fault would."""
 
+from __future__ import annotations
+import __future__
 
 import ast
 import inspect

@@ -55,10 +55,10 @@ def rates_table(measured: Calibration) -> Table:
             ("issue an op in backward", host.backward_op_s),
             ("tape: a call of a layer", host.unit_s),
             ("tape: an op that it sees", host.seen_op_s),
+            ("tape: an op that it sees, more if large", host.large_op_s),
             ("tape: an op that it runs again", host.again_op_s),
         ):
             table.add_row(what, f"{seconds * 1e6:.1f} us")
-        table.add_row("tape: beside large results", f"{host.beside_large:.1f} times as long")
     return table
 
 

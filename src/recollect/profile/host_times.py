@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Final
 
 LARGE_BYTES: Final = 1 << 20
@@ -35,28 +35,24 @@ class HostTimes:
     """For an op that the tape runs again, beyond the op itself."""
     traced_unit_s: float = 0.0
     """For a call of a unit that runs from a trace, beyond the same ops without a plan."""
-    beside_large: float = 1.0
-    """Factor on the tape's overhead in forward next to results of `LARGE_BYTES`, which push Python out of a CPU's caches."""
+    large_op_s: float = 0.0
+    """For an op that the tape sees, if its results have `LARGE_BYTES`: on a CPU they push Python out of the caches."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
             number = getattr(self, field.name)
             if not (math.isfinite(number) and number >= 0):
-                unit = "" if field.name == "beside_large" else " s"
-                raise ValueError(f"host.{field.name}: got {number}{unit}, expected a finite number, 0 or more")
+                raise ValueError(f"host.{field.name}: got {number} s, expected a finite number, 0 or more")
 
     @property
     def has_issue_times(self) -> bool:
         """Whether a device runs ops behind the host."""
         return self.forward_op_s > 0
 
-    def beside(self, result_bytes: Sequence[int]) -> HostTimes:
-        """Return the tape's overhead in the forward of a unit whose ops have results of this many bytes each."""
+    def seen_s(self, result_bytes: Sequence[int]) -> float:
+        """Return what an op that the tape sees takes in a unit whose ops have results of so many bytes each."""
         large = sum(min(1.0, nbytes / LARGE_BYTES) for nbytes in result_bytes) / max(1, len(result_bytes))
-        ratio = 1 + large * (self.beside_large - 1)
-        return replace(
-            self, unit_s=ratio * self.unit_s, module_s=ratio * self.module_s, seen_op_s=ratio * self.seen_op_s
-        )
+        return self.seen_op_s + large * self.large_op_s
 
     def tape_s(self, num_modules: int) -> float:
         """Return a unit's tape overhead in forward, whatever is dropped: its call, and those of the modules inside."""

@@ -122,8 +122,8 @@ def _graph(
         )
         for op in call.ops
     )
-    host = host.beside([sum(call.values[value].nbytes for value in op.outputs) for op in call.ops])
-    watching_s = {module: number * host.seen_op_s for module, number in call.seen_ops.items()}
+    seen_s = host.seen_s([sum(call.values[value].nbytes for value in op.outputs) for op in call.ops])
+    watching_s = {module: number * seen_s for module, number in call.seen_ops.items()}
     always_s = [watching_s.pop(module) for module in call.watched_modules & watching_s.keys()]
     return UnitGraph(
         values,

@@ -39,6 +39,7 @@ _WIDTH: Final = 8
 _NUM_LAYERS: Final = 2
 _NUM_MODULES: Final = 4
 _CHAIN_LENGTH: Final = 16
+_CHAIN_ROUNDS: Final = 15
 # In the first rounds the tape learns which modules to watch, and layers are noted and traced.
 _WARM_UPS: Final = 2
 _ROUNDS: Final = 9
@@ -98,10 +99,9 @@ def _measured(device: torch.device) -> AroundOps:
             layers = [_Layer.measured(kind, device) for kind in (_FewOps, _ManyOps, _Modules)]
             found, spread = _around(*layers, is_cpu=device.type == "cpu"), max(layer.spread for layer in layers)
             if found.host.unit_s and found.host.seen_op_s and spread < _MOST_SPREAD:
-                large = _beside_large(device) if device.type == "cpu" else 1.0
-                return replace(
-                    found, host=replace(found.host, beside_large=large)
-                )  # Else the machine was busy while one of the layers ran, and not while the others did.
+                large_op_s = _large_op_s(device) if device.type == "cpu" else 0.0
+                return replace(found, host=replace(found.host, large_op_s=large_op_s))
+            # Else the machine was busy while one of the layers ran, and not while the others did.
     warn_user(
         "recollect: what Python takes around ops could not be measured well: one run of a small layer took "
         f"{spread:.1f} times as long as a different one. Predicted slowdowns may be wrong; measured ones are not. Record where "
@@ -111,16 +111,27 @@ def _measured(device: torch.device) -> AroundOps:
     return found
 
 
-def _beside_large(device: torch.device) -> float:
-    """Return how many times as long forward on the tape takes next to large results as next to small ones."""
-    model = _model(_Chain, device)
-    small, large = (
-        statistics.median(
-            on_tape_s - plain_s for plain_s, _, on_tape_s, _ in _rounds(model, _inputs(device, rows), device)
-        )
-        for rows in (1, LARGE_BYTES // (4 * _WIDTH**2))
-    )
-    return max(1.0, large / small) if small > 0 else 1.0
+def _large_op_s(device: torch.device) -> float:
+    """Measure how much longer the tape takes for an op with large results than for one with small results.
+
+    Nothing that backward reads is dropped: memory that is free sooner would make kernels faster.
+    """
+    plain, on_tape = _model(_Chain, device), _model(_Chain, device)
+    small, large = _inputs(device), _inputs(device, LARGE_BYTES // (4 * _WIDTH**2))
+    profile = _recorded(plain, small, device).profile(optimizer_step=None, gradients="freed", batch="")
+    graphs = {call.path: profile.graph_of(call) for call in profile.calls}
+    with apply(on_tape, Plan({path: recompute_unread_unit(graph) for path, graph in graphs.items()})):
+        small_s, large_s = (_added_forward_s(plain, on_tape, inputs, device) for inputs in (small, large))
+    return max(0.0, large_s - small_s) / sum(len(graph.ops) for graph in graphs.values())
+
+
+def _added_forward_s(plain: nn.Module, on_tape: nn.Module, inputs: Tensor, device: torch.device) -> float:
+    clock = _clock(device)
+    rounds = [
+        (_timed(plain, inputs, device, clock)[0], _timed(on_tape, inputs, device, clock)[0])
+        for _ in range(_WARM_UPS + _CHAIN_ROUNDS)
+    ]
+    return statistics.median(on_tape_s - plain_s for plain_s, on_tape_s in rounds[_WARM_UPS:])
 
 
 def _around(few: _Layer, many: _Layer, modules: _Layer, *, is_cpu: bool) -> AroundOps:
@@ -309,7 +320,7 @@ class _Chain(nn.Module):
         inputs = inputs * self.weight
         for _ in range(_CHAIN_LENGTH):
             inputs = inputs.abs()
-        return inputs
+        return -inputs
 
 
 class _Modules(nn.Module):

@@ -106,7 +106,8 @@ def test_units_know_what_the_tape_takes() -> None:
     profile = recorded(nn.Sequential(*(Layer() for _ in range(3))))
     graph, measured = profile.graphs[0], around_ops(CPU).host
     assert profile.host == measured
-    host = measured.beside([sum(graph.values[value].nbytes for value in op.outputs) for op in graph.ops])
+    seen_s = measured.seen_s([sum(graph.values[value].nbytes for value in op.outputs) for op in graph.ops])
+    host = replace(measured, seen_op_s=seen_s)
     assert graph.tape_s == host.unit_s + 3 * host.module_s and graph.again_op_s == host.again_op_s
     by_module = dict(graph.module_tape_s)
     # LayerNorm is one op for the tape; a linear layer of a matrix is a transposition and a product.
@@ -119,28 +120,22 @@ def test_units_know_what_the_tape_takes() -> None:
     assert graph.again_s(graph.ops[0]) == graph.ops[0].time_s + host.again_op_s
 
 
-def test_what_the_tape_takes_beside_large_results() -> None:
-    host = HostTimes(unit_s=0.5, module_s=0.25, seen_op_s=0.125, again_op_s=1.0, beside_large=3.0)
-    assert host.beside([0, 0]) == host
-    assert host.beside([LARGE_BYTES, 4 * LARGE_BYTES]) == replace(host, unit_s=1.5, module_s=0.75, seen_op_s=0.375)
-    assert (
-        host.beside([0, LARGE_BYTES])
-        == host.beside([LARGE_BYTES // 2])
-        == replace(host, unit_s=1, module_s=0.5, seen_op_s=0.25)
-    )
-    assert host.beside([]) == host
-    assert around_ops(CPU).host.beside_large >= 1
-    with pytest.raises(ValueError, match=r"^host\.beside_large: got -1\.0, expected a finite number, 0 or more$"):
-        HostTimes(beside_large=-1.0)
+def test_an_op_with_large_results_takes_the_tape_longer() -> None:
+    host = HostTimes(seen_op_s=0.125, large_op_s=0.5)
+    assert host.seen_s([LARGE_BYTES, 4 * LARGE_BYTES]) == 0.625
+    assert host.seen_s([0, LARGE_BYTES]) == host.seen_s([LARGE_BYTES // 2]) == 0.375
+    assert host.seen_s([0, 0]) == host.seen_s([]) == 0.125
 
 
-def test_what_is_beside_large_results_is_the_factor_of_a_longer_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_longer_is_a_part_of_each_op(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two layers of 18 ops each."""
+
     def stated(model: Any, inputs: torch.Tensor, *_: Any) -> tuple[float, float]:
         on_tape = isinstance(model[0].forward, PlacedForward)
-        return (0.010 + on_tape * (0.003 if inputs.numel() * 4 >= LARGE_BYTES else 0.001), 0.0)
+        return (1.0 + on_tape * (0.37 if inputs.numel() * 4 >= LARGE_BYTES else 0.01), 0.0)
 
     monkeypatch.setattr(host_times, "_timed", stated)
-    assert host_times._beside_large(CPU) == pytest.approx(3)
+    assert host_times._large_op_s(CPU) == pytest.approx(0.01)
 
 
 def test_what_it_is_made_from_is_in_the_file_and_must_be_a_time() -> None:
