@@ -85,7 +85,7 @@ REFUSED = {
     "pages": "AlreadyAppliedError: cannot attach to GPTModel: it offloads by itself (moe_paged_stash=True).",
     "graphs": "ConfigError: got enable_cuda_graph=True: GPTModel would run in CUDA graphs",
     "order": "RecordError: cannot attach to GPTModel: got the virtual stages [1, 0], expected [0, 1]. Pass the list that "
-    "get_model returns, as it is.",
+    "get_model returns, unchanged.",
     "one of two": "RecordError: cannot attach to GPTModel: got the virtual stages [0], expected [0, 1].",
     "groups": "ConfigError: got tensor_model_parallel_size=2: megatron.core.parallel_state has no groups, and the ranks of "
     "GPTModel are not known. Call parallel_state.initialize_model_parallel first; or pass group=",

@@ -151,7 +151,7 @@ def test_lock_is_free_after_a_run_and_after_an_error(tmp_path: Path) -> None:
             raise KeyError
     with (
         only_run_in(tmp_path / "run"),
-        pytest.raises(CheckpointError, match=rf"while process {os.getpid()} on .+ trains"),
+        pytest.raises(CheckpointError, match=rf"process {os.getpid()} on .+ is already training there"),
     ):
         run(tmp_path)
     (tmp_path / "run" / "train.pid").write_text("process 1 on here")  # of a process that was killed

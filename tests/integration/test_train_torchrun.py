@@ -202,8 +202,8 @@ ERRORS = {
     "small stages": r"BudgetTooSmallError: .*rank 0 \(stages 0; .* Use more ranks, smaller micro-batches",
     "device": r"ConfigError: got device='cuda:1': each process has its own device\. Write cuda or cpu",
     "resume": r"CheckpointError: run folder .*: got --resume but it holds no run, expected the --run-dir of an earlier",
-    "delayed scales": r"NotYetError: got fp8_recipe='delayed': not yet: histories over ranks that multiply with the same "
-    r"weights, which would each have their own\. Choose a different fp8_recipe, or only pipeline parallelism",
+    "delayed scales": r"NotYetError: got fp8_recipe='delayed': not yet: histories common to the ranks that share "
+    r"weights; each would have its own\. Choose a different fp8_recipe, or only pipeline parallelism",
     "parts": r"ConfigError: got distribute_saved_activations=True, tensor_model_parallel_size=1: there are no ranks to",
     "parts of parts": r"ConfigError: got distribute_saved_activations=True, sequence_parallel=True: sequence parallelism has",
     "too small": r"BudgetTooSmallError: .* is below the least possible peak",

@@ -194,6 +194,7 @@ PREPARED: dict[str, Callable[[], Names]] = {
     "bugs_of_others.md": dict,
     "compile.md": training,
     "coverage.md": training,
+    "cuda_graphs.md": training,
     "fsdp.md": sharded,
     "get_started.md": dict,
     "graph.md": training,

@@ -268,7 +268,7 @@ def _run(step: Step, recording: StepRecording, others_bytes: int, master_weights
         recording.abort()
         raise RecordError(
             f"cannot record {step.name} on fake tensors: {_where(error, step.model)} asks for the content of a tensor "
-            f"({error}). Make it depend on shapes alone, such as by torch.where in place of an if; or record on real tensors, "
+            f"({error}). Make it depend only on shapes, such as by torch.where in place of an if; or record on real tensors, "
             "on a small batch if need be: recollect.record(model, batch, fake=False)."
         ) from error
     except BaseException:

@@ -24,10 +24,12 @@ from recollect.integrations.torchtitan_settings import nearest_policy, torchtita
 from recollect.lab.models.architectures import llama_config
 from recollect.lab.models.gpt import GPTModel
 from recollect.plans.plan import Plan
+from recollect.profile.events import WORK, StepLog
 from recollect.profile.profile import Profile
 from toy_profile import gathering_layer, stack
 
 MODULES = ("core_attn", "mlp", "layernorm")
+OUTSIDE_S = 3.0
 
 
 @pytest.fixture(scope="module")
@@ -130,18 +132,28 @@ def test_what_is_hidden_is_no_slowdown() -> None:
     assert found.plan.predicted_slowdown * profile.step_s == pytest.approx(2 * 0.02)
 
 
+def outside_of_units(profile: Profile, seconds: float) -> Profile:
+    """The same step with ops outside of its units that take so long together."""
+    events = profile.log.events
+    time_ns = round(1e9 * seconds / sum(event[0] == WORK for event in events))
+    units_s = sum(profile.graph_of(call).forward_s for call in profile.calls)
+    log = StepLog(tuple((*event[:2], time_ns) if event[0] == WORK else event for event in events))
+    return replace(profile, log=log, step_s=units_s + seconds)
+
+
 @pytest.mark.parametrize("percent", [55, 65, 75, 85, 95])
 def test_the_nearest_settings_of_a_pipeline_are_the_fastest_that_fit(percent: int) -> None:
     persistent = {"parameters": 1000, "gradients": 1000}
     first, last = (replace(stack(n, graph=gathering_layer()), persistent=persistent) for n in (3, 2))
-    profiles, schedule = [first, last], recollect.PipelineSchedule.one_f_one_b(num_stages=2, num_micro_batches=4)
+    profiles = [outside_of_units(profile, OUTSIDE_S) for profile in (first, last)]
+    schedule = recollect.PipelineSchedule.one_f_one_b(num_stages=2, num_micro_batches=4)
     planned = recollect.plan_pipeline(profiles, schedule, f"{percent}%")
     fitting = []
     for config in settings_of_megatron(2, ("mlp", "layernorm")):
         plans = [megatron_plan(profile, config) for profile in profiles]
         hidden = [hidden_s(profile, plan) for profile, plan in zip(profiles, plans, strict=True)]
         # As if the hidden seconds were not part of the step.
-        shorter = [replace(p, step_s=p.step_s - s) for p, s in zip(profiles, hidden, strict=True)]
+        shorter = [outside_of_units(p, OUTSIDE_S - s) for p, s in zip(profiles, hidden, strict=True)]
         found = recollect.predict_pipeline(shorter, schedule, plans)
         added_s = sum(plan.predicted_slowdown * p.step_s for plan, p in zip(plans, profiles, strict=True)) - sum(hidden)
         fitting += [(added_s, found.step_s, found.peak_bytes)] if found.peak_bytes <= planned.budget_bytes else []
