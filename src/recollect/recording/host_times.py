@@ -38,7 +38,7 @@ from recollect.warning import warn_user
 _WIDTH: Final = 8
 _NUM_LAYERS: Final = 2
 _NUM_MODULES: Final = 4
-_CHAIN_LENGTH: Final = 16
+_CHAIN_OPS: Final = 18
 _CHAIN_ROUNDS: Final = 15
 # In the first rounds the tape learns which modules to watch, and layers are noted and traced.
 _WARM_UPS: Final = 2
@@ -80,15 +80,10 @@ def _traced_unit_s(device: torch.device) -> float:
     with _alone(device):
         plain, traced = _model(_ManyOps, device), _model(_ManyOps, device)
         inputs = _inputs(device)
-        profile = _recorded(plain, inputs, device).profile(optimizer_step=None, gradients="freed", batch="")
-        plan = Plan({call.path: recompute_unread_unit(profile.graph_of(call)) for call in profile.calls})
-        clock = _clock(device)
+        plan = _keeping_all(plain, inputs, device)
         with apply(traced, plan.with_engine("graph")):
-            rounds = [
-                (sum(_timed(plain, inputs, device, clock)), sum(_timed(traced, inputs, device, clock)))
-                for _ in range(_WARM_UPS + _ROUNDS)
-            ]
-    plain_s, traced_s = map(_undisturbed, zip(*rounds[_WARM_UPS:], strict=True))
+            rounds = [tuple(map(sum, both)) for both in _in_turns(plain, traced, inputs, device, _ROUNDS)]
+    plain_s, traced_s = map(_undisturbed, zip(*rounds, strict=True))
     return max(0.0, traced_s - plain_s) / _NUM_LAYERS
 
 
@@ -118,20 +113,32 @@ def _large_op_s(device: torch.device) -> float:
     """
     plain, on_tape = _model(_Chain, device), _model(_Chain, device)
     small, large = _inputs(device), _inputs(device, LARGE_BYTES // (4 * _WIDTH**2))
-    profile = _recorded(plain, small, device).profile(optimizer_step=None, gradients="freed", batch="")
-    graphs = {call.path: profile.graph_of(call) for call in profile.calls}
-    with apply(on_tape, Plan({path: recompute_unread_unit(graph) for path, graph in graphs.items()})):
+    with apply(on_tape, _keeping_all(plain, small, device)):
         small_s, large_s = (_added_forward_s(plain, on_tape, inputs, device) for inputs in (small, large))
-    return max(0.0, large_s - small_s) / sum(len(graph.ops) for graph in graphs.values())
+    return max(0.0, large_s - small_s) / (_NUM_LAYERS * _CHAIN_OPS)
 
 
 def _added_forward_s(plain: nn.Module, on_tape: nn.Module, inputs: Tensor, device: torch.device) -> float:
+    rounds = _in_turns(plain, on_tape, inputs, device, _CHAIN_ROUNDS)
+    return statistics.median(on_tape_s - plain_s for (plain_s, _), (on_tape_s, _) in rounds)
+
+
+def _keeping_all(model: nn.Module, inputs: Tensor, device: torch.device) -> Plan:
+    """Return a plan for which the units are seen, though nothing that backward reads is dropped."""
+    profile = _recorded(model, inputs, device).profile(optimizer_step=None, gradients="freed", batch="")
+    return Plan({call.path: recompute_unread_unit(profile.graph_of(call)) for call in profile.calls})
+
+
+def _in_turns(
+    one: nn.Module, other: nn.Module, inputs: Tensor, device: torch.device, num_rounds: int
+) -> list[tuple[tuple[float, float], tuple[float, float]]]:
+    """Return, for each round, the seconds of forward and backward of both."""
     clock = _clock(device)
     rounds = [
-        (_timed(plain, inputs, device, clock)[0], _timed(on_tape, inputs, device, clock)[0])
-        for _ in range(_WARM_UPS + _CHAIN_ROUNDS)
+        (_timed(one, inputs, device, clock), _timed(other, inputs, device, clock))
+        for _ in range(_WARM_UPS + num_rounds)
     ]
-    return statistics.median(on_tape_s - plain_s for plain_s, on_tape_s in rounds[_WARM_UPS:])
+    return rounds[_WARM_UPS:]
 
 
 def _around(few: _Layer, many: _Layer, modules: _Layer, *, is_cpu: bool) -> AroundOps:
@@ -318,7 +325,7 @@ class _Chain(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         inputs = inputs * self.weight
-        for _ in range(_CHAIN_LENGTH):
+        for _ in range(_CHAIN_OPS - 2):
             inputs = inputs.abs()
         return -inputs
 
