@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, get_args
 
@@ -95,10 +95,15 @@ def _traced(
 
         return run
 
-    fakes = fake_run(sample.module, (sample.args, sample.kwargs), device, kernels=profile.kernels)
+    arguments: AbstractContextManager[tuple[Any, Any]]
+    if profile.fake:
+        arguments = fake_run(sample.module, (sample.args, sample.kwargs), device, kernels=profile.kernels)
+    else:
+        whole = sample.whole()
+        arguments = nullcontext((whole.args, whole.kwargs))
     with (
         as_not_sharded(sample.module, sample.parameters),
-        fakes if profile.fake else nullcontext((sample.whole().args, sample.whole().kwargs)) as given,
+        arguments as given,
         warnings.catch_warnings(),
         torch.enable_grad(),
         torch.autocast(device.type, dtype=sample.autocast, enabled=sample.autocast is not None),
