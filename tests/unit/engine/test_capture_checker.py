@@ -5,12 +5,12 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
-from injected_lines import inject
 
 from capture_checker import CaptureChecker
 from contract_steps import Run, plain
 from contract_units import UNITS
 from engines import applied
+from injected_lines import inject
 from policies import FULL
 from recollect.checkpointing import checkpoint
 from recollect.engine.function_call import FunctionCall
