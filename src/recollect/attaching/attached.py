@@ -27,8 +27,9 @@ from recollect.attaching.lockstep import Lockstep
 from recollect.attaching.placement import Placement, Removable, State, Watcher, obstacle
 from recollect.attaching.planned_step import PlannedStep, report_of, unforeseen
 from recollect.attaching.reserve import LeanStart
+from recollect.attaching.step_clock import StepClock
 from recollect.attaching.step_end import OptimizersSeen, StepEnd, to_user, without_backward
-from recollect.attaching.step_meter import StepClock, StepMeter
+from recollect.attaching.step_meter import StepMeter
 from recollect.attaching.step_planner import StepPlanner
 from recollect.attaching.step_shape import Call, Structure, describe_call
 from recollect.costs.op_costs import MeasuredCosts

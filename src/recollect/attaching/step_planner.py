@@ -12,7 +12,8 @@ from recollect.attaching.lockstep import Lockstep
 from recollect.attaching.placement import Placement, excess_of
 from recollect.attaching.planned_step import PlannedStep, PlannedSteps, difference, grouped, own_plan
 from recollect.attaching.reserve import Reserve, varying_bytes
-from recollect.attaching.step_meter import Excess, corrected
+from recollect.attaching.step_clock import corrected
+from recollect.attaching.step_meter import Excess
 from recollect.attaching.step_shape import Call
 from recollect.attaching.timed_steps import Timed
 from recollect.attaching.unit_watch import Course

@@ -168,7 +168,7 @@ def takes_generator(func: Any) -> bool:
     return _place_of_generator(func) is not None
 
 
-def draws_unknown(facts: OpFacts, func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+def draws_unknown(facts: OpFacts, args: Any, kwargs: dict[str, Any]) -> bool:
     """Whether a random op reads a generator that the tape cannot set: one on a device other than CPU and CUDA."""
     return draws_numbers(facts, args, kwargs) and _device(args, kwargs).type not in ("cpu", "cuda", "meta")
 

@@ -236,7 +236,7 @@ class FunctionRun:
         is_receipt = facts.overwrites and self._has_filled(args[0])
         for tensor in tensors_in((args, kwargs)):
             self._read(tensor, is_receipt)
-        if facts.is_random and (SwitchedOff.RANDOM_OPS in switched_off() or draws_unknown(facts, func, args, kwargs)):
+        if facts.is_random and (SwitchedOff.RANDOM_OPS in switched_off() or draws_unknown(facts, args, kwargs)):
             self.keep(f"it runs {facts.name} with an unknown generator")
 
     def after_op(self, facts: OpFacts, args: Any, kwargs: dict[str, Any], output: Any) -> None:

@@ -174,7 +174,7 @@ class TapeMode(OpMode):
                 return output
         if facts.may_keep and must_keep_result(facts, args, output, kwargs):
             return output
-        if facts.is_random and draws_unknown(facts, func, args, kwargs):
+        if facts.is_random and draws_unknown(facts, args, kwargs):
             return output
         arguments = Arguments(self._value_in_mode, facts, args, kwargs)
         settings = self.settings.at_op(facts)

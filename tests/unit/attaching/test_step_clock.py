@@ -10,10 +10,10 @@ from torch import nn
 
 import recollect
 from gradients import assert_same_gradients
-from recollect.attaching import step_meter
+from recollect.attaching import step_clock
 from recollect.attaching.attached import Attached
 from recollect.attaching.planned_step import PlannedStep
-from recollect.attaching.step_meter import corrected
+from recollect.attaching.step_clock import corrected
 from recollect.attaching.timed_steps import Timed
 from recollect.simulation.predicted import predicted_plan
 
@@ -93,7 +93,7 @@ def attached() -> Iterator[Attachment]:
 def test_steps_that_take_longer_than_predicted_are_planned_again_once(
     attached: Attachment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(step_meter, "_SHORT_S", 0.0)  # Whatever the machine.
+    monkeypatch.setattr(step_clock, "_SHORT_S", 0.0)  # Whatever the machine.
     model, handle, optimizer, lines = attached
     train(model, handle, optimizer, 1 + SETTLED + TIMED - 1)
     assert "measured_slowdown" not in handle.numbers and len(lines) == 1

@@ -348,7 +348,7 @@ class _Recorder(OpMode):
             self._skip_reshape(op)
         op.is_random = facts.is_random and draws_numbers(facts, args, kwargs)
         op.keeps = (facts.may_keep and must_keep_result(facts, args, output, kwargs)) or (
-            op.is_random and draws_unknown(facts, func, args, kwargs)
+            op.is_random and draws_unknown(facts, args, kwargs)
         )
         op.returns_one = isinstance(output, torch.Tensor)
         results = output if isinstance(output, (list, tuple)) else (output,) if op.returns_one else ()
