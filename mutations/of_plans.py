@@ -25,6 +25,12 @@ MUTATIONS = (
         ),
     ),
     Mutation(
+        "plans-leave-room",
+        "no value more is stored where memory has room for it",
+        "planning",
+        (("if found is not None and found.recompute_s > enough_s:", "if False:"),),
+    ),
+    Mutation(
         "traces-of-halves",
         "the planner lets units run from traces whose backward is split in two, all of it in each half",
         "planning",

@@ -20,6 +20,7 @@ from functools import cache, cached_property, partial
 
 from recollect.planning.alive_until_loss import HeldValues, held_values, layers_hold, with_held
 from recollect.planning.chain import Chain, WorkingSets
+from recollect.planning.fill import Filling
 from recollect.planning.hull import Evaluator, Option, Stored, unit_hull
 from recollect.planning.lean_search import leanest
 from recollect.planning.option_table import Candidate, KnownCosts, OptionsOf, OptionTable, with_options, working_bytes
@@ -105,6 +106,8 @@ class ChainSolver:
         self._working: WorkingSets = {}
         self._has_tape_s = any(graph.tape_s for graph in profile.graphs)
         self._chains: dict[Dropped, Chain] = {}
+        self._filling: Filling = like._filling if like else Filling(self._peak_sums)
+        self._filled: list[Candidate] = []
 
     @cached_property
     def _working_bytes(self) -> list[int]:
@@ -126,11 +129,26 @@ class ChainSolver:
     def best(self, budget_bytes: int, enough_s: float) -> Candidate | None:
         """Return the fastest candidate found within the budget, or None; never None if `leanest` is within the budget."""
         found = self._searched(budget_bytes, enough_s)
-        if found is not None or budget_bytes < self.leanest.peak_bytes:
-            return found
-        # Having seen the leanest plans, the chains find faster ones.
-        self._near_least._searched(self.leanest.peak_bytes, 0.0)
-        return self._near_least._searched(budget_bytes, enough_s)
+        if found is None and budget_bytes >= self.leanest.peak_bytes:
+            # Having seen the leanest plans, the chains find faster ones.
+            self._near_least._searched(self.leanest.peak_bytes, 0.0)
+            found = self._near_least._searched(budget_bytes, enough_s)
+        if found is not None and found.recompute_s > enough_s:
+            self._fill(found, budget_bytes)
+        return _fastest(self._filled if found is None else (found, *self._filled), budget_bytes)
+
+    def _fill(self, found: Candidate, budget_bytes: int) -> None:
+        """Remember a candidate that stores more than this one, if there is room for it."""
+        options = self._filling.filled(found, budget_bytes)
+        if options == found.options:
+            return
+        table = OptionTable(
+            self.profile,
+            dropped_outputs=found.table.drops_outputs,
+            options_of=with_options(self._own_options, found.table, options),
+            free_outputs=found.table.free_outputs,
+        )
+        self._filled.append(KnownCosts(self._peak_sums, table).candidate(table.choice_of(options)))
 
     def _searched(self, budget_bytes: int, enough_s: float) -> Candidate | None:
         goal = (0, enough_s)
@@ -207,7 +225,11 @@ class ChainSolver:
 
     def _best_known(self, budget_bytes: int) -> Candidate | None:
         known = (found for chain in self._chains.values() for found in chain.costs.known())
-        return min((found for found in known if found.peak_bytes <= budget_bytes), key=_by_time, default=None)
+        return _fastest(known, budget_bytes)
+
+
+def _fastest(known: Iterable[Candidate], budget_bytes: int) -> Candidate | None:
+    return min((found for found in known if found.peak_bytes <= budget_bytes), key=_by_time, default=None)
 
 
 def _by_time(candidate: Candidate) -> tuple[object, ...]:

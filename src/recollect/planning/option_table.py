@@ -67,6 +67,7 @@ class OptionTable:
     ) -> None:
         self.profile = profile
         self.drops_outputs = frozenset(dropped_outputs)
+        self.free_outputs = frozenset(free_outputs)
         self.may_drop_outputs = bool(dropped_outputs or free_outputs)
         self._is_repeated = {call.path: call.repeated for call in profile.calls}
         self.rows = _rows(profile, dropped_outputs, options_of, free_outputs)

