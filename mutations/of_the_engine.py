@@ -31,6 +31,12 @@ MUTATIONS = (
         ),
     ),
     Mutation(
+        "weights-of-autograd-and-recipes",
+        "autograd and recipes hold a weight together: after a write through `.data`, one of them reads the wrong content",
+        "engine/tape_mode.py",
+        (("known = self._parameters[id(tensor), in_hook] =", "known = self._parameters[id(tensor), not in_hook] ="),),
+    ),
+    Mutation(
         "version-not-checked",
         "a held value that was overwritten since forward is used as if it were the old one",
         "engine",

@@ -1100,6 +1100,16 @@ class _Neighbours(nn.Module):
 
 modules({"sparse buffer": _Neighbours}, _inner)
 
+
+def _weight_written_as_data(self: Any, x: Tensor) -> Tensor:
+    """As weights are clipped, and learned scales set: unseen by autograd, which then reads the new ones."""
+    scaled = (x * self.first.bias).exp()
+    self.first.bias.data.mul_(0.9)
+    return self.second(scaled.sin())
+
+
+units({"weight written as data": _weight_written_as_data}, calls=lambda units, x: units[0](x) + units[0](x.sin()))
+
 # What the graph engine says of units that it leaves to the tape; or Dynamo, whose words change.
 _WORDS: dict[str, tuple[str, ...]] = {
     ".": (
@@ -1123,7 +1133,7 @@ _WORDS: dict[str, tuple[str, ...]] = {
     ),
     "there are hooks on modules inside it": ("forward hook inside", "forward pre hook inside"),
     "its calls differ, and each would have to be traced: 'count ==": ("counter",),
-    "it writes to an input that needs a gradient": ("embedding with a maximum norm",),
+    "it writes to an input that needs a gradient": ("embedding with a maximum norm", "weight written as data"),
     "would run again, and write to what is kept once more": ("statistics written",),
     "it runs other ops than in eager mode|a Function in it returns the same tensor twice": ("function in place",),
     "a Function in it returns the same tensor twice when it is traced": ("function that writes to its result",),

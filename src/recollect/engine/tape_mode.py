@@ -91,7 +91,8 @@ class TapeMode(OpMode):
         self._saves_dropped: set[ModuleKey] = set()
         self.counts: dict[OpKey, int] = {}
         self._op = ""
-        self._parameters: dict[int, TapeValue] = {}
+        # By whether a hook took them: after a write through `.data`, autograd reads the new content, and recipes the old one.
+        self._parameters: dict[tuple[int, bool], TapeValue] = {}
         # The storages with a recipe.
         self.dropped: list[weakref.ref[torch.UntypedStorage]] = []
         # Of what recipes make and read, to find writes that nothing else shows; None: there is none.
@@ -345,11 +346,11 @@ class TapeMode(OpMode):
         return self._known_value(tensor, storage) or self._leaf(tensor, storage, in_hook=False)
 
     def _parameter(self, tensor: torch.Tensor, *, in_hook: bool) -> TapeValue:
-        """Return the value of a parameter: the same for all readers, until it is written to."""
-        known = self._parameters.get(id(tensor))
+        """Return the value of a parameter: the same for all readers of one kind, until it is written to."""
+        known = self._parameters.get((id(tensor), in_hook))
         if known is None or known.version != tensor._version:
             storage = None if in_hook else tensor.untyped_storage()
-            known = self._parameters[id(tensor)] = self._leaf(tensor, storage, in_hook=in_hook)
+            known = self._parameters[id(tensor), in_hook] = self._leaf(tensor, storage, in_hook=in_hook)
         return known
 
     def _leaf(self, tensor: torch.Tensor, storage: torch.UntypedStorage | None, *, in_hook: bool) -> TapeValue:
