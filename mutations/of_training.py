@@ -8,6 +8,12 @@ __all__ = ["MUTATIONS"]
 
 MUTATIONS = (
     Mutation(
+        "recording-ended-in-backward",
+        "a recording ends within backward, after which PyTorch takes its profiler for active again",
+        "attaching/attached.py",
+        (("if current_backward() < 0 or not profiler_is_active():", "if True:"),),
+    ),
+    Mutation(
         "reruns-not-timed",
         "what the tape runs again is not counted",
         "engine",

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from recollect._torch_private import is_capturing, uncompiled
+from recollect._torch_private import current_backward, is_capturing, profiler_is_active, uncompiled
 from recollect.arguments import listed
 from recollect.attaching.held import CallWatch, Departure, OnLarger, StepUnderWay
 from recollect.attaching.lockstep import Lockstep
@@ -101,7 +101,7 @@ class Attached(Handle):
         self._watch = CallWatch(
             self._placement, device, keeps_to_plan=on_larger == "warn", joins_others=not ranks.is_alone
         )
-        self._now = StepUnderWay()
+        self._now, self._stepped = StepUnderWay(), ""
         _handles[self] = True
 
     @property
@@ -172,6 +172,7 @@ class Attached(Handle):
 
     def _begin_call(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Decide how the model runs, before an outermost call of it."""
+        self._end_if_reached()
         if not self.num_steps:
             self._end.note_call()
         if self._optimizers_seen is not None:
@@ -325,10 +326,17 @@ class Attached(Handle):
                 f"the optimizer stepped, but {type(self.model).__name__} was not called with gradients on, so nothing was "
                 "planned: the loop calls parts of it one by one. Call the model, or put that forward into attached.call(...)"
             )
+        self._stepped = type(optimizer).__name__
+        # In backward, PyTorch restores the thread's state after each node, and with it a profiler that was stopped there: the
+        # step then ends at the next call.
+        if current_backward() < 0 or not profiler_is_active():
+            self._end_if_reached()
+
+    def _end_if_reached(self) -> None:
         if self._now.calls and self._end.is_reached:
             self._end.begin_next()
             try:
-                self.end_step(type(optimizer).__name__)
+                self.end_step(self._stepped)
             except RecollectError as error:
                 raise to_user(error, self.budget) from None
 

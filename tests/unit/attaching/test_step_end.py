@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import recollect
+from recollect._torch_private import profiler_is_active
 from recollect.attaching.attached import Attached
 from recollect.errors import BudgetWarning, RecordError
 from residual_model import Model
@@ -52,6 +53,23 @@ def test_many_micro_batches_and_loaded_weights_are_no_error() -> None:
             model(torch.randn(16, 32)).backward()
         optimizer.step()
         assert attached.recorded_steps == [0]
+
+
+def test_after_optimizers_that_step_in_backward_the_recording_has_ended() -> None:
+    model = Model()
+    optimizers = {parameter: torch.optim.SGD([parameter], lr=0.1) for parameter in model.parameters()}
+
+    def update(parameter: torch.Tensor) -> None:
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+
+    for parameter in optimizers:
+        parameter.register_post_accumulate_grad_hook(update)
+    with recollect.attach(model, [*optimizers.values()], "1GiB", log=lambda _: None) as attached:
+        for rows in (16, 16, 64, 64):
+            model(torch.randn(rows, 32)).backward()
+        assert attached.recorded_steps == [0, 2]
+        assert not profiler_is_active()
 
 
 def test_a_first_step_without_backward_is_an_error() -> None:
