@@ -243,6 +243,18 @@ MUTATIONS = (
         (("asked |= _ASKED_OF_GRADIENTS & names_in(function.backward)", "pass"),),
     ),
     Mutation(
+        "graph-state-read-in-backward",
+        "in a trace, the backward of a Function reads global values as they were in forward",
+        "engine/graph/noting_tape.py",
+        (("asked |= state_in(function.backward)", "pass"),),
+    ),
+    Mutation(
+        "graph-objects-given-to-functions",
+        "in a trace, the backward of a Function reads attributes of what it was given as they were in forward",
+        "engine/graph/noting_tape.py",
+        (("for one in given if not is_plain_value(one)", "for one in given[:0]"),),
+    ),
+    Mutation(
         "graph-other-methods-unseen",
         "a method that replaces one that forward calls is ignored",
         "engine/graph/graph_engine.py",

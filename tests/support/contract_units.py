@@ -1110,6 +1110,47 @@ def _weight_written_as_data(self: Any, x: Tensor) -> Tensor:
 
 units({"weight written as data": _weight_written_as_data}, calls=lambda units, x: units[0](x) + units[0](x.sin()))
 
+
+class GlobalScale(torch.autograd.Function):
+    """Its backward reads what is set after forward, as the scales of auxiliary losses are."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * SCALE[0]
+
+
+class UnitScale(GlobalScale):
+    """Its backward reads an attribute of the unit that it is given."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, unit: Unit) -> Tensor:
+        ctx.unit = unit
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient * ctx.unit.count, None
+
+
+def _scaled_afterwards(units: Any, x: Tensor) -> Tensor:
+    x = units[0](x)
+    units[0].count = units[0].count % 3 + 1
+    SCALE[0] = units[0].count
+    return x
+
+
+units(
+    {
+        "function that reads a global in backward": lambda self, x: GlobalScale.apply(self.first(x)).exp(),
+        "function that reads its unit in backward": lambda self, x: UnitScale.apply(self.first(x), self).exp(),
+    },
+    calls=_scaled_afterwards,
+)
+
 # What the graph engine says of units that it leaves to the tape; or Dynamo, whose words change.
 _WORDS: dict[str, tuple[str, ...]] = {
     ".": (
@@ -1130,6 +1171,7 @@ _WORDS: dict[str, tuple[str, ...]] = {
     "it runs other ops than in eager mode": (
         *("one hot", "compiled part", "attribute that changes", "numpy inside", "slices filled out of sight"),
         *("function that writes unseen", "function without one gradient", "function that asks for a layout"),
+        *("function that reads a global in backward", "function that reads its unit in backward"),
     ),
     "there are hooks on modules inside it": ("forward hook inside", "forward pre hook inside"),
     "its calls differ, and each would have to be traced: 'count ==": ("counter",),

@@ -71,6 +71,11 @@ _MOST_CHECKS = 8
 _unseen_writers = WeakMap[set[int]]()
 
 
+def is_plain_value(argument: Any) -> bool:
+    """Whether this is a value that holds no others and does not change."""
+    return isinstance(argument, (*_PLAIN, *_PLAIN_TOO))
+
+
 def may_run_again(function: Any) -> bool:
     is_product = f"{function.__module__}.{function.__name__}" in _PRODUCTS
     return is_product or function.__module__.partition(".")[0] not in _FOREIGN
@@ -131,7 +136,7 @@ class FunctionRun:
                 self._look_at_tensor(leaf)
             elif has_spare_module and isinstance(leaf, nn.Module):
                 pass  # Before its version 2.15: asked for weights in 8 bits, and for nothing else.
-            elif not isinstance(leaf, (*_PLAIN, *_PLAIN_TOO)):
+            elif not is_plain_value(leaf):
                 self._look_at_object(leaf)
         if not may_run_again(function):
             self.keep("its package has state elsewhere")
@@ -184,7 +189,7 @@ class FunctionRun:
                 pending += thing.values() if isinstance(thing, dict) else thing
             elif isinstance(thing, types.FunctionType) and not thing.__closure__:
                 pass
-            elif not isinstance(thing, (*_PLAIN, *_PLAIN_TOO)):
+            elif not is_plain_value(thing):
                 attributes = getattr(thing, "__dict__", None)
                 if attributes is None or callable(thing) or isinstance(thing, (nn.Module, torch.Generator)):
                     self.keep(f"an argument is a {type(thing).__name__}")

@@ -10,9 +10,11 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from recollect._torch_functions import FunctionWatcher
+from recollect._torch_private import tree_leaves
 from recollect.engine.facts import facts_of
 from recollect.engine.function_mode import FunctionMode
-from recollect.engine.graph.code_names import names_in
+from recollect.engine.function_run import is_plain_value
+from recollect.engine.graph.code_names import names_in, state_in
 from recollect.engine.policy import Policy
 from recollect.engine.tape import Tape
 from recollect.engine.together import Agreement
@@ -81,6 +83,10 @@ class _NotingMode(FunctionMode):
     def watch_function(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FunctionWatcher | None:
         asked = _ASKED_OF_CONTEXTS & (names_in(function.forward) | names_in(function.setup_context))
         asked |= _ASKED_OF_GRADIENTS & names_in(function.backward)
+        # Dynamo traces backward with forward, and takes for constant what may change before backward.
+        asked |= state_in(function.backward)
+        given = [one for one in tree_leaves((args, kwargs)) if not isinstance(one, torch.Tensor)]
+        asked |= {type(one).__name__ for one in given if not is_plain_value(one)}
         if asked:
             self._noted.append(NotedOp.of(self.scope, f"{function.__name__}, which uses {min(asked)},", []))
         return super().watch_function(function, args, kwargs)
