@@ -255,6 +255,12 @@ MUTATIONS = (
         (("for one in given if not is_plain_value(one)", "for one in given[:0]"),),
     ),
     Mutation(
+        "graph-ties-unguarded",
+        "units share a trace though weights are tied in one of them, whose gradients are added up in a different order",
+        "_torch_dynamo.py",
+        (("skip_no_tensor_aliasing_guards_on_parameters=False,", ""),),
+    ),
+    Mutation(
         "graph-other-methods-unseen",
         "a method that replaces one that forward calls is ignored",
         "engine/graph/graph_engine.py",

@@ -143,9 +143,10 @@ def first_line(error: BaseException) -> str:
 
 @contextmanager
 def tracing_as_eager() -> Iterator[None]:
-    """Have Dynamo guard the hooks of modules, and tell code that asks whether it is compiled that it is not.
+    """Have Dynamo guard hooks of modules and tied weights, and tell code that asks whether it is compiled that it is not.
 
-    By default it takes hooks for constant: one added later would be ignored. There is no public way to change the answers.
+    By default it takes these for constant: a hook added later would be ignored, and tied weights' gradients would be added up
+    in a different order. There is no public way to change the answers.
     Dynamo's warnings are left out; the unit's own warnings were shown when it ran on the tape.
     """
     with _TURN, _tracing_as_eager():
@@ -172,6 +173,7 @@ def _tracing_as_eager() -> Iterator[None]:
             mock.patch.object(_HOOK, "vjp", None),
             dynamo_config.patch(
                 skip_nnmodule_hook_guards=False,
+                skip_no_tensor_aliasing_guards_on_parameters=False,
                 recompile_limit=_MOST_TRACES,
                 accumulated_recompile_limit=2**20,
                 ignore_logging_functions=dynamo_config.ignore_logging_functions

@@ -1151,6 +1151,18 @@ units(
     calls=_scaled_afterwards,
 )
 
+
+def _four_products(self: Any, x: Tensor) -> Tensor:
+    return self.second(self.second(self.first(self.first(x).sin()).exp()).sin())
+
+
+units(
+    {"weights tied in one of two units": _four_products},
+    num_units=2,
+    calls=_chained,
+    prepare=lambda model: setattr(model.units[1].second, "weight", model.units[1].first.weight),
+)
+
 # What the graph engine says of units that it leaves to the tape; or Dynamo, whose words change.
 _WORDS: dict[str, tuple[str, ...]] = {
     ".": (
