@@ -275,7 +275,13 @@ MUTATIONS = (
         "content-not-compared",
         "the first call of a unit does not look for writes by kernels that were given an address",
         "engine",
-        (("if outer is None and self._must_compare(unit_path, forward):", "if False:"),),
+        (("if outer is None and self._must_compare(forward):", "if False:"),),
+    ),
+    Mutation(
+        "content-compared-once-for-a-class",
+        "of several modules of a class that are checkpointed, only the first is watched for unseen writes",
+        "engine/tape.py",
+        (("forward if isinstance(forward, torch.nn.Module) else getattr(", "getattr("),),
     ),
     Mutation(
         "alias-overwritten",

@@ -28,6 +28,7 @@ from recollect.plans.unit_plan import UnitPlan
 from recollect.plans.value_names import collective_kind, module_of, result_names, value_stem
 from recollect.replay import KeptPass
 from recollect.warning import warn_user
+from recollect.weak_map import WeakMap
 
 
 class Policy(Protocol):
@@ -178,7 +179,7 @@ class TapeState:
         offload: the state for offloaded values; None if there are none.
         may_offload: some values are offloaded, or may be later.
         compares: the first call of a unit compares content, to find writes that nothing else shows.
-        compared: the units of which one has.
+        compared: the modules, or the code of functions, of which one has: checkpoints of several have one name.
         overwritten: the units whose outputs something overwrites unseen before the next unit reads them.
         reruns: counts the time in which backward runs ops again; None while nobody asks.
     """
@@ -195,7 +196,7 @@ class TapeState:
     ) -> None:
         self.policy = policy
         self.compares = compares
-        self.compared: set[str] = set()
+        self.compared = WeakMap[bool]()
         self.overwritten: set[str] = set()
         self.reruns: Stopwatch | None = None
         self.offload = offload

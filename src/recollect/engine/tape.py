@@ -120,14 +120,14 @@ class Tape(TapeState):
             return forward(*args, **kwargs)
         outer = self.mode
         with self._watching(unit_path) if outer is None else _inside(outer, unit_path) as mode:
-            if outer is None and self._must_compare(unit_path, forward):
+            if outer is None and self._must_compare(forward):
                 if mode.is_captured:
                     raise not_warmed_up(unit_words(unit_path))
                 mode.comparison = Comparison(self.overwritten)
             output = mode.run_module("", forward, args, kwargs)
             if outer is None and mode.comparison is not None:
                 mode.comparison.end()
-                self._note_compared(unit_path, forward)
+                self._note_compared(forward)
             call, place = mode.call, mode.place
         if SwitchedOff.FUNCTIONS in switched_off():
             _check_no_functions(unit_path, args, kwargs, output)
@@ -144,15 +144,15 @@ class Tape(TapeState):
         """Whether a module, or the code of a function, was compared when as much was dropped."""
         return self.policy.drops_outputs in (_compared.get(runs) or ())
 
-    def _must_compare(self, unit_path: str, forward: Any) -> bool:
-        if not self.compares or unit_path in self.compared or fake_mode() is not None:
-            return False
-        return not self.is_compared(_what_runs(forward))
+    def _must_compare(self, forward: Any) -> bool:
+        runs = _what_runs(forward)
+        return self.compares and runs not in self.compared and fake_mode() is None and not self.is_compared(runs)
 
-    def _note_compared(self, unit_path: str, forward: Any) -> None:
-        self.compared.add(unit_path)
+    def _note_compared(self, forward: Any) -> None:
+        runs = _what_runs(forward)
+        self.compared[runs] = True
         if self.policy.drops_outputs or not isinstance(self.policy, PlanPolicy):
-            _compared.setdefault(_what_runs(forward), set()).add(self.policy.drops_outputs)
+            _compared.setdefault(runs, set()).add(self.policy.drops_outputs)
 
     @contextmanager
     def _watching(self, unit_path: str) -> Iterator[TapeMode]:
@@ -227,10 +227,10 @@ class Tape(TapeState):
 
 
 def _what_runs(forward: Any) -> Any:
-    """Return the module that a function is the forward of, else its code: that of a lambda is the same each time."""
+    """Return the module that runs, by itself or its forward, else a function's code: that of a lambda is the same each time."""
     while isinstance(forward, functools.partial):
         forward = forward.func
-    module = getattr(forward, "__self__", None)
+    module = forward if isinstance(forward, torch.nn.Module) else getattr(forward, "__self__", None)
     return module if isinstance(module, torch.nn.Module) else getattr(forward, "__code__", type(forward))
 
 

@@ -198,6 +198,29 @@ def test_a_write_to_the_input_is_an_error_by_name() -> None:
             output.sum().backward()
 
 
+def written_unseen(x: Tensor) -> Tensor:
+    hidden = x.exp()
+    hidden.detach().numpy()[...] *= 2
+    return hidden.sin()
+
+
+class Runs(nn.Module):
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+@pytest.mark.parametrize("named_alike", [functools.partial, Runs])
+def test_each_of_several_functions_of_one_name_is_watched_for_unseen_writes(named_alike: Any) -> None:
+    with fresh() as x:
+        recollect.checkpoint(named_alike(composite), x)
+        with pytest.raises(MutatedValueError, match="used by exp in (partial|Runs), was changed in place in forward"):
+            recollect.checkpoint(named_alike(written_unseen), x)
+
+
 class Calls(nn.Module):
     """A layer that checkpoints a part of itself."""
 
