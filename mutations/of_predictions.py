@@ -8,6 +8,12 @@ __all__ = ["MUTATIONS"]
 
 MUTATIONS = (
     Mutation(
+        "content-of-attributes-changed",
+        "recording a batch changes what the attributes of modules hold: lists, tables, generators",
+        "recording/restored_state.py",
+        (("        for restore in self._content:\n            restore()\n", ""),),
+    ),
+    Mutation(
         "large-results-as-small-ones",
         "the tape takes as long for an op with large results as for one with small results",
         "profile",

@@ -6,9 +6,12 @@ Users of the real ones (optimizers that step in backward, gradient buckets, hook
 Also keep FSDP2 parameters of a pipeline's stage gathered, as they are from the stage's first forward to its last backward.
 """
 
+import copy
 import random
-from collections.abc import Iterable, Iterator
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, Final, cast
 
 import numpy as np
@@ -31,6 +34,7 @@ HOOKS: Final = tuple(name for name in vars(nn.Module()) if "_hooks" in name)
 """Names of a module's tables of hooks, which stay the same objects."""
 HOOKS_OF_RUNS: Final = tuple(name for name in HOOKS if "state_dict" not in name)
 """Those that a step runs. FSDP2 adds others in its first forward, once and for good."""
+_CONTAINERS: Final = (list, dict, set, deque, OrderedDict, defaultdict)
 _NOT_ATTRIBUTES: Final = frozenset(vars(nn.Module())) - {"training"}
 
 
@@ -39,8 +43,8 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     """Restore the model and the random generators after the block; steps may run in it.
 
     Gradients are set aside; hooks of parameters do not run, and hooks that the step adds to modules are removed. Attributes of
-    modules that the step rebinds (counters, lazily made tables) are restored; changes inside them
-    (a list that grows) stays changed.
+    modules are restored: those that the step rebinds (counters, lazily made tables), and the content of tensors, generators,
+    lists, dicts and sets; what is inside other objects stays changed.
 
     Raises:
         RecordError: DeepSpeed has partitioned the parameters; only its own engine can run them.
@@ -78,11 +82,9 @@ def restored_buffers(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        with torch.no_grad():
-            for module, name, buffer, before in buffers:
-                module._buffers[name] = buffer
-                if not has_same_bits(buffer, before):
-                    buffer.copy_(before)
+        for module, name, buffer, before in buffers:
+            module._buffers[name] = buffer
+            _write_back(buffer, before)
 
 
 @contextmanager
@@ -105,6 +107,7 @@ class _Parts:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._attributes = _attributes(module)
+        self._content = [restore for value in self._attributes.values() if (restore := _restoring(value)) is not None]
         # Few are not empty, and there are many.
         self._hooks = {name: dict(hooks) for name in HOOKS_OF_RUNS if (hooks := vars(module).get(name))}
 
@@ -112,11 +115,39 @@ class _Parts:
         for name in _attributes(self._module).keys() - self._attributes.keys():
             del vars(self._module)[name]
         vars(self._module).update(self._attributes)
+        for restore in self._content:
+            restore()
         for name in HOOKS_OF_RUNS:
             hooks, before = vars(self._module).get(name, {}), self._hooks.get(name, {})
             if hooks or before:
                 hooks.clear()
                 hooks.update(before)
+
+
+def _restoring(value: Any) -> Callable[[], object] | None:
+    """Return what puts the present content of an attribute back; None if it has none, or one that is not known."""
+    if isinstance(value, torch.Generator):
+        return partial(value.set_state, value.get_state())
+    if isinstance(value, random.Random):
+        return partial(value.setstate, value.getstate())
+    if isinstance(value, np.random.Generator):
+        return partial(setattr, value.bit_generator, "state", value.bit_generator.state)
+    if type(value) is torch.Tensor:
+        return partial(_write_back, value, value.detach().clone())
+    if type(value) in _CONTAINERS:
+        return partial(_fill_again, value, copy.copy(value))
+    return None
+
+
+def _fill_again(container: Any, before: Any) -> None:
+    container.clear()
+    (container.extend if hasattr(container, "extend") else container.update)(before)
+
+
+def _write_back(tensor: torch.Tensor, before: torch.Tensor) -> None:
+    if not has_same_bits(tensor, before):
+        with torch.no_grad():
+            tensor.copy_(before)
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:

@@ -1,10 +1,12 @@
 """Recording a step: what a profile says, that everything is left as it was, and each refusal."""
 
 import itertools
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -70,6 +72,36 @@ def test_everything_is_left_as_it_was(name: str, fake: bool) -> None:
 
 def _tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
     return [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+
+
+class Remembers(nn.Module):
+    """Depends on all that its attributes hold, and changes it. [n, 8] -> [n, 8]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.mean, self.calls, self.seen = torch.zeros(8), [0.5], {"rows": 1}
+        self.of_torch = torch.Generator().manual_seed(1)
+        self.of_python, self.of_numpy = random.Random(2), np.random.default_rng(3)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        self.mean.mul_(0.5).add_(rows.detach().mean(0))
+        self.calls.append(self.of_python.random() * self.of_numpy.random())
+        self.seen["rows"] += len(rows)
+        drawn = torch.rand(8, generator=self.of_torch)
+        return self.linear(rows).sin() * drawn * sum(self.calls) * self.seen["rows"] + self.mean
+
+
+def test_what_attributes_hold_is_left_as_it_was() -> None:
+    outputs = []
+    for is_recorded in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(Remembers(), Remembers())
+        rows = torch.randn(4, 8)
+        if is_recorded:
+            recollect.record(model, rows, loss_fn=mean_square)
+        outputs.append(model(rows))
+    assert torch.equal(*outputs)
 
 
 def test_everything_is_left_as_it_was_after_an_exception() -> None:
