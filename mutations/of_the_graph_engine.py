@@ -261,6 +261,12 @@ MUTATIONS = (
         (("skip_no_tensor_aliasing_guards_on_parameters=False,", ""),),
     ),
     Mutation(
+        "graph-ops-out-of-sight",
+        "ops of modules that the tape no longer watches are not noted, and the unit seems to be another one when it is traced",
+        "engine/graph/noting_tape.py",
+        (("        self._may_step_aside = False\n", ""),),
+    ),
+    Mutation(
         "graph-other-methods-unseen",
         "a method that replaces one that forward calls is ignored",
         "engine/graph/graph_engine.py",

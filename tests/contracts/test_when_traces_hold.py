@@ -11,7 +11,7 @@ from contract_steps import Run, plain
 from contract_units import HOOKS, ROWS, UNITS, WIDTH, Case, Model, WrittenDouble
 from engines import applied, num_tape_calls, traced, traced_forwards
 from gradients import Step, assert_same_gradients
-from policies import FULL
+from policies import FULL, Only
 from recollect.engine.graph import graph_engine
 from recollect.errors import ConfigError, ConfigWarning, MutatedValueError
 
@@ -263,6 +263,18 @@ def test_arguments_of_many_shapes() -> None:
     why_not = "its arguments come in more than 8 shapes"
     with applied("graph", model, FULL), pytest.warns(ConfigWarning, match=line(why_not)):
         assert_same_gradients(expected, Run(model).through(plain, plain))
+
+
+def test_a_third_shape_where_the_tape_has_learned_what_to_watch() -> None:
+    case = Case(
+        "shapes",
+        FEED_FORWARD.function,
+        calls=lambda units, x: torch.stack([units[0](x[:n]).mean() for n in range(1, 5)]),
+    )
+    model, expected = case.model(), Run(case.model()).through(plain, plain)
+    with applied("graph", model, Only(frozenset({"gelu"}))) as handle:
+        assert_same_gradients(expected, Run(model).through(plain, plain))
+        assert num_tape_calls(handle) == 4
 
 
 def test_a_trace_that_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:

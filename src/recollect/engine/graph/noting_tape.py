@@ -79,6 +79,8 @@ class _NotingMode(FunctionMode):
     def __init__(self, tape: Tape, unit_path: str, noted: list[NotedOp]) -> None:
         super().__init__(tape, unit_path)
         self._noted = noted
+        # All ops are noted, also those of modules that the tape need not watch any more.
+        self._may_step_aside = False
 
     def watch_function(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FunctionWatcher | None:
         asked = _ASKED_OF_CONTEXTS & (names_in(function.forward) | names_in(function.setup_context))
