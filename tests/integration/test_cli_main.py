@@ -112,7 +112,10 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"recollect {__version__}\n"
 
 
-@pytest.mark.parametrize(("word", "meant"), [("tarin", " Did you mean recollect train?"), ("xyz", "")])
+@pytest.mark.parametrize(
+    ("word", "meant"),
+    [("tarin", " Did you mean recollect train?"), ("--versoin", " Did you mean recollect --version?"), ("--size", "")],
+)
 def test_a_command_that_there_is_not(word: str, meant: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([word]) == 2
     said = f"Error: recollect {word}: no such command, expected one of {', '.join(COMMANDS)}.{meant}\n"
@@ -131,11 +134,16 @@ def test_help_lists_the_commands(args: list[str], capsys: pytest.CaptureFixture[
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--foo"], "--foo: no such flag of recollect."),
+        (["train", "1b", "--steps", "3"], "1b: belongs to no flag. See"),
+        (
+            ["plan", "--budget", "60%"],
+            "--budget: no such flag of recollect plan. Did you mean '--host-budget' or '--memory-budget'?",
+        ),
+        ([*PLAN, "--model", "8b"], "--model: no such flag of recollect plan. See"),
         (["train", "--stepz", "3"], "--stepz: no such flag of recollect train. Did you mean '--steps'?"),
         (["train", "--steps", "0"], "--steps: got 0, expected at least 1."),
         (["train", "--steps"], "--steps: got no value, expected one."),
-        (["train", "--lr", "high"], "--lr: got 'high', expected FLOAT."),
+        (["train", "--lr", "high"], "--lr: got 'high', expected a number."),
         (["train", "--resume"], "--resume: got it without --run-dir, expected the folder of the run to go on with."),
         (
             ["train", "--profile", "--steps", "9"],
@@ -151,7 +159,7 @@ def test_help_lists_the_commands(args: list[str], capsys: pytest.CaptureFixture[
         ),
         ([*PLAN, "--seq-length", "0"], "--seq-length: got 0, expected at least 1."),
         ([*PLAN, "--num-layers", "0"], "--num-layers: got 0, expected at least 1."),
-        ([*PLAN, "--num-layers", "two"], "--num-layers: got 'two', expected INT."),
+        ([*PLAN, "--num-layers", "two"], "--num-layers: got 'two', expected a whole number."),
         ([*PLAN, "--dtype", "bfl6"], "--dtype: got 'bfl6', expected one of fp32, bf16. Did you mean 'bf16'?"),
         (
             [*PLAN, "--num-experts", "4", "--moe-router-topk", "9"],

@@ -153,13 +153,12 @@ def _parse(args: list[str]) -> Any:
         SystemExit: help is requested, also by giving no arguments.
     """
     name = args[0] if args else ""
-    if name and not name.startswith("-") and name not in _COMMANDS:
-        close = difflib.get_close_matches(name, _COMMANDS, n=1)
+    if name and name not in (*_COMMANDS, "-h", "--help"):
+        close = difflib.get_close_matches(name, (*_COMMANDS, "--help", "--version"), n=1)
         meant = f" Did you mean recollect {close[0]}?" if close else ""
         raise RecollectError(f"recollect {name}: no such command, expected one of {', '.join(_COMMANDS)}.{meant}")
     if name not in _COMMANDS:
-        # Prints help or an error.
-        command = parsed(_EVERY_COMMAND, "", args or ["--help"], description=_DESCRIPTION)
+        command = parsed(_EVERY_COMMAND, "", args or ["--help"], description=_DESCRIPTION)  # prints help
     elif name == "train":
         command = parse_train(args[1:])
     elif name == "megatron":

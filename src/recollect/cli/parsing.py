@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import difflib
 import functools
 import io
 import operator
@@ -33,6 +34,7 @@ from recollect.lab.train.model_flags import FIELD_OF_FLAG
 
 REGISTRY: Final = ConstructorRegistry()
 _NONE: Final = "None"
+_KINDS: Final = {"INT": "a whole number", "FLOAT": "a number", "{auto}|INT": "auto or a whole number"}
 # Of lines around text, and of lines without: tyro draws them in ASCII where others cannot be printed.
 _BOX: Final = "╭╮╰╯─│|+ "
 _RULE: Final = re.compile(r"-*")
@@ -57,7 +59,7 @@ def parsed(kind: Any, name: str, args: Sequence[str], **options: Any) -> Any:
     except SystemExit as end:
         if not end.code:
             raise
-        reason = _reason(said.getvalue(), args, flags_of(kind) if name else {}, prog)
+        reason = _reason(said.getvalue(), args, flags_of(kind), prog)
         raise RecollectError(f"{reason} See {prog} --help.") from None
 
 
@@ -126,8 +128,14 @@ def _reason(said: str, args: Sequence[str], flags: Mapping[str, str], prog: str)
     lines = [text for line in said.splitlines()[1:] if not _RULE.fullmatch(text := line.strip(_BOX))]
     takes = next((after for line, after in zip(lines, lines[1:], strict=False) if line == "Argument helptext:"), "")
     text = " ".join(lines).partition(" For full helptext")[0]
-    if found := re.match(r"Unrecognized options: (\S+?)(?:,|$| )", text):
-        return f"{found[1]}: no such flag of {prog}. {did_you_mean(found[1], [*flags.values(), '--help'])}".rstrip()
+    # Also beside a flag that is missing, which may be the one that was meant.
+    if found := re.search(r"Unrecognized options: (\S+?)(?:,|$| )", text):
+        if not found[1].startswith("-"):
+            return f"{found[1]}: belongs to no flag."
+        known = [flag.strip("-") for flag in (*flags.values(), "--help")]  # dashes make all of them look alike
+        close = difflib.get_close_matches(found[1].strip("-"), known, n=2)
+        meant = f" Did you mean {' or '.join(repr(f'--{flag}') for flag in close)}?" if close else ""
+        return f"{found[1]}: no such flag of {prog}.{meant}"
     if found := re.match(r"Missing from .*?: (--\S+) \S+ (.*) \(required\)", text):
         return f"{found[1]}: missing. {found[2]}"
     if found := re.match(r"Missing value for argument '(\S+)'", text):
@@ -139,7 +147,8 @@ def _reason(said: str, args: Sequence[str], flags: Mapping[str, str], prog: str)
     if found := re.match(r"Error parsing (--\S+): ", text):
         flag = _as_written(found[1], args)
         value = next((word for word, before in zip(args[1:], args, strict=False) if before == flag), "")
-        return f"{flag}: got {value!r}, expected {takes.rpartition(', ')[2].partition(' ')[2]}."
+        kind = takes.rpartition(", ")[2].partition(" ")[2]
+        return f"{flag}: got {value!r}, expected {_KINDS.get(kind, kind)}."
     reason = re.sub(r"^Error parsing \S+: ", "", text)
     return in_flags(ValueError(reason), flags, args)
 
