@@ -259,9 +259,9 @@ class ShowCoverage(Command):
     recompute: _Recompute = field(default_factory=RecomputeFlags)
     """The setting, as Megatron's flags."""
     plan: Path | None = None
-    """Or a plan for that step that recollect plan wrote."""
+    """A plan for that step that recollect plan wrote, instead of Megatron's flags."""
     gradient_checkpointing: FlagCreatePairsOff[bool] = False
-    """Or, with --hf-config, Hugging Face's own switch."""
+    """With --hf-config: Hugging Face's own switch, instead of Megatron's flags."""
     json: Path | None = None
     """Write all numbers to this file."""
 
