@@ -70,15 +70,11 @@ class MeasuredCosts:
         self._device = device
         self._memory = CudaOpPeaks(device) if device.type == "cuda" else CpuOpPeaks(adds_up=looks_around)
         self._working_bytes: dict[Key, int] = {}
-        self._is_inside_op = False
 
     @contextmanager
     def recording(self) -> Iterator[None]:
         with self._memory.recording():
             yield
-        if self._is_inside_op:
-            # It raised, as an op with wrong shapes does: there is no step to measure.
-            return
         peaks_bytes = self._memory.peaks_bytes()
         # The first call may allocate lasting memory, so the higher median of all calls counts.
         self._working_bytes = {
@@ -96,9 +92,8 @@ class MeasuredCosts:
         number = self._num_runs
         self._num_runs += 1
         self._numbers.setdefault(key, []).append(number)
-        self._begin_op()
-        output = self._run_once(_awaited(func) if facts.may_replay else func, args, kwargs, samples)
-        self._end_op()
+        with self._measured():
+            output = self._run_once(_awaited(func) if facts.may_replay else func, args, kwargs, samples)
         if may_repeat and not facts.writes and not facts.is_random and not facts.keeps and facts.running_stats is None:
             while len(samples) < _LEAST_SAMPLES and samples[-1] < _LONG_S:
                 del output
@@ -118,9 +113,8 @@ class MeasuredCosts:
             numbers.append(self._num_runs)
             self._num_runs += 1
             with again.as_in_backward():
-                self._begin_op()
-                results, function_s = timed_alone(again, self._device)
-                self._end_op()
+                with self._measured():
+                    results, function_s = timed_alone(again, self._device)
                 again.compare(results)
             samples.append(function_s)
         return OpRun(key, numbers[-1])
@@ -137,13 +131,13 @@ class MeasuredCosts:
         """Most bytes alive in the step, with everything else in memory; 0 on the CPU, unless `looks_around`."""
         return self._memory.step_bytes
 
-    def _begin_op(self) -> None:
-        self._is_inside_op = True
+    @contextmanager
+    def _measured(self) -> Iterator[None]:
         self._memory.begin()
-
-    def _end_op(self) -> None:
-        self._memory.end()
-        self._is_inside_op = False
+        try:
+            yield
+        finally:  # An op with wrong shapes raises, and the step may go on.
+            self._memory.end()
 
     def _run_once(self, func: Any, args: Any, kwargs: Any, samples: list[float]) -> Any:
         with without_collections():

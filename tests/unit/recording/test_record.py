@@ -1,5 +1,6 @@
 """Recording a step: what a profile says, that everything is left as it was, and each refusal."""
 
+import contextlib
 import itertools
 import random
 from collections.abc import Callable
@@ -304,6 +305,15 @@ def test_batch_of_a_shape_that_an_op_rejects() -> None:
     )
     with pytest.raises(RecordError, match=message):
         recollect.record(model, torch.randn(4, 8), loss_fn=torch.sum)
+
+
+def test_an_op_that_fails_within_a_unit_is_not_part_of_the_step() -> None:
+    def tries(x: Tensor) -> Tensor:
+        with contextlib.suppress(RuntimeError):
+            return x @ x
+        return x.sin()
+
+    assert [one.name for one in graph_with(tries).ops] == [one.name for one in graph_with(torch.sin).ops]
 
 
 def test_batch_without_labels() -> None:
