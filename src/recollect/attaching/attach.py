@@ -8,7 +8,7 @@ from torch import nn
 
 from recollect.applying import applied_to
 from recollect.arguments import check_kind
-from recollect.attaching.attached import Attached
+from recollect.attaching.attached import Attached, abandon_open_steps
 from recollect.attaching.held import OnLarger
 from recollect.attaching.megatron_core import models_inside, replica_group
 from recollect.engine.self_check import check_steps_can_be_recorded
@@ -129,6 +129,7 @@ def attach(
         check_host_budget(host_budget)
         check_engine(engine, whole, split_backward=False)
         check_host_engine(engine, host_budget)
+        abandon_open_steps()
         return Attached(
             whole,
             units,

@@ -49,6 +49,13 @@ from recollect.weak_map import WeakMap
 _handles = WeakMap[bool]()
 
 
+def abandon_open_steps() -> None:
+    """Forget the steps of other loops that this thread records: an error in them, as in the loss, keeps them from ending."""
+    for handle, _ in _handles.items():
+        if handle._watcher.records_here:
+            handle._abandon_step()
+
+
 class Attached(Handle):
     """The handle that `attach` returns.
 

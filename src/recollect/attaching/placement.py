@@ -5,6 +5,7 @@ In the user's loop, the watch sees the outermost calls, with gradients on, of mo
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -107,9 +108,15 @@ class Watcher:
     def tell(self, returns: Returns | None) -> None:
         """Report all calls to a recording from now on; None: nothing is being recorded."""
         self._returns = returns
+        self._thread = threading.get_ident()
         if self._thread_end is not None:
             self._thread_end.detach()
         self._thread_end = None if returns is None else at_end_of_thread(self.abandon)
+
+    @property
+    def records_here(self) -> bool:
+        """Whether this thread records a step."""
+        return self._returns is not None and self._thread == threading.get_ident()
 
     def run(self, path: str, module: nn.Module, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run the replacement for a module's call; report the call if it is an outermost one."""

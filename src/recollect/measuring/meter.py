@@ -253,7 +253,10 @@ def traced(call: str, before: Deaths) -> Iterator[list[tuple[int, int]]]:
         MeterError: a profiler is already active on this thread; names the call.
     """
     if profiler_is_active():
-        raise MeterError(f"{call}: a profiler is already active on this thread. Measure outside of it.")
+        raise MeterError(
+            f"{call}: a profiler is already active on this thread, yours or that of a step that attach records. Measure "
+            "outside of it, or call attached.remove()."
+        )
     events, trace = list[tuple[int, int]](), AllocatorTrace()
     with quiet_allocator():
         try:

@@ -7,7 +7,7 @@ from torch import nn
 import recollect
 from recollect._torch_private import profiler_is_active
 from recollect.attaching.attached import Attached
-from recollect.errors import BudgetWarning, RecordError
+from recollect.errors import BudgetWarning, MeterError, RecordError
 from residual_model import Model
 
 
@@ -108,3 +108,20 @@ def test_an_error_of_an_op_in_the_recorded_step_is_raised_as_it_is() -> None:
         model(torch.randn(16, 32)).backward()
         optimizer.step()
         assert attached.recorded_steps == [0]
+
+
+def test_a_new_loop_is_recorded_after_one_whose_step_an_error_has_ended() -> None:
+    """As in a notebook, where a cell fails and runs again."""
+    kept = []
+    for _ in range(2):
+        model = Model()
+        optimizer = torch.optim.AdamW(model.parameters())
+        kept.append(attached_to(model, optimizer))
+        loss = model(torch.randn(16, 32))
+    with pytest.raises(MeterError, match=r"or that of a step that attach records\. .* call attached\.remove\(\)\.$"):
+        recollect.record(Model(), torch.randn(16, 32))
+    loss.backward()
+    optimizer.step()
+    assert [one.recorded_steps for one in kept] == [[], [0]]
+    for one in kept:
+        one.remove()
