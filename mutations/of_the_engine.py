@@ -212,6 +212,12 @@ MUTATIONS = (
         (('name.removeprefix("_orig_mod.")', "name"),),
     ),
     Mutation(
+        "fullgraph-of-a-layer-refused",
+        "a layer compiled with fullgraph=True fails under a plan that has it run eagerly, since PyTorch finds no graph",
+        "engine",
+        (("forward.has_looked = leave_graph() < 0", "forward.has_looked = True"),),
+    ),
+    Mutation(
         "function-draws-anew",
         "an autograd Function that runs again draws from wherever the generator is",
         "engine",

@@ -131,6 +131,17 @@ def settings_in_the_way() -> Iterator[tuple[str, object, str]]:
         yield "torch._functorch.config.activation_memory_budget", budget, "it decides as well what is kept"
 
 
+def settings_of(compiled: Any) -> dict[str, Any] | None:
+    """Return Inductor's settings for what `torch.compile` returned; None for a different backend.
+
+    The public `get_compiler_config` knows none of what was compiled with `fullgraph=True`.
+    """
+    backend: Any = inspect.getclosurevars(compiled.get_compiler_config).nonlocals["self"].callback
+    while hasattr(backend, "_torchdynamo_orig_backend"):
+        backend = backend._torchdynamo_orig_backend
+    return backend.get_compiler_config() if hasattr(backend, "get_compiler_config") else None
+
+
 def compiled_autograd_is_on() -> bool:
     """Whether backward would be compiled; settings take microseconds to read, and each call asks this."""
     return bool(compiled_autograd.compiled_autograd_enabled)

@@ -49,9 +49,7 @@ __all__ = [
 # The errors that fake tensors raise when a step asks for their content, or for a shape that depends on it.
 DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)
 
-
-# The classes themselves, not functions around them: these are entered several times per op.
-
+# These are classes, not functions around them: they are entered several times per op.
 # Run tensor methods without the active dispatch modes; no public guard leaves out all of them at this price.
 disable_torch_dispatch: Callable[[], AbstractContextManager[Any]] = torch._C._DisableTorchDispatch
 
@@ -221,10 +219,8 @@ def accumulates_gradient() -> bool:
 
 def is_compiled_module(module: torch.nn.Module) -> bool:
     """Whether `torch.compile` compiled a module, its call or its `forward`; without importing the compiler."""
-    is_called_compiled = (
-        without_compiler(module) is not module or getattr(module, "_compiled_call_impl", None) is not None
-    )
-    return is_called_compiled or has_compiled_forward(module)
+    is_wrapped = without_compiler(module) is not module
+    return is_wrapped or getattr(module, "_compiled_call_impl", None) is not None or has_compiled_forward(module)
 
 
 def has_compiled_forward(module: torch.nn.Module) -> bool:
@@ -271,6 +267,12 @@ def compiler_around() -> bool | None:
             return bool(getattr(context, "fullgraph", False)) if isinstance(context, compiler.OptimizeContext) else None
     return None
 
+
+# With `fullgraph=True` an error is raised if a call made no graph: modules under a plan run eagerly, or compile by themselves.
+# This ends the count of the running call's graphs; -1 if there is none. PyTorch before 2.13 counts nothing.
+leave_graph: Callable[[], int] = functools.partial(
+    getattr(torch._C._dynamo.eval_frame, "set_fullgraph_compiled_frame_count", int), -1
+)
 
 # Read attributes of any tensor subclass without running the subclass's code.
 disable_torch_function: Callable[[], AbstractContextManager[Any]] = torch._C.DisableTorchFunctionSubclass

@@ -15,9 +15,16 @@ import torch
 from torch import Tensor, nn
 
 import recollect
-from compiled_blocks import each_block, each_block_forward, each_block_in_place
+from compiled_blocks import (
+    each_block,
+    each_block_forward,
+    each_block_in_one_graph,
+    each_block_in_place,
+    each_block_in_place_in_one_graph,
+)
 from recollect.errors import BudgetWarning, ConfigError, ConfigWarning, UnknownNameError
 from recollect.plans.plan import Plan
+from recollect.plans.unit_plan import UnitPlan
 
 pytestmark = [
     pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor compiles C++"),
@@ -33,6 +40,8 @@ pytestmark = [
 SOURCE = str(Path(recollect.__file__).parent)
 EAGER = r"^recollect: torch\.compile has no effect on {}, which a plan has run eagerly"
 ROWS = torch.linspace(-1, 1, 64 * 16).reshape(64, 16)
+
+BLOCKS = ("blocks.0", "blocks.1", "blocks.2")
 
 Gradients = list[Tensor]
 
@@ -146,6 +155,8 @@ EAGERLY: dict[Compile, str] = {
     child: "module '0'",
     each_block: r"module 'blocks\.0'",
     each_block_in_place: r"module 'blocks\.0'",
+    each_block_in_one_graph: r"module 'blocks\.0'",
+    each_block_in_place_in_one_graph: r"module 'blocks\.0'",
 }
 INSIDE: tuple[Compile, ...] = (each_mlp, each_mlp_in_place, each_mlp_forward)
 
@@ -163,7 +174,10 @@ def test_compiled_then_planned(compile_model: Compile, eager: Gradients, traced:
     assert traced == {}
 
 
-@pytest.mark.parametrize("compile_model", [whole, in_place, own_forward, each_block, *INSIDE])
+@pytest.mark.parametrize(
+    "compile_model",
+    [whole, in_place, own_forward, each_block, each_block_in_one_graph, each_block_in_place_in_one_graph, *INSIDE],
+)
 def test_planned_then_compiled(compile_model: Compile, eager: Gradients, traced: Counter[str]) -> None:
     """What has a plan when it is compiled runs eagerly, modules inside of units, too."""
     plain = built()
@@ -174,6 +188,19 @@ def test_planned_then_compiled(compile_model: Compile, eager: Gradients, traced:
             assert same(stepped(model, plain), eager)
     assert len(said) == 1
     assert traced == {}
+
+
+@pytest.mark.parametrize("compile_first", [False, True])
+@pytest.mark.parametrize("compile_model", [each_block_in_one_graph, each_block_in_place_in_one_graph])
+def test_evaluation_before_training(compile_model: Compile, compile_first: bool) -> None:
+    """PyTorch wants some graph of what is compiled with `fullgraph=True`."""
+    model = compile_model(built()) if compile_first else built()
+    plan = Plan({path: UnitPlan({}, engine="tape", output="recompute") for path in BLOCKS})
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConfigWarning)
+        recollect.apply(model, plan)
+        model = model if compile_first else compile_model(model)
+        assert torch.equal(model(ROWS), built()(ROWS))
 
 
 @pytest.mark.parametrize("compile_first", [False, True])
@@ -254,17 +281,15 @@ def test_compiled_step(eager: Gradients, traced: Counter[str]) -> None:
     assert traced == {}
 
 
-def test_fullgraph() -> None:
-    message = r"^got fullgraph=True: torch\.compile was asked for one graph of module 'blocks\.0', which a plan has run eagerly"
-    model: Any = built()
-    for block in model.blocks:
-        block.compile(fullgraph=True)
-    with pytest.raises(ConfigError, match=message):
-        recollect.fit(model, ROWS, "80%")
+def test_one_graph_of_the_whole_model() -> None:
     plain = built()
     recollect.fit(plain, ROWS, "80%")
-    with pytest.raises(ConfigError, match="got fullgraph=True: .* one graph of what calls the model, which"):
-        torch.compile(plain, fullgraph=True)(ROWS)
+    message = (
+        "got fullgraph=True: .* one graph of what calls the model, which .* Compile its layers one by one, each with"
+    )
+    for context in (torch.enable_grad(), torch.no_grad()):
+        with context, pytest.raises(ConfigError, match=message):
+            torch.compile(plain, fullgraph=True)(ROWS)
 
 
 def test_removed_plan_leaves_a_compiled_model() -> None:

@@ -17,7 +17,14 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils._pytree import tree_leaves
 
 import recollect
-from compiled_blocks import compiled_without_plan, each_block, each_block_forward, each_block_in_place
+from compiled_blocks import (
+    compiled_without_plan,
+    each_block,
+    each_block_forward,
+    each_block_in_one_graph,
+    each_block_in_place,
+    each_block_in_place_in_one_graph,
+)
 from compiled_units import names_of, saved_tensors, values_by_name, without_code
 from recollect._torch_parallel import fake_process_group, split_backward
 from recollect.engine.compiled.partitioner import PlanPartitioner
@@ -216,7 +223,10 @@ def in_place(model: Model) -> Any:
 
 
 Compile = Callable[[Model], Any]
-BY_USER: list[Compile] = [whole, in_place, each_block, each_block_in_place, each_block_forward]
+WRAPPING: list[Compile] = [each_block, each_block_in_one_graph]
+BY_USER: list[Compile] = [
+    *(whole, in_place, each_block_in_place, each_block_forward, each_block_in_place_in_one_graph, *WRAPPING)
+]
 
 
 @pytest.mark.parametrize("compile_first", [True, False])
@@ -225,11 +235,13 @@ def test_what_the_user_compiled_runs_by_the_plan(compile_model: Compile, compile
     model = built()
     ran: Any = compile_model(model) if compile_first else model
     before = {path: vars(module).get("forward") for path, module in model.named_modules()}
-    applied = recollect.apply(model, WRAPPED if compile_first and compile_model is each_block else PLAN)
+    applied = recollect.apply(model, WRAPPED if compile_first and compile_model in WRAPPING else PLAN)
     if not compile_first:
         ran = compile_model(model)
     for _ in range(2):
         assert same(stepped(ran), plain)
+        with torch.no_grad():
+            ran(ROWS)
     ours = [key for key in counters["aot_autograd"] if key == "ok"]
     assert ours or graphs() >= 1
     applied.remove()
@@ -279,6 +291,7 @@ def test_a_graph_break_is_an_error_that_names_the_unit() -> None:
     refused(built(Broken), UnsupportedModelError, said)
 
 
+@pytest.mark.parametrize("fullgraph", [False, True])
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -289,7 +302,8 @@ def test_a_graph_break_is_an_error_that_names_the_unit() -> None:
         ({"mode": "reduce-overhead"}, r"unit 'blocks\.0' was compiled in a mode with CUDA graphs"),
     ],
 )
-def test_other_compilations_are_refused(options: dict[str, Any], said: str) -> None:
+def test_other_compilations_are_refused(options: dict[str, Any], said: str, fullgraph: bool) -> None:
+    options = {**options, "fullgraph": fullgraph}
     model = built()
     model.blocks[0].compile(**options)
     with pytest.raises(ConfigError, match=said):

@@ -10,16 +10,24 @@ from torch import nn
 from recollect.engine.compiled.compiled_engine import compile_forward
 
 
-def each_block(model: Any) -> Any:
+def each_block(model: Any, **how: Any) -> Any:
     for number, block in enumerate(list(model.blocks)):
-        model.blocks[number] = torch.compile(block)
+        model.blocks[number] = torch.compile(block, **how)
     return model
 
 
-def each_block_in_place(model: Any) -> Any:
+def each_block_in_place(model: Any, **how: Any) -> Any:
     for block in model.blocks:
-        block.compile()
+        block.compile(**how)
     return model
+
+
+def each_block_in_one_graph(model: Any) -> Any:
+    return each_block(model, fullgraph=True)
+
+
+def each_block_in_place_in_one_graph(model: Any) -> Any:
+    return each_block_in_place(model, fullgraph=True)
 
 
 def each_block_forward(model: Any) -> Any:

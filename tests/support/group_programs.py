@@ -167,6 +167,8 @@ def sharded_units(engine: str, *kinds: str) -> dict[str, Any]:
             made = model() if order == "after" else sharded(**SHARDED[kind])
             with recollect.apply(made, plan) as applied:
                 if order == "after":
+                    for layer in made.decoder.layers if engine == "compile" else ():  # type: ignore[union-attr]
+                        layer.compile(fullgraph=True)  # as torchtitan does, and before it shards
                     sharded(made, **SHARDED[kind])
                 got = gradients(made)
                 own = [one for one in applied._forwards if isinstance(one, (GraphForward, CompiledForward))]

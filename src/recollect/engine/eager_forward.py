@@ -15,6 +15,7 @@ from recollect._torch_private import (
     compiler_around,
     has_compiled_forward,
     is_compiled_module,
+    leave_graph,
     uncompiled,
     without_compiler,
 )
@@ -63,9 +64,10 @@ class EagerForward(PlacedForward):
     @uncompiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's forward, or the code compiled from it."""
+        if self.is_on:
+            look_for_compiler(self)
         if not self.recomputes():
             return self.forward(*args, **kwargs)
-        look_for_compiler(self)
         return (compiled_function(self.forward) or self.forward)(*args, **kwargs)
 
 
@@ -86,17 +88,19 @@ def expect_compiler(model: nn.Module) -> None:
 def look_for_compiler(forward: PlacedForward) -> None:
     """Warn, once for a model, where a plan and `torch.compile` conflict; called in a module's first call.
 
+    It is called in each one where `fullgraph=True` asked for one graph of a unit. That is about breaks in the unit's own code.
+
     Raises:
-        ConfigError: compiled code must not have graph breaks.
+        ConfigError: compiled code around units must not have graph breaks.
     """
-    forward.has_looked = True
     is_one_graph = compiler_around()
-    if is_one_graph:
+    if is_one_graph and type(forward) is EagerForward:
         raise ConfigError(
             settings={"fullgraph": True},
             reason=f"torch.compile was asked for one graph of {_compiled_of(forward)}, which a plan has run eagerly",
-            advice="Compile it without fullgraph=True, or remove the plan.",
+            advice="Compile its layers one by one, each with fullgraph=True; or leave out fullgraph=True, or the plan.",
         )
+    forward.has_looked = leave_graph() < 0
     model, plan = forward.applied.model, forward.applied.plan
     has_own = compiled_function(forward.forward) is not None
     # A plan that has layers compiled was made to run the others uncompiled.

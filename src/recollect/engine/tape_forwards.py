@@ -66,10 +66,10 @@ class UnitForward(PlacedForward):
 
     @uncompiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not self.recomputes():
-            return self.forward(*args, **kwargs)
         if not self.has_looked:
             look_for_compiler(self)
+        if not self.recomputes():
+            return self.forward(*args, **kwargs)
         with running_unit():
             return self.tape.run(self.path, self.forward, args, kwargs)
 
@@ -85,8 +85,8 @@ class ScopeForward(PlacedForward):
     @uncompiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         mode = self.tape.mode
-        if mode is None:
-            return self.forward(*args, **kwargs)
         if not self.has_looked:
             look_for_compiler(self)
+        if mode is None:
+            return self.forward(*args, **kwargs)
         return mode.run_module(self.scope, self.forward, args, kwargs)

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from recollect._torch_fsdp import fully_sharded_parameters, is_fully_sharded
-from recollect._torch_private import keeps_graph, uncompiled, untraced, without_compiler
+from recollect._torch_private import keeps_graph, leave_graph, uncompiled, untraced, without_compiler
 from recollect.engine.placed_forward import PlacedForward, compiled_by_user, unit_module, user_forward
 from recollect.engine.values import check_filled
 from recollect.errors import BudgetWarning, ConfigError, NotYetError, UnsupportedModelError
@@ -125,6 +125,7 @@ class CompiledForward(PlacedForward):
             ConfigError: a setting keeps it from carrying out the plan.
             UnsupportedModelError: the compiler cannot make one graph of it.
         """
+        leave_graph()
         if not self.recomputes():
             return self.forward(*args, **kwargs)
         compiled = self._compiled or self._begin(args, kwargs)
@@ -209,7 +210,10 @@ def _shapes_of(args: Any, kwargs: Any) -> Shapes:
 def _check_how_it_was_compiled(module: nn.Module, path: str) -> None:
     """Raise an error if its user compiled a unit in a way that this engine does not support."""
     for by_user in compiled_by_user(module):
-        settings = by_user.get_compiler_config()
+        # Here: it imports the compiler.
+        from recollect._torch_compile import settings_of
+
+        settings = settings_of(by_user)
         if settings is None:
             raise ConfigError(
                 settings={"engine": "compile"},

@@ -145,10 +145,10 @@ class GraphForward(PlacedForward):
 
     @uncompiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not self.recomputes():
-            return self.forward(*args, **kwargs)
         if not self.has_looked:
             look_for_compiler(self)
+        if not self.recomputes():
+            return self.forward(*args, **kwargs)
         if (
             not self.why_not
             and not num_dispatch_modes()

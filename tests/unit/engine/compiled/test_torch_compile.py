@@ -1,5 +1,6 @@
 """Each private name of the compiler that the compile engine uses still does what the engine rests on."""
 
+import functools
 from typing import Any
 
 import pytest
@@ -116,9 +117,9 @@ def test_settings_are_where_they_are_looked_for() -> None:
         assert fence.stance() == "force_eager"
     with torch._dynamo.compiled_autograd._enable(torch.compile):
         assert fence.compiled_autograd_is_on()
-    compiled: Any = torch.compile(torch.sin)
-    assert compiled.get_compiler_config()["triton.cudagraphs"] is False
-    compiled = torch.compile(torch.sin, mode="reduce-overhead")
-    assert compiled.get_compiler_config()["triton.cudagraphs"] is True
-    compiled = torch.compile(torch.sin, backend="aot_eager")
-    assert compiled.get_compiler_config() is None
+    for what in (torch.sin, torch.nn.Linear(2, 2)):
+        for fullgraph in (False, True):
+            compiled: Any = functools.partial(torch.compile, what, fullgraph=fullgraph)
+            assert fence.settings_of(compiled())["triton.cudagraphs"] is False
+            assert fence.settings_of(compiled(mode="reduce-overhead"))["triton.cudagraphs"] is True
+            assert fence.settings_of(compiled(backend="aot_eager")) is None
