@@ -128,28 +128,25 @@ def test_it_really_fits_and_the_next_does_not(
     assert peak_bytes(plain_size + 1, recollect.Plan({})) > budget_bytes
 
 
-def test_settings_of_the_step_arrive() -> None:
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"holds_output": False, "gradients": "freed", "loss_chunks": 2, "hardware": "RTX 4090"},
+        {"units": ["decoder.layers.0", "decoder.layers.1"], "loss_fn": lambda output: output.loss * 2},
+    ],
+    ids=["of the loop", "of the model"],
+)
+def test_settings_of_the_step_arrive(settings: dict[str, Any]) -> None:
     model = small_llama()
-    for settings in (
-        {"optimizer": adamw(model)},
-        {"holds_output": False},
-        {"gradients": "freed"},
-        {"loss_chunks": 2},
-        {"hardware": "RTX 4090"},
-        {"units": (path for path in ["decoder.layers.0", "decoder.layers.1"])},
-        {"loss_fn": lambda output: output.loss * 2},
-    ):
-        given: Any = settings
-        expected: Any = (
-            {**settings, "units": ["decoder.layers.0", "decoder.layers.1"]} if "units" in settings else settings
-        )
-        found = recollect.largest_batch(model, sequences, "90% of the device", max_size=1, **given)
-        profile = recollect.record(model, sequences(1), fake=True, **expected)
-        (row,) = found.tried
-        assert (row.plain_peak_bytes, row.step_s) == (Planner(profile).plain_peak_bytes, profile.step_s)
-        assert row.plan is not None
-        assert row.plan.units.keys() == recollect.plan(profile, "90% of the device").units.keys()
-        assert found.device_name == profile.device_name
+    given = {"optimizer": adamw(model), **settings}
+    once = {name: iter(value) if name == "units" else value for name, value in given.items()}
+    found = recollect.largest_batch(model, sequences, "90% of the device", max_size=1, **once)
+    profile = recollect.record(model, sequences(1), fake=True, **given)
+    (row,) = found.tried
+    assert (row.plain_peak_bytes, row.step_s) == (Planner(profile).plain_peak_bytes, profile.step_s)
+    assert row.plan is not None
+    assert row.plan.units.keys() == recollect.plan(profile, "90% of the device").units.keys()
+    assert found.device_name == profile.device_name
 
 
 def test_a_batch_that_the_model_rejects() -> None:

@@ -1,9 +1,8 @@
 """Checkpoints of several processes, and of one: the same bits in every layout, whole or not there, refused when damaged."""
 
 import re
-import shutil
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,8 +11,7 @@ import torch
 from asked_cases import AskedCases, asked_cases
 from checkpoint_ranks import EVERY, EXPERT_LAYOUTS, FIRST, LAYOUTS, OLDER, STEPS, copy_of, losses_of, settings
 from rank_processes import run_ranks, start_ranks
-from recollect.errors import CheckpointError
-from recollect.lab.train.checkpoint import find_damage, list_checkpoints, refuse_damage
+from recollect.lab.train.checkpoint import list_checkpoints
 from recollect.lab.train.session import open_session
 from tiers import long_but
 from training_runs import losses, wait_for_steps, write_text
@@ -127,59 +125,6 @@ def test_a_failed_write_is_an_error_in_all_processes(found: AskedCases) -> None:
     first = found["full"][0]["error"]
     assert f"{OLDER}: cannot be written by rank 0 (Not a directory), expected a writable folder" in first
     assert {row["error"] for row in found["full"]} == {first}
-
-
-def damage_truncate(path: Path) -> None:
-    (path / "__1_0.distcp").write_bytes((path / "__1_0.distcp").read_bytes()[:-10])
-
-
-def damage_flip(path: Path) -> None:
-    data = bytearray((path / "__2_0.distcp").read_bytes())
-    data[len(data) // 2] ^= 1
-    (path / "__2_0.distcp").write_bytes(data)
-
-
-def damage_random(path: Path) -> None:
-    (path / "random_3.pt").unlink()
-
-
-def damage_manifest(path: Path) -> None:
-    text = (path / "manifest.json").read_text()
-    (path / "manifest.json").write_text(text.replace("random_0", "random_9"))
-
-
-def damage_cut_manifest(path: Path) -> None:
-    (path / "manifest.json").write_text((path / "manifest.json").read_text()[:-20])
-
-
-def damage_no_manifest(path: Path) -> None:
-    (path / "manifest.json").unlink()
-
-
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (damage_truncate, r"got \d+ bytes instead of \d+ in its file __1_0\.distcp, expected an intact checkpoint"),
-        (damage_flip, r"got changed bytes in its file __2_0\.distcp, expected an intact checkpoint"),
-        (damage_random, r"got a folder without its file random_3\.pt"),
-        (damage_manifest, r"got a changed manifest\.json"),
-        (damage_cut_manifest, r"got a changed manifest\.json"),
-        (damage_no_manifest, r"got a folder without manifest\.json"),
-    ],
-)
-def test_damage_is_found_and_the_newest_older_good_one_named(
-    found: AskedCases, folder: Path, tmp_path: Path, damage: Callable[[Path], None], message: str
-) -> None:
-    assert found["trained: plain"]
-    for step in (1, 2, 3):
-        shutil.copytree(folder / "plain" / "checkpoints" / OLDER, tmp_path / f"step_{step:08d}")
-    newest = tmp_path / "step_00000003"
-    assert find_damage(newest) is None
-    damage(newest)
-    damage_no_manifest(tmp_path / "step_00000002")
-    with pytest.raises(CheckpointError, match=f"{newest.name}: {message}") as caught:
-        refuse_damage(newest, find_damage(newest))
-    assert str(caught.value).endswith("Remove it to resume from the older step_00000001.")
 
 
 def test_damage_is_the_same_error_in_all_processes(found: AskedCases) -> None:

@@ -2,12 +2,16 @@
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
 
 from recollect.engine.compiled.compiled_engine import compile_forward
+from recollect.planning.compiled_menu import compiled_menu
+from recollect.recording.variants import with_variants
 
 
 def each_block(model: Any, **how: Any) -> Any:
@@ -45,3 +49,11 @@ def compiled_without_plan(model: nn.Module, paths: Iterable[str]) -> Iterator[No
     yield
     for unit in units:
         del unit.forward
+
+
+@contextmanager
+def few_variants() -> Iterator[None]:
+    """Record of each unit two sets of values, beside PyTorch's own choice: each takes a second to compile."""
+    few = partial(with_variants, menu=lambda graph: compiled_menu(graph)[:2])
+    with mock.patch("recollect.recording.engines.with_variants", few):
+        yield

@@ -1,7 +1,7 @@
 """Has recordings take the times around ops that the tests' own process has measured, which writes them into a variable.
 
-Ranks that measure them at once disturb one another, and measure again: a fifth of what a small case takes. What processes are
-forked from imports this.
+Ranks that measure them at once disturb one another, and measure again: a fifth of what a small case takes. A traced unit, which
+takes two seconds to measure, counts as one on the tape. What processes are forked from imports this.
 """
 
 import json
@@ -24,11 +24,16 @@ def variable() -> dict[str, str]:
 def _take(text: str) -> None:
     row = json.loads(text)
     known, measured = AroundOps(HostTimes(**row["host"]), row["recorded_s"]), host_times._measured
+    measured_of_traces = host_times._traced_unit_s
 
     def known_or_measured(device: torch.device) -> AroundOps:
         return known if device == _CPU else measured(device)
 
+    def known_or_measured_of_traces(device: torch.device) -> float:
+        return known.host.unit_s if device == _CPU else measured_of_traces(device)
+
     host_times._measured = known_or_measured  # type: ignore[assignment]
+    host_times._traced_unit_s = known_or_measured_of_traces  # type: ignore[assignment]
 
 
 if _VARIABLE in os.environ:

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from contract_steps import Run, plain
-from contract_units import UNITS
+from contract_units import UNITS, Case, layout_in_place
 from engines import applied
 from gradients import assert_same_gradients, gradients
-from policies import FULL, KEEP_ALL, Policy
+from policies import FULL, KEEP_ALL, NOTHING_KEPT, Only, Policy, Random
 from recollect.applying import apply_policy
 from recollect.errors import MutatedValueError
 from unseen_collectives import doubled_by_address, in_a_function, without_gradients
@@ -147,14 +147,18 @@ def test_a_choice_is_made_once(op: str, choose: Callable[[Tensor], Tensor]) -> N
 
 
 @pytest.mark.filterwarnings("ignore:indexing with dtype torch.uint8")
-@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8])
-def test_a_mask_selects_once(dtype: torch.dtype) -> None:
-    assert runs_of("index", lambda hidden: hidden.sin()[(hidden > 0).to(dtype)].cos()) == 1
-
-
-def test_positions_select_again() -> None:
-    positions = torch.tensor([2, 0])
-    assert runs_of("index", lambda hidden: hidden.sin()[positions].cos()) == 2
+@pytest.mark.parametrize(
+    ("index", "num_runs"),
+    [
+        (lambda hidden: hidden[:, 0].topk(3).indices, 2),
+        (lambda hidden: (slice(None), hidden[0].topk(WIDTH).indices), 2),
+        (lambda hidden: hidden > 0, 1),
+        (lambda hidden: (hidden > 0).to(torch.uint8), 1),
+    ],
+    ids=["integers", "second dimension", "mask", "bytes"],
+)
+def test_gathers_run_again_unless_a_mask_decides_their_shape(index: Callable[[Tensor], Any], num_runs: int) -> None:
+    assert runs_of("index", lambda hidden: hidden.sin()[index(hidden)].cos()) == num_runs
 
 
 def test_what_numpy_writes_to_a_batch_before_backward_is_refused() -> None:
@@ -176,3 +180,26 @@ def test_a_buffer_is_filled_again_if_all_of_it_was_filled_in_sight(name: str, nu
         return int(watch.ops["copy_"])
 
     assert num_copies(FULL) - num_copies(KEEP_ALL) == num_again
+
+
+def _long_scan(self: Any, hidden: Tensor) -> Tensor:
+    state = self.first(hidden)
+    for _ in range(1200):
+        state = state * 0.99 + hidden.detach()
+    return state.tanh()
+
+
+@pytest.mark.parametrize(
+    ("function", "policy"),
+    [
+        # Longer than the recursion limit.
+        *((_long_scan, policy) for policy in (FULL, NOTHING_KEPT, Random(1))),
+        # The layout of a kept value is changed in place.
+        (layout_in_place, Only(frozenset({"add"}))),
+    ],
+)
+def test_is_exact(function: Callable[..., Tensor], policy: Policy) -> None:
+    case = Case("case", function)
+    model = case.model()
+    with applied("tape", model, policy):
+        assert_same_gradients(Run(case.model()).through(plain, plain), Run(model).through(plain, plain))

@@ -154,8 +154,3 @@ def test_shared_module_in_two_shapes_names_the_values_of_both() -> None:
     least, _ = peak_range(profile)
     actions = plan(profile, least).units["layers.0"].actions
     assert {"mlp.down.mm", "mlp.other.mm"} <= set(actions)
-
-
-def test_unit_outside_the_layers_is_named_only_if_it_recomputes() -> None:
-    made = plan(stack(3), "80%")
-    assert list(made.units) == ["layers.0", "layers.1", "layers.2"]

@@ -1,6 +1,5 @@
 """What users get from the planner, against brute force through the real simulator: gaps are counted, bounds are bounds."""
 
-import itertools
 import math
 import statistics
 from collections.abc import Iterable
@@ -123,15 +122,6 @@ def test_bound_says_something() -> None:
 def test_bound_is_infinite_where_every_plan_has_more() -> None:
     profile = random_step(0, num_values=5)
     assert LowerBound(profile).added_s(profile.persistent_bytes) == math.inf
-
-
-def test_bound_falls_with_the_budget() -> None:
-    profile = random_step(7, num_values=7, num_units=3)
-    bound = LowerBound(profile)
-    most = simulate(profile, [CallActions()] * 3).peak_bytes
-    values = [bound.added_s(budget) for budget in (*range(most // 2, most, 10), most)]
-    assert all(later <= earlier for earlier, later in itertools.pairwise(values))
-    assert values[-1] == 0
 
 
 def test_least_peak_of_the_error_can_be_planned() -> None:

@@ -23,8 +23,6 @@ from recollect.errors import (
     AlreadyAppliedError,
     BudgetTooSmallError,
     RecordError,
-    UnknownNameError,
-    UnsupportedModelError,
 )
 from recollect.profile import events
 from recollect.profile.graph import UnitGraph, ValueRecord
@@ -41,7 +39,7 @@ def value(graph: UnitGraph, name: str) -> ValueRecord:
     return found[0]
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "t5", "resnet", "transformer", "mixtral"])
+@pytest.mark.parametrize("name", ["llama", "t5", "resnet", "mixtral"])
 @pytest.mark.parametrize("fake", [False, True], ids=["real", "fake"])
 def test_everything_is_left_as_it_was(name: str, fake: bool) -> None:
     if fake and name == "mixtral":
@@ -116,7 +114,7 @@ def test_everything_is_left_as_it_was_after_an_exception() -> None:
     recollect.record(model, batch_of())
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "t5", "resnet", "deepseek_v3"])
+@pytest.mark.parametrize("name", ["t5", "deepseek_v3"])
 def test_profile_survives_a_round_trip(name: str, tmp_path: Path) -> None:
     case = ZOO[name]
     model = case.model()
@@ -298,15 +296,6 @@ def test_batch_that_the_model_rejects() -> None:
             recollect.record(llama(), {"input_ids": torch.zeros(2, 3, dtype=torch.int64)}, fake=fake)
 
 
-def test_batch_of_a_shape_that_an_op_rejects() -> None:
-    model = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 16))
-    message = (
-        r"^Sequential rejected the batch \(float32\[4, 8\]\): RuntimeError: .*mat1 and mat2 shapes cannot be multiplied"
-    )
-    with pytest.raises(RecordError, match=message):
-        recollect.record(model, torch.randn(4, 8), loss_fn=torch.sum)
-
-
 def test_an_op_that_fails_within_a_unit_is_not_part_of_the_step() -> None:
     def tries(x: Tensor) -> Tensor:
         with contextlib.suppress(RuntimeError):
@@ -314,20 +303,6 @@ def test_an_op_that_fails_within_a_unit_is_not_part_of_the_step() -> None:
         return x.sin()
 
     assert [one.name for one in graph_with(tries).ops] == [one.name for one in graph_with(torch.sin).ops]
-
-
-def test_batch_without_labels() -> None:
-    with pytest.raises(RecordError, match=r"found no loss in the output of GPTModel, a GPTOutput: .*Put labels into"):
-        recollect.record(llama(), batch_of()["tokens"])
-
-
-def test_model_with_nothing_to_plan_and_wrong_units() -> None:
-    with pytest.raises(UnsupportedModelError, match="found nothing to plan in ReLU"):
-        recollect.record(nn.ReLU(), torch.ones(1, 2))
-    with pytest.raises(
-        UnknownNameError, match=r"GPTModel has no unit 'decoder\.layers\.9'\. Did you mean 'decoder\.layers\.3'"
-    ):
-        recollect.record(llama(), batch_of(), units=["decoder.layers.9"])
 
 
 def test_model_with_a_plan_on_it() -> None:
@@ -359,8 +334,10 @@ def test_model_with_a_checkpoint_wrapper(fake: bool) -> None:
         recollect.record(model, batch_of(), fake=fake)
 
 
-def test_model_with_hugging_faces_flag() -> None:
-    case = ZOO["llama"]
+@pytest.mark.parametrize("name", ["llama", "gpt2", "t5"])
+def test_model_with_hugging_faces_flag(name: str) -> None:
+    """GPT-2 keeps it on each block and T5 on the stack as well; both are refused by name."""
+    case = ZOO[name]
     model: Any = case.model()
     hugging_face_flag.enable(model)
     message = (
@@ -371,15 +348,6 @@ def test_model_with_hugging_faces_flag() -> None:
         recollect.record(model, case.data())
     hugging_face_flag.disable(model)
     assert recollect.record(model, case.data()).calls
-
-
-def test_flag_of_hugging_face_is_found_outside_of_the_layers_too() -> None:
-    """GPT-2 keeps it on each block and T5 on the stack as well; both are refused by name."""
-    for name in ("gpt2", "t5"):
-        model: Any = ZOO[name].model()
-        hugging_face_flag.enable(model)
-        with pytest.raises(AlreadyAppliedError, match=r"(gradient|activation)_checkpointing_disable\(\) first"):
-            recollect.record(model, ZOO[name].data())
 
 
 def test_stack_under_autocast() -> None:

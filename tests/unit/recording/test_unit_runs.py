@@ -1,7 +1,6 @@
 """What compiled units would take, estimated on fake tensors, against what they take."""
 
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import pytest
@@ -11,12 +10,11 @@ from torch.nn import functional
 
 import recollect
 from blocks import Stack
+from compiled_blocks import few_variants
 from recollect.costs.op_work import work_of
 from recollect.engine.facts import facts_of
-from recollect.planning.compiled_menu import compiled_menu
 from recollect.profile.graph import UnitGraph
 from recollect.profile.profile import Profile
-from recollect.recording.variants import with_variants
 
 ROWS, WIDTH, HEADS = 16, 32, 2
 COMPOSITE = functional.scaled_dot_product_attention
@@ -64,10 +62,7 @@ def bytes_by_kept(profile: Profile) -> dict[Any, Any]:
 
 @pytest.fixture(scope="module", autouse=True)
 def short_menu() -> Iterator[None]:
-    """Of each unit two sets of values, beside PyTorch's own choice: each takes a second to compile."""
-    with pytest.MonkeyPatch.context() as patched:
-        short = partial(with_variants, menu=lambda graph: compiled_menu(graph)[:2])
-        patched.setattr("recollect.recording.engines.with_variants", short)
+    with few_variants():
         yield
 
 

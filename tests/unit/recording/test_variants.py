@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import recollect
+from compiled_blocks import few_variants
 from recollect.engine.compiled.compiled_engine import compile_forward
 from recollect.errors import NotYetError, RecordError
 from recollect.planning.compiled_menu import Keeps, compiled_menu
@@ -56,7 +57,8 @@ def plain() -> Profile:
 @pytest.fixture(scope="module")
 def compiled() -> Profile:
     torch.manual_seed(0)
-    return recollect.record(Stack(), torch.randn(ROWS, WIDTH), engine="compile")
+    with few_variants():
+        return recollect.record(Stack(), torch.randn(ROWS, WIDTH), engine="compile")
 
 
 def unit_graph(profile: Profile) -> UnitGraph:

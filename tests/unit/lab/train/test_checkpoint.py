@@ -1,6 +1,7 @@
 """Checkpoints: damage and other settings are found, random numbers go on where they were, and old files go."""
 
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,24 +35,42 @@ def write_folder(path: Path) -> Path:
     return tensors
 
 
-def test_changed_bytes_are_found_where_the_size_is_the_same(tmp_path: Path) -> None:
-    folder = tmp_path / "step_00000003"
-    tensors = write_folder(folder)
-    assert find_damage(folder) is None
-    content = bytearray(tensors.read_bytes())
+def flipped(folder: Path) -> None:
+    content = bytearray((folder / "rank_0.bin").read_bytes())
     content[50] ^= 1
-    tensors.write_bytes(content)
-    assert find_damage(folder) == "changed bytes in its file rank_0.bin"
+    (folder / "rank_0.bin").write_bytes(content)
 
 
-def test_a_manifest_of_another_step_than_was_written_is_found(tmp_path: Path) -> None:
+def of_another_step(folder: Path) -> None:
+    text = (folder / "manifest.json").read_text()
+    assert text.count(r"\"step\": 3") == 1
+    (folder / "manifest.json").write_text(text.replace(r"\"step\": 3", r"\"step\": 4"))
+
+
+def cut_off(folder: Path) -> None:
+    (folder / "manifest.json").write_text((folder / "manifest.json").read_text()[:-20])
+
+
+@pytest.mark.parametrize(
+    ("damage", "found"),
+    [
+        (flipped, "changed bytes in its file rank_0.bin"),
+        (
+            lambda folder: (folder / "rank_0.bin").write_bytes(b"too short"),
+            "9 bytes instead of 100 in its file rank_0.bin",
+        ),
+        (lambda folder: (folder / "rank_0.bin").unlink(), "a folder without its file rank_0.bin"),
+        (of_another_step, "a changed manifest.json"),
+        (cut_off, "a changed manifest.json"),
+        (lambda folder: (folder / "manifest.json").unlink(), "a folder without manifest.json"),
+    ],
+)
+def test_damage_is_found(damage: Callable[[Path], object], found: str, tmp_path: Path) -> None:
     folder = tmp_path / "step_00000003"
     write_folder(folder)
-    manifest = folder / "manifest.json"
-    text = manifest.read_text()
-    assert text.count(r"\"step\": 3") == 1
-    manifest.write_text(text.replace(r"\"step\": 3", r"\"step\": 4"))
-    assert find_damage(folder) == "a changed manifest.json"
+    assert find_damage(folder) is None
+    damage(folder)
+    assert find_damage(folder) == found
 
 
 def test_a_damaged_checkpoint_is_refused_with_the_newest_that_is_intact(tmp_path: Path) -> None:
