@@ -46,7 +46,7 @@ def test_the_loss_has_the_same_bits_on_all_ranks(ranks: list[dict[str, Any]]) ->
 @pytest.mark.parametrize("way", WAYS)
 def test_fake_tensors_tell_the_bytes_of_gloo(ranks: list[dict[str, Any]], way: str) -> None:
     for found in ranks:
-        fake, real = found[f"fake tensors {way}"], found[f"gloo {way}"]
+        fake, real = ranks[0][f"fake tensors {way}"], found[f"gloo {way}"]
         assert fake["values"] == real["values"]
         assert fake["persistent"] == {kind: n for kind, n in real["persistent"].items() if kind != "other_tensors"}
         off = {plan: real["peaks"][plan] - UNSEEN_BYTES - nbytes for plan, nbytes in fake["peaks"].items()}
@@ -56,11 +56,10 @@ def test_fake_tensors_tell_the_bytes_of_gloo(ranks: list[dict[str, Any]], way: s
 @pytest.mark.parametrize("way", ALONE)
 def test_fake_tensors_tell_the_bytes_of_real_ones(ranks: list[dict[str, Any]], way: str) -> None:
     """On the fake process group, whose collectives let go at once, to the byte."""
-    for found in ranks:
-        fake, real = found[f"fake tensors {way}"], found[f"real tensors {way}"]
-        assert fake["persistent"] == real["persistent"]
-        assert fake["values"] == real["values"]
-        assert {plan: nbytes + UNSEEN_BYTES for plan, nbytes in fake["peaks"].items()} == real["peaks"]
+    fake, real = (ranks[0][f"{kind} tensors {way}"] for kind in ("fake", "real"))
+    assert fake["persistent"] == real["persistent"]
+    assert fake["values"] == real["values"]
+    assert {plan: nbytes + UNSEEN_BYTES for plan, nbytes in fake["peaks"].items()} == real["peaks"]
 
 
 def test_a_model_that_does_not_divide_is_refused_alike_on_all_ranks(ranks: list[dict[str, Any]]) -> None:
@@ -88,13 +87,12 @@ def test_the_loss_in_chunks_has_the_gradients_of_the_loss_in_one_piece(
 
 @pytest.mark.parametrize("way", ["tensor", "sequence", "both"])
 def test_fake_tensors_tell_the_bytes_of_the_loss_in_chunks(ranks: list[dict[str, Any]], way: str) -> None:
-    for found in ranks:
-        real, fake, whole = (
-            found[name] for name in (f"chunked {way} False", f"chunked {way} True", f"fake tensors {way}")
-        )
-        assert fake["values"] == real["values"]
-        assert {plan: nbytes + UNSEEN_BYTES for plan, nbytes in fake["peaks"].items()} == real["peaks"]
-        assert fake["peaks"]["full"] < whole["peaks"]["full"]
+    real, fake, whole = (
+        ranks[0][name] for name in (f"chunked {way} False", f"chunked {way} True", f"fake tensors {way}")
+    )
+    assert fake["values"] == real["values"]
+    assert {plan: nbytes + UNSEEN_BYTES for plan, nbytes in fake["peaks"].items()} == real["peaks"]
+    assert fake["peaks"]["full"] < whole["peaks"]["full"]
 
 
 @pytest.mark.parametrize("options", OPTIONS)

@@ -70,7 +70,8 @@ def training() -> Names:
         optimizer.zero_grad()
 
     def make_batch(size: int) -> dict[str, torch.Tensor]:
-        tokens = torch.empty(size, 32, dtype=torch.int64, device="meta")
+        # So long that few sizes fit a budget of some GiB, and few are tried.
+        tokens = torch.empty(size, 8192, dtype=torch.int64, device="meta")
         return {"input_ids": tokens, "labels": tokens}
 
     return {

@@ -172,7 +172,8 @@ def run(rank: int, folder: str) -> None:
     found = dict(over_gloo())
     dist.barrier()
     dist.destroy_process_group()
-    found |= dict(alone(rank))
+    if rank == 0:
+        found |= dict(alone(rank))
     torch.save(found, Path(folder) / f"rank{rank}")
     os._exit(0)
 
