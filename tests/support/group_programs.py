@@ -19,6 +19,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import recollect
+from blocks import Stack, built
 from case_server import serve
 from recollect.attaching import lockstep, step_planner
 from recollect.attaching.planned_step import PlannedStep
@@ -44,7 +45,7 @@ RANK = int(sys.argv[1])
 BUDGET = "85%"
 
 
-def model(num_layers: int = 3) -> nn.Module:
+def model(num_layers: int = 2) -> nn.Module:
     torch.manual_seed(0)
     return GPTModel(llama_config(num_layers=num_layers, hidden_size=32, num_attention_heads=2, vocab_size=64))
 
@@ -53,15 +54,15 @@ def replicated() -> nn.Module:
     return DistributedDataParallel(model(), gradient_as_bucket_view=True)
 
 
-def sharded(made: nn.Module | None = None, **settings: Any) -> nn.Module:
-    made = made or model()
+def sharded() -> nn.Module:
+    made = model()
     for layer in made.decoder.layers:
-        fully_shard(layer, **settings)
-    return fully_shard(made, **settings)
+        fully_shard(layer)
+    return fully_shard(made)
 
 
 def split() -> nn.Module:
-    return tensor_parallel(model(), init_device_mesh("cpu", (2,)), sequence_parallel=True)
+    return tensor_parallel(model(num_layers=3), init_device_mesh("cpu", (2,)), sequence_parallel=True)
 
 
 def train(
@@ -143,41 +144,47 @@ SHARDED: dict[str, dict[str, Any]] = {
 }
 
 
+def sharded_blocks(made: nn.Module, **settings: Any) -> nn.Module:
+    for block in made.blocks:
+        fully_shard(block, **settings)
+    return fully_shard(made, **settings)
+
+
 def sharded_units(engine: str, *kinds: str) -> dict[str, Any]:
     """Whether layers that FSDP2 shards before or after the plan is applied have the gradients that they have without one."""
-    tokens = torch.randint(0, 64, (2, 24))
-    profile = recollect.record(model(), {"tokens": tokens, "labels": tokens}, fake=True)
+    data = torch.randn(8, 16)
+    profile = recollect.record(built(Stack), data, loss_fn=torch.sum, fake=True)
     plan = halved(recollect.classic_plan(profile, "full"), engine)
 
     def gradients(made: nn.Module) -> list[torch.Tensor]:
         found = []
         for _ in range(3):
             made.zero_grad()
-            made(tokens=tokens, labels=tokens).loss.backward()
+            made(data).float().square().sum().backward()
             found += [_local(parameter.grad) for parameter in made.parameters()]
         return found
 
     found: dict[str, Any] = {}
     for kind in kinds:
-        plain = sharded(**SHARDED[kind])
-        for layer in plain.decoder.layers if engine == "compile" else ():
-            vars(layer)["forward"] = compile_forward(layer.forward, None)
+        plain = sharded_blocks(built(Stack), **SHARDED[kind])
+        for block in plain.blocks if engine == "compile" else ():
+            vars(block)["forward"] = compile_forward(block.forward, None)
         expected = gradients(plain)
         for order in ("before", "after"):
-            made = model() if order == "after" else sharded(**SHARDED[kind])
+            made = built(Stack) if order == "after" else sharded_blocks(built(Stack), **SHARDED[kind])
             with recollect.apply(made, plan) as applied:
                 if order == "after":
-                    for layer in made.decoder.layers if engine == "compile" else ():  # type: ignore[union-attr]
-                        layer.compile(fullgraph=True)  # as torchtitan does, and before it shards
-                    sharded(made, **SHARDED[kind])
+                    for block in made.blocks if engine == "compile" else ():  # type: ignore[union-attr]
+                        block.compile(fullgraph=True)  # as torchtitan does, and before it shards
+                    sharded_blocks(made, **SHARDED[kind])
                 got = gradients(made)
                 own = [one for one in applied._forwards if isinstance(one, (GraphForward, CompiledForward))]
             is_equal = all(map(has_same_bits, expected, got))
             found[f"{kind} {order}"] = [is_equal, len(own), [getattr(one, "why_not", "") for one in own]]
-    made = sharded()
+    made = sharded_blocks(built(Stack))
     with recollect.apply(made, plan):
         gradients(made)
-        made.decoder.layers[1].set_unshard_in_backward(False)
+        made.blocks[1].set_unshard_in_backward(False)
         try:
             gradients(made)
         except FreedValueError as error:
