@@ -267,6 +267,12 @@ MUTATIONS = (
         (("        self._may_step_aside = False\n", ""),),
     ),
     Mutation(
+        "graph-run-in-place-of-traced",
+        "where Dynamo is told to run code as it is, recording runs units once more, and draws random numbers",
+        "_torch_dynamo.py",
+        (('if (stance := eval_frame._stance.stance) != "default":', 'if (stance := "default") != "default":'),),
+    ),
+    Mutation(
         "graph-other-methods-unseen",
         "a method that replaces one that forward calls is ignored",
         "engine/graph/graph_engine.py",

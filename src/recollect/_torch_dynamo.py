@@ -59,9 +59,6 @@ class TracedWhole:
     """A function that Dynamo traces into one graph for a backend, or whose call raises an error.
 
     Its code and its globals are copies: Dynamo keeps there what was traced for it, which is released with it.
-
-    Attributes:
-        trace: calls the function, and first traces it if no trace fits the call.
     """
 
     def __init__(self, function: FunctionType, backend: Backend) -> None:
@@ -69,10 +66,23 @@ class TracedWhole:
         own = FunctionType(function.__code__.replace(), own_globals, function.__name__, function.__defaults__)
         # Not `torch.compile`: it does not tell why a trace does not fit a call.
         optimize = dynamo.optimize(backend, nopython=True, guard_fail_fn=_note_failure, dynamic=False)
-        self.trace: Callable[..., Any] = optimize(own)
+        self._trace: Callable[..., Any] = optimize(own)
+        self._is_off = isinstance(optimize, eval_frame._NullDecorator)
         self._own = own
         # By the numbers of the code that Dynamo made for each trace.
         self._runs: dict[int, FunctionType] = {}
+
+    def trace(self, *args: Any) -> Any:
+        """Call the function; first trace it if no trace fits the call.
+
+        Raises:
+            Exception: one of `ERRORS`, if it cannot be traced, or Dynamo would run it as it is.
+        """
+        if self._is_off or dynamo_config.disable:
+            raise TorchDynamoException("Dynamo is switched off (TORCHDYNAMO_DISABLE, TORCH_COMPILE_DISABLE)")
+        if (stance := eval_frame._stance.stance) != "default":
+            raise TorchDynamoException(f"torch.compiler.set_stance({stance!r}) keeps Dynamo from tracing it")
+        return self._trace(*args)
 
     def run_of(self, *args: Any) -> Callable[..., Any] | None:
         """Return the function that runs the trace that fits a call; None if none does.

@@ -1,5 +1,6 @@
 """What may change after a unit was traced, and what cannot be traced: exact, and a line says which unit, why, what to do."""
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import recollect
 from contract_steps import Run, plain
 from contract_units import HOOKS, ROWS, UNITS, WIDTH, Case, Model, WrittenDouble
 from engines import applied, num_tape_calls, traced, traced_forwards
@@ -292,6 +294,21 @@ def test_a_compiled_unit() -> None:
     with applied("graph", model, FULL) as handle:
         assert_same_gradients(expected, Run(model).through(plain, plain, plain))
         assert [forward.why_not for forward in traced_forwards(handle)] == ["its user compiled it"]
+
+
+def test_where_dynamo_would_run_a_unit_as_it_is() -> None:
+    """It stays on the tape, and recording runs it only once: what it draws is as without."""
+    dropout = UNITS["dropout"].function
+    case = Case("dropout", dropout, num_units=2, calls=lambda units, x: units[1](units[0](x)))
+    model, expected = case.model(), Run(case.model()).through(plain, plain)
+    why_not = r"torch\.compiler\.set_stance\('force_eager'\) keeps Dynamo from tracing it"
+    rows, drawn = torch.ones(ROWS, WIDTH), torch.get_rng_state()
+    with torch.compiler.set_stance("force_eager"):
+        profile = recollect.record(model, rows, loss_fn=sum, engine="graph")
+        assert torch.equal(drawn, torch.get_rng_state())
+        with applied("graph", model, FULL), pytest.warns(ConfigWarning, match=line(why_not)):
+            assert_same_gradients(expected, Run(model).through(plain, plain))
+    assert re.fullmatch(why_not, profile.graphs[-1].why_not_traced)
 
 
 # What no backward can do

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -81,7 +82,8 @@ def _traced_unit_s(device: torch.device) -> float:
         plain, traced = _model(_ManyOps, device), _model(_ManyOps, device)
         inputs = _inputs(device)
         plan = _keeping_all(plain, inputs, device)
-        with apply(traced, plan.with_engine("graph")):
+        with apply(traced, plan.with_engine("graph")), warnings.catch_warnings():
+            warnings.simplefilter("ignore", ConfigWarning)  # If nothing can be traced, the model's own units say so.
             rounds = [tuple(map(sum, both)) for both in _in_turns(plain, traced, inputs, device, _ROUNDS)]
     plain_s, traced_s = map(_undisturbed, zip(*rounds, strict=True))
     return max(0.0, traced_s - plain_s) / _NUM_LAYERS
