@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Final
+from typing import Any, Final, get_args
 
 import torch
 from torch import nn
@@ -20,6 +20,9 @@ from recollect.recording.step_recording import Gradients
 from recollect.tensors import tensors_in
 
 _MOST_SHOWN: Final = 8
+# Errors that wrong arguments cause, but for those that say what failed by themselves.
+_OF_ARGUMENTS: Final = (TypeError, ValueError, RuntimeError, IndexError, KeyError, AttributeError)
+_TOLD: Final = (torch.OutOfMemoryError, RecollectError, *DATA_DEPENDENT)
 LossFunction = Callable[[Any], torch.Tensor]
 
 
@@ -57,6 +60,14 @@ class Step:
             given = "neither" if self.own is None else "both"
             raise RecordError(
                 f"{self.name}: got {given} of batch and step, expected one: a batch, or a step that you run."
+            )
+        if self.gradients not in get_args(Gradients):
+            raise RecordError(
+                f"gradients: got {self.gradients!r}, expected {' or '.join(map(repr, get_args(Gradients)))}."
+            )
+        if self.loss_fn is not None and not callable(self.loss_fn):
+            raise RecordError(
+                f"loss_fn: got {self.loss_fn!r}, expected a function from the model's output to a scalar."
             )
         for path, parameter in self.model.named_parameters():
             if isinstance(parameter, UninitializedParameter):
@@ -103,8 +114,8 @@ class Step:
         """
         try:
             return call_model(self.model, self.batch)
-        except (TypeError, ValueError, RuntimeError, IndexError, KeyError) as error:
-            if isinstance(error, (torch.OutOfMemoryError, RecollectError, *DATA_DEPENDENT)):
+        except _OF_ARGUMENTS as error:
+            if isinstance(error, _TOLD):
                 raise
             raise RecordError(
                 f"{self.name} rejected the batch ({describe_batch(self.batch)}): {type(error).__name__}: {error}. A dict is "
@@ -117,13 +128,12 @@ class Step:
         Raises:
             RecordError: there is none; or it is not a scalar, or depends on no trained parameter.
         """
-        loss = find_loss(output, self.name) if self.loss_fn is None else self.loss_fn(output)
+        loss = find_loss(output, self.name) if self.loss_fn is None else self._own_loss(self.loss_fn, output)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             is_tensor = isinstance(loss, torch.Tensor)
             what = f"a tensor of shape {list(loss.shape)}" if is_tensor else f"a {type(loss).__name__}"
-            raise RecordError(
-                f"the loss of {self.name} is {what}, expected a tensor with one element: reduce it, e.g. loss.mean()."
-            )
+            advice = ": reduce it, such as by loss_fn=lambda output: output.mean()" if is_tensor else ""
+            raise RecordError(f"the loss of {self.name} is {what}, expected a tensor with one element{advice}.")
         if not loss.requires_grad:
             raise RecordError(
                 f"the loss of {self.name} does not require grad: no parameter that it depends on is trained, or forward ran "
@@ -131,6 +141,17 @@ class Step:
                 "requires_grad on what you train."
             )
         return loss
+
+    def _own_loss(self, loss_fn: LossFunction, output: Any) -> Any:
+        try:
+            return loss_fn(output)
+        except _OF_ARGUMENTS as error:
+            if isinstance(error, _TOLD):
+                raise
+            raise RecordError(
+                f"loss_fn failed on the output of {self.name}, its only argument: {type(error).__name__}: {error}. If it needs "
+                "targets, write loss_fn=lambda output: cross_entropy(output, targets)."
+            ) from error
 
 
 def call_model(model: nn.Module, batch: Any) -> Any:

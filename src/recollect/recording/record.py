@@ -275,6 +275,8 @@ def _run(step: Step, recording: StepRecording, others_bytes: int, master_weights
         recording.abort()
         raise
     recording.stop(step.optimizer)
+    if not recording.recorder.has_run_backward:
+        raise RecordError(f"the step of {step.name} ran no backward, expected loss.backward() in it.")
     del held
     if step.own is None:
         free_gradients(step.model.parameters())

@@ -9,6 +9,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+import recollect
 from recollect.errors import RecordError
 from recollect.recording.model_step import (
     Step,
@@ -134,13 +135,19 @@ def test_no_loss_because_there_are_no_labels() -> None:
 
 @pytest.mark.parametrize(
     ("loss", "got"),
-    [(lambda weight: weight * ROWS, r"a tensor of shape \[3, 2\]"), (lambda weight: 3.0, "a float")],
-    ids=["tensor", "float"],
+    [
+        (
+            lambda weight: weight * ROWS,
+            r"a tensor of shape \[3, 2\], expected a tensor with one element: reduce it, such as",
+        ),
+        (lambda weight: 3.0, r"a float, expected a tensor with one element\.$"),
+        (lambda weight: (weight.sum(), weight), r"a tuple, expected a tensor with one element\.$"),
+    ],
+    ids=["tensor", "float", "tuple"],
 )
 @pytest.mark.parametrize("where", ["output", "loss_fn"])
 def test_loss_that_is_no_scalar(loss: Callable[[Tensor], Any], got: str, where: str) -> None:
-    message = rf"^the loss of Scaled is {got}, expected a tensor with one element: reduce it, e\.g\. loss\.mean\(\)\.$"
-    with pytest.raises(RecordError, match=message):
+    with pytest.raises(RecordError, match=rf"^the loss of Scaled is {got}"):
         if where == "output":
             run(lambda self, x: {"loss": loss(self.weight)})
         else:
@@ -172,7 +179,7 @@ def _raise(error: Exception) -> Callable[..., Any]:
     return forward
 
 
-@pytest.mark.parametrize("kind", [TypeError, ValueError, RuntimeError, IndexError, KeyError])
+@pytest.mark.parametrize("kind", [TypeError, ValueError, RuntimeError, IndexError, KeyError, AttributeError])
 def test_model_that_rejects_the_batch(kind: type[Exception]) -> None:
     cause = kind("too long")
     message = (
@@ -182,6 +189,26 @@ def test_model_that_rejects_the_batch(kind: type[Exception]) -> None:
     with pytest.raises(RecordError, match=message) as caught:
         run(_raise(cause), {"ids": TOKENS, "mask": ROWS})
     assert caught.value.__cause__ is cause
+
+
+def test_loss_fn_that_fails_on_the_output() -> None:
+    message = r"^loss_fn failed on the output of Scaled, its only argument: TypeError: .*'target'\. If it needs targets, write "
+    with pytest.raises(RecordError, match=message):
+        run(lambda self, x: self.weight, loss_fn=nn.CrossEntropyLoss())
+    with pytest.raises(
+        RecordError, match="loss_fn: got 'sum', expected a function from the model's output to a scalar"
+    ):
+        Step(Scaled(), ROWS, loss_fn="sum").check()  # type: ignore[arg-type]
+
+
+def test_words_and_steps_that_record_nothing() -> None:
+    with pytest.raises(RecordError, match=r"gradients: got 'none', expected 'held' or 'freed' or 'accumulated'\."):
+        Step(Scaled(), ROWS, gradients="none").check()  # type: ignore[arg-type]
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    with pytest.raises(
+        RecordError, match=r"^the step of Sequential ran no backward, expected loss\.backward\(\) in it\.$"
+    ):
+        recollect.record(model, step=lambda: model(ROWS))
 
 
 @pytest.mark.parametrize(
