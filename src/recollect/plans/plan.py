@@ -95,6 +95,9 @@ class Plan(ShownInNotebooks):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "units", MappingProxyType(dict(self.units)))
+        for path, unit in self.units.items():
+            if not isinstance(unit, UnitPlan):
+                raise PlanError(f"unit {path!r}: got a {type(unit).__name__}, expected a recollect.UnitPlan")
         for name in ("budget_bytes", "predicted_peak_bytes", "host_budget_bytes", "predicted_host_bytes"):
             nbytes = getattr(self, name)
             if nbytes is not None and nbytes < 0:

@@ -259,6 +259,7 @@ def test_unit_messages(arguments: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        ({"units": {"0": {"up": "keep"}}}, "unit '0': got a dict, expected a recollect.UnitPlan"),
         ({"budget_bytes": -1}, "budget_bytes: got -1, expected 0 or more"),
         ({"predicted_slowdown": float("nan")}, "predicted_slowdown: got nan, expected a finite number, -1 or more"),
         ({"bound_slowdown": -0.1}, "bound_slowdown: got -0.1"),
@@ -266,7 +267,7 @@ def test_unit_messages(arguments: dict[str, Any], message: str) -> None:
 )
 def test_plan_messages(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(PlanError, match=message):
-        Plan({}, **arguments)
+        Plan(**{"units": {}, **arguments})
 
 
 def document(**changes: Any) -> dict[str, Any]:
