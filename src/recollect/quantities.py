@@ -104,7 +104,7 @@ def parse_budget(value: str | int, *, reference_bytes: int | None, device_bytes:
         raise QuantityError(
             value,
             "the device's memory is known only for CUDA devices and the hardware of a fake profile. Give bytes, such as "
-            "budget='16GiB', or a part of the peak without recompute, such as '60%'",
+            "'16GiB', or a part of the peak without recompute, such as '60%'",
         )
     return _checked(value, math.floor(number * _whole_bytes(device_bytes) / 100))
 
@@ -127,7 +127,12 @@ def check_budget(value: str | int, *, device_bytes: int | None) -> None:
     peak_bytes = _LARGEST_BYTES // 10**9
     num_bytes = parse_budget(value, reference_bytes=peak_bytes, device_bytes=device_bytes and peak_bytes)
     if num_bytes != 1 and num_bytes < _FEWEST_BYTES:
-        meant = f"did you mean '{num_bytes}GiB'?" if num_bytes else "write a percentage such as '60%', or '16GiB'"
+        percentage = f"'{num_bytes}%' or " if num_bytes <= _MOST_PERCENT else ""
+        meant = (
+            f"did you mean {percentage}'{num_bytes}GiB'?"
+            if num_bytes
+            else "write a percentage such as '60%', or '16GiB'"
+        )
         raise QuantityError(value, f"no step fits into {num_bytes} bytes; {meant}")
 
 

@@ -227,7 +227,7 @@ def test_typos_in_a_budget_are_found_before_a_step_runs(budget: Any, message: st
 
 
 def test_part_of_a_device_without_a_size_is_found_before_a_step_runs() -> None:
-    advice = "Give bytes, such as budget='16GiB', or a part of the peak without recompute, such as '60%'"
+    advice = "Give bytes, such as '16GiB', or a part of the peak without recompute, such as '60%'"
     with pytest.raises(QuantityError, match=f"the device's memory is known only for CUDA devices.*{advice}"):
         recollect.fit(MODEL, TOKENS)
     with pytest.raises(QuantityError, match="the device's memory is known only for CUDA devices.*Give bytes, such as"):
