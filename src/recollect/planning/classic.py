@@ -20,6 +20,7 @@ import math
 from typing import Literal
 
 from recollect.arguments import check_kind
+from recollect.errors import PlanError
 from recollect.planning.output_choices import dropped_outputs, longest_chain
 from recollect.plans.action import Action
 from recollect.plans.plan import Plan
@@ -43,7 +44,7 @@ def classic_plan(profile: Profile, name: ClassicName, n: int | None = None) -> P
         A plan without a budget.
 
     Raises:
-        ValueError: unknown name; `n` missing, below 1, or given for a different name; `n` above 1 for layers that do not
+        PlanError: unknown name; `n` missing, below 1, or given for a different name; `n` above 1 for layers that do not
             feed each other.
 
     Example:
@@ -78,17 +79,17 @@ def _stride(profile: Profile, name: str, n: int | None) -> tuple[int, str]:
     if name not in CLASSIC_NAMES:
         close = difflib.get_close_matches(str(name), CLASSIC_NAMES, n=1)
         meant = f" Did you mean {close[0]!r}?" if close else ""
-        raise ValueError(f"classic plan: got {name!r}, expected one of {', '.join(CLASSIC_NAMES)}.{meant}")
+        raise PlanError(f"classic plan: got {name!r}, expected one of {', '.join(CLASSIC_NAMES)}.{meant}")
     if name != "every_nth":
         if n is not None:
-            raise ValueError(f"n: got {n} with {name!r}, expected none; only 'every_nth' takes n")
+            raise PlanError(f"n: got {n} with {name!r}, expected none; only 'every_nth' takes n.")
         if name != "sqrt":
             return (0 if name == "keep_all" else 1), name
         n = max(1, round(math.sqrt(longest_chain(profile))))
     if type(n) is not int or n < 1:
-        raise ValueError(f"n: got {n!r} with 'every_nth', expected a whole number of layers, 1 or more")
+        raise PlanError(f"n: got {n!r} with 'every_nth', expected a whole number of layers, 1 or more.")
     if n > 1 and longest_chain(profile) < 2:
-        raise ValueError(
-            f"n: got {n}, but no repeated layer of this model feeds the next one, so each input is kept; use 'full'"
+        raise PlanError(
+            f"n: got {n}, but no repeated layer of this model feeds the next one, so each input is kept; use 'full'."
         )
     return n, f"{name}, every {n}" if name == "sqrt" else f"every {n}"

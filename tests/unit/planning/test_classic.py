@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from recollect.errors import PlanError
 from recollect.planning.classic import classic_plan
 from recollect.plans.plan import Plan
 from recollect.profile.profile import Profile
@@ -69,10 +70,10 @@ def test_peaks_are_in_the_known_order() -> None:
     ],
 )
 def test_messages(name: str, n: object, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(PlanError, match=message):
         classic(stack(4), name, n)
 
 
 def test_layers_that_do_not_feed_each_other_have_no_every_nth() -> None:
-    with pytest.raises(ValueError, match=r"n: got 2, but no repeated layer .* use 'full'"):
+    with pytest.raises(PlanError, match=r"n: got 2, but no repeated layer .* use 'full'"):
         classic(stack(4, chained=False), "every_nth", 2)
