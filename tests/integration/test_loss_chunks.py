@@ -220,8 +220,10 @@ def test_models_without_a_head_are_an_error() -> None:
         ChunkedLossError, match="ResNet in 8 chunks: found neither .* `loss_chunks`.*chunked_cross_entropy"
     ):
         recollect.apply(model, IN_8)
-    with pytest.raises(ChunkedLossError, match="loss_chunks: got 0, expected 1 or more"):
+    with pytest.raises(ChunkedLossError, match="loss_chunks: got 0, expected a whole number, 1 or more"):
         recollect.record(hugging_face(), {}, loss_chunks=0)
+    with pytest.raises(ChunkedLossError, match="loss_chunks: got 'many', expected a whole number"):
+        recollect.fit(hugging_face(), {}, "60%", loss_chunks="many")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("build", [hugging_face, lambda: reference(vocab_size=64)], ids=["Hugging Face", "reference"])

@@ -56,8 +56,8 @@ def loss_forwards(model: nn.Module, num_chunks: int, *, without_gradients: bool 
     """
     if num_chunks == 1:
         return []
-    if num_chunks < 1:
-        raise ChunkedLossError(f"loss_chunks: got {num_chunks}, expected 1 or more.")
+    if not isinstance(num_chunks, int) or num_chunks < 1:
+        raise ChunkedLossError(f"loss_chunks: got {num_chunks!r}, expected a whole number, 1 or more.")
     for module in model.modules():
         own = vars(module).get("forward")
         if isinstance(own, (_ChunksForward, _LossForward)):
