@@ -11,10 +11,10 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from recollect._torch_private import uncompiled
-from recollect.applying import apply_own, without_plans
+from recollect.applying import applied_to, apply_own, without_plans
 from recollect.byte_format import format_bytes
-from recollect.engine.placed_forward import PlacedForward
-from recollect.errors import BudgetWarning, RecordError
+from recollect.engine.placed_forward import Applied, PlacedForward
+from recollect.errors import AlreadyAppliedError, BudgetWarning, RecordError
 from recollect.measuring.device_memory import memory_bytes
 from recollect.measuring.host_memory import check_host_budget
 from recollect.planning.loss_chunks import LossChunks, plan_with_chunks
@@ -171,6 +171,11 @@ def fit(
     ranks = ALONE if fake else ranks_of(model, group, "fit(model, batch, budget)")
 
     def check() -> None:
+        for applied in applied_to(model):
+            if applied.removal != Applied.removal:
+                raise AlreadyAppliedError(
+                    f"cannot fit {type(model).__name__}: it is attached to a loop. First call {applied.removal}."
+                )
         check_optimizers(model, optimizer)
         check_budget(budget, device_bytes=1 if fake else memory_bytes(device_of(model, batch)))
         check_host_budget(host_budget)

@@ -460,9 +460,17 @@ def test_messages() -> None:
         recollect.attach(llama(), optimizer)
     with pytest.raises(RecordError, match="model '1' is a str, expected a torch.nn.Module"):
         recollect.attach([model, "critic"], optimizer)  # type: ignore[list-item]
+    with pytest.raises(
+        RecordError, match=r"log: got 'train\.log', expected a function that takes the line, such as print"
+    ):
+        recollect.attach(model, optimizer, log="train.log")  # type: ignore[arg-type]
     with recollect.attach(model, optimizer, "95%"):
-        with pytest.raises(AlreadyAppliedError, match=r"has a plan already\. Remove it first: attached\.remove\(\)\."):
+        with pytest.raises(
+            AlreadyAppliedError, match=r"is attached already\. Remove that first: attached\.remove\(\)\."
+        ):
             recollect.attach(model, optimizer, "95%")
+        with pytest.raises(AlreadyAppliedError, match=r"it is attached to a loop\. First call attached\.remove\(\)\."):
+            recollect.fit(model, torch.ones(1, 4, dtype=torch.int64), "95%", optimizer=optimizer)
         with pytest.raises(AlreadyAppliedError, match=r"remove that plan first: attached\.remove\(\)\."):
             recollect.record(model, torch.ones(1, 4, dtype=torch.int64))
     hugging_face_flag.enable(model)

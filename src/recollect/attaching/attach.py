@@ -110,6 +110,8 @@ def attach(
     """
     if on_larger not in ("replan", "warn", "raise"):
         raise RecordError(f"on_larger: got {on_larger!r}, expected 'replan', 'warn' or 'raise'.")
+    if log is not None and not callable(log):
+        raise RecordError(f"log: got {log!r}, expected a function that takes the line, such as print.")
     model = models_inside(model)
     whole = model if isinstance(model, nn.Module) else _together(model)
     ranks = ranks_of(whole, replica_group(model) if group is None else group, "attach(model, optimizer, budget)")
@@ -122,7 +124,8 @@ def attach(
         check_optimizers(whole, optimizers)
         if placed := applied_to(whole):
             raise AlreadyAppliedError(
-                f"cannot attach to {type(whole).__name__}: it has a plan already. Remove it first: {placed[0].removal}."
+                f"cannot attach to {type(whole).__name__}: it has a plan or is attached already. Remove that first: "
+                f"{placed[0].removal}."
             )
         device = device_of(whole, None)
         check_budget(budget, device_bytes=memory_bytes(device))
