@@ -103,7 +103,14 @@ def test_hugging_face_config_is_planned(tmp_path: Path) -> None:
         (["frontier", *STEP, "--html", "{folder}/none/p.html"], "--html {folder}/none/p.html: cannot be written"),
         (["frontier", *STEP, "--html", "{folder}"], "{folder}: cannot be written (Is a directory)"),
         (["timeline", *STEP, "--trace", "{folder}/none/s.json"], "--trace {folder}/none/s.json: cannot be written"),
-        (["timeline", *STEP, "--plan", "{folder}/none.json"], "{folder}/none.json: no such file, expected a plan"),
+        (
+            ["timeline", *STEP, "--plan", "{folder}/none.json"],
+            "--plan {folder}/none.json: no such file, expected a plan",
+        ),
+        (
+            ["coverage", *STEP, "--plan", "none.json"],
+            "--plan none.json: no such file, expected a plan",
+        ),  # it has --json
         (
             ["timeline", *STEP, "--plan", "p.json", "--memory-budget", "60%"],
             "--memory-budget: got 60% with the plan p.json, expected one of them.",

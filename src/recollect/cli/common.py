@@ -131,8 +131,11 @@ def step_recorder(
 def _hugging_face_model(path: Path) -> nn.Module:
     with needed("transformers", by="--hf-config"):
         import transformers
+    path = path / "config.json" if path.is_dir() else path
     if not path.is_file():
-        raise RecollectError(f"--hf-config {path}: no such file, expected a config.json of a causal language model.")
+        raise RecollectError(
+            f"--hf-config {path}: no such file, expected a config.json of a causal language model, downloaded before."
+        )
     try:
         config: Any = transformers.AutoConfig.from_pretrained(str(path))
         config.use_cache = False  # a key-value cache is for generation; in training it only wastes memory
