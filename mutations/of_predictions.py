@@ -14,6 +14,12 @@ MUTATIONS = (
         (("        for restore in self._content:\n            restore()\n", ""),),
     ),
     Mutation(
+        "copies-run-the-model",
+        "the copy of a unit that is measured runs the model's own modules, where functions stand for their forwards",
+        "recording",
+        (('vars(module)["forward"] = _of_copies(own_forward, copies)', "pass"),),
+    ),
+    Mutation(
         "large-results-as-small-ones",
         "the tape takes as long for an op with large results as for one with small results",
         "profile",

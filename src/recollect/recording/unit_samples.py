@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from types import CellType, FunctionType, MethodType
 from typing import Any, Final
 
 import torch
@@ -92,22 +93,27 @@ class UnitSample:
         return replace(self, args=args, kwargs=kwargs)
 
     def copied_module(self, *, shares_parameters: bool = False) -> nn.Module:
-        """Return a copy of the module, without hooks.
+        """Return a copy of the module, without hooks; functions in place of a `forward` call the copy, too.
 
         Raises:
             Exception: whatever the module's attributes raise when they are copied.
         """
-        without_hooks: dict[int, Any] = {}
+        copies: dict[int, Any] = {}
         for module in self.module.modules():
             for name in HOOKS:
                 hooks = vars(module).get(name)
                 if hooks is not None:
-                    without_hooks[id(hooks)] = type(hooks)()
+                    copies[id(hooks)] = type(hooks)()
         if shares_parameters:
             own = (*self.module.parameters(), *self.module.buffers())
-            without_hooks |= {id(tensor): tensor for tensor in own}
+            copies |= {id(tensor): tensor for tensor in own}
         with as_not_sharded(self.module, self.parameters) as in_copies:
-            return copy.deepcopy(self.module, without_hooks | in_copies)
+            copies |= in_copies
+            copied = copy.deepcopy(self.module, copies)
+        for module in copied.modules():
+            if isinstance(own_forward := vars(module).get("forward"), FunctionType):
+                vars(module)["forward"] = _of_copies(own_forward, copies)
+        return copied
 
     def inputs(self, leaves: list[torch.Tensor]) -> tuple[Any, Any]:
         """Return the arguments again, on new leaves; add the leaves that require grad to a list."""
@@ -188,6 +194,22 @@ class UnitSamples:
             inputs = tuple(map(value_of, tree_leaves(arguments)))
             outputs = tuple(value_of(leaf) for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor))
             self.samples[-1] = replace(self.samples[-1], input_values=inputs, output_values=outputs)
+
+
+def _of_copies(item: Any, copies: dict[int, Any]) -> Any:
+    """Return a function with the copies of modules in place of those in its closure; anything else as it is, or as copied."""
+    if isinstance(item, nn.Module) or id(item) in copies:
+        return copies.get(id(item), item)
+    if isinstance(item, MethodType):
+        return MethodType(item.__func__, _of_copies(item.__self__, copies))
+    if not isinstance(item, FunctionType) or not item.__closure__:
+        return item
+    cells = tuple(CellType() for _ in item.__closure__)
+    copies[id(item)] = function = FunctionType(item.__code__, item.__globals__, item.__name__, item.__defaults__, cells)
+    function.__kwdefaults__ = item.__kwdefaults__
+    for cell, own in zip(cells, item.__closure__, strict=True):
+        cell.cell_contents = _of_copies(own.cell_contents, copies)
+    return function
 
 
 def num_hooks(module: nn.Module) -> int:

@@ -1,5 +1,8 @@
 """The memory of one run of a unit between a source and a sink, against bytes counted by hand."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -92,3 +95,24 @@ def test_errors_of_the_unit_pass() -> None:
 
     with pytest.raises(ValueError, match="no"):
         traced(Fails(), torch.ones(ROWS, WIDTH))
+
+
+def test_a_copy_runs_by_itself_where_functions_stand_for_forwards() -> None:
+    """As torchtitan's `parallelize` puts them there."""
+    unit = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.ReLU())
+
+    def around(module: Any) -> Callable[..., Any]:
+        inner = module.forward
+
+        def outer(x: Tensor, *, depth: int = 1) -> Any:
+            return inner(x) if depth == 0 else outer(x * module.weight.size(0), depth=depth - 1)
+
+        return outer
+
+    for _ in range(2):
+        unit[0].forward = around(unit[0])
+    copied: Any = UnitSample(0, unit, (), {}, (), None).copied_module()
+    x = torch.ones(ROWS, WIDTH)
+    assert torch.equal(copied(x), unit(x))
+    copied(x).sum().backward()
+    assert unit[0].weight.grad is None and copied[0].weight.grad is not None
