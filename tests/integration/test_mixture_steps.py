@@ -5,6 +5,7 @@ Single modules that run again are in `test_megatron_gradients.py`.
 """
 
 import dataclasses
+from functools import cache
 from typing import Any
 
 import pytest
@@ -30,13 +31,13 @@ from tiers import long, long_but
 from watch import Watch
 
 CASES = {
-    "mixtral": ("mixtral-tiny", {"core_attention": "fused"}),
+    "mixtral": ("mixtral-tiny", {"num_layers": 2, "core_attention": "fused"}),
     "mixtral-unfused": (
         "mixtral-tiny",
         {"core_attention": "unfused", "moe_router_load_balancing_type": "seq_aux_loss"},
     ),
     "mixtral-loop": ("mixtral-tiny", {"moe_grouped_gemm": False, "moe_layer_freq": 2, "add_bias_linear": True}),
-    "deepseek-v3": ("deepseek-v3-tiny", {"mtp_num_layers": 2}),
+    "deepseek-v3": ("deepseek-v3-tiny", {"num_layers": 2, "moe_layer_freq": (0, 1), "mtp_num_layers": 1}),
     "deepseek-v3-unfused": ("deepseek-v3-tiny", {"core_attention": "unfused", "moe_aux_loss_coeff": 0.1}),
 }
 # DeepSeek has all that Mixtral has.
@@ -110,6 +111,11 @@ def train(
     return losses, {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
+@cache
+def recorded(case: str) -> Profile:
+    return recollect.record(model_of(case), batch_of(sequences=4, length=64), **LEAN_LOOP)
+
+
 @every_model
 def test_training_is_the_same_with_and_without_plans(case: str) -> None:
     steps = 8
@@ -117,7 +123,7 @@ def test_training_is_the_same_with_and_without_plans(case: str) -> None:
     rate = {"moe_router_bias_update_rate": 0.02} if case == "deepseek-v3" else {}
     expected, state = train(model_of(case, **rate), None, steps)
     assert expected[-1] < 0.8 * expected[0]
-    profile = recollect.record(model_of(case, **rate), batch_of(sequences=4, length=64), **LEAN_LOOP)
+    profile = recorded(case)
     plans = [recollect.classic_plan(profile, "full"), recollect.plan(profile, _tight_budget_bytes(profile))]
     for plan in plans:
         losses, planned_state = train(model_of(case, **rate), plan, steps)
@@ -167,8 +173,7 @@ def test_loop_over_experts_cannot_be_recorded_on_fake_tensors() -> None:
 
 @every_model
 def test_a_budget_holds(case: str) -> None:
-    model, batch = model_of(case), batch_of(sequences=4, length=64)
-    profile = recollect.record(model, batch, **LEAN_LOOP)
+    model, batch, profile = model_of(case), batch_of(sequences=4, length=64), recorded(case)
     plan = recollect.plan(profile, _tight_budget_bytes(profile))
     report = recollect.verify(model, batch, plan, **LEAN_LOOP)
     assert report.gradients_equal

@@ -15,7 +15,7 @@ from recollect.integrations.megatron import RecomputeConfig, megatron_stage_plan
 from recollect.pipelines.schedule import PipelineSchedule
 
 RANKS = 2
-MICRO_BATCHES = 6
+MICRO_BATCHES = 4
 SHAPE = (16, 64)
 BUFFER_BYTES = 4 * SHAPE[0] * SHAPE[1]
 # Losses, and other scalars of a few bytes each.

@@ -35,14 +35,14 @@ class Sharding(Trainer):
 
 def llama(**changes: Any) -> Any:
     torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = transformers.LlamaConfig(**{**sizes, "vocab_size": VOCABULARY, "attention_dropout": 0.1, **changes})
     return transformers.LlamaForCausalLM(config)
 
 
 def gpt2() -> Any:
     torch.manual_seed(0)
-    config = transformers.GPT2Config(n_embd=64, n_layer=4, n_head=4, n_positions=128, vocab_size=VOCABULARY)
+    config = transformers.GPT2Config(n_embd=64, n_layer=2, n_head=4, n_positions=128, vocab_size=VOCABULARY)
     return transformers.GPT2LMHeadModel(config)
 
 
