@@ -302,11 +302,20 @@ class CpuOpPeaks:
     end = begin
 
     def peaks_bytes(self) -> list[int]:
-        """Return the peak growth of each op, from running sums between its marks."""
+        """Return the peak growth of each op, from running sums between its marks.
+
+        Raises:
+            MeterError: marks are missing in the trace.
+        """
         addresses = {mark.data_ptr() for mark in self._marks}
         positions = {a: at for at, (a, num_bytes) in enumerate(self._events) if num_bytes == 1 and a in addresses}
         # A kernel's own thread may write its events late, so marks are looked up by address, not counted.
-        order = [positions[mark.data_ptr()] for mark in self._marks]
+        order = [positions.get(mark.data_ptr(), -1) for mark in self._marks]
+        if num_missing := order.count(-1):
+            raise MeterError(
+                f"record: the trace of the allocator lacks {num_missing} of the {len(order)} marks around ops, as if they had run "
+                "on a different thread. Record again, with the whole step on one thread."
+            )
         peaks: list[int] = []
         for begin, end in zip(order[::2], order[1::2], strict=True):
             total_bytes = peak_bytes = 0

@@ -1,9 +1,12 @@
 """How much memory grows within single ops of a step, on the CPU, worked out by hand."""
 
+from concurrent.futures import ThreadPoolExecutor
 from threading import Thread
 
+import pytest
 import torch
 
+from recollect.errors import MeterError
 from recollect.measuring.meter import CpuOpPeaks
 
 
@@ -41,3 +44,19 @@ def test_a_storage_that_dies_on_a_different_thread() -> None:
             torch.zeros(100, dtype=torch.uint8)
             peaks.end()
     assert peaks.peaks_bytes() == [100] * 100
+
+
+def test_ops_on_a_thread_that_the_trace_does_not_see_are_an_error() -> None:
+    peaks = CpuOpPeaks()
+    with peaks.recording():
+        peaks.begin()
+        peaks.end()
+        with ThreadPoolExecutor(1) as other:
+            other.submit(peaks.begin).result()
+            other.submit(peaks.end).result()
+    message = (
+        "^record: the trace of the allocator lacks 2 of the 4 marks around ops, as if they had run on a different thread. "
+        "Record again, with the whole step on one thread.$"
+    )
+    with pytest.raises(MeterError, match=message):
+        peaks.peaks_bytes()
