@@ -107,6 +107,7 @@ def test_hugging_face_config_is_planned(tmp_path: Path) -> None:
             ["timeline", *STEP, "--plan", "{folder}/none.json"],
             "--plan {folder}/none.json: no such file, expected a plan",
         ),
+        (["timeline", *STEP, "--plan", "{folder}/other.json"], "other.json: GPTModel has no unit 'layers.9'. It has"),
         (
             ["coverage", *STEP, "--plan", "none.json"],
             "--plan none.json: no such file, expected a plan",

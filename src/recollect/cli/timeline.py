@@ -7,6 +7,7 @@ from rich.console import Console
 import recollect
 from recollect.cli.commands import ShowTimeline
 from recollect.cli.common import check_folder, describe_step, step_recorder
+from recollect.errors import UnknownNameError
 from recollect.pictures.viewers import write_snapshot, write_trace
 from recollect.plans.plan import Plan
 from recollect.printing import print_line
@@ -25,6 +26,12 @@ def run_timeline(command: ShowTimeline, console: Console) -> None:
         check_folder(path, f"--{name}")
     given = None if command.plan is None else Plan.load(command.plan)
     profile = step_recorder(command.step, engine=command.step.engine)(1 if given is None else given.loss_chunks)
+    known = [call.path for call in profile.calls]
+    for path in () if given is None else given.units:
+        if path not in known:
+            raise UnknownNameError(
+                kind="unit", name=path, known=known, where=f"--plan {command.plan}: {profile.model_class}"
+            )
     if command.memory_budget is not None:
         plan = recollect.plan(profile, command.memory_budget)
     else:
