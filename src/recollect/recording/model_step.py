@@ -1,7 +1,8 @@
 """Run the step of most loops: pass the batch to the model, find the loss in its output, go backward."""
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Final, get_args
@@ -20,9 +21,6 @@ from recollect.recording.step_recording import Gradients
 from recollect.tensors import tensors_in
 
 _MOST_SHOWN: Final = 8
-# Errors that wrong arguments cause, but for those that say what failed by themselves.
-_OF_ARGUMENTS: Final = (TypeError, ValueError, RuntimeError, IndexError, KeyError, AttributeError)
-_TOLD: Final = (torch.OutOfMemoryError, RecollectError, *DATA_DEPENDENT)
 LossFunction = Callable[[Any], torch.Tensor]
 
 
@@ -112,15 +110,9 @@ class Step:
         Raises:
             RecordError: the model rejected it.
         """
-        try:
+        advice = "A dict is passed as keywords, a tuple or list as positions, anything else as the only argument."
+        with _told(f"{self.name} rejected the batch ({describe_batch(self.batch)})", advice):
             return call_model(self.model, self.batch)
-        except _OF_ARGUMENTS as error:
-            if isinstance(error, _TOLD):
-                raise
-            raise RecordError(
-                f"{self.name} rejected the batch ({describe_batch(self.batch)}): {type(error).__name__}: {error}. A dict is "
-                "passed as keywords, a tuple or list as positions, anything else as the only argument."
-            ) from error
 
     def loss_in(self, output: Any) -> torch.Tensor:
         """Return the loss of an output of the model, a scalar that requires grad.
@@ -128,7 +120,9 @@ class Step:
         Raises:
             RecordError: there is none; or it is not a scalar, or depends on no trained parameter.
         """
-        loss = find_loss(output, self.name) if self.loss_fn is None else self._own_loss(self.loss_fn, output)
+        advice = "If it needs targets, write loss_fn=lambda output: cross_entropy(output, targets)."
+        with _told(f"loss_fn failed on the output of {self.name}, its only argument", advice):
+            loss = find_loss(output, self.name) if self.loss_fn is None else self.loss_fn(output)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             is_tensor = isinstance(loss, torch.Tensor)
             what = f"a tensor of shape {list(loss.shape)}" if is_tensor else f"a {type(loss).__name__}"
@@ -142,16 +136,16 @@ class Step:
             )
         return loss
 
-    def _own_loss(self, loss_fn: LossFunction, output: Any) -> Any:
-        try:
-            return loss_fn(output)
-        except _OF_ARGUMENTS as error:
-            if isinstance(error, _TOLD):
-                raise
-            raise RecordError(
-                f"loss_fn failed on the output of {self.name}, its only argument: {type(error).__name__}: {error}. If it needs "
-                "targets, write loss_fn=lambda output: cross_entropy(output, targets)."
-            ) from error
+
+@contextmanager
+def _told(what: str, advice: str) -> Iterator[None]:
+    """Say what an error is about that wrong arguments cause, unless it says so by itself."""
+    try:
+        yield
+    except (TypeError, ValueError, RuntimeError, IndexError, KeyError, AttributeError) as error:
+        if isinstance(error, (torch.OutOfMemoryError, RecollectError, *DATA_DEPENDENT)):
+            raise
+        raise RecordError(f"{what}: {type(error).__name__}: {error}. {advice}") from error
 
 
 def call_model(model: nn.Module, batch: Any) -> Any:

@@ -198,12 +198,12 @@ def test_loss_fn_that_fails_on_the_output() -> None:
     with pytest.raises(
         RecordError, match="loss_fn: got 'sum', expected a function from the model's output to a scalar"
     ):
-        Step(Scaled(), ROWS, loss_fn="sum").check()  # type: ignore[arg-type]
+        Step(Scaled(torch.sum), ROWS, loss_fn="sum").check()  # type: ignore[arg-type]
 
 
 def test_words_and_steps_that_record_nothing() -> None:
     with pytest.raises(RecordError, match=r"gradients: got 'none', expected 'held' or 'freed' or 'accumulated'\."):
-        Step(Scaled(), ROWS, gradients="none").check()  # type: ignore[arg-type]
+        Step(Scaled(torch.sum), ROWS, gradients="none").check()  # type: ignore[arg-type]
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     with pytest.raises(
         RecordError, match=r"^the step of Sequential ran no backward, expected loss\.backward\(\) in it\.$"
