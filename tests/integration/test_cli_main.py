@@ -18,20 +18,7 @@ from recollect.cli.parsing import in_flags
 from recollect.errors import DataError
 
 PLAN = ["plan", "--memory-budget", "60%"]
-COMMANDS = (
-    "train",
-    "plan",
-    "frontier",
-    "timeline",
-    "coverage",
-    "calibrate",
-    "megatron",
-    "tokenize",
-    "bench",
-    "explain",
-    "doctor",
-    "env",
-)
+COMMANDS = "train plan frontier timeline coverage calibrate megatron tokenize bench explain doctor env".split()
 
 
 @pytest.mark.parametrize("args", [[], *([command] for command in COMMANDS)])
@@ -243,18 +230,7 @@ def test_env_prints_what_a_report_needs(capsys: pytest.CaptureFixture[str], monk
         (["plan", "--memory-budget", "1GiB", "--hf-config", "none.json"], "transformers", "hf"),
         (["tokenize", "--tokenizer", "{folder}/file", "--output-prefix", "{folder}/out"], "tokenizers", "train"),
         (
-            [
-                "train",
-                "--size",
-                "tiny",
-                "--steps",
-                "1",
-                "--device",
-                "cpu",
-                "--tensorboard",
-                "--run-dir",
-                "{folder}/run",
-            ],
+            "train --size tiny --steps 1 --device cpu --tensorboard --run-dir {folder}/run".split(),
             "torch.utils.tensorboard",
             "train",
         ),

@@ -67,18 +67,7 @@ def small(command: str) -> list[str]:
 @pytest.mark.parametrize("command", [line for line in DOCUMENTED if "--num-layers" in line])
 def test_each_whole_line_of_the_guides_trains(command: str, tmp_path: Path) -> None:
     prefix = write_dataset(tmp_path)
-    flags = [
-        "--data-path",
-        str(prefix),
-        "--vocab-size",
-        "256",
-        "--device",
-        "cpu",
-        "--eval-iters",
-        "0",
-        "--train-iters",
-        "2",
-    ]
+    flags = f"--data-path {prefix} --vocab-size 256 --device cpu --eval-iters 0 --train-iters 2".split()
     assert main(["train", *small(command), *flags, "--save", str(tmp_path / "run")]) == 0
     assert len(losses(tmp_path / "run")) == 2
     assert (tmp_path / "run" / "plan.json").exists() == ("--recompute" in command)
@@ -105,28 +94,11 @@ def test_recompute_changes_no_loss(model: str, tmp_path: Path, capsys: pytest.Ca
 
 def test_a_megatron_command_line_as_a_process_stopped_and_resumed(tmp_path: Path) -> None:
     prefix = write_dataset(tmp_path)
-    line = [
-        *GPT.split(),
-        "--vocab-size",
-        256,
-        "--data-path",
-        prefix,
-        "--recompute-activations",
-        "--train-iters",
-        6,
-        "--global-batch-size",
-        4,
-    ]
-    line += ["--lr", 1e-3, "--min-lr", 1e-4, "--lr-decay-style", "cosine", "--eval-iters", 0, "--log-interval", 1]
-    line += [
-        "--tensor-model-parallel-size",
-        1,
-        "--use-distributed-optimizer",
-        "--overlap-grad-reduce",
-        "--save-interval",
-        3,
-        "--bf16",
-    ]
+    line = (
+        f"{GPT} --vocab-size 256 --data-path {prefix} --recompute-activations --train-iters 6 --global-batch-size 4 --lr 1e-3 "
+        "--min-lr 1e-4 --lr-decay-style cosine --eval-iters 0 --log-interval 1 --tensor-model-parallel-size 1 "
+        "--save-interval 3 --use-distributed-optimizer --overlap-grad-reduce --bf16"
+    ).split()
     process = start("train", *line, "--save", tmp_path / "whole", "--load", tmp_path / "whole")
     output, errors = process.communicate()
     assert process.returncode == 0, errors
