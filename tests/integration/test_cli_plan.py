@@ -141,6 +141,7 @@ def test_hugging_face_config_is_planned(tmp_path: Path) -> None:
 )
 def test_errors_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], args: list[str], message: str) -> None:
     (tmp_path / "broken.json").write_text("{")
+    recollect.Plan({"layers.9": recollect.UnitPlan({})}).save(tmp_path / "other.json")
     assert main([arg.format(folder=tmp_path) for arg in args]) == 2
     error = capsys.readouterr().err
     assert error.startswith("Error: ")
