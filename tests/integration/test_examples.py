@@ -37,7 +37,7 @@ SAYS = {
 # As users start it: the only one that imports little.
 STARTED = "torch_checkpoint"
 # What the others show, quick tests of their libraries do, too.
-QUICK = ("hugging_face_loop", STARTED, "torchtitan_policy")
+QUICK = (STARTED, "torchtitan_policy")
 
 
 def test_every_example_is_run() -> None:

@@ -4,14 +4,13 @@ import signal
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable, Iterator
 
 import pytest
 
 from tiers import long
 
 PROGRAM = """
-import os, pathlib, signal, sys, threading, time
+import os, sys, threading, time
 import torch
 from torch import nn
 import recollect
@@ -34,17 +33,6 @@ def begin(measure=False):
         optimizer.step()
     return model, optimizer, attached, model(torch.randn(4, 8)).square().mean()
 
-for line in sys.stdin:
-    folder = pathlib.Path(line.rstrip())
-    if os.fork() == 0:
-        signal.alarm(600)  # what takes longer hangs
-        break
-    print(os.waitstatus_to_exitcode(os.wait()[1]), flush=True)
-else:
-    sys.exit()
-for number in (1, 2):
-    os.dup2(os.open(folder / str(number), os.O_WRONLY | os.O_CREAT), number)
-exec((folder / "program").read_text())
 """
 ENDS = {
     "end": ("begin()", 0, ""),
@@ -69,35 +57,18 @@ ENDS = {
 QUICK = ("end", "exception, measured", "exit of a forked process")
 
 
-Ended = Callable[[str], tuple[int, str, str]]
-
-
-@pytest.fixture(scope="module")
-def ended(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ended]:
-    """Runs a program; returns its status, and what it wrote to standard output and error.
-
-    It is forked, with imports done, and ends as Python itself does: how multiprocessing ends one leaves out what crashes.
-    """
-    with subprocess.Popen([sys.executable, "-c", PROGRAM], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as server:
-
-        def run(text: str) -> tuple[int, str, str]:
-            folder = tmp_path_factory.mktemp("ended")
-            (folder / "program").write_text(textwrap.dedent(text), encoding="utf-8")
-            assert server.stdin is not None and server.stdout is not None
-            server.stdin.write(f"{folder}\n".encode())
-            server.stdin.flush()
-            status = int(server.stdout.readline())
-            output, errors = ((folder / stream).read_text(encoding="utf-8") for stream in "12")
-            return status, output, errors
-
-        yield run
+def ended(text: str) -> tuple[int, str, str]:
+    # A process of its own: what a fork ends with leaves out what crashes.
+    program = [sys.executable, "-c", PROGRAM + textwrap.dedent(text)]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=600, check=False)
+    return done.returncode, done.stdout, done.stderr
 
 
 @pytest.mark.parametrize(
     "body, status, last",
     [pytest.param(*how, id=name, marks=() if name in QUICK else pytest.mark.long) for name, how in ENDS.items()],
 )
-def test_a_process_ends_with_its_own_status(body: str, status: int, last: str, ended: Ended) -> None:
+def test_a_process_ends_with_its_own_status(body: str, status: int, last: str) -> None:
     found, _, errors = ended(body)
     assert found == status, errors
     assert errors.endswith(last)
@@ -105,7 +76,7 @@ def test_a_process_ends_with_its_own_status(body: str, status: int, last: str, e
 
 
 @pytest.mark.parametrize("how", [*long(["end", "end, measured"]), "exception in backward, measured"])
-def test_a_thread_ends_and_the_process_after_it(how: str, ended: Ended) -> None:
+def test_a_thread_ends_and_the_process_after_it(how: str) -> None:
     body, _, last = ENDS[how]
     text = f"""
     def run():
@@ -123,7 +94,7 @@ def test_a_thread_ends_and_the_process_after_it(how: str, ended: Ended) -> None:
 
 
 @pytest.mark.long
-def test_a_process_ends_beside_a_thread_that_waits_in_its_step(ended: Ended) -> None:
+def test_a_process_ends_beside_a_thread_that_waits_in_its_step() -> None:
     text = """
     begun = threading.Event()
 
@@ -140,7 +111,7 @@ def test_a_process_ends_beside_a_thread_that_waits_in_its_step(ended: Ended) -> 
     assert found == 5, errors
 
 
-def test_another_thread_goes_on_with_the_model(ended: Ended) -> None:
+def test_another_thread_goes_on_with_the_model() -> None:
     text = """
     begun = []
     thread = threading.Thread(target=lambda: begun.append(begin()))

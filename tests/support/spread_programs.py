@@ -72,7 +72,8 @@ def plans_change_no_bit(model: GPTModel, inputs: dict[str, Tensor]) -> Iterator[
     expected = gradients(model, inputs)
     profile = recollect.record(model, inputs, collectives="replay")
     plans = {name: recollect.classic_plan(profile, name) for name in ("keep_all", "full")}
-    plans["budget"] = recollect.plan(profile, sum(plan.predicted_peak_bytes or 0 for plan in plans.values()) // 2)
+    if dist.get_rank() == 0:
+        plans["budget"] = recollect.plan(profile, sum(plan.predicted_peak_bytes or 0 for plan in plans.values()) // 2)
     common = [plans]
     dist.broadcast_object_list(common)  # times differ, and so would plans
     for name, plan in common[0].items():

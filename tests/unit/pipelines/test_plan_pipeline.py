@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -113,8 +114,15 @@ class Rank:
         return recollect.measure_peak(self.step).peak_growth_bytes
 
 
+@cache
+def plain_weights(name: str, rank: int) -> list[Tensor | None]:
+    plain = Rank(SCHEDULES[name], rank, (Plan({}),) * SCHEDULES[name].num_stages)
+    plain.peak_bytes()
+    return plain.weights()
+
+
 @pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize(("budget", "returns"), [("100%", True), ("80%", True), ("80%", False), ("65%", False)])
+@pytest.mark.parametrize(("budget", "returns"), [("100%", True), ("80%", True), ("65%", False)])
 def test_each_rank_peaks_where_it_was_predicted_and_gradients_are_equal(
     profiles: list[Profile], name: str, budget: str, returns: bool
 ) -> None:
@@ -129,9 +137,8 @@ def test_each_rank_peaks_where_it_was_predicted_and_gradients_are_equal(
         measured = static + running.peak_bytes()
         room = ROOM + (MORE_SENT if name == "interleaved" else 0)
         assert measured <= planned.peaks_bytes[rank] <= measured + room
-        plain = Rank(schedule, rank, (Plan({}),) * schedule.num_stages)
-        plain.peak_bytes()
-        assert all(a is not None and torch.equal(a, b) for a, b in zip(running.weights(), plain.weights(), strict=True))
+        pairs = zip(running.weights(), plain_weights(name, rank), strict=True)
+        assert all(a is not None and torch.equal(a, b) for a, b in pairs)
 
 
 @pytest.mark.parametrize("num_micro_batches", [1, 4])

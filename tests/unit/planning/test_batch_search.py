@@ -20,7 +20,7 @@ from recollect.profile.profile import Profile
 from toy_profile import layer, stack
 
 NUM_LAYERS = 3
-MOST = 24
+MOST = 32
 
 
 def step_of(size: int, *, seconds: Callable[[int], float] = lambda size: 5.0 + size) -> Profile:
@@ -46,7 +46,7 @@ def fitting(budget_bytes: int, most: int = MOST) -> dict[str, list[int]]:
     return found
 
 
-@pytest.mark.parametrize("budget_bytes", [1_800, 8_000])
+@pytest.mark.parametrize("budget_bytes", [3_000, 13_000])
 def test_as_large_as_by_trying_every_size(budget_bytes: int) -> None:
     sizes = fitting(budget_bytes)
     assert len(sizes["planned"]) < MOST
@@ -63,7 +63,7 @@ def test_as_large_as_by_trying_every_size(budget_bytes: int) -> None:
     assert [row.size for row in found.tried] == sorted(tried)
 
 
-@pytest.mark.parametrize("budget_bytes", [20_000, 100_000_000])
+@pytest.mark.parametrize("budget_bytes", [20_000, 1_000_000, 100_000_000])
 def test_few_sizes_are_tried(budget_bytes: int) -> None:
     found = search_batches(step_of, budget_bytes)
     assert len(found.tried) <= 3 * math.log2(found.planned.size)

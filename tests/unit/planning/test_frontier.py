@@ -58,8 +58,13 @@ def recorded() -> Profile:
     return recollect.record(llama(), batch_of(SMALL), fake=True)
 
 
-def test_recorded_step_from_the_least_peak_to_the_plain_one(recorded: Profile) -> None:
-    found = recollect.frontier(recorded)
+@pytest.fixture(scope="module")
+def of_recorded(recorded: Profile) -> Frontier:
+    return recollect.frontier(recorded)
+
+
+def test_recorded_step_from_the_least_peak_to_the_plain_one(recorded: Profile, of_recorded: Frontier) -> None:
+    found = of_recorded
     assert found.points[-1].slowdown == 0
     assert found.points[-1].peak_bytes <= found.plain_peak_bytes
     for point in (*found.points, *found.classics):
@@ -71,9 +76,8 @@ def test_recorded_step_from_the_least_peak_to_the_plain_one(recorded: Profile) -
     assert found.points[0].peak_bytes <= caught.value.least_peak_bytes
 
 
-def test_bound_is_below_every_plan_and_ends_where_no_plan_can_be(recorded: Profile) -> None:
-    found = recollect.frontier(recorded)
-    bound = LowerBound(recorded)
+def test_bound_is_below_every_plan_and_ends_where_no_plan_can_be(recorded: Profile, of_recorded: Frontier) -> None:
+    found, bound = of_recorded, LowerBound(recorded)
     for point in (*found.points, *found.classics):
         assert point.bound_slowdown is not None
         assert point.bound_slowdown == point.plan.bound_slowdown

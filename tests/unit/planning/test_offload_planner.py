@@ -44,7 +44,7 @@ def test_a_profile_of_a_known_device_knows_its_link(llama: Profile) -> None:
     assert (llama.to_host_bytes_per_s, llama.from_host_bytes_per_s) == (55e9, 55e9)
 
 
-@pytest.mark.parametrize(("bytes_per_s", "fraction"), [(5e9, 0.6), (5e9, 0.45), (55e9, 0.8), (55e9, 0.6), (1e13, 0.45)])
+@pytest.mark.parametrize(("bytes_per_s", "fraction"), [(5e9, 0.45), (55e9, 0.8), (1e13, 0.45)])
 def test_plans_are_within_all_limits_and_no_slower_than_without_host_memory(
     llama: Profile, bytes_per_s: float, fraction: float
 ) -> None:

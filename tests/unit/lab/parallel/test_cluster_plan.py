@@ -1,6 +1,7 @@
 """A step on a cluster that is not there: bytes and collectives against counts by hand, and the shape of the report."""
 
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ CONFIG = llama_config(
 STEP = ClusterStep(config=CONFIG, layout=DeviceLayout(), cluster=cluster_of(find_hardware("H100")), seq_length=LENGTH)
 
 
+@cache
 def recorded(*, sharding: Any = "none", **sizes: Any) -> RecordedStages:
     return record_stages(replace(STEP, layout=DeviceLayout(**sizes), sharding=sharding))
 
