@@ -37,6 +37,12 @@ MUTATIONS = (
         (("known = self._parameters[id(tensor), in_hook] =", "known = self._parameters[id(tensor), not in_hook] ="),),
     ),
     Mutation(
+        "weights-held-by-their-memory",
+        "a gradient reads a weight from before its `.data` was assigned to, where eager mode reads the new one",
+        "engine/policy.py",
+        (("if in_hook and type(tensor) is Parameter:", "if False:"),),
+    ),
+    Mutation(
         "version-not-checked",
         "a held value that was overwritten since forward is used as if it were the old one",
         "engine",

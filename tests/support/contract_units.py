@@ -1108,7 +1108,16 @@ def _weight_written_as_data(self: Any, x: Tensor) -> Tensor:
     return self.second(scaled.sin())
 
 
-units({"weight written as data": _weight_written_as_data}, calls=lambda units, x: units[0](x) + units[0](x.sin()))
+def _weight_assigned_as_data(self: Any, x: Tensor) -> Tensor:
+    scaled = (x * self.first.bias).exp()
+    self.first.bias.data = self.first.bias.data * 0.9
+    return self.second(scaled.sin())
+
+
+units(
+    {"weight written as data": _weight_written_as_data, "weight assigned as data": _weight_assigned_as_data},
+    calls=lambda units, x: units[0](x) + units[0](x.sin()),
+)
 
 
 class GlobalScale(torch.autograd.Function):
@@ -1187,7 +1196,9 @@ _WORDS: dict[str, tuple[str, ...]] = {
     ),
     "there are hooks on modules inside it": ("forward hook inside", "forward pre hook inside"),
     "its calls differ, and each would have to be traced: 'count ==": ("counter",),
-    "it writes to an input that needs a gradient": ("embedding with a maximum norm", "weight written as data"),
+    "it writes to an input that needs a gradient": (
+        *("embedding with a maximum norm", "weight written as data", "weight assigned as data"),
+    ),
     "would run again, and write to what is kept once more": ("statistics written",),
     "it runs other ops than in eager mode|a Function in it returns the same tensor twice": ("function in place",),
     "a Function in it returns the same tensor twice when it is traced": ("function that writes to its result",),

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import NamedTuple, Protocol
 
 import torch
+from torch.nn import Parameter
 
 from recollect._torch_private import is_fake_tensor
 from recollect.engine.facts import OpFacts
@@ -232,7 +233,10 @@ class TapeState:
         """Return a tensor to hold in place of one that is kept, and the version at which it is valid."""
         if is_fake_tensor(tensor):
             return tensor.detach(), UNWATCHED  # A dispatch mode makes fake tensors, so no guard may disable it.
-        held = alias_in_hook(tensor) if in_hook else alias_in_mode(tensor)
+        if in_hook and type(tensor) is Parameter:
+            held: torch.Tensor = tensor  # As autograd does, which reads what is assigned to its `.data` later.
+        else:
+            held = alias_in_hook(tensor) if in_hook else alias_in_mode(tensor)
         return held, UNWATCHED if tensor.is_inference() else tensor._version
 
     def must_keep(self, facts: OpFacts) -> bool:
