@@ -246,13 +246,24 @@ MUTATIONS = (
         "graph-state-read-in-backward",
         "in a trace, the backward of a Function reads global values as they were in forward",
         "engine/graph/noting_tape.py",
-        (("asked |= state_in(function.backward)", "pass"),),
+        (("asked |= state_in(backward_of(function))", "pass"),),
+    ),
+    Mutation(
+        "graph-state-read-in-backward-of-an-op",
+        "in a trace, the backward of a custom op reads global values as they were in forward",
+        "_torch_functions.py",
+        (("    if not is_of_an_op(function):\n        return own\n", "    if own:\n        return own\n"),),
     ),
     Mutation(
         "graph-objects-given-to-functions",
         "in a trace, the backward of a Function reads attributes of what it was given as they were in forward",
         "engine/graph/noting_tape.py",
-        (("for one in given if not is_plain_value(one)", "for one in given[:0]"),),
+        (
+            (
+                "for one in given if not (isinstance(one, torch.Tensor)",
+                "for one in given[:0] if not (isinstance(one, torch.Tensor)",
+            ),
+        ),
     ),
     Mutation(
         "graph-ties-unguarded",

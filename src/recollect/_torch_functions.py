@@ -6,6 +6,7 @@ A part of `_torch_private.py`; the same rules apply.
 from __future__ import annotations
 
 import functools
+import inspect
 import threading
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -152,6 +153,18 @@ for _code in (_look_up.__code__, _Call.__call__.__code__, _Call.set_up.__code__)
     _frames.set_code_exec_strategy(
         _code, _frames._FrameExecStrategy(_frames._FrameAction.SKIP, _frames._FrameAction.DEFAULT)
     )
+
+
+def backward_of(function: Any) -> Callable[..., Any]:
+    """Return the code of a Function's backward; of one that `torch.library` has made for an op, what it was given for it."""
+    own: Callable[..., Any] = function.backward
+    if not is_of_an_op(function):
+        return own
+    return inspect.getclosurevars(own).nonlocals["info"]._backward_fn or own
+
+
+def is_of_an_op(function: Any) -> bool:
+    return str(function.__module__) == "torch._library.autograd"
 
 
 def python_backward() -> type | None:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from library_ops import double_, drop, half_square
+from library_ops import SCALE, double_, drop, half_square, scaled_sine
 
 WIDTH, ROWS = 8, 4
 
@@ -971,7 +971,6 @@ units(
 # Python around the ops
 
 POSITION = contextvars.ContextVar("POSITION", default=2.0)
-SCALE = [1.0]
 
 
 def _asks_the_compiler(self: Any, x: Tensor) -> Tensor:
@@ -1156,6 +1155,7 @@ units(
     {
         "function that reads a global in backward": lambda self, x: GlobalScale.apply(self.first(x)).exp(),
         "function that reads its unit in backward": lambda self, x: UnitScale.apply(self.first(x), self).exp(),
+        "custom op that reads a global in backward": lambda self, x: scaled_sine(self.first(x)).exp(),
     },
     calls=_scaled_afterwards,
 )
@@ -1193,6 +1193,7 @@ _WORDS: dict[str, tuple[str, ...]] = {
         *("one hot", "compiled part", "attribute that changes", "numpy inside", "slices filled out of sight"),
         *("function that writes unseen", "function without one gradient", "function that asks for a layout"),
         *("function that reads a global in backward", "function that reads its unit in backward"),
+        "custom op that reads a global in backward",
     ),
     "there are hooks on modules inside it": ("forward hook inside", "forward pre hook inside"),
     "its calls differ, and each would have to be traced: 'count ==": ("counter",),

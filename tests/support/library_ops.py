@@ -32,6 +32,19 @@ def half_square_backward(ctx, gradient):
 half_square.register_autograd(half_square_backward, setup_context=save_half_square)
 
 
+SCALE = [1.0]
+
+
+@torch.library.custom_op("recollect_tests::scaled_sine", mutates_args=())
+def scaled_sine(x: torch.Tensor) -> torch.Tensor:
+    """sin(x), whose gradient is scaled by what is global."""
+    return x.sin()
+
+
+scaled_sine.register_fake(torch.empty_like)
+scaled_sine.register_autograd(lambda ctx, gradient: gradient * SCALE[0])
+
+
 @torch.library.custom_op("recollect_tests::drop", mutates_args=())
 def drop(x: torch.Tensor, probability: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Dropout and its mask; the op reads the generator and does not say so, as flash-attn's does not."""

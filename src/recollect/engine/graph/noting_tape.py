@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from recollect._torch_functions import FunctionWatcher
+from recollect._torch_functions import FunctionWatcher, backward_of, is_of_an_op
 from recollect._torch_private import tree_leaves
 from recollect.engine.facts import facts_of
 from recollect.engine.function_mode import FunctionMode
@@ -86,9 +86,9 @@ class _NotingMode(FunctionMode):
         asked = _ASKED_OF_CONTEXTS & (names_in(function.forward) | names_in(function.setup_context))
         asked |= _ASKED_OF_GRADIENTS & names_in(function.backward)
         # Dynamo traces backward with forward, and takes for constant what may change before backward.
-        asked |= state_in(function.backward)
-        given = [one for one in tree_leaves((args, kwargs)) if not isinstance(one, torch.Tensor)]
-        asked |= {type(one).__name__ for one in given if not is_plain_value(one)}
+        asked |= state_in(backward_of(function))
+        given = [] if is_of_an_op(function) else tree_leaves((args, kwargs))
+        asked |= {type(one).__name__ for one in given if not (isinstance(one, torch.Tensor) or is_plain_value(one))}
         if asked:
             self._noted.append(NotedOp.of(self.scope, f"{function.__name__}, which uses {min(asked)},", []))
         return super().watch_function(function, args, kwargs)
