@@ -22,6 +22,7 @@ from policies import FULL, KEEP_ALL, AllButDraws
 from recollect._torch_parallel import fake_process_group
 from recollect._torch_private import is_capturing, rehearsing_capture
 from recollect.applying import apply_policy
+from recollect.attaching.attached import Attached
 from recollect.engine import together
 from recollect.engine.graph.graph_engine import GraphForward
 from recollect.engine.placed_forward import time_reruns
@@ -275,7 +276,7 @@ def test_ranks_that_have_not_agreed(monkeypatch: pytest.MonkeyPatch) -> None:
 # Loops that are attached to
 
 
-def attached_loop(**how: Any) -> tuple[recollect.attaching.attached.Attached, Callable[[int], None]]:
+def attached_loop(**how: Any) -> tuple[Attached, Callable[[int], None]]:
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(4)])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
