@@ -2,6 +2,7 @@
 
 import re
 import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -282,6 +283,15 @@ def test_a_missing_dataset_is_named_with_its_flag(tmp_path: Path, capsys: pytest
         f"Error: indexed dataset {tmp_path / 'none'}: no file {tmp_path / 'none.idx'}, expected a pair of .bin and .idx as "
         "Megatron's tools/preprocess_data.py or `recollect tokenize` writes it. Check --data-path.\n"
     )
+
+
+def test_an_interrupt_while_torch_is_imported_ends_the_process_at_once() -> None:
+    code = (
+        "import importlib, os, signal\nfrom recollect.cli import main\n"
+        "importlib.import_module = lambda name: os.kill(os.getpid(), signal.SIGINT)\nmain(['env'])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (-signal.SIGINT, "")
 
 
 def test_debug_shows_the_traceback(tmp_path: Path) -> None:

@@ -8,8 +8,10 @@ import itertools
 import operator
 import signal
 import sys
+import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -242,10 +244,23 @@ def parse_megatron(args: list[str]) -> commands.RunMegatron:
     return dataclasses.replace(command, script_flags=tuple(rest[1:]))
 
 
+@contextmanager
+def _interrupt_ends() -> Iterator[None]:
+    """Let Ctrl-C end the process within the block: libraries that are being imported turn it into errors of their own."""
+    is_main = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGINT, signal.SIG_DFL) if is_main else None
+    try:
+        yield
+    finally:
+        if is_main:
+            signal.signal(signal.SIGINT, before)
+
+
 def _run(command: Any) -> int:
     """Run a command through the function `run_NAME` of the module NAME, and return the exit status."""
     (name,) = (name for name, kind in _COMMANDS.items() if kind is type(command))
     # Imported only now, because torch takes seconds to import, and `--help` should not.
-    module = importlib.import_module(f"recollect.cli.{name}")
+    with _interrupt_ends():
+        module = importlib.import_module(f"recollect.cli.{name}")
     status: int | None = getattr(module, f"run_{name}")(command, Console())
     return status or 0
