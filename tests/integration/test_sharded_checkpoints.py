@@ -1,7 +1,6 @@
 """Checkpoints of several processes, and of one: the same bits in every layout, whole or not there, refused when damaged."""
 
 import re
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,11 +9,11 @@ import torch
 
 from asked_cases import AskedCases, asked_cases
 from checkpoint_ranks import EVERY, EXPERT_LAYOUTS, FIRST, LAYOUTS, OLDER, STEPS, copy_of, losses_of, settings
-from rank_processes import run_ranks, start_ranks
+from rank_processes import start_ranks
 from recollect.lab.train.checkpoint import list_checkpoints
 from recollect.lab.train.session import open_session
 from tiers import long_but
-from training_runs import losses, wait_for_steps, write_text
+from training_runs import write_text
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs PyTorch with the gloo backend")
@@ -133,34 +132,3 @@ def test_damage_is_the_same_error_in_all_processes(found: AskedCases) -> None:
     assert re.search(rf"{NEWEST}: got \d+ bytes instead of \d+ in its file random_3\.pt", rows[0]["error"])
     assert rows[0]["error"].endswith(f"Remove it to resume from the older {OLDER}.")
     assert {row["error"] for row in rows} == {rows[0]["error"]}
-
-
-@pytest.mark.long  # Four launches. `test_train_resume.py` kills and stops one process; a layout goes on above.
-def test_killed_and_stopped_the_losses_are_the_same_to_the_bit(tmp_path: Path) -> None:
-    """Without torchrun, whose part `test_train_torchrun.py` tests."""
-    write_text(tmp_path)
-    sizes = ("--size", "tiny", "--seq-length", 16, "--batch-size", 1, "--steps", 14, "--device", "cpu")
-    run = ("--data", tmp_path / "text.txt", "--checkpoint-every", 3, "--hidden-dropout", 0.1, "--validate-every", 0)
-    words = ("train", *sizes, *run, "--tensor-model-parallel-size", 2, "--sequence-parallel", "--run-dir")
-
-    def launched(*more: object, until: int, number: signal.Signals) -> str:
-        started = start_ranks(2, "recollect", *words, tmp_path / "broken", *more)
-        try:
-            wait_for_steps(started[0], tmp_path / "broken", until)
-            started[1].send_signal(number)
-            written = [process.communicate() for process in started]
-        finally:
-            for process in started:
-                process.kill()
-        assert (started[0].returncode == 0) == (number is not signal.SIGKILL), written
-        return "".join(written[0])
-
-    run_ranks(2, "recollect", *words, tmp_path / "whole")
-    said = launched(until=4, number=signal.SIGKILL)
-    assert "of 2 has ended without a word" in " ".join(said.split())
-    launched("--resume", until=7, number=signal.SIGTERM)
-    last = max(losses(tmp_path / "broken"))
-    assert 7 <= last < 14
-    assert list_checkpoints(tmp_path / "broken" / "checkpoints")[-1].name == f"step_{last:08d}"
-    run_ranks(2, "recollect", *words, tmp_path / "broken", "--resume")
-    assert losses(tmp_path / "broken") == losses(tmp_path / "whole")

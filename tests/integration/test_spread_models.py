@@ -7,7 +7,7 @@ import torch
 
 from asked_cases import AskedCases
 from rank_processes import rank_cases
-from spread_programs import CONTEXT_MODELS, CONTEXT_PLANS, EXPERT_MODELS, RANKS, TENSOR_MODELS
+from spread_programs import CONTEXT_MODELS, CONTEXT_PLANS, EXPERT_MODELS, RANKS
 from tiers import long_but
 
 SUPPORT = Path(__file__).parents[1] / "support"
@@ -73,40 +73,6 @@ def test_experts_that_do_not_divide_are_refused_alike_on_all_ranks(cases: AskedC
     }
     for name, message in expected.items():
         assert [found[name] for found in cases["few experts"]] == [message] * RANKS
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("way", ["tensor", "sequence"])
-@pytest.mark.parametrize("model", TENSOR_MODELS)
-def test_split_experts_and_latent_attention_give_the_gradients_of_whole_ones(
-    cases: AskedCases, model: str, way: str
-) -> None:
-    assert max(found[f"{way} {model}"] for found in cases["tensor"]) <= FARTHEST
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("model", ["deepseek", "mixtral"])
-def test_plans_change_no_bit_of_split_experts(cases: AskedCases, model: str) -> None:
-    """Under tensor and sequence parallelism, with dropout on."""
-    assert [found[f"sequence equal {plan} {model}"] for found in cases["tensor"] for plan in PLANS] == [
-        True
-    ] * 3 * RANKS
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("way", ["tensor", "sequence"])
-@pytest.mark.parametrize("model", ["deepseek", "mixtral"])
-def test_split_experts_that_ranks_share_give_the_gradients_of_whole_ones(
-    cases: AskedCases, model: str, way: str
-) -> None:
-    """Against a model on one device that runs the batches of both pairs in turn."""
-    assert max(found[f"{way} both {model}"] for found in cases["both"]) <= FARTHEST
-
-
-@pytest.mark.long
-def test_plans_change_no_bit_of_split_experts_that_ranks_share(cases: AskedCases) -> None:
-    """Under tensor and sequence parallelism, with dropout on, and another batch on each pair of ranks."""
-    assert [found[f"both equal {plan}"] for found in cases["both"] for plan in PLANS] == [True] * 3 * RANKS
 
 
 def test_experts_are_not_shared_by_the_ranks_that_split_them(cases: AskedCases) -> None:

@@ -62,10 +62,10 @@ def gradients(model: GPTModel, inputs: dict[str, Tensor], ranks: int = 1) -> dic
     return {"loss": loss.detach(), **whole_gradients(model, ranks)}
 
 
-def mean(found: dict[str, Tensor], group: dist.ProcessGroup | None = None) -> dict[str, Tensor]:
+def mean(found: dict[str, Tensor]) -> dict[str, Tensor]:
     for tensor in found.values():
-        dist.all_reduce(tensor, group=group)
-    return {name: tensor / dist.get_world_size(group) for name, tensor in found.items()}
+        dist.all_reduce(tensor)
+    return {name: tensor / RANKS for name, tensor in found.items()}
 
 
 def plans_change_no_bit(model: GPTModel, inputs: dict[str, Tensor]) -> Iterator[tuple[str, bool]]:
@@ -116,19 +116,17 @@ EXPERT_MODELS = {
 }
 
 
-def mean_of_whole(model: GPTModel, ranks: int = RANKS) -> dict[str, Tensor]:
+def mean_of_whole(model: GPTModel) -> dict[str, Tensor]:
     """The mean over the batches of all ranks, which a model on one device runs in turn."""
-    found = [gradients(model, batch(rank)) for rank in range(ranks)]
+    found = [gradients(model, batch(rank)) for rank in range(RANKS)]
     return {name: torch.stack([one[name] for one in found]).mean(dim=0) for name in found[0]}
 
 
-def mean_of_shared(
-    model: GPTModel, own: dict[str, Tensor], group: dist.ProcessGroup | None = None, ranks: int = 1
-) -> dict[str, Tensor]:
-    """The mean over the ranks of a group with batches of their own; experts have the sum already. `ranks`: see `gradients`."""
-    found = gradients(model, own, ranks)
-    shared = {name: found.pop(name) / dist.get_world_size(group) for name in [*found] if ".experts." in name}
-    return {**mean(found, group), **shared}
+def mean_of_shared(model: GPTModel, own: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The mean over ranks with batches of their own; experts have the sum already."""
+    found = gradients(model, own)
+    shared = {name: found.pop(name) / RANKS for name in [*found] if ".experts." in name}
+    return {**mean(found), **shared}
 
 
 def experts(name: str, world: DeviceMesh, halves: DeviceMesh) -> Iterator[tuple[str, Any]]:
@@ -169,44 +167,6 @@ def few_experts(world: DeviceMesh) -> Iterator[tuple[str, Any]]:
     yield "balanced", refusal(lambda: expert_parallel(built(MIXTRAL), world, balanced=True)(**few))
 
 
-TENSOR_MODELS = {
-    "deepseek": replace(DEEPSEEK, moe_aux_loss_coeff=0.1),
-    "direct": replace(DEEPSEEK, q_lora_rank=None, moe_shared_expert_intermediate_size=None, mtp_num_layers=None),
-    "mixtral": replace(MIXTRAL, moe_aux_loss_coeff=0.1),
-}
-
-
-def tensor(halves: DeviceMesh) -> Iterator[tuple[str, Any]]:
-    for name, config in TENSOR_MODELS.items():
-        expected = gradients(built(config), batch())
-        for kind, is_split in (("tensor", False), ("sequence", True)):
-            model = tensor_parallel(built(config), halves["inner"], sequence_parallel=is_split)
-            yield f"{kind} {name}", farthest(gradients(model, batch(), ranks=2), expected)
-    for name in ("deepseek", "mixtral"):
-        config = replace(TENSOR_MODELS[name], hidden_dropout=0.1)
-        model = tensor_parallel(built(config), halves["inner"], sequence_parallel=True)
-        for plan, is_equal in plans_change_no_bit(model, batch()):
-            yield f"sequence equal {plan} {name}", is_equal
-
-
-def both(halves: DeviceMesh) -> Iterator[tuple[str, Any]]:
-    """Each expert is split over two ranks, and two such pairs share the experts."""
-    group = halves["outer"].get_group()
-    own = batch(halves["outer"].get_local_rank())
-    for name in ("deepseek", "mixtral"):
-        config = TENSOR_MODELS[name]
-        expected = mean_of_whole(built(config), 2)
-        for kind, is_split in (("tensor", False), ("sequence", True)):
-            model = expert_parallel(
-                tensor_parallel(built(config), halves["inner"], sequence_parallel=is_split), halves["outer"]
-            )
-            found = mean_of_shared(model, own, group, ranks=2)
-            yield f"{kind} both {name}", farthest(found, expected)
-    split = tensor_parallel(built(replace(MIXTRAL, hidden_dropout=0.1)), halves["inner"], sequence_parallel=True)
-    for plan, is_equal in plans_change_no_bit(expert_parallel(split, halves["outer"]), own):
-        yield f"both equal {plan}", is_equal
-
-
 def refused(halves: DeviceMesh) -> Iterator[tuple[str, Any]]:
     biased = replace(MIXTRAL, add_bias_linear=True)
     yield "tensor refused", refusal(lambda: tensor_parallel(built(biased), halves["inner"]))
@@ -240,8 +200,6 @@ def run(rank: int, folder: str) -> None:
         **{f"experts {name}": partial(experts, name, world, halves) for name in EXPERT_MODELS},
         **{f"expert plans {name}": partial(expert_plans, name, world) for name in EXPERT_MODELS},
         "few experts": lambda: few_experts(world),
-        "tensor": lambda: tensor(halves),
-        "both": lambda: both(halves),
         "refused": lambda: refused(halves),
     }
     serve(lambda name: dict(cases[name]()))
