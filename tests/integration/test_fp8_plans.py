@@ -29,7 +29,7 @@ from recollect.lab.models.fp8_casts import DelayedScaling
 from recollect.lab.train.model_flags import Fp8Flags
 from recollect.plans.action import Action
 from tiers import long
-from training_runs import kill_after, losses, run, start, write_text
+from training_runs import losses, run
 
 
 @pytest.mark.parametrize("order", ["in flight", *long(["one by one"])])
@@ -159,9 +159,6 @@ class _OwnScale(nn.Module):
         return ((x * self.scale).sigmoid() * self.scale).tanh() @ self.weight
 
 
-# The silent errors of others
-
-
 # Training runs
 
 
@@ -173,16 +170,3 @@ def test_a_run_goes_on_from_its_checkpoint_with_its_histories(tmp_path: Path) ->
     run(tmp_path, **settings, steps=4)
     run(tmp_path, **settings, steps=6, resume=True)
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
-
-
-@pytest.mark.long
-def test_a_run_that_is_killed_goes_on_to_the_same_losses(tmp_path: Path) -> None:
-    write_text(tmp_path)
-    given = ("--size", "tiny", "--data", tmp_path / "text.txt", "--seq-length", 32, "--batch-size", 4, "--steps", 12)
-    flags = ("--fp8-format", "hybrid", "--fp8-amax-history-len", 3, "--fp8-amax-compute-algo", "max", "--device", "cpu")
-    arguments = ("train", *given, *flags, "--checkpoint-every", 3, "--memory-budget", "90%", "--run-dir")
-    kill_after(5, tmp_path / "killed", *arguments, tmp_path / "killed")
-    for process in (start(*arguments, tmp_path / "whole"), start(*arguments, tmp_path / "killed", "--resume")):
-        _, errors = process.communicate()
-        assert process.returncode == 0, errors
-    assert losses(tmp_path / "killed") == losses(tmp_path / "whole")

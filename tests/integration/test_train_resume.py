@@ -1,7 +1,6 @@
 """A run that is killed and resumed gives the same losses, bit for bit, as one that is not. With real processes."""
 
 import io
-import os
 import shutil
 import signal
 import warnings
@@ -14,7 +13,7 @@ from rich.console import Console
 
 from recollect.errors import CheckpointError
 from recollect.lab.train.checkpoint import list_checkpoints
-from recollect.lab.train.files import only_run_in, remove
+from recollect.lab.train.files import remove
 from recollect.lab.train.loop import train
 from recollect.lab.train.records import Outcome
 from recollect.lab.train.session import open_session
@@ -141,16 +140,9 @@ def test_second_run_in_a_folder_is_refused_and_named_after_the_first(tmp_path: P
     assert not (run_dir / "train.pid").exists()
 
 
-def test_lock_is_free_after_a_run_and_after_an_error(tmp_path: Path) -> None:
-    for _ in range(2):
-        with pytest.raises(KeyError), only_run_in(tmp_path / "run"):
-            raise KeyError
-    with (
-        only_run_in(tmp_path / "run"),
-        pytest.raises(CheckpointError, match=rf"process {os.getpid()} on .+ is already training there"),
-    ):
-        run(tmp_path)
-    (tmp_path / "run" / "train.pid").write_text("process 1 on here")  # of a process that was killed
+def test_lock_of_a_process_that_was_killed_is_free(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "train.pid").write_text("process 1 on here")
     run(tmp_path)
 
 
