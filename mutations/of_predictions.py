@@ -8,6 +8,12 @@ __all__ = ["MUTATIONS"]
 
 MUTATIONS = (
     Mutation(
+        "list-of-results-dropped",
+        "results in a list are planned one by one, though a plan is asked once for all of them",
+        "recording/recording_tape.py",
+        (("if asks and not is_list and not self.must_keep(facts)", "if asks and not self.must_keep(facts)"),),
+    ),
+    Mutation(
         "content-of-attributes-changed",
         "recording a batch changes what the attributes of modules hold: lists, tables, generators",
         "recording/restored_state.py",

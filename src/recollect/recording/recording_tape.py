@@ -115,9 +115,10 @@ class RecordingTape(Tape):
         return output
 
     def op_actions(self, key: OpKey, count: int, facts: OpFacts, asks: bool) -> OpActions:
-        """Tell the recorder the name of the next op, and have recipes made for its results."""
+        """Tell the recorder the name of the next op, and have recipes made for its results, unless it returns a list."""
         self.recorder.pending_stem = value_stem(key[1], facts.name, count)
-        return (Action.RECOMPUTE,) if asks and not self.must_keep(facts) else ALL_KEPT
+        is_list = facts.num_returns is None
+        return (Action.RECOMPUTE,) if asks and not is_list and not self.must_keep(facts) else ALL_KEPT
 
     @untraced
     def unpack(self, packed: Any) -> torch.Tensor:

@@ -299,7 +299,9 @@ class StepRecorder:
         names = result_names(self.pending_stem, 1 if facts.writes else facts.num_returns)
         first = len(call.values)
         for position, storage in fresh:
-            name = names[position] if len(names) > 1 else self.pending_stem
+            # In a list, the first one has the name by which a plan is asked for all.
+            further = f"{self.pending_stem}.{position}" if position > fresh[0][0] else self.pending_stem
+            name = names[position] if len(names) > 1 else further
             stays = facts.creates is not None
             call.values.append(RecordedValue(name, storage.nbytes(), producer=len(call.ops), stays=stays))
             self.trackers.attach(storage, TrackedValue(index, len(call.values) - 1))

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 import hugging_face_flag
 import recollect
 from blocks import Stack, mean_square
+from contract_units import UNITS
 from gradients import step_of
 from recollect.engine.content import has_same_bits
 from recollect.errors import (
@@ -127,6 +128,14 @@ def test_profile_survives_a_round_trip(name: str, tmp_path: Path) -> None:
         loaded = Profile.load(tmp_path / file)
         assert loaded == profile
     assert recollect.plan(loaded, "95%") == recollect.plan(profile, "95%")
+
+
+def test_each_result_in_a_list_has_a_name_and_is_kept() -> None:
+    model = UNITS["foreach"].model()
+    profile = recollect.record(model, torch.ones(4, 8), loss_fn=sum, units=model.paths)
+    values = [value for value in profile.graphs[-1].values if value.name.startswith("_foreach_mul")]
+    assert [value.name for value in values] == ["_foreach_mul", *(f"_foreach_mul.{n}" for n in (1, 2, 3))]
+    assert all(value.must_keep for value in values)
 
 
 def test_what_was_recorded_in_words() -> None:
