@@ -171,12 +171,7 @@ def fit(
     ranks = ALONE if fake else ranks_of(model, group, "fit(model, batch, budget)")
 
     def check() -> None:
-        for applied in applied_to(model):
-            if applied.removal != Applied.removal:
-                raise AlreadyAppliedError(
-                    f"cannot fit {type(model).__name__}: it is attached to a loop. First call {applied.removal}."
-                )
-        check_optimizers(model, optimizer)
+        _check_free(model, optimizer)
         check_budget(budget, device_bytes=1 if fake else memory_bytes(device_of(model, batch)))
         check_host_budget(host_budget)
         check_host_engine(engine, host_budget)
@@ -210,6 +205,16 @@ def fit(
     for applied in before:
         applied.remove()
     return _put(model, chosen, batch, has_optimizer=optimizer is not None or step is not None)
+
+
+def _check_free(model: nn.Module, optimizer: Optimizers) -> None:
+    """Check that no loop is planned for the model already, and that the optimizer trains no other one."""
+    check_optimizers(model, optimizer)
+    for applied in applied_to(model):
+        if applied.removal != Applied.removal:
+            raise AlreadyAppliedError(
+                f"cannot fit {type(model).__name__}: it is attached to a loop. First call {applied.removal}."
+            )
 
 
 def _put(model: nn.Module, chosen: Plan, batch: Any, *, has_optimizer: bool) -> Plan:

@@ -108,10 +108,7 @@ def attach(
         >>> attached.recorded_steps
         [0, 1]
     """
-    if on_larger not in ("replan", "warn", "raise"):
-        raise RecordError(f"on_larger: got {on_larger!r}, expected 'replan', 'warn' or 'raise'.")
-    if log is not None and not callable(log):
-        raise RecordError(f"log: got {log!r}, expected a function that takes the line, such as print.")
+    _check_words(on_larger, log)
     model = models_inside(model)
     whole = model if isinstance(model, nn.Module) else _together(model)
     ranks = ranks_of(whole, replica_group(model) if group is None else group, "attach(model, optimizer, budget)")
@@ -156,6 +153,13 @@ def attach(
         attached.remove()
         raise
     return attached
+
+
+def _check_words(on_larger: object, log: object) -> None:
+    if on_larger not in ("replan", "warn", "raise"):
+        raise RecordError(f"on_larger: got {on_larger!r}, expected 'replan', 'warn' or 'raise'.")
+    if log is not None and not callable(log):
+        raise RecordError(f"log: got {log!r}, expected a function that takes the line, such as print.")
 
 
 class _Models(nn.Module):
