@@ -1,7 +1,9 @@
 """torchtitan within a memory budget: planned on the meta device from the job's shapes, or from a plan file."""
 
 import dataclasses
+import functools
 import re
+import shutil
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,12 +19,17 @@ from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss  # n
 from torchtitan.components.optimizer import default_adamw  # noqa: E402
 from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig  # noqa: E402
 
+import toy_profile  # noqa: E402
 from metered_processes import check_row, metered, needs_meter  # noqa: E402
 from recollect.engine.content import has_same_bits  # noqa: E402
 from recollect.errors import BudgetTooSmallError, BudgetWarning, ConfigError, ConfigWarning, NotYetError  # noqa: E402
 from recollect.integrations import torchtitan  # noqa: E402
 from recollect.integrations.torchtitan import MemoryBudget  # noqa: E402
+from recollect.planning.compiled_menu import compiled_menu  # noqa: E402
 from recollect.plans.plan import Plan  # noqa: E402
+from recollect.plans.unit_plan import UnitPlan  # noqa: E402
+from recollect.profile.variant import VariantRecord  # noqa: E402
+from recollect.recording import engines  # noqa: E402
 
 WIDTH, WORDS = 32, 64
 OPTIMIZER = dataclasses.replace(default_adamw(), implementation="for-loop")
@@ -102,6 +109,35 @@ def test_a_plan_made_on_meta_stays_when_the_model_becomes_real(tmp_path: Path) -
     assert all(map(has_same_bits, expected, gradients(made_real(other))))
 
 
+@pytest.fixture(name="compiling")
+def policy_of_a_job_that_compiles(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Two ways to compile blocks are enough: PyTorch's own, and the leanest."""
+    leanest = functools.partial(engines.with_variants, menu=lambda graph: compiled_menu(graph)[:1])
+    monkeypatch.setattr(engines, "with_variants", leanest)
+    return config(memory_budget="82%", engine="compile").build(dump_folder="")
+
+
+def test_blocks_that_torchtitan_will_compile_are_planned_so(compiling: Any) -> None:
+    compiling.apply(on_meta())
+    units = compiling.plan.units.values()
+    assert {str(unit.engine) for unit in units} == {"compile"} and any(unit.actions for unit in units)
+
+
+@pytest.mark.long
+@pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor compiles C++")
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.filterwarnings(r"ignore:The \.grad attribute of a Tensor that is not a leaf")  # Dynamo looks at it.
+def test_blocks_that_torchtitan_compiles_after_the_plan(compiling: Any) -> None:
+    plain, planned = on_meta(), on_meta()
+    compiling.apply(planned)
+    for model in (plain, planned):
+        for layer in model.layers.values():
+            layer.compile(backend="inductor", fullgraph=True)
+        made_real(model)
+    for _ in range(3):
+        assert all(map(has_same_bits, gradients(plain), gradients(planned)))
+
+
 def test_the_job_decides_what_is_planned() -> None:
     def peak(**changes: Any) -> int:
         policy = config(memory_budget="100%", **changes).build(dump_folder="")
@@ -123,13 +159,19 @@ def test_a_policy_of_a_job() -> None:
     assert (made.memory_budget, made.local_batch_size, made.seq_len) == ("1GiB", 3, 24)
     assert made.loss is loss and made.optimizer is OPTIMIZER and made.gradient_accumulation_steps == 1
     training.global_batch_size = 12
-    assert MemoryBudget.of_job(job).gradient_accumulation_steps == 2
+    assert MemoryBudget.of_job(job).gradient_accumulation_steps == 2 and made.engine == "tape"
+    job.compile = CompileConfig(enable=True)
+    assert MemoryBudget.of_job(job).engine == "compile"
+    job.compile = CompileConfig(enable=True, components=["loss"], backend="aot_eager")
+    assert MemoryBudget.of_job(job).engine == "tape"
+    job.compile = CompileConfig(enable=True, backend="aot_eager")
+    with pytest.raises(ConfigError, match="compile.backend='aot_eager': only Inductor takes a plan"):
+        MemoryBudget.of_job(job)
 
 
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"compile": CompileConfig(enable=True)}, "compile.enable=True.*MemoryBudgetAC"),
         ({"training": TrainingConfig()}, "disable_cuda_graphs=False.*Set --training.disable_cuda_graphs"),
         (
             {"training": TrainingConfig(disable_cuda_graphs=True)},
@@ -191,6 +233,20 @@ def test_attention_that_also_returns_normalizers_is_refused() -> None:
         torchtitan._fused_attention(tensor, tensor, tensor, out_transform=len)
 
 
+def test_compiled_blocks_keep_attention_that_cannot_be_recorded() -> None:
+    """In the layer of this profile `mlp` stands for it; a plan does not name what other ops compute there."""
+    kinds = ((1, 2, 3), (), (2, 3), (2,))
+    variants = tuple(VariantRecord(kept, (), 8, 8, (), 1.0, is_default=kept == (1, 2, 3)) for kept in kinds)
+    profile = torchtitan._keeping(
+        toy_profile.stack(2, graph=dataclasses.replace(toy_profile.layer(), variants=variants)), ("layers.0.mlp",)
+    )
+    assert [one.kept for one in profile.graphs[1].variants] == [(1, 2, 3), (2, 3)]
+    actions = {"norm.mul": "recompute", "mlp.up.mm": "keep"}
+    units = {f"layers.{number}": UnitPlan(actions, engine=engine) for number, engine in enumerate(("compile", "tape"))}
+    found = torchtitan._without_names(Plan(units), ("layers.0.mlp", "layers.1.mlp")).units
+    assert [list(unit.actions) for unit in found.values()] == [["norm.mul"], ["norm.mul", "mlp.up.mm"]]
+
+
 def needs_models() -> None:
     pytest.importorskip("triton", reason="torchtitan's models need Triton")
     if not hasattr(fsdp, "DataParallelMeshDims"):
@@ -218,8 +274,11 @@ def test_attention_that_cannot_be_recorded_is_kept() -> None:
 
 
 @needs_meter
-def test_every_step_of_llama3_is_within_the_budget() -> None:
+@pytest.mark.parametrize(
+    "name",
+    ["cross entropy", "cross entropy in chunks, two micro-batches", pytest.param("compiled", marks=pytest.mark.long)],
+)
+def test_every_step_of_llama3_is_within_the_budget(name: str) -> None:
     needs_models()
     with metered("torchtitan_models") as cases:
-        for name in ("cross entropy", "cross entropy in chunks, two micro-batches"):
-            check_row(*cases[name])
+        check_row(*cases[name])

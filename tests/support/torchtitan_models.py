@@ -1,13 +1,16 @@
 """A model of torchtitan in the order of its trainer: made on meta, a policy applied, made real, initialized, trained."""
 
 import dataclasses
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import nn
 from torchtitan.components.loss import BaseLoss, ChunkedLossWrapper, CrossEntropyLoss
 from torchtitan.components.optimizer import default_adamw
+from torchtitan.config import CompileConfig
 from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing
+from torchtitan.distributed.compile import apply_compile
 from torchtitan.models.common.attention import ScaledDotProductAttention
 from torchtitan.models.llama3 import llama3_configs
 
@@ -30,13 +33,21 @@ def llama3(*, attention: str = "sdpa") -> Any:
 
 
 def trained(
-    policy: ActivationCheckpointing | None, loss: BaseLoss.Config, accumulation: int = 1, peaks: StepPeaks | None = None
+    policy: ActivationCheckpointing | None,
+    loss: BaseLoss.Config,
+    accumulation: int = 1,
+    peaks: StepPeaks | None = None,
+    *,
+    compiles: bool = False,
 ) -> nn.Module:
     """Train as torchtitan's trainer does on one device, without its data, meshes and metrics."""
     torch.manual_seed(0)
     model = llama3()
     if policy is not None:
         policy.apply(model)
+    if compiles:
+        alone: Any = SimpleNamespace(tp_enabled=False)
+        apply_compile(model, compile_config=CompileConfig(enable=True), parallel_dims=alone)
     model.to_empty(device="cpu")
     with torch.no_grad():
         model.init_weights(buffer_device=None)
@@ -65,7 +76,7 @@ def trained(
 
 
 def policy(
-    budget: int | str, loss: BaseLoss.Config, *, accumulation: int = 1, folder: str = ""
+    budget: int | str, loss: BaseLoss.Config, *, accumulation: int = 1, compiles: bool = False, folder: str = ""
 ) -> ActivationCheckpointing:
     config = MemoryBudget.Config(
         memory_budget=f"{budget} B" if isinstance(budget, int) else budget,
@@ -74,14 +85,15 @@ def policy(
         loss=loss,
         optimizer=dataclasses.replace(default_adamw(), implementation="for-loop"),
         hardware="cpu",
+        engine="compile" if compiles else "tape",
     )
     return config.build(dump_folder=folder)
 
 
-def _case(loss: BaseLoss.Config, accumulation: int = 1) -> Case:
+def _case(loss: BaseLoss.Config, accumulation: int = 1, *, compiles: bool = False) -> Case:
     def run(budget: int | str | None, peaks: StepPeaks) -> tuple[nn.Module, int]:
-        chosen = None if budget is None else policy(budget, loss, accumulation=accumulation)
-        return trained(chosen, loss, accumulation, peaks), int(chosen is not None)
+        chosen = None if budget is None else policy(budget, loss, accumulation=accumulation, compiles=compiles)
+        return trained(chosen, loss, accumulation, peaks, compiles=compiles), int(chosen is not None)
 
     return run
 
@@ -89,4 +101,5 @@ def _case(loss: BaseLoss.Config, accumulation: int = 1) -> Case:
 CASES: dict[str, Case] = {
     "cross entropy": _case(CrossEntropyLoss.Config()),
     "cross entropy in chunks, two micro-batches": _case(ChunkedLossWrapper.Config(), 2),
+    "compiled": _case(CrossEntropyLoss.Config(), compiles=True),
 }

@@ -6,7 +6,7 @@ a batch. So the step is recorded on fake tensors, from the job's shapes; or the 
 | setting of the job | with `MemoryBudget` |
 |---|---|
 | `parallelism`: tensor, pipeline, context or expert parallelism | from a plan file only |
-| `compile`, of the model | not yet: torchtitan compiles blocks whole, and a planned block runs eagerly |
+| `compile`, of the model | blocks run inside `torch.compile`, with the plan in them; backend "inductor" only |
 | CUDA graphs | not yet: `--training.disable_cuda_graphs` |
 | `training.mixed_precision_param` other than `training.dtype` | from a plan file only |
 | FlexAttention and variable-length attention | recorded as PyTorch's fused attention, and kept by every plan |
@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +35,7 @@ from recollect.extras import needed
 from recollect.fitting import DEFAULT_BUDGET
 from recollect.integrations.trainers import check_version
 from recollect.planning.planners import plan as planned
+from recollect.plans.action import EngineChoice
 from recollect.plans.plan import Plan
 from recollect.profile.profile import Profile
 from recollect.recording.record import record
@@ -85,6 +86,7 @@ class MemoryBudget(ActivationCheckpointing):
             seq_len: 0 is that of the rotary embedding, which torchtitan sets to the job's.
             loss, optimizer: as in the job.
             hardware: the hardware to model times for; see `recollect.record`. Empty: the local GPU, or else an H100.
+            engine: "compile" if the job compiles the model, with the numbers of compiled blocks as estimates; else "tape".
             plan_file: apply this plan instead. The other settings are then only used to check batches.
         """
 
@@ -95,6 +97,7 @@ class MemoryBudget(ActivationCheckpointing):
         loss: BaseLoss.Config = field(default_factory=CrossEntropyLoss.Config)
         optimizer: OptimizersContainer.Config = field(default_factory=default_adamw)
         hardware: str = ""
+        engine: Literal["tape", "compile"] = "tape"
         plan_file: str = ""
 
     config: Config
@@ -126,8 +129,9 @@ class MemoryBudget(ActivationCheckpointing):
             plan_file: see `Config`.
 
         Raises:
-            NotYetError: the job compiles the model, or captures CUDA graphs; and without a plan file, it has tensor, pipeline,
-                context or expert parallelism, or parameters that are cast for forward.
+            ConfigError: the job compiles the model with a backend other than Inductor.
+            NotYetError: the job captures CUDA graphs; and without a plan file, it has tensor, pipeline, context or expert
+                parallelism, or parameters that are cast for forward.
 
         Example: `config.activation_checkpoint = MemoryBudget.of_job(config, "70GiB")`.
         """
@@ -142,6 +146,7 @@ class MemoryBudget(ActivationCheckpointing):
             loss=job.loss,
             optimizer=job.optimizer,
             hardware=hardware,
+            engine="compile" if _compiles_model(job) else "tape",
             plan_file=plan_file,
         )
 
@@ -156,7 +161,7 @@ class MemoryBudget(ActivationCheckpointing):
             _check_whole(model)
             shape = (config.local_batch_size, config.seq_len or _seq_len(model))
             num_tokens = shape[0] * shape[1]
-            plan = planned(_recorded(model, config, shape), config.memory_budget)
+            plan = _planned(model, config, shape)
         apply(model, plan)
         self.plan = plan
         if num_tokens:
@@ -179,8 +184,8 @@ class MemoryBudget(ActivationCheckpointing):
         )
 
 
-def _recorded(model: nn.Module, config: MemoryBudget.Config, shape: tuple[int, int]) -> Profile:
-    """Record the step of torchtitan's trainer on fake tensors."""
+def _planned(model: nn.Module, config: MemoryBudget.Config, shape: tuple[int, int]) -> Plan:
+    """Record the step of torchtitan's trainer on fake tensors, and plan it."""
     # Not `utils.device_type` of torchtitan, which takes the CPU for CUDA where PyTorch was built for it and finds no GPU.
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     batch = {name: torch.zeros(shape, dtype=torch.int64, device=device) for name in ("tokens", "positions", "labels")}
@@ -203,6 +208,7 @@ def _recorded(model: nn.Module, config: MemoryBudget.Config, shape: tuple[int, i
                 optimizer=list(optimizers.optimizers),
                 fake=True,
                 hardware=config.hardware or None,
+                engine=config.engine,
                 holds_output=False,
                 gradients="accumulated" if config.gradient_accumulation_steps > 1 else "freed",
             )
@@ -210,7 +216,7 @@ def _recorded(model: nn.Module, config: MemoryBudget.Config, shape: tuple[int, i
         hook.remove()
         if skips_head and before is None:
             del model._skip_lm_head
-    return _keeping(profile, replaced)
+    return _without_names(planned(_keeping(profile, replaced), config.memory_budget), replaced)
 
 
 def _take_labels(labels: list[Tensor], _: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -267,9 +273,23 @@ def _keeping(profile: Profile, modules: tuple[str, ...]) -> Profile:
     graphs = []
     for index, graph in enumerate(profile.graphs):
         parts = tuple(inside[index])
-        values = (dataclasses.replace(v, must_keep=v.must_keep or v.name.startswith(parts)) for v in graph.values)
-        graphs.append(dataclasses.replace(graph, values=tuple(values)))
+        hidden = {number for number, value in enumerate(graph.values) if value.name.startswith(parts)}
+        values = (dataclasses.replace(v, must_keep=v.must_keep or n in hidden) for n, v in enumerate(graph.values))
+        # Compiled code that computes it again is not what will run.
+        held = hidden.intersection(number for variant in graph.variants for number in variant.kept)
+        variants = (one for one in graph.variants if one.is_default or held.issubset(one.kept))
+        graphs.append(dataclasses.replace(graph, values=tuple(values), variants=tuple(variants)))
     return dataclasses.replace(profile, graphs=tuple(graphs))
+
+
+def _without_names(plan: Plan, modules: tuple[str, ...]) -> Plan:
+    """Return the plan without the names of values that other ops compute in compiled code, which keeps them."""
+    units = {}
+    for path, unit in plan.units.items():
+        parts = tuple(f"{module.removeprefix(f'{path}.')}." for module in modules)
+        actions = {name: action for name, action in unit.actions.items() if not name.startswith(parts)}
+        units[path] = dataclasses.replace(unit, actions=actions) if unit.engine is EngineChoice.COMPILE else unit
+    return dataclasses.replace(plan, units=units)
 
 
 def _seq_len(model: nn.Module) -> int:
@@ -293,11 +313,11 @@ def _line(plan: Plan, config: MemoryBudget.Config, seconds: float) -> str:
 
 def _check_job(job: Any, *, is_planned: bool) -> None:
     """Raise for settings that no plan, made here or loaded, can be combined with, and for those that cannot be planned."""
-    if job.compile.enable and "model" in job.compile.components:
-        raise NotYetError(
-            settings={"compile.enable": True, "compile.components": list(job.compile.components)},
-            needs="blocks that are compiled whole, with the plan in them",
-            advice="Leave 'model' out of --compile.components, or choose MemoryBudgetAC.",
+    if _compiles_model(job) and job.compile.backend != "inductor":
+        raise ConfigError(
+            settings={"compile.backend": job.compile.backend},
+            reason="only Inductor takes a plan for what compiled blocks keep",
+            advice="Set --compile.backend inductor, or leave 'model' out of --compile.components.",
         )
     if not job.training.disable_cuda_graphs:
         raise NotYetError(
@@ -323,6 +343,10 @@ def _check_job(job: Any, *, is_planned: bool) -> None:
             needs="a record of parameters that are cast when they are gathered",
             advice="Set both to the same, or pass a plan's file as plan_file.",
         )
+
+
+def _compiles_model(job: Any) -> bool:
+    return job.compile.enable and "model" in job.compile.components
 
 
 def _check_whole(model: nn.Module) -> None:
