@@ -43,7 +43,7 @@ def simulated_plan(profile: Profile, plan: Plan, simulation: Simulation) -> Plan
         loss_chunks=profile.loss_chunks,
         slowdown_error=None
         if profile.host is None or profile.fake or plan.is_compiled
-        else _LEAST_ERROR + _ERROR * slowdown,
+        else _LEAST_ERROR + _ERROR * abs(slowdown),
         class_names=profile.class_names,
         source=weakref.ref(profile),
     )
