@@ -62,6 +62,11 @@ REFUSED = [
         DRAWS,
     ),
     (
+        f"{MEGATRON}--recompute-granularity selective --recompute-modules moe --cuda-graph-impl local",
+        "graph-hidden-dropout",
+        DRAWS,
+    ),
+    (
         "--recompute-granularity selective --recompute-modules moe --moe-input-jitter-eps 0.01 --cuda-graph-impl local",
         "graph-jitter",
         DRAWS,
@@ -99,6 +104,16 @@ REFUSED = [
         f"{OFFLOADED} mlp_norm --cuda-graph-impl transformer_engine --cuda-graph-modules mlp",
         "graph-offload-norm",
         "the input of mlp_norm belongs to the graph",
+    ),
+    (
+        f"{OFFLOADED} mlp_norm --cuda-graph-impl transformer_engine --cuda-graph-modules moe_router",
+        "graph-offload-norm",
+        "the input of mlp_norm belongs to the graph",
+    ),
+    (
+        f"{OFFLOADED} attn_norm --external-cuda-graph --cuda-graph-scope attn",
+        "graph-offload-norm",
+        "the input of attn_norm belongs to the graph",
     ),
 ]
 
