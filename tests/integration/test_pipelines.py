@@ -1,6 +1,7 @@
 """Plans of a pipeline under `torch.distributed.pipelining`, over gloo."""
 
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -9,10 +10,11 @@ from torch import nn
 
 import recollect
 from forked_processes import prepared_server
-from pipeline_programs import SCHEDULES, SPLIT, Job, Program, Ran, run
+from pipeline_programs import SCHEDULES, SPLIT, Job, Program, run
 from recollect.costs.hardware_table import choose_hardware
 from recollect.integrations.megatron import RecomputeConfig, megatron_stage_plans
 from recollect.pipelines.schedule import PipelineSchedule
+from tiers import long_but
 
 RANKS = 2
 MICRO_BATCHES = 4
@@ -58,56 +60,42 @@ OURS = {
 }
 
 
-@pytest.fixture(scope="module")
-def pipelines() -> dict[str, list[recollect.PipelinePlan]]:
-    """By schedule: everything kept, everything recomputed, Megatron's plans by micro-batch, and planned for 90 %."""
-    made = {}
-    for name in SCHEDULES:
-        schedule, profiles = PROGRAM.schedule(name), PROGRAM.profiles(name)
-        split = PROGRAM.profiles(name, split_backward=True) if name in SPLIT else []
-        settings = [[recollect.classic_plan(one, setting) for one in profiles] for setting in ("keep_all", "full")]
-        settings.append(list(megatron_stage_plans(profiles, schedule, PARTIAL)))
-        given = [recollect.predict_pipeline(profiles, schedule, plans, split_profiles=split) for plans in settings]
-        made[name] = [*given, recollect.plan_pipeline(profiles, schedule, "90%", split_profiles=split)]
-    return made
+# `tests/unit/pipelines` plays the others in one process, or they are much alike.
+QUICK = ("1F1B", "interleaved zero bubble", "ZBV")
 
 
-@pytest.fixture(scope="module")
-def ranks(
-    pipelines: dict[str, list[recollect.PipelinePlan]], tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, list[list[Ran]]]:
-    """By schedule, for each of its plans: what each rank found."""
-    jobs = [Job(name, one.plans) for name, several in pipelines.items() for one in several]
+@cache
+def pipelines(name: str) -> list[recollect.PipelinePlan]:
+    """Everything kept, everything recomputed, Megatron's plans by micro-batch, and planned for 90 %."""
+    schedule, profiles = PROGRAM.schedule(name), PROGRAM.profiles(name)
+    split = PROGRAM.profiles(name, split_backward=True) if name in SPLIT else []
+    settings = [[recollect.classic_plan(one, setting) for one in profiles] for setting in ("keep_all", "full")]
+    settings.append(list(megatron_stage_plans(profiles, schedule, PARTIAL)))
+    given = [recollect.predict_pipeline(profiles, schedule, plans, split_profiles=split) for plans in settings]
+    return [*given, recollect.plan_pipeline(profiles, schedule, "90%", split_profiles=split)]
+
+
+@pytest.mark.parametrize("name", long_but(QUICK, SCHEDULES))
+def test_gradients_are_equal_and_peaks_as_predicted(name: str, tmp_path: Path) -> None:
     prepared_server()
-    found = run(PROGRAM, jobs, tmp_path_factory.mktemp("ranks"), start_method="forkserver")
-    return {
-        name: [[own[index] for own in found] for index, job in enumerate(jobs) if job.schedule == name]
-        for name in pipelines
-    }
-
-
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_gradients_are_equal_and_peaks_as_predicted(
-    pipelines: dict[str, list[recollect.PipelinePlan]], ranks: dict[str, list[list[Ran]]], name: str
-) -> None:
-    for pipeline, found in zip(pipelines[name], ranks[name], strict=True):
+    jobs = [Job(name, one.plans) for one in pipelines(name)]
+    ranks = run(PROGRAM, jobs, tmp_path, start_method="forkserver")
+    for pipeline, found in zip(pipelines(name), zip(*ranks, strict=True), strict=True):
         for predicted, ran in zip(pipeline.peaks_bytes, found, strict=True):
             assert ran.is_equal
             # These let go of what has arrived earlier than is predicted, the second one since PyTorch 2.15.
             more = SENT_BYTES + 2 * BUFFER_BYTES if name in ("DualPipeV", "interleaved zero bubble") else SENT_BYTES
             assert ran.peak_bytes - SCALARS <= predicted <= ran.peak_bytes + SCALARS + more
-    plain, full, by_micro_batch, planned = pipelines[name]
+    plain, full, by_micro_batch, planned = pipelines(name)
     assert full.peak_bytes < planned.peak_bytes < plain.peak_bytes
     assert full.peak_bytes < by_micro_batch.peak_bytes < plain.peak_bytes
 
 
 @pytest.mark.long
-def test_traced_stages_have_the_same_gradients(
-    pipelines: dict[str, list[recollect.PipelinePlan]], tmp_path: Path
-) -> None:
+def test_traced_stages_have_the_same_gradients(tmp_path: Path) -> None:
     """In schedules with a whole and with a split backward, which asks for single nodes of a unit's chain."""
     names = [name for name in ("1F1B", "ZBV") if name in SCHEDULES]
-    jobs = [Job(name, [plan.with_engine("graph") for plan in pipelines[name][1].plans]) for name in names]
+    jobs = [Job(name, [plan.with_engine("graph") for plan in pipelines(name)[1].plans]) for name in names]
     prepared_server()
     found = run(PROGRAM, jobs, tmp_path, start_method="forkserver")
     assert [ran.is_equal for own in found for ran in own] == [True] * len(found) * len(names)

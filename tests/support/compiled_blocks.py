@@ -53,7 +53,7 @@ def compiled_without_plan(model: nn.Module, paths: Iterable[str]) -> Iterator[No
 
 @contextmanager
 def few_variants() -> Iterator[None]:
-    """Record of each unit two sets of values, beside PyTorch's own choice: each takes a second to compile."""
-    few = partial(with_variants, menu=lambda graph: compiled_menu(graph)[:2])
+    """Record of each unit one set of values, beside PyTorch's own choice: each takes a second to compile."""
+    few = partial(with_variants, menu=lambda graph: compiled_menu(graph)[:1])
     with mock.patch("recollect.recording.engines.with_variants", few):
         yield
