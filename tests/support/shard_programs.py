@@ -69,7 +69,7 @@ def timed_alike(profile: Profile) -> Profile:
         )
         parts = (replace(part, gather_s=GATHER_S) for part in graph.parts)
         tapes = tuple((module, 0.0) for module, _ in graph.module_tape_s)
-        return replace(graph, ops=tuple(ops), parts=tuple(parts), tape_s=0.0, module_tape_s=tapes)
+        return replace(graph, ops=tuple(ops), parts=tuple(parts), tape_s=0.0, again_op_s=0.0, module_tape_s=tapes)
 
     graphs = tuple(map(timed, profile.graphs))
     forward_s = sum(op.time_s for call in profile.calls for op in graphs[call.graph].ops)
