@@ -313,8 +313,8 @@ class CpuOpPeaks:
         order = [positions.get(mark.data_ptr(), -1) for mark in self._marks]
         if num_missing := order.count(-1):
             raise MeterError(
-                f"record: the trace of the allocator lacks {num_missing} of the {len(order)} marks around ops, as if they had run "
-                "on a different thread. Record again, with the whole step on one thread."
+                f"record: the trace of the allocator lacks {num_missing} of the {len(order)} marks around ops, as if they had "
+                "run on a different thread. Record again, with the whole step on one thread."
             )
         peaks: list[int] = []
         for begin, end in zip(order[::2], order[1::2], strict=True):

@@ -54,6 +54,9 @@ _LONGEST_SEGMENTS = (2, 3)
 # Choices of dropped outputs to make candidates for.
 _MOST_FULL_RUNS = 3
 
+# A part of the step that is not worth a plan in which more units differ.
+_LITTLE_GAIN = 1e-3
+
 # Ops of the units that all variations go through: a second or two.
 _OPS_OF_ALL_VARIATIONS = 600_000
 _FEWEST_VARIATIONS = 128
@@ -148,7 +151,9 @@ class ChainSolver:
             options_of=with_options(self._own_options, found.table, options),
             free_outputs=found.table.free_outputs,
         )
-        self._filled.append(KnownCosts(self._peak_sums, table).candidate(table.choice_of(options)))
+        better = KnownCosts(self._peak_sums, table).candidate(table.choice_of(options))
+        if found.recompute_s - better.recompute_s > _LITTLE_GAIN * self.profile.step_s:
+            self._filled.append(better)
 
     def _searched(self, budget_bytes: int, enough_s: float) -> Candidate | None:
         goal = (0, enough_s)

@@ -53,9 +53,8 @@ def test_no_value_more_would_fit_and_save_time(profile: Profile) -> None:
                 more = replace(unit, actions={**unit.actions, name: Action.KEEP})
                 other = simulate(profile, decide(profile, Plan({**plan.units, path: more})))
                 assert found is not None
-                assert action is Action.KEEP or (
-                    other.peak_bytes > budget_bytes or other.recompute_s >= found.recompute_s
-                ), (percent, path, name)
+                is_faster = other.recompute_s < found.recompute_s - 1e-3 * profile.step_s
+                assert action is Action.KEEP or other.peak_bytes > budget_bytes or not is_faster, (percent, path, name)
 
 
 def test_two_solvers_say_the_same(profile: Profile) -> None:
