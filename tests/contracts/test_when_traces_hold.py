@@ -296,14 +296,27 @@ def test_a_compiled_unit() -> None:
         assert [forward.why_not for forward in traced_forwards(handle)] == ["its user compiled it"]
 
 
-def test_where_dynamo_would_run_a_unit_as_it_is() -> None:
+@pytest.mark.parametrize(
+    ("runs_code_as_it_is", "why_not"),
+    [
+        (
+            lambda: torch.compiler.set_stance("force_eager"),
+            r"torch\.compiler\.set_stance\('force_eager'\) keeps Dynamo from tracing it",
+        ),
+        (
+            lambda: torch._dynamo.config.patch(disable=True),
+            r"Dynamo is switched off \(TORCHDYNAMO_DISABLE, TORCH_COMPILE_DISABLE\)",
+        ),
+    ],
+    ids=["stance", "switch"],
+)
+def test_where_dynamo_would_run_a_unit_as_it_is(runs_code_as_it_is: Callable[[], Any], why_not: str) -> None:
     """It stays on the tape, and recording runs it only once: what it draws is as without."""
     dropout = UNITS["dropout"].function
     case = Case("dropout", dropout, num_units=2, calls=lambda units, x: units[1](units[0](x)))
     model, expected = case.model(), Run(case.model()).through(plain, plain)
-    why_not = r"torch\.compiler\.set_stance\('force_eager'\) keeps Dynamo from tracing it"
     rows, drawn = torch.ones(ROWS, WIDTH), torch.get_rng_state()
-    with torch.compiler.set_stance("force_eager"):
+    with runs_code_as_it_is():
         profile = recollect.record(model, rows, loss_fn=sum, engine="graph")
         assert torch.equal(drawn, torch.get_rng_state())
         with applied("graph", model, FULL), pytest.warns(ConfigWarning, match=line(why_not)):
