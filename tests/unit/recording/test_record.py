@@ -189,7 +189,6 @@ def test_layer_by_hand() -> None:
         ("up.mm", False), ("sin", False), ("exp_", True), ("down.mm", False), ("add", False)
     ]  # fmt: skip
     assert graph.saved_bytes == (32 + 32 + 8) * row
-    assert all(op.time_s > 0 for op in graph.ops)
     first, second = (call for call in profile.calls if call.path in ("1", "2"))
     assert first.chained and [origin[1] for origin in second.origins] == [profile.calls.index(first)]
 
