@@ -124,11 +124,16 @@ def settings_in_the_way() -> Iterator[tuple[str, object, str]]:
         yield "torch._dynamo.config.disable", True, "nothing is compiled"
     if dynamo_config.compiled_autograd:
         yield "torch._dynamo.config.compiled_autograd", True, "backward is recompiled"
-    if inductor_config.triton.cudagraphs:
+    if captures_graphs():
         yield "torch._inductor.config.triton.cudagraphs", True, "CUDA graphs hold what is kept in their own pool"
     if functorch_config.activation_memory_budget != 1:
         budget = functorch_config.activation_memory_budget
         yield "torch._functorch.config.activation_memory_budget", budget, "it decides as well what is kept"
+
+
+def captures_graphs() -> bool:
+    """Whether what is compiled now will be captured as CUDA graphs."""
+    return bool(inductor_config.triton.cudagraphs)
 
 
 def settings_of(compiled: Any) -> dict[str, Any] | None:

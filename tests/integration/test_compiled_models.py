@@ -358,7 +358,7 @@ def test_trainer(tmp_path: Path) -> None:
         ({}, "tape"),
         ({"torch_compile": True}, "compile"),
         ({"torch_compile_backend": "aot_eager"}, "tape"),
-        ({"torch_compile_mode": "reduce-overhead"}, "tape"),
+        ({"torch_compile_mode": "default"}, "compile"),
     ],
 )
 def test_trainer_keeps_what_can_be_planned_compiled(tmp_path: Path, settings: dict[str, Any], engine: str) -> None:

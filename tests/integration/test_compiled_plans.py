@@ -336,6 +336,19 @@ def test_settings_in_the_way_are_refused(config: Any, setting: str, value: objec
         )
 
 
+@pytest.mark.parametrize("compile_model", [each_block, each_block_in_place, torch.compile])
+def test_modes_with_cuda_graphs_are_refused_before_the_step_is_recorded(compile_model: Callable[..., Any]) -> None:
+    model = compile_model(built(), mode="reduce-overhead")
+    said = (
+        r"^got engine='compile', triton\.cudagraphs=True: (unit 'blocks\.0'|the model) was compiled in a mode with CUDA"
+    )
+    with pytest.raises(ConfigError, match=said):
+        recollect.record(model, ROWS, engine="compile")
+    optimizer = torch.optim.SGD(model.parameters())
+    with recollect.attach(model, optimizer, "90%", engine="compile"), pytest.raises(ConfigError, match=said):
+        model(ROWS)
+
+
 def test_cuda_graphs_everywhere_are_refused() -> None:
     from torch._inductor import config
 

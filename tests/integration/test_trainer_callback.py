@@ -220,6 +220,11 @@ def test_what_is_not_there_yet_is_refused_by_name(tmp_path: Path) -> None:
     for args, error, text in (
         (_TwoGPUs(str(tmp_path), use_cpu=True), NotYetError, "got n_gpu=2: not yet: .* torchrun --nproc-per-node 2"),
         (_Offloading(str(tmp_path), use_cpu=True), ConfigError, "got activation_offloading=True: .* Drop it"),
+        (
+            TrainingArguments(str(tmp_path), use_cpu=True, torch_compile_mode="reduce-overhead"),
+            ConfigError,
+            "got torch_compile=True, torch_compile_mode='reduce-overhead': .* Leave out torch_compile_mode, and",
+        ),
     ):
         with pytest.raises(error, match=text):
             MemoryBudget("1GiB").on_init_end(args, None, None)

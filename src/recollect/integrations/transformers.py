@@ -198,8 +198,7 @@ class MemoryBudget(trainers.BudgetCallback, TrainerCallback):
 
 def engine_of(args: Any) -> RecordedEngine:
     """Return the engine for a trainer's layers: compiled ones stay so, where compiled units can be planned."""
-    has_graphs = args.torch_compile_mode in ("reduce-overhead", "max-autotune")
-    is_planned = args.torch_compile and args.torch_compile_backend == "inductor" and not has_graphs
+    is_planned = args.torch_compile and args.torch_compile_backend == "inductor"
     return "compile" if is_planned else "tape"
 
 
@@ -232,6 +231,12 @@ def _check_arguments(args: Any) -> None:
                 advice="Drop it, and MemoryBudget decides what to recompute; where it is the default, as in TRL, "
                 f"set {name}=False.",
             )
+    if args.torch_compile and args.torch_compile_mode in ("reduce-overhead", "max-autotune"):
+        raise ConfigError(
+            settings={"torch_compile": True, "torch_compile_mode": args.torch_compile_mode},
+            reason="it captures CUDA graphs, whose pool would hold what a plan keeps",
+            advice="Leave out torch_compile_mode, and MemoryBudget plans the compiled layers; or leave out MemoryBudget.",
+        )
     if getattr(args, "activation_offloading", False):
         raise ConfigError(
             settings={"activation_offloading": True},

@@ -15,6 +15,7 @@ from recollect._torch_private import uncompiled
 from recollect.applying import apply_policy
 from recollect.costs.modelled_costs import ModelledCosts
 from recollect.engine.check_plan import device_name
+from recollect.engine.compiled.compiled_engine import check_compilers
 from recollect.engine.policy import DropAll
 from recollect.engine.tape import forget_last_step
 from recollect.measuring.device_memory import memory_bytes
@@ -81,6 +82,8 @@ class StepRecording:
     lean_units: Mapping[str, UnitPlan] | None = None
 
     def __post_init__(self) -> None:
+        for unit in (one for one in self.units if one.is_layer and self.engine == "compile"):
+            check_compilers(self.model, unit.path)
         self._modelled = self.costs if isinstance(self.costs, ModelledCosts) else None
         self._ranks = RanksWithParts.of(self.model, self.device, self._modelled)
         self.recorder = StepRecorder(self.costs, self.device, self._ranks, traces=self.traces)

@@ -29,7 +29,7 @@ from recollect.engine.placed_forward import PlacedForward, compiled_by_user, uni
 from recollect.engine.values import check_filled
 from recollect.errors import BudgetWarning, ConfigError, NotYetError, UnsupportedModelError
 from recollect.plans.action import Action
-from recollect.plans.paths import unit_words
+from recollect.plans.paths import paths_above, unit_words
 from recollect.plans.unit_plan import UnitPlan
 from recollect.tensors import tensors_in
 from recollect.warning import warn_user
@@ -61,7 +61,7 @@ def compiled_forwards(
                 needs=f"FSDP2 shards modules inside {unit_words(path)}, and one graph cannot gather their parameters",
                 advice="Call fully_shard on the unit as a whole, or use the engine 'tape' for it.",
             )
-        _check_how_it_was_compiled(unit_module(model, path), path)
+        check_compilers(model, path)
         forwards.append(CompiledForward(path, module, named_as_inside(unit.actions)))
     return forwards
 
@@ -154,7 +154,7 @@ class CompiledForward(PlacedForward):
                 reason=f"{reason}, and {unit_words(self.path)} is compiled as a plan says",
                 advice="Leave it at its default, or use the engine 'tape'.",
             )
-        _check_how_it_was_compiled(self.module, self.path)
+        check_compilers(self.applied.model, self.path)
         self._shapes = _shapes_of(args, kwargs)
         sharded = fully_sharded_parameters(self.applied.model)
         own = [parameter for parameter in self.module.parameters() if id(parameter) in sharded]
@@ -207,25 +207,27 @@ def _shapes_of(args: Any, kwargs: Any) -> Shapes:
     return tuple(tensor.shape for tensor in tensors_in((args, kwargs)))
 
 
-def _check_how_it_was_compiled(module: nn.Module, path: str) -> None:
-    """Raise an error if its user compiled a unit in a way that this engine does not support."""
-    for by_user in compiled_by_user(module):
-        # Here: it imports the compiler.
-        from recollect._torch_compile import settings_of
+def check_compilers(model: nn.Module, path: str) -> None:
+    """Raise an error if its user compiled a unit, or a module around it, in a way that this engine does not support."""
+    for place in dict.fromkeys((path, "", *paths_above(path))):
+        for by_user in compiled_by_user(unit_module(model, place)):
+            # Here: it imports the compiler.
+            from recollect._torch_compile import settings_of
 
-        settings = settings_of(by_user)
-        if settings is None:
-            raise ConfigError(
-                settings={"engine": "compile"},
-                reason=f"{unit_words(path)} was compiled with a backend other than Inductor, which takes no plan",
-                advice="Compile it with Inductor, leave it uncompiled, or use the engine 'tape'.",
-            )
-        if settings.get("triton.cudagraphs"):
-            raise ConfigError(
-                settings={"engine": "compile"},
-                reason=f"{unit_words(path)} was compiled in a mode with CUDA graphs, whose pool would hold what it keeps",
-                advice='Compile it without mode="reduce-overhead" or "max-autotune", or use the engine \'tape\'.',
-            )
+            settings = settings_of(by_user)
+            if settings is None and place == path:
+                raise ConfigError(
+                    settings={"engine": "compile"},
+                    reason=f"{unit_words(path)} was compiled with a backend other than Inductor, which takes no plan",
+                    advice="Compile it with Inductor, leave it uncompiled, or use the engine 'tape'.",
+                )
+            if settings is not None and settings.get("triton.cudagraphs"):
+                raise ConfigError(
+                    settings={"engine": "compile", "triton.cudagraphs": True},
+                    reason=f"{unit_words(place, 'unit' if place == path else 'module')} was compiled in a mode with CUDA "
+                    "graphs, whose pool would hold what it keeps",
+                    advice='Compile it without mode="reduce-overhead" or "max-autotune", or use the engine \'tape\'.',
+                )
 
 
 def _not_compiled(path: str, error: BaseException) -> UnsupportedModelError:

@@ -28,6 +28,7 @@ from torch import fx
 from recollect import _torch_compile
 from recollect._torch_compile import (
     CustomPartitionerFn,
+    captures_graphs,
     clear_policy,
     get_hash_for_files,
     has_policy,
@@ -43,7 +44,7 @@ from recollect.engine import facts as facts_of_ops
 from recollect.engine.compiled import joint_names
 from recollect.engine.compiled.joint_names import base_of, is_tensor, is_view, unit_of, value_names
 from recollect.engine.facts import facts_of
-from recollect.errors import PlanMismatchWarning
+from recollect.errors import ConfigError, PlanMismatchWarning
 from recollect.plans.action import Action
 from recollect.warning import warn_user
 
@@ -101,6 +102,12 @@ class PlanPartitioner(CustomPartitionerFn):
 
     def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> tuple[Any, Any]:
         """Cut a joint graph; as PyTorch does where this one cannot."""
+        if captures_graphs():
+            raise ConfigError(
+                settings={"compile_options": "a plan", "triton.cudagraphs": True},
+                reason="the pool of the CUDA graphs would hold what the plan keeps",
+                advice="Leave triton.cudagraphs out of the options, or the plan.",
+            )
         num_outputs: int = kwargs["num_fwd_outputs"]
         failure, names = None, {}
         try:

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
 from compiled_units import names_of, saved_tensors, values_by_name, without_code
 from recollect.engine.compiled import partitioner as cuts
 from recollect.engine.compiled.partitioner import Partition, PlanPartitioner
-from recollect.errors import PlanMismatchWarning
+from recollect.errors import ConfigError, PlanMismatchWarning
 
 pytestmark = [
     pytest.mark.usefixtures("fresh_compiler"),
@@ -318,6 +318,12 @@ def test_equal_by_content() -> None:
     changed = PlanPartitioner(plan("act.silu"))
     assert one != changed and one.uuid() != changed.uuid() and pickle.dumps(one) != pickle.dumps(changed)
     assert one != PlanPartitioner(plan("up.addmm"), units=("blocks.0",))
+
+
+def test_options_of_a_plan_and_of_cuda_graphs_are_refused_together() -> None:
+    said = "^got compile_options='a plan', triton.cudagraphs=True: .* Leave triton.cudagraphs out of the options"
+    with torch._inductor.config.patch({"triton.cudagraphs": True}), pytest.raises(ConfigError, match=said):
+        PlanPartitioner({})(fx.GraphModule({}, fx.Graph()), [], num_fwd_outputs=0)
 
 
 def test_a_callback_goes_past_all_caches() -> None:
