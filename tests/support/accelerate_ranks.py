@@ -72,7 +72,7 @@ def _accelerated(*, shards: bool) -> Case:
             accelerator.state.distributed_type = DistributedType.FSDP
             accelerator.state.fsdp_plugin = plugin
         assert accelerator.num_processes == int(os.environ["WORLD_SIZE"])
-        model = llama(num_hidden_layers=4).train()
+        model = llama().train()
         model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
         assert isinstance(model, FSDPModule if shards else DistributedDataParallel)
         steps = SHARDED_STEPS if shards else NUM_STEPS
@@ -87,7 +87,7 @@ def _replicated(**options: Any) -> Case:
 
     def run(budget: int | str | None, peaks: StepPeaks) -> tuple[nn.Module, int]:
         PartialState(cpu=True)
-        model = DistributedDataParallel(llama(num_hidden_layers=4).train(), **options)
+        model = DistributedDataParallel(llama().train(), **options)
         optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3)
         recorded = _train(model, optimizer, budget, peaks, torch.Tensor.backward, NUM_STEPS)
         return model.module, recorded

@@ -124,7 +124,7 @@ class _Ending(TrainerCallback):
 
 def _interrupted() -> bool:
     """Whether a trainer's model and engine are plain after an interrupt."""
-    trainer = _trainer(MemoryBudget("85%"), _Ending(), stage=2)
+    trainer = _trainer(MemoryBudget("75%"), _Ending(), stage=2)
     with contextlib.suppress(KeyboardInterrupt):
         trainer.train()
     engine: Any = trainer.model_wrapped

@@ -2,6 +2,7 @@
 
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,14 +36,14 @@ class Sharding(Trainer):
 
 def llama(**changes: Any) -> Any:
     torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}
     config = transformers.LlamaConfig(**{**sizes, "vocab_size": VOCABULARY, "attention_dropout": 0.1, **changes})
     return transformers.LlamaForCausalLM(config)
 
 
 def gpt2() -> Any:
     torch.manual_seed(0)
-    config = transformers.GPT2Config(n_embd=64, n_layer=2, n_head=4, n_positions=128, vocab_size=VOCABULARY)
+    config = transformers.GPT2Config(n_embd=64, n_layer=4, n_head=4, n_positions=128, vocab_size=VOCABULARY)
     return transformers.GPT2LMHeadModel(config)
 
 
@@ -123,7 +124,7 @@ def _case(build: Callable[[], Any], **changes: Any) -> Case:
 
 
 CASES: dict[str, Case] = {
-    "llama": _case(llama),
+    "llama": _case(partial(llama, num_hidden_layers=2)),
     "gpt2 in bf16": _case(gpt2, bf16=True),
     "LoRA in bf16": _case(lora, bf16=True),
     "DoRA": _case(dora),

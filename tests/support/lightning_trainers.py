@@ -18,9 +18,11 @@ from recollect.integrations.lightning import MemoryBudget
 class Automatic(pl.LightningModule):
     """Lightning calls backward and the optimizer, which is the default."""
 
+    num_layers = 2
+
     def __init__(self) -> None:
         super().__init__()
-        self.model = llama()
+        self.model = llama(num_hidden_layers=self.num_layers)
 
     def training_step(self, batch: dict[str, torch.Tensor], number: int) -> torch.Tensor:
         return self.model(**batch).loss
