@@ -49,12 +49,12 @@ def test_gradients_are_those_without_a_plan_and_ranks_have_one_plan(ranks: list[
 def test_parts_lower_the_least_budget_and_the_slowdown(ranks: list[Row]) -> None:
     """In nearly all layers, at the least budget."""
     found = ranks[0]
-    assert found["least"]["with"] < 0.985 * found["least"]["without"]
+    assert found["least"]["with"] < 0.97 * found["least"]["without"]
     leanest, tight = found["rows"]
     assert leanest["with"]["parts"] >= LAYERS - 1
     assert tight["with"]["parts"] > 0 == tight["without"]["parts"]
     assert tight["with"]["bound"] <= tight["with"]["slowdown"] * (1 + 1e-6)
-    assert tight["with"]["slowdown"] < 0.95 * tight["without"]["slowdown"]
+    assert tight["with"]["slowdown"] < 0.9 * tight["without"]["slowdown"]
     assert tight["with"]["peak"] <= tight["budget"]
 
 

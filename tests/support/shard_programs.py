@@ -30,7 +30,7 @@ from recollect.profile.profile import Profile
 
 RANKS = 2
 # Small weights, and long sequences.
-WIDTH, LENGTH, LAYERS = 64, 512, 2
+WIDTH, LENGTH, LAYERS = 64, 512, 3
 # Seconds of the ops that take longest, about as measured on two cores that do nothing else.
 OP_S = {"all_reduce": 3e-3, "attention_for_cpu": 8e-4, "mm": 1e-4}
 GATHER_S = 1e-3
