@@ -130,7 +130,7 @@ def test_one_line_and_the_same_weights(capsys: pytest.CaptureFixture[str]) -> No
         "The output holds a cache for generation (past_key_values): free it by model.config.use_cache = False."
         in report
     )
-    assert repr(attached) == "<attached to LlamaForCausalLM, 1 plans>"
+    assert repr(attached) == "<attached to LlamaForCausalLM, 1 planned>"
 
 
 def test_a_longer_batch_is_recorded_and_planned_and_plans_are_swapped() -> None:

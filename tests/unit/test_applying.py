@@ -20,7 +20,7 @@ import recollect
 from block_plans import ROWS, block_plan, full, mean_square, ops, stack
 from gradients import assert_same_gradients, gradients
 from recollect._torch_parallel import fake_process_group
-from recollect.errors import AlreadyAppliedError, PlanError, PlanMismatchWarning, UnknownNameError
+from recollect.errors import AlreadyAppliedError, ArgumentError, PlanError, PlanMismatchWarning, UnknownNameError
 from recollect.plans.plan import Plan
 from recollect.plans.unit_plan import UnitPlan
 from recollect.plans.value_names import module_of
@@ -65,6 +65,22 @@ def test_handle_in_words() -> None:
     assert repr(applied) == "<plan applied to Stack>"
     applied.remove()
     assert repr(applied) == "<plan removed from Stack>"
+
+
+def test_a_block_with_a_handle_that_was_removed() -> None:
+    model = stack()
+    optimizer = torch.optim.SGD(model.parameters())
+    for make in (
+        lambda: recollect.apply(model, block_plan("gelu")),
+        lambda: recollect.attach(model, optimizer, "1GiB"),
+    ):
+        with make() as handle:
+            pass
+        with (
+            pytest.raises(ArgumentError, match=r"^with <.*removed from Stack.*>: it was removed, .* once more\.$"),
+            handle,
+        ):
+            pass
 
 
 def test_plan_that_recomputes_nothing_leaves_the_modules_alone() -> None:

@@ -8,9 +8,10 @@ from torch import nn
 
 from recollect.applying import applied_to
 from recollect.arguments import check_kind
-from recollect.attaching.attached import Attached, abandon_open_steps
+from recollect.attaching.attached import Attached
 from recollect.attaching.held import OnLarger
 from recollect.attaching.megatron_core import models_inside, replica_group
+from recollect.attaching.placement import abandon_open_steps
 from recollect.engine.self_check import check_steps_can_be_recorded
 from recollect.errors import AlreadyAppliedError, RecollectError, RecordError
 from recollect.fitting import DEFAULT_BUDGET

@@ -24,11 +24,11 @@ from recollect._torch_private import current_backward, is_capturing, profiler_is
 from recollect.arguments import listed
 from recollect.attaching.held import CallWatch, Departure, OnLarger, StepUnderWay
 from recollect.attaching.lockstep import Lockstep
-from recollect.attaching.placement import Placement, Removable, State, Watcher, obstacle
+from recollect.attaching.placement import Placement, Removable, State, Watcher, obstacle, some_loop_records
 from recollect.attaching.planned_step import PlannedStep, report_of, unforeseen
 from recollect.attaching.reserve import LeanStart
 from recollect.attaching.step_clock import StepClock
-from recollect.attaching.step_end import OptimizersSeen, StepEnd, to_user, without_backward
+from recollect.attaching.step_end import OptimizersSeen, StepEnd, to_user, without_backward, without_call
 from recollect.attaching.step_meter import StepMeter
 from recollect.attaching.step_planner import StepPlanner
 from recollect.attaching.step_shape import Call, Structure, describe_call
@@ -44,16 +44,6 @@ from recollect.recording.find_units import find_units
 from recollect.recording.model_step import step_tensors
 from recollect.recording.step_recording import StepRecording
 from recollect.tracebacks import lets_go
-from recollect.weak_map import WeakMap
-
-_handles = WeakMap[bool]()
-
-
-def abandon_open_steps() -> None:
-    """Forget the steps of other loops that this thread records: an error in them, as in the loss, keeps them from ending."""
-    for handle, _ in _handles.items():
-        if handle._watcher.records_here:
-            handle._abandon_step()
 
 
 class Attached(Handle):
@@ -108,8 +98,7 @@ class Attached(Handle):
         self._watch = CallWatch(
             self._placement, device, keeps_to_plan=on_larger == "warn", joins_others=not ranks.is_alone
         )
-        self._now, self._stepped = StepUnderWay(), ""
-        _handles[self] = True
+        self._now = StepUnderWay()
 
     @property
     def budget_bytes(self) -> int | None:
@@ -164,6 +153,7 @@ class Attached(Handle):
 
     def remove(self) -> None:
         """Remove the plan and stop watching; do nothing the second time."""
+        self.is_removed = True
         self._abandon_step()
         self._placement.remove()
         self._watcher.forget()
@@ -175,7 +165,8 @@ class Attached(Handle):
         self._hooks.append(handle)
 
     def __repr__(self) -> str:
-        return f"<attached to {type(self.model).__name__}, {len(self.planned)} plans>"
+        state = "removed from" if self.is_removed else "attached to"
+        return f"<{state} {type(self.model).__name__}, {len(self.planned)} planned>"
 
     def _begin_call(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Decide how the model runs, before an outermost call of it."""
@@ -266,7 +257,7 @@ class Attached(Handle):
         return is_open and len(self._now.calls) > 0
 
     def _can_record(self) -> bool:
-        if any(other._now.recording is not None for other, _ in _handles.items()):
+        if some_loop_records():
             return False  # Another model in the same loop has its own handle.
         if text := obstacle(self._device):
             self._planner.warn_once(text)
@@ -329,11 +320,7 @@ class Attached(Handle):
         """Note that an optimizer stepped; end the step if all have."""
         self._end.note_optimizer(optimizer)
         if not self._now.calls and not self.num_steps:
-            self._planner.warn_once(
-                f"the optimizer stepped, but {type(self.model).__name__} was not called with gradients on, so nothing was "
-                "planned: the loop calls parts of it one by one. Call the model, or put that forward into attached.call(...)"
-            )
-        self._stepped = type(optimizer).__name__
+            self._planner.warn_once(without_call(self.model))
         # In backward, PyTorch restores the thread's state after each node, and with it a profiler that was stopped there: the
         # step then ends at the next call.
         if current_backward() < 0 or not profiler_is_active():
@@ -343,7 +330,7 @@ class Attached(Handle):
         if self._now.calls and self._end.is_reached:
             self._end.begin_next()
             try:
-                self.end_step(self._stepped)
+                self.end_step(self._end.stepped)
             except RecollectError as error:
                 raise to_user(error, self.budget) from None
 

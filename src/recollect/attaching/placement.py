@@ -29,6 +29,7 @@ from recollect.recording.step_recording import StepRecording
 from recollect.tensors import tensors_held
 from recollect.thread_end import at_end_of_thread
 from recollect.tracebacks import lets_go
+from recollect.weak_map import WeakMap
 
 # Small inputs that the recording itself copies: much for a toy's step, negligible for any other.
 _OWN_BYTES: Final = 32 << 10
@@ -69,6 +70,21 @@ class EntryForward(PlacedForward):
         return forward(*args, **kwargs)
 
 
+_watchers = WeakMap[bool]()
+
+
+def some_loop_records() -> bool:
+    """Whether a step of any loop in this process is being recorded."""
+    return any(watcher.records for watcher, _ in _watchers.items())
+
+
+def abandon_open_steps() -> None:
+    """Forget the steps of other loops that this thread records: an error in them, as in the loss, keeps them from ending."""
+    for watcher, _ in _watchers.items():
+        if watcher.records_here:
+            watcher.abandon()
+
+
 class Watcher:
     """State shared by the entries of one model.
 
@@ -101,6 +117,7 @@ class Watcher:
         self._thread_end: weakref.finalize[[], set[None]] | None = None
         self.is_inside = False
         self.saw_backward = True
+        _watchers[self] = True
 
     def forget(self) -> None:
         self.begin = self.end = self.abandon = self.departs = _nobody
@@ -114,9 +131,13 @@ class Watcher:
         self._thread_end = None if returns is None else at_end_of_thread(self.abandon)
 
     @property
+    def records(self) -> bool:
+        return self._returns is not None
+
+    @property
     def records_here(self) -> bool:
         """Whether this thread records a step."""
-        return self._returns is not None and self._thread == threading.get_ident()
+        return self.records and self._thread == threading.get_ident()
 
     def run(self, path: str, module: nn.Module, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run the replacement for a module's call; report the call if it is an outermost one."""

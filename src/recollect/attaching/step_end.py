@@ -21,6 +21,9 @@ class StepEnd:
     """Says when all optimizers have stepped.
 
     There are none to look at, again and again, if the caller says when a step ends.
+
+    Attributes:
+        stepped: the class of the last optimizer that did.
     """
 
     def __init__(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -33,6 +36,7 @@ class StepEnd:
         self._version = self._version_now()
         self._foreign_updates = 0
         self._stepped: dict[int, int] = {}
+        self.stepped = ""
 
     @property
     def is_reached(self) -> bool:
@@ -48,7 +52,7 @@ class StepEnd:
         Raises:
             RecordError: it stepped again and again while a different one never does.
         """
-        key = id(optimizer)
+        key, self.stepped = id(optimizer), type(optimizer).__name__
         self._stepped[key] = self._stepped.get(key, 0) + 1
         self._version, self._foreign_updates = self._version_now(), 0
         if self._stepped[key] > _MOST_REPEATS:
@@ -91,6 +95,14 @@ def to_user(error: RecollectError, budget: int | str) -> RecollectError:
         remedy = "Call attached.remove() before you attach with a different budget."
         error.args = (f"recollect.attach(budget={budget!r}), after the first step: {error} {remedy}",)
     return error.with_traceback(None)
+
+
+def without_call(model: nn.Module) -> str:
+    """Return the message about an optimizer that steps though the model was never called."""
+    return (
+        f"the optimizer stepped, but {type(model).__name__} was not called with gradients on, so nothing was planned: the loop "
+        "calls parts of it one by one. Call the model, or put that forward into attached.call(...)"
+    )
 
 
 def without_backward(model: nn.Module, stepped: str, num_calls: int, *, is_first: bool) -> str:

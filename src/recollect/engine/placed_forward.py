@@ -95,8 +95,13 @@ class Handle:
     """Something in place on a model of this process, until `remove()` or the end of a with-block."""
 
     remove: Callable[[], None]
+    is_removed = False
 
     def __enter__(self: _Handle) -> _Handle:
+        if self.is_removed:
+            raise ArgumentError(
+                f"with {self!r}: it was removed, and the block would run without a plan. Apply the plan, or attach, once more."
+            )
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -213,12 +218,13 @@ class Applied(Handle):
 
     def remove(self) -> None:
         """Restore every module's own forward; do nothing the second time."""
+        self.is_removed = True
         for forward in reversed(self._forwards):
             forward.take_off()
         self._forwards = []
 
     def __repr__(self) -> str:
-        state = "applied to" if self._forwards else "removed from"
+        state = "removed from" if self.is_removed else "applied to"
         return f"<plan {state} {type(self.model).__name__}>"
 
 
