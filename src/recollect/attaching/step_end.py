@@ -40,8 +40,8 @@ class StepEnd:
 
     @property
     def is_reached(self) -> bool:
-        """Whether each optimizer has stepped since `begin_next`."""
-        return len(self._stepped) == len(self._optimizers)
+        """Whether there are optimizers to look at, and each has stepped since `begin_next`."""
+        return 0 < len(self._optimizers) == len(self._stepped)
 
     def begin_next(self) -> None:
         self._stepped.clear()
