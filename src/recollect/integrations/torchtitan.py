@@ -268,8 +268,7 @@ def _keeping(profile: Profile, modules: tuple[str, ...]) -> Profile:
         return profile
     inside: defaultdict[int, set[str]] = defaultdict(set)
     for call in profile.calls:
-        prefix = f"{call.path}."
-        inside[call.graph].update(f"{path.removeprefix(prefix)}." for path in modules if path.startswith(prefix))
+        inside[call.graph].update(_prefixes(call.path, modules))
     graphs = []
     for index, graph in enumerate(profile.graphs):
         parts = tuple(inside[index])
@@ -282,11 +281,16 @@ def _keeping(profile: Profile, modules: tuple[str, ...]) -> Profile:
     return dataclasses.replace(profile, graphs=tuple(graphs))
 
 
+def _prefixes(path: str, modules: tuple[str, ...]) -> set[str]:
+    """Return how the names of values begin that these modules compute inside a unit."""
+    return {f"{module.removeprefix(f'{path}.')}." for module in modules if module.startswith(f"{path}.")}
+
+
 def _without_names(plan: Plan, modules: tuple[str, ...]) -> Plan:
     """Return the plan without the names of values that other ops compute in compiled code, which keeps them."""
     units = {}
     for path, unit in plan.units.items():
-        parts = tuple(f"{module.removeprefix(f'{path}.')}." for module in modules)
+        parts = tuple(_prefixes(path, modules))
         actions = {name: action for name, action in unit.actions.items() if not name.startswith(parts)}
         units[path] = dataclasses.replace(unit, actions=actions) if unit.engine is EngineChoice.COMPILE else unit
     return dataclasses.replace(plan, units=units)
