@@ -142,8 +142,8 @@ class ChainSolver:
 
     def _fill(self, found: Candidate, budget_bytes: int) -> None:
         """Remember a candidate that stores more than this one, if there is room for it."""
-        options = self._filling.filled(found, budget_bytes)
-        if options == found.options:
+        options, cost = self._filling.filled(found, budget_bytes)
+        if found.recompute_s - cost.recompute_s <= _LITTLE_GAIN * self.profile.step_s:
             return
         table = OptionTable(
             self.profile,
@@ -151,9 +151,7 @@ class ChainSolver:
             options_of=with_options(self._own_options, found.table, options),
             free_outputs=found.table.free_outputs,
         )
-        better = KnownCosts(self._peak_sums, table).candidate(table.choice_of(options))
-        if found.recompute_s - better.recompute_s > _LITTLE_GAIN * self.profile.step_s:
-            self._filled.append(better)
+        self._filled.append(Candidate(table, table.choice_of(options), cost))
 
     def _searched(self, budget_bytes: int, enough_s: float) -> Candidate | None:
         goal = (0, enough_s)

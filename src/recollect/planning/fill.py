@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from recollect.planning.hull import Evaluator, Option
 from recollect.planning.option_table import Candidate, OptionTable
 from recollect.plans.action import Action
-from recollect.simulation.peak_sums import PeakSums
+from recollect.simulation.peak_sums import Peaks, PeakSums
 from recollect.simulation.windows import alive_calls
 
 # Simulations for one candidate.
@@ -46,8 +46,8 @@ class Filling:
         self._evaluators: dict[tuple[int, Action], Evaluator] = {}
         self._larger: dict[tuple[int, object], list[Option]] = {}
 
-    def filled(self, start: Candidate, budget_bytes: int) -> list[Option]:
-        """Return options of all rows that take less time than a candidate within the budget; its own if none are found.
+    def filled(self, start: Candidate, budget_bytes: int) -> tuple[list[Option], Peaks]:
+        """Return options of all rows that take less time than a candidate within the budget, or its own, and their cost.
 
         Each step stores the value that saves most seconds for a byte, if the simulated peak stays within the budget.
         """
@@ -70,7 +70,7 @@ class Filling:
                 options, cost = changed, found
             else:
                 refused.add((step.row, step.option.key))
-        return options
+        return options, cost
 
     @cached_property
     def _alive(self) -> NDArray[np.bool_]:
