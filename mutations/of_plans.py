@@ -14,6 +14,41 @@ MUTATIONS = (
         (("kept.update(op.outputs)", "pass"),),
     ),
     Mutation(
+        "pools-without-neighbours",
+        "a free block in a graph's pool does not join the free one after it",
+        "simulation",
+        (("if after is not None and after.is_free:", "if False:"),),
+    ),
+    Mutation(
+        "capture-of-gradients-once",
+        "a captured step does not give the optimizer its gradients again after zero_grad",
+        "capturing",
+        (
+            (
+                "            parameter.grad = own\n        return graph.loss.clone()",
+                "            pass\n        return graph.loss.clone()",
+            ),
+        ),
+    ),
+    Mutation(
+        "capture-of-stale-batches",
+        "a captured step reads the batch that it was captured with",
+        "capturing",
+        (("kind.batch.fill(batch)", "pass"),),
+    ),
+    Mutation(
+        "capture-of-moved-weights",
+        "a captured step goes on after the model's tensors have moved",
+        "capturing",
+        (("if now == self._addresses:", "if True:"),),
+    ),
+    Mutation(
+        "capture-that-warms-up-aloud",
+        "the warm-up of a captured step changes buffers and random generators",
+        "capturing",
+        (("with undisturbed(step.model, keeps_attributes=True):", "if True:"),),
+    ),
+    Mutation(
         "plans-above-the-budget",
         "the chain solver takes plans of up to one percent more than the budget",
         "planning",

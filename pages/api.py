@@ -22,7 +22,7 @@ change without notice.
 <!-- written by: python -m pages.api -->
 """
 TOPICS: dict[str, tuple[str, ...]] = {
-    "In a loop": ("recollect.attach", "recollect.Attached"),
+    "In a loop": ("recollect.attach", "recollect.Attached", "recollect.capture", "recollect.CapturedStep"),
     "Step by step": (
         "recollect.fit",
         "recollect.record",

@@ -4,6 +4,8 @@ from recollect.applying import applied_to as applied_to
 from recollect.applying import apply as apply
 from recollect.attaching.attach import attach as attach
 from recollect.attaching.attached import Attached as Attached
+from recollect.capturing.capture import capture as capture
+from recollect.capturing.captured_step import CapturedStep as CapturedStep
 from recollect.checkpointing.checkpoint import apply_activation_checkpointing as apply_activation_checkpointing
 from recollect.checkpointing.checkpoint import checkpoint as checkpoint
 from recollect.checkpointing.checkpoint import checkpoint_sequential as checkpoint_sequential

@@ -213,7 +213,7 @@ def _check_free(model: nn.Module, optimizer: Optimizers) -> None:
     for applied in applied_to(model):
         if applied.removal != Applied.removal:
             raise AlreadyAppliedError(
-                f"cannot fit {type(model).__name__}: it is attached to a loop. First call {applied.removal}."
+                f"cannot fit {type(model).__name__}: it is attached to a loop, or captured. First call {applied.removal}."
             )
 
 

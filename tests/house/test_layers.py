@@ -52,6 +52,7 @@ LAYERS = (
     "checkpointing",
     "sizing",
     "attaching",
+    "capturing",
     "integrations",
     "doctor",
     "",  # the public names

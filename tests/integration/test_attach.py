@@ -469,7 +469,9 @@ def test_messages() -> None:
             AlreadyAppliedError, match=r"is attached already\. Remove that first: attached\.remove\(\)\."
         ):
             recollect.attach(model, optimizer, "95%")
-        with pytest.raises(AlreadyAppliedError, match=r"it is attached to a loop\. First call attached\.remove\(\)\."):
+        with pytest.raises(
+            AlreadyAppliedError, match=r"it is attached to a loop, or captured\. First call attached\.remove"
+        ):
             recollect.fit(model, torch.ones(1, 4, dtype=torch.int64), "95%", optimizer=optimizer)
         with pytest.raises(AlreadyAppliedError, match=r"remove that plan first: attached\.remove\(\)\."):
             recollect.record(model, torch.ones(1, 4, dtype=torch.int64))

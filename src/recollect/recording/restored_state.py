@@ -39,12 +39,14 @@ _NOT_ATTRIBUTES: Final = frozenset(vars(nn.Module())) - {"training"}
 
 
 @contextmanager
-def undisturbed(model: nn.Module) -> Iterator[None]:
+def undisturbed(model: nn.Module, *, keeps_attributes: bool = False) -> Iterator[None]:
     """Restore the model and the random generators after the block; steps may run in it.
 
     Gradients are set aside; hooks of parameters do not run, and hooks that the step adds to modules are removed. Attributes of
     modules are restored: those that the step rebinds (counters, lazily made tables), and the content of tensors, generators,
     lists, dicts and sets; what is inside other objects stays changed.
+
+    `keeps_attributes`: only the content of tensors and generators is restored, and tables that the step makes stay.
 
     Raises:
         RecordError: DeepSpeed has partitioned the parameters; only its own engine can run them.
@@ -57,7 +59,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
             # The first to enter: modules' references to parameters are then restored before the parameters.
             stack.enter_context(_without_parameter_hooks(model))
             stack.enter_context(restored_generators(model))
-            stack.enter_context(restored_attributes(model))
+            stack.enter_context((_restored_content if keeps_attributes else restored_attributes)(model))
             stack.enter_context(restored_buffers(model))
             yield
     finally:
@@ -99,6 +101,18 @@ def restored_attributes(model: nn.Module) -> Iterator[None]:
     finally:
         for parts in before:
             parts.put()
+
+
+@contextmanager
+def _restored_content(model: nn.Module) -> Iterator[None]:
+    attributes = [value for module in model.modules() for value in _attributes(module).values()]
+    kept = [value for value in attributes if isinstance(value, (torch.Tensor, torch.Generator))]
+    before = [restore for value in kept if (restore := _restoring(value)) is not None]
+    try:
+        yield
+    finally:
+        for restore in before:
+            restore()
 
 
 class _Parts:

@@ -1,0 +1,1 @@
+"""Runs a planned step as a CUDA graph."""

@@ -1,0 +1,107 @@
+"""The pool of a CUDA graph: the allocator's rules, and pools of steps that were really run."""
+
+import gc
+
+import pytest
+import torch
+
+import recollect
+from recollect.lab.models.architectures import llama_config
+from recollect.lab.models.gpt import GPTModel
+from recollect.measuring.deaths import Deaths
+from recollect.measuring.meter import traced
+from recollect.profile.profile import Profile
+from recollect.simulation.lifetimes import Lifetime
+from recollect.simulation.pool import MemoryPool, played, pool_bytes
+
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("sizes", "segments_mib"),
+    [
+        ([1], 2),  # 512 bytes of a small segment
+        ([MIB, MIB], 2),
+        ([MIB, MIB, 512], 4),
+        ([MIB + 1], 20),  # shared by all of up to 10 MiB
+        ([9 * MIB, 9 * MIB], 20),
+        ([7 * MIB, 7 * MIB, 7 * MIB], 40),
+        ([10 * MIB], 10),
+        ([10 * MIB + 1], 12),
+        ([15 * MIB, MIB], 18),  # a rest of 1 MiB belongs to its block
+    ],
+)
+def test_new_segments(sizes: list[int], segments_mib: int) -> None:
+    pool = MemoryPool()
+    for nbytes in sizes:
+        pool.take(nbytes)
+    assert pool.reserved_bytes == segments_mib * MIB
+
+
+def test_free_blocks_are_used_again() -> None:
+    pool = MemoryPool()
+    first, second, third = (pool.take(nbytes * MIB) for nbytes in (6, 6, 8))
+    pool.give_back(first)
+    pool.give_back(third)
+    pool.take(7 * MIB)  # the smallest with room: the last one, of 8 MiB, whose rest it gets
+    pool.take(6 * MIB)
+    assert pool.reserved_bytes == 20 * MIB
+    pool.give_back(second)
+    pool.take(7 * MIB)
+    assert pool.reserved_bytes == 40 * MIB
+
+
+def test_neighbours_join() -> None:
+    pool = MemoryPool()
+    blocks = [pool.take(nbytes * MIB) for nbytes in (6, 6, 8)]
+    for block in (blocks[0], blocks[2], blocks[1]):
+        pool.give_back(block)
+    pool.take(20 * MIB - 512)
+    assert pool.reserved_bytes == 20 * MIB
+
+
+@pytest.fixture(scope="module")
+def step() -> tuple[GPTModel, dict[str, torch.Tensor], Profile]:
+    torch.manual_seed(0)
+    model = GPTModel(llama_config(num_layers=2, hidden_size=256, num_attention_heads=4, vocab_size=512))
+    tokens = torch.randint(0, 512, (2, 512))
+    batch = {"tokens": tokens, "labels": tokens}
+    return model, batch, recollect.record(model, batch, gradients="freed", holds_output=False)
+
+
+def measured_pool_bytes(model: GPTModel, batch: dict[str, torch.Tensor]) -> int:
+    """Return the pool of a real step, from all that the CPU's allocator made and freed in it."""
+    for _ in range(2):
+        model.zero_grad()
+        gc.collect()
+        with traced("the step", Deaths(())) as events:
+            loss = model(**batch).loss
+            loss.backward()
+            del loss
+    model.zero_grad()
+    alive: dict[int, Lifetime] = {}
+    changes = []
+    for address, nbytes in events:
+        if nbytes > 0:
+            alive[address] = Lifetime((0, 0), nbytes, 0)
+            changes.append((alive[address], True))
+        elif address in alive:
+            changes.append((alive.pop(address), False))
+    return played(changes)
+
+
+@pytest.mark.parametrize("budget", ["keep_all", "full", "85%", "70%"])
+def test_pools_of_real_steps(step: tuple[GPTModel, dict[str, torch.Tensor], Profile], budget: str) -> None:
+    model, batch, profile = step
+    plan = recollect.plan(profile, budget) if "%" in budget else recollect.classic_plan(profile, budget)
+    with recollect.apply(model, plan):
+        assert pool_bytes((profile, plan)) == measured_pool_bytes(model, batch)
+
+
+def test_graphs_share_a_pool(step: tuple[GPTModel, dict[str, torch.Tensor], Profile]) -> None:
+    _, _, profile = step
+    plans = [recollect.classic_plan(profile, name) for name in ("keep_all", "full")]
+    both, alone = pool_bytes(*((profile, plan) for plan in plans)), pool_bytes((profile, plans[0]))
+    gradients_bytes = profile.persistent["parameters"]
+    # Gradients of the first stay where its graph puts them.
+    assert alone <= both <= alone + gradients_bytes + 20 * MIB
