@@ -17,6 +17,9 @@ from pathlib import Path
 __all__ = ["main"]
 
 _RESULTS = Path(__file__).parents[1] / "results" / "gpu"
+# All that a quarter of an hour on a lent machine is for, in one call of four minutes: what matters most comes first.
+_QUICK = ("engines-random", "capture", "engines-2048", "engines-4096", "compiled", "offload", "fp8")
+_QUICK_SECONDS = 25.0
 _LEAST_TORCH = (2, 11)
 _FINDING = "finding: "
 _EXIT_FAILED, _EXIT_NOTHING = 1, 2
@@ -41,21 +44,23 @@ def parse(arguments: Sequence[str] | None, names: dict[str, str]) -> argparse.Na
         prog="scripts/gpu",
         description="Measure on a GPU what has to be measured there. Each part takes less than eight minutes, writes its rows\n"
         "and its log as it goes, and can be run alone.",
-        epilog=f"parts:\n{listed}\n\nA name that several parts begin with, such as `frontier`, stands for all of them.",
+        epilog=f"parts:\n{listed}\n\nA name that several parts begin with, such as `frontier`, stands for all of them.\n"
+        f"`quick` stands for {', '.join(_QUICK)}, of {_QUICK_SECONDS:g} s each.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("parts", nargs="*", metavar="PART", help="parts to run; default: all")
     parser.add_argument("--out", type=Path, help=f"folder of rows and logs; default: {_RESULTS}")
     parser.add_argument("--device", default="cuda", help="a CUDA device; default: cuda")
     parser.add_argument("--only", default="", help="only the cases of a part whose names contain this")
-    parser.add_argument(
-        "--seconds", type=float, default=SECONDS, help="after which a part begins nothing new; default: %(default)g"
-    )
+    parser.add_argument("--seconds", type=float, help=f"after which a part begins nothing new; default: {SECONDS:g}")
     parser.add_argument("--dry-run", action="store_true", help="tiny sizes on the CPU, to see that everything runs")
     parser.add_argument(
         "--page", action="store_true", help="write docs/gpu.md from the rows in --out, and measure nothing"
     )
     found = parser.parse_args(arguments)
+    if found.parts == ["quick"]:
+        found.parts, found.seconds = [*_QUICK], found.seconds or _QUICK_SECONDS
+    found.seconds = found.seconds or SECONDS
     found.parts = _chosen(parser, found.parts, list(names))
     return found
 

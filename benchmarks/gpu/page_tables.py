@@ -204,6 +204,17 @@ def frontier(found: Measured) -> str:
     return f"{text}\n\n{_markdown(header, rows)}{_left_out(found)}"
 
 
+def capture(found: Measured) -> str:
+    """Captured steps: what each pool takes, how long a replay does, and its bits."""
+    rows = []
+    for name in found.of("step_time"):
+        cells = [_bytes(found.number(metric, name)) for metric in ("pool", "predicted_pool")]
+        cells += [_seconds(found.number("step_time", name)), f"{found.number('to_plain', name):.3f}"]
+        rows.append((name, *cells, str(found.of("equal_gradients").get(name, ""))))
+    header = ("captured step", "pool", "predicted", "step", "to plain, captured", "equal gradients")
+    return _markdown(header, rows) + _left_out(found)
+
+
 def compiled(found: Measured) -> str:
     """Variants, and eager plans at their peaks."""
     rows = []
@@ -225,6 +236,7 @@ TABLES: dict[str, Callable[[Measured], str]] = {
     "engines-2048": engines,
     "engines-4096": engines,
     "engines-random": engines_random,
+    "capture": capture,
     "claims": claims,
     "frontier-dense": frontier,
     "frontier-moe": frontier,

@@ -90,6 +90,13 @@ PARTS = (
         packages=("transformers",),
     ),
     _part(
+        "capture",
+        "whole steps as CUDA graphs beside captured checkpointing: pools, times, bits, kernels",
+        "capture_part",
+        least_gib=40,
+        packages=("transformers",),
+    ),
+    _part(
         "claims",
         "the rows of docs/claims.md that are modelled for an H100, measured on a few layers of the same widths",
         "claims_part",

@@ -19,6 +19,7 @@ PARTS += (
     "engines-2048",
     "engines-4096",
     "engines-random",
+    "capture",
     "claims",
     "frontier-dense",
     "frontier-moe",
@@ -159,6 +160,17 @@ def test_bad_arguments(arguments: tuple[str, ...], message: str, capsys: pytest.
         status = ended.code
     assert status == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("benchmarks")
+def test_quick_stands_for_short_parts() -> None:
+    from gpu.command import parse
+
+    parts = dict.fromkeys(PARTS, "")
+    found = parse(["quick"], parts)
+    assert set(found.parts) < set(PARTS)
+    assert found.seconds < parse([], parts).seconds
+    assert parse(["quick", "--seconds", "7"], parts).seconds == 7
 
 
 def test_parts_need_no_package_of_the_command_line() -> None:
