@@ -208,12 +208,7 @@ MUTATIONS = (
         "write-of-another-unit-forgotten",
         "a value that another unit writes to may be dropped",
         "recording",
-        (
-            (
-                "keep_all(self.calls, written)  # Another unit's values: their recipes would not know of this write.",
-                "pass",
-            ),
-        ),
+        (("self.keep(written)  # Another unit's values: their recipes would not know of this write.", "pass"),),
     ),
     Mutation(
         "deaths-not-measured",

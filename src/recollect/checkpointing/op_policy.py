@@ -22,7 +22,7 @@ from recollect.engine.draws import Draw, refuse_draws
 from recollect.engine.facts import OpFacts, facts_of
 from recollect.engine.function_mode import FunctionMode
 from recollect.engine.offload.flight import Offload
-from recollect.engine.policy import DropAll, OpActions
+from recollect.engine.policy import DropAll
 from recollect.engine.subclasses import strided_tensors
 from recollect.engine.tape import Tape
 from recollect.engine.values import forget_record, laid_out, record_of, watch
@@ -102,22 +102,24 @@ class _PolicyMode(FunctionMode):
         super().__init__(tape, unit_path)
         self._policy = tape.new_policy()
         self._asking = tape
-        # The names of the running op's results.
-        self._names: tuple[str, ...] = ()
         # The op that made a storage: a saved view keeps it; an identity used again is entered again.
         self._makers: dict[int, str] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self._names = ()
+        facts = facts_of(func)
+        key = self.unit_path, self.scope, facts.name
+        count = self.counts.get(key, 0)
         output = super().__torch_dispatch__(func, types, args, kwargs)
         if output is NotImplemented or func in SAC_IGNORED_OPS:
             return output
         tensors = list(strided_tensors(output))
-        names = self._names
-        if names:
+        # Of its results, if the tape gave it a name.
+        names: tuple[str, ...] = ()
+        if self.counts.get(key, 0) > count:
+            names = result_names(value_stem(self.scope, facts.name, count), 1 if facts.writes else facts.num_returns)
             for index, tensor in enumerate(tensors):
                 self._makers[id(tensor.untyped_storage())] = names[index] if index < len(names) else names[0]
-        action, facts = self._asked(func, args, kwargs or {}, output), facts_of(func)
+        action = self._asked(func, args, kwargs or {}, output)
         if action is Action.RECOMPUTE:
             if self.is_captured and facts.is_random and any(record_of(one.untyped_storage()) for one in tensors):
                 refuse_draws(facts, func, args, kwargs or {}, self.unit_path, next(iter(names), facts.name))
@@ -131,9 +133,9 @@ class _PolicyMode(FunctionMode):
                 self._offload(tensor, facts, index, names)
         return output
 
-    def _run_once(self, facts: OpFacts, func: Any, args: Any, kwargs: Any) -> tuple[Any, Draw | None]:
+    def run_once(self, facts: OpFacts, func: Any, args: Any, kwargs: Any) -> tuple[Any, Draw | None]:
         # In a captured step, random ops are refused once the policy has been asked.
-        return (func(*args, **kwargs), None) if self.is_captured else super()._run_once(facts, func, args, kwargs)
+        return (func(*args, **kwargs), None) if self.is_captured else super().run_once(facts, func, args, kwargs)
 
     def _offload(self, tensor: torch.Tensor, facts: OpFacts, index: int, names: tuple[str, ...]) -> None:
         tape = self._asking
@@ -158,11 +160,6 @@ class _PolicyMode(FunctionMode):
             record.base.hold(laid_out(held, record.layout), version)
             record.base.label = (self.unit_path, self.scope, "")
             watch(record.base, storage)
-
-    def _op_actions(self, facts: OpFacts, asks: bool) -> OpActions:
-        stem = value_stem(self.scope, facts.name, self.counts.get((self.unit_path, self.scope, facts.name), 0))
-        self._names = result_names(stem, 1 if facts.writes else facts.num_returns)
-        return super()._op_actions(facts, asks)
 
     def _asked(self, func: Any, args: Any, kwargs: dict[str, Any], output: Any) -> Action:
         context = SelectiveCheckpointContext(is_recompute=False)

@@ -128,7 +128,7 @@ class FunctionMode(TapeMode):
     def _argument(self, tensor: torch.Tensor, name: str) -> TapeValue:
         """Return the value of an argument: the dropped one if known, else one that holds the tensor."""
         storage = tensor.untyped_storage()
-        known = self._known_value(tensor, storage)
+        known = self.known_value(tensor, storage)
         if known is None:
             known = self._other(tensor, name)
             watch(known, storage)

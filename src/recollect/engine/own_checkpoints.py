@@ -59,7 +59,7 @@ def tell_once(text: str) -> None:
 class _KeepingMode(TapeMode):
     """Never entered: packs tensors as the tape does those that have no recipe."""
 
-    def _known_value(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> TapeValue | None:
+    def known_value(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> TapeValue | None:
         return None
 
 

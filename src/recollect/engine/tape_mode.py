@@ -168,7 +168,7 @@ class TapeMode(OpMode):
         if not actions:
             return func(*args, **kwargs)
         runs_again = _RECOMPUTE in actions
-        output, draw = self._run_once(facts, func, args, kwargs) if runs_again else (func(*args, **kwargs), None)
+        output, draw = self.run_once(facts, func, args, kwargs) if runs_again else (func(*args, **kwargs), None)
         if _OFFLOAD in actions:
             self._send_results(facts, output, actions)
             if not runs_again:
@@ -191,7 +191,7 @@ class TapeMode(OpMode):
                 self._register(result, node, facts, actions[index] if len(actions) > 1 else actions[0])
         return output
 
-    def _run_once(self, facts: OpFacts, func: Any, args: Any, kwargs: Any) -> tuple[Any, Draw | None]:
+    def run_once(self, facts: OpFacts, func: Any, args: Any, kwargs: Any) -> tuple[Any, Draw | None]:
         """Run an op of forward; return its output, and the random numbers that it drew."""
         if self.is_captured and facts.is_random:
             refuse_draws(facts, func, args, kwargs, self.unit_path, self._name_of_result(facts, 0))
@@ -278,7 +278,7 @@ class TapeMode(OpMode):
         version = targets[0]._version if write is not None else 0
         call = None if write is None else write.call
         if isinstance(call, WriteCall):
-            output, call.draw = self._run_once(facts, func, args, kwargs)
+            output, call.draw = self.run_once(facts, func, args, kwargs)
             if call.draw is not None and call.draw.after is not None:
                 write = None  # A second run may have to be repeated, which is not possible once it has written.
         else:
@@ -321,7 +321,7 @@ class TapeMode(OpMode):
         call = WriteCall(func, arguments, view, self.settings.at_op(facts))
         return Node(call, [base, *arguments.values], mutates=True, recipes=self.call)
 
-    def _known_value(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> TapeValue | None:
+    def known_value(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> TapeValue | None:
         """Return the value that stands for a dropped tensor, or None if the tape did not drop it."""
         record = record_of(storage)
         if record is None:
@@ -343,7 +343,7 @@ class TapeMode(OpMode):
         if tensor.layout is not _STRIDED:
             return self._leaf(tensor, None, in_hook=False)
         storage = tensor.untyped_storage()
-        return self._known_value(tensor, storage) or self._leaf(tensor, storage, in_hook=False)
+        return self.known_value(tensor, storage) or self._leaf(tensor, storage, in_hook=False)
 
     def _parameter(self, tensor: torch.Tensor, *, in_hook: bool) -> TapeValue:
         """Return the value of a parameter: the same for all readers of one kind, until it is written to."""
@@ -386,7 +386,7 @@ class TapeMode(OpMode):
                 return held_whole(tensor, (self.unit_path, self.scope, ""))
         if tensor.layout is not _STRIDED:
             return self._leaf(tensor, None, in_hook=True)
-        known = self._known_value(tensor, tensor.untyped_storage())
+        known = self.known_value(tensor, tensor.untyped_storage())
         if known is not None:
             self._saves_dropped.add((self.unit_path, self.scope))
             known.is_saved()

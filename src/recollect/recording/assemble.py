@@ -44,15 +44,15 @@ def assemble(
 
     made = (_graph(call, costs, seconds_of, around.host, own) for call, own in zip(recorder.calls, parts, strict=True))
     graph_of_call = [graphs.setdefault(graph, len(graphs)) for graph in made]
-    sources = [{source for source, _ in call.origins} for call in recorder.calls]
+    sources = [{source for source, _ in call.sources} for call in recorder.calls]
     calls = tuple(
         UnitCall(
             path=call.path,
             graph=graph,
             repeated=call.path in layers,
             chained=not call.output_stays and index + 1 < len(sources) and index in sources[index + 1],
-            origins=tuple((value, source, source_value) for (source, source_value), value in call.origins.items()),
-            outside=tuple((value, storage) for storage, value in call.outside.items()),
+            origins=tuple((value, *source) for source, value in call.sources.items() if source[0] >= 0),
+            outside=tuple((value, storage) for (source, storage), value in call.sources.items() if source < 0),
         )
         for index, (call, graph) in enumerate(zip(recorder.calls, graph_of_call, strict=True))
     )

@@ -1,7 +1,6 @@
 """The recording tape: it drops values as a lean policy says, and reports to a `StepRecorder`."""
 
 import sys
-import weakref
 from functools import cache, partial
 from typing import Any
 
@@ -30,15 +29,15 @@ from recollect.recording.step_recorder import Mark, StepRecorder
 from recollect.recording.trackers import (
     Persistent,
     RecordedCall,
-    TrackedOther,
+    Tracked,
     TrackedValue,
     hold_need,
-    keep_all,
     storage_of,
     tracker_of,
 )
 from recollect.recording.unit_samples import UnitSamples
 from recollect.warning import warn_user
+from recollect.weak_map import WeakMap
 
 
 class _Handle:
@@ -68,7 +67,8 @@ class RecordingTape(Tape):
     something needs it.
 
     Attributes:
-        kept: values to keep that nothing has needed so far, by `id`.
+        kept: values to keep that nothing has needed so far.
+        is_kept_op: the policy keeps all results of the op that is being noted: nobody will run it again.
     """
 
     def __init__(
@@ -80,7 +80,8 @@ class RecordingTape(Tape):
         )
         self.recorder = recorder
         self.samples = samples
-        self.kept: dict[int, weakref.ref[TapeValue]] = {}
+        self.kept = WeakMap[bool]()
+        self.is_kept_op = False
 
     def is_compared(self, runs: Any) -> bool:
         """Compare again: this step may be a different one."""
@@ -116,9 +117,14 @@ class RecordingTape(Tape):
 
     def op_actions(self, key: OpKey, count: int, facts: OpFacts, asks: bool) -> OpActions:
         """Tell the recorder the name of the next op, and have recipes made for its results, unless it returns a list."""
-        self.recorder.pending_stem = value_stem(key[1], facts.name, count)
+        self.recorder.pending_stem = stem = value_stem(key[1], facts.name, count)
+        names = result_names(stem, facts.num_returns)
+        self.is_kept_op = not facts.writes and all(self.keeps(key[0], name) for name in names)
         is_list = facts.num_returns is None
         return (Action.RECOMPUTE,) if asks and not is_list and not self.must_keep(facts) else ALL_KEPT
+
+    def keeps(self, unit_path: str, value_name: str) -> bool:
+        return self.policy.action(unit_path, value_name) is Action.KEEP
 
     @untraced
     def unpack(self, packed: Any) -> torch.Tensor:
@@ -159,19 +165,18 @@ class RecordingTape(Tape):
         """Hold a copy: the storage dies when the model releases it."""
         storage = storage_of(tensor)
         tracker = tracker_of(storage)
-        if storage is None or not isinstance(tracker, (TrackedValue, TrackedOther)):
+        if storage is None or not isinstance(tracker, Tracked):
             return super().alias(tensor, in_hook)
         with self.recorder.unseen(), torch.no_grad():
             return tracker.copy_of(tensor, storage), UNWATCHED
 
 
 class _RecordingMode(FunctionMode):
+    tape: RecordingTape
+
     def __init__(self, tape: RecordingTape, unit_path: str) -> None:
         super().__init__(tape, unit_path)
         self.recorder = tape.recorder
-        self._kept = tape.kept
-        # Set while noting an op whose results are all kept by the policy: nobody will run it again.
-        self._is_kept_op = False
         # Where the record of the Function that is running begins.
         self._function_mark = Mark(0, 0, 0)
 
@@ -186,11 +191,11 @@ class _RecordingMode(FunctionMode):
             if facts.changes_storage:
                 recorder.calls[index].watched_modules.add(self.scope)
             if facts.is_lazy:
-                self._keep(args[0])
+                recorder.keep(args[:1])
             if facts.writes and not torch.is_grad_enabled():
-                keep_all(recorder.calls, facts.written_by(args, kwargs))
+                recorder.keep(facts.written_by(args, kwargs))
         output = super().__torch_dispatch__(func, types, args, kwargs)
-        self._is_kept_op = False
+        self.tape.is_kept_op = False
         if index is not None and len(recorder.calls[index].ops) > num_ops:
             self._mark_results(index, args, output)
             if recorder.ranks is not None and facts_of(func).creates is None:
@@ -208,31 +213,15 @@ class _RecordingMode(FunctionMode):
                 if content is not None:
                     call.contents[tracker.value] = content
 
-    def _op_actions(self, facts: OpFacts, asks: bool) -> OpActions:
-        actions = super()._op_actions(facts, asks)
-        names = result_names(self.recorder.pending_stem, facts.num_returns)
-        self._is_kept_op = not facts.writes and all(map(self._is_kept, names))
-        return actions
-
-    def _known_value(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> TapeValue | None:
+    def known_value(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> TapeValue | None:
         """Return the value of a tensor that has a recipe; hold it from now on if the policy keeps it, and it is needed."""
-        known = super()._known_value(tensor, storage)
-        record = record_of(storage)
-        wanted = None if known is None or record is None else self._kept.get(id(record.base))
-        if wanted is not None and record is not None and wanted() is record.base and not self._is_kept_op:
-            del self._kept[id(record.base)]
+        known, record = super().known_value(tensor, storage), record_of(storage)
+        if known is not None and record is not None and record.base in self.tape.kept and not self.tape.is_kept_op:
+            self.tape.kept.discard(record.base)
             with self.recorder.unseen(), torch.no_grad():
                 held, version = self.tape.alias(tensor, True)
                 record.base.hold(laid_out(held, record.layout), version)
         return known
-
-    def _keep(self, tensor: torch.Tensor, *, stays: bool = True) -> None:
-        """Mark a value when the tape is about to forget it, or only its recipe."""
-        tracker = tracker_of(storage_of(tensor))
-        if isinstance(tracker, TrackedValue):
-            value = self.recorder.calls[tracker.call].values[tracker.value]
-            value.must_keep = True
-            value.stays |= stays
 
     def _mark_results(self, index: int, args: Any, output: Any) -> None:
         """Mark results that the tape has no recipe for: it keeps them under any plan. Mark those that the policy keeps, too."""
@@ -250,14 +239,11 @@ class _RecordingMode(FunctionMode):
             # The state of a generator is in host memory.
             if tensor.device.type == "cpu" and record is not None and record.base.node is not None:
                 op.state_bytes = getattr(record.base.node.call, "state_bytes", 0)
-            if record is not None and self._is_kept(call.values[tracker.value].name):
-                self._kept[id(record.base)] = weakref.ref(record.base)
+            if record is not None and self.tape.keeps(self.unit_path, call.values[tracker.value].name):
+                self.tape.kept[record.base] = True
             if op.mutates and record is not None:
                 # Recompute of the op that fills a buffer brings back the buffer: `empty` need not be kept.
                 call.values[op.inputs[0]].must_keep = False
-
-    def _is_kept(self, value_name: str) -> bool:
-        return self.tape.policy.action(self.unit_path, value_name) is Action.KEEP
 
     def run_module(self, module_path: str, forward: Any, args: Any, kwargs: Any) -> Any:
         """After the hooks that set them, note the tensors that the module's parameters hold."""
@@ -270,7 +256,7 @@ class _RecordingMode(FunctionMode):
         if isinstance(module, nn.Module) and is_fully_sharded(module) and freed_after_forward(module):
             # The rest of the unit's backward needs it before the module's own backward has the parameters back.
             for tensor in strided_tensors(output):
-                self._keep(tensor, stays=False)
+                self.recorder.keep([tensor], stays=False)
                 forget_record(tensor.untyped_storage())
         return output
 
@@ -284,12 +270,12 @@ class _RecordingMode(FunctionMode):
         if run.kept_because and run.function.__module__.startswith("transformer_engine."):
             _warn_of_kept(run.function.__name__, run.kept_because)
         # After an unseen write, the tape no longer has a recipe for them.
-        keep_all(self.recorder.calls, run.wrote_unseen)
+        self.recorder.keep(run.wrote_unseen)
 
     def function_actions(self, run: FunctionRun, call: FunctionCall) -> OpActions:
         recorder = self.recorder
-        actions = super().function_actions(run, call)
-        again = RunsAgain(run, call)
+        actions, again = super().function_actions(run, call), RunsAgain(run, call)
+        is_kept = self.tape.is_kept_op
         if recorder.current is not None and any(map(group_of, run.partitioned)):
             recorder.communicating.add(recorder.current)
         inner = recorder.other_runs[self._function_mark.runs :]
@@ -298,7 +284,7 @@ class _RecordingMode(FunctionMode):
             recorder.differing.add(cost.key)
         # Tensors that it reads other than through arguments would have to be kept, and no plan knows them.
         may_drop = cost.key not in recorder.differing and not any(
-            isinstance(tracker_of(storage_of(tensor)), (TrackedValue, TrackedOther)) for tensor in run.others
+            isinstance(tracker_of(storage_of(tensor)), Tracked) for tensor in run.others
         )
         recorder.note_function(
             self._function_mark,
@@ -309,7 +295,6 @@ class _RecordingMode(FunctionMode):
             # The state of a generator is in host memory.
             state_bytes=call.state_bytes if all(made.tensor.device.type == "cpu" for made in run.made) else 0,
         )
-        is_kept = all(map(self._is_kept, result_names(recorder.pending_stem, run.num_storages)))
         return actions if may_drop and not is_kept else ALL_KEPT
 
     @untraced
@@ -327,15 +312,15 @@ class _RecordingMode(FunctionMode):
         tracker = tracker_of(storage)
         if tracker is None and storage is not None:
             tracker = recorder.note_opaque(storage)
-        if storage is None or not isinstance(tracker, (TrackedValue, TrackedOther)):
+        if storage is None or not isinstance(tracker, Tracked):
             return False
-        saver = recorder.current if recorder.current is not None else getattr(tracker, "call", -1)
+        saver = tracker.call if recorder.current is None else recorder.current
         if isinstance(tracker, TrackedValue):
             value = recorder.calls[tracker.call].values[tracker.value]
             value.saved, value.saved_elements = True, max(value.saved_elements, tensor.numel())
-            recorder.log(events.SAVE, tracker.call, tracker.value, handle.open(recorder, saver), saver)
-        elif (index := recorder.value_index(storage)) is not None and recorder.current is not None:
-            recorder.log(events.SAVE, recorder.current, index, handle.open(recorder, saver), recorder.current)
+            recorder.log(events.SAVE, *tracker.source, handle.open(recorder, saver), saver)
+        elif (index := recorder.value_index(storage)) is not None:
+            recorder.log(events.SAVE, saver, index, handle.open(recorder, saver), saver)
         return True
 
 

@@ -37,10 +37,10 @@ from recollect.recording.trackers import (
     RecordedCall,
     RecordedOp,
     RecordedValue,
+    Tracked,
     TrackedOther,
     TrackedValue,
     Trackers,
-    keep_all,
     storage_of,
     tracker_of,
 )
@@ -165,7 +165,7 @@ class StepRecorder:
             elif self.current is None:
                 self.note_reads((args, kwargs))
                 # Outputs of units, whose recipes do not know of it.
-                keep_all(self.calls, facts.written_by(args, kwargs))
+                self.keep(facts.written_by(args, kwargs))
             self._note_other(run)
             if not self._note_sum(node, func, args, output):
                 self._track_others(node, args, kwargs, output)
@@ -265,21 +265,20 @@ class StepRecorder:
     def value_index(self, storage: torch.UntypedStorage) -> int | None:
         """Return the index, in the current call, of the value that a storage holds now; None if it holds none."""
         tracker = tracker_of(storage)
-        if self.current is None:
-            return None
-        call = self.calls[self.current]
-        if isinstance(tracker, TrackedOther):
-            if tracker.storage not in call.outside:
-                call.outside[tracker.storage] = call.add_input(storage.nbytes())
-            return call.outside[tracker.storage]
-        if not isinstance(tracker, TrackedValue):
+        if self.current is None or not isinstance(tracker, Tracked):
             return None
         if tracker.call == self.current:
             return tracker.value
-        origin = (tracker.call, tracker.value)
-        if origin not in call.origins:
-            call.origins[origin] = call.add_input(self.calls[tracker.call].values[tracker.value].nbytes)
-        return call.origins[origin]
+        nbytes = storage.nbytes() if tracker.call < 0 else self.calls[tracker.call].values[tracker.value].nbytes
+        return self.calls[self.current].input(tracker.source, nbytes)
+
+    def keep(self, tensors: Iterable[torch.Tensor], *, stays: bool = True) -> None:
+        """Have plans keep values that the tape is about to forget; if they do not stay in place, only their recipes."""
+        for tracker in map(tracker_of, map(storage_of, tensors)):
+            if isinstance(tracker, TrackedValue):
+                value = self.calls[tracker.call].values[tracker.value]
+                value.must_keep = True
+                value.stays |= stays
 
     def _note_op(self, index: int, facts: OpFacts, args: Any, kwargs: Any, output: Any, run: OpRun) -> None:
         call = self.calls[index]
@@ -365,10 +364,10 @@ class StepRecorder:
         target = next(map(storage_of, written), None)
         tracker = tracker_of(target)
         if target is None or not isinstance(tracker, TrackedValue) or tracker.call != index:
-            keep_all(self.calls, written)  # Another unit's values: their recipes would not know of this write.
+            self.keep(written)  # Another unit's values: their recipes would not know of this write.
             self._note_other(run)
             return
-        keep_all(self.calls, written[1:])  # The record says of one value what it held before.
+        self.keep(written[1:])  # The record says of one value what it held before.
         old = tracker.value
         # First, as other arguments may share the storage, which holds the result from here on.
         others = self._inputs(storage_of(t) for t in tree_leaves((args, kwargs)))

@@ -37,6 +37,9 @@ from recollect.recording.event_log import Death, EventLog, Need
 _TRACKER = "_recollect_tracker"
 _NEEDS = "_recollect_needs"
 
+Source: TypeAlias = tuple[int, int]
+"""A value: the call that computed it and its index there, or (-1, storage number) if no unit made it."""
+
 Log: TypeAlias = Callable[..., None]
 """Adds an event to the record: `StepRecorder.log`."""
 
@@ -103,18 +106,19 @@ def hold_need(storage: torch.UntypedStorage, need: Need) -> None:
     vars(storage).setdefault(_NEEDS, []).append(need)
 
 
-class _Tracked:
+class Tracked:
     """Tracks a storage that was made in the step.
 
     The tape keeps a copy of such a tensor, and the storage dies when the model releases it: how long a plan keeps it is
     up to the simulator.
 
-    `value`: which of its unit's values the storage holds now; -1 if no unit made it.
+    `call`, `value`: of the unit that made it, and which of its values the storage holds now; -1 if no unit made it.
     """
 
-    __slots__ = ("_copied_content", "_copy", "value")
+    __slots__ = ("_copied_content", "_copy", "call", "value")
 
-    def __init__(self, value: int = -1) -> None:
+    def __init__(self, call: int = -1, value: int = -1) -> None:
+        self.call = call
         self.value = value
         self._copy: weakref.ref[torch.UntypedStorage] | None = None
         self._copied_content = (-1, -1)
@@ -138,20 +142,20 @@ class _Tracked:
         return whole.as_strided(*layout)
 
 
-class TrackedValue(_Tracked):
+class TrackedValue(Tracked):
     """Tracks a storage that a unit's forward made."""
 
-    __slots__ = ("call",)
+    __slots__ = ()
 
-    def __init__(self, call: int, value: int) -> None:
-        super().__init__(value)
-        self.call = call
+    @property
+    def source(self) -> Source:
+        return self.call, self.value
 
     def end(self) -> Event:
-        return events.DIES, self.call, self.value
+        return events.DIES, *self.source
 
 
-class TrackedOther(_Tracked):
+class TrackedOther(Tracked):
     """Tracks a storage that was made outside the units' forward.
 
     `made`, `used`: the autograd nodes whose formulas made it and last used it.
@@ -164,6 +168,10 @@ class TrackedOther(_Tracked):
         self.storage = storage
         self.made = made
         self.used = -1
+
+    @property
+    def source(self) -> Source:
+        return -1, self.storage
 
     def hand_over(self) -> int:
         """Return the storage's number, for a different tracker to log its end."""
@@ -325,8 +333,8 @@ class RecordedCall:
     path: str
     values: list[RecordedValue] = field(default_factory=list)
     ops: list[RecordedOp] = field(default_factory=list)
-    origins: dict[tuple[int, int], int] = field(default_factory=dict)
-    outside: dict[int, int] = field(default_factory=dict)
+    # Of what it reads and was computed outside of it: the value that stands for that here.
+    sources: dict[Source, int] = field(default_factory=dict)
     # Number of ops that the tape sees, by module; and modules that it always watches, since they write in place.
     seen_ops: Counter[str] = field(default_factory=Counter)
     watched_modules: set[str] = field(default_factory=set)
@@ -339,20 +347,19 @@ class RecordedCall:
     # Numbers of the nodes of autograd's graph that its forward made.
     nodes: range = range(0)
 
-    def add_input(self, nbytes: int) -> int:
-        """Add a value that was computed outside the unit; return its index."""
-        name = f"input {len(self.origins) + len(self.outside)}"
-        self.values.append(RecordedValue(name, nbytes, producer=None))
-        return len(self.values) - 1
+    def input(self, source: Source, nbytes: int) -> int:
+        """Return the value that stands for one that was computed outside the unit; add it if there is none."""
+        if source not in self.sources:
+            self.sources[source] = len(self.values)
+            self.values.append(RecordedValue(f"input {len(self.sources) - 1}", nbytes, producer=None))
+        return self.sources[source]
 
     def value_of(self, thing: Any, index: int) -> int:
         """Return the value of this call, whose index is given, that a tensor holds; -1 if it holds none, or is not a tensor."""
         tracker = tracker_of(storage_of(thing))
-        if isinstance(tracker, TrackedOther):
-            return self.outside.get(tracker.storage, -1)
-        if not isinstance(tracker, TrackedValue):
+        if not isinstance(tracker, Tracked):
             return -1
-        return tracker.value if tracker.call == index else self.origins.get((tracker.call, tracker.value), -1)
+        return tracker.value if tracker.call == index else self.sources.get(tracker.source, -1)
 
 
 class Reached:
@@ -380,11 +387,3 @@ class Reached:
             self._call = -1
         if self._call >= 0:
             self._log(events.REACH, self._call)
-
-
-def keep_all(calls: Sequence[RecordedCall], tensors: Iterable[torch.Tensor]) -> None:
-    """Have plans keep values that are overwritten in a way that their recipes do not know."""
-    for tracker in map(tracker_of, map(storage_of, tensors)):
-        if isinstance(tracker, TrackedValue):
-            value = calls[tracker.call].values[tracker.value]
-            value.must_keep = value.stays = True

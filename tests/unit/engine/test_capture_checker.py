@@ -50,7 +50,7 @@ FAULTS = (
     Fault(TapeMode, "_run_write", "is_raised =", "torch.equal(targets[0], targets[0])", "equal", unit="in place"),
     Fault(TapeMode, "compare", '"""', "torch.where(torch.ones(2).bool())", "nonzero"),
     Fault(TapeMode, "pack", "def pack", "tensor.detach().cpu()", "cpu"),
-    Fault(TapeMode, "_known_value", "record = record_of", "if tensor.detach().sum() > 0: pass", "__bool__"),
+    Fault(TapeMode, "known_value", "record = record_of", "if tensor.detach().sum() > 0: pass", "__bool__"),
     Fault(TapeState, "op_actions", '"""', "torch.ones(2)[torch.ones(2) > 0]", "__getitem__"),
     Fault(Tape, "_hold_outputs", "storage = tensor", "tensor.detach().numpy()", "numpy"),
     Fault(FunctionRun, "end", "self.saved = saved", "[one.unique() for one in saved]", "_unique2", unit="function"),
