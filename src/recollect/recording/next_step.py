@@ -13,8 +13,8 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from dataclasses import replace
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
@@ -28,7 +28,7 @@ from recollect.profile.graph import UnitGraph
 from recollect.profile.profile import Profile
 from recollect.recording.find_units import NOT_CALLED
 from recollect.recording.step_recorder import StepRecorder
-from recollect.recording.trackers import RecordedCall, TrackedOther, TrackedValue, tracker_of
+from recollect.recording.trackers import RecordedCall, Source, Tracked, tracker_of
 from recollect.tensors import tensors_held
 
 _Caller: TypeAlias = tuple[nn.Module, bool]
@@ -38,37 +38,28 @@ _Caller: TypeAlias = tuple[nn.Module, bool]
 _CACHES = frozenset({"past_key_values", "cache"})
 
 
-@dataclass(frozen=True)
-class Leftovers:
-    """Storages alive when the recording ends: bytes of values by (call, value), and of others by number.
+class Leftover(NamedTuple):
+    """A storage that is alive when the recording ends: its bytes, and the position of the event that made it."""
 
-    `made_at`: the positions of the events that made them.
-    """
-
-    values: Mapping[tuple[int, int], int] = field(default_factory=dict)
-    storages: Mapping[int, int] = field(default_factory=dict)
-    made_at: Mapping[int | tuple[int, int], int] = field(default_factory=dict)
-
-    @property
-    def total_bytes(self) -> int:
-        return sum(self.values.values()) + sum(self.storages.values())
+    nbytes: int
+    made_at: int
 
 
-def leftovers(recorded: Iterable[Event], calls: Sequence[RecordedCall]) -> Leftovers:
+def leftovers(recorded: Iterable[Event], calls: Sequence[RecordedCall]) -> dict[Source, Leftover]:
     """Return the storages the events leave alive, including those in graphs that no backward used up.
 
     Complexity: one pass over the events.
     """
-    values: dict[tuple[int, int], None] = {}
-    storages: dict[int, int] = {}
-    saved: dict[int, tuple[int, int]] = {}
-    made_at: dict[int | tuple[int, int], int] = {}
+    values: dict[Source, None] = {}
+    storages: dict[Source, int] = {}
+    saved: dict[int, Source] = {}
+    made_at: dict[Source, int] = {}
     for position, (code, *operands) in enumerate(recorded):
         if code in (events.ALLOC, events.SUM):
-            storages[operands[0]] = operands[-1]
-            made_at[operands[0]] = position
+            storages[-1, operands[0]] = operands[-1]
+            made_at[-1, operands[0]] = position
         elif code == events.FREE:
-            storages.pop(operands[0], None)
+            storages.pop((-1, operands[0]), None)
         elif code == events.OP:
             call, index = operands
             op = calls[call].ops[index]
@@ -88,8 +79,8 @@ def leftovers(recorded: Iterable[Event], calls: Sequence[RecordedCall]) -> Lefto
         if source is not None:
             alive[key[0], source] = None
             made_at.setdefault((key[0], source), made_at[key])
-    sizes = {key: calls[key[0]].values[key[1]].nbytes for key in alive}
-    return Leftovers(sizes, storages, {key: at for key, at in made_at.items() if key in sizes or key in storages})
+    sizes = {key: calls[key[0]].values[key[1]].nbytes for key in alive} | storages
+    return {key: Leftover(nbytes, made_at[key]) for key, nbytes in sizes.items()}
 
 
 def _largest_source(call: RecordedCall, value: int) -> int | None:
@@ -278,7 +269,7 @@ class Returns:
         self.makes_cache = False
         # The log position where each one returned, and the call an output comes from.
         self._positions: dict[_Caller, list[int]] = {}
-        self._outputs: dict[Any, tuple[_Caller, int]] = {}
+        self._outputs: dict[Source, tuple[_Caller, int]] = {}
 
     @contextmanager
     def seen_by_hooks(self, model: nn.Module, unit_paths: Collection[str]) -> Iterator[None]:
@@ -301,7 +292,7 @@ class Returns:
             self._end(module, args, output)
         return output
 
-    def replaced_at(self, alive: Container[Any]) -> dict[Any, int]:
+    def replaced_at(self, alive: Container[Source]) -> dict[Source, int]:
         """Return, for each output that the step leaves alive, where the log replaces the last step's.
 
         Among calls whose outputs are held, the outputs of the first are replaced when the module first returns, and so
@@ -312,8 +303,8 @@ class Returns:
         return {key: self._positions[caller][numbers[caller].index(n)] for key, (caller, n) in held.items()}
 
     def deaths(self) -> Iterator[Event]:
-        for key in self._outputs:
-            yield (events.DIES, *key) if isinstance(key, tuple) else (events.FREE, key)
+        for call, number in self._outputs:
+            yield (events.DIES, call, number) if call >= 0 else (events.FREE, number)
 
     @uncompiled
     def _begin(self, module: nn.Module, _args: Any) -> None:
@@ -332,10 +323,8 @@ class Returns:
         positions = self._positions.setdefault(caller, [])
         for tensor in strided_tensors(tensors_held(output)):
             tracker = tracker_of(tensor.untyped_storage())
-            if isinstance(tracker, TrackedValue):
-                self._outputs[tracker.call, tracker.value] = caller, len(positions)
-            elif isinstance(tracker, TrackedOther):
-                self._outputs[tracker.storage] = caller, len(positions)
+            if isinstance(tracker, Tracked):
+                self._outputs[tracker.source] = caller, len(positions)
         positions.append(len(self._recorder.events))
 
 

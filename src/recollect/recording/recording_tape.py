@@ -23,7 +23,6 @@ from recollect.plans.action import Action
 from recollect.plans.value_names import result_names, value_stem
 from recollect.profile import events
 from recollect.recording.event_log import Need
-from recollect.recording.replicated_values import RanksWithParts
 from recollect.recording.runs_again import RunsAgain
 from recollect.recording.step_recorder import Mark, StepRecorder
 from recollect.recording.trackers import (
@@ -197,21 +196,8 @@ class _RecordingMode(FunctionMode):
         output = super().__torch_dispatch__(func, types, args, kwargs)
         self.tape.is_kept_op = False
         if index is not None and len(recorder.calls[index].ops) > num_ops:
-            self._mark_results(index, args, output)
-            if recorder.ranks is not None and facts_of(func).creates is None:
-                self._note_contents(index, output, recorder.ranks)
+            self._mark_results(index, facts_of(func), args, output)
         return output
-
-    def _note_contents(self, index: int, output: Any, ranks: RanksWithParts) -> None:
-        call = self.recorder.calls[index]
-        if call.ops[-1].mutates:
-            return
-        for tensor in tree_leaves(output):
-            tracker = tracker_of(storage_of(tensor))
-            if isinstance(tracker, TrackedValue) and tracker.value in call.ops[-1].outputs:
-                content = ranks.content_of(tensor)
-                if content is not None:
-                    call.contents[tracker.value] = content
 
     def known_value(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> TapeValue | None:
         """Return the value of a tensor that has a recipe; hold it from now on if the policy keeps it, and it is needed."""
@@ -223,16 +209,18 @@ class _RecordingMode(FunctionMode):
                 record.base.hold(laid_out(held, record.layout), version)
         return known
 
-    def _mark_results(self, index: int, args: Any, output: Any) -> None:
-        """Mark results that the tape has no recipe for: it keeps them under any plan. Mark those that the policy keeps, too."""
-        call = self.recorder.calls[index]
+    def _mark_results(self, index: int, facts: OpFacts, args: Any, output: Any) -> None:
+        """Mark results that the tape has no recipe for: it keeps them under any plan. Mark those that the policy keeps, too.
+
+        Note the content of those that ranks may hold as parts.
+        """
+        call, ranks = self.recorder.calls[index], self.recorder.ranks
         op = call.ops[-1]
+        results = {(index, value) for value in op.outputs}
         for tensor in tree_leaves((output, args[:1])):
             storage = storage_of(tensor)
             tracker = tracker_of(storage)
-            if storage is None or not isinstance(tracker, TrackedValue) or tracker.call != index:
-                continue
-            if tracker.value not in op.outputs:
+            if storage is None or not isinstance(tracker, TrackedValue) or tracker.source not in results:
                 continue
             record = record_of(storage)
             call.values[tracker.value].must_keep = record is None or record.created is not None
@@ -244,6 +232,10 @@ class _RecordingMode(FunctionMode):
             if op.mutates and record is not None:
                 # Recompute of the op that fills a buffer brings back the buffer: `empty` need not be kept.
                 call.values[op.inputs[0]].must_keep = False
+            if ranks is not None and not (op.mutates or facts.creates):
+                content = ranks.content_of(tensor)
+                if content is not None:
+                    call.contents[tracker.value] = content
 
     def run_module(self, module_path: str, forward: Any, args: Any, kwargs: Any) -> Any:
         """After the hooks that set them, note the tensors that the module's parameters hold."""

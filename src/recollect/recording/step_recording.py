@@ -28,13 +28,13 @@ from recollect.profile.profile import Profile, block_bytes
 from recollect.profile.repeated_steps import fold
 from recollect.recording.assemble import assemble
 from recollect.recording.find_units import Unit, class_names
-from recollect.recording.next_step import Leftovers, Phases, Returns, leftovers, with_last_step
+from recollect.recording.next_step import Leftover, Phases, Returns, leftovers, with_last_step
 from recollect.recording.optimizer_step import OptimizerStep, still_to_come
 from recollect.recording.optimizers import Optimizers, beside_parameters, state_tensors
 from recollect.recording.recording_tape import RecordingTape, StepMode
 from recollect.recording.replicated_values import RanksWithParts
 from recollect.recording.step_recorder import Costs, StepRecorder
-from recollect.recording.trackers import UnrelatedMemory, filled_storages, freed_gradients, storage_numbers
+from recollect.recording.trackers import Source, UnrelatedMemory, filled_storages, freed_gradients, sources_outside
 from recollect.recording.unit_samples import UnitSample, UnitSamples
 from recollect.simulation.clocks import has_two_clocks, step_times
 from recollect.simulation.decisions import CallActions
@@ -94,9 +94,9 @@ class StepRecording:
         self.returns = Returns(self.recorder)
         self.samples_of_graph: dict[int, UnitSample] = {}
         self._ran_optimizer = False
-        self._leftovers = Leftovers()
+        self._leftovers: dict[Source, Leftover] = {}
         # Where `zero_grad` frees the last step's: by storage (0: nowhere), by parameter.
-        self._gradients, self._freed_at = dict[int, int](), dict[int, int]()
+        self._gradients, self._freed_at = dict[Source, int](), dict[int, int]()
         self._other_bytes = self.left_bytes = self.late_gradients_bytes = 0
         self._to_come = OptimizerStep(0, ())
         self.kernels = self.device.type
@@ -185,26 +185,25 @@ class StepRecording:
         freed_at, parameters = self._freed_at.get, list(self.model.parameters())
         # Megatron's loops free those of its copies where they clear its gradient buffers, which is before forward.
         with_gradients = [*parameters, *beside_parameters(parameters, "main_param")]
-        self._gradients = {n: freed_at(id(p), 0) for p in with_gradients for n in storage_numbers([p.grad])}
-        made = storage_numbers(state_tensors(optimizers))
+        self._gradients = {one: freed_at(id(p), 0) for p in with_gradients for one in sources_outside([p.grad])}
+        made = sources_outside(state_tensors(optimizers))
         self._to_come = still_to_come(optimizers, self.device)
         recorder.event_log.end()
-        self._leftovers = leftovers(recorder.events, recorder.calls)
-        self.late_gradients_bytes = sum(self._leftovers.storages.get(n, 0) for n, at in self._gradients.items() if at)
+        left = leftovers(recorder.events, recorder.calls)
+        self.late_gradients_bytes = sum(left[one].nbytes for one, at in self._gradients.items() if at and one in left)
         self._note_staying_outputs()
         forget_last_step()
-        self.left_bytes = self._leftovers.total_bytes + self._sample_bytes
+        self.left_bytes = sum(one.nbytes for one in left.values()) + self._sample_bytes
         # Fake tensors take no memory.
         self._other_bytes = self._unrelated.nbytes(0 if self.is_on_fake_tensors else self.left_bytes)
         recorder.close()
         if made:
-            made_bytes = sum(self._leftovers.storages.get(number, 0) for number in made)
+            made_bytes = sum(left[one].nbytes for one in made if one in left)
             self._persistent["optimizer_state"] = self._persistent.get("optimizer_state", 0) + made_bytes
             memory = events.ALLOC, events.FREE
-            rest = [event for event in recorder.events if event[0] not in memory or event[1] not in made]
+            rest = [event for event in recorder.events if event[0] not in memory or (-1, event[1]) not in made]
             recorder.event_log.replace(rest)
-            kept = {number: nbytes for number, nbytes in self._leftovers.storages.items() if number not in made}
-            self._leftovers = replace(self._leftovers, storages=kept)
+        self._leftovers = {source: one for source, one in left.items() if source not in made}
 
     def _note_staying_outputs(self) -> None:
         """Mark outputs of units whose parameters are gone when a different unit's backward asks for the output."""
@@ -293,15 +292,15 @@ class StepRecording:
         Anything else (a loss, a gradient of the input) lives at most until the phase ends in which its successor is made.
         """
         recorder, left, phases = self.recorder, self._leftovers, Phases(self.recorder.events)
-        returned = self.returns.replaced_at(left.made_at)
+        returned = self.returns.replaced_at(left)
 
-        def replaced_at(key: Any) -> int:
+        def replaced_at(key: Source) -> int:
             if key in self._gradients:
                 return phases.next_after(self._gradients[key] or phases.first_backward - 1)
-            end = phases.next_after(left.made_at[key])
+            end = phases.next_after(left[key].made_at)
             return min(end, returned.get(key, end))
 
-        sizes: dict[Any, int] = {**left.values, **left.storages}
+        sizes = {key: one.nbytes for key, one in left.items()}
         if gradients != "held":
             sizes = {key: nbytes for key, nbytes in sizes.items() if self._gradients.get(key, 1)}
         last = {recorder.new_storage(): (nbytes, replaced_at(key)) for key, nbytes in sizes.items()}

@@ -58,9 +58,10 @@ def tracker_of(storage: torch.UntypedStorage | None) -> Tracker | None:
     return None if death is None else death.means
 
 
-def storage_numbers(tensors: Iterable[torch.Tensor | None]) -> set[int]:
+def sources_outside(tensors: Iterable[torch.Tensor | None]) -> set[Source]:
+    """Return those of the tensors that were made outside the units' forward."""
     trackers = (tracker_of(part.untyped_storage()) for part in strided_tensors(list(tensors)))
-    return {tracker.storage for tracker in trackers if isinstance(tracker, TrackedOther)}
+    return {tracker.source for tracker in trackers if isinstance(tracker, TrackedOther)}
 
 
 class Persistent:
