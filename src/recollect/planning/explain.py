@@ -27,7 +27,7 @@ from recollect.simulation.decisions import CallActions, calls_on_tape, decide
 from recollect.simulation.lifetimes import Lifetimes, lifetimes
 from recollect.simulation.playback import COMPILED, GENERATOR, OUTSIDE
 from recollect.simulation.simulate import Simulation
-from recollect.simulation.timeline import explain_peak
+from recollect.simulation.timeline import timeline
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,7 +278,8 @@ def explain_plan(profile: Profile, plan: Plan) -> Explanation:
 
 def _explained(profile: Profile, plan: Plan) -> Explained:
     decisions = decide(profile, plan)
-    lives = lifetimes(profile, decisions)
+    over_time = timeline(profile, plan)
+    lives = over_time.lives
     link = link_of(profile) if plan.offloads else None
     wait_s = 0.0 if link is None else waits_of(profile, decisions, link)
     added_s = lives.simulation.recompute_s + wait_s
@@ -289,7 +290,7 @@ def _explained(profile: Profile, plan: Plan) -> Explained:
         kept_outside_bytes(lives),
         wait_s,
         added_s / profile.step_s if profile.step_s > 0 else 0.0,
-        tuple(explain_peak(profile, plan).tenants()),
+        tuple(over_time.report.tenants()),
     )
 
 

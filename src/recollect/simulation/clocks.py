@@ -19,6 +19,7 @@ from recollect.profile.host_times import HostTimes
 from recollect.profile.profile import Profile
 from recollect.simulation.decisions import CallActions
 from recollect.simulation.lifetimes import ClockedPlayback, EveryEvent
+from recollect.simulation.simulate import run
 
 # Ops whose result's shape the host waits for.
 _WAITS: Final = ("nonzero", "masked_select", "unique")
@@ -43,9 +44,7 @@ def step_times(profile: Profile, decisions: Sequence[CallActions]) -> StepTimes:
     Complexity: about two simulations.
     """
     playback = _TwoClocks(EveryEvent(profile), decisions)
-    play = playback.actions()
-    for code, operands in playback.program.instructions:
-        play[code](*operands)
+    run(playback)
     return StepTimes(playback.host_s, playback.busy_s, max(playback.host_s, playback.device_s))
 
 

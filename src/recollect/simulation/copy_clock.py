@@ -19,6 +19,7 @@ from recollect.profile.profile import Profile
 from recollect.simulation.decisions import CallActions
 from recollect.simulation.lifetimes import ClockedPlayback, EveryEvent
 from recollect.simulation.program import Key
+from recollect.simulation.simulate import run
 from recollect.simulation.windows import Edge, EdgeTable, edges_for
 
 
@@ -70,11 +71,8 @@ def course(program: EveryEvent, decisions: Sequence[CallActions]) -> Course:
     """
     profile = program.profile
     playback = ClockedPlayback(program, decisions)
-    play = playback.actions()
-    for code, operands in program.instructions:
-        play[code](*operands)
-    added_s = program.added_s(decisions, playback.on_tape, playback.rerun_s)
-    scale = (profile.step_s + added_s) / playback.clock_s if playback.clock_s > 0 else 1.0
+    step_s = profile.step_s + run(playback).recompute_s
+    scale = step_s / playback.clock_s if playback.clock_s > 0 else 1.0
     return Course(
         program.edges,
         [scale * time_s for time_s in playback.edge_s],
