@@ -158,7 +158,7 @@ def test_plans_fit_and_no_bound_is_above_them(step: Recorded) -> None:
         budget_bytes = round(least_bytes + part * (planner.plain_peak_bytes - least_bytes))
         plan = planner.plan(budget_bytes)
         assert step.measure(plan) <= budget_bytes
-        assert bound.slowdown(budget_bytes) <= plan.predicted_slowdown + 1e-9
+        assert bound.added_s(budget_bytes) / step.profile.step_s <= plan.predicted_slowdown + 1e-9
     for seed in range(6):
         simulation = simulate(step.profile, decide(step.profile, random_plan(step.profile, seed)))
         assert bound.added_s(simulation.peak_bytes) <= simulation.recompute_s + 1e-12

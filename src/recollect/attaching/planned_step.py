@@ -12,10 +12,8 @@ from recollect.attaching.step_shape import CONTEXT, Call, covering, groups_of, s
 from recollect.attaching.timed_steps import Timing
 from recollect.attaching.unit_watch import Course, Runs, largest
 from recollect.byte_format import format_bytes
-from recollect.errors import BudgetTooSmallError
 from recollect.notebooks import Lines
-from recollect.planning.choose import CACHE_ADVICE, Planner
-from recollect.planning.planners import OffloadPlanner
+from recollect.planning.choose import CACHE_ADVICE
 from recollect.plans.action import EngineChoice
 from recollect.plans.plan import Plan
 from recollect.plans.unit_plan import needs_all_ranks
@@ -205,14 +203,6 @@ class PlannedStep:
         num_common = min(len(self.calls), len(other.calls))
         is_alike = self.calls[:num_common] == other.calls[:num_common] and len(self.calls) >= len(other.calls)
         return is_alike and (self.work_bytes, self.number) > (other.work_bytes, other.number)
-
-
-def own_plan(planner: Planner | OffloadPlanner, budget_bytes: int) -> tuple[Plan, BudgetTooSmallError | None]:
-    """Return the plan for a budget; if none fits, the leanest one, with the error."""
-    try:
-        return planner.plan(budget_bytes), None
-    except BudgetTooSmallError as error:
-        return planner.plan(error.least_peak_bytes), error
 
 
 def report_of(

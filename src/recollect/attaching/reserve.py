@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from recollect.attaching.lockstep import Lockstep
-from recollect.attaching.planned_step import PlannedStep, own_plan
+from recollect.attaching.planned_step import PlannedStep
 from recollect.attaching.step_shape import Call, Structure
 from recollect.attaching.unit_watch import Course
 from recollect.engine.policy import DropAll, Policy
@@ -104,8 +104,8 @@ class Reserve:
         total = 0
         for path, number in skipped.items():
             actions = plan.units[path].actions if path in plan.units else {}
-            kept = (v for v in graphs[path].values if v.saved and actions.get(v.name, Action.KEEP) is Action.KEEP)
-            total += number * sum(value.nbytes for value in kept if value.producer is not None)
+            kept = (v for _, v in graphs[path].made if v.saved and actions.get(v.name, Action.KEEP) is Action.KEEP)
+            total += number * sum(value.nbytes for value in kept)
         return total
 
     def _state_bytes(self, paths: Iterable[str]) -> int:
@@ -143,7 +143,7 @@ def _lean_bytes(graph: UnitGraph) -> int:
 
 
 def _working_bytes(graph: UnitGraph) -> int:
-    return sum(value.nbytes for value in graph.values if value.producer is not None)
+    return sum(value.nbytes for _, value in graph.made)
 
 
 class LeanStart:
@@ -187,7 +187,7 @@ class LeanStart:
             planner = Planner(with_copies(profile))
             # While it is recorded, the tape copies the values that a plan keeps: a plan that keeps less may need less.
             leanest = min(
-                (own_plan(planner, 1)[0], classic_plan(profile, "full")),
+                (planner.plan_or_leanest(1)[0], classic_plan(profile, "full")),
                 key=lambda plan: recorded_under(profile, DropAll(but=plan.units)).peak_bytes,
             )
             self._last = key, profile, planner, leanest
@@ -215,17 +215,11 @@ def recorded_under(profile: Profile, policy: Policy) -> Simulation:
     for call in profile.calls:
         if (call.graph, call.path) not in known:
             graph = profile.graph_of(call)
-            names = (value.name for value in graph.values if value.producer is not None)
-            unit = UnitPlan({name: policy.action(call.path, name) for name in names}, policy.output_action(call.path))
+            actions = {value.name: policy.action(call.path, value.name) for _, value in graph.made}
+            unit = UnitPlan(actions, policy.output_action(call.path))
             known[call.graph, call.path] = decide_call(graph, unit)
     decisions = dict(enumerate(known[call.graph, call.path] for call in profile.calls))
     return run(_Copying(Program(profile), decisions, frozenset(decisions)))
-
-
-class _Copy(Token):
-    """Bytes of a copy, shared by everything that holds it."""
-
-    __slots__ = ()
 
 
 class _Copying(Playback):
@@ -233,7 +227,8 @@ class _Copying(Playback):
 
     def __init__(self, program: Program, decisions: Mapping[int, CallActions], on_tape: Collection[int]) -> None:
         super().__init__(program, decisions, on_tape)
-        self._copies: dict[Key, weakref.ref[_Copy]] = {}
+        # Each shared by everything that holds it.
+        self._copies: dict[Key, weakref.ref[Token]] = {}
 
     def bytes_of(self, key: Key) -> object:
         own = self.tensors.get(key)
@@ -242,6 +237,6 @@ class _Copying(Playback):
         known = self._copies.get(key)
         copy = None if known is None else known()
         if copy is None:
-            copy = _Copy(self, own.nbytes, key)
+            copy = self.make(key, own.nbytes)
             self._copies[key] = weakref.ref(copy)
         return copy

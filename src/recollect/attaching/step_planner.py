@@ -10,7 +10,7 @@ import torch
 from recollect.attaching.held import Departure, StepUnderWay, beyond_noise, expect
 from recollect.attaching.lockstep import Lockstep
 from recollect.attaching.placement import Placement, excess_of
-from recollect.attaching.planned_step import PlannedStep, PlannedSteps, difference, grouped, own_plan
+from recollect.attaching.planned_step import PlannedStep, PlannedSteps, difference, grouped
 from recollect.attaching.reserve import Reserve, varying_bytes
 from recollect.attaching.step_clock import corrected
 from recollect.attaching.step_meter import Excess
@@ -315,7 +315,7 @@ class StepPlanner:
         planner = planner_for(profile, self.host_bytes, engine=self.engine)
         plain_bytes = max(ranks.gather(planner.plain_peak_bytes, place))
         budget_bytes = parse_budget(budget, reference_bytes=plain_bytes, device_bytes=profile.device_memory_bytes)
-        own, problem = own_plan(planner, budget_bytes)
+        own, problem = planner.plan_or_leanest(budget_bytes)
         problems = [found for found in ranks.gather(problem, place) if found is not None]
         if problems and ahead_bytes:
             return self._planned(profile, calls, courses, budget, number, more_bytes)

@@ -269,7 +269,7 @@ def _returning(profile: Profile, path: str) -> set[str]:
 
 
 def _unit(graph: UnitGraph, kept: set[str], offloaded: set[str]) -> UnitPlan:
-    computed = [value for value in graph.values if value.producer is not None]
+    computed = [value for _, value in graph.made]
     stays = {value.name for value in computed if value.must_keep} | kept
     actions = {value.name: Action.KEEP if value.name in stays else Action.RECOMPUTE for value in computed}
     return UnitPlan(actions | dict.fromkeys(actions.keys() & offloaded, Action.OFFLOAD))

@@ -21,14 +21,7 @@ from recollect.engine.policy import OpActions, TapeState
 from recollect.engine.tape_mode import TapeMode
 from recollect.engine.together import group_of
 from recollect.engine.unseen_writes import forget_overwritten
-from recollect.engine.values import (
-    StorageRecord,
-    TapeValue,
-    attach_record,
-    layout_of,
-    snapshot_leaves,
-    watch,
-)
+from recollect.engine.values import StorageRecord, TapeValue, attach_record, layout_of, snapshot_leaves, watch
 from recollect.plans.action import Action
 from recollect.replay import Node
 

@@ -136,7 +136,6 @@ class LowerBound:
         fixed_bytes: NDArray[np.int64] | None = None,
         away: AwayLimits | None = None,
     ) -> None:
-        self._profile = profile
         if steps is None or fixed_bytes is None:
             found = checkpoint_times(profile)
             steps, fixed_bytes = CheapestStep(profile, found), found.fixed_bytes
@@ -159,11 +158,6 @@ class LowerBound:
         self._alive: list[NDArray[np.float64]] = []
         self._known: set[tuple[float, bytes]] = set()
         self._learn(keep_all)
-
-    def slowdown(self, budget_bytes: int) -> float:
-        """Return the least slowdown of any plan whose peak is within the budget (0.03 is 3 %); inf if there is none."""
-        added_s = self.added_s(budget_bytes)
-        return added_s / self._profile.step_s if self._profile.step_s > 0 else min(added_s, 0.0)
 
     def added_s(self, budget_bytes: int) -> float:
         """Return the least seconds that any plan whose peak is within the budget adds to the step; inf if there is none."""

@@ -27,13 +27,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from recollect.planning.alive_until_loss import HeldValues, held_bytes
-from recollect.planning.mix import Limits, Stage, cheapest_mix, faster_mixes
+from recollect.planning.mix import Limits, Mix, Stage
 from recollect.planning.option_table import Candidate, Choice, KnownCosts, UnitRow
 from recollect.plans.action import Action
 from recollect.profile.events import FORWARD
 from recollect.profile.graph import UnitGraph
 from recollect.simulation.windows import Window, calls_besides
 
+# That the range of bytes is divided into; one state survives in each.
 _NUM_CELLS = 1000
 _NO_LIMIT = 2**62
 _MOST_ROUNDS = 8
@@ -236,7 +237,7 @@ class Chain:
         for _ in range(_MOST_SWITCHES):
             self.correct(start)
             chosen = [start.choice[row] for row in self.order]
-            found = faster_mixes(self._stages(()), self._limits(), budget_bytes, chosen)
+            found = Mix(self._stages(()), self._limits(), budget_bytes).faster(chosen)
             choice = next((one for one in map(self._choice_of, found) if one not in tried), None)
             if choice is None:
                 return
@@ -282,7 +283,7 @@ class Chain:
         if self._others is None:
             chosen = cheapest(self._stages(range(len(self._places))), budget_bytes)
         else:
-            chosen = cheapest_mix(self._stages(()), self._limits(), budget_bytes)
+            chosen = Mix(self._stages(()), self._limits(), budget_bytes).chosen()
         return None if chosen is None else self._choice_of(chosen)
 
     def _limits(self) -> Limits:
@@ -306,13 +307,12 @@ def _held_of(row: UnitRow, graph: UnitGraph, held: HeldValues) -> NDArray[np.int
     return np.array([held_bytes(graph, option, values) for option in row.options], dtype=np.int64)
 
 
-def cheapest(stages: Sequence[Stage], budget_bytes: int, *, num_cells: int = _NUM_CELLS) -> list[int] | None:
+def cheapest(stages: Sequence[Stage], budget_bytes: int) -> list[int] | None:
     """Return the option of each stage that together cost least, or None if nothing fits.
 
     Args:
         stages: in chain order.
         budget_bytes: limit on the bytes that earlier stages keep plus the own bytes of a stage.
-        num_cells: cells that the range of bytes is divided into; one state survives in each.
 
     Complexity: stages times options times cells.
     """
@@ -326,7 +326,7 @@ def cheapest(stages: Sequence[Stage], budget_bytes: int, *, num_cells: int = _NU
             return None
         new_kept = kept[parents] + stage.kept_bytes[options]
         new_seconds = seconds[parents] + stage.recompute_s[options]
-        survivors = _survivors(new_kept, new_seconds, num_cells)
+        survivors = _survivors(new_kept, new_seconds)
         kept, seconds = new_kept[survivors], new_seconds[survivors]
         history.append((parents[survivors], options[survivors]))
     state = int(np.argmin(seconds))
@@ -345,10 +345,10 @@ def _most_kept(stages: Sequence[Stage], budget_bytes: int) -> list[int]:
     return most[::-1]
 
 
-def _survivors(kept: NDArray[np.int64], seconds: NDArray[np.float64], num_cells: int) -> NDArray[np.int64]:
+def _survivors(kept: NDArray[np.int64], seconds: NDArray[np.float64]) -> NDArray[np.int64]:
     """Return the fastest state of each cell, without those that a leaner state beats."""
     least = int(kept.min())
-    width = max(1, -(-(int(kept.max()) - least + 1) // num_cells))
+    width = max(1, -(-(int(kept.max()) - least + 1) // _NUM_CELLS))
     cell_of = (kept - least) // width
     num_used = int(cell_of.max()) + 1
     least_s = np.full(num_used, np.inf)

@@ -27,7 +27,7 @@ from recollect.planning.option_table import Candidate, KnownCosts, OptionsOf, Op
 from recollect.planning.output_choices import (
     first_outputs,
     folded_outputs,
-    most_folded,
+    inner_outputs,
     number_between,
     single_outputs,
 )
@@ -105,7 +105,7 @@ class ChainSolver:
         if lean is not None:
             self._own_options = with_options(self._own_options, lean.table, lean.options)
         self._options_of = _with_all_held(profile, self._held, self._own_options)
-        self._most_dropped = most_folded(profile)
+        self._most_dropped = len(inner_outputs(profile))
         self._working: WorkingSets = {}
         self._has_tape_s = any(graph.tape_s for graph in profile.graphs)
         self._chains: dict[Dropped, Chain] = {}
@@ -265,7 +265,7 @@ def unit_options(graph: UnitGraph, *, output: Action = Action.KEEP, most_options
     # The hull without overhead of the tape adds corners: small savings that the overhead per module hides.
     free = hull if not graph.module_tape_s else unit_hull(replace(graph, tape_s=0.0, module_tape_s=()), output=output)
     corners = [*hull, *(option for option in free if option not in hull)]
-    produced = frozenset(i for i, value in enumerate(graph.values) if value.producer is not None)
+    produced = frozenset(i for i, _ in graph.made)
     useful = {v for option in corners for v in option.stored.values} | {i for i in produced if graph.values[i].saved}
     most_variations = max(_FEWEST_VARIATIONS, _OPS_OF_ALL_VARIATIONS // max(1, len(graph.ops)))
     varied = _spread(corners, most_variations // _FEWEST_VALUES)

@@ -22,7 +22,7 @@ from recollect.planning.bound import LowerBound, check_bound
 from recollect.planning.chain import Chain
 from recollect.planning.chain_solver import ChainSolver
 from recollect.planning.classic import classic_plan
-from recollect.planning.engine_options import engine_options
+from recollect.planning.compiled_menu import engine_options
 from recollect.planning.option_table import Candidate, KnownCosts, OptionTable
 from recollect.plans.plan import Plan
 from recollect.profile.events import ALLOC, FREE, OPTIMIZER, PHASE
@@ -140,6 +140,13 @@ class Planner:
             simulation = self._simulate(decide(self.profile, full))
             return self._predicted(full, simulation, budget_bytes, bound_s)
         raise self._too_small(budget_bytes, full)
+
+    def plan_or_leanest(self, budget_bytes: int) -> tuple[Plan, BudgetTooSmallError | None]:
+        """Return the plan for a budget; if none fits, the leanest one, with the error."""
+        try:
+            return self.plan(budget_bytes), None
+        except BudgetTooSmallError as error:
+            return self.plan(error.least_peak_bytes), error
 
     def _best(self, budget_bytes: int, enough_s: float) -> Candidate | None:
         """Return the fastest candidate of all solvers; stop at the first that is good enough."""

@@ -1,5 +1,7 @@
 """Choose a few sets of values that a compiled unit may keep, to be compiled and measured; and drop the useless ones.
 
+What was measured makes the options of a unit that may run inside `torch.compile` or on the tape.
+
 Compiled code computes pointwise ops again nearly for free, fused into the ops of backward that read them; a reduction costs
 about as much as reading its input; products, attention and ops opaque to the compiler cost as much as in the
 step. With these costs the minimum cuts of `hull.py` propose what to keep. Fusion makes the costs rough.
@@ -9,10 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Final
 
-from recollect.planning.hull import Option, unit_hull
-from recollect.plans.action import Action
+from recollect.planning.hull import Option, Stored, unit_hull
+from recollect.plans.action import Action, EngineChoice
 from recollect.plans.value_names import module_of
 from recollect.profile.graph import OpRecord, UnitGraph
 from recollect.profile.variant import VariantRecord
@@ -35,6 +38,7 @@ _FUSED: Final = 0.02
 _MOST_FROM_HULL: Final = 6
 # A part of the seconds that dropping everything would add; options that save less are not worth compiling.
 _LITTLE: Final = 0.01
+_MOST_ON_TAPE: Final = 12
 
 
 def compiled_menu(graph: UnitGraph) -> tuple[Keeps, ...]:
@@ -86,6 +90,36 @@ def with_compiled_costs(graph: UnitGraph) -> UnitGraph:
 
     ops = tuple(replace(op, time_s=time_s(op), state_bytes=0) for op in graph.ops)
     return replace(graph, ops=ops, tape_s=0.0, module_tape_s=(), again_op_s=0.0, parts=(), variants=(), eager_s=0.0)
+
+
+@cache
+def engine_options(graph: UnitGraph, *, output: Action = Action.KEEP) -> tuple[Option, ...]:
+    """Return the options of a unit on all engines that it was recorded for, from the leanest to the step without a plan.
+
+    Seconds are relative to the compiled unit that keeps PyTorch's choice, which makes options of engines comparable.
+    """
+    hull = unit_hull(graph, output=output)
+    if output is not Action.KEEP or not graph.variants:
+        return hull
+    output_bytes = sum(value.nbytes for _, value in graph.made if value.is_output)
+    eager_s = graph.beyond_default_s(graph.eager_s)
+    compiled = [
+        Option(
+            stored=Stored.whole_values(variant.kept),
+            recompute_ops=frozenset(),
+            kept_bytes=variant.own_bytes + output_bytes,
+            recompute_s=graph.beyond_default_s(variant.step_s),
+            engine=EngineChoice.COMPILE,
+            variant=number,
+        )
+        for number, variant in enumerate(graph.variants)
+    ]
+    on_tape = (
+        hull if len(hull) <= _MOST_ON_TAPE else [hull[len(hull) * i // _MOST_ON_TAPE] for i in range(_MOST_ON_TAPE)]
+    )
+    eager = [replace(option, recompute_s=option.recompute_s + eager_s) for option in on_tape]
+    # All: working sets differ between engines, so one that is slower at no fewer bytes may still lower the peak.
+    return (*sorted([*compiled[1:], *eager], key=lambda option: (option.kept_bytes, -option.recompute_s)), compiled[0])
 
 
 def undominated(variants: Sequence[VariantRecord], values: UnitGraph) -> tuple[VariantRecord, ...]:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from recollect.arguments import check_kind
 from recollect.byte_format import format_bytes
-from recollect.errors import BudgetTooSmallError, PlanError
+from recollect.errors import PlanError
 from recollect.notebooks import ShownInNotebooks
 from recollect.planning.bound import check_bound
 from recollect.planning.choose import Planner
@@ -136,10 +136,7 @@ def frontier(profile: Profile, host_budget: int | str = 0) -> Frontier:
 
 def _plans(planner: Planner) -> list[Plan]:
     """Return plans from the lowest known peak to the plain one."""
-    try:
-        leanest = planner.plan(0)
-    except BudgetTooSmallError as error:
-        leanest = planner.plan(error.least_peak_bytes)
+    leanest, _ = planner.plan_or_leanest(0)
     least_bytes = leanest.predicted_peak_bytes or 0
     stretch_bytes = planner.plain_peak_bytes - least_bytes
     budgets = {least_bytes + round(stretch_bytes * fraction) for fraction in _FRACTIONS} - {least_bytes}

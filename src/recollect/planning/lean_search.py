@@ -26,13 +26,7 @@ from numpy.typing import NDArray
 from recollect.planning.hull import Option, Stored
 from recollect.planning.lean_units import LeanUnits, everything_dropped
 from recollect.planning.option_table import Candidate, KnownCosts, OptionTable, with_options
-from recollect.planning.output_choices import (
-    folded_outputs,
-    inner_outputs,
-    most_folded,
-    number_between,
-    single_outputs,
-)
+from recollect.planning.output_choices import folded_outputs, inner_outputs, number_between, single_outputs
 from recollect.plans.action import Action
 from recollect.simulation.peak_sums import PeakSums
 
@@ -77,7 +71,7 @@ def _best_start(units: LeanUnits, num_alive: Mapping[str, int]) -> list[Option]:
     """Return the step that drops everything in the layers, and the outputs whose dropping makes its peak lowest."""
     starts: dict[int, list[Option]] = {}
     peaks: dict[int, float] = {}
-    most = most_folded(units.profile)
+    most = len(inner_outputs(units.profile))
     number: int | None = 0
     while number is not None:
         dropped = folded_outputs(units.profile, units.working_bytes, num_dropped=number, num_alive=num_alive)

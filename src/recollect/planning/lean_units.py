@@ -137,7 +137,7 @@ def worth_keeping(graph: UnitGraph) -> list[int]:
 
 def checkpoints(graph: UnitGraph, inputs: Collection[int]) -> list[int]:
     """Return the values, no larger than the unit's output, that suffice to compute it; the smallest first."""
-    outputs = {index for index, value in enumerate(graph.values) if value.is_output and value.producer is not None}
+    outputs = {index for index, value in graph.made if value.is_output}
     most_bytes = sum(graph.values[index].nbytes for index in outputs)
 
     def depend_on_inputs(kept: int) -> bool:

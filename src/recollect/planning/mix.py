@@ -72,22 +72,6 @@ class Limits:
         return Limits(self.unit[kept], self.counts[kept], [self.own_bytes[w] for w in kept], in_forward[kept])
 
 
-def cheapest_mix(units: Sequence[Stage], limits: Limits, budget_bytes: int) -> list[int] | None:
-    """Return options of all units that together take few seconds, or None if none are found within the budget.
-
-    Complexity: a linear program of an unknown for each option and a row for each of the fullest windows, then some passes over
-        both.
-    """
-    return _Mix(units, limits.fullest(), budget_bytes).chosen()
-
-
-def faster_mixes(
-    units: Sequence[Stage], limits: Limits, budget_bytes: int, chosen: Sequence[int]
-) -> Iterator[list[int]]:
-    """Yield choices that fit with a faster option for one unit, most seconds per byte first."""
-    yield from _Mix(units, limits.fullest(), budget_bytes).faster(chosen)
-
-
 @dataclass(frozen=True, slots=True)
 class _Point:
     """The best point of the program: the share of each option, and seconds per byte of each window there."""
@@ -96,8 +80,11 @@ class _Point:
     prices: NDArray[np.float64]
 
 
-class _Mix:
+class Mix:
+    """Finds options of all units that together fit a budget."""
+
     def __init__(self, units: Sequence[Stage], limits: Limits, budget_bytes: int) -> None:
+        limits = limits.fullest()
         self._budget = float(budget_bytes)
         self._unit_of = np.concatenate([np.full(len(u.kept_bytes), r) for r, u in enumerate(units)])
         self._first = np.searchsorted(self._unit_of, np.arange(len(units)))
@@ -115,6 +102,11 @@ class _Mix:
         self._tolerance = _ROUNDING * self._budget
 
     def chosen(self) -> list[int] | None:
+        """Return options that together take few seconds, or None if none are found within the budget.
+
+        Complexity: a linear program of an unknown for each option and a row for each of the fullest windows, then some passes
+            over both.
+        """
         free = np.arange(len(self._unit_of))
         point = self._point(free, self._budget * np.ones(len(self._loads)))
         if point is None:
@@ -128,6 +120,7 @@ class _Mix:
         return None if best is None else (best - self._first).tolist()
 
     def faster(self, start: Sequence[int]) -> Iterator[list[int]]:
+        """Yield choices that fit with a faster option for one unit, most seconds per byte first."""
         chosen = self._first + np.array(start)
         saved_s = self._seconds[chosen][self._unit_of] - self._seconds
         fits = (self._changed(chosen) <= self._tolerance).all(axis=0) & (saved_s > 0)

@@ -218,12 +218,11 @@ def unit_plan(graph: UnitGraph, option: Option) -> UnitPlan:
     ops = option.recompute_ops | (_ops_of_outputs(graph, option) if option.output == Action.RECOMPUTE else frozenset())
     needed = {value for op in ops for value in graph.ops[op].inputs}
     actions: dict[str, Action] = {}
-    for index, value in enumerate(graph.values):
-        if value.producer is not None:
-            is_kept = value.must_keep or (index in option.stored.whole and (value.saved or index in needed))
-            actions[value.name] = Action.RECOMPUTE if value.producer in ops and not is_kept else Action.KEEP
-            if index in option.stored.parts:
-                actions[value.name] = Action.SHARD
+    for index, value in graph.made:
+        is_kept = value.must_keep or (index in option.stored.whole and (value.saved or index in needed))
+        actions[value.name] = Action.RECOMPUTE if value.producer in ops and not is_kept else Action.KEEP
+        if index in option.stored.parts:
+            actions[value.name] = Action.SHARD
     return UnitPlan(actions, output=option.output)
 
 

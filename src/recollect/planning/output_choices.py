@@ -89,11 +89,6 @@ def inner_outputs(profile: Profile) -> frozenset[str]:
     return frozenset(profile.calls[index].path for chain in chains(profile) for index in chain[:-1])
 
 
-def most_folded(profile: Profile) -> int:
-    """Return the most outputs that can be dropped: all but the last of each chain."""
-    return len(inner_outputs(profile))
-
-
 def folded_outputs(
     profile: Profile, working_bytes: Sequence[int], *, num_dropped: int, num_alive: Mapping[str, int] | None = None
 ) -> frozenset[str]:
@@ -104,18 +99,12 @@ def folded_outputs(
 
     Complexity: about 60 passes over the calls.
     """
-    sizes = [
-        (
-            sum(
-                value.nbytes
-                for value in profile.graph_of(call).values
-                if value.is_output and value.producer is not None
-            )
-            * (num_alive or {}).get(call.path, 1),
-            w,
-        )
-        for call, w in zip(profile.calls, working_bytes, strict=True)
-    ]
+    outputs_bytes = (
+        sum(value.nbytes for _, value in profile.graph_of(call).made if value.is_output)
+        * (num_alive or {}).get(call.path, 1)
+        for call in profile.calls
+    )
+    sizes = list(zip(outputs_bytes, working_bytes, strict=True))
     runs = chains(profile)
     too_small, enough = -1, sum(output_bytes + w for output_bytes, w in sizes)
     while enough - too_small > 1:
@@ -167,10 +156,7 @@ def single_outputs(profile: Profile) -> frozenset[str]:
         for call in profile.calls
         if call.path not in inner
         and (len(calls_of[call.path]) == 1 or not call.repeated or call.path not in feeding)
-        and any(
-            v.is_output and v.saved and v.producer is not None and not v.must_keep
-            for v in profile.graph_of(call).values
-        )
+        and any(v.is_output and v.saved and not v.must_keep for _, v in profile.graph_of(call).made)
     )
 
 

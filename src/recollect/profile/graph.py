@@ -12,7 +12,7 @@ Limitations: a unit's graph is one recorded forward. Control flow that depends o
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated
 
 from recollect.plans.value_names import module_of
@@ -191,9 +191,14 @@ class UnitGraph:
         return 0.0 if math.isclose(seconds, default_s) else seconds - default_s
 
     @property
+    def made(self) -> list[tuple[int, ValueRecord]]:
+        """The values that its ops compute, with their indices: all but its inputs and other leaves."""
+        return [(index, value) for index, value in enumerate(self.values) if value.producer is not None]
+
+    @property
     def saved_values(self) -> list[int]:
-        """Indices of values that autograd saves in the step without recompute, except inputs of the unit and other leaves."""
-        return [index for index, value in enumerate(self.values) if value.saved and value.producer is not None]
+        """Indices of the values made that autograd saves in the step without recompute."""
+        return [index for index, value in self.made if value.saved]
 
     @property
     def saved_bytes(self) -> int:
@@ -203,6 +208,15 @@ class UnitGraph:
     def forward_s(self) -> float:
         """Seconds of the unit's forward: the sum over its ops."""
         return math.fsum(op.time_s for op in self.ops)
+
+    def keeping_draws(self) -> "UnitGraph":
+        """Return it with the results of random ops kept, and whatever is later written over them."""
+        kept = {value for op in self.ops if op.state_bytes for value in op.outputs}
+        for op in self.ops:
+            if op.mutates and op.inputs[0] in kept:
+                kept.update(op.outputs)
+        values = (replace(value, must_keep=True) if index in kept else value for index, value in enumerate(self.values))
+        return replace(self, values=tuple(values))
 
 
 @dataclass(frozen=True, slots=True)

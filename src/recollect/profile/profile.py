@@ -22,7 +22,6 @@ from recollect.errors import ProfileFormatError
 from recollect.fields import read_document, read_file, writing
 from recollect.notebooks import ShownInNotebooks
 from recollect.plans.paths import expand_classes
-from recollect.profile.capture import keeping_draws
 from recollect.profile.events import ALLOC, PHASE, StepLog, check_log
 from recollect.profile.graph import OpRecord, PartRecord, UnitCall, UnitGraph, ValueRecord
 from recollect.profile.host_times import HostTimes
@@ -216,7 +215,7 @@ class Profile(ShownInNotebooks):
             >>> "keep" in recollect.classic_plan(profile.for_capture(), "full").units["0"].actions.values()
             True
         """
-        return replace(self, graphs=tuple(map(keeping_draws, self.graphs)))
+        return replace(self, graphs=tuple(map(UnitGraph.keeping_draws, self.graphs)))
 
     def to_json(self) -> str:
         """Return the profile as JSON text; `from_json` reads it back as an equal profile."""

@@ -32,7 +32,7 @@ from recollect.profile.events import WORK
 from recollect.profile.host_times import LARGE_BYTES, AroundOps, HostTimes
 from recollect.recording.find_units import find_units
 from recollect.recording.step_recording import StepRecording
-from recollect.simulation.decisions import drop_all, recompute_unread_unit
+from recollect.simulation.decisions import decide_call, recompute_all_unit, recompute_unread_unit
 from recollect.simulation.simulate import simulate
 from recollect.warning import warn_user
 
@@ -204,7 +204,7 @@ class _Layer:
         recording = _recorded(model, inputs, device)
         profile = recording.profile(optimizer_step=None, gradients="freed", batch="")
         graphs = [profile.graph_of(call) for call in profile.calls]
-        leanest = simulate(profile, [drop_all(graph) for graph in graphs])
+        leanest = simulate(profile, [decide_call(graph, recompute_all_unit(graph)) for graph in graphs])
         num_forward = sum(len(graph.ops) for graph in graphs)
         works_ns = [time_ns for _, time_ns in profile.log.operands(WORK)]
         calls = recording.recorder.calls

@@ -214,7 +214,7 @@ def _names_of(graph: UnitGraph) -> dict[str, int]:
         stem = value_stem(*key, counts[key])
         counts[key] += 1
         found |= dict(zip(result_names(stem, len(op.outputs)), op.outputs, strict=True))
-    return found | {value.name: index for index, value in enumerate(graph.values) if value.producer is not None}
+    return found | {value.name: index for index, value in graph.made}
 
 
 def _with_own_code(forward: Callable[..., Any]) -> Callable[..., Any]:

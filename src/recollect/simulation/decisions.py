@@ -99,22 +99,18 @@ def calls_on_tape(decisions: Sequence[CallActions]) -> frozenset[int]:
 
 
 def keep_all_unit(graph: UnitGraph) -> UnitPlan:
-    return UnitPlan({value.name: Action.KEEP for value in graph.values if value.producer is not None})
+    return UnitPlan({value.name: Action.KEEP for _, value in graph.made})
 
 
 def recompute_all_unit(graph: UnitGraph, *, output: Action = Action.KEEP) -> UnitPlan:
     """Drop every value that can be recomputed."""
-    actions: dict[str, Action] = {
-        value.name: Action.KEEP if value.must_keep else Action.RECOMPUTE
-        for value in graph.values
-        if value.producer is not None
-    }
+    actions = {value.name: Action.KEEP if value.must_keep else Action.RECOMPUTE for _, value in graph.made}
     return UnitPlan(actions, output=output)
 
 
 def recompute_unread_unit(graph: UnitGraph) -> UnitPlan:
     """Drop a single value, which backward does not read: the unit runs under its plan, and keeps what it saves."""
-    made = [value for value in graph.values if value.producer is not None]
+    made = [value for _, value in graph.made]
     unread = next(value for value in made if not (value.saved or value.must_keep or value.is_output))
     return UnitPlan({value.name: Action.RECOMPUTE if value is unread else Action.KEEP for value in made})
 
@@ -126,9 +122,7 @@ def decide_call(graph: UnitGraph, unit: UnitPlan | None) -> CallActions:
     if unit.engine is EngineChoice.COMPILE:
         return CallActions(engine=unit.engine, variant=_variant_of(graph, unit))
     actions = {
-        index: _played_action(graph, value, unit.actions.get(value.name, Action.KEEP))
-        for index, value in enumerate(graph.values)
-        if value.producer is not None
+        index: _played_action(graph, value, unit.actions.get(value.name, Action.KEEP)) for index, value in graph.made
     }
     values = ValueActions.of(actions)
     if unit.engine is EngineChoice.GRAPH and unit.recomputes_anything and cut_unit(graph, values.recomputed):
@@ -145,9 +139,7 @@ def plain_call(graph: UnitGraph) -> CallActions:
 def compiled_actions(graph: UnitGraph, kept: Container[int]) -> dict[str, Action]:
     """Return the action of each value of a compiled unit, by name, if it keeps these values, by index, and its outputs."""
     return {
-        value.name: Action.KEEP if index in kept or value.is_output else Action.RECOMPUTE
-        for index, value in enumerate(graph.values)
-        if value.producer is not None
+        value.name: Action.KEEP if index in kept or value.is_output else Action.RECOMPUTE for index, value in graph.made
     }
 
 
@@ -164,11 +156,7 @@ def _variant_of(graph: UnitGraph, unit: UnitPlan) -> int:
     Raises:
         PlanError: none was recorded.
     """
-    kept = {
-        index
-        for index, value in enumerate(graph.values)
-        if value.producer is not None and not value.is_output and unit.actions.get(value.name) == Action.KEEP
-    }
+    kept = {index for index, value in graph.made if not value.is_output and unit.actions.get(value.name) == Action.KEEP}
     sets = [set(variant.kept) for variant in graph.variants]
     # PyTorch's own choice comes last: it may also save intermediate steps of a value.
     if sets and not unit.actions:
@@ -198,12 +186,6 @@ def _played_action(graph: UnitGraph, value: ValueRecord, action: Action) -> Acti
     if action is Action.OFFLOAD:
         return Action.KEEP if is_result or value.stays or not value.nbytes else action
     return Action.KEEP if value.must_keep else action
-
-
-def drop_all(graph: UnitGraph) -> CallActions:
-    """Return the decision that drops everything the tape can, except the output."""
-    dropped = (i for i, v in enumerate(graph.values) if v.producer is not None and not v.must_keep)
-    return CallActions(ValueActions.recomputing(dropped))
 
 
 def decide(profile: Profile, plan: Plan) -> list[CallActions]:

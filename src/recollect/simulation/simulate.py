@@ -173,9 +173,8 @@ class _CompiledCall:
         play[BULK](step.profile.block_bytes(variant.forward_bytes), 0)
         step.spends(_FORWARD_PART * variant.step_s)
         returned = returned_values(graph)
-        for index, value in enumerate(graph.values):
-            is_there = value.is_output or (call, index) in step.program.read_by_others or index in returned
-            if value.producer is not None and is_there:
+        for index, value in graph.made:
+            if value.is_output or (call, index) in step.program.read_by_others or index in returned:
                 play[events.ALLOC]((call, index), step.profile.block_bytes(value.nbytes))
         self._own = list(self._kept())
         self._held = {value: step.bytes_of(step.program.key(call, value)) for value in variant.held}

@@ -61,7 +61,7 @@ def test_bound_is_drawn_nowhere_too_high(profile: Profile, frontier: Frontier) -
     for _ in range(60):
         budget_bytes = rng.randint(math.ceil(x[0]), math.floor(x[-1]))
         # The linear programs are solved to 1e-6 of their value.
-        assert np.interp(budget_bytes, x, y) <= bound.slowdown(budget_bytes) * (1 + 1e-5) + 1e-9
+        assert np.interp(budget_bytes, x, y) <= bound.added_s(budget_bytes) / profile.step_s * (1 + 1e-5) + 1e-9
     for point in frontier.bound:
         if math.isfinite(point.slowdown) and point.budget_bytes > x[0]:
             assert np.interp(point.budget_bytes, x, y) == pytest.approx(point.slowdown, rel=1e-6, abs=1e-9)

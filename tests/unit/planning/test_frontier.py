@@ -82,7 +82,7 @@ def test_bound_is_below_every_plan_and_ends_where_no_plan_can_be(recorded: Profi
         assert point.bound_slowdown is not None
         assert point.bound_slowdown == point.plan.bound_slowdown
         # Both are solved to a tolerance of 1e-6.
-        assert point.bound_slowdown <= min(point.slowdown, bound.slowdown(point.peak_bytes) + 1e-6)
+        assert point.bound_slowdown <= min(point.slowdown, bound.added_s(point.peak_bytes) / recorded.step_s + 1e-6)
     budgets = [point.budget_bytes for point in found.bound]
     assert budgets == sorted(budgets)
     assert {point.peak_bytes for point in found.points} <= set(budgets)

@@ -20,7 +20,7 @@ from recollect.profile.graph import OpRecord, UnitCall, UnitGraph, ValueRecord
 from recollect.profile.host_times import HostTimes
 from recollect.profile.profile import Profile
 from recollect.profile.variant import VariantRecord
-from recollect.simulation.decisions import CallActions, compiled_unit, decide, drop_all
+from recollect.simulation.decisions import CallActions, compiled_unit, decide, decide_call, recompute_all_unit
 from recollect.simulation.lifetimes import lifetimes
 from recollect.simulation.peak_sums import PeakSums
 from recollect.simulation.predicted import simulated_plan
@@ -65,7 +65,7 @@ def test_what_was_recorded_of_a_variant_is_played_in_place_of_the_ops() -> None:
 def test_eager_units_take_longer_than_compiled_ones() -> None:
     profile = _one_unit()
     assert simulate(profile, [CallActions()]).recompute_s == 1.0
-    assert simulate(profile, [drop_all(profile.graphs[0])]).recompute_s == 2.0
+    assert simulate(profile, [decide_call(profile.graphs[0], recompute_all_unit(profile.graphs[0]))]).recompute_s == 2.0
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_sums_over_units_are_whole_simulations(llama: Profile) -> None:
         decisions = []
         for call in llama.calls:
             graph = llama.graph_of(call)
-            choices = [CallActions(), drop_all(graph)]
+            choices = [CallActions(), decide_call(graph, recompute_all_unit(graph))]
             choices += [CallActions(engine=EngineChoice.COMPILE, variant=v) for v in range(len(graph.variants))]
             decisions.append(chooser.choice(choices))
         whole, summed = simulate(llama, decisions), sums.peaks(decisions)

@@ -230,8 +230,7 @@ def _unit(layer: LayerOps, outputs: Mapping[str, Action], parts: Mapping[str, fr
         dropped |= inside if outputs[name] == Action.RECOMPUTE else inside - layer.outputs_of(inside)
     actions: dict[str, Action] = {
         value.name: Action.RECOMPUTE if index in dropped and not value.must_keep else Action.KEEP
-        for index, value in enumerate(layer.graph.values)
-        if value.producer is not None
+        for index, value in layer.graph.made
     }
     return UnitPlan(actions)
 
