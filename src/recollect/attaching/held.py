@@ -121,11 +121,8 @@ class StepUnderWay:
 
     def had_more_backwards(self) -> bool:
         """Whether backward ran more often than a plan foresaw, or built a graph that it did not foresee."""
-        return any(
-            course is not None
-            and (backwards.number > course.num_backwards or (backwards.build_graph and not course.builds_graph))
-            for course, backwards in zip(self._foreseen, self._backwards, strict=True)
-        )
+        pairs = zip(self._foreseen, self.courses(), strict=True)
+        return any(course is not None and not course.foresees_backward(ran) for course, ran in pairs)
 
     def beyond(self) -> list[Mapping[str, int]]:
         """Return for each call the runs of units that its plan did not foresee: all, if it had none."""

@@ -79,7 +79,7 @@ class Missed:
             lacking = course.lacks(wanted)
             if any(spare.get(path, 0) < number for path, number in lacking.items()):
                 return False
-            if wanted.num_backwards > course.num_backwards or (wanted.builds_graph and not course.builds_graph):
+            if not course.foresees_backward(wanted):
                 return False
         return is_little(planned.courses, planned.spare)
 

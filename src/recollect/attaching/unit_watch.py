@@ -56,11 +56,11 @@ class Course:
             >>> long.is_at_least(short), short.is_at_least(long)
             (True, False)
         """
-        return (
-            not self.lacks(other)
-            and self.num_backwards >= other.num_backwards
-            and (self.builds_graph or not other.builds_graph)
-        )
+        return not self.lacks(other) and self.foresees_backward(other)
+
+    def foresees_backward(self, other: Course) -> bool:
+        """Whether backward runs at most as often in the other one, and builds a graph only if it does here."""
+        return self.num_backwards >= other.num_backwards and (self.builds_graph or not other.builds_graph)
 
     def lacks(self, other: Course) -> dict[str, int]:
         """Return how many more runs of each unit the other one has; one more where it has as many, but larger ones.

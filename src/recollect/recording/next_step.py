@@ -28,7 +28,8 @@ from recollect.profile.graph import UnitGraph
 from recollect.profile.profile import Profile
 from recollect.recording.find_units import NOT_CALLED
 from recollect.recording.step_recorder import StepRecorder
-from recollect.recording.trackers import RecordedCall, Source, Tracked, tracker_of
+from recollect.recording.trackers import RecordedCall, Tracked, tracker_of
+from recollect.simulation.program import Key
 from recollect.tensors import tensors_held
 
 _Caller: TypeAlias = tuple[nn.Module, bool]
@@ -45,15 +46,15 @@ class Leftover(NamedTuple):
     made_at: int
 
 
-def leftovers(recorded: Iterable[Event], calls: Sequence[RecordedCall]) -> dict[Source, Leftover]:
+def leftovers(recorded: Iterable[Event], calls: Sequence[RecordedCall]) -> dict[Key, Leftover]:
     """Return the storages the events leave alive, including those in graphs that no backward used up.
 
     Complexity: one pass over the events.
     """
-    values: dict[Source, None] = {}
-    storages: dict[Source, int] = {}
-    saved: dict[int, Source] = {}
-    made_at: dict[Source, int] = {}
+    values: dict[Key, None] = {}
+    storages: dict[Key, int] = {}
+    saved: dict[int, Key] = {}
+    made_at: dict[Key, int] = {}
     for position, (code, *operands) in enumerate(recorded):
         if code in (events.ALLOC, events.SUM):
             storages[-1, operands[0]] = operands[-1]
@@ -269,7 +270,7 @@ class Returns:
         self.makes_cache = False
         # The log position where each one returned, and the call an output comes from.
         self._positions: dict[_Caller, list[int]] = {}
-        self._outputs: dict[Source, tuple[_Caller, int]] = {}
+        self._outputs: dict[Key, tuple[_Caller, int]] = {}
 
     @contextmanager
     def seen_by_hooks(self, model: nn.Module, unit_paths: Collection[str]) -> Iterator[None]:
@@ -292,7 +293,7 @@ class Returns:
             self._end(module, args, output)
         return output
 
-    def replaced_at(self, alive: Container[Source]) -> dict[Source, int]:
+    def replaced_at(self, alive: Container[Key]) -> dict[Key, int]:
         """Return, for each output that the step leaves alive, where the log replaces the last step's.
 
         Among calls whose outputs are held, the outputs of the first are replaced when the module first returns, and so

@@ -34,10 +34,11 @@ from recollect.recording.optimizers import Optimizers, beside_parameters, state_
 from recollect.recording.recording_tape import RecordingTape, StepMode
 from recollect.recording.replicated_values import RanksWithParts
 from recollect.recording.step_recorder import Costs, StepRecorder
-from recollect.recording.trackers import Source, UnrelatedMemory, filled_storages, freed_gradients, sources_outside
+from recollect.recording.trackers import UnrelatedMemory, filled_storages, freed_gradients, sources_outside
 from recollect.recording.unit_samples import UnitSample, UnitSamples
 from recollect.simulation.clocks import has_two_clocks, step_times
 from recollect.simulation.decisions import CallActions
+from recollect.simulation.program import Key
 
 Gradients: TypeAlias = Literal["held", "freed", "accumulated"]
 """Gradients of the last step when the next one begins: alive until backward begins, freed, or added to by backward."""
@@ -94,9 +95,9 @@ class StepRecording:
         self.returns = Returns(self.recorder)
         self.samples_of_graph: dict[int, UnitSample] = {}
         self._ran_optimizer = False
-        self._leftovers: dict[Source, Leftover] = {}
+        self._leftovers: dict[Key, Leftover] = {}
         # Where `zero_grad` frees the last step's: by storage (0: nowhere), by parameter.
-        self._gradients, self._freed_at = dict[Source, int](), dict[int, int]()
+        self._gradients, self._freed_at = dict[Key, int](), dict[int, int]()
         self._other_bytes = self.left_bytes = self.late_gradients_bytes = 0
         self._to_come = OptimizerStep(0, ())
         self.kernels = self.device.type
@@ -294,7 +295,7 @@ class StepRecording:
         recorder, left, phases = self.recorder, self._leftovers, Phases(self.recorder.events)
         returned = self.returns.replaced_at(left)
 
-        def replaced_at(key: Source) -> int:
+        def replaced_at(key: Key) -> int:
             if key in self._gradients:
                 return phases.next_after(self._gradients[key] or phases.first_backward - 1)
             end = phases.next_after(left[key].made_at)

@@ -33,12 +33,10 @@ from recollect.measuring.meter import storages_of
 from recollect.profile import events
 from recollect.profile.events import Event
 from recollect.recording.event_log import Death, EventLog, Need
+from recollect.simulation.program import Key
 
 _TRACKER = "_recollect_tracker"
 _NEEDS = "_recollect_needs"
-
-Source: TypeAlias = tuple[int, int]
-"""A value: the call that computed it and its index there, or (-1, storage number) if no unit made it."""
 
 Log: TypeAlias = Callable[..., None]
 """Adds an event to the record: `StepRecorder.log`."""
@@ -58,7 +56,7 @@ def tracker_of(storage: torch.UntypedStorage | None) -> Tracker | None:
     return None if death is None else death.means
 
 
-def sources_outside(tensors: Iterable[torch.Tensor | None]) -> set[Source]:
+def sources_outside(tensors: Iterable[torch.Tensor | None]) -> set[Key]:
     """Return those of the tensors that were made outside the units' forward."""
     trackers = (tracker_of(part.untyped_storage()) for part in strided_tensors(list(tensors)))
     return {tracker.source for tracker in trackers if isinstance(tracker, TrackedOther)}
@@ -149,7 +147,7 @@ class TrackedValue(Tracked):
     __slots__ = ()
 
     @property
-    def source(self) -> Source:
+    def source(self) -> Key:
         return self.call, self.value
 
     def end(self) -> Event:
@@ -171,7 +169,7 @@ class TrackedOther(Tracked):
         self.used = -1
 
     @property
-    def source(self) -> Source:
+    def source(self) -> Key:
         return -1, self.storage
 
     def hand_over(self) -> int:
@@ -335,7 +333,7 @@ class RecordedCall:
     values: list[RecordedValue] = field(default_factory=list)
     ops: list[RecordedOp] = field(default_factory=list)
     # Of what it reads and was computed outside of it: the value that stands for that here.
-    sources: dict[Source, int] = field(default_factory=dict)
+    sources: dict[Key, int] = field(default_factory=dict)
     # Number of ops that the tape sees, by module; and modules that it always watches, since they write in place.
     seen_ops: Counter[str] = field(default_factory=Counter)
     watched_modules: set[str] = field(default_factory=set)
@@ -348,7 +346,7 @@ class RecordedCall:
     # Numbers of the nodes of autograd's graph that its forward made.
     nodes: range = range(0)
 
-    def input(self, source: Source, nbytes: int) -> int:
+    def input(self, source: Key, nbytes: int) -> int:
         """Return the value that stands for one that was computed outside the unit; add it if there is none."""
         if source not in self.sources:
             self.sources[source] = len(self.values)
