@@ -27,6 +27,7 @@ from recollect.planning.classic import classic_plan
 from recollect.plans.action import Action
 from recollect.plans.plan import Plan
 from recollect.plans.unit_plan import UnitPlan
+from recollect.profile.events import Key
 from recollect.profile.graph import UnitGraph
 from recollect.profile.profile import Profile
 from recollect.ranks.members import common_plan
@@ -34,7 +35,7 @@ from recollect.recording.next_step import foreseen, with_copies
 from recollect.recording.optimizers import present_state_bytes, state_tensors
 from recollect.simulation.decisions import CallActions, decide_call
 from recollect.simulation.playback import Playback, Token
-from recollect.simulation.program import Key, Program
+from recollect.simulation.program import Program
 from recollect.simulation.simulate import Simulation, run
 
 _KIND: Final = "units_of_other_steps"

@@ -14,13 +14,12 @@ from recollect.plans.action import Action, EngineChoice
 from recollect.plans.plan import Plan
 from recollect.plans.trip import Trip
 from recollect.plans.unit_plan import UnitPlan
-from recollect.profile.events import BACKWARD
+from recollect.profile.events import BACKWARD, Key
 from recollect.profile.graph import UnitGraph
 from recollect.profile.profile import Profile
 from recollect.simulation.copy_clock import Course, Journey, Link, course, journey, nbytes_of, waits
 from recollect.simulation.decisions import decide, keep_all_unit
 from recollect.simulation.lifetimes import EveryEvent
-from recollect.simulation.program import Key
 from recollect.simulation.windows import EdgeTable, edges
 
 Name = tuple[str, str]

@@ -32,6 +32,8 @@ from recollect.profile.graph import UnitGraph
 
 Event: TypeAlias = tuple[int, ...]
 """A code and its operands."""
+Key: TypeAlias = tuple[int, int]
+"""A value: the call that computed it and its index there, or (-1, storage number) if no unit made it."""
 
 ALLOC: Final = 0
 FREE: Final = 1

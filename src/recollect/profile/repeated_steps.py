@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from recollect.profile import events
-from recollect.profile.events import Event, StepLog
+from recollect.profile.events import Event, Key, StepLog
 from recollect.profile.graph import UnitCall
 from recollect.profile.profile import Profile
-from recollect.profile.stretches import Item, StepReader, Stretch
+from recollect.profile.stretches import StepReader, Stretch
 
 # The most stretches that repeat together: a micro-step may have several forwards, each with its own backward.
 _LONGEST_PERIOD = 8
@@ -131,7 +131,7 @@ class _Folding:
             for call in found[number].calls
         }
         # Storages that represent values of removed calls.
-        self._storage_of: dict[Item, int] = {}
+        self._storage_of: dict[Key, int] = {}
 
     def folded(self) -> Profile:
         log: list[Event] = []

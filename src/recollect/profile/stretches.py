@@ -3,13 +3,10 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeAlias
 
 from recollect.profile import events
+from recollect.profile.events import Key
 from recollect.profile.profile import Profile
-
-Item: TypeAlias = tuple[int, int]
-"""A value, (call, value), or a storage from outside the units, (-1, number)."""
 
 
 @dataclass(slots=True)
@@ -31,7 +28,7 @@ class Stretch:
     calls: range
     form: tuple[object, ...] = ()
     """Its events; equal for stretches that differ in names only."""
-    held: Mapping[Item, Held] = field(default_factory=dict)
+    held: Mapping[Key, Held] = field(default_factory=dict)
     """Storages held by the model's own code when it begins."""
     start_bytes: int = 0
     reads_calls: set[int] = field(default_factory=set)
@@ -50,7 +47,7 @@ class StepReader:
         self._position = 0
         self._num_calls = 0
         self._waiting: set[int] = set()
-        self._held: dict[Item, Held] = {}
+        self._held: dict[Key, Held] = {}
         self._held_bytes = 0
         # For each storage and handle, the stretch and its number there; for each call, the stretch.
         self._storages: dict[int, tuple[int, int]] = {}
@@ -60,7 +57,7 @@ class StepReader:
         self._steps: list[object] = []
         self._num_storages = 0
         self._freed: set[int] = set()
-        self._let_go_of: list[tuple[Item, Held]] = []
+        self._let_go_of: list[tuple[Key, Held]] = []
         # Of the stretch before it.
         self._last: tuple[list[object], list[object]] = [], []
 
@@ -200,11 +197,11 @@ class StepReader:
     def _of_call(self, code: int, call: int) -> None:
         self._steps.append((code, *self._runs(call)))
 
-    def _hold(self, item: Item, nbytes: int) -> None:
+    def _hold(self, item: Key, nbytes: int) -> None:
         self._held[item] = Held(nbytes, birth=self._position)
         self._held_bytes += self._profile.block_bytes(nbytes)
 
-    def _let_go(self, item: Item) -> Held | None:
+    def _let_go(self, item: Key) -> Held | None:
         held = self._held.pop(item, None)
         if held is not None:
             held.death = self._position

@@ -23,13 +23,12 @@ from recollect._torch_private import current_autograd_node, transforms_are_activ
 from recollect.engine.subclasses import strided_tensors
 from recollect.plans.paths import paths_above
 from recollect.profile import events
-from recollect.profile.events import Event, StepLog
+from recollect.profile.events import Event, Key, StepLog
 from recollect.profile.graph import UnitGraph
 from recollect.profile.profile import Profile
 from recollect.recording.find_units import NOT_CALLED
 from recollect.recording.step_recorder import StepRecorder
 from recollect.recording.trackers import RecordedCall, Tracked, tracker_of
-from recollect.simulation.program import Key
 from recollect.tensors import tensors_held
 
 _Caller: TypeAlias = tuple[nn.Module, bool]

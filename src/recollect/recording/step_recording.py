@@ -23,6 +23,7 @@ from recollect.measuring.meter import storage_bytes
 from recollect.planning.planners import Engine
 from recollect.plans.unit_plan import UnitPlan
 from recollect.profile import events
+from recollect.profile.events import Key
 from recollect.profile.host_times import NOTHING, AroundOps
 from recollect.profile.profile import Profile, block_bytes
 from recollect.profile.repeated_steps import fold
@@ -38,7 +39,6 @@ from recollect.recording.trackers import UnrelatedMemory, filled_storages, freed
 from recollect.recording.unit_samples import UnitSample, UnitSamples
 from recollect.simulation.clocks import has_two_clocks, step_times
 from recollect.simulation.decisions import CallActions
-from recollect.simulation.program import Key
 
 Gradients: TypeAlias = Literal["held", "freed", "accumulated"]
 """Gradients of the last step when the next one begins: alive until backward begins, freed, or added to by backward."""

@@ -31,9 +31,8 @@ from recollect.measuring.deaths import is_of_the_allocator, reachable_storages
 from recollect.measuring.device_memory import allocated_bytes
 from recollect.measuring.meter import storages_of
 from recollect.profile import events
-from recollect.profile.events import Event
+from recollect.profile.events import Event, Key
 from recollect.recording.event_log import Death, EventLog, Need
-from recollect.simulation.program import Key
 
 _TRACKER = "_recollect_tracker"
 _NEEDS = "_recollect_needs"

@@ -16,8 +16,9 @@ from typing import Any, Final
 
 from recollect.plans.action import Action
 from recollect.profile import events
+from recollect.profile.events import Key
 from recollect.simulation.decisions import CallActions, ValueActions
-from recollect.simulation.program import BULK, EDGE, WINDOW, Key, Program, ProgramOp
+from recollect.simulation.program import BULK, EDGE, WINDOW, Program, ProgramOp
 
 OUTSIDE: Final = -1
 """Stands in for a call: everything made between units."""

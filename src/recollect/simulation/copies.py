@@ -11,9 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from recollect.plans.trip import Trip
-from recollect.profile.events import DIES
+from recollect.profile.events import DIES, Key
 from recollect.simulation.decisions import CallActions
-from recollect.simulation.program import EDGE, Key, Program
+from recollect.simulation.program import EDGE, Program
 from recollect.simulation.windows import EdgeTable
 from recollect.slots import SlotList
 

@@ -14,11 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from recollect.plans.trip import Trip
-from recollect.profile.events import OP, WORK
+from recollect.profile.events import OP, WORK, Key
 from recollect.profile.profile import Profile
 from recollect.simulation.decisions import CallActions
 from recollect.simulation.lifetimes import ClockedPlayback, EveryEvent
-from recollect.simulation.program import Key
 from recollect.simulation.simulate import run
 from recollect.simulation.windows import Edge, EdgeTable, edges_for
 

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from recollect.profile.events import BACKWARD, FORWARD, OPTIMIZER, WORK
+from recollect.profile.events import BACKWARD, FORWARD, OPTIMIZER, WORK, Key
 from recollect.profile.graph import OpRecord
 from recollect.profile.profile import Profile
 from recollect.simulation.decisions import CallActions, calls_on_tape
 from recollect.simulation.playback import Freed, Owner, Playback, Token
-from recollect.simulation.program import Key, Program
+from recollect.simulation.program import Program
 from recollect.simulation.simulate import Simulation, run
 from recollect.simulation.windows import edges_for
 

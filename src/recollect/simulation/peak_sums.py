@@ -19,13 +19,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from recollect.profile.events import OPTIMIZER
+from recollect.profile.events import OPTIMIZER, Key
 from recollect.profile.profile import Profile
 from recollect.simulation.call_groups import OUTSIDE, Division, Group
 from recollect.simulation.copies import Death, Holes
 from recollect.simulation.decisions import CallActions, calls_on_tape
 from recollect.simulation.playback import Playback, Token
-from recollect.simulation.program import Instruction, Key, Program, ProgramOp
+from recollect.simulation.program import Instruction, Program, ProgramOp
 from recollect.simulation.simulate import Simulation, handlers, simulate
 from recollect.simulation.windows import most_alive, windows
 

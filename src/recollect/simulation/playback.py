@@ -15,12 +15,12 @@ from typing import Any, Final, Protocol, TypeAlias
 from recollect.plans.action import Action
 from recollect.plans.trip import Timetable
 from recollect.profile import events
-from recollect.profile.events import BACKWARD, FORWARD, PHASE_NAMES
+from recollect.profile.events import BACKWARD, FORWARD, PHASE_NAMES, Key
 from recollect.profile.graph import OpRecord
 from recollect.replay import KeptPass, Node, Recipes, Value
 from recollect.simulation.copies import Death, HostRoom, SimulatedCopy
 from recollect.simulation.decisions import CallActions
-from recollect.simulation.program import BULK, EDGE, WINDOW, Key, Program, ProgramOp
+from recollect.simulation.program import BULK, EDGE, WINDOW, Program, ProgramOp
 
 Actions: TypeAlias = Mapping[int, Callable[..., None]]
 """A handler for each instruction code of a program, called with the operands."""

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Final
 
 from recollect.plans.action import EngineChoice
 from recollect.profile import events
-from recollect.profile.events import Event
+from recollect.profile.events import Event, Key
 from recollect.profile.graph import OpRecord, UnitGraph
 from recollect.profile.profile import Profile
 from recollect.profile.variant import VariantRecord
@@ -32,8 +32,6 @@ EDGE: Final = -3
 """`(EDGE, phase, call)`: an edge, where offloaded values leave or come back."""
 
 Instruction = tuple[int, tuple[Any, ...]]
-Key = tuple[int, int]
-"""A value: the call that computed it and its index there, or (-1, storage number) if no unit made it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,11 +23,12 @@ from typing import Any, Final
 
 from recollect.plans.action import EngineChoice
 from recollect.profile import events
+from recollect.profile.events import Key
 from recollect.profile.profile import Profile
 from recollect.programs.unit import returned_values
 from recollect.simulation.decisions import CallActions, calls_on_tape
 from recollect.simulation.playback import COMPILED, Actions, Playback, Token
-from recollect.simulation.program import BULK, WINDOW, Key, Program, ProgramOp
+from recollect.simulation.program import BULK, WINDOW, Program, ProgramOp
 from recollect.simulation.windows import Window, edges_for
 from recollect.simulation.windows import windows as all_windows
 
