@@ -18,12 +18,13 @@ from recollect.errors import AlreadyAppliedError, BudgetWarning, RecordError
 from recollect.measuring.device_memory import memory_bytes
 from recollect.measuring.host_memory import check_host_budget
 from recollect.planning.loss_chunks import LossChunks, plan_with_chunks
+from recollect.planning.planners import Engine
 from recollect.plans.plan import Plan
 from recollect.profile.profile import Profile
 from recollect.quantities import check_budget, parse_bytes
 from recollect.ranks.group import ALONE, Place
 from recollect.ranks.members import GroupChoice, check_alike, common_plan, ranks_of
-from recollect.recording.engines import RecordedEngine, check_host_engine
+from recollect.recording.engines import check_host_engine
 from recollect.recording.model_step import LossFunction, Step, device_of
 from recollect.recording.optimizers import Optimizers, check_optimizers, present_state_bytes
 from recollect.recording.record import record
@@ -110,7 +111,7 @@ def fit(
     gradients: Gradients = "held",
     loss_chunks: LossChunks = 1,
     host_budget: int | str = 0,
-    engine: RecordedEngine = "tape",
+    engine: Engine = "tape",
     group: GroupChoice = None,
 ) -> Plan:
     """Fit the model's training step into a memory budget with the least recompute: record, plan and apply.

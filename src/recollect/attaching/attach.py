@@ -17,10 +17,11 @@ from recollect.errors import AlreadyAppliedError, RecollectError, RecordError
 from recollect.fitting import DEFAULT_BUDGET
 from recollect.measuring.device_memory import memory_bytes
 from recollect.measuring.host_memory import check_host_budget
+from recollect.planning.planners import Engine
 from recollect.quantities import check_budget, parse_bytes
 from recollect.ranks.group import Place
 from recollect.ranks.members import GroupChoice, check_alike, ranks_of
-from recollect.recording.engines import RecordedEngine, check_engine, check_host_engine
+from recollect.recording.engines import check_engine, check_host_engine
 from recollect.recording.model_step import device_of
 from recollect.recording.optimizers import check_optimizers, optimizers_in
 from recollect.tracebacks import lets_go
@@ -35,7 +36,7 @@ def attach(
     on_larger: OnLarger = "replan",
     units: Iterable[str] | None = None,
     host_budget: int | str = 0,
-    engine: RecordedEngine = "tape",
+    engine: Engine = "tape",
     measure: bool = False,
     log: Callable[[str], object] | None = None,
     group: GroupChoice = None,

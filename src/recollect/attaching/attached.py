@@ -36,10 +36,10 @@ from recollect.costs.op_costs import MeasuredCosts
 from recollect.engine.captured import refused
 from recollect.engine.placed_forward import Handle
 from recollect.errors import LargerStepError, RecollectError
+from recollect.planning.planners import Engine
 from recollect.plans.plan import Plan
 from recollect.plans.unit_plan import UnitPlan
 from recollect.ranks.group import ALONE, Ranks
-from recollect.recording.engines import RecordedEngine
 from recollect.recording.find_units import find_units
 from recollect.recording.model_step import step_tensors
 from recollect.recording.step_recording import StepRecording
@@ -64,7 +64,7 @@ class Attached(Handle):
         on_larger: OnLarger,
         log: Callable[[str], object],
         host_bytes: int = 0,
-        engine: RecordedEngine = "tape",
+        engine: Engine = "tape",
         measure: bool = False,
         ends_by_hand: bool = False,
         ranks: Ranks = ALONE,

@@ -21,13 +21,13 @@ from recollect.byte_format import format_bytes
 from recollect.costs.host_copies import with_host_link
 from recollect.errors import BudgetWarning
 from recollect.planning.classic import classic_plan
-from recollect.planning.planners import planner_for
+from recollect.planning.planners import Engine, planner_for
 from recollect.profile.profile import Profile
 from recollect.progress import stage
 from recollect.quantities import parse_budget
 from recollect.ranks.group import Place
 from recollect.ranks.members import common_plan
-from recollect.recording.engines import RecordedEngine, with_engine
+from recollect.recording.engines import with_engine
 from recollect.recording.host_times import around_ops
 from recollect.recording.step_recording import StepRecording
 from recollect.warning import warn_user
@@ -105,7 +105,7 @@ class StepPlanner:
     log: Callable[[str], object]
     device: torch.device
     host_bytes: int = 0
-    engine: RecordedEngine = "tape"
+    engine: Engine = "tape"
 
     def __post_init__(self) -> None:
         self.budget_bytes: int | None = None

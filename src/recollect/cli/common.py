@@ -27,9 +27,9 @@ from recollect.measuring.device_memory import memory_bytes
 from recollect.measuring.host_memory import host_memory_bytes
 from recollect.pictures.page import require_plotly
 from recollect.pictures.style import require_matplotlib
+from recollect.planning.planners import Engine
 from recollect.printing import print_line
 from recollect.profile.profile import Profile
-from recollect.recording.engines import RecordedEngine
 from recollect.recording.step_recording import Gradients
 
 
@@ -98,7 +98,7 @@ def step_recorder(
     holds_output: bool = True,
     gradients: Gradients = "held",
     host_link: bool = False,
-    engine: RecordedEngine = "tape",
+    engine: Engine = "tape",
 ) -> Callable[[int], Profile]:
     """Build the step and return a function that records it with a given number of loss chunks."""
     # A fake step needs only shapes.

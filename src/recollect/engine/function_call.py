@@ -35,13 +35,13 @@ def autocast_now(devices: Iterable[str]) -> Autocast:
 
 
 class FunctionArguments:
-    """The arguments of a Function's call: tensors apart (`tensors`, each once), everything else unchanged.
+    """The arguments of a Function's call: tensors apart (`tensors`, each once), everything else unchanged; `leaves`: both.
 
     Parameters are not taken apart: forward may read attributes of theirs, and they outlive the call anyway. An argument that
     bundles others (a dataclass with slots, as Transformer Engine's linear layers get) is created again for each run.
     """
 
-    __slots__ = ("_bundles", "_leaves", "_needs_grad", "_positions", "_spec", "tensors")
+    __slots__ = ("_bundles", "_needs_grad", "_positions", "_spec", "leaves", "tensors")
 
     def __init__(self, args: tuple[Any, ...]) -> None:
         self._bundles = {position: type(arg) for position, arg in enumerate(args) if _is_bundle(arg)}
@@ -53,21 +53,17 @@ class FunctionArguments:
         self._positions = list(positions.values())
         self.tensors: list[torch.Tensor] = [leaves[position] for position, *_ in self._positions]
         self._needs_grad = [tensor.requires_grad for tensor in self.tensors]
-        self._leaves = leaves
-
-    @property
-    def leaves(self) -> list[Any]:
-        return self._leaves
+        self.leaves = leaves
 
     def release(self) -> None:
         """Release the tensors, which a recipe must not hold."""
         for position in itertools.chain(*self._positions):
-            self._leaves[position] = None
+            self.leaves[position] = None
         self.tensors = []
 
     def are_of(self, args: tuple[Any, ...]) -> bool:
         """Whether `args`, from which these were taken, still hold the same."""
-        return list(map(id, tree_leaves(self._unbundled(args)))) == list(map(id, self._leaves))
+        return list(map(id, tree_leaves(self._unbundled(args)))) == list(map(id, self.leaves))
 
     def _unbundled(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         if not self._bundles:
@@ -81,11 +77,11 @@ class FunctionArguments:
     @property
     def partitioned(self) -> list[torch.nn.Parameter]:
         """Parameters that each rank has a part of."""
-        return [leaf for leaf in self._leaves if is_partitioned(leaf)]
+        return [leaf for leaf in self.leaves if is_partitioned(leaf)]
 
     def filled(self, tensors: Sequence[torch.Tensor], whole: Whole = gathered_parameter) -> tuple[Any, ...]:
         """Return the arguments with these tensors in place of the first ones, and whole parameters for parts."""
-        leaves = [whole(leaf) if is_partitioned(leaf) else leaf for leaf in self._leaves]
+        leaves = [whole(leaf) if is_partitioned(leaf) else leaf for leaf in self.leaves]
         for positions, tensor, needs_grad in zip(self._positions, tensors, self._needs_grad, strict=False):
             # Forward may ask which of its arguments require grad; these tensors are new and do not say.
             new = tensor.detach().requires_grad_(needs_grad)

@@ -14,8 +14,8 @@ from recollect.attaching.attached import Attached
 from recollect.attaching.held import OnLarger
 from recollect.errors import ConfigError
 from recollect.fitting import DEFAULT_BUDGET
+from recollect.planning.planners import Engine
 from recollect.ranks.members import Presence
-from recollect.recording.engines import RecordedEngine
 
 
 class BudgetCallback:
@@ -27,14 +27,14 @@ class BudgetCallback:
         *,
         on_larger: OnLarger = "replan",
         units: Iterable[str] | None = None,
-        engine: RecordedEngine = "tape",
+        engine: Engine = "tape",
         measure: bool = False,
     ) -> None:
         self._check_library()
         self.budget = budget
         self.on_larger: OnLarger = on_larger
         self.units = listed(units)
-        self.engine: RecordedEngine = engine
+        self.engine: Engine = engine
         self.measure = measure
         self.attached: Attached | None = None
         self._presence = Presence("MemoryBudget")
@@ -57,7 +57,7 @@ class BudgetCallback:
         optimizer: Any,
         model: nn.Module,
         log: Callable[[str], object],
-        engine: RecordedEngine,
+        engine: Engine,
     ) -> Attached:
         """Attach to the module that a trainer calls, and switch the model's cache off."""
         attached = attach(

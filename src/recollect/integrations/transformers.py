@@ -32,7 +32,7 @@ from recollect.fitting import DEFAULT_BUDGET
 from recollect.integrations import trainers
 from recollect.integrations.deepspeed.engine import AttachedEngine, check_before
 from recollect.integrations.deepspeed.section import BudgetSection
-from recollect.recording.engines import RecordedEngine
+from recollect.planning.planners import Engine
 
 with needed("transformers", by="recollect.integrations.transformers"):
     import transformers
@@ -196,7 +196,7 @@ class MemoryBudget(trainers.BudgetCallback, TrainerCallback):
         return dataclasses.replace(section, measure=section.measure or self.measure)
 
 
-def engine_of(args: Any) -> RecordedEngine:
+def engine_of(args: Any) -> Engine:
     """Return the engine for a trainer's layers: compiled ones stay so, where compiled units can be planned."""
     is_planned = args.torch_compile and args.torch_compile_backend == "inductor"
     return "compile" if is_planned else "tape"

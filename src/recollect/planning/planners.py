@@ -38,7 +38,7 @@ from recollect.simulation.simulate import simulate
 from recollect.simulation.windows import edges, windows
 
 Engine: TypeAlias = Literal["tape", "auto", "graph", "compile"]
-"""What units may run on: "auto" chooses between tape and graph; "compile" depends on the profile."""
+"""What units may run on; steps are recorded for it. "auto" chooses between tape and graph; "compile" depends on the profile."""
 
 # More than any host has.
 _ANY_BYTES = 2**62

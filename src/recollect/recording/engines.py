@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, Final, get_args
 
 import torch
 from torch import nn
@@ -181,10 +181,6 @@ def _with_joint(graph: UnitGraph, joint: JointRecord | str) -> UnitGraph:
     return replace(graph, joint=replace(joint, ops=tuple(ops)))
 
 
-RecordedEngine: TypeAlias = Engine
-"""What a record is for: the ops of eager mode, on the tape or from traces; or besides units inside `torch.compile`."""
-
-
 def check_engine(engine: str, model: nn.Module, *, split_backward: bool) -> None:
     """Check that units can be measured on an engine in a step, and let a model be compiled that is for the compiler.
 
@@ -192,8 +188,8 @@ def check_engine(engine: str, model: nn.Module, *, split_backward: bool) -> None
         RecordError: the engine is not a known word.
         NotYetError: they cannot.
     """
-    if engine not in get_args(RecordedEngine):
-        raise RecordError(f"engine: got {engine!r}, expected {', '.join(map(repr, get_args(RecordedEngine)))}")
+    if engine not in get_args(Engine):
+        raise RecordError(f"engine: got {engine!r}, expected {', '.join(map(repr, get_args(Engine)))}")
     if engine != "compile":
         return
     if split_backward:
@@ -204,7 +200,7 @@ def check_engine(engine: str, model: nn.Module, *, split_backward: bool) -> None
 
 
 def with_engine(
-    engine: RecordedEngine,
+    engine: Engine,
     profile: Profile,
     samples: Mapping[int, UnitSample],
     device: torch.device,

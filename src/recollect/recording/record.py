@@ -21,13 +21,14 @@ from recollect.engine.self_check import check_steps_can_be_recorded
 from recollect.errors import HardwareError, RecordError
 from recollect.loss.intercept import loss_in_chunks
 from recollect.measuring.device_memory import other_bytes
+from recollect.planning.planners import Engine
 from recollect.plans.paths import unit_words
 from recollect.profile.host_times import NOTHING, AroundOps
 from recollect.profile.profile import Profile
 from recollect.progress import stage
 from recollect.ranks.group import ALONE, Place
 from recollect.ranks.members import GroupChoice, check_alike, ranks_of
-from recollect.recording.engines import RecordedEngine, check_engine, with_engine
+from recollect.recording.engines import check_engine, with_engine
 from recollect.recording.fake_model import fake_run
 from recollect.recording.find_units import find_units
 from recollect.recording.host_times import around_ops
@@ -57,7 +58,7 @@ def record(
     split_backward: bool = False,
     loss_chunks: int = 1,
     collectives: Collectives = "keep",
-    engine: RecordedEngine = "tape",
+    engine: Engine = "tape",
     host_link: bool = False,
     group: GroupChoice = None,
 ) -> Profile:
@@ -188,7 +189,7 @@ def _prepared(
     units: Iterable[str] | None,
     collectives: Collectives,
     *,
-    engine: RecordedEngine = "tape",
+    engine: Engine = "tape",
     is_elsewhere: bool = False,
 ) -> tuple[StepRecording, OptimizerStep]:
     """`is_elsewhere`: the step will run on the device that a cost model describes, and not on this one."""
