@@ -68,13 +68,13 @@ def with_variants(
                 done()
 
             try:
-                found = _found(samples[indices[0]], graphs[indices[0]], menus[kind], runs, note)
+                variants, eager_s = _measured(samples[indices[0]], graphs[indices[0]], menus[kind], runs, note)
             except _CannotCompileError as error:
                 _warn(profile, indices, str(error))
                 continue
             for index in indices:
                 if _shape(graphs[index]) == _shape(graphs[indices[0]]):
-                    graphs[index] = replace(graphs[index], variants=found.variants, eager_s=found.eager_s)
+                    graphs[index] = replace(graphs[index], variants=variants, eager_s=eager_s)
                 else:
                     _warn(profile, [index], "it computes different values than a second call of a similar module")
     return replace(profile, graphs=tuple(graphs))
@@ -98,12 +98,6 @@ class _CannotCompileError(Exception):
 
 
 @dataclass(frozen=True)
-class _Found:
-    variants: tuple[VariantRecord, ...]
-    eager_s: float
-
-
-@dataclass(frozen=True)
 class _Compiled:
     """A compiled forward, and the values it keeps."""
 
@@ -112,10 +106,10 @@ class _Compiled:
     compile_s: float
 
 
-def _found(
+def _measured(
     sample: UnitSample, graph: UnitGraph, menu: Sequence[Keeps], runs: UnitRuns, note: Callable[[float], None]
-) -> _Found:
-    """Compile a unit in each way, trace each, and time all.
+) -> tuple[tuple[VariantRecord, ...], float]:
+    """Compile a unit in each way, trace each, and time all; return these variants, and the seconds outside the compiler.
 
     Raises:
         _CannotCompileError: it cannot be compiled, or cannot run by itself.
@@ -226,7 +220,9 @@ def _with_own_code(forward: Callable[..., Any]) -> Callable[..., Any]:
     return FunctionType(run.__code__.replace(), run.__globals__, closure=run.__closure__)
 
 
-def _timed(sample: UnitSample, module: nn.Module, found: Sequence[_Compiled], runs: UnitRuns) -> _Found:
+def _timed(
+    sample: UnitSample, module: nn.Module, found: Sequence[_Compiled], runs: UnitRuns
+) -> tuple[tuple[VariantRecord, ...], float]:
     """Time a unit outside the compiler and inside it in each way, in turn."""
     forwards = [None, *(one.forward for one in found)]
 
@@ -238,4 +234,4 @@ def _timed(sample: UnitSample, module: nn.Module, found: Sequence[_Compiled], ru
     rounds = [list(one_round()) for _ in range(runs.rounds(math.fsum(rounds[0])))]
     eager_s, *compiled_s = (statistics.median(times) for times in zip(*rounds, strict=True))
     variants = (replace(one.record, step_s=step_s) for one, step_s in zip(found, compiled_s, strict=True))
-    return _Found(tuple(variants), eager_s)
+    return tuple(variants), eager_s
