@@ -46,6 +46,7 @@ _CLOCKS = frozenset(
     for name in ("time", "perf_counter", "monotonic", "process_time", "thread_time")
     for unit in ("", "_ns")
 )
+_NAMES = _READS | _STATES | {clock.__name__ for clock in _CLOCKS}
 _PYTHON: dict[CodeType, str] = {
     ctypes.string_at.__code__: "string_at",
     torch.cuda.synchronize.__code__: "synchronize",
@@ -133,22 +134,24 @@ class CaptureChecker:
 
     @untraced
     def _called(self, frame: FrameType, event: str, arg: Any) -> None:
+        # Of hundreds of calls a step few have one of the names.
         if event == "call":
             if frame.f_code in _PYTHON:
                 self.note(frame.f_back, _PYTHON[frame.f_code])
         elif event == "c_call":
-            owner = getattr(arg, "__self__", None)
-            if isinstance(owner, torch.Generator):
-                if arg.__name__ in _STATES:
-                    self.note(frame, arg.__name__)
-            elif arg in _CLOCKS:
-                self.note(frame, arg.__name__)
-            elif frame.f_code is _CALLS_OP or frame.f_code is _CALLS_PACKET:
+            name = getattr(arg, "__name__", "")
+            if frame.f_code is _CALLS_OP or frame.f_code is _CALLS_PACKET:
                 op = frame.f_locals["self"]
-                if str(op).split(".")[1] in _READS:
-                    self.note(frame, str(op).split(".")[1], op)
-            elif getattr(arg, "__name__", "") in _READS and not isinstance(owner, (np.ndarray, dict, str)):
-                self.note(frame, arg.__name__)
+                if (name := op.__name__.partition(".")[0]) in _READS:
+                    self.note(frame, name, op)
+            elif name in _NAMES and self._is_noted(arg, name):
+                self.note(frame, name)
+
+    def _is_noted(self, function: Any, name: str) -> bool:
+        owner = getattr(function, "__self__", None)
+        if isinstance(owner, torch.Generator):
+            return name in _STATES
+        return function in _CLOCKS or (name in _READS and not isinstance(owner, (np.ndarray, dict, str)))
 
     def _operator(self, name: str) -> Any:
         plain = getattr(torch.Tensor, name)
