@@ -63,6 +63,7 @@ def parsed(kind: Any, name: str, args: Sequence[str], **options: Any) -> Any:
         raise RecollectError(f"{reason} See {prog} --help.") from None
 
 
+@functools.cache
 def flags_of(kind: Any) -> dict[str, str]:
     """Return the flags of all fields of a command's dataclass and of nested ones, and of all aliases.
 
@@ -76,7 +77,8 @@ def flags_of(kind: Any) -> dict[str, str]:
     for field in kind.__dataclass_fields__.values():  # `dataclasses.fields` leaves those out that only __init__ takes
         made = None if field.default_factory is dataclasses.MISSING else field.default_factory()
         if dataclasses.is_dataclass(made):
-            found |= flags_of(type(made))
+            nested: Any = type(made)
+            found |= flags_of(nested)
             continue
         aliases = [getattr(note, "aliases", None) or () for note in getattr(hints[field.name], "__metadata__", ())]
         for flag in (f"--{field.name.replace('_', '-')}", *(alias for its in aliases for alias in its)):
@@ -199,10 +201,14 @@ def _with_plain_help(info: StructTypeInfo) -> StructConstructorSpec | None:
 
 
 def _plain(field: StructFieldSpec) -> StructFieldSpec:
-    said = field.helptext() if callable(field.helptext) else field.helptext
-    said = said or _texts().get(FIELD_OF_FLAG.get(field.name, field.name))
+    def text() -> str | None:
+        said = field.helptext() if callable(field.helptext) else field.helptext
+        said = said or _texts().get(FIELD_OF_FLAG.get(field.name, field.name))
+        return " ".join(said.split()) if said else said
+
     kind: Any = Annotated[field.type, arg(help_behavior_hint="")] if field.default in (None, ()) else field.type
-    return dataclasses.replace(field, type=kind, helptext=" ".join(said.split()) if said else said)
+    # Where tyro asks for it in help and errors alone: to find it in the source of the class takes longer than to parse.
+    return dataclasses.replace(field, type=kind, helptext=text if callable(field.helptext) else text())
 
 
 @functools.cache
