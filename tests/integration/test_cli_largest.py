@@ -35,7 +35,7 @@ def rows(output: str) -> dict[str, list[str]]:
 )
 def test_tables_and_plan(along: str, other: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "plan.json"
-    args = [*LLAMA, other, "64" if along == "micro-batch" else "3", "--memory-budget", "14MiB", "--out", str(out)]
+    args = [*LLAMA, other, "256" if along == "micro-batch" else "3", "--memory-budget", "14MiB", "--out", str(out)]
     assert main([*args, "--largest", along, "--hardware", "L40S"]) == 0
     output = capsys.readouterr().out
     assert f"Largest {along} within 14.0 MiB" in output
@@ -48,7 +48,7 @@ def test_tables_and_plan(along: str, other: str, tmp_path: Path, capsys: pytest.
     answers = [found[name][0] for name in ("without recompute", "full recompute", "with a plan")]
     largest = int(answers[-1])
     assert int(answers[0]) < largest
-    tokens = 64 if along == "micro-batch" else 3
+    tokens = 256 if along == "micro-batch" else 3
     assert found[answers[-1]][0] == f"{largest * tokens:,}"
     step = 1 if along == "micro-batch" else 64
     assert found[str(largest + step)][3:] == ["no plan", "-"]

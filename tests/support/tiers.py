@@ -11,5 +11,11 @@ def long(values: Iterable[Any]) -> list[Any]:
 
 
 def long_but(quick: Iterable[Any], values: Iterable[Any]) -> list[Any]:
+    """A tuple is one value for each of several arguments."""
     named = [*quick]
-    return [value if value in named else pytest.param(value, marks=pytest.mark.long) for value in values]
+    return [
+        value
+        if value in named
+        else pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=pytest.mark.long)
+        for value in values
+    ]

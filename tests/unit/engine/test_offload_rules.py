@@ -19,6 +19,7 @@ from recollect.engine.offload.carriers import Host
 from recollect.engine.offload.offloaded import Offloaded
 from recollect.engine.values import laid_out
 from recollect.errors import MutatedValueError
+from tiers import long_but
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Use of .* on expanded tensors is deprecated"),
@@ -190,7 +191,7 @@ def num_copies_of(seed: int, *, writes_outside: bool) -> int:
     return carrier.streams.num_copies
 
 
-@pytest.mark.parametrize("block", range(8))
+@pytest.mark.parametrize("block", long_but(range(3), range(8)))
 def test_random_programs_are_exact_and_without_races(block: int) -> None:
     """Half of them also write to what layers return, outside of them, where the tape does not see it."""
     found = [num_copies_of(seed, writes_outside=seed % 2 == 1) for seed in range(60 * block, 60 * block + 60)]

@@ -26,6 +26,7 @@ from recollect.lab.models.gpt import GPTModel
 from recollect.plans.plan import Plan
 from recollect.profile.events import WORK, StepLog
 from recollect.profile.profile import Profile
+from tiers import long_but
 from toy_profile import gathering_layer, stack
 
 MODULES = ("core_attn", "mlp", "layernorm")
@@ -69,7 +70,7 @@ def read_back(flags: str) -> RecomputeConfig:
         return RecomputeConfig(**tyro.cli(RecomputeFlags, args=flags.split()).fields())
 
 
-@pytest.mark.parametrize("percent", [55, 60, 65, 70, 75, 80, 85, 90, 95, 100])
+@pytest.mark.parametrize("percent", long_but([55, 70, 85, 100], range(55, 101, 5)))
 def test_the_nearest_settings_are_the_fastest_that_fit(profile: Profile, percent: int) -> None:
     wanted = recollect.plan(profile, f"{percent}%")
     found = nearest_settings(profile, wanted)

@@ -15,6 +15,7 @@ from recollect.lab.models.config import TransformerConfig, model_flops
 from recollect.lab.models.gpt import GPTModel
 from recollect.lab.models.sizes import NAMED_CONFIGS
 from recollect.planning.classic import ClassicName
+from tiers import long
 
 SEQUENCES, LENGTH = 2, 32
 Batch = dict[str, torch.Tensor]
@@ -96,7 +97,7 @@ def test_fused_attention_computes_its_scores_twice() -> None:
 
 
 @pytest.mark.parametrize("name", ["gpt-tiny", "llama-tiny", "mixtral-tiny", "deepseek-v3-tiny"])
-@pytest.mark.parametrize("schedule", ["full", "sqrt"])
+@pytest.mark.parametrize("schedule", ["full", *long(["sqrt"])])
 def test_what_is_recomputed_counts_as_pytorch_counts_it(name: str, schedule: ClassicName) -> None:
     config = dataclasses.replace(NAMED_CONFIGS[name], core_attention="unfused", moe_grouped_gemm=False)
     model, batch = built(config)
