@@ -85,6 +85,12 @@ MUTATIONS = (
         (("if trained.isdisjoint(_parameters_of(known)):", "if False:"),),
     ),
     Mutation(
+        "closure-ends-optimizers-step",
+        "a call of the model in an optimizer's closure passes for the end of its step, and its inner optimizer for a new one",
+        "attaching",
+        (("self._is_stepping &= self._has_closure", "self._is_stepping = False"),),
+    ),
+    Mutation(
         "foreign-optimizer-unsaid",
         "nothing is said where only an optimizer steps that was not passed",
         "attaching",

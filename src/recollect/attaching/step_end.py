@@ -145,8 +145,8 @@ class OptimizersSeen:
         self._model, self._optimizers = model, optimizers
         self._took_over, self._warn = took_over, warn
         self._foreign_steps = 0
-        # Since the last call of the model, and within the step of an optimizer that is known.
-        self._has_stepped = self._is_stepping = False
+        # Since the last call of the model, and within the step of an optimizer that is known, whose closure calls the model.
+        self._has_stepped = self._is_stepping = self._has_closure = False
         # Before it has stepped once, it is the wrong optimizer, not an old one.
         self._stepped_once: set[int] = set()
         self._handles = [
@@ -161,14 +161,17 @@ class OptimizersSeen:
             handle.remove()
 
     def note_call(self) -> None:
-        self._has_stepped = self._is_stepping = False
+        self._has_stepped = False
+        # Without a closure a call comes after the step, which an error has ended.
+        self._is_stepping &= self._has_closure
 
-    def _before(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+    def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         index = self._place_of(optimizer)
         if index is None:
             return
         if self._optimizers[index] is optimizer:
             self._is_stepping = True
+            self._has_closure = any(map(callable, [*args[1:], *kwargs.values()]))
             self._stepped_once.add(index)
         if self._optimizers[index] is optimizer or index not in self._stepped_once:
             return

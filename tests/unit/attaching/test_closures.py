@@ -1,11 +1,16 @@
 """A loop may run forward and backward inside the optimizer's step, in a closure."""
 
+from collections.abc import Iterable
+from typing import Any
+
 import pytest
 import torch
+from torch import nn
 
 import recollect
 from recollect.lab.models.architectures import llama_config
 from recollect.lab.models.gpt import GPTModel
+from residual_model import Model
 
 
 def test_optimizer_state_counts_where_the_step_runs_in_a_closure() -> None:
@@ -27,3 +32,25 @@ def test_optimizer_state_counts_where_the_step_runs_in_a_closure() -> None:
         # In the first step the counts of steps, four bytes each, are made out of sight.
         for step in attached.planned:
             assert step.profile.persistent["optimizer_state"] == pytest.approx(state_bytes, rel=1e-3)
+
+
+class TwoPasses(torch.optim.Optimizer):
+    """Runs the closure and then an optimizer of its own, as sharpness-aware minimization does."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        super().__init__(parameters, {})
+        self.base = torch.optim.SGD(self.param_groups, lr=0.1)
+
+    def step(self, closure: Any = None) -> None:
+        closure()
+        self.base.step()
+
+
+def test_an_optimizer_that_steps_after_the_closure_of_a_known_one_ends_no_step() -> None:
+    model = Model()
+    optimizer = TwoPasses(model.parameters())
+    with recollect.attach(model, optimizer, "100%", log=lambda _: None) as attached:
+        for _ in range(4):
+            optimizer.step(lambda: model(torch.randn(16, 32)).backward())
+            optimizer.zero_grad()
+        assert (attached.num_steps, attached.recorded_steps) == (4, [0])
