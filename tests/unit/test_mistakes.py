@@ -2,6 +2,7 @@
 
 import re
 import warnings
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -186,6 +187,20 @@ def test_a_budget_in_place_of_the_optimizer() -> None:
     message = "got '1GiB', expected an optimizer. A budget comes after it: recollect.attach(model, optimizer, '1GiB')."
     with pytest.raises(RecordError, match=re.escape(message)):
         recollect.attach(MODEL, "1GiB")
+
+
+def test_an_optimizer_that_tells_nobody_of_its_steps() -> None:
+    class Lookahead(torch.optim.Optimizer):
+        def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+            self.optimizer, self.param_groups, self.state = optimizer, optimizer.param_groups, defaultdict(dict)
+
+    inner = torch.optim.SGD(MODEL.parameters())
+    message = (
+        "Lookahead has no hooks after its step, since torch.optim.Optimizer.__init__ did not run for it. If it steps "
+    )
+    with pytest.raises(RecordError, match=message):
+        recollect.attach(MODEL, Lookahead(inner), "1GiB")
+    recollect.attach(MODEL, inner, "1GiB").remove()
 
 
 def test_a_name_that_is_nearly_one_of_ours() -> None:

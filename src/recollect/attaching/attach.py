@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
+from torch.optim import Optimizer
 
 from recollect.applying import applied_to
 from recollect.arguments import check_kind
@@ -121,6 +122,7 @@ def attach(
         if not optimizers:
             raise RecordError("attach: got no optimizer, expected the one whose step ends a training step.")
         check_optimizers(whole, optimizers)
+        _check_hooks(optimizers)
         if placed := applied_to(whole):
             raise AlreadyAppliedError(
                 f"cannot attach to {type(whole).__name__}: it has a plan or is attached already. Remove that first: "
@@ -162,6 +164,18 @@ def _check_words(on_larger: object, log: object) -> None:
         raise RecordError(f"on_larger: got {on_larger!r}, expected 'replan', 'warn' or 'raise'.")
     if log is not None and not callable(log):
         raise RecordError(f"log: got {log!r}, expected a function that takes the line, such as print.")
+
+
+def _check_hooks(optimizers: Sequence[Optimizer]) -> None:
+    for optimizer in optimizers:
+        try:
+            optimizer.register_step_post_hook(lambda *_: None).remove()
+        except AttributeError:
+            raise RecordError(
+                f"optimizer: {type(optimizer).__name__} has no hooks after its step, since torch.optim.Optimizer.__init__ did "
+                "not run for it. If it steps another one, pass that one: its step then ends a training step, and what "
+                "the outer one holds counts as other tensors."
+            ) from None
 
 
 class _Models(nn.Module):

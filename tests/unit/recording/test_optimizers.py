@@ -49,6 +49,17 @@ class Wrapper(Optimizer):
         return self.optimizer.step(closure)
 
 
+class Averaged(Wrapper):
+    """Hands everything on under another name, as PyTorch's PostLocalSGDOptimizer does."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optim = optimizer
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        return self.optim.state
+
+
 class Handle:
     """No optimizer itself, and without any state."""
 
@@ -88,6 +99,7 @@ def test_wrapped_and_several() -> None:
     assert optimizers_in(None) == []
     assert optimizers_in(first) == [first]
     assert optimizers_in(Wrapper(Wrapper(first))) == [first]
+    assert optimizers_in(Averaged(first)) == [first]
     assert optimizers_in(Handle(first)) == [first]
     assert optimizers_in([first, (Wrapper(second), None)]) == [first, second]
     assert optimizers_in({"d": first, "g": second}) == [first, second]
