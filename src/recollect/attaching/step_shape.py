@@ -205,7 +205,7 @@ class Structure:
         return [*map(id, self._modules)], [*map(id, self.parameters)], self._seen_shape[0]
 
     def _shape(self) -> tuple[int, int]:
-        return sum(map(torch.Tensor.numel, self._sized)), sum(map(len, self._children))
+        return sum(map(attrgetter("nbytes"), self._sized)), sum(map(len, self._children))
 
     def _read(self) -> None:
         self._modules = list(self._model.modules())

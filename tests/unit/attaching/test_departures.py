@@ -329,10 +329,12 @@ def test_a_structure_is_looked_at(model: Blocks) -> None:
     assert structure.look(), "it has more modules"
     model.blocks[-1].weight = nn.Parameter(torch.zeros(32, 32))
     assert structure.look(), "it has another parameter"
+    model.double()
+    assert structure.look(), "its parameters have another dtype"
     handle = model.blocks[0].register_forward_hook(lambda *_: None)
     assert structure.look(), "a module has a hook"
     handle.remove()
-    assert not structure.look() and structure.version == 3
+    assert not structure.look() and structure.version == 4
     structure.remove()
     model.blocks.append(nn.Linear(32, 32))
     assert structure.look(), "what is registered unseen shows in the lengths"
