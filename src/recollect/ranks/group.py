@@ -119,8 +119,9 @@ class Group(Ranks):
             dist.all_reduce(common, op=dist.ReduceOp.MIN, group=self._group)
         except RuntimeError as error:
             raise RecordError(
-                f"a process that {place.value} got no answer from the others of {_ranks(self.ranks)}: one of them has ended or "
-                f"hangs ({error}). Look for the first error in their output."
+                f"a process that {place.value} got no answer from the others of {_ranks(self.ranks)}: one of them has "
+                f"ended, hangs, or does not do the same ({error}). Look for the first error in their output; if only some "
+                'processes call the model here, pass group="alone".'
             ) from error
         is_place, answers = common[: len(Place)], common[len(Place) : len(asked)]
         if is_place.any():
