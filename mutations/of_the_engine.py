@@ -206,6 +206,15 @@ MUTATIONS = (
         (("                decisions |= dict.fromkeys(together, is_kept)\n", "                pass\n"),),
     ),
     Mutation(
+        "absent-results-kept",
+        "compiled code keeps attention by cuDNN, some of whose results do not exist and are in no plan",
+        "engine",
+        (
+            ("if names is None or not is_tensor(node):", "if names is None:"),
+            ("if isinstance(one, torch.Tensor))", ")"),
+        ),
+    ),
+    Mutation(
         "compiled-backward-twice",
         "the backward of a compiled unit may run a second time over what it has used up",
         "engine",

@@ -208,7 +208,13 @@ def _names_in(group: _Group, names: tuple[str, ...]) -> dict[fx.Node, tuple[str,
 
 
 def _whole(node: fx.Node, names: tuple[str, ...]) -> tuple[str, ...]:
-    if node.target is not operator.getitem or len(names) == 1:
+    if node.target is not operator.getitem:
+        results = node.meta.get("val")
+        if not isinstance(results, (tuple, list)):
+            return names
+        # Of the nine results of cuDNN's attention, four are tensors.
+        return tuple(name for name, one in zip(names, results, strict=False) if isinstance(one, torch.Tensor))
+    if len(names) == 1:
         return names
     index = node.args[1]
     return names[index : index + 1] if isinstance(index, int) else names

@@ -297,8 +297,8 @@ class _Tags:
         if op is None or any(_must_keep(one, value) for one in (op, node.target) if one is not operator.getitem):
             return bool(node.all_input_nodes)  # A node without inputs, such as a mask, is quickly made.
         names = self.names.get(node)
-        if names is None:
-            return False  # A step on an op's way to its result.
+        if names is None or not is_tensor(node):
+            return False  # A step on an op's way to its result; or its results, which decide by themselves.
         return self.words.get(names[-1]) != Action.RECOMPUTE.value
 
 

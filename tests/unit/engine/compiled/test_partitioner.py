@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, fx, nn
+from torch._dynamo.exc import BackendCompilerFailed
 from torch.utils.checkpoint import checkpoint
 
 from compiled_units import names_of, saved_tensors, values_by_name, without_code
@@ -199,6 +200,53 @@ def test_results_of_an_op_share_a_decision(kept: tuple[str, ...]) -> None:
     assert sum(tensor.dtype == torch.int64 for tensor in held) == 1
     # Backward asks for the variance alone, which the mean brings along.
     assert len(held) == 2 + bool(kept)
+
+
+class Attention(nn.Module):
+    """Rule 3: some of nine results are no tensors, or have no bytes. No kernel runs these ops on a CPU."""
+
+    def __init__(self, op: Callable[..., Any], *more: Any) -> None:
+        super().__init__()
+        self.op = op
+        self.more = more
+
+    def forward(self, rows: Tensor) -> Tensor:
+        heads = rows.view(1, 2, -1, 8)
+        output: Tensor = self.op(heads, heads, heads, *self.more)[0]
+        return output.sin()
+
+
+class EnoughError(Exception):
+    """Ends the compilation after the cut."""
+
+
+def cut_of(unit: nn.Module, words: Words) -> Partition:
+    reports: list[Partition] = []
+
+    def stop(report: Partition) -> None:
+        reports.append(report)
+        raise EnoughError
+
+    with pytest.raises(BackendCompilerFailed, match="EnoughError"):
+        run(unit, words, on_partition=stop)
+    return reports[0]
+
+
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_results_that_are_no_tensors_keep_nothing(is_kept: bool) -> None:
+    names = tuple(f"_scaled_dot_product_cudnn_attention.{result}" for result in (0, 1, 6, 7))
+    words = plan("sin", *names[: 4 * is_kept], names=(*names, "sin"))
+    # Eager mode makes a mask; the compiler does not, and no bytes depend on it.
+    cut = cut_of(
+        Attention(torch.ops.aten._scaled_dot_product_cudnn_attention, None, True), {**words, "mask": "recompute"}
+    )
+    assert cut.kept == names[: 4 * is_kept]
+
+
+def test_results_that_nothing_reads_keep_nothing() -> None:
+    names = tuple(f"_scaled_dot_product_flash_attention.{result}" for result in (0, 1, 6, 7))
+    cut = cut_of(Attention(torch.ops.aten._scaled_dot_product_flash_attention), plan("sin", names=(*names, "sin")))
+    assert cut.kept == ()
 
 
 class Dropped(nn.Module):
