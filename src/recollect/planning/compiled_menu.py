@@ -39,14 +39,16 @@ _MOST_FROM_HULL: Final = 6
 # A part of the seconds that dropping everything would add; options that save less are not worth compiling.
 _LITTLE: Final = 0.01
 _MOST_ON_TAPE: Final = 12
+# A part of the bytes that the step saves; of sets that differ by less, one is worth compiling.
+_ALIKE: Final = 0.002
 
 
 def compiled_menu(graph: UnitGraph) -> tuple[Keeps, ...]:
     """Return the sets of values of a unit to compile and measure, from the one that keeps least to the one that keeps most.
 
     Returns:
-        At most ten, all different: nothing; attention; these and the residual stream's addends; all products and attention;
-        and the choices of minimum cuts under the costs of compiled code. A unit's output is always kept.
+        At most ten, of different bytes: nothing; the choices of minimum cuts under the costs of compiled code; attention; this
+        and the residual stream's addends; all products and attention. A unit's output is always kept.
 
     Example:
         >>> from recollect.profile.graph import ValueRecord
@@ -58,17 +60,20 @@ def compiled_menu(graph: UnitGraph) -> tuple[Keeps, ...]:
         >>> [[name for name, action in keeps.items() if action == "keep"] for keeps in menu]
         [['down.mm'], ['up.mm', 'down.mm']]
     """
+    outputs = {index for index, value in enumerate(graph.values) if value.is_output}
     attention = _values_of(graph, _is_attention)
-    chosen = [
+    chosen: dict[frozenset[int], int] = {}
+    for keep in (
         frozenset[int](),
+        *(frozenset(option.stored.whole) for option in _widest_apart(unit_hull(with_compiled_costs(graph)))),
         attention,
         attention | _residual_stream(graph),
         attention | _values_of(graph, _is_product),
-        *(frozenset(option.stored.whole) for option in _widest_apart(unit_hull(with_compiled_costs(graph)))),
-    ]
-    outputs = {index for index, value in enumerate(graph.values) if value.is_output}
-    distinct = sorted({keep - outputs for keep in chosen}, key=lambda keep: (_bytes(graph, keep), sorted(keep)))
-    return tuple(keeps_of(graph, keep) for keep in distinct)
+    ):
+        nbytes = _bytes(graph, keep - outputs)
+        if all(abs(nbytes - known) > _ALIKE * graph.saved_bytes for known in chosen.values()):
+            chosen[keep - outputs] = nbytes
+    return tuple(keeps_of(graph, keep) for keep in sorted(chosen, key=chosen.__getitem__))
 
 
 def keeps_of(graph: UnitGraph, kept: Collection[int]) -> dict[str, Action]:
