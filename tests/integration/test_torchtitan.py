@@ -114,13 +114,27 @@ def policy_of_a_job_that_compiles(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Two ways to compile blocks are enough: PyTorch's own, and the leanest."""
     leanest = functools.partial(engines.with_variants, menu=lambda graph: compiled_menu(graph)[:1])
     monkeypatch.setattr(engines, "with_variants", leanest)
-    return config(memory_budget="82%", engine="compile").build(dump_folder="")
+    return config(memory_budget="82%").build(dump_folder="")
+
+
+def parallelize(model: Decoder, policy: Any, *, compile_config: CompileConfig) -> None:
+    """As torchtitan's functions of this name, which get the command line's flags and give a policy the model alone."""
+    policy.apply(model)
 
 
 def test_blocks_that_torchtitan_will_compile_are_planned_so(compiling: Any) -> None:
-    compiling.apply(on_meta())
+    parallelize(on_meta(), compiling, compile_config=CompileConfig(enable=True))
     units = compiling.plan.units.values()
     assert {str(unit.engine) for unit in units} == {"compile"} and any(unit.actions for unit in units)
+    with pytest.raises(ConfigError, match="compile.backend='aot_eager': only Inductor takes a plan"):
+        parallelize(on_meta(), compiling, compile_config=CompileConfig(enable=True, backend="aot_eager"))
+
+
+@pytest.mark.parametrize("changes", [{}, {"enable": True, "components": ["loss"]}])
+def test_blocks_that_torchtitan_will_not_compile_run_on_the_tape(changes: dict[str, Any]) -> None:
+    policy = config().build(dump_folder="")
+    parallelize(on_meta(), policy, compile_config=CompileConfig(**changes))
+    assert {str(unit.engine) for unit in policy.plan.units.values()} == {"tape"}
 
 
 @pytest.mark.long
@@ -129,7 +143,7 @@ def test_blocks_that_torchtitan_will_compile_are_planned_so(compiling: Any) -> N
 @pytest.mark.filterwarnings(r"ignore:The \.grad attribute of a Tensor that is not a leaf")  # Dynamo looks at it.
 def test_blocks_that_torchtitan_compiles_after_the_plan(compiling: Any) -> None:
     plain, planned = on_meta(), on_meta()
-    compiling.apply(planned)
+    parallelize(planned, compiling, compile_config=CompileConfig(enable=True))
     for model in (plain, planned):
         for layer in model.layers.values():
             layer.compile(backend="inductor", fullgraph=True)
@@ -159,11 +173,11 @@ def test_a_policy_of_a_job() -> None:
     assert (made.memory_budget, made.local_batch_size, made.seq_len) == ("1GiB", 3, 24)
     assert made.loss is loss and made.optimizer is OPTIMIZER and made.gradient_accumulation_steps == 1
     training.global_batch_size = 12
-    assert MemoryBudget.of_job(job).gradient_accumulation_steps == 2 and made.engine == "tape"
+    assert MemoryBudget.of_job(job).gradient_accumulation_steps == 2 and made.engine == "auto"
     job.compile = CompileConfig(enable=True)
     assert MemoryBudget.of_job(job).engine == "compile"
     job.compile = CompileConfig(enable=True, components=["loss"], backend="aot_eager")
-    assert MemoryBudget.of_job(job).engine == "tape"
+    assert MemoryBudget.of_job(job).engine == "auto"
     job.compile = CompileConfig(enable=True, backend="aot_eager")
     with pytest.raises(ConfigError, match="compile.backend='aot_eager': only Inductor takes a plan"):
         MemoryBudget.of_job(job)

@@ -17,6 +17,7 @@ Run with torchtitan 0.3.0, on the CPU.
 import dataclasses
 import sys
 import time
+import traceback
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -45,6 +46,7 @@ with needed("torchtitan", by="recollect.integrations.torchtitan"):
     import torchtitan
     from torchtitan.components.loss import BaseLoss, ChunkedLossWrapper, CrossEntropyLoss
     from torchtitan.components.optimizer import OptimizersContainer, default_adamw
+    from torchtitan.config import CompileConfig
     from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing
     from torchtitan.tools.logging import logger
 
@@ -86,7 +88,7 @@ class MemoryBudget(ActivationCheckpointing):
             seq_len: 0 is that of the rotary embedding, which torchtitan sets to the job's.
             loss, optimizer: as in the job.
             hardware: the hardware to model times for; see `recollect.record`. Empty: the local GPU, or else an H100.
-            engine: "compile" if the job compiles the model, with the numbers of compiled blocks as estimates; else "tape".
+            engine: "auto" is "compile" if the job compiles the model, with estimates for compiled blocks; else "tape".
             plan_file: apply this plan instead. The other settings are then only used to check batches.
         """
 
@@ -97,7 +99,7 @@ class MemoryBudget(ActivationCheckpointing):
         loss: BaseLoss.Config = field(default_factory=CrossEntropyLoss.Config)
         optimizer: OptimizersContainer.Config = field(default_factory=default_adamw)
         hardware: str = ""
-        engine: Literal["tape", "compile"] = "tape"
+        engine: Literal["auto", "tape", "compile"] = "auto"
         plan_file: str = ""
 
     config: Config
@@ -146,7 +148,7 @@ class MemoryBudget(ActivationCheckpointing):
             loss=job.loss,
             optimizer=job.optimizer,
             hardware=hardware,
-            engine="compile" if _compiles_model(job) else "tape",
+            engine="compile" if _compiles_model(job.compile) else "auto",
             plan_file=plan_file,
         )
 
@@ -208,7 +210,7 @@ def _planned(model: nn.Module, config: MemoryBudget.Config, shape: tuple[int, in
                 optimizer=list(optimizers.optimizers),
                 fake=True,
                 hardware=config.hardware or None,
-                engine=config.engine,
+                engine=_engine(config),
                 holds_output=False,
                 gradients="accumulated" if config.gradient_accumulation_steps > 1 else "freed",
             )
@@ -317,12 +319,7 @@ def _line(plan: Plan, config: MemoryBudget.Config, seconds: float) -> str:
 
 def _check_job(job: Any, *, is_planned: bool) -> None:
     """Raise for settings that no plan, made here or loaded, can be combined with, and for those that cannot be planned."""
-    if _compiles_model(job) and job.compile.backend != "inductor":
-        raise ConfigError(
-            settings={"compile.backend": job.compile.backend},
-            reason="only Inductor takes a plan for what compiled blocks keep",
-            advice="Set --compile.backend inductor, or leave 'model' out of --compile.components.",
-        )
+    _compiles_model(job.compile)
     if not job.training.disable_cuda_graphs:
         raise NotYetError(
             settings={"training.disable_cuda_graphs": False},
@@ -349,8 +346,28 @@ def _check_job(job: Any, *, is_planned: bool) -> None:
         )
 
 
-def _compiles_model(job: Any) -> bool:
-    return job.compile.enable and "model" in job.compile.components
+def _compiles_model(compile_config: CompileConfig) -> bool:
+    if not compile_config.enable or "model" not in compile_config.components:
+        return False
+    if compile_config.backend != "inductor":
+        raise ConfigError(
+            settings={"compile.backend": compile_config.backend},
+            reason="only Inductor takes a plan for what compiled blocks keep",
+            advice="Set --compile.backend inductor, or leave 'model' out of --compile.components.",
+        )
+    return True
+
+
+def _engine(config: MemoryBudget.Config) -> Literal["tape", "compile"]:
+    """Return the engine of a policy that is being applied.
+
+    torchtitan's functions that apply it get the flags of the command line, but give the policy only the model.
+    """
+    if config.engine != "auto":
+        return config.engine
+    around = (frame.f_locals.get("compile_config") for frame, _ in traceback.walk_stack(None))
+    found = next((one for one in around if isinstance(one, CompileConfig)), CompileConfig())
+    return "compile" if _compiles_model(found) else "tape"
 
 
 def _check_whole(model: nn.Module) -> None:
