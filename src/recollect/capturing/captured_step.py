@@ -15,7 +15,7 @@ from recollect.applying import applied_to, apply_own
 from recollect.byte_format import format_bytes
 from recollect.capturing.cuda_graphs import Graphs
 from recollect.capturing.held import ModelState, StaticBatch, kind_of
-from recollect.capturing.plan_for_pool import PoolPlan, plan_for_pool
+from recollect.capturing.plan_for_pool import PoolPlan, plan_for_pool, sized
 from recollect.engine.placed_forward import Applied, Handle
 from recollect.errors import AlreadyAppliedError, ArgumentError, ConfigError
 from recollect.planning.planners import Engine
@@ -64,7 +64,10 @@ class _Kind:
 
 
 class CapturedStep(Handle):
-    """Runs forward and backward of a training step as a CUDA graph; `recollect.capture` makes it."""
+    """Runs forward and backward of a training step as a CUDA graph; `recollect.capture` makes it, for a budget.
+
+    Or for a plan, which has to keep what random ops make.
+    """
 
     removal: Final = "step.remove(), where step = recollect.capture(...)"
     """How users remove it, in errors."""
@@ -72,7 +75,7 @@ class CapturedStep(Handle):
     def __init__(
         self,
         step: Step,
-        budget: int | str,
+        budget: int | str | Plan,
         *,
         graphs: Callable[[], Graphs],
         units: Iterable[str] | None = None,
@@ -234,6 +237,8 @@ class CapturedStep(Handle):
             group="alone",
         )
         others = [kind.planned for kind in self._kinds.values()]
+        if isinstance(self._budget, Plan):
+            return sized(profile, self._budget, others)
         planned = plan_for_pool(profile, self._budget, engine=self._engine, others=others)
         # A percentage is of the first batch's step.
         self._budget = planned.plan.budget_bytes or self._budget

@@ -40,6 +40,12 @@ class PoolPlan:
         return self.pool_bytes + self.resident_bytes
 
 
+def sized(profile: Profile, plan: Plan, others: Sequence[PoolPlan] = ()) -> PoolPlan:
+    """Predict the pool of the graph of a plan, captured after others in the same pool."""
+    before = [(other.profile, other.plan) for other in others]
+    return PoolPlan(profile, plan, pool_bytes(*before, (profile, plan)), profile.persistent_bytes)
+
+
 def plan_for_pool(
     profile: Profile, budget: int | str, *, engine: Engine = "tape", others: Sequence[PoolPlan] = ()
 ) -> PoolPlan:
@@ -55,17 +61,15 @@ def plan_for_pool(
         BudgetTooSmallError, QuantityError: as `recollect.plan`.
     """
     kept = profile.for_capture()
-    before = [(other.profile, other.plan) for other in others]
-    plain_bytes = profile.persistent_bytes + pool_bytes(*before, (kept, classic_plan(kept, "keep_all")))
+    plain_bytes = sized(kept, classic_plan(kept, "keep_all"), others).total_bytes
     budget_bytes = parse_budget(budget, reference_bytes=plain_bytes, device_bytes=profile.device_memory_bytes)
     planner = planner_for(kept, engine=engine)
 
-    def sized(plan: Plan) -> PoolPlan:
-        own = replace(plan, budget_bytes=budget_bytes)
-        return PoolPlan(kept, own, pool_bytes(*before, (kept, plan)), profile.persistent_bytes)
+    def within(plan: Plan) -> PoolPlan:
+        return sized(kept, replace(plan, budget_bytes=budget_bytes), others)
 
     def planned(given_bytes: int) -> PoolPlan:
-        return sized(planner.plan(given_bytes))
+        return within(planner.plan(given_bytes))
 
     with stage("planning"):
         given_bytes = budget_bytes
@@ -81,7 +85,7 @@ def plan_for_pool(
             given_bytes = error.least_peak_bytes
             # It leaves fewer gaps in the pool than the leanest plan does.
             full = classic_plan(kept, "full").with_engine("graph" if engine == "graph" else "tape")
-            found = min(planned(given_bytes), sized(full), key=lambda one: one.total_bytes)
+            found = min(planned(given_bytes), within(full), key=lambda one: one.total_bytes)
             if found.total_bytes > budget_bytes:
                 raise error.changed(
                     budget_bytes=budget_bytes,

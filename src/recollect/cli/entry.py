@@ -213,7 +213,7 @@ def _read(words: list[str], **how: Any) -> Arguments:
     if any("cuda-graph" in word.replace("_", "-") for word in words):
         from recollect.cli.graph_rules import check_graphs  # Few need it.
 
-        check_graphs(words)
+        check_graphs(words, trains=not how.get("plans"))
     return read_arguments(words, **how)
 
 

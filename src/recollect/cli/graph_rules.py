@@ -13,8 +13,10 @@ from recollect.integrations.megatron.settings import RecomputeSettings, Training
 _SWITCH = "cuda_graph_impl"
 
 
-def check_graphs(words: Sequence[str]) -> None:
-    """Raise an error if a command line has something captured.
+def check_graphs(words: Sequence[str], *, trains: bool = False) -> None:
+    """Raise an error if a command line has something captured that cannot be.
+
+    `trains`: the command runs the steps, and can capture whole ones.
 
     Example:
         >>> check_graphs("--recompute-activations --cuda-graph-impl transformer_engine --cuda-graph-scope attn".split())
@@ -28,7 +30,8 @@ def check_graphs(words: Sequence[str]) -> None:
         values = {"hidden_dropout": 0.0, "attention_dropout": 0.0, **values}
     config = RecomputeSettings(**taken_settings(RecomputeSettings, values))
     setting = TrainingSetting(**taken_settings(TrainingSetting, values))
-    for rule in (*RULES, *NOT_YET):
+    captures = trains and values.get(_SWITCH) == "full_iteration"
+    for rule in RULES if captures else (*RULES, *NOT_YET):
         is_of_graphs = _SWITCH in {name for case in (rule, *rule.cases) for name in case.settings}
         if is_of_graphs and (clash := rule.clash(config, setting)) is not None:
             given = _in_flags(clash)

@@ -76,6 +76,9 @@ class StepFlags:
     """Seed of the weights and of the order of the data."""
     deterministic: bool = True
     """On CUDA, use kernels that give the same bits in each run; a CPU always does."""
+    cuda_graph_impl: Literal["none", "full_iteration"] = "none"
+    """full_iteration: forward and backward of micro-batches run as a CUDA graph, whose memory pool is within the budget;
+    on CUDA, in one process."""
     recompute: Suppress[RecomputeConfig | None] = None
     """Megatron's settings for recompute, instead of a budget."""
     distribute_saved_activations: Suppress[bool] = False
@@ -100,11 +103,24 @@ class StepFlags:
             raise ValueError(
                 f"host_budget: got {self.host_budget} without memory_budget, expected both: it is for plans within a budget."
             )
+        given = self.recompute
+        offloads = given is not None and (given.cpu_offloading or given.fine_grained_activation_offloading)
+        offloads = offloads or parse_bytes(self.host_budget) > 0
+        if self.captures and (offloads or self.loss_chunks != 1):
+            raise ValueError(
+                "cuda_graph_impl: got full_iteration with loss_chunks or with values that are offloaded, expected neither: a "
+                "captured step computes the loss whole, and copies nothing to the host. Leave them out."
+            )
         if self.distribute_saved_activations and self.memory_budget is None:
             raise ValueError(
                 "distribute_saved_activations: given without memory_budget, expected both: it is for plans within a budget. "
                 "Give memory_budget; or a RecomputeConfig with full recompute and distribute_saved_activations."
             )
+
+    @property
+    def captures(self) -> bool:
+        """Whether micro-batches run as a CUDA graph."""
+        return self.cuda_graph_impl != "none"
 
 
 @dataclass(frozen=True, kw_only=True)

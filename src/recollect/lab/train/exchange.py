@@ -7,7 +7,7 @@ and their loss is the loss of all: a mean over the ranks of data and context par
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -16,12 +16,17 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from recollect.capturing.captured_step import CapturedStep
+from recollect.capturing.cuda_graphs import Graphs
 from recollect.lab.parallel.expert import ExchangedExperts
 from recollect.lab.parallel.mesh import LayoutMesh
 from recollect.lab.parallel.pipeline_step import PipelineStep
 from recollect.lab.parallel.stages import PipelineRank
 from recollect.lab.train.processes import Processes
+from recollect.plans.plan import Plan
+from recollect.recording.model_step import Step
 from recollect.recording.optimizer_step import local_part
+from recollect.recording.step_recording import Gradients
 
 # As in `torch.nn.utils.clip_grad_norm_`.
 _EPSILON = 1e-6
@@ -60,6 +65,33 @@ class Exchange:
         Losses beyond this rank's share of `total` do not count; None: all count.
         """
         return torch.stack(list(losses)).mean().item()
+
+
+class CapturedExchange(Exchange):
+    """A step of one process whose micro-batches run as a CUDA graph.
+
+    Args:
+        example: a micro-batch of the run.
+        plan: None: everything is kept.
+        accumulation: micro-batches of a step.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        example: tuple[Tensor, Tensor],
+        plan: Plan | None,
+        accumulation: int,
+        graphs: Callable[[], Graphs],
+        log: Callable[[str], object],
+    ) -> None:
+        gradients: Gradients = "accumulated" if accumulation > 1 else "freed"
+        step = Step(model, example, None, optimizer, lambda output: output.loss / accumulation, False, gradients)
+        self.captured = CapturedStep(step, plan or Plan({}), graphs=graphs, log=log)
+
+    def accumulate(self, model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]], accumulation: int) -> Tensor:
+        return torch.stack([self.captured(batch) for batch in batches]).sum()
 
 
 class RanksExchange(Exchange):

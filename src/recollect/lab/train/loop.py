@@ -6,6 +6,7 @@ on (seed, step), and a plan changes no gradient. A resumed run reuses the plan i
 
 import contextlib
 import dataclasses
+import functools
 import os
 import signal
 import threading
@@ -20,7 +21,10 @@ from rich.console import Console
 from torch.profiler import ProfilerActivity
 
 import recollect
+from recollect.capturing.cuda_graphs import CudaGraphs
+from recollect.errors import ConfigError, NotYetError
 from recollect.lab.train.config import ProfileFlags, TrainConfig
+from recollect.lab.train.exchange import CapturedExchange
 from recollect.lab.train.files import only_run_in
 from recollect.lab.train.optimizer_step import learning_rate_at, measure_step, resolve_device
 from recollect.lab.train.pipeline_plans import PipelinePlans
@@ -30,6 +34,7 @@ from recollect.lab.train.records import LiveDisplay, Log, MetricsFile, Outcome, 
 from recollect.lab.train.session import Session, open_session
 from recollect.measuring.device_memory import memory_bytes
 from recollect.measuring.host_memory import check_host_budget
+from recollect.plans.plan import Plan
 from recollect.printing import print_line
 from recollect.quantities import check_budget
 from recollect.ranks.group import Place
@@ -46,7 +51,8 @@ def train(config: TrainConfig, *, console: Console | None = None) -> Outcome:
         CheckpointError: run folder or checkpoint cannot be used, or a different process trains in the folder.
         QuantityError: the budget is not an amount of bytes; found before data are read and a folder is made.
         BudgetTooSmallError: no plan fits the budget.
-        ConfigError, NotYetError, HardwareError, RecordError: see `joined_processes` and `Processes.check`; under torchrun.
+        ConfigError, NotYetError, HardwareError, RecordError: see `joined_processes` and `Processes.check`; under torchrun. Or a
+            step is to be captured elsewhere than on one CUDA device.
 
     Example:
         >>> import pathlib, tempfile
@@ -69,6 +75,8 @@ def train(config: TrainConfig, *, console: Console | None = None) -> Outcome:
             stack.enter_context(stop_requests(stop))
         processes = stack.enter_context(joined_processes(config))
         ranks = processes.ranks
+        if config.step.captures:
+            _check_captures(config, processes)
         if config.step.memory_budget is not None:
             # Not earlier: each process has its own device from here on, and others would wait for one that refuses its budget.
             check_budget(config.step.memory_budget, device_bytes=memory_bytes(resolve_device(config.step.device)))
@@ -86,7 +94,10 @@ def train(config: TrainConfig, *, console: Console | None = None) -> Outcome:
         session = open_session(config, processes)
         print_line(console, _describe(session))
         plan, baseline = prepare(session, console)
-        if plan is not None:
+        if config.step.captures:
+            assert not isinstance(plan, PipelinePlans)
+            _capture(session, plan, console, stack)
+        elif plan is not None:
             stack.enter_context(
                 plan.applied(session)
                 if isinstance(plan, PipelinePlans)
@@ -108,6 +119,39 @@ def train(config: TrainConfig, *, console: Console | None = None) -> Outcome:
         total_steps=config.optim.steps,
         excess_reason=processes.excess_reason(session.device),
     )
+
+
+def _check_captures(config: TrainConfig, processes: Processes) -> None:
+    setting = {"--cuda-graph-impl": config.step.cuda_graph_impl}
+    device = resolve_device(config.step.device)
+    if device.type != "cuda":
+        raise ConfigError(
+            settings={**setting, "--device": str(device)},
+            reason="CUDA graphs repeat kernels of a CUDA device",
+            advice="Leave --cuda-graph-impl out, or train on one.",
+        )
+    if not processes.ranks.is_alone:
+        raise NotYetError(
+            settings={**setting, "processes": len(processes.ranks.ranks)},
+            needs="graphs with collectives in them",
+            advice="Set --cuda-graph-impl to none.",
+        )
+
+
+def _capture(session: Session, plan: Plan | None, console: Console, stack: contextlib.ExitStack) -> None:
+    """Have micro-batches run as a CUDA graph, under a plan."""
+    trained = session.trained
+    exchange = CapturedExchange(
+        trained.wrapped,
+        trained.optimizer,
+        next(session.batches(0)),
+        plan,
+        session.config.optim.num_micro_batches,
+        functools.partial(CudaGraphs, session.device),
+        functools.partial(print_line, console),
+    )
+    stack.enter_context(exchange.captured)
+    session.trained = dataclasses.replace(trained, exchange=exchange)
 
 
 def _on_ranks(config: TrainConfig, processes: Processes) -> TrainConfig:
@@ -170,7 +214,11 @@ def _take_step(session: Session, *, is_measured: bool) -> StepRecord:
     peak_bytes = None
     if is_measured:
         (loss, grad_norm), peak_bytes = measure_step(
-            step, device=session.device, model=session.trained.wrapped, optimizer=session.optimizer
+            step,
+            device=session.device,
+            model=session.trained.wrapped,
+            optimizer=session.optimizer,
+            is_captured=session.config.step.captures,
         )
         # The budget is each device's.
         peak_bytes = max(session.processes.ranks.gather(peak_bytes, Place.MEASURED))

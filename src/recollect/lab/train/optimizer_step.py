@@ -89,16 +89,22 @@ def resident_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
 
 
 def measure_step(
-    step: Callable[[], _Result], *, device: torch.device, model: nn.Module, optimizer: torch.optim.Optimizer
+    step: Callable[[], _Result],
+    *,
+    device: torch.device,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    is_captured: bool = False,
 ) -> tuple[_Result, int]:
     """Run `step` and return its result and the peak in bytes of all that model, optimizer and step hold during it.
 
-    On CUDA this reads the allocator's counter and costs nothing. Elsewhere a meter measures the growth over what model and
-    optimizer held before, which slows the step down.
+    On CUDA this reads the allocator's counter and costs nothing; for a captured step that of reserved memory, since a graph's
+    pool counts as free. Elsewhere a meter measures the growth over what model and optimizer held before, which slows the step.
     """
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         result = step()
-        return result, torch.cuda.max_memory_allocated(device)
+        read = torch.cuda.max_memory_reserved if is_captured else torch.cuda.max_memory_allocated
+        return result, read(device)
     measurement = measure_peak(step, device=device, baseline_bytes=resident_bytes(model, optimizer))
     return measurement.result, measurement.peak_bytes

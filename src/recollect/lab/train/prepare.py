@@ -12,6 +12,7 @@ from rich.console import Console
 
 import recollect
 from recollect.byte_format import format_bytes
+from recollect.capturing.plan_for_pool import plan_for_pool
 from recollect.integrations.megatron import megatron_plan
 from recollect.lab.train.config import StepFlags
 from recollect.lab.train.files import read_object, write_text
@@ -107,6 +108,10 @@ def _decide(session: Session) -> tuple[Plan, int]:
     flags, processes = session.config.step, session.processes
     ranks = processes.ranks
 
+    if flags.recompute is None and flags.captures:
+        profile = _recorded(session, 1)
+        plain_bytes = recollect.classic_plan(profile, "keep_all").predicted_peak_bytes or 0
+        return plan_for_pool(profile, str(flags.memory_budget)).plan, plain_bytes
     if flags.recompute is None:
         planned = ranks.together(
             lambda: plan_with_chunks(
