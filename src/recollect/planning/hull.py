@@ -187,9 +187,7 @@ class Evaluator:
         self._output = output
         self._saved = graph.saved_values
         self._fixed_ops = _fixed_ops(graph)
-        self._outputs = {
-            i for i, v in enumerate(values) if output == Action.KEEP and v.is_output and v.producer is not None
-        }
+        self._outputs = {i for i, v in graph.made if output == Action.KEEP and v.is_output}
         self._free = {i for i in self._outputs if values[i].saved or not values[i].mutated_later}
         self._modules = [module_of(op.name) for op in graph.ops]
         self._module_tape_s = dict(graph.module_tape_s)
