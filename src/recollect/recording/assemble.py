@@ -67,9 +67,8 @@ def _warn_if_none_ran(layers: set[str], ran: set[str], model_class: str) -> None
     """Warn of a model that calls the parts of its layers one by one: nothing would be recomputed, without any error."""
     if not layers or layers & ran:
         return
-    first = sorted(layers)[0]
     warn_user(
-        f"none of the {len(layers)} layers of {model_class} ran, such as {first!r}: its forward does not call them, but "
+        f"none of the {len(layers)} layers of {model_class} ran, such as {min(layers)!r}: its forward does not call them, but "
         'perhaps what is in them, so they recompute nothing. Name modules that it calls, or plan it as one: units=[""].',
     )
 

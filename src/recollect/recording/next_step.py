@@ -324,7 +324,7 @@ class Returns:
         for tensor in strided_tensors(tensors_held(output)):
             tracker = tracker_of(tensor.untyped_storage())
             if isinstance(tracker, Tracked):
-                self._outputs[tracker.source] = caller, len(positions)
+                self._outputs[tracker.key] = caller, len(positions)
         positions.append(len(self._recorder.events))
 
 

@@ -220,7 +220,7 @@ class _RecordingMode(FunctionMode):
         for tensor in tree_leaves((output, args[:1])):
             storage = storage_of(tensor)
             tracker = tracker_of(storage)
-            if storage is None or not isinstance(tracker, TrackedValue) or tracker.source not in results:
+            if storage is None or not isinstance(tracker, TrackedValue) or tracker.key not in results:
                 continue
             record = record_of(storage)
             call.values[tracker.value].must_keep = record is None or record.created is not None
@@ -310,7 +310,7 @@ class _RecordingMode(FunctionMode):
         if isinstance(tracker, TrackedValue):
             value = recorder.calls[tracker.call].values[tracker.value]
             value.saved, value.saved_elements = True, max(value.saved_elements, tensor.numel())
-            recorder.log(events.SAVE, *tracker.source, handle.open(recorder, saver), saver)
+            recorder.log(events.SAVE, *tracker.key, handle.open(recorder, saver), saver)
         elif (index := recorder.value_index(storage)) is not None:
             recorder.log(events.SAVE, saver, index, handle.open(recorder, saver), saver)
         return True

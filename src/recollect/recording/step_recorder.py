@@ -270,7 +270,7 @@ class StepRecorder:
         if tracker.call == self.current:
             return tracker.value
         nbytes = storage.nbytes() if tracker.call < 0 else self.calls[tracker.call].values[tracker.value].nbytes
-        return self.calls[self.current].input(tracker.source, nbytes)
+        return self.calls[self.current].input(tracker.key, nbytes)
 
     def keep(self, tensors: Iterable[torch.Tensor], *, stays: bool = True) -> None:
         """Have plans keep values that the tape is about to forget; if they do not stay in place, only their recipes."""

@@ -35,7 +35,7 @@ from recollect.recording.optimizers import Optimizers, beside_parameters, state_
 from recollect.recording.recording_tape import RecordingTape, StepMode
 from recollect.recording.replicated_values import RanksWithParts
 from recollect.recording.step_recorder import Costs, StepRecorder
-from recollect.recording.trackers import UnrelatedMemory, filled_storages, freed_gradients, sources_outside
+from recollect.recording.trackers import UnrelatedMemory, filled_storages, freed_gradients, keys_outside
 from recollect.recording.unit_samples import UnitSample, UnitSamples
 from recollect.simulation.clocks import has_two_clocks, step_times
 from recollect.simulation.decisions import CallActions
@@ -186,8 +186,8 @@ class StepRecording:
         freed_at, parameters = self._freed_at.get, list(self.model.parameters())
         # Megatron's loops free those of its copies where they clear its gradient buffers, which is before forward.
         with_gradients = [*parameters, *beside_parameters(parameters, "main_param")]
-        self._gradients = {one: freed_at(id(p), 0) for p in with_gradients for one in sources_outside([p.grad])}
-        made = sources_outside(state_tensors(optimizers))
+        self._gradients = {one: freed_at(id(p), 0) for p in with_gradients for one in keys_outside([p.grad])}
+        made = keys_outside(state_tensors(optimizers))
         self._to_come = still_to_come(optimizers, self.device)
         recorder.event_log.end()
         left = leftovers(recorder.events, recorder.calls)
@@ -204,7 +204,7 @@ class StepRecording:
             memory = events.ALLOC, events.FREE
             rest = [event for event in recorder.events if event[0] not in memory or (-1, event[1]) not in made]
             recorder.event_log.replace(rest)
-        self._leftovers = {source: one for source, one in left.items() if source not in made}
+        self._leftovers = {key: one for key, one in left.items() if key not in made}
 
     def _note_staying_outputs(self) -> None:
         """Mark outputs of units whose parameters are gone when a different unit's backward asks for the output."""

@@ -55,10 +55,10 @@ def tracker_of(storage: torch.UntypedStorage | None) -> Tracker | None:
     return None if death is None else death.means
 
 
-def sources_outside(tensors: Iterable[torch.Tensor | None]) -> set[Key]:
-    """Return those of the tensors that were made outside the units' forward."""
+def keys_outside(tensors: Iterable[torch.Tensor | None]) -> set[Key]:
+    """Return the keys of those tensors that were made outside the units' forward."""
     trackers = (tracker_of(part.untyped_storage()) for part in strided_tensors(list(tensors)))
-    return {tracker.source for tracker in trackers if isinstance(tracker, TrackedOther)}
+    return {tracker.key for tracker in trackers if isinstance(tracker, TrackedOther)}
 
 
 class Persistent:
@@ -146,11 +146,11 @@ class TrackedValue(Tracked):
     __slots__ = ()
 
     @property
-    def source(self) -> Key:
+    def key(self) -> Key:
         return self.call, self.value
 
     def end(self) -> Event:
-        return events.DIES, *self.source
+        return events.DIES, *self.key
 
 
 class TrackedOther(Tracked):
@@ -168,7 +168,7 @@ class TrackedOther(Tracked):
         self.used = -1
 
     @property
-    def source(self) -> Key:
+    def key(self) -> Key:
         return -1, self.storage
 
     def hand_over(self) -> int:
@@ -331,7 +331,7 @@ class RecordedCall:
     path: str
     values: list[RecordedValue] = field(default_factory=list)
     ops: list[RecordedOp] = field(default_factory=list)
-    # Of what it reads and was computed outside of it: the value that stands for that here.
+    # Of each value that it reads and that was computed outside of it: the index of its stand-in here.
     sources: dict[Key, int] = field(default_factory=dict)
     # Number of ops that the tape sees, by module; and modules that it always watches, since they write in place.
     seen_ops: Counter[str] = field(default_factory=Counter)
@@ -345,19 +345,19 @@ class RecordedCall:
     # Numbers of the nodes of autograd's graph that its forward made.
     nodes: range = range(0)
 
-    def input(self, source: Key, nbytes: int) -> int:
-        """Return the value that stands for one that was computed outside the unit; add it if there is none."""
-        if source not in self.sources:
-            self.sources[source] = len(self.values)
+    def input(self, key: Key, nbytes: int) -> int:
+        """Return the stand-in for a value that was computed outside the unit; add it if there is none."""
+        if key not in self.sources:
+            self.sources[key] = len(self.values)
             self.values.append(RecordedValue(f"input {len(self.sources) - 1}", nbytes, producer=None))
-        return self.sources[source]
+        return self.sources[key]
 
     def value_of(self, thing: Any, index: int) -> int:
         """Return the value of this call, whose index is given, that a tensor holds; -1 if it holds none, or is not a tensor."""
         tracker = tracker_of(storage_of(thing))
         if not isinstance(tracker, Tracked):
             return -1
-        return tracker.value if tracker.call == index else self.sources.get(tracker.source, -1)
+        return tracker.value if tracker.call == index else self.sources.get(tracker.key, -1)
 
 
 class Reached:
