@@ -1,20 +1,16 @@
 """What all tests share."""
 
-import gc
 import os
 import platform
-import sys
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
-# Of modules that were loaded meanwhile: fewer than a library has.
-_MANY_MODULES = 50
+from set_aside import has_loaded_libraries, set_aside
 
 _LAST_PATH = pytest.StashKey[Path]()
-_NUM_MODULES = pytest.StashKey[int]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -40,17 +36,10 @@ def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Leave what libraries and the tests of other files made out of garbage collections.
-
-    The meter collects garbage before it measures and looks at every Python object that is there: with PyTorch and Transformers
-    loaded, 0.3 s a measurement instead of 0.05 s. Tensors from before the test are out of sight too, which changes no growth;
-    those that another file's caches still hold would count as alive beside a step.
-    """
-    stash = item.config.stash
-    if item.path != stash.get(_LAST_PATH, None) or len(sys.modules) > stash[_NUM_MODULES] + _MANY_MODULES:
-        stash[_LAST_PATH], stash[_NUM_MODULES] = item.path, len(sys.modules)
-        gc.collect()
-        gc.freeze()
+    """Set aside what libraries and the tests of other files made: their caches would count as alive beside a step."""
+    if item.path != item.config.stash.get(_LAST_PATH, None) or has_loaded_libraries():
+        item.config.stash[_LAST_PATH] = item.path
+        set_aside()
 
 
 @pytest.fixture

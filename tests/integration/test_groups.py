@@ -37,7 +37,7 @@ def test_units_find_the_parameters_that_fsdp2_gathers(name: str, num_kinds: int,
     for row in cases[name]:
         del row["case"]
         assert re.search(r"saved for backward in blocks\.1, has no memory now", row.pop("not gathered")), row
-        assert set(map(str, row.values())) == {str([True, 3, ["", "", ""]])}, row
+        assert set(map(str, row.values())) == {str([True, 2, ["", ""]])}, row
         assert len(row) == 2 * num_kinds
 
 

@@ -6,6 +6,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from set_aside import has_loaded_libraries, set_aside
+
 
 def serve(run: Callable[[str], dict[str, Any]]) -> None:
     """Run each case whose name comes on standard input, write a line of JSON for it, and end with the input.
@@ -15,6 +17,8 @@ def serve(run: Callable[[str], dict[str, Any]]) -> None:
     """
     for line in sys.stdin:
         name = line.rstrip("\n")
+        if has_loaded_libraries():
+            set_aside()
         try:
             row = run(name)
         except Exception as error:

@@ -4,7 +4,6 @@ python group_programs.py RANK FOLDER
 """
 
 import functools
-import gc
 import itertools
 import os
 import sys
@@ -150,10 +149,14 @@ def sharded_blocks(made: nn.Module, **settings: Any) -> nn.Module:
     return fully_shard(made, **settings)
 
 
+def two_blocks() -> Stack:
+    return built(lambda: Stack(depth=2))
+
+
 def sharded_units(engine: str, *kinds: str) -> dict[str, Any]:
     """Whether layers that FSDP2 shards before or after the plan is applied have the gradients that they have without one."""
     data = torch.randn(8, 16)
-    profile = recollect.record(built(Stack), data, loss_fn=torch.sum, fake=True)
+    profile = recollect.record(two_blocks(), data, loss_fn=torch.sum, fake=True)
     plan = halved(recollect.classic_plan(profile, "full"), engine)
 
     def gradients(made: nn.Module) -> list[torch.Tensor]:
@@ -166,12 +169,12 @@ def sharded_units(engine: str, *kinds: str) -> dict[str, Any]:
 
     found: dict[str, Any] = {}
     for kind in kinds:
-        plain = sharded_blocks(built(Stack), **SHARDED[kind])
+        plain = sharded_blocks(two_blocks(), **SHARDED[kind])
         for block in plain.blocks if engine == "compile" else ():
             vars(block)["forward"] = compile_forward(block.forward, None)
         expected = gradients(plain)
         for order in ("before", "after"):
-            made = built(Stack) if order == "after" else sharded_blocks(built(Stack), **SHARDED[kind])
+            made = two_blocks() if order == "after" else sharded_blocks(two_blocks(), **SHARDED[kind])
             with recollect.apply(made, plan) as applied:
                 if order == "after":
                     for block in made.blocks if engine == "compile" else ():  # type: ignore[union-attr]
@@ -181,7 +184,7 @@ def sharded_units(engine: str, *kinds: str) -> dict[str, Any]:
                 own = [one for one in applied._forwards if isinstance(one, (GraphForward, CompiledForward))]
             is_equal = all(map(has_same_bits, expected, got))
             found[f"{kind} {order}"] = [is_equal, len(own), [getattr(one, "why_not", "") for one in own]]
-    made = sharded_blocks(built(Stack))
+    made = sharded_blocks(two_blocks())
     with recollect.apply(made, plan):
         gradients(made)
         made.blocks[1].set_unshard_in_backward(False)
@@ -395,8 +398,6 @@ def main() -> None:
     step_planner._MOST_ATTEMPTS = 1  # type: ignore[misc]
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    # Each recording looks at all objects, of which libraries have made most.
-    gc.freeze()
     dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}/store", rank=RANK, world_size=2)
     serve(lambda name: CASES[name]())
 

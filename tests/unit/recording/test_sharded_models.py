@@ -34,6 +34,7 @@ from recollect.recording.optimizer_step import make_probe
 from recollect.recording.model_step import Step
 from recollect.recording.record import record_with
 from recollect.simulation.predicted import predicted_plan
+from set_aside import set_aside
 
 warnings.simplefilter("error")
 warnings.filterwarnings("ignore", "recollect: what Python takes around ops could not be measured well")
@@ -41,6 +42,7 @@ warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")
 warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")  # Dynamo looks at it.
 torch.set_num_threads(1)
 dist.init_process_group("fake", rank=0, world_size=4)
+set_aside()
 data = torch.randn(8, 16)
 # What the fake group of torch 2.11 gathers is whatever was in memory, so that no two steps are equal.
 REPEATS = torch.__version__ >= "2.12"
