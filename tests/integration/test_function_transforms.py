@@ -9,6 +9,7 @@ from torch import Tensor, func, nn
 from torch.autograd import forward_ad
 
 import recollect
+from tiers import long_but
 
 Function = Callable[[Tensor], Tensor]
 
@@ -78,10 +79,14 @@ def planned(model: nn.Module, _: Any) -> Any:
     return recollect.apply(model, recollect.classic_plan(profile, "full"))
 
 
+PLACES = ["in each step", "in a later step", "in its forward", "inside layers"]
+CASES = [(name, where, handles) for name in TRANSFORMS for where in PLACES for handles in (attached, planned)]
+# In each place, each transform under one of both.
+QUICK = [case for number, case in enumerate(CASES) if number % 2 == (number // 2 + number // 8) % 2]
+
+
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script. is deprecated", "ignore:Attempted to insert a get_attr")
-@pytest.mark.parametrize("handles", [attached, planned])
-@pytest.mark.parametrize("where", ["in each step", "in a later step", "in its forward", "inside layers"])
-@pytest.mark.parametrize("name", TRANSFORMS)
+@pytest.mark.parametrize(("name", "where", "handles"), long_but(QUICK, CASES))
 def test_a_step_with_transforms_is_the_same(name: str, where: str, handles: Callable[..., Any]) -> None:
     if (name, where, handles) == ("linearize", "inside layers", attached):
         pytest.skip("traced again whenever a layer is timed, which takes ten seconds")
