@@ -205,7 +205,9 @@ if "graph" in sys.argv:
     model, data = built(lambda: Stack(64, depth=4)), torch.randn(4, 64)
     for block in model.blocks:
         fully_shard(block)
-    profile = record(fully_shard(model), engine="graph")
+    parameters = list(fully_shard(model).parameters())
+    profile = record(model, engine="graph")
+    assert all(one is other for one, other in zip(parameters, model.parameters(), strict=True)), "stand-ins stay"
     plan = predicted_plan(profile, recollect.classic_plan(profile, "full").with_engine("graph"))
     report = recollect.verify(model, data, plan, loss_fn=torch.sum)
     assert report.equal or not REPEATS
