@@ -76,7 +76,7 @@ def largest_batch(
         >>> import torch, recollect
         >>> from torch import nn
         >>> model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in range(4)))
-        >>> make_batch = lambda size: torch.empty(size, 32, device="meta")
+        >>> make_batch = lambda size: torch.empty(size, 128, 32, device="meta")
         >>> found = recollect.largest_batch(model, make_batch, "2MiB", loss_fn=torch.sum)
         >>> found.without_recompute.size < found.planned.size
         True
