@@ -11,7 +11,7 @@ MUTATIONS = (
         "recording-ended-in-backward",
         "a recording ends within backward, after which PyTorch takes its profiler for active again",
         "attaching/attached.py",
-        (("if current_backward() < 0 or not profiler_is_active():", "if True:"),),
+        (("(current_backward() < 0 and compiler_around() is None)", "compiler_around() is None"),),
     ),
     Mutation(
         "reruns-not-timed",
@@ -89,6 +89,12 @@ MUTATIONS = (
         "a call of the model in an optimizer's closure passes for the end of its step, and its inner optimizer for a new one",
         "attaching",
         (("self._is_stepping &= self._has_closure", "self._is_stepping = False"),),
+    ),
+    Mutation(
+        "recording-ends-in-compiled-step",
+        "a recording ends inside a compiled optimizer's step, which switches it on again for good",
+        "attaching",
+        (("(current_backward() < 0 and compiler_around() is None)", "current_backward() < 0"),),
     ),
     Mutation(
         "foreign-optimizer-unsaid",

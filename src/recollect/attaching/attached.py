@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from recollect._torch_private import current_backward, is_capturing, profiler_is_active, uncompiled
+from recollect._torch_private import compiler_around, current_backward, is_capturing, profiler_is_active, uncompiled
 from recollect.arguments import listed
 from recollect.attaching.held import CallWatch, Departure, OnLarger, StepUnderWay
 from recollect.attaching.lockstep import Lockstep
@@ -321,9 +321,10 @@ class Attached(Handle):
         self._end.note_optimizer(optimizer)
         if not self._now.calls and not self.num_steps:
             self._planner.warn_once(without_call(self.model))
-        # In backward, PyTorch restores the thread's state after each node, and with it a profiler that was stopped there: the
-        # step then ends at the next call.
-        if current_backward() < 0 or not profiler_is_active():
+        # After a node of backward, and after compiled code, PyTorch restores the thread's state, and with it a profiler or mode
+        # that was left in there: the step then ends at the next call.
+        is_watched = self._now.recording is not None or profiler_is_active()
+        if not is_watched or (current_backward() < 0 and compiler_around() is None):
             self._end_if_reached()
 
     def _end_if_reached(self) -> None:

@@ -58,6 +58,20 @@ def test_a_model_compiled_after_attach_is_recorded_to_the_end_of_the_step() -> N
     assert held_before[1] == held_before[0]
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_the_step_of_a_compiled_optimizer_is_recorded_to_the_next_call() -> None:
+    """Leaving the compiler's wrapper switches on again what was switched off inside of it."""
+    model = Model()
+    optimizer = adam(model)
+    compiled_step = torch.compile(optimizer.step, backend="eager")
+    with attached_to(model, optimizer) as attached:
+        for _ in range(3):
+            model(torch.randn(16, 32)).backward()
+            compiled_step()
+            optimizer.zero_grad()
+        assert attached.recorded_steps == [0] and attached.num_steps == 3
+
+
 class Adapted(nn.Module):
     """Adds a product of two small matrices to a layer's result, as LoRA does."""
 
