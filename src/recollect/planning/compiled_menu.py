@@ -1,4 +1,4 @@
-"""Choose a few sets of values that a compiled unit may keep, to be compiled and measured; and drop the useless ones.
+"""Choose a few sets of values that a compiled unit may keep, to be compiled and measured.
 
 What was measured makes the options of a unit that may run inside `torch.compile` or on the tape.
 
@@ -18,7 +18,6 @@ from recollect.planning.hull import Option, Stored, unit_hull
 from recollect.plans.action import Action, EngineChoice
 from recollect.plans.value_names import module_of
 from recollect.profile.graph import OpRecord, UnitGraph
-from recollect.profile.variant import VariantRecord
 from recollect.simulation.decisions import compiled_actions
 
 Keeps = Mapping[str, Action]
@@ -125,36 +124,6 @@ def engine_options(graph: UnitGraph, *, output: Action = Action.KEEP) -> tuple[O
     eager = [replace(option, recompute_s=option.recompute_s + eager_s) for option in on_tape]
     # All: working sets differ between engines, so one that is slower at no fewer bytes may still lower the peak.
     return (*sorted([*compiled[1:], *eager], key=lambda option: (option.kept_bytes, -option.recompute_s)), compiled[0])
-
-
-def undominated(variants: Sequence[VariantRecord], values: UnitGraph) -> tuple[VariantRecord, ...]:
-    """Return PyTorch's own choice, and the variants that no other beats in every number; of equal ones the first."""
-    left: list[VariantRecord] = []
-    for number, variant in enumerate(variants):
-        others = (*left, *variants[number + 1 :])
-        if variant.is_default or not any(_beats(other, variant, values, ties=other in left) for other in others):
-            left.append(variant)
-    return tuple(left)
-
-
-def _beats(one: VariantRecord, other: VariantRecord, graph: UnitGraph, *, ties: bool) -> bool:
-    mine, its = (
-        (v.step_s, v.own_bytes, v.own_bytes + _bytes(graph, v.held), v.forward_bytes, *_backward_bytes(v, graph))
-        for v in (one, other)
-    )
-    return all(a <= b for a, b in zip(mine, its, strict=True)) and (ties or mine != its)
-
-
-def _backward_bytes(variant: VariantRecord, graph: UnitGraph) -> tuple[int, int]:
-    """Return the most bytes in backward: if others also hold the values that the variant holds, and if nobody does."""
-    alone = shared = variant.own_bytes
-    alone += _bytes(graph, variant.held)
-    most_alone, most_shared = alone, shared
-    for most_bytes, change_bytes, let_go in variant.backward:
-        most_alone, most_shared = max(most_alone, alone + most_bytes), max(most_shared, shared + most_bytes)
-        alone += change_bytes - (graph.values[let_go].nbytes if let_go >= 0 else 0)
-        shared += change_bytes
-    return most_alone, most_shared
 
 
 def _widest_apart(options: Sequence[Option]) -> list[Option]:

@@ -22,7 +22,6 @@ from recollect.costs.hardware import Hardware
 from recollect.engine.eager_forward import expect_compiler
 from recollect.engine.own_checkpoints import running_unit
 from recollect.errors import NotYetError, RecordError
-from recollect.planning.compiled_menu import undominated
 from recollect.planning.planners import Engine
 from recollect.profile.events import PEEK
 from recollect.profile.graph import UnitGraph
@@ -232,9 +231,7 @@ def with_engine(
         runs = UnitRuns(device) if hardware is None else ModelledRuns(device, hardware, profile.kernels)
         return with_variants(profile, samples, runs, compiled=compiled)
 
-    found = with_common_times(_in_all(ranks.together(measured, place), ranks, place), ranks, place)
-    graphs = (replace(graph, variants=undominated(graph.variants, graph)) for graph in found.graphs)
-    return _compiled_step(replace(found, graphs=tuple(graphs)))
+    return _compiled_step(with_common_times(_in_all(ranks.together(measured, place), ranks, place), ranks, place))
 
 
 def check_host_engine(engine: str, host_budget: int | str) -> None:

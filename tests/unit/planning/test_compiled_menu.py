@@ -1,13 +1,12 @@
-"""What to compile of a unit: sets of values that are worth a try, and which of the measured ones to go on with."""
+"""What to compile of a unit: sets of values that are worth a try."""
 
 from dataclasses import replace
 
 import pytest
 
-from recollect.planning.compiled_menu import compiled_menu, keeps_of, undominated, with_compiled_costs
+from recollect.planning.compiled_menu import compiled_menu, keeps_of, with_compiled_costs
 from recollect.plans.action import Action
 from recollect.profile.graph import OpRecord, UnitGraph, ValueRecord
-from recollect.profile.variant import VariantRecord
 
 ATTENTION = "attention._scaled_dot_product_flash_attention"
 
@@ -116,37 +115,6 @@ def test_compiled_costs_of_pointwise_ops_are_near_zero_of_reductions_their_bytes
 def test_what_the_compiler_cannot_see_into_costs_what_it_costs(name: str) -> None:
     times = {op.name: op.time_s for op in with_compiled_costs(layer([(name, (0,), (100,), 3.0)])).ops}
     assert times[name] == 3.0
-
-
-VARIANT = VariantRecord(kept=(4,), held=(0,), own_bytes=100, forward_bytes=200, backward=((300, -100, 0),), step_s=1.0)
-DEFAULT = replace(VARIANT, own_bytes=900, step_s=5.0, is_default=True)
-
-
-@pytest.mark.parametrize(
-    "worse",
-    [
-        {"step_s": 1.1},
-        {"own_bytes": 101},
-        {"forward_bytes": 201},
-        {"backward": ((301, -100, 0),)},
-        {"held": (0, 7), "backward": ((300, -100, 0), (0, 0, 7))},
-    ],
-)
-def test_a_variant_that_another_beats_in_every_number_is_left_out(worse: dict[str, object]) -> None:
-    other = replace(VARIANT, kept=(5,), **worse)
-    assert undominated([DEFAULT, VARIANT, other], layer()) == (DEFAULT, VARIANT)
-    assert undominated([DEFAULT, other, VARIANT], layer()) == (DEFAULT, VARIANT)
-
-
-@pytest.mark.parametrize("better", [{"step_s": 0.9}, {"own_bytes": 99}, {"forward_bytes": 199}])
-def test_a_variant_that_is_better_in_one_number_stays(better: dict[str, object]) -> None:
-    other = replace(VARIANT, kept=(5,), **(better | {"backward": ((320, -100, 0),)}))
-    assert undominated([DEFAULT, VARIANT, other], layer()) == (DEFAULT, VARIANT, other)
-
-
-def test_of_equal_variants_the_first_stays_and_the_own_choice_of_pytorch_always() -> None:
-    twin = replace(VARIANT, kept=(5,))
-    assert undominated([DEFAULT, VARIANT, twin], layer()) == (DEFAULT, VARIANT)
 
 
 def test_all_that_is_not_kept_is_dropped() -> None:
