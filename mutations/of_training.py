@@ -11,7 +11,7 @@ MUTATIONS = (
         "recording-ended-in-backward",
         "a recording ends within backward, after which PyTorch takes its profiler for active again",
         "attaching/attached.py",
-        (("(current_backward() < 0 and compiler_around() is None)", "compiler_around() is None"),),
+        (("(current_backward() < 0 and not in_compiled)", "not in_compiled"),),
     ),
     Mutation(
         "reruns-not-timed",
@@ -91,10 +91,22 @@ MUTATIONS = (
         (("self._is_stepping &= self._has_closure", "self._is_stepping = False"),),
     ),
     Mutation(
+        "recording-begins-in-backward",
+        "a recording begins in a call within backward, whose state PyTorch restores after it",
+        "attaching",
+        (("if current_backward() >= 0:", "if False:"),),
+    ),
+    Mutation(
+        "recording-outlives-compiled-step",
+        "a recording that began inside a compiled step ends after it, and so does the error that no plan fits",
+        "attaching",
+        (("self._now.in_compiled = compiler_around() is not None", "self._now.in_compiled = False"),),
+    ),
+    Mutation(
         "recording-ends-in-compiled-step",
         "a recording ends inside a compiled optimizer's step, which switches it on again for good",
         "attaching",
-        (("(current_backward() < 0 and compiler_around() is None)", "current_backward() < 0"),),
+        (("in_compiled = not self._now.in_compiled and compiler_around() is not None", "in_compiled = False"),),
     ),
     Mutation(
         "foreign-optimizer-unsaid",

@@ -53,6 +53,7 @@ class AllocatorTrace:
 
     def stop(self) -> list[tuple[int, int]]:
         """End the recording and return (address, bytes) per event in order of time; a free has negative bytes."""
+        is_users = torch.autograd.profiler._is_profiler_enabled
         result = _close()
         self._end.detach()
         if result is None:
@@ -69,6 +70,11 @@ class AllocatorTrace:
         events.sort(key=lambda event: event[0])
         found = [(address, num_bytes) for _, address, num_bytes in events]
         for probe in ((self._probe, _PROBE_BYTES), (self._probe, -_PROBE_BYTES)):
+            if probe not in found and is_users:
+                raise MeterError(
+                    "a profiler was started while memory on the CPU was measured, as in a step that attach records, which ends "
+                    "the measurement. Start it around whole steps: these are not recorded."
+                )
             if probe not in found:
                 raise MeterError(
                     f"the allocator's trace of torch {torch.__version__} does not show what is allocated, so memory on "

@@ -298,6 +298,7 @@ class Attached(Handle):
                 recording.start(tensors, gradients=tensors.pop("gradients"))
             return recording
 
+        self._now.in_compiled = compiler_around() is not None
         recording = self._now.recording = self._lockstep.together(begin)
         self._watcher.tell(recording.returns)
 
@@ -324,7 +325,8 @@ class Attached(Handle):
         # After a node of backward, and after compiled code, PyTorch restores the thread's state, and with it a profiler or mode
         # that was left in there: the step then ends at the next call.
         is_watched = self._now.recording is not None or profiler_is_active()
-        if not is_watched or (current_backward() < 0 and compiler_around() is None):
+        in_compiled = not self._now.in_compiled and compiler_around() is not None
+        if not is_watched or (current_backward() < 0 and not in_compiled):
             self._end_if_reached()
 
     def _end_if_reached(self) -> None:

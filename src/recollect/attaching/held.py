@@ -79,6 +79,7 @@ class StepUnderWay:
         departure: the first thing that no plan foresaw.
         planned: the step whose plan it began with, if there is one.
         state, recording: what is in place, and the recorder if that is it.
+        in_compiled: the recorder began within compiled code that calls the model.
     """
 
     def __init__(self) -> None:
@@ -87,6 +88,7 @@ class StepUnderWay:
         self.planned: PlannedStep | None = None
         self.state = State.IDLE
         self.recording: StepRecording | None = None
+        self.in_compiled = False
         # For each call: the course its plan foresees, None without one; its own course, once ended; its backwards.
         self._foreseen: list[Course | None] = []
         self._ran: list[Course] = []

@@ -15,7 +15,14 @@ from typing import Any, Final, Protocol
 import torch
 from torch import nn
 
-from recollect._torch_private import num_dispatch_modes, profiler_is_active, transforms_are_active, uncompiled, untraced
+from recollect._torch_private import (
+    current_backward,
+    num_dispatch_modes,
+    profiler_is_active,
+    transforms_are_active,
+    uncompiled,
+    untraced,
+)
 from recollect.applying import apply_own, apply_policy
 from recollect.attaching.planned_step import PlannedStep
 from recollect.attaching.unit_watch import UnitWatch
@@ -251,6 +258,12 @@ def obstacle(device: torch.device) -> str:
         return "a profiler is active, beside which a step cannot be recorded: running at the leanest until it ends"
     if num_dispatch_modes():
         return "a dispatch mode is active around the model: running at the leanest until it ends"
+    if current_backward() >= 0:
+        # PyTorch restores the thread's state after each node, and with it would switch off the recorder's modes.
+        return (
+            "the model is called within backward, as by torch.utils.checkpoint with use_reentrant=True, where no step can be "
+            "recorded: running at the leanest. Pass use_reentrant=False, or leave the checkpoint out"
+        )
     return ""
 
 

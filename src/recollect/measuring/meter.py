@@ -314,7 +314,7 @@ class CpuOpPeaks:
         if num_missing := order.count(-1):
             raise MeterError(
                 f"record: the trace of the allocator lacks {num_missing} of the {len(order)} marks around ops, as if they had "
-                "run on a different thread. Record again, with the whole step on one thread."
+                "run on a different thread. Record again, with the whole step on one thread and under no profiler."
             )
         peaks: list[int] = []
         for begin, end in zip(order[::2], order[1::2], strict=True):

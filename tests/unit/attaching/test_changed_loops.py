@@ -8,7 +8,7 @@ from torch import nn
 
 import recollect
 from recollect.attaching.attached import Attached
-from recollect.errors import BudgetWarning, LargerStepError
+from recollect.errors import BudgetTooSmallError, BudgetWarning, LargerStepError
 from residual_model import Model
 
 
@@ -58,18 +58,46 @@ def test_a_model_compiled_after_attach_is_recorded_to_the_end_of_the_step() -> N
     assert held_before[1] == held_before[0]
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
-def test_the_step_of_a_compiled_optimizer_is_recorded_to_the_next_call() -> None:
+@pytest.mark.filterwarnings("ignore")  # the compiler's, of the loop
+@pytest.mark.parametrize("is_whole", [False, True], ids=["the optimizer's step", "the whole step"])
+def test_what_is_compiled_and_ends_a_recorded_step_leaves_no_mode_behind(is_whole: bool) -> None:
     """Leaving the compiler's wrapper switches on again what was switched off inside of it."""
+    torch.compiler.reset()
     model = Model()
     optimizer = adam(model)
-    compiled_step = torch.compile(optimizer.step, backend="eager")
+
+    def whole_step(x: torch.Tensor) -> None:
+        model(x).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    compiled_whole, compiled_end = (torch.compile(f, backend="eager") for f in (whole_step, optimizer.step))
     with attached_to(model, optimizer) as attached:
-        for _ in range(3):
-            model(torch.randn(16, 32)).backward()
-            compiled_step()
-            optimizer.zero_grad()
-        assert attached.recorded_steps == [0] and attached.num_steps == 3
+        for rows in (16, 16, 32, 32):
+            if is_whole:
+                compiled_whole(torch.randn(rows, 32))
+            else:
+                model(torch.randn(rows, 32)).backward()
+                compiled_end()
+                optimizer.zero_grad()
+        assert (attached.recorded_steps, attached.num_steps) == ([0, 2], 4)
+
+
+@pytest.mark.filterwarnings("ignore")  # the compiler's, of the loop
+def test_no_plan_for_a_compiled_step_is_an_error_of_that_step() -> None:
+    torch.compiler.reset()
+    model = Model()
+    optimizer = adam(model)
+
+    @torch.compile(backend="eager")
+    def whole_step(x: torch.Tensor) -> None:
+        model(x).backward()
+        optimizer.step()
+
+    with attached_to(model, optimizer, "1KiB"):
+        with pytest.raises(BudgetTooSmallError):
+            whole_step(torch.randn(16, 32))
+        torch.ones(2).sum()
 
 
 class Adapted(nn.Module):

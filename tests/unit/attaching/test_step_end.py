@@ -3,6 +3,8 @@
 import pytest
 import torch
 from torch import nn
+from torch.profiler import profile
+from torch.utils.checkpoint import checkpoint
 
 import recollect
 from recollect._torch_private import profiler_is_active
@@ -70,6 +72,30 @@ def test_after_optimizers_that_step_in_backward_the_recording_has_ended() -> Non
             model(torch.randn(rows, 32)).backward()
         assert attached.recorded_steps == [0, 2]
         assert not profiler_is_active()
+
+
+@pytest.mark.filterwarnings("ignore:recollect. torch.utils.checkpoint.CheckpointFunction runs layers again")
+def test_a_model_that_is_called_within_backward_only_is_not_recorded() -> None:
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with attached_to(model, optimizer) as attached:
+        with pytest.warns(BudgetWarning, match="the model is called within backward, as by torch.utils.checkpoint"):
+            for _ in range(2):
+                checkpoint(model, torch.randn(16, 32, requires_grad=True), use_reentrant=True).backward()
+                optimizer.step()
+        assert (attached.num_steps, attached.recorded_steps) == (2, [])
+        assert not profiler_is_active()
+
+
+def test_a_profiler_that_begins_in_a_recorded_step_is_named() -> None:
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with attached_to(model, optimizer):
+        loss = model(torch.randn(16, 32))
+        with profile(), pytest.raises(MeterError, match="^a profiler was started while memory on the CPU was measured"):
+            loss.backward()
+            optimizer.step()
+    assert not profiler_is_active()
 
 
 def test_a_first_step_without_backward_is_an_error() -> None:

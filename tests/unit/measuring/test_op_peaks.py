@@ -56,7 +56,7 @@ def test_ops_on_a_thread_that_the_trace_does_not_see_are_an_error() -> None:
             other.submit(peaks.end).result()
     message = (
         "^record: the trace of the allocator lacks 2 of the 4 marks around ops, as if they had run on a different thread. "
-        "Record again, with the whole step on one thread.$"
+        "Record again, with the whole step on one thread and under no profiler.$"
     )
     with pytest.raises(MeterError, match=message):
         peaks.peaks_bytes()
