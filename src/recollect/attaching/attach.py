@@ -79,9 +79,9 @@ def attach(
 
     Raises:
         ArgumentError: the model is not a module, or the group is not a process group.
-        RecordError: the optimizer trains a different model; in the first step, it never steps, or steps without a backward; or
-            a process of the group fails, does not call, has a different model, or calls the model less often in a step; or this
-            PyTorch lacks features that recording needs.
+        RecordError: the optimizer trains a different model, or has no hooks after its step; in the first step, it never steps,
+            or steps without a backward; or a process of the group fails, does not call, has a different model, or calls the
+            model less often in a step; or this PyTorch lacks features that recording needs.
         ConfigError: two processes of the group have different budgets, units or `on_larger`; or host memory is too small; or
             Megatron's model would run in CUDA graphs, or its groups do not exist.
         QuantityError: the budget is not a number of bytes, is too small for any step, or is a percentage of a device whose
