@@ -19,7 +19,6 @@ from functorch.compile import min_cut_rematerialization_partition  # type: ignor
 from torch import fx
 from torch._dynamo import compiled_autograd, eval_frame
 from torch._dynamo import config as dynamo_config
-from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch._functorch import config as functorch_config
 from torch._functorch.compile_utils import fx_graph_cse
 from torch._inductor import config as inductor_config
@@ -28,40 +27,32 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn, get_hash_for_
 from torch._inductor.graph import GraphLowering
 from torch.utils.checkpoint import CheckpointPolicy
 
-__all__ = ["CustomPartitionerFn", "get_hash_for_files"]
+from recollect._torch_dynamo import ERRORS, TracedWhole
 
-# The errors of a function that could not be compiled, or not into one graph, or too often.
-ERRORS = (TorchDynamoException, FailOnRecompileLimitHit)
+__all__ = ["ERRORS", "CustomPartitionerFn", "get_hash_for_files"]
 
 # Fused code computes with more bits than a 16-bit value in memory has. Without this, results would depend on the plan.
 ROUNDED_AS_IN_MEMORY = {"emulate_precision_casts": True}
 
-# Plans on one class, times shapes, before a unit would silently run without the compiler; PyTorch's own limit
-# on all of them together.
+# Kinds of calls of units with one plan that are compiled apart; PyTorch's own limit on those of all plans together.
 _MOST_COMPILATIONS = 256
-
-_HAS_LIMIT = "recompile_limit" in inspect.signature(torch.compile).parameters
 
 # Joint graphs carry these in `Node.meta`; nothing public tells the module and the op that a node was traced from.
 _OP, _AUTOGRAD, _SIDE, _POLICY = "original_aten", "seq_nr", "partitioner_tag", "recompute"
 
 
-def compiled_whole(function: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
-    """Compile a function with Inductor into one graph, or make its call raise an error; never run it uncompiled.
+class CompiledWhole(TracedWhole):
+    """A function that Inductor compiles into one graph with some options, or whose call raises an error."""
 
-    In PyTorch 2.11 the limit of compilations is a global setting.
-    """
-    options = {**ROUNDED_AS_IN_MEMORY, **options}
-    limit: dict[str, Any] = {"recompile_limit": _MOST_COMPILATIONS} if _HAS_LIMIT else {}
-    compiled: Callable[..., Any] = torch.compile(function, fullgraph=True, options=options, **limit)
-    if _HAS_LIMIT:
-        return compiled
+    def __init__(self, function: Callable[..., Any], options: dict[str, Any]) -> None:
+        # As `torch.compile` makes it of options.
+        backend = torch._TorchCompileInductorWrapper(None, {**ROUNDED_AS_IN_MEMORY, **options}, None)
+        super().__init__(function, backend, dynamic=True)
 
-    def with_limit(*args: Any, **kwargs: Any) -> Any:
-        with dynamo_config.patch(recompile_limit=_MOST_COMPILATIONS):
-            return compiled(*args, **kwargs)
-
-    return with_limit
+    @dynamo_config.patch(recompile_limit=_MOST_COMPILATIONS)
+    def trace(self, *args: Any) -> Any:
+        """Call the function; first compile it if no code fits the call."""
+        return super().trace(*args)
 
 
 @contextmanager
@@ -122,8 +113,10 @@ def settings_in_the_way() -> Iterator[tuple[str, object, str]]:
     """Return global settings under which compiled code would not follow a plan: name, value, and why."""
     if dynamo_config.disable:
         yield "torch._dynamo.config.disable", True, "nothing is compiled"
-    if dynamo_config.compiled_autograd:
+    if dynamo_config.compiled_autograd or compiled_autograd.compiled_autograd_enabled:
         yield "torch._dynamo.config.compiled_autograd", True, "backward is recompiled"
+    if eval_frame._stance.stance != "default":
+        yield "torch.compiler.set_stance", eval_frame._stance.stance, "units would run without their plan"
     if captures_graphs():
         yield "torch._inductor.config.triton.cudagraphs", True, "CUDA graphs hold what is kept in their own pool"
     if functorch_config.activation_memory_budget != 1:
@@ -147,14 +140,9 @@ def settings_of(compiled: Any) -> dict[str, Any] | None:
     return backend.get_compiler_config() if hasattr(backend, "get_compiler_config") else None
 
 
-def compiled_autograd_is_on() -> bool:
-    """Whether backward would be compiled; settings take microseconds to read, and each call asks this."""
-    return bool(compiled_autograd.compiled_autograd_enabled)
-
-
-def stance() -> str:
-    """Return the stance set by `torch.compiler.set_stance`."""
-    return str(eval_frame._stance.stance)
+def has_new_settings() -> bool:
+    """Whether a setting is in the way that is often changed later; those of `config` take microseconds to read."""
+    return compiled_autograd.compiled_autograd_enabled or eval_frame._stance.stance != "default"
 
 
 def partitioned(joint: fx.GraphModule, inputs: Any, **settings: Any) -> tuple[fx.GraphModule, fx.GraphModule]:

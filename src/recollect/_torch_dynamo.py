@@ -59,13 +59,16 @@ class TracedWhole:
     """A function that Dynamo traces into one graph for a backend, or whose call raises an error.
 
     Its code and its globals are copies: Dynamo keeps there what was traced for it, which is released with it.
+    `dynamic`: whether sizes that differ between calls become variables in later traces.
     """
 
-    def __init__(self, function: FunctionType, backend: Backend) -> None:
+    def __init__(self, function: Any, backend: Backend, *, dynamic: bool = False) -> None:
         own_globals = {**function.__globals__}
         own = FunctionType(function.__code__.replace(), own_globals, function.__name__, function.__defaults__)
         # Not `torch.compile`: it does not tell why a trace does not fit a call.
-        optimize = dynamo.optimize(backend, nopython=True, guard_fail_fn=_note_failure, dynamic=False)
+        optimize = dynamo.optimize(
+            backend, nopython=True, guard_fail_fn=_note_failure, dynamic=None if dynamic else False
+        )
         self._trace: Callable[..., Any] = optimize(own)
         self._is_off = isinstance(optimize, eval_frame._NullDecorator)
         self._own = own

@@ -113,7 +113,7 @@ def _traced(
         args, kwargs = replace(sample, args=given[0], kwargs=given[1]).inputs([])
         asked.append((sample, graph, tree_leaves((args, kwargs)), costs))
         try:
-            dynamo.TracedWhole(_call, backend).trace(sample.module.forward, args, kwargs)  # type: ignore[arg-type]
+            dynamo.TracedWhole(_call, backend).trace(sample.module.forward, args, kwargs)
         except _TracedError:
             return found[0]
         except Exception as error:

@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -156,7 +155,7 @@ def _compiled(
             raise _KnownError  # before code is generated, which takes nearly all the time
 
     inside = None if keeps is None else named_as_inside(keeps)
-    forward = compile_forward(_with_own_code(module.forward), inside, on_partition=note_cut)
+    forward = compile_forward(module.forward, inside, on_partition=note_cut)
     try:
         begin = time.perf_counter()
         if runs.time(sample, module, forward) is None:
@@ -209,15 +208,6 @@ def _names_of(graph: UnitGraph) -> dict[str, int]:
         counts[key] += 1
         found |= dict(zip(result_names(stem, len(op.outputs)), op.outputs, strict=True))
     return found | {value.name: index for index, value in graph.made}
-
-
-def _with_own_code(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls the given one; the compiler keeps its code with it, and both are released together."""
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        return forward(*args, **kwargs)
-
-    return FunctionType(run.__code__.replace(), run.__globals__, closure=run.__closure__)
 
 
 def _timed(

@@ -33,12 +33,13 @@ from recollect.plans.paths import paths_above, unit_words
 from recollect.plans.unit_plan import UnitPlan
 from recollect.tensors import tensors_in
 from recollect.warning import warn_user
+from recollect.weak_map import WeakMap
 
 if TYPE_CHECKING:
-    from recollect.engine.compiled.partitioner import Partition
+    from recollect._torch_compile import CompiledWhole
+    from recollect.engine.compiled.partitioner import Partition, PlanPartitioner
     from recollect.engine.together import Agreement
 
-Shapes = tuple[torch.Size, ...]
 _T = TypeVar("_T")
 
 
@@ -76,6 +77,7 @@ def compile_forward(
     actions: Mapping[str, Action] | None,
     *,
     on_partition: Callable[[Partition], None] | None = None,
+    on_compile: Callable[[Any, Any], None] = lambda args, kwargs: None,
 ) -> Callable[..., Any]:
     """Compile the forward of a unit so that it saves the values that its plan keeps.
 
@@ -83,17 +85,39 @@ def compile_forward(
         forward: bound to a module; names of values leave out the module's path.
         actions: what happens to each value; None for PyTorch's own choice.
         on_partition: called with each cut; without it, code in a cache on disk is used without a cut.
+        on_compile: called before a call that no compiled code fits, with its arguments and keywords.
 
     Returns:
         A function like it, which compiles when it is called. Equal modules with equal actions share compiled code.
     """
     # Here: it imports the compiler.
-    from recollect._torch_compile import compiled_whole
+    from recollect._torch_compile import CompiledWhole
     from recollect.engine.compiled.partitioner import PlanPartitioner
 
-    if actions is None and on_partition is None:
-        return compiled_whole(forward, {})
-    return compiled_whole(forward, {"custom_partitioner_fn": PlanPartitioner(actions, on_partition=on_partition)})
+    is_default = actions is None and on_partition is None
+    partitioner = None if is_default else PlanPartitioner(actions, on_partition=on_partition)
+    code = getattr(forward, "__code__", None)
+    shared = {} if code is None or on_partition is not None else _shared.setdefault(code, {})
+    if partitioner not in shared:
+        shared[partitioner] = CompiledWhole(_run, {} if is_default else {"custom_partitioner_fn": partitioner})
+    whole = shared[partitioner]
+
+    def compiled(*args: Any, **kwargs: Any) -> Any:
+        call = forward, args, kwargs
+        run = whole.run_of(*call)
+        if run is None:
+            on_compile(args, kwargs)
+        return (run or whole.trace)(*call)
+
+    return compiled
+
+
+# By the code of the compiled function, and who cuts its graph.
+_shared: WeakMap[dict[PlanPartitioner | None, CompiledWhole]] = WeakMap()
+
+
+def _run(forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    return forward(*args, **kwargs)
 
 
 class CompiledForward(PlacedForward):
@@ -108,7 +132,7 @@ class CompiledForward(PlacedForward):
         # The storages of parameters that FSDP2 gathers.
         self._gathered: set[int] = set()
         # Of the arguments in the first call; None once a warning said that others differ.
-        self._shapes: Shapes | None = ()
+        self._shapes: tuple[torch.Size, ...] | None = ()
 
     def put(self) -> None:
         """Place this on the module; code compiled from an earlier forward is not for a new one."""
@@ -129,9 +153,8 @@ class CompiledForward(PlacedForward):
         if not self.recomputes():
             return self.forward(*args, **kwargs)
         compiled = self._compiled or self._begin(args, kwargs)
-        self._look_around()
-        if self._shapes is not None:
-            self._look_at_shapes(args, kwargs)
+        if self._compiler.has_new_settings():
+            self._check_settings()
         try:
             output = compiled(*args, **kwargs)
         except self._compiler.ERRORS as error:
@@ -148,38 +171,27 @@ class CompiledForward(PlacedForward):
         from recollect import _torch_compile
 
         self._compiler = _torch_compile
-        for setting, value, reason in _torch_compile.settings_in_the_way():
-            raise ConfigError(
-                settings={setting: value},
-                reason=f"{reason}, and {unit_words(self.path)} is compiled as a plan says",
-                advice="Leave it at its default, or use the engine 'tape'.",
-            )
+        self._check_settings()
         check_compilers(self.applied.model, self.path)
         self._shapes = _shapes_of(args, kwargs)
         sharded = fully_sharded_parameters(self.applied.model)
         own = [parameter for parameter in self.module.parameters() if id(parameter) in sharded]
         self._gathered = {parameter.untyped_storage()._cdata for parameter in own}
-        self._compiled = compile_forward(user_forward(self.forward), self.actions or None)
+        self._compiled = compile_forward(
+            user_forward(self.forward), self.actions or None, on_compile=self._look_at_shapes
+        )
         return self._compiled
 
-    def _look_around(self) -> None:
-        if self._compiler.compiled_autograd_is_on():
+    def _check_settings(self) -> None:
+        for setting, value, reason in self._compiler.settings_in_the_way():
             raise ConfigError(
-                settings={"torch._dynamo.compiled_autograd": True},
-                reason=f"it recompiles backward, and what {unit_words(self.path)} keeps would not be what the plan says",
-                advice="Switch it off, or use the engine 'tape'.",
-            )
-        stance = self._compiler.stance()
-        if stance != "default":
-            raise ConfigError(
-                settings={"torch.compiler.set_stance": stance},
-                reason=f"{unit_words(self.path)} is compiled as a plan says, and would run without its plan",
-                advice="Remove the plan meanwhile, or use the engine 'tape'.",
+                settings={setting: value},
+                reason=f"{reason}, and {unit_words(self.path)} is compiled as a plan says",
+                advice="Leave it at its default, or use the engine 'tape'.",
             )
 
     def _look_at_shapes(self, args: Any, kwargs: Any) -> None:
-        found = _shapes_of(args, kwargs)
-        if found == self._shapes:
+        if self._shapes in (None, _shapes_of(args, kwargs)):
             return
         self._shapes = None
         plan = self.applied.plan
@@ -203,7 +215,7 @@ class CompiledForward(PlacedForward):
             )
 
 
-def _shapes_of(args: Any, kwargs: Any) -> Shapes:
+def _shapes_of(args: Any, kwargs: Any) -> tuple[torch.Size, ...]:
     return tuple(tensor.shape for tensor in tensors_in((args, kwargs)))
 
 

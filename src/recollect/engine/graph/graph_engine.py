@@ -245,7 +245,7 @@ class GraphForward(PlacedForward):
         traces = self._traces  # Other threads may leave the unit to the tape.
         if traces is None:
             torch.compiler.assume_constant_result(_is_traced)  # Here: it imports Dynamo.
-            traces = self._traces = dynamo.TracedWhole(_unit, _backend)  # type: ignore[arg-type]
+            traces = self._traces = dynamo.TracedWhole(_unit, _backend)
             self.tape.traced.setdefault(self._alike, []).append(weakref.ref(self))
         self._kind = kind
         GraphForward.num_traces += 1

@@ -103,7 +103,7 @@ def test_what_cannot_be_compiled_raises_one_of_the_errors() -> None:
         return rows.sin()
 
     with pytest.raises(fence.ERRORS):
-        fence.compiled_whole(broken, {})(torch.ones(2))
+        fence.CompiledWhole(broken, {}).trace(torch.ones(2))
     often = torch.compile(lambda rows: rows.sin(), backend="eager", fullgraph=True, dynamic=False)
     with torch._dynamo.config.patch(recompile_limit=2), pytest.raises(fence.ERRORS):
         for size in range(4):
@@ -112,11 +112,10 @@ def test_what_cannot_be_compiled_raises_one_of_the_errors() -> None:
 
 def test_settings_are_where_they_are_looked_for() -> None:
     assert list(fence.settings_in_the_way()) == []
-    assert fence.stance() == "default" and not fence.compiled_autograd_is_on()
-    with torch.compiler.set_stance("force_eager"):
-        assert fence.stance() == "force_eager"
-    with torch._dynamo.compiled_autograd._enable(torch.compile):
-        assert fence.compiled_autograd_is_on()
+    assert not fence.has_new_settings()
+    for setting in (torch.compiler.set_stance("force_eager"), torch._dynamo.compiled_autograd._enable(torch.compile)):
+        with setting:
+            assert fence.has_new_settings() and len(list(fence.settings_in_the_way())) == 1
     for what in (torch.sin, torch.nn.Linear(2, 2)):
         for fullgraph in (False, True):
             compiled: Any = functools.partial(torch.compile, what, fullgraph=fullgraph)
