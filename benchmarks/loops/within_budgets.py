@@ -9,7 +9,6 @@ from typing import Any
 from allocator_meter import AllocatorMeter
 from loops.loop import Loop
 from loops.run import Ran, run
-from recollect.attaching.planned_step import own_plan
 from recollect.errors import BudgetTooSmallError
 from recollect.planning.choose import Planner
 
@@ -89,7 +88,7 @@ def _least_bytes(loop: Loop, meter: AllocatorMeter, num_batches: int) -> int:
         return least_bytes
     # Later steps need more than the first one, also at their leanest.
     later = run(loop, meter, least_bytes, num_batches=num_batches).handle.planned
-    return max(least_bytes, *(own_plan(Planner(step.profile), 1)[0].predicted_peak_bytes or 0 for step in later))
+    return max(least_bytes, *(Planner(step.profile).plan_or_leanest(1)[0].predicted_peak_bytes or 0 for step in later))
 
 
 def _row(loop: Loop, name: str, budget_bytes: int, plain: Ran, within: Ran) -> Row:
