@@ -147,7 +147,10 @@ def has_new_settings() -> bool:
 
 def partitioned(joint: fx.GraphModule, inputs: Any, **settings: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Cut a joint graph into forward and backward as PyTorch's own partitioner does, obeying the tags of its nodes."""
-    halves: tuple[fx.GraphModule, fx.GraphModule] = min_cut_rematerialization_partition(joint, inputs, **settings)
+    # On CUDA a random op that runs again (all attention counts as one) would otherwise draw from a generator of its own: other
+    # numbers than without a plan, and its seed would be drawn from the CPU's generator.
+    with functorch_config.patch(graphsafe_rng_functionalization=False):
+        halves: tuple[fx.GraphModule, fx.GraphModule] = min_cut_rematerialization_partition(joint, inputs, **settings)
     return halves
 
 

@@ -63,6 +63,23 @@ def _different(model: nn.Module, found: list[Tensor], expected: list[Tensor]) ->
     ]
 
 
+def test_random_numbers_are_those_without_a_plan(device: torch.device) -> None:
+    """Also where attention, with dropout, runs again; and the CPU's generator moves no further."""
+    torch.manual_seed(0)
+    config = llama_config(num_layers=2, hidden_size=512, num_attention_heads=4, vocab_size=128, attention_dropout=0.1)
+    tokens = torch.randint(128, (2, 512), device=device)
+    model, batch = GPTModel(config).to(device, torch.bfloat16), {"tokens": tokens, "labels": tokens}
+    profile = recollect.record(model, batch, engine="compile", holds_output=False, gradients="freed")
+    calls = [call for call in profile.calls if call.repeated]
+    plan = recollect.Plan({call.path: compiled_unit(profile.graph_of(call), 0) for call in calls})
+    with compiled_without_plan(model, [call.path for call in calls]):
+        expected, numbers = _stepped(model, batch), (torch.rand(3), torch.rand(3, device=device))
+    with recollect.apply(model, plan):
+        found = _stepped(model, batch)
+        assert all(map(torch.equal, (torch.rand(3), torch.rand(3, device=device)), numbers))
+    assert _different(model, found, expected) == []
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_each_variant(dtype: torch.dtype, device: torch.device, record_property: RecordProperty) -> None:
     """Bits of the layers compiled without a plan, and the predicted peak."""
