@@ -116,6 +116,8 @@ ERRORS = {
     "without backward": r"RecordError: .* in which no backward ran",
     "uneven": r"RecordError: .* runs in join\(\).* Have as many batches in each; or pass group=\"alone\"",
     "verify units that are sharded": r"NotYetError: got compare='units': not yet: .* FSDP2 .* Verify a step that fits",
+    "capture": r"NotYetError: got recollect\.capture='DistributedDataParallel', processes=2: not yet: graphs with collectives",
+    "captured training": r"NotYetError: got --cuda-graph-impl='full_iteration', processes=2: not yet: graphs with collectives",
     "no group": r"ArgumentError: .* got 'everyone' as group: expected a process group, a device mesh, or 'alone'\. Leave",
 }
 

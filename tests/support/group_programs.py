@@ -29,6 +29,8 @@ from recollect.errors import FreedValueError
 from recollect.lab.models.architectures import llama_config
 from recollect.lab.models.gpt import GPTModel
 from recollect.lab.parallel.tensor import tensor_parallel
+from recollect.lab.train.config import StepFlags, TrainConfig
+from recollect.lab.train.processes import Processes
 from recollect.planning.compiled_menu import compiled_menu
 from recollect.plans.action import Action
 from recollect.plans.plan import Plan
@@ -337,6 +339,18 @@ def uneven() -> dict[str, Any]:
         return train(made, 24)
 
 
+def captured(made: nn.Module) -> dict[str, Any]:
+    tokens = torch.zeros(2, 24, dtype=torch.int64)
+    recollect.capture(made, {"tokens": tokens, "labels": tokens}, torch.optim.SGD(made.parameters()))
+    return {}
+
+
+def check_captures() -> dict[str, Any]:
+    flags = TrainConfig(step=StepFlags(device="cpu", cuda_graph_impl="full_iteration"))
+    Processes(ranks=group_module.group_of([0, 1], "train")).check(flags, flags.model.dimensions(64, seq_length=24))
+    return {}
+
+
 def not_all_call() -> dict[str, Any]:
     """Only the first process attaches."""
     dist.barrier()
@@ -386,6 +400,8 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
     "fewer calls": fewer_calls,
     "without backward": without_backward,
     "uneven": uneven,
+    "capture": lambda: captured(replicated()),
+    "captured training": check_captures,
     "no group": lambda: train(model(), 24, group="everyone"),
     "not all call": not_all_call,
     "ends": ends,

@@ -94,6 +94,12 @@ def capture(
                 reason="a captured step does not have it",
                 advice=f"Pass {', '.join(map(repr, known[:-1]))} or {known[-1]!r}.",
             )
+    if not (ranks := ranks_of(model, None, "capture(model, batch, optimizer, budget)")).is_alone:
+        raise NotYetError(
+            settings={"recollect.capture": given.name, "processes": len(ranks.ranks)},
+            needs="graphs with collectives in them",
+            advice="Use recollect.attach, which plans such models without a graph.",
+        )
     if given.device.type != "cuda":
         raise ConfigError(
             settings={"recollect.capture": given.name, "device": str(given.device)},
@@ -101,12 +107,6 @@ def capture(
             advice="Move the model there; or use recollect.fit or attach, which run on any device.",
         )
     check_budget(budget, device_bytes=memory_bytes(given.device))
-    if not (ranks := ranks_of(model, None, "capture(model, batch, optimizer, budget)")).is_alone:
-        raise NotYetError(
-            settings={"recollect.capture": given.name, "processes": len(ranks.ranks)},
-            needs="graphs with collectives in them",
-            advice="Use recollect.attach, which plans such models without a graph.",
-        )
     attributes = [value for module in model.modules() for value in vars(module).values()]
     generators = [value for value in attributes if isinstance(value, torch.Generator)]
     return CapturedStep(

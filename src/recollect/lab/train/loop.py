@@ -22,7 +22,6 @@ from torch.profiler import ProfilerActivity
 
 import recollect
 from recollect.capturing.cuda_graphs import CudaGraphs
-from recollect.errors import ConfigError, NotYetError
 from recollect.lab.train.config import ProfileFlags, TrainConfig
 from recollect.lab.train.exchange import CapturedExchange
 from recollect.lab.train.files import only_run_in
@@ -51,8 +50,7 @@ def train(config: TrainConfig, *, console: Console | None = None) -> Outcome:
         CheckpointError: run folder or checkpoint cannot be used, or a different process trains in the folder.
         QuantityError: the budget is not an amount of bytes; found before data are read and a folder is made.
         BudgetTooSmallError: no plan fits the budget.
-        ConfigError, NotYetError, HardwareError, RecordError: see `joined_processes` and `Processes.check`; under torchrun. Or a
-            step is to be captured elsewhere than on one CUDA device.
+        ConfigError, NotYetError, HardwareError, RecordError: see `joined_processes` and `Processes.check`.
 
     Example:
         >>> import pathlib, tempfile
@@ -75,8 +73,6 @@ def train(config: TrainConfig, *, console: Console | None = None) -> Outcome:
             stack.enter_context(stop_requests(stop))
         processes = stack.enter_context(joined_processes(config))
         ranks = processes.ranks
-        if config.step.captures:
-            _check_captures(config, processes)
         if config.step.memory_budget is not None:
             # Not earlier: each process has its own device from here on, and others would wait for one that refuses its budget.
             check_budget(config.step.memory_budget, device_bytes=memory_bytes(resolve_device(config.step.device)))
@@ -119,23 +115,6 @@ def train(config: TrainConfig, *, console: Console | None = None) -> Outcome:
         total_steps=config.optim.steps,
         excess_reason=processes.excess_reason(session.device),
     )
-
-
-def _check_captures(config: TrainConfig, processes: Processes) -> None:
-    setting = {"--cuda-graph-impl": config.step.cuda_graph_impl}
-    device = resolve_device(config.step.device)
-    if device.type != "cuda":
-        raise ConfigError(
-            settings={**setting, "--device": str(device)},
-            reason="CUDA graphs repeat kernels of a CUDA device",
-            advice="Leave --cuda-graph-impl out, or train on one.",
-        )
-    if not processes.ranks.is_alone:
-        raise NotYetError(
-            settings={**setting, "processes": len(processes.ranks.ranks)},
-            needs="graphs with collectives in them",
-            advice="Set --cuda-graph-impl to none.",
-        )
 
 
 def _capture(session: Session, plan: Plan | None, console: Console, stack: contextlib.ExitStack) -> None:

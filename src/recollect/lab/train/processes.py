@@ -18,6 +18,7 @@ from recollect.lab.parallel.mesh import LayoutMesh, layout_mesh
 from recollect.lab.train.config import TrainConfig
 from recollect.lab.train.launched import num_launched
 from recollect.lab.train.lost_processes import named_errors
+from recollect.lab.train.optimizer_step import resolve_device
 from recollect.ranks.group import ALONE, Place, Ranks, group_of
 
 
@@ -109,6 +110,8 @@ class Processes:
                 reason="there are no ranks to distribute to",
                 advice="Leave it out, or set tensor_model_parallel_size to 2 or more.",
             )
+        if config.step.captures:
+            self._check_captures(config)
         if self.mesh is None:
             return
         self.layout.check_model(dimensions, seq_length=config.data.seq_length)
@@ -132,6 +135,21 @@ class Processes:
             )
         if self.layout.pipeline_model_parallel_size > 1:
             check_pipeline(config, dimensions, self.layout)
+
+    def _check_captures(self, config: TrainConfig) -> None:
+        setting, device = {"--cuda-graph-impl": config.step.cuda_graph_impl}, resolve_device(config.step.device)
+        if not self.ranks.is_alone:
+            raise NotYetError(
+                settings={**setting, "processes": len(self.ranks.ranks)},
+                needs="graphs with collectives in them",
+                advice="Set --cuda-graph-impl to none.",
+            )
+        if device.type != "cuda":
+            raise ConfigError(
+                settings={**setting, "--device": str(device)},
+                reason="CUDA graphs repeat kernels of a CUDA device",
+                advice="Leave --cuda-graph-impl out, or train on one.",
+            )
 
 
 ONE_PROCESS = Processes()
