@@ -8,6 +8,17 @@ __all__ = ["MUTATIONS"]
 
 MUTATIONS = (
     Mutation(
+        "mapping-without-tensors",
+        "no tensor is found in a batch that is a mapping but not a dict",
+        "recording",
+        (
+            (
+                "return dict(batch) if isinstance(batch, Mapping) and not isinstance(batch, dict) else batch",
+                "return batch",
+            ),
+        ),
+    ),
+    Mutation(
         "list-of-results-dropped",
         "results in a list are planned one by one, though a plan is asked once for all of them",
         "recording/recording_tape.py",

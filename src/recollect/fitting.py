@@ -25,7 +25,7 @@ from recollect.quantities import check_budget, parse_bytes
 from recollect.ranks.group import ALONE, Place
 from recollect.ranks.members import GroupChoice, check_alike, common_plan, ranks_of
 from recollect.recording.engines import check_host_engine
-from recollect.recording.model_step import LossFunction, Step, device_of
+from recollect.recording.model_step import LossFunction, Step, as_dict, device_of
 from recollect.recording.optimizers import Optimizers, check_optimizers, present_state_bytes
 from recollect.recording.record import record
 from recollect.recording.step_recording import Gradients
@@ -205,7 +205,7 @@ def fit(
     chosen, _ = common_plan(made.profile, made.plan, plain_bytes=plain_bytes, budget_bytes=budget_bytes, ranks=ranks)
     for applied in before:
         applied.remove()
-    return _put(model, chosen, batch, has_optimizer=optimizer is not None or step is not None)
+    return _put(model, chosen, as_dict(batch), has_optimizer=optimizer is not None or step is not None)
 
 
 def _check_free(model: nn.Module, optimizer: Optimizers) -> None:

@@ -1,6 +1,7 @@
 """`fit` says what its plan does not count, and says so again at the step that needs it."""
 
 import warnings
+from collections import UserDict
 from collections.abc import Iterator
 
 import pytest
@@ -60,6 +61,26 @@ def test_a_larger_batch_is_named(model: nn.Module) -> None:
         BudgetWarning, match=r"got a larger batch than its plan was made for \(shapes \[33, 16\] and \[32, 16\]\)"
     ):
         train(model, optimizer, rows=33)
+
+
+def test_the_tensors_of_any_mapping_are_the_batch(model: nn.Module) -> None:
+    class OneInput(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = model
+
+        def forward(self, rows: torch.Tensor) -> torch.Tensor:
+            return self.inner(rows).square().mean()  # type: ignore[no-any-return]
+
+    # As Hugging Face's BatchEncoding is one.
+    whole, batch = OneInput(), UserDict(rows=torch.randn(32, 16))
+    profile = recollect.record(whole, batch)
+    assert profile.persistent["batch"] == batch["rows"].nbytes
+    assert "other_tensors" not in profile.persistent
+    plan = recollect.fit(whole, batch, "90%")
+    with pytest.warns(BudgetWarning, match=r"shapes \[33, 16\] and \[32, 16\]"):
+        whole(torch.randn(33, 16))
+    assert recollect.verify(whole, batch, plan, time=False).equal
 
 
 def test_a_plan_made_in_eval_mode_is_named(model: nn.Module) -> None:

@@ -20,7 +20,7 @@ from recollect.engine.placed_forward import Applied, Handle
 from recollect.errors import AlreadyAppliedError, ArgumentError, ConfigError
 from recollect.planning.planners import Engine
 from recollect.plans.plan import Plan
-from recollect.recording.model_step import Step, describe_batch
+from recollect.recording.model_step import Step, as_dict, describe_batch
 from recollect.recording.record import record
 from recollect.recording.restored_state import free_gradients, undisturbed
 
@@ -147,6 +147,7 @@ class CapturedStep(Handle):
             raise ArgumentError("step(batch): it was removed, and its graphs are gone. Capture the step once more.")
         self._state.check()
         self._check_gradients()
+        batch = as_dict(batch)
         name = self._name_of(batch)
         if name not in self._kinds:
             self._add(name, batch)

@@ -38,6 +38,9 @@ class Step:
     loss_chunks: int = 1
     split_backward: bool = False
 
+    def __post_init__(self) -> None:
+        self.batch = as_dict(self.batch)
+
     @cached_property
     def device(self) -> torch.device:
         return device_of(self.model, self.batch)
@@ -146,6 +149,11 @@ def _told(what: str, advice: str) -> Iterator[None]:
         if isinstance(error, (torch.OutOfMemoryError, RecollectError, *DATA_DEPENDENT)):
             raise
         raise RecordError(f"{what}: {type(error).__name__}: {error}. {advice}") from error
+
+
+def as_dict(batch: Any) -> Any:
+    """Return a mapping of a different type, such as Hugging Face's `BatchEncoding`, as a dict, in which tensors are found."""
+    return dict(batch) if isinstance(batch, Mapping) and not isinstance(batch, dict) else batch
 
 
 def call_model(model: nn.Module, batch: Any) -> Any:
