@@ -86,7 +86,7 @@ QUICK = [case for number, case in enumerate(CASES) if number % 2 == (number // 2
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script. is deprecated", "ignore:Attempted to insert a get_attr")
-@pytest.mark.parametrize(("name", "where", "handles"), long_but(QUICK, CASES))
+@pytest.mark.parametrize(("name", "where", "handles"), long_but(QUICK, CASES, are_rows=True))
 def test_a_step_with_transforms_is_the_same(name: str, where: str, handles: Callable[..., Any]) -> None:
     if (name, where, handles) == ("linearize", "inside layers", attached):
         pytest.skip("traced again whenever a layer is timed, which takes ten seconds")

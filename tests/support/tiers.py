@@ -10,12 +10,10 @@ def long(values: Iterable[Any]) -> list[Any]:
     return long_but((), values)
 
 
-def long_but(quick: Iterable[Any], values: Iterable[Any]) -> list[Any]:
-    """A tuple is one value for each of several arguments."""
+def long_but(quick: Iterable[Any], values: Iterable[Any], *, are_rows: bool = False) -> list[Any]:
+    """`are_rows`: each of the values has one for each of several arguments."""
     named = [*quick]
     return [
-        value
-        if value in named
-        else pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=pytest.mark.long)
+        value if value in named else pytest.param(*(value if are_rows else (value,)), marks=pytest.mark.long)
         for value in values
     ]

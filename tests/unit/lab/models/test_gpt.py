@@ -42,7 +42,7 @@ COMBINATIONS = [
 @pytest.mark.parametrize(
     ("normalization", "positions", "is_gated", "has_bias", "has_qkv_bias", "is_tied", "groups"),
     # Of each two settings every pair of values is quick.
-    long_but(COMBINATIONS[::7], COMBINATIONS),
+    long_but(COMBINATIONS[::7], COMBINATIONS, are_rows=True),
 )
 def test_the_formula_counts_the_parameters_of_every_combination(
     normalization: Any, positions: Any, is_gated: bool, has_bias: bool, has_qkv_bias: bool, is_tied: bool, groups: int
