@@ -186,7 +186,7 @@ class CapturedStep(Handle):
             raise ConfigError(
                 settings={"gradients": self._step.gradients},
                 reason="the last step's gradients are there, which this step would replace",
-                advice='Call optimizer.zero_grad() before each step; or capture with gradients="accumulated".',
+                advice='Call optimizer.zero_grad() before each step (set_to_none=True, the default); or capture with gradients="accumulated".',
             )
 
     def _add(self, name: Hashable, batch: Any) -> None:
@@ -208,11 +208,13 @@ class CapturedStep(Handle):
         kind.applied.removal = self.removal
         try:
             kind.trained = self._warmed_up(static)
+            self._kinds[name] = self._on = kind
+            self._captured(kind)
         except BaseException:
+            self._kinds.pop(name, None)
+            self._on = None
             kind.applied.remove()
             raise
-        self._kinds[name] = self._on = kind
-        self._captured(kind)
         self._log(
             f"recollect: captured {self._step.name} ({describe_batch(batch)}): {format_bytes(planned.total_bytes)} of "
             f"{format_bytes(planned.plan.budget_bytes or 0)} predicted; pool {format_bytes(planned.pool_bytes)} predicted, "
@@ -278,10 +280,12 @@ class CapturedStep(Handle):
         before = [parameter.grad for parameter in parameters]
         for parameter, is_trained in zip(parameters, kind.trained, strict=True):
             parameter.grad = self._sum_of(parameter) if self._adds and is_trained else None
-        loss, replay = self._graphs.capture(partial(_run, replace(self._step, batch=kind.batch.batch)))
-        gradients = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
-        for parameter, gradient in zip(parameters, before, strict=True):
-            parameter.grad = gradient
+        try:
+            loss, replay = self._graphs.capture(partial(_run, replace(self._step, batch=kind.batch.batch)))
+            gradients = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
+        finally:
+            for parameter, gradient in zip(parameters, before, strict=True):
+                parameter.grad = gradient
         return _Graph(loss, gradients, replay)
 
     def _sum_of(self, parameter: nn.Parameter) -> torch.Tensor:

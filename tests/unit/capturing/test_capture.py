@@ -175,6 +175,21 @@ def test_a_failed_kind_leaves_the_others() -> None:
     assert loss.isfinite()
 
 
+def test_a_capture_that_fails_leaves_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(graphs: RepeatedRuns, step: Callable[[], torch.Tensor]) -> Any:
+        step()
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    model = Model()
+    with monkeypatch.context() as patch:
+        patch.setattr(RepeatedRuns, "capture", fail)
+        with pytest.raises(RuntimeError, match="not permitted"):
+            captured(model)
+    assert not recollect.applied_to(model)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    captured(model).remove()
+
+
 @pytest.mark.parametrize(
     ("change", "error", "text"),
     [
@@ -182,7 +197,7 @@ def test_a_failed_kind_leaves_the_others() -> None:
             lambda model, step: step(batch_of()),
             ConfigError,
             r"got gradients='freed': the last step's gradients are there, which this step would replace\. Call "
-            r"optimizer\.zero_grad\(\) before each step; or capture with gradients=\"accumulated\"\.",
+            r"optimizer\.zero_grad\(\) before each step \(set_to_none=True, the default\); or capture with gradients=\"accumulated\"\.",
         ),
         (
             lambda model, step: (model.zero_grad(), model.double()),
