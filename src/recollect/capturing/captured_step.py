@@ -186,7 +186,8 @@ class CapturedStep(Handle):
             raise ConfigError(
                 settings={"gradients": self._step.gradients},
                 reason="the last step's gradients are there, which this step would replace",
-                advice='Call optimizer.zero_grad() before each step (set_to_none=True, the default); or capture with gradients="accumulated".',
+                advice="Call optimizer.zero_grad() before each step (set_to_none=True, the default); or capture with "
+                'gradients="accumulated".',
             )
 
     def _add(self, name: Hashable, batch: Any) -> None:

@@ -197,7 +197,8 @@ def test_a_capture_that_fails_leaves_no_plan(monkeypatch: pytest.MonkeyPatch) ->
             lambda model, step: step(batch_of()),
             ConfigError,
             r"got gradients='freed': the last step's gradients are there, which this step would replace\. Call "
-            r"optimizer\.zero_grad\(\) before each step \(set_to_none=True, the default\); or capture with gradients=\"accumulated\"\.",
+            r"optimizer\.zero_grad\(\) before each step \(set_to_none=True, the default\); or capture with "
+            r"gradients=\"accumulated\"\.",
         ),
         (
             lambda model, step: (model.zero_grad(), model.double()),
