@@ -24,7 +24,6 @@ from recollect.lab.models.gpt import GPTModel
 from recollect.measuring.deaths import Deaths
 from recollect.measuring.meter import traced
 from recollect.planning.planners import planner_for
-from recollect.simulation.lifetimes import Lifetime
 from recollect.simulation.pool import played, pool_bytes
 from tables import markdown
 
@@ -71,15 +70,7 @@ def played_bytes(model: nn.Module, batch: dict[str, torch.Tensor]) -> int:
             loss.backward()
             del loss
     model.zero_grad()
-    alive: dict[int, Lifetime] = {}
-    changes = []
-    for address, nbytes in events:
-        if nbytes > 0:
-            alive[address] = Lifetime((0, 0), nbytes, 0)
-            changes.append((alive[address], True))
-        elif address in alive:
-            changes.append((alive.pop(address), False))
-    return played(changes)
+    return played(events)
 
 
 def plans(profile: recollect.Profile) -> Iterator[recollect.Plan]:

@@ -128,10 +128,10 @@ def pool_bytes(*steps: tuple[Profile, Plan]) -> int:
                 if storage.died >= 0:
                     own.append((storage.died, number, False))
         changes += [(lives.storages[number], begins) for _, number, begins in sorted(own)]
-    return played(changes)
+    return _played(changes)
 
 
-def played(changes: Iterable[tuple[Lifetime, bool]]) -> int:
+def _played(changes: Iterable[tuple[Lifetime, bool]]) -> int:
     """Return the size of the pool after storages begin and end, in this order."""
     pool, blocks = MemoryPool(), dict[int, Block]()
     # Of the last op. It includes the op's results, which begin right after it.
@@ -148,4 +148,22 @@ def played(changes: Iterable[tuple[Lifetime, bool]]) -> int:
             blocks[id(storage)] = pool.take(storage.nbytes)
         elif id(storage) in blocks:
             pool.give_back(blocks.pop(id(storage)))
+    return pool.reserved_bytes
+
+
+def played(events: Iterable[tuple[int, int]]) -> int:
+    """Return the size of a pool after an allocator's events: the address of each block, and its bytes, negative if it is freed.
+
+    Blocks from before the first event are not in the pool.
+
+    Example:
+        >>> played([(7, 15 << 20), (7, -(15 << 20)), (9, 5 << 20)]) >> 20
+        16
+    """
+    pool, blocks = MemoryPool(), dict[int, Block]()
+    for address, nbytes in events:
+        if nbytes > 0:
+            blocks[address] = pool.take(nbytes)
+        elif address in blocks:
+            pool.give_back(blocks.pop(address))
     return pool.reserved_bytes

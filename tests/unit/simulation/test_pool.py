@@ -11,7 +11,6 @@ from recollect.lab.models.gpt import GPTModel
 from recollect.measuring.deaths import Deaths
 from recollect.measuring.meter import traced
 from recollect.profile.profile import Profile
-from recollect.simulation.lifetimes import Lifetime
 from recollect.simulation.pool import MemoryPool, played, pool_bytes
 
 MIB = 1 << 20
@@ -79,15 +78,7 @@ def measured_pool_bytes(model: GPTModel, batch: dict[str, torch.Tensor]) -> int:
             loss.backward()
             del loss
     model.zero_grad()
-    alive: dict[int, Lifetime] = {}
-    changes = []
-    for address, nbytes in events:
-        if nbytes > 0:
-            alive[address] = Lifetime((0, 0), nbytes, 0)
-            changes.append((alive[address], True))
-        elif address in alive:
-            changes.append((alive.pop(address), False))
-    return played(changes)
+    return played(events)
 
 
 @pytest.mark.parametrize("budget", ["keep_all", "full", "85%", "70%"])
