@@ -271,11 +271,12 @@ def without_backward() -> dict[str, Any]:
     made = model()
     optimizer = torch.optim.SGD(made.parameters())
     with recollect.attach(made, optimizer, BUDGET, group=dist.group.WORLD):
-        tokens = torch.randint(0, 64, (2, 24))
-        loss = made(tokens=tokens, labels=tokens).loss
-        if RANK == 0:
-            loss.backward()
-        optimizer.step()
+        for _ in range(3):
+            tokens = torch.randint(0, 64, (2, 24))
+            loss = made(tokens=tokens, labels=tokens).loss
+            if RANK == 0:
+                loss.backward()
+            optimizer.step()
     return {}
 
 

@@ -28,7 +28,7 @@ from recollect.attaching.placement import Placement, Removable, State, Watcher, 
 from recollect.attaching.planned_step import PlannedStep, report_of, unforeseen
 from recollect.attaching.reserve import LeanStart
 from recollect.attaching.step_clock import StepClock
-from recollect.attaching.step_end import OptimizersSeen, StepEnd, to_user, without_backward, without_call
+from recollect.attaching.step_end import OptimizersSeen, StepEnd, to_user, without_call
 from recollect.attaching.step_meter import StepMeter
 from recollect.attaching.step_planner import StepPlanner
 from recollect.attaching.step_shape import Call, Structure, describe_call
@@ -356,7 +356,7 @@ class Attached(Handle):
             return
         if recorded is not None and not self._lockstep.all_end(recorded.recorder.has_run_backward):
             self._abandon_step()
-            text = without_backward(self.model, stepped, len(step.calls), is_first=not self.planned)
+            text = self._end.note_skipped(stepped, len(step.calls), is_planned=bool(self.planned))
             self._planner.warn_once(text, key="no backward")
             return
         step.end_call(self._placement.units)

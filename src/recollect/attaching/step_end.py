@@ -15,6 +15,8 @@ from recollect.weak_hooks import register_weakly
 _MOST_FOREIGN_UPDATES: Final = 3
 # Of one optimizer while the other waits, as a discriminator's steps for each of the generator's.
 _MOST_REPEATS: Final = 64
+# A loop may skip a batch, as Lightning's does for a `training_step` that returns None, though the optimizer steps.
+_MOST_SKIPPED: Final = 3
 
 
 class StepEnd:
@@ -35,6 +37,7 @@ class StepEnd:
         self._watched = next((p for p in model.parameters() if p.requires_grad and is_watched), None)
         self._version = self._version_now()
         self._foreign_updates = 0
+        self._num_skipped = 0
         self._stepped: dict[int, int] = {}
         self.stepped = ""
 
@@ -85,6 +88,22 @@ class StepEnd:
                 "Pass the optimizer whose step() the loop calls; one that updates in backward cannot be planned for."
             )
 
+    def note_skipped(self, stepped: str, num_calls: int, *, is_planned: bool) -> str:
+        """Return the message about a recorded step in which no backward ran.
+
+        Raises:
+            RecordError: there were several, and nothing has been planned.
+        """
+        calls = "a call" if num_calls == 1 else f"{num_calls} calls"
+        text = f"{stepped}.step() ended a step with {calls} of {self._model_class} in which no backward ran"
+        self._num_skipped += not is_planned
+        if self._num_skipped < _MOST_SKIPPED:
+            return f"{text}; nothing was planned for it"
+        raise RecordError(
+            f"attach to {self._model_class}: {text}, as in {self._num_skipped - 1} before it, expected loss.backward() in a "
+            "step, since that is what memory is planned for. To go on without a plan, call remove() on what attach returned."
+        )
+
     def _version_now(self) -> int:
         return -1 if self._watched is None else self._watched._version
 
@@ -103,23 +122,6 @@ def without_call(model: nn.Module) -> str:
         f"the optimizer stepped, but {type(model).__name__} was not called with gradients on, so nothing was planned: the loop "
         "calls parts of it one by one. Call the model, or put that forward into attached.call(...)"
     )
-
-
-def without_backward(model: nn.Module, stepped: str, num_calls: int, *, is_first: bool) -> str:
-    """Return the message about a recorded step without training; it is the first one if nothing was planned before.
-
-    Raises:
-        RecordError: it is the first.
-    """
-    name = type(model).__name__
-    calls = "a call" if num_calls == 1 else f"{num_calls} calls"
-    text = f"{stepped}.step() ended a step with {calls} of {name} in which no backward ran"
-    if is_first:
-        raise RecordError(
-            f"attach to {name}: {text}, expected loss.backward() before it, since that is what memory is planned for. "
-            "To go on without a plan, call remove() on what attach returned."
-        )
-    return f"{text}; nothing was planned for it"
 
 
 class OptimizersSeen:
