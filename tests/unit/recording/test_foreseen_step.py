@@ -17,7 +17,7 @@ _PROFILE = Profile((_GRAPH,), (UnitCall("layer", 0),), StepLog(_EVENTS), step_s=
 
 
 def test_a_gradient_is_alive_until_the_backward_that_makes_it_anew() -> None:
-    found = list(foreseen(_PROFILE, gradients_bytes=[7, 100, 1000]).log.events)
+    found = list(foreseen(_PROFILE, gradients_bytes=[1000, 7, 100]).log.events)
     alive, seen = {}, []
     for code, *operands in found:
         if code == ALLOC:
