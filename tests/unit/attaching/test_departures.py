@@ -35,8 +35,10 @@ class Blocks(nn.Module):
             nn.Sequential(nn.Linear(32, 128), nn.Tanh(), nn.Linear(128, 32)) for _ in range(number)
         )
         self.runs = list(range(number))
+        self.num_rows = 512
 
     def forward(self, x: Tensor, flag: bool = False, way: str = "") -> Tensor:
+        x = x[: self.num_rows]
         for index in self.runs:
             x = x + self.blocks[index](x)
         return x.square().mean()
@@ -63,6 +65,20 @@ def test_a_departure_raises_where_larger_steps_do(model: Blocks) -> None:
         with pytest.raises(
             LargerStepError,
             match=r"ran unit 'blocks.2' more often than its plan foresees \(got run 1, expected at most 0\)",
+        ):
+            step(model, optimizer)
+
+
+def test_units_on_larger_inputs_depart_in_calls_of_equal_shapes(model: Blocks) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.num_rows = 256
+    with recollect.attach(model, optimizer, "90%", on_larger="raise", log=lambda _: None):
+        for model.num_rows in (256, 128, 256):
+            step(model, optimizer)
+        model.num_rows = 257
+        with pytest.raises(
+            LargerStepError,
+            match=r"ran unit 'blocks.0' on more elements than its plan foresees \(got 8224, expected at most 8192\)",
         ):
             step(model, optimizer)
 

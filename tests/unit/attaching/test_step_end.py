@@ -102,12 +102,16 @@ def test_a_loop_that_never_runs_backward_is_an_error() -> None:
     model = Model()
     optimizer = torch.optim.AdamW(model.parameters())
     with attached_to(model, optimizer) as attached:
-        with pytest.warns(BudgetWarning, match=r"AdamW.step\(\) ended a step with a call of Model in which no backward ran; "):
+        with pytest.warns(
+            BudgetWarning, match=r"AdamW.step\(\) ended a step with a call of Model in which no backward ran; "
+        ):
             for _ in range(2):
                 model(torch.randn(16, 32))
                 optimizer.step()
         model(torch.randn(16, 32))
-        with pytest.raises(RecordError, match=r"in which no backward ran, as in 2 before it, expected loss.backward\(\) in"):
+        with pytest.raises(
+            RecordError, match=r"in which no backward ran, as in 2 before it, expected loss.backward\(\) in"
+        ):
             optimizer.step()
         # The loop mends it, and goes on.
         model(torch.randn(16, 32)).backward()
