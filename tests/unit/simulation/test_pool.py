@@ -10,6 +10,8 @@ from recollect.lab.models.architectures import llama_config
 from recollect.lab.models.gpt import GPTModel
 from recollect.measuring.deaths import Deaths
 from recollect.measuring.meter import traced
+from recollect.profile.events import BACKWARD, DIES, FORWARD, OP, PHASE, RETURN, StepLog
+from recollect.profile.graph import OpRecord, UnitCall, UnitGraph, ValueRecord
 from recollect.profile.profile import Profile
 from recollect.simulation.pool import MemoryPool, played, pool_bytes
 
@@ -96,3 +98,25 @@ def test_graphs_share_a_pool(step: tuple[GPTModel, dict[str, torch.Tensor], Prof
     gradients_bytes = profile.persistent["parameters"]
     # Gradients of the first stay where its graph puts them.
     assert alone <= both <= alone + gradients_bytes + 20 * MIB
+
+
+@pytest.mark.parametrize(
+    ("working_mib", "pool_mib"),
+    [
+        (0, 20 + 24),  # results of 8 and 24 MiB
+        (8, 20 + 24),  # what an op takes counts its results
+        (
+            30,
+            20 + 22 + 24,
+        ),  # 22 MiB besides a result of 8, then 24 for one of 24, and 6 besides it, where 8 MiB were left
+        (50, 20 + 42 + 26),  # 42 MiB besides the first result, where the second finds room, and 26 besides that
+    ],
+)
+def test_what_ops_take_while_they_run_is_in_the_pool(working_mib: int, pool_mib: int) -> None:
+    values = tuple(
+        ValueRecord(name, nbytes * MIB, producer=i) for i, (name, nbytes) in enumerate((("a", 8), ("b", 24)))
+    )
+    ops = tuple(OpRecord(one.name, (), (i,), 1.0, working_bytes=working_mib * MIB) for i, one in enumerate(values))
+    events = ((PHASE, FORWARD), (OP, 0, 0), (OP, 0, 1), (DIES, 0, 0), (DIES, 0, 1), (RETURN, 0), (PHASE, BACKWARD))
+    profile = Profile((UnitGraph(values, ops),), (UnitCall("layer", 0),), StepLog(events), step_s=1.0)
+    assert pool_bytes((profile, recollect.Plan({}))) == pool_mib * MIB
