@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
+from blocks import Computes, mean_square
 from gradients import assert_same_gradients, gradients
 from policies import Only
 from recollect.applying import apply_policy
@@ -25,18 +26,12 @@ WIDTH = 16
 DROPS_THE_NORM = Only(frozenset({"norm.mul", "norm.mul#1", "norm.native_layer_norm.0"}))
 
 
-class Layer(nn.Module):
+def layer(between: nn.Module) -> Computes:
     """A norm, which plans of these tests drop; then whatever a test asks for, and a linear."""
-
-    def __init__(self, between: nn.Module) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.between = between
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        output: Tensor = self.linear(self.between(self.norm(hidden)))
-        return hidden + output.sigmoid()
+    norm, linear = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+    return Computes(
+        lambda self, x: x + self.linear(self.between(self.norm(x))).sigmoid(), norm=norm, between=between, linear=linear
+    )
 
 
 class _CountingMode(FunctionMode):
@@ -61,34 +56,23 @@ class CountingTape(Tape):
         return _CountingMode(self, unit_path)
 
 
-class Calls(nn.Module):
-    """Runs a function of the test."""
-
-    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return self.function(hidden)
+def calls(function: Callable[[Tensor], Tensor]) -> Computes:
+    return Computes(lambda _, hidden: function(hidden))
 
 
 def model_of(between: nn.Module) -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(Layer(between), Layer(between))
+    return nn.Sequential(layer(between), layer(between))
 
 
 def batch() -> Tensor:
     return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(1))
 
 
-def square(output: Tensor) -> Tensor:
-    return output.square().mean()
-
-
 def step_keeps(model: nn.Module) -> int:
     """Bytes that forward leaves in memory for backward, which runs as well."""
     with Watch() as watch:
-        loss = square(model(batch()))
+        loss = mean_square(model(batch()))
         kept_bytes = watch.live_bytes()
     loss.backward()
     model.zero_grad(set_to_none=True)
@@ -97,13 +81,13 @@ def step_keeps(model: nn.Module) -> int:
 
 def counted_steps(model: nn.Module, num_steps: int) -> list[tuple[Counter[str], Counter[str]]]:
     """Steps whose gradients are those of the plain model; for each, the ops that were seen and the tensors packed."""
-    expected = gradients(model, batch(), square)
+    expected = gradients(model, batch(), mean_square)
     tape, counts = CountingTape(), []
     with apply_policy(model, ["0", "1"], tape):
         for _ in range(num_steps):
             tape.seen.clear()
             tape.packed.clear()
-            assert_same_gradients(expected, gradients(model, batch(), square))
+            assert_same_gradients(expected, gradients(model, batch(), mean_square))
             counts.append((tape.seen.copy(), tape.packed.copy()))
     return counts
 
@@ -121,7 +105,7 @@ def test_only_what_drops_is_seen_and_only_what_saves_it_is_packed() -> None:
 
 
 def test_a_view_of_what_is_dropped_is_known_where_no_op_is_seen() -> None:
-    steps = counted_steps(model_of(Calls(lambda hidden: hidden.view(2, 2, WIDTH).flatten(0, 1))), 4)
+    steps = counted_steps(model_of(calls(lambda hidden: hidden.view(2, 2, WIDTH).flatten(0, 1))), 4)
     seen, packed = steps[-1]
     assert set(seen) == {"norm"}
     assert set(packed) == {"linear"}
@@ -135,24 +119,17 @@ def test_modules_that_write_in_place_stay_in_sight() -> None:
 
 def test_modules_that_update_statistics_unseen_stay_in_sight() -> None:
     """Batch norm raises no version, and its statistics are too many to be compared."""
-
-    class Normed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(2048))
-            self.register_buffer("mean", torch.zeros(2048))
-            self.norm = Calls(lambda hidden: F.batch_norm(hidden, self.mean, torch.ones(2048), training=True))
-
-        def forward(self, hidden: Tensor) -> Tensor:
-            centred = hidden * self.weight - self.mean
-            output: Tensor = centred.sin() + self.norm(hidden)
-            return output
-
-    model, data = nn.Sequential(Normed()), torch.randn(4, 2048)
-    expected = gradients(model, data, square)
+    normed = Computes(
+        lambda self, x: (x * self.weight - self.mean).sin() + self.norm(x),
+        weight=nn.Parameter(torch.ones(2048)),
+        mean=torch.zeros(2048),
+        norm=calls(lambda x: F.batch_norm(x, normed.mean, torch.ones(2048), training=True)),
+    )
+    model, data = nn.Sequential(normed), torch.randn(4, 2048)
+    expected = gradients(model, data, mean_square)
     with apply_policy(model, ["0"], Only(frozenset({"sub"}))):
         for _ in range(4):
-            assert_same_gradients(expected, gradients(model, data, square))
+            assert_same_gradients(expected, gradients(model, data, mean_square))
 
 
 def test_a_write_that_begins_later_is_an_error() -> None:
@@ -165,27 +142,20 @@ def test_a_write_that_begins_later_is_an_error() -> None:
                 hidden.add_(1.0)
         return hidden * 2
 
-    class Exponential(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(WIDTH, WIDTH)
-            self.act = Calls(torch.exp)
-            self.writer = Calls(write)
+    def exponential(self: Any, hidden: Tensor) -> Any:
+        hidden = self.linear(hidden)
+        return self.act(hidden) + self.writer(hidden)
 
-        def forward(self, hidden: Tensor) -> Tensor:
-            hidden = self.linear(hidden)
-            output: Tensor = self.act(hidden) + self.writer(hidden)
-            return output
-
-    model = nn.Sequential(Exponential())
-    expected = gradients(model, batch(), square)
+    parts = {"linear": nn.Linear(WIDTH, WIDTH), "act": calls(torch.exp), "writer": calls(write)}
+    model = nn.Sequential(Computes(exponential, **parts))
+    expected = gradients(model, batch(), mean_square)
     # Computing the exponential again takes what the linear made.
     with apply_policy(model, ["0"], Only(frozenset({"act.exp"}))):
         for _ in range(3):
-            assert_same_gradients(expected, gradients(model, batch(), square))
+            assert_same_gradients(expected, gradients(model, batch(), mean_square))
         writes = True
         with pytest.raises(MutatedValueError):
-            gradients(model, batch(), square)
+            gradients(model, batch(), mean_square)
 
 
 def test_hooks_around_the_model_see_no_more_than_before() -> None:
@@ -201,7 +171,7 @@ def test_hooks_around_the_model_see_no_more_than_before() -> None:
                 return tensor
 
             with saved_tensors_hooks(pack, lambda tensor: tensor):
-                gradients(model, batch(), square)
+                gradients(model, batch(), mean_square)
             counts.append(len(seen))
     assert len(set(counts)) == 1
 
@@ -216,24 +186,15 @@ def test_kept_bytes_are_the_same_in_every_step() -> None:
 
 
 def test_a_unit_that_gets_a_dropped_output_the_second_time_only() -> None:
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = Layer(nn.Tanh())
-
-        def forward(self, hidden: Tensor) -> Tensor:
-            output: Tensor = self.layer(self.layer(hidden))
-            return output
-
-    model = Twice()
-    expected = gradients(model, batch(), square)
+    model = Computes(lambda self, x: self.layer(self.layer(x)), layer=layer(nn.Tanh()))
+    expected = gradients(model, batch(), mean_square)
     kept = []
     policy = Only(frozenset({"add", "sigmoid", "norm.native_layer_norm.0"}), output=Action.RECOMPUTE)
     for tape in (Tape(policy, runs_to_settle=10**9), Tape(policy)):
         with apply_policy(model, ["layer"], tape):
             for _ in range(4):
                 kept.append(step_keeps(model))
-                assert_same_gradients(expected, gradients(model, batch(), square))
+                assert_same_gradients(expected, gradients(model, batch(), mean_square))
     assert len(set(kept)) == 1, kept
 
 
@@ -245,51 +206,38 @@ def test_a_module_that_fails_leaves_the_tape_in_order() -> None:
             raise ValueError("no")
         return hidden.tanh()
 
-    class Forgiving(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = Layer(Calls(between))
+    def forgiving(self: Any, hidden: Tensor) -> Any:
+        try:
+            inner = self.layer.between(self.layer.norm(hidden))
+        except ValueError:
+            inner = hidden.cos()
+        return self.layer.linear(inner)
 
-        def forward(self, hidden: Tensor) -> Tensor:
-            try:
-                inner: Tensor = self.layer.between(self.layer.norm(hidden))
-            except ValueError:
-                inner = hidden.cos()
-            output: Tensor = self.layer.linear(inner)
-            return output
-
-    model = nn.Sequential(Forgiving())
+    model = nn.Sequential(Computes(forgiving, layer=layer(calls(between))))
     policy = Only(frozenset({"layer.norm.native_layer_norm.0"}))
     expected = {}
     for fails in (False, True):
-        expected[fails] = gradients(model, batch(), square)
+        expected[fails] = gradients(model, batch(), mean_square)
     with apply_policy(model, ["0"], policy):
         for fails in (True, False, False, False, True, False):
-            assert_same_gradients(expected[fails], gradients(model, batch(), square))
+            assert_same_gradients(expected[fails], gradients(model, batch(), mean_square))
 
 
 @pytest.mark.filterwarnings("ignore:recollect. torch.utils.checkpoint has no effect")
 def test_a_checkpoint_that_begins_later_inside_a_unit() -> None:
     checkpoints = False
 
-    class Checkpointed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = Layer(nn.Identity())
+    def checkpointed(self: Any, hidden: Tensor) -> Any:
+        hidden = hidden.cos()
+        return checkpoint(self.layer, hidden, use_reentrant=False) if checkpoints else self.layer(hidden)
 
-        def forward(self, hidden: Tensor) -> Tensor:
-            output: Tensor = (
-                checkpoint(self.layer, hidden.cos(), use_reentrant=False) if checkpoints else self.layer(hidden.cos())
-            )
-            return output
-
-    model = nn.Sequential(Checkpointed())
-    expected = gradients(model, batch(), square)
+    model = nn.Sequential(Computes(checkpointed, layer=layer(nn.Identity())))
+    expected = gradients(model, batch(), mean_square)
     # The linear saves what the norm makes, so that its saved tensors go through the tape's hooks, and the norm's do not.
     with apply_policy(model, ["0"], Only(frozenset({"layer.norm.native_layer_norm.0"}))):
         for is_on in (False, False, False, True, True, False):
             checkpoints = is_on
-            assert_same_gradients(expected, gradients(model, batch(), square))
+            assert_same_gradients(expected, gradients(model, batch(), mean_square))
 
 
 def test_modes_of_the_model_s_own_see_what_they_see_without_the_tape() -> None:
@@ -301,7 +249,7 @@ def test_modes_of_the_model_s_own_see_what_they_see_without_the_tape() -> None:
         flops.append(counter.get_total_flops())
         return result
 
-    model = model_of(Calls(counting))
+    model = model_of(calls(counting))
     counted_steps(model, 4)
     assert len(set(flops)) == 1
     assert flops[0] > 0

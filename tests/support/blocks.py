@@ -10,6 +10,26 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 
+class Computes(nn.Module):
+    """Computes a function of itself and of what it is given; its parts are modules and parameters, and tensors as buffers."""
+
+    def __init__(self, function: Callable[..., Any], **parts: Any) -> None:
+        super().__init__()
+        self.function = function
+        for name, part in parts.items():
+            if type(part) is Tensor:
+                self.register_buffer(name, part)
+            else:
+                setattr(self, name, part)
+
+    def extra_repr(self) -> str:
+        """Two that compute different functions do not print alike (`recorded_once` relies on it)."""
+        return f"{self.function.__qualname__}, line {self.function.__code__.co_firstlineno}"
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(self, *args, **kwargs)
+
+
 class Block(nn.Module):
     """Residual feed-forward block with dropout. [n, d] -> [n, d]."""
 
