@@ -12,7 +12,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._pytree import tree_map_only
 
 import recollect
-from blocks import Stack, built
+from blocks import Computes, Stack, built
 from gradients import assert_same_gradients, gradients
 from policies import FEW_PLANS, FULL, Policy
 from predictions import LEAN_LOOP
@@ -70,11 +70,9 @@ class Opaque(torch.Tensor):
         return tree_map_only(torch.Tensor, cls, func(*args, **kwargs))
 
 
-class Waves(nn.Module):
+def waves() -> Computes:
     """[n, d] -> [n, d], for tensors of any type."""
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return hidden.sin().exp()
+    return Computes(lambda _, hidden: hidden.sin().exp())
 
 
 def _gradient_of_opaque(model: nn.Module) -> Tensor:
@@ -87,14 +85,14 @@ def _gradient_of_opaque(model: nn.Module) -> Tensor:
 
 @pytest.mark.parametrize("policy", FEW_PLANS.values(), ids=FEW_PLANS)
 def test_subclass_that_cannot_be_taken_apart_is_kept(policy: Policy) -> None:
-    model = nn.Sequential(Waves(), Waves())
+    model = nn.Sequential(waves(), waves())
     expected = _gradient_of_opaque(model)
     with apply_policy(model, ["0", "1"], policy):
         assert torch.equal(_gradient_of_opaque(model), expected)
 
 
 def test_write_to_a_subclass_that_cannot_be_taken_apart() -> None:
-    model = nn.Sequential(Waves())
+    model = nn.Sequential(waves())
     data = Opaque(torch.randn(4, 3)).requires_grad_()
     with apply_policy(model, ["0"], FULL):
         hidden = data * 1
@@ -106,42 +104,44 @@ def test_write_to_a_subclass_that_cannot_be_taken_apart() -> None:
 
 
 def test_step_on_a_subclass_that_cannot_be_taken_apart_is_recorded() -> None:
-    model = nn.Sequential(Waves(), Waves())
+    model = nn.Sequential(waves(), waves())
     data = Opaque(torch.randn(4, 3)).requires_grad_()
     profile = recollect.record(model, data, loss_fn=lambda output: output.sum(), units=["0", "1"], **LEAN_LOOP)
     assert [call.path for call in profile.calls] == ["0", "1"]
 
 
-class Jagged(nn.Module):
-    """Works on rows of different lengths. [20, 8] -> [20, 8]."""
+def jagged_layers(number: int) -> Any:
+    """They work on rows of different lengths. [20, 8] -> [20, 8]."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(8)
-        self.linear = nn.Linear(8, 8)
+    def run(self: Any, hidden: Tensor) -> Tensor:
+        rows = torch.nested.nested_tensor_from_jagged(hidden, torch.tensor([0, 3, 10, 20]))
+        return hidden + nn.functional.gelu(self.linear(self.norm(rows))).values()
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        offsets = torch.tensor([0, 3, 10, 20])
-        rows = torch.nested.nested_tensor_from_jagged(hidden, offsets)
-        rows = nn.functional.gelu(self.linear(self.norm(rows)))
-        return hidden + rows.values()
+    def layer() -> Computes:
+        return Computes(run, norm=nn.LayerNorm(8), linear=nn.Linear(8, 8))
+
+    return built(lambda: nn.Sequential(*(layer() for _ in range(number))))
+
+
+def square_sum(output: Tensor) -> Tensor:
+    return output.square().sum()
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 @pytest.mark.parametrize("policy", FEW_PLANS.values(), ids=FEW_PLANS)
 def test_nested_tensors(policy: Policy) -> None:
     """Two of them fit together only if they have the very same tensor of offsets."""
-    model = built(lambda: nn.Sequential(Jagged(), Jagged()))
+    model = jagged_layers(2)
     data = torch.randn(20, 8)
-    expected = gradients(model, data, lambda output: output.square().sum())
+    expected = gradients(model, data, square_sum)
     with apply_policy(model, ["0", "1"], policy):
-        assert_same_gradients(expected, gradients(model, data, lambda output: output.square().sum()))
+        assert_same_gradients(expected, gradients(model, data, square_sum))
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 def test_step_with_nested_tensors_is_recorded_and_planned() -> None:
-    model = built(lambda: nn.Sequential(Jagged(), Jagged(), Jagged()))
+    model = jagged_layers(3)
     data = torch.randn(20, 8)
-    profile = recollect.record(model, data, loss_fn=lambda output: output.square().sum(), **LEAN_LOOP)
+    profile = recollect.record(model, data, loss_fn=square_sum, **LEAN_LOOP)
     plan = recollect.classic_plan(profile, "full")
-    assert recollect.verify(model, data, plan, loss_fn=lambda output: output.square().sum()).equal
+    assert recollect.verify(model, data, plan, loss_fn=square_sum).equal

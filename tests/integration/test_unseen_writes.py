@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from blocks import built
+from blocks import Computes, built
 from gradients import assert_same_gradients
 from policies import FEW_PLANS, FULL, Policy
 from recollect.applying import apply_policy
@@ -38,27 +38,19 @@ def test_weights_that_change_between_forward_and_backward(policy: Policy) -> Non
 # Writes that raise no version
 
 
-class Shifted(nn.Module):
-    """Reads a bias, a buffer and what it is given, none of which plain autograd saves. [n, d] -> [n, d]."""
+def two_shifted() -> nn.Module:
+    """Two units that read a bias, a buffer and what they are given, none of which plain autograd saves. [n, d] -> []."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.register_buffer("shift", torch.zeros(WIDTH))
-
-    def forward(self, hidden: Tensor, extra: Tensor) -> Tensor:
+    def shifted(self: Any, hidden: Tensor, extra: Tensor) -> Tensor:
         return torch.sin(torch.tanh(self.linear(hidden)) + self.shift + extra)
 
-
-class TwoShifted(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.units = nn.ModuleList([Shifted(), Shifted()])
-
-    def forward(self, hidden: Tensor, extra: Tensor) -> Tensor:
+    def both(self: Any, hidden: Tensor, extra: Tensor) -> Tensor:
         for unit in self.units:
             hidden = unit(hidden, extra)
         return hidden.square().sum()
+
+    units = [Computes(shifted, linear=nn.Linear(WIDTH, WIDTH), shift=torch.zeros(WIDTH)) for _ in "ab"]
+    return Computes(both, units=nn.ModuleList(units))
 
 
 def write_buffers(model: Any, batch: np.ndarray) -> None:
@@ -83,7 +75,7 @@ def refill_batch(model: Any, batch: np.ndarray) -> None:
 )
 def test_writes_that_raise_no_version_are_refused(write: Any, what: str, length: int) -> None:
     """Between forward and backward; what was written is read again, and differs."""
-    model = built(TwoShifted)
+    model = built(two_shifted)
     batch = np.zeros((length, WIDTH), np.float32)
     with apply_policy(model, ["units.0", "units.1"], FULL):
         loss = model(torch.randn(length, WIDTH), torch.from_numpy(batch))
@@ -95,7 +87,7 @@ def test_writes_that_raise_no_version_are_refused(write: Any, what: str, length:
 
 
 def test_writes_after_backward_are_fine() -> None:
-    model = built(TwoShifted)
+    model = built(two_shifted)
     batch = np.zeros((1, WIDTH), np.float32)
     with apply_policy(model, ["units.0", "units.1"], FULL):
         for write in (write_buffers, write_biases, refill_batch):
@@ -104,15 +96,6 @@ def test_writes_after_backward_are_fine() -> None:
 
 
 def test_write_to_what_autograd_saved_is_as_without_a_plan() -> None:
-
-    class Scaled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale = nn.Parameter(torch.ones(WIDTH))
-
-        def forward(self, hidden: Tensor) -> Tensor:
-            return hidden.sin() * self.scale
-
     def step(model: Any) -> dict[str, Tensor]:
         data = torch.ones(4, WIDTH, requires_grad=True)
         loss = model(data).sum()
@@ -122,7 +105,7 @@ def test_write_to_what_autograd_saved_is_as_without_a_plan() -> None:
         assert data.grad is not None
         return {"data": data.grad}
 
-    model = built(Scaled)
+    model = Computes(lambda self, hidden: hidden.sin() * self.scale, scale=nn.Parameter(torch.ones(WIDTH)))
     expected = step(model)
     with apply_policy(model, [""], FULL):
         assert_same_gradients(expected, step(model))

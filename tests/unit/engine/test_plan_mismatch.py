@@ -1,6 +1,7 @@
 """What a plan meets that it was not made for: ops that it does not name, and values that are not what they were."""
 
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -9,13 +10,9 @@ from torch.nn import functional as F
 
 import recollect
 from block_plans import BLOCK_VALUES, ROWS, full, mean_square, ops, stack
-from blocks import Stack
+from blocks import Computes
 from gradients import assert_same_gradients, gradients, step_of
-from recollect.errors import (
-    FreedValueError,
-    MutatedValueError,
-    PlanMismatchWarning,
-)
+from recollect.errors import FreedValueError, MutatedValueError, PlanMismatchWarning
 from recollect.plans.plan import Plan
 from recollect.plans.unit_plan import UnitPlan
 from zoo import ZOO
@@ -50,12 +47,11 @@ def test_value_that_the_plan_does_not_name_is_kept() -> None:
 
 
 def test_op_without_a_result_needs_no_name() -> None:
-    class Checked(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            torch._assert_async((x == x).all(), "a number")
-            return torch.tanh(x.sin())
+    def checked(_: Any, x: Tensor) -> Tensor:
+        torch._assert_async((x == x).all(), "a number")
+        return torch.tanh(x.sin())
 
-    model = nn.ModuleDict({"layers": nn.ModuleList([Checked()])})
+    model = nn.ModuleDict({"layers": nn.ModuleList([Computes(checked)])})
     plan = Plan({"layers.0": UnitPlan({"eq": "keep", "all": "keep", "sin": "recompute", "tanh": "recompute"})})
     x = torch.randn(3, requires_grad=True)
     expected = torch.autograd.grad(model["layers"][0](x).sum(), x)
@@ -66,22 +62,16 @@ def test_op_without_a_result_needs_no_name() -> None:
 
 def test_plan_for_another_version_of_the_model() -> None:
     """The same modules run other ops: exact all the same."""
+    is_new = False
 
-    class Changed(nn.Module):
-        is_new = False
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(16, 16)
-
-        def forward(self, hidden: Tensor) -> Tensor:
-            hidden = self.linear(hidden)
-            return hidden.sigmoid().sin() if self.is_new else hidden.tanh()
+    def changing(self: Any, hidden: Tensor) -> Any:
+        hidden = self.linear(hidden)
+        return hidden.sigmoid().sin() if is_new else hidden.tanh()
 
     torch.manual_seed(0)
-    model = nn.Sequential(Changed(), Changed())
+    model = nn.Sequential(*(Computes(changing, linear=nn.Linear(16, 16)) for _ in "ab"))
     plan = recollect.classic_plan(recollect.record(model, ROWS, loss_fn=mean_square, units=["0", "1"]), "full")
-    Changed.is_new = True
+    is_new = True
     expected = gradients(model, ROWS, mean_square)
     with recollect.apply(model, plan):
         with pytest.warns(PlanMismatchWarning, match="unit '0' computes 'sigmoid'"):
@@ -99,25 +89,16 @@ def test_plan_of_a_recording_fits_without_a_warning(name: str) -> None:
         assert_same_gradients(expected, step_of(case, model))
 
 
-class Repeats(nn.Module):
+def repeats(times: int) -> nn.Module:
     """Runs its ops as often as it is told to: experts that got tokens. [n, 16] -> [n, 16]."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(16, 16)
-        self.times = 2
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        for _ in range(self.times):
+    def run(self: Any, hidden: Tensor) -> Tensor:
+        for _ in range(times):
             hidden = self.linear(hidden).sin()
         return hidden
 
-
-def repeats(times: int) -> nn.Module:
     torch.manual_seed(0)
-    model = nn.Sequential(Repeats())
-    model[0].times = times
-    return model
+    return nn.Sequential(Computes(run, linear=nn.Linear(16, 16)))
 
 
 REPEATS_DROPPED = {"linear.addmm": "recompute", "linear.addmm#1": "recompute", "sin": "keep", "sin#1": "keep"}
@@ -146,17 +127,16 @@ def test_further_calls_of_ops_that_the_plan_treats_differently_are_kept() -> Non
 
 
 def test_further_calls_of_ops_with_several_results() -> None:
-    class Norms(nn.Module):
-        times = 1
+    times = 1
 
-        def forward(self, hidden: Tensor) -> Tensor:
-            for _ in range(self.times):
-                hidden = F.layer_norm(hidden, (16,))
-            return hidden
+    def norms(_: Any, hidden: Tensor) -> Tensor:
+        for _ in range(times):
+            hidden = F.layer_norm(hidden, (16,))
+        return hidden
 
-    model = nn.Sequential(nn.Linear(16, 16), Norms())
+    model = nn.Sequential(nn.Linear(16, 16), Computes(norms))
     plan = recollect.classic_plan(recollect.record(model, ROWS, loss_fn=mean_square, units=["1"]), "full")
-    Norms.times = 3
+    times = 3
     plain = ops(model, ROWS)
     with recollect.apply(model, plan):
         again = ops(model, ROWS) - plain
@@ -167,21 +147,11 @@ def test_further_calls_of_ops_with_several_results() -> None:
 # Values that are not what they were
 
 
-class Hands(nn.Module):
-    """Hands its input to a unit and keeps it, so that somebody can do something to it. [n, 16] -> [n]."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stack = Stack(width=16, depth=2)
-        self.hidden: Tensor | None = None
-
-    def forward(self, rows: Tensor) -> Tensor:
-        self.hidden = self.stack.stem(rows)
-        hidden = self.hidden
-        for block in self.stack.blocks:
-            hidden = block(hidden)
-        output: Tensor = self.stack.head(hidden).squeeze(-1)
-        return output
+def noted(module: nn.Module) -> list[Tensor]:
+    """What a module gives back from now on: for somebody who does something to it."""
+    seen: list[Tensor] = []
+    module.register_forward_hook(lambda _, __, output: seen.append(output))
+    return seen
 
 
 EVERYTHING = {name: "recompute" for name in (*BLOCK_VALUES, "norm.native_layer_norm.1", "norm.native_layer_norm.2")}
@@ -189,59 +159,53 @@ EVERYTHING = {name: "recompute" for name in (*BLOCK_VALUES, "norm.native_layer_n
 
 @pytest.mark.parametrize("times", [1, 3])
 def test_unit_input_that_is_written_before_backward(times: int) -> None:
-    torch.manual_seed(0)
-    model = Hands()
-    with recollect.apply(model, Plan({"stack.blocks.0": UnitPlan(EVERYTHING)})):  # type: ignore[arg-type]
+    model = stack()
+    seen = noted(model.stem)
+    with recollect.apply(model, Plan({"blocks.0": UnitPlan(EVERYTHING)})):  # type: ignore[arg-type]
         loss = mean_square(model(ROWS))
-        assert model.hidden is not None
         with torch.no_grad():
             for _ in range(times):
-                model.hidden.mul_(2)
+                seen[0].mul_(2)
         message = (
-            rf"^a tensor of shape \[12, 16\], used by native_layer_norm in stack\.blocks\.0\.norm, was changed in place "
+            rf"^a tensor of shape \[12, 16\], used by native_layer_norm in blocks\.0\.norm, was changed in place "
             rf"{times} times? before backward used it\. Write to a copy of it, or run backward before the write\.$"
         )
         with pytest.raises(MutatedValueError, match=message) as caught:
             loss.backward()
     error = caught.value
-    assert (error.unit, error.module, error.op) == ("stack.blocks.0", "norm", "native_layer_norm")
+    assert (error.unit, error.module, error.op) == ("blocks.0", "norm", "native_layer_norm")
     assert (error.shape, error.changes) == ((12, 16), times)
 
 
 def test_kept_value_that_is_written_before_backward() -> None:
     """An activation that a hook of the user's scales in place, after the unit is done with it."""
-    torch.manual_seed(0)
-    model = Hands()
-    seen: list[Tensor] = []
-    model.stack.blocks[0].up.register_forward_hook(lambda _, __, output: seen.append(output))
-    with recollect.apply(model, Plan({"stack.blocks.0": UnitPlan({**EVERYTHING, "up.addmm": "keep"})})):  # type: ignore[dict-item]
+    model = stack()
+    seen = noted(model.blocks[0].up)
+    with recollect.apply(model, Plan({"blocks.0": UnitPlan({**EVERYTHING, "up.addmm": "keep"})})):  # type: ignore[dict-item]
         loss = mean_square(model(ROWS))
         with torch.no_grad():
             seen[0].zero_()
-        with pytest.raises(
-            MutatedValueError, match=r"\[12, 64\], used by gelu in stack\.blocks\.0, was changed in place 1 "
-        ):
+        with pytest.raises(MutatedValueError, match=r"\[12, 64\], used by gelu in blocks\.0, was changed in place 1 "):
             loss.backward()
 
 
 def test_weight_whose_memory_was_freed() -> None:
     """What FSDP does when it reshards, without anybody to gather again."""
-    torch.manual_seed(0)
-    model = Hands()
-    weight = model.stack.blocks[0].up.weight
-    with recollect.apply(model, Plan({"stack.blocks.0": UnitPlan(EVERYTHING)})):  # type: ignore[arg-type]
+    model = stack()
+    weight = model.blocks[0].up.weight
+    with recollect.apply(model, Plan({"blocks.0": UnitPlan(EVERYTHING)})):  # type: ignore[arg-type]
         loss = mean_square(model(ROWS))
         content = weight.detach().clone()
         weight.untyped_storage().resize_(0)
         message = (
-            r"^a tensor of shape \[\d+, \d+\], used by \w+ in stack\.blocks\.0\.up, has no memory now: its storage was freed "
+            r"^a tensor of shape \[\d+, \d+\], used by \w+ in blocks\.0\.up, has no memory now: its storage was freed "
             r"after forward, as FSDP does when it reshards, and not filled again before backward needed it\. Keep the output "
             r"of the unit after it \(output: keep\): each unit is then recomputed in its own backward; and leave out "
             r"set_unshard_in_backward\(False\)\.$"
         )
         with pytest.raises(FreedValueError, match=message) as caught:
             loss.backward()
-        assert (caught.value.unit, caught.value.module) == ("stack.blocks.0", "up")
+        assert (caught.value.unit, caught.value.module) == ("blocks.0", "up")
         weight.untyped_storage().resize_(content.nbytes)
         with torch.no_grad():
             weight.copy_(content)

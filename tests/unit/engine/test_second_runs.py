@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from blocks import Computes
 from contract_steps import Run, plain
 from contract_units import UNITS, Case, layout_in_place
 from engines import applied
@@ -25,29 +26,23 @@ from watch import Watch
 WIDTH = 8
 
 
-class Unit(nn.Module):
+def unit_of(function: Callable[[Tensor], Tensor]) -> Computes:
     """Runs a function of its weighted input, of [4, 8]."""
-
-    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.function = function
-        self.weight = nn.Parameter(torch.linspace(-1, 1, WIDTH * WIDTH).view(WIDTH, WIDTH).sin())
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return self.function(hidden @ self.weight)
+    weight = nn.Parameter(torch.linspace(-1, 1, WIDTH * WIDTH).view(WIDTH, WIDTH).sin())
+    return Computes(lambda self, hidden: function(hidden @ self.weight), weight=weight)
 
 
 def rows() -> Tensor:
     return torch.linspace(-2, 3, 4 * WIDTH).view(4, WIDTH).cos()
 
 
-def step(unit: Unit) -> None:
+def step(unit: Computes) -> None:
     unit(rows().requires_grad_()).square().sum().backward()
 
 
 def runs_of(op: str, function: Callable[[Tensor], Tensor]) -> int:
     """How often an op runs in a step that computes again whatever may be computed again."""
-    unit = Unit(function)
+    unit = unit_of(function)
     with apply_policy(unit, [""], FULL), Watch() as watch:
         step(unit)
     assert watch.ops["mm"] > 3, "nothing ran again"
@@ -98,14 +93,14 @@ class DoublesItsInput(torch.autograd.Function):
 )
 def test_what_backward_needs_is_not_overwritten_unseen(function: Callable[[Tensor], Tensor], message: str) -> None:
     """`exp` saves its own result; `sin` has a recipe, which makes something else."""
-    unit = Unit(function)
+    unit = unit_of(function)
     with apply_policy(unit, [""], FULL), pytest.raises(MutatedValueError, match=message):
         unit(rows())
 
 
 def test_a_function_that_writes_unseen_to_what_others_hold_runs_once() -> None:
     table = torch.ones(4, WIDTH)
-    unit = Unit(lambda hidden: hidden.sin() * DoublesItsInput.apply(table))  # type: ignore[no-untyped-call]
+    unit = unit_of(lambda hidden: hidden.sin() * DoublesItsInput.apply(table))  # type: ignore[no-untyped-call]
     with apply_policy(unit, [""], FULL):
         step(unit)
     assert torch.equal(table, torch.full((4, WIDTH), 2.0))
@@ -114,18 +109,13 @@ def test_a_function_that_writes_unseen_to_what_others_hold_runs_once() -> None:
 def test_an_output_may_be_scaled_between_units_and_read_in_another_shape() -> None:
     """As Gemma 3n does with the projection of its embeddings."""
 
-    class Scaled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.project, self.norm = nn.Linear(WIDTH, WIDTH, bias=False), nn.LayerNorm(WIDTH)
+    def scaled(self: Any, hidden: Tensor) -> Any:
+        projected = self.project(hidden)
+        projected *= 2
+        return self.norm(projected)
 
-        def forward(self, hidden: Tensor) -> Tensor:
-            projected = self.project(hidden)
-            projected *= 2
-            output: Tensor = self.norm(projected)
-            return output
-
-    model, batch = Scaled(), rows().view(2, 2, WIDTH)
+    parts = {"project": nn.Linear(WIDTH, WIDTH, bias=False), "norm": nn.LayerNorm(WIDTH)}
+    model, batch = Computes(scaled, **parts), rows().view(2, 2, WIDTH)
     expected = gradients(model, batch, lambda output: output.square().sum())
     with apply_policy(model, ["project", "norm"], FULL):
         assert_same_gradients(expected, gradients(model, batch, lambda output: output.square().sum()))
@@ -163,7 +153,7 @@ def test_gathers_run_again_unless_a_mask_decides_their_shape(index: Callable[[Te
 
 def test_what_numpy_writes_to_a_batch_before_backward_is_refused() -> None:
     batch = np.zeros(WIDTH, np.float32)
-    unit = Unit(lambda hidden: (hidden + torch.from_numpy(batch)).sin())
+    unit = unit_of(lambda hidden: (hidden + torch.from_numpy(batch)).sin())
     with apply_policy(unit, [""], FULL):
         loss = unit(rows()).sum()
         batch[:] = 1

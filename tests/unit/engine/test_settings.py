@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from blocks import Computes
 from gradients import assert_same_gradients
 from policies import FULL
 from recollect.applying import apply_policy
@@ -17,19 +18,16 @@ from recollect.applying import apply_policy
 pytestmark = pytest.mark.filterwarnings("ignore:TF32 acceleration on top of oneDNN:UserWarning")
 
 
-class Unit(nn.Module):
+def unit() -> Computes:
     """Products, a table of the default dtype, a convolution, and numbers too small to be normal. [n, 8] -> [n, 8]."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-        self.convolution = nn.Conv1d(1, 1, 3, padding=1)
-
-    def forward(self, hidden: Tensor) -> Tensor:
+    def run(self: Any, hidden: Tensor) -> Any:
         table = (torch.arange(8) / 3).to(hidden.dtype)
         tiny = (hidden * 1e-38 * 1e-3) * 1e38
         hidden = self.convolution((self.linear(hidden).tanh() * table)[:, None])[:, 0]
         return (hidden.sin() + tiny * 1e3).exp() * hidden
+
+    return Computes(run, linear=nn.Linear(8, 8), convolution=nn.Conv1d(1, 1, 3, padding=1))
 
 
 class Doubles(TorchDispatchMode):
@@ -96,7 +94,7 @@ def switches() -> tuple[Any, ...]:
 @pytest.mark.parametrize("around", AROUND.values(), ids=AROUND)
 def test_gradients_are_those_without_a_plan(around: Around, where: str) -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(Unit(), Unit())
+    model = nn.Sequential(unit(), unit())
     forward = around if where != "backward" else nullcontext
     backward = around if where != "forward" else nullcontext
     expected = step(model, forward, backward)
@@ -110,15 +108,10 @@ def test_gradients_are_those_without_a_plan(around: Around, where: str) -> None:
 def test_switch_inside_of_forward() -> None:
     """Products note the settings themselves, since a module may change them around one of them."""
 
-    class Mixed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.convolution = nn.Conv1d(1, 1, 3, padding=1)
-
-        def forward(self, hidden: Tensor) -> Tensor:
-            with torch.backends.mkldnn.flags(enabled=False):
-                hidden = torch.conv1d(hidden.sin(), self.convolution.weight)
-            return torch.conv1d(hidden.sin(), self.convolution.weight).exp()
+    def mixed(self: Any, hidden: Tensor) -> Tensor:
+        with torch.backends.mkldnn.flags(enabled=False):
+            hidden = torch.conv1d(hidden.sin(), self.convolution.weight)
+        return torch.conv1d(hidden.sin(), self.convolution.weight).exp()
 
     class Notes(TorchDispatchMode):
         """Notes whether mkldnn is on when a convolution runs."""
@@ -130,7 +123,7 @@ def test_switch_inside_of_forward() -> None:
                 self.seen.append(torch.backends.mkldnn.enabled)  # type: ignore[attr-defined]
             return func(*args, **(kwargs or {}))
 
-    model = nn.Sequential(Mixed())
+    model = nn.Sequential(Computes(mixed, convolution=nn.Conv1d(1, 1, 3, padding=1)))
     with apply_policy(model, ["0"], FULL), Notes() as notes:
         model(torch.randn(2, 1, 16)).sum().backward()
     # The second one is not needed again: `exp` saves its result, which is the unit's output.
