@@ -5,10 +5,9 @@ And what takes many compilations: nine plans of one class, and what the cache on
 
 import json
 import os
-import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,22 +17,15 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 import recollect
-from compiled_blocks import compiled_without_plan
+from blocks import Computes
+from compiled_blocks import BY_INDUCTOR, compiled_without_plan
 from recollect.lab.models.architectures import deepseek_v3_config, gpt_config, llama_config
 from recollect.lab.models.gpt import GPTModel
 from recollect.plans.plan import Plan
 from recollect.plans.unit_plan import UnitPlan
 from small_llama import graph_at
 
-pytestmark = [
-    pytest.mark.long,
-    pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor compiles C++"),
-    pytest.mark.filterwarnings(
-        r"ignore:The \.grad attribute of a Tensor that is not a leaf",
-        "ignore::DeprecationWarning",
-        "ignore::FutureWarning",
-    ),
-]
+pytestmark = [pytest.mark.long, *BY_INDUCTOR]
 
 SMALL = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "vocab_size": 64}
 TOKENS = torch.arange(32).reshape(2, 16) * 7 % 64
@@ -41,12 +33,8 @@ Case = tuple[nn.Module, dict[str, Any], str]
 
 
 @pytest.fixture(autouse=True)
-def fresh_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
-    torch._dynamo.reset()
-    counters.clear()
-    yield
-    torch._dynamo.reset()
 
 
 def reference(config: Any) -> Case:
@@ -113,23 +101,16 @@ def test_gradients_are_those_of_compiled_layers(case: str, autocast: bool) -> No
                 assert torch.equal(one, other) or (one - other).abs().max() <= bound * other.abs().max()
 
 
-class Block(nn.Module):
-    """[n, 8] -> [n, 8]."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-
-    def forward(self, rows: Tensor) -> Tensor:
-        return self.linear(rows).tanh().exp().sin() + rows
-
-
 NAMES = ("linear.addmm", "tanh", "exp", "sin", "add")
 
 
 def blocks(num: int) -> nn.Sequential:
+    """Of one class. [n, 8] -> [n, 8]."""
     torch.manual_seed(0)
-    return nn.Sequential(*(Block() for _ in range(num)))
+    layers = (nn.Linear(8, 8) for _ in range(num))
+    return nn.Sequential(
+        *(Computes(lambda self, x: self.linear(x).tanh().exp().sin() + x, linear=one) for one in layers)
+    )
 
 
 def actions(number: int) -> dict[str, str]:

@@ -3,7 +3,6 @@
 Gradients are those of the same parts compiled without a plan: parts that a plan has run eagerly are not compiled there.
 """
 
-import shutil
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -15,27 +14,22 @@ import torch
 from torch import Tensor, nn
 
 import recollect
+from blocks import Computes
 from compiled_blocks import (
+    BY_INDUCTOR,
     each_block,
     each_block_forward,
     each_block_in_one_graph,
     each_block_in_place,
     each_block_in_place_in_one_graph,
+    in_place,
+    whole,
 )
 from recollect.errors import BudgetWarning, ConfigError, ConfigWarning, UnknownNameError
 from recollect.plans.plan import Plan
 from recollect.plans.unit_plan import UnitPlan
 
-pytestmark = [
-    pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor compiles C++"),
-    pytest.mark.usefixtures("fresh_compiler"),
-    # Dynamo looks at `.grad` of whatever it meets.
-    pytest.mark.filterwarnings(
-        r"ignore:The \.grad attribute of a Tensor that is not a leaf",
-        "ignore::DeprecationWarning",
-        "ignore::FutureWarning",
-    ),
-]
+pytestmark = BY_INDUCTOR
 
 SOURCE = str(Path(recollect.__file__).parent)
 EAGER = r"^recollect: torch\.compile has no effect on {}, which a plan has run eagerly"
@@ -46,17 +40,10 @@ BLOCKS = ("blocks.0", "blocks.1", "blocks.2")
 Gradients = list[Tensor]
 
 
-class Block(nn.Module):
+def block() -> Computes:
     """[n, 16] -> [n, 16]."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(16)
-        self.mlp = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
-
-    def forward(self, rows: Tensor) -> Tensor:
-        output: Tensor = rows + self.mlp(self.norm(rows)).tanh().exp()
-        return output
+    mlp = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
+    return Computes(lambda self, rows: rows + self.mlp(self.norm(rows)).tanh().exp(), norm=nn.LayerNorm(16), mlp=mlp)
 
 
 class Model(nn.Module):
@@ -64,11 +51,11 @@ class Model(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.blocks = nn.ModuleList(block() for _ in range(3))
 
     def forward(self, rows: Tensor) -> Tensor:
-        for block in self.blocks:
-            rows = block(rows)
+        for one in self.blocks:
+            rows = one(rows)
         return (rows.sin() * rows.cos()).square().mean()
 
 
@@ -108,15 +95,6 @@ def traced_frames() -> Iterator[Counter[str]]:
     convert_frame.ConvertFrameAssert.__call__ = noted  # type: ignore[method-assign]
     yield found
     convert_frame.ConvertFrameAssert.__call__ = trace  # type: ignore[method-assign]
-
-
-def whole(model: Model) -> Any:
-    return torch.compile(model)
-
-
-def in_place(model: Model) -> Any:
-    model.compile()
-    return model
 
 
 def own_forward(model: Model) -> Any:

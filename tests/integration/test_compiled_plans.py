@@ -4,7 +4,6 @@ Gradients are compared with those of units compiled alike without a plan.
 """
 
 import gc
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -17,13 +16,17 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils._pytree import tree_leaves
 
 import recollect
+from blocks import Computes
 from compiled_blocks import (
+    BY_INDUCTOR,
     compiled_without_plan,
     each_block,
     each_block_forward,
     each_block_in_one_graph,
     each_block_in_place,
     each_block_in_place_in_one_graph,
+    in_place,
+    whole,
 )
 from compiled_units import names_of, saved_tensors, values_by_name, without_code
 from recollect._torch_parallel import fake_process_group, split_backward
@@ -40,17 +43,9 @@ from recollect.lab.models.architectures import llama_config
 from recollect.plans.plan import Plan
 from recollect.plans.unit_plan import UnitPlan
 from small_llama import batch_of, graph_at, llama
+from tiers import long_but
 
-pytestmark = [
-    pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor compiles C++"),
-    pytest.mark.usefixtures("fresh_compiler"),
-    # Dynamo looks at `.grad` of whatever it meets.
-    pytest.mark.filterwarnings(
-        r"ignore:The \.grad attribute of a Tensor that is not a leaf",
-        "ignore::DeprecationWarning",
-        "ignore::FutureWarning",
-    ),
-]
+pytestmark = BY_INDUCTOR
 
 Gradients = list[Tensor]
 NUM_BLOCKS = 3
@@ -65,22 +60,19 @@ def one_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
-class Block(nn.Module):
+def block(then: Callable[[Tensor], Tensor] = lambda rows: rows) -> Computes:
     """[n, 8] -> [n, 8]."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(8, 16)
-        self.down = nn.Linear(16, 8)
-
-    def forward(self, rows: Tensor) -> Tensor:
-        return rows + self.down(self.up(rows).tanh().exp())
+    return Computes(
+        lambda self, rows: then(rows + self.down(self.up(rows).tanh().exp())),
+        up=nn.Linear(8, 16),
+        down=nn.Linear(16, 8),
+    )
 
 
 class Model(nn.Module):
     """[n, 8] -> a loss."""
 
-    def __init__(self, kind: Callable[[], nn.Module] = Block) -> None:
+    def __init__(self, kind: Callable[[], nn.Module] = block) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(kind() for _ in range(NUM_BLOCKS))
 
@@ -102,7 +94,7 @@ WRAPPED = Plan(
 )
 
 
-def built(kind: Callable[[], nn.Module] = Block) -> Any:
+def built(kind: Callable[[], nn.Module] = block) -> Any:
     torch.manual_seed(0)
     return Model(kind)
 
@@ -213,15 +205,6 @@ def test_two_plans_on_a_llama(is_by_inductor: bool) -> None:
     del loss
 
 
-def whole(model: Model) -> Any:
-    return torch.compile(model)
-
-
-def in_place(model: Model) -> Any:
-    model.compile()
-    return model
-
-
 Compile = Callable[[Model], Any]
 WRAPPING: list[Compile] = [each_block, each_block_in_one_graph]
 BY_USER: list[Compile] = [
@@ -229,8 +212,12 @@ BY_USER: list[Compile] = [
 ]
 
 
-@pytest.mark.parametrize("compile_first", [True, False])
-@pytest.mark.parametrize("compile_model", BY_USER)
+ORDERS = [(compile_model, compile_first) for compile_model in BY_USER for compile_first in (True, False)]
+# Each way in one order, and each order in about half of the ways.
+QUICK = [row for number, row in enumerate(ORDERS) if number % 4 in (1, 2)]
+
+
+@pytest.mark.parametrize(("compile_model", "compile_first"), long_but(QUICK, ORDERS, are_rows=True))
 def test_what_the_user_compiled_runs_by_the_plan(compile_model: Compile, compile_first: bool, plain: Gradients) -> None:
     model = built()
     ran: Any = compile_model(model) if compile_first else model
@@ -274,21 +261,18 @@ def test_plans_of_micro_batches(plain: Gradients) -> None:
     assert graphs() == 4
 
 
-class Broken(Block):
-    def forward(self, rows: Tensor) -> Tensor:
-        hidden: Tensor = super().forward(rows)
-        torch._dynamo.graph_break()
-        return hidden.sin()
-
-
 def refused(model: nn.Module, error: type[Exception], said: str) -> None:
     with recollect.apply(model, PLAN), pytest.raises(error, match=said):
         model(ROWS)
 
 
 def test_a_graph_break_is_an_error_that_names_the_unit() -> None:
+    def broken(rows: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        return rows.sin()
+
     said = r"^cannot run unit 'blocks\.0' inside torch\.compile, in one graph, as the plan says: .*Use the engine 'tape' for it"
-    refused(built(Broken), UnsupportedModelError, said)
+    refused(built(lambda: block(broken)), UnsupportedModelError, said)
 
 
 @pytest.mark.parametrize("fullgraph", [False, True])
@@ -336,7 +320,7 @@ def test_settings_in_the_way_are_refused(config: Any, setting: str, value: objec
         )
 
 
-@pytest.mark.parametrize("compile_model", [each_block, each_block_in_place, torch.compile])
+@pytest.mark.parametrize("compile_model", [each_block, each_block_in_place, whole])
 def test_modes_with_cuda_graphs_are_refused_before_the_step_is_recorded(compile_model: Callable[..., Any]) -> None:
     model = compile_model(built(), mode="reduce-overhead")
     said = (
@@ -410,24 +394,17 @@ def test_units_with_sharded_modules_are_refused() -> None:
 # One graph of the whole model
 
 
-class Sandwich(nn.Module):
-    """Blocks between modules that are in no unit."""
+def test_one_graph_keeps_what_the_plan_keeps() -> None:
+    """Of blocks between modules that are in no unit."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Linear(8, 8)
-        self.blocks = nn.ModuleList(Block() for _ in range(NUM_BLOCKS))
-
-    def forward(self, rows: Tensor) -> Tensor:
+    def sandwich(self: Any, rows: Tensor) -> Any:
         rows = self.embed(rows).sin()
-        for block in self.blocks:
-            rows = block(rows)
+        for one in self.blocks:
+            rows = one(rows)
         return rows.cos()
 
-
-def test_one_graph_keeps_what_the_plan_keeps() -> None:
     torch.manual_seed(0)
-    model = Sandwich()
+    model = Computes(sandwich, embed=nn.Linear(8, 8), blocks=nn.ModuleList(block() for _ in range(NUM_BLOCKS)))
     rows = ROWS.clone().requires_grad_()
     plans = [
         {**KEPT, "up.addmm": "keep" if index == 1 else "recompute", "add": "recompute"} for index in range(NUM_BLOCKS)

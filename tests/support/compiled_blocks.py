@@ -1,17 +1,38 @@
 """Compile the blocks of a model as its user may do, in each of three ways, or as a plan does."""
 
+import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from torch import nn
 
 from recollect.engine.compiled.compiled_engine import compile_forward
 from recollect.planning.compiled_menu import compiled_menu
 from recollect.recording.variants import with_variants
+
+# Dynamo looks at `.grad` of whatever it meets.
+IGNORED = pytest.mark.filterwarnings(
+    r"ignore:The \.grad attribute of a Tensor that is not a leaf", "ignore::DeprecationWarning", "ignore::FutureWarning"
+)
+BY_INDUCTOR = [
+    pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor compiles C++"),
+    pytest.mark.usefixtures("fresh_compiler"),
+    IGNORED,
+]
+
+
+def whole(model: Any, **how: Any) -> Any:
+    return torch.compile(model, **how)
+
+
+def in_place(model: Any) -> Any:
+    model.compile()
+    return model
 
 
 def each_block(model: Any, **how: Any) -> Any:

@@ -11,20 +11,14 @@ from torch import Tensor, fx, nn
 from torch._dynamo.exc import BackendCompilerFailed
 from torch.utils.checkpoint import checkpoint
 
+from blocks import Computes
+from compiled_blocks import IGNORED
 from compiled_units import names_of, saved_tensors, values_by_name, without_code
 from recollect.engine.compiled import partitioner as cuts
 from recollect.engine.compiled.partitioner import Partition, PlanPartitioner
 from recollect.errors import ConfigError, PlanMismatchWarning
 
-pytestmark = [
-    pytest.mark.usefixtures("fresh_compiler"),
-    # Dynamo looks at `.grad` of whatever it meets.
-    pytest.mark.filterwarnings(
-        r"ignore:The \.grad attribute of a Tensor that is not a leaf",
-        "ignore::DeprecationWarning",
-        "ignore::FutureWarning",
-    ),
-]
+pytestmark = [pytest.mark.usefixtures("fresh_compiler"), IGNORED]
 
 Words = Mapping[str, str]
 
@@ -34,20 +28,15 @@ def no_warnings_yet() -> None:
     cuts._told.clear()
 
 
-class Block(nn.Module):
+def block() -> Computes:
     """[n, 16] -> [n, 16]."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(16)
-        self.up = nn.Linear(16, 48)
-        self.act = nn.SiLU()
-        self.down = nn.Linear(48, 16)
-
-    def forward(self, rows: Tensor) -> Tensor:
+    def run(self: Any, rows: Tensor) -> Any:
         hidden = self.act(self.up(self.norm(rows))).sin().exp_()
-        added: Tensor = rows + self.down(hidden)
-        return added.tanh()
+        return (rows + self.down(hidden)).tanh()
+
+    parts = {"norm": nn.LayerNorm(16), "up": nn.Linear(16, 48), "act": nn.SiLU(), "down": nn.Linear(48, 16)}
+    return Computes(run, **parts)
 
 
 NAMES = (
@@ -56,7 +45,7 @@ NAMES = (
 )
 
 
-def built(kind: Callable[[], nn.Module] = Block) -> nn.Module:
+def built(kind: Callable[[], nn.Module] = block) -> nn.Module:
     torch.manual_seed(0)
     return kind()
 
@@ -137,16 +126,9 @@ def test_without_actions_the_choice_is_pytorchs() -> None:
     assert [tensor.shape for tensor in own] == [tensor.shape for tensor in held]
 
 
-class Twice(nn.Module):
-    """Rule 1: computes the same twice, of which the plan keeps the second."""
-
-    def forward(self, rows: Tensor) -> Tensor:
-        first = rows.sin()
-        return (first * rows.cos()).exp() + rows.sin().tan()
-
-
 def test_equal_nodes_have_the_tag_of_the_first() -> None:
-    unit = built(Twice)
+    """Rule 1: computed is the same twice, of which the plan keeps the second."""
+    unit = Computes(lambda _, rows: (rows.sin() * rows.cos()).exp() + rows.sin().tan())
     names = ("sin", "cos", "mul", "exp", "sin#1", "tan", "add")
     expected, _ = run(unit, None)
     for kept in (("sin",), ("cos", "exp")):
@@ -155,23 +137,16 @@ def test_equal_nodes_have_the_tag_of_the_first() -> None:
         assert len(held) == len(kept)
 
 
-class Counts(nn.Module):
-    """Rule 2: writes to a buffer at the end."""
+def test_writes_happen_once() -> None:
+    """Rule 2: of a unit that writes to a buffer at the end."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(16, 16)
-        self.register_buffer("seen", torch.zeros(16))
-
-    def forward(self, rows: Tensor) -> Tensor:
+    def counts(self: Any, rows: Tensor) -> Tensor:
         hidden: Tensor = self.linear(rows).exp()
         with torch.no_grad():
-            self.get_buffer("seen").add_(hidden.sum(0))
+            self.seen.add_(hidden.sum(0))
         return hidden.sin()
 
-
-def test_writes_happen_once() -> None:
-    unit = built(Counts)
+    unit = built(lambda: Computes(counts, linear=nn.Linear(16, 16), seen=torch.zeros(16)))
     expected, _ = run(unit, None)
     first = unit.get_buffer("seen").clone()
     gradients, held = run(unit, plan(names=("linear.addmm", "exp", "sin")))
@@ -180,18 +155,16 @@ def test_writes_happen_once() -> None:
     assert held == []
 
 
-class Choice(nn.Module):
+@pytest.mark.parametrize("kept", [("var_mean.0",), ("var_mean.1",), ()])
+def test_results_of_an_op_share_a_decision(kept: tuple[str, ...]) -> None:
     """Rules 3 and 6: several results of one op, of which backward needs one, and a choice."""
 
-    def forward(self, rows: Tensor) -> Tensor:
+    def choice(_: Any, rows: Tensor) -> Tensor:
         best, _ = rows.exp().topk(4)
         spread, mean = torch.var_mean(rows.tan(), dim=-1, keepdim=True)
         return best * spread.sin() + mean
 
-
-@pytest.mark.parametrize("kept", [("var_mean.0",), ("var_mean.1",), ()])
-def test_results_of_an_op_share_a_decision(kept: tuple[str, ...]) -> None:
-    unit = built(Choice)
+    unit = Computes(choice)
     names = ("exp", "topk.0", "topk.1", "tan", "var_mean.0", "var_mean.1", "sin", "mul", "add")
     expected, _ = run(unit, None)
     gradients, held = run(unit, plan(*kept, names=names))
@@ -202,18 +175,14 @@ def test_results_of_an_op_share_a_decision(kept: tuple[str, ...]) -> None:
     assert len(held) == 2 + bool(kept)
 
 
-class Attention(nn.Module):
+def attention(op: Callable[..., Any], *more: Any) -> Computes:
     """Rule 3: some of nine results are no tensors, or have no bytes. No kernel runs these ops on a CPU."""
 
-    def __init__(self, op: Callable[..., Any], *more: Any) -> None:
-        super().__init__()
-        self.op = op
-        self.more = more
-
-    def forward(self, rows: Tensor) -> Tensor:
+    def run(_: Any, rows: Tensor) -> Any:
         heads = rows.view(1, 2, -1, 8)
-        output: Tensor = self.op(heads, heads, heads, *self.more)[0]
-        return output.sin()
+        return op(heads, heads, heads, *more)[0].sin()
+
+    return Computes(run)
 
 
 class EnoughError(Exception):
@@ -238,74 +207,59 @@ def test_results_that_are_no_tensors_keep_nothing(is_kept: bool) -> None:
     words = plan("sin", *names[: 4 * is_kept], names=(*names, "sin"))
     # Eager mode makes a mask; the compiler does not, and no bytes depend on it.
     cut = cut_of(
-        Attention(torch.ops.aten._scaled_dot_product_cudnn_attention, None, True), {**words, "mask": "recompute"}
+        attention(torch.ops.aten._scaled_dot_product_cudnn_attention, None, True), {**words, "mask": "recompute"}
     )
     assert cut.kept == names[: 4 * is_kept]
 
 
 def test_results_that_nothing_reads_keep_nothing() -> None:
     names = tuple(f"_scaled_dot_product_flash_attention.{result}" for result in (0, 1, 6, 7))
-    cut = cut_of(Attention(torch.ops.aten._scaled_dot_product_flash_attention), plan("sin", names=(*names, "sin")))
+    cut = cut_of(attention(torch.ops.aten._scaled_dot_product_flash_attention), plan("sin", names=(*names, "sin")))
     assert cut.kept == ()
 
 
-class Dropped(nn.Module):
+def dropped() -> Computes:
     """Rule 4: random numbers."""
+    parts = {"up": nn.Linear(16, 32), "drop": nn.Dropout(0.5), "down": nn.Linear(32, 16)}
+    return Computes(lambda self, rows: self.down(self.drop(self.up(rows).sin())), **parts)
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(16, 32)
-        self.drop = nn.Dropout(0.5)
-        self.down = nn.Linear(32, 16)
 
-    def forward(self, rows: Tensor) -> Tensor:
-        hidden: Tensor = self.down(self.drop(self.up(rows).sin()))
-        return hidden
+DROPPED = ("up.addmm", "sin", "drop.empty_like", "drop.bernoulli_", "drop.div_", "drop.mul", "down.addmm")
 
 
 def test_random_numbers_are_drawn_again_from_their_seeds() -> None:
     """Only generated code draws the same again; test_compiled_engine.py compares its gradients."""
-    unit = built(Dropped)
-    names = ("up.addmm", "sin", "drop.empty_like", "drop.bernoulli_", "drop.div_", "drop.mul", "down.addmm")
+    unit = built(dropped)
     reports: list[Partition] = []
-    _, held = run(unit, plan(names=names), on_partition=reports.append)
+    _, held = run(unit, plan(names=DROPPED), on_partition=reports.append)
     assert [(tensor.dtype, tensor.numel()) for tensor in held] == [(torch.int64, 1)]
     assert reports[0].missing == () and len(reports[0].unnamed) == 1
-    _, held = run(unit, plan("drop.div_", names=names))
+    _, held = run(unit, plan("drop.div_", names=DROPPED))
     assert [tensor.dtype for tensor in held] == [torch.bool]
 
 
 @pytest.mark.parametrize("kept", [("sin",), ()])
 def test_what_draws_by_itself_draws_again(kept: tuple[str, ...]) -> None:
     """Rule 5: without Inductor's own random numbers, under the state of random numbers that forward had."""
-    unit = built(Dropped)
-    names = ("up.addmm", "sin", "drop.empty_like", "drop.bernoulli_", "drop.div_", "drop.mul", "down.addmm")
+    unit = built(dropped)
     with torch._inductor.config.patch(fallback_random=True):
         expected, _ = run(unit, None)
-        gradients, _ = run(unit, plan(*kept, names=names))
+        gradients, _ = run(unit, plan(*kept, names=DROPPED))
     assert same(gradients, expected)
 
 
-class Viewed(nn.Module):
+def test_views_are_made_again() -> None:
     """Rule 6: views of a value, and one that is returned."""
 
-    def forward(self, rows: Tensor) -> Tensor:
+    def viewed(_: Any, rows: Tensor) -> Tensor:
         first, second = rows.exp().chunk(2, -1)
         return (first.sin() * second.cos()).t()
 
-
-def test_views_are_made_again() -> None:
-    unit = built(Viewed)
+    unit = Computes(viewed)
     expected, _ = run(unit, None)
     gradients, held = run(unit, plan("exp", names=("exp", "sin", "cos", "mul")))
     assert same(gradients, expected)
     assert names_of(held, values_by_name(unit, rows())) == {"exp"}
-
-
-class Checkpointed(Block):
-    def forward(self, rows: Tensor) -> Tensor:
-        output: Tensor = checkpoint(super().forward, rows, use_reentrant=False)
-        return output
 
 
 class Unwilling(PlanPartitioner):
@@ -384,7 +338,7 @@ def test_a_callback_goes_past_all_caches() -> None:
 
 
 def test_checkpoint_inside_is_refused() -> None:
-    unit = built(Checkpointed)
+    unit = Computes(lambda self, rows: checkpoint(self.inner, rows, use_reentrant=False), inner=built())
     expected, _ = run(unit, None)
     with pytest.warns(PlanMismatchWarning, match=r"torch\.utils\.checkpoint is inside it, and would decide as well"):
         gradients, _ = run(unit, plan("up.addmm"))

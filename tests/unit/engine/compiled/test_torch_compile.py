@@ -8,32 +8,20 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils.checkpoint import CheckpointPolicy
 
+from blocks import Computes
+from compiled_blocks import IGNORED
 from compiled_units import without_code
 from recollect import _torch_compile as fence
 from recollect._torch_dynamo import module_stack
 from recollect.engine.compiled.partitioner import PlanPartitioner
 
-pytestmark = [
-    pytest.mark.usefixtures("fresh_compiler"),
-    pytest.mark.filterwarnings(
-        r"ignore:The \.grad attribute of a Tensor that is not a leaf",
-        "ignore::DeprecationWarning",
-        "ignore::FutureWarning",
-    ),
-]
+pytestmark = [pytest.mark.usefixtures("fresh_compiler"), IGNORED]
 
 
-class Unit(nn.Module):
+def unit() -> Computes:
     """[n, 8] -> [n, 8]."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-        self.drop = nn.Dropout(0.5)
-
-    def forward(self, rows: Tensor) -> Tensor:
-        hidden: Tensor = self.drop(self.linear(rows).sin())
-        return hidden.cos()
+    parts = {"linear": nn.Linear(8, 8), "drop": nn.Dropout(0.5)}
+    return Computes(lambda self, rows: self.drop(self.linear(rows).sin()).cos(), **parts)
 
 
 class Seen(PlanPartitioner):
@@ -49,7 +37,7 @@ class Seen(PlanPartitioner):
 @pytest.fixture(name="joint")
 def joint_graph() -> fx.GraphModule:
     Seen.joints.clear()
-    without_code(Unit().forward, Seen(None))(torch.randn(4, 8, requires_grad=True))
+    without_code(unit().forward, Seen(None))(torch.randn(4, 8, requires_grad=True))
     ((joint, settings),) = Seen.joints
     assert settings["num_fwd_outputs"] >= 1
     return joint
