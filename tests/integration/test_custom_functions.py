@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import recollect
-from function_cases import KEPT, RUN_AGAIN, Forward, Grouped, counts, forwards, grouped, kernel, scan
+from function_cases import KEPT, RUN_AGAIN, Forward, Grouped, counts, forwards, grouped
 from function_units import UNITS, TwoUnits, two_units
 from gradients import assert_same_gradients, gradients
 from policies import EVERY_PLAN, FULL, KEEP_ALL, NOTHING_KEPT
@@ -27,6 +27,9 @@ MOST_OVER_BYTES = 2048
 # The generator's state, put back after a forward has run again; the prediction also counts it when that runs at first.
 
 
+FUNCTIONS = {**RUN_AGAIN, **KEPT}
+
+
 def built(forward: Forward) -> tuple[TwoUnits, Tensor]:
     model, data = two_units(forward, CPU, inner=nn.Linear(32, 32))
     model(data)  # The first forward makes the buffers.
@@ -39,33 +42,25 @@ def runs_of(model: nn.Module, data: Tensor) -> int:
     return forwards.total()
 
 
-@pytest.mark.parametrize("forward", [*RUN_AGAIN.values(), *KEPT.values()])
-def test_exact_under_every_plan(forward: Forward) -> None:
-    """Twice each: in the first step of a process the tape looks more closely, and after the second less."""
-    model, data = built(forward)
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_exact_under_every_plan(name: str) -> None:
+    """Thrice each: in the first step of a process the tape looks more closely, and after the second less."""
+    model, data = built(FUNCTIONS[name])
     expected = gradients(model, data)
-    for name, policy in EVERY_PLAN.items():
+    for plan, policy in EVERY_PLAN.items():
         with apply_policy(model, UNITS, policy):
             for _ in range(3):
-                assert_same_gradients(expected, gradients(model, data), name)
+                assert_same_gradients(expected, gradients(model, data), plan)
 
 
-@pytest.mark.parametrize("forward", RUN_AGAIN.values())
-def test_runs_again(forward: Forward) -> None:
-    model, data = built(forward)
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_runs_again(name: str) -> None:
+    model, data = built(FUNCTIONS[name])
     once = runs_of(model, data)
     with apply_policy(model, UNITS, KEEP_ALL):
         assert runs_of(model, data) == once
-    with apply_policy(model, UNITS, NOTHING_KEPT):
-        assert runs_of(model, data) > once
-
-
-@pytest.mark.parametrize("forward", KEPT.values())
-def test_does_not_run_again(forward: Forward) -> None:
-    model, data = built(forward)
-    once = runs_of(model, data)
-    with apply_policy(model, UNITS, FULL):
-        assert runs_of(model, data) == once
+    with apply_policy(model, UNITS, NOTHING_KEPT if name in RUN_AGAIN else FULL):
+        assert (runs_of(model, data) > once) == (name in RUN_AGAIN)
 
 
 def profile_of(model: nn.Module, data: Tensor) -> Profile:
@@ -84,35 +79,29 @@ def least_bytes(profile: Profile) -> int:
     return refused.value.least_peak_bytes
 
 
-@pytest.mark.parametrize("forward", [*RUN_AGAIN.values(), *KEPT.values(), counts])
-def test_peak_is_predicted(forward: Forward) -> None:
-    model, _ = built(forward)
-    data = torch.randn(8, 64, 32)
+@pytest.mark.parametrize("name", [*FUNCTIONS, "counts"])
+def test_peak_is_predicted(name: str) -> None:
+    model, _ = built({**FUNCTIONS, "counts": counts}[name])
+    data = torch.randn(64, 8, 32)
     profile = profile_of(model, data)
     expected = gradients(model, data)
     least, most = least_bytes(profile), recollect.classic_plan(profile, "keep_all").predicted_peak_bytes or 0
     plans = {f"{part:.0%}": recollect.plan(profile, round(least + part * (most - least))) for part in (0, 0.3, 0.7, 1)}
-    for name in ("full", "keep_all"):
-        plans[name] = recollect.classic_plan(profile, name)
-    for name, plan in plans.items():
+    plans |= {how: recollect.classic_plan(profile, how) for how in ("full", "keep_all")}
+    for how, plan in plans.items():
         with recollect.apply(model, plan):
             measured = peak_bytes(model, data, profile)
-            assert_same_gradients(expected, gradients(model, data), name)
+            assert_same_gradients(expected, gradients(model, data), how)
         predicted = plan.predicted_peak_bytes or 0
-        assert measured <= predicted <= measured + MOST_OVER_BYTES, name
+        assert measured <= predicted <= measured + MOST_OVER_BYTES, how
 
 
 def test_a_call_is_one_op_of_the_profile() -> None:
-    model, data = built(kernel)
+    model, data = built(RUN_AGAIN["kernel"])
     graph = profile_of(model, data).graphs[-1]
     assert [op.name for op in graph.ops if "Kernel" in op.name] == ["Kernel", "Kernel#1"]
     names = {value.name: (value.saved, value.must_keep) for value in graph.values if "Kernel" in value.name}
-    assert names == {
-        "Kernel.0": (True, False),
-        "Kernel.1": (True, False),
-        "Kernel#1.0": (True, False),
-        "Kernel#1.1": (True, False),
-    }
+    assert names == dict.fromkeys(("Kernel.0", "Kernel.1", "Kernel#1.0", "Kernel#1.1"), (True, False))
 
 
 def test_recorded_twice_it_must_make_the_same_twice() -> None:
@@ -124,7 +113,7 @@ def test_recorded_twice_it_must_make_the_same_twice() -> None:
 
 
 def test_fake_profile_prices_the_ops_inside() -> None:
-    model, data = built(scan)
+    model, data = built(RUN_AGAIN["scan"])
     profile = recollect.record(model, data, units=UNITS, fake=True, hardware="H100")
     (op,) = (op for op in profile.graphs[-1].ops if op.name == "Scan")
     assert op.time_s > 20 * max(other.time_s for other in profile.graphs[-1].ops if other.name == "sigmoid")
@@ -181,27 +170,18 @@ class _Reads(torch.autograd.Function):
         return gradient * _Reads.table
 
 
-def reads(unit: object, hidden: Tensor) -> Tensor:
-    result: Tensor = _Reads.apply(hidden.sin()).exp().cos()
-    return result
-
-
-def test_a_table_that_changes_before_backward_is_refused() -> None:
-    _Reads.table = torch.ones(32)
-    model, data = built(reads)
+@pytest.mark.parametrize("has_changed", [False, True])
+def test_a_table_that_changes(has_changed: bool) -> None:
+    """Before backward that is refused; and one that has changed before is not trusted, so that nothing runs again."""
+    _Reads.table = torch.ones(32).mul_(2) if has_changed else torch.ones(32)
+    model, data = built(lambda unit, hidden: _Reads.apply(hidden.sin()).exp().cos())
     with apply_policy(model, UNITS, FULL):
-        assert runs_of(model, data) == 4
-        loss = model(data)
-        _Reads.table.mul_(2)
-        with pytest.raises(MutatedValueError, match="used by _Reads in units"):
-            loss.backward()
-
-
-def test_a_table_that_has_changed_before_is_not_trusted() -> None:
-    _Reads.table = torch.ones(32).mul_(2)
-    model, data = built(reads)
-    with apply_policy(model, UNITS, FULL):
-        assert runs_of(model, data) == 2
+        assert runs_of(model, data) == (2 if has_changed else 4)
+        if not has_changed:
+            loss = model(data)
+            _Reads.table.mul_(2)
+            with pytest.raises(MutatedValueError, match="used by _Reads in units"):
+                loss.backward()
 
 
 class _Shaped(torch.autograd.Function):
@@ -230,7 +210,7 @@ def test_another_shape_the_second_time_is_an_error(monkeypatch: pytest.MonkeyPat
 @pytest.mark.filterwarnings("ignore:<class 'torch.autograd.function.Function'> should not be instantiated")
 def test_what_runs_outside_of_units_is_left_alone() -> None:
     """PyTorch's own class is changed once, and a call without a plan does what it always did."""
-    model, data = built(kernel)
+    model, data = built(RUN_AGAIN["kernel"])
     expected = gradients(model, data)
     with apply_policy(model, UNITS, FULL):
         gradients(copy.deepcopy(model), data)

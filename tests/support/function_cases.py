@@ -50,27 +50,6 @@ class FourBitLinear(Function):
         return gradient @ ctx.state.unpacked(packed), None, None
 
 
-class EightBitLinear(Function):
-    """Casts both factors to fp8 and back in forward, and saves them as they were."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        forwards["EightBitLinear"] += 1
-        ctx.save_for_backward(x, weight)
-        return EightBitLinear._cast(x) @ EightBitLinear._cast(weight).t()
-
-    @staticmethod
-    def _cast(tensor: Tensor) -> Tensor:
-        scale = 448 / torch.max(torch.abs(tensor)).clamp(min=1e-12)
-        return (tensor * scale).to(torch.float8_e4m3fn).to(tensor.dtype) / scale
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        x, weight = ctx.saved_tensors
-        gradient = EightBitLinear._cast(gradient)
-        return gradient @ weight, gradient.flatten(0, -2).t() @ x.flatten(0, -2)
-
-
 class FusedCrossEntropy(Function):
     """Computes the gradient in forward, over the logits, chunk by chunk, and scales it in backward."""
 
@@ -78,8 +57,9 @@ class FusedCrossEntropy(Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         forwards["FusedCrossEntropy"] += 1
         gradient, losses = torch.empty_like(x), torch.empty(len(x))
-        for begin in range(0, len(x), 8):
-            rows = slice(begin, begin + 8)
+        size = len(x) // 4
+        for begin in range(0, len(x), size):
+            rows = slice(begin, begin + size)
             logits = x[rows] @ weight.t()
             chances = logits.softmax(-1)
             losses[rows] = -chances.gather(1, labels[rows, None]).squeeze(1).log()
@@ -391,33 +371,16 @@ def four_bit(unit: Any, hidden: Tensor) -> Tensor:
     width = hidden.shape[-1]
     if not hasattr(unit, "packed"):
         torch.manual_seed(7)
-        unit.register_buffer(
-            "packed", torch.randint(0, 256, (width * width // 2,), dtype=torch.uint8), persistent=False
-        )
+        packed = torch.randint(0, 256, (width * width // 2,), dtype=torch.uint8)
+        unit.register_buffer("packed", packed, persistent=False)
         unit.state = Quantized((width, width), torch.rand(width, 1) / math.sqrt(width))
     return FourBitLinear.apply(hidden.tanh(), unit.packed, unit.state).square()
-
-
-def eight_bit(unit: Any, hidden: Tensor) -> Tensor:
-    return EightBitLinear.apply(EightBitLinear.apply(hidden.tanh(), unit.weight).sin(), unit.weight)
 
 
 def cross_entropy(unit: Any, hidden: Tensor) -> Tensor:
     rows = hidden.flatten(0, -2)
     loss, losses = FusedCrossEntropy.apply(rows, unit.weight, torch.arange(len(rows)) % len(unit.weight))
     return hidden.sin() * loss + losses.view(*hidden.shape[:-1], 1)
-
-
-def scan(unit: Any, hidden: Tensor) -> Tensor:
-    return Scan.apply(hidden.sigmoid(), unit.weight[0]).sin()
-
-
-def kernel(unit: Any, hidden: Tensor) -> Tensor:
-    return early_apply(Kernel.apply(hidden * 2) + hidden).square()
-
-
-def random_kernel(unit: Any, hidden: Tensor) -> Tensor:
-    return RandomKernel.apply(hidden.sin(), 0.3) * RandomKernel.apply(hidden.cos(), 0.6)
 
 
 def set_up(unit: Any, hidden: Tensor) -> Tensor:
@@ -436,15 +399,6 @@ def grouped(unit: Any, hidden: Tensor, function: Any = Grouped, quantizer: Any =
     return output.tanh()
 
 
-def asks(unit: Any, hidden: Tensor) -> Tensor:
-    one = AsksForGradients.apply(hidden * 2, unit.weight[0])
-    return one + AsksForGradients.apply(hidden.detach() * 2, unit.inner.bias)
-
-
-def nested(unit: Any, hidden: Tensor) -> Tensor:
-    return Outer.apply(hidden.tanh()).sin()
-
-
 def written_later(unit: Any, hidden: Tensor) -> Tensor:
     """What a Function made is written to in place, in parts and as a whole."""
     output = Scan.apply(hidden.sigmoid(), unit.weight[0])
@@ -453,55 +407,37 @@ def written_later(unit: Any, hidden: Tensor) -> Tensor:
     return powers.sin() * output.add_(1)
 
 
-def passes_on(unit: Any, hidden: Tensor) -> Tensor:
-    return Reversed.apply(hidden.sin()).exp() + Reversed.apply(hidden)
-
-
 def writes_to_state(unit: Any, hidden: Tensor) -> Tensor:
     if not hasattr(unit, "maximum"):
         unit.register_buffer("maximum", torch.ones(()))
     return WritesToState.apply(hidden.sin(), unit.maximum)
 
 
-def writes_unseen(unit: Any, hidden: Tensor) -> Tensor:
-    return WritesUnseen.apply(hidden * 2).sin() * hidden
-
-
 def counts(unit: Any, hidden: Tensor) -> Tensor:
     return Counts.apply(hidden.sin(), {}).exp()
 
 
-def chooses(unit: Any, hidden: Tensor) -> Tensor:
-    return Chooses.apply(hidden.sin()).exp()
-
-
-def runs_a_module(unit: Any, hidden: Tensor) -> Tensor:
-    inner = unit.inner
-    return RunsAModule.apply(hidden.sin(), inner, *inner.parameters()).exp()
-
-
-def differentiates(unit: Any, hidden: Tensor) -> Tensor:
-    return Differentiates.apply(hidden.exp()).square()
-
-
 RUN_AGAIN: dict[str, Forward] = {
-    function.__name__: function
-    for function in (
-        four_bit,
-        eight_bit,
-        cross_entropy,
-        scan,
-        kernel,
-        random_kernel,
-        set_up,
-        amp,
-        grouped,
-        asks,
-        nested,
-        written_later,
-    )
+    "four_bit": four_bit,
+    "cross_entropy": cross_entropy,
+    "scan": lambda unit, hidden: Scan.apply(hidden.sigmoid(), unit.weight[0]).sin(),
+    "kernel": lambda unit, hidden: early_apply(Kernel.apply(hidden * 2) + hidden).square(),
+    "random_kernel": lambda unit, hidden: RandomKernel.apply(hidden.sin(), 0.3) * RandomKernel.apply(hidden.cos(), 0.6),
+    "set_up": set_up,
+    "amp": amp,
+    "grouped": grouped,
+    "asks": lambda unit, hidden: (
+        AsksForGradients.apply(hidden * 2, unit.weight[0])
+        + AsksForGradients.apply(hidden.detach() * 2, unit.inner.bias)
+    ),
+    "nested": lambda unit, hidden: Outer.apply(hidden.tanh()).sin(),
+    "written_later": written_later,
 }
 KEPT: dict[str, Forward] = {
-    function.__name__: function
-    for function in (writes_to_state, writes_unseen, chooses, runs_a_module, differentiates, passes_on)
+    "writes_to_state": writes_to_state,
+    "writes_unseen": lambda unit, hidden: WritesUnseen.apply(hidden * 2).sin() * hidden,
+    "chooses": lambda unit, hidden: Chooses.apply(hidden.sin()).exp(),
+    "runs_a_module": lambda unit, hidden: RunsAModule.apply(hidden.sin(), unit.inner, *unit.inner.parameters()).exp(),
+    "differentiates": lambda unit, hidden: Differentiates.apply(hidden.exp()).square(),
+    "passes_on": lambda unit, hidden: Reversed.apply(hidden.sin()).exp() + Reversed.apply(hidden),
 }
