@@ -4,7 +4,6 @@ import gc
 import os
 from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import Future
 from dataclasses import replace
 
 import pytest
@@ -14,10 +13,8 @@ from torch import nn
 import recollect
 from gradients import Step, assert_same_gradients, call, gradients, loss_of
 from offload_plans import random_offload_plan
-from offload_programs import carried_by, offload_of
+from offload_programs import Sizes, carried_by, offload_of
 from predictions import CASES, LEAN_LOOP, MOST_OVER_BYTES, larger
-from recollect.engine.offload.carriers import ThreadCarrier
-from recollect.engine.offload.pool import Slot
 from recollect.measuring.meter import measure_peak
 from recollect.plans.plan import Plan
 from recollect.plans.unit_plan import UnitPlan
@@ -120,18 +117,6 @@ def test_is_exact_under_accumulation_kept_graphs_and_graphs_that_are_thrown_away
     assert offload.host.pool.taken_bytes == 0
 
 
-class CountingCarrier(ThreadCarrier):
-    """Remembers the sizes of what it copies out."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sizes: Counter[int] = Counter()
-
-    def copy_out(self, source: torch.Tensor, slot: Slot) -> Future[None]:
-        self.sizes[len(source)] += 1
-        return super().copy_out(source, slot)
-
-
 def test_what_is_offloaded_is_what_was_predicted(trial: Trial) -> None:
     """Also of what cannot be recomputed: of results of unseen kernels, and of room for others to fill, neither is."""
     profile = trial.profile
@@ -147,7 +132,7 @@ def test_what_is_offloaded_is_what_was_predicted(trial: Trial) -> None:
         for call, decision in zip(profile.calls, decide(profile, plan), strict=True)
         for value, _ in decision.trips
     )
-    carrier = CountingCarrier()
+    carrier = Sizes()
     with carried_by(lambda: carrier), recollect.apply(trial.model, plan):
         assert_same_gradients(trial.plain, trial.step())
-    assert carrier.sizes == predicted
+    assert Counter(carrier.sizes) == predicted

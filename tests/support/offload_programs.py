@@ -2,13 +2,15 @@
 
 import random
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from gradients import Step, gradients
+from blocks import Stack
+from gradients import Step, assert_same_gradients, gradients
 from programs import (
     COMPUTING,
     IN_PLACE,
@@ -22,8 +24,9 @@ from programs import (
     Program,
     Recipe,
 )
-from recollect.engine.offload.carriers import CARRIERS, Carrier
+from recollect.engine.offload.carriers import CARRIERS, Carrier, ThreadCarrier
 from recollect.engine.offload.flight import Offload
+from recollect.engine.offload.pool import Slot
 from recollect.engine.placed_forward import Applied
 from recollect.engine.tape import Tape
 from recollect.engine.tape_forwards import UnitForward, tape_forwards
@@ -31,8 +34,6 @@ from recollect.plans.action import Action
 from recollect.plans.plan import Plan
 from recollect.plans.trip import Trip
 from recollect.plans.unit_plan import UnitPlan
-
-__all__ = ["carried_by", "offload_of", "plain_step", "plan_that_offloads", "program", "random_plan", "seen_names"]
 
 # Few that write in place: after those that do so to what autograd saved, there are no gradients.
 FAMILIES = (*[COMPUTING, SEVERAL_RESULTS, RANDOM, VIEWS] * 3, IN_PLACE)
@@ -102,6 +103,13 @@ def random_plan(names: dict[str, list[str]], seed: int) -> Plan:
     return Plan(units)
 
 
+def _trip(rng: random.Random) -> Trip:
+    returns = rng.randint(0, 2)
+    if rng.random() < 0.3:
+        return Trip(returns + rng.randint(1, 2), returns, leaves_in_backward=True)
+    return Trip(rng.randint(1, 3), returns)
+
+
 def plan_that_offloads(names: dict[str, list[str]], trip: Trip = Trip(), host_bytes: int | None = None) -> Plan:  # noqa: B008
     units = {
         path: UnitPlan(dict.fromkeys(values, "offload"), trips=dict.fromkeys(values, trip))
@@ -110,11 +118,40 @@ def plan_that_offloads(names: dict[str, list[str]], trip: Trip = Trip(), host_by
     return Plan(units, predicted_host_bytes=host_bytes)
 
 
-def _trip(rng: random.Random) -> Trip:
-    returns = rng.randint(0, 2)
-    if rng.random() < 0.3:
-        return Trip(returns + rng.randint(1, 2), returns, leaves_in_backward=True)
-    return Trip(rng.randint(1, 3), returns)
+class Trial:
+    """A model with dropout, its gradients without a plan, and plans that offload all that its units compute."""
+
+    def __init__(self, rows: int, width: int, depth: int, dropout: float) -> None:
+        torch.manual_seed(0)
+        self.model = Stack(width, depth, dropout)
+        self.data = torch.randn(rows, width)
+        self.plain = gradients(self.model, self.data, torch.sum)
+        self.names = seen_names(self.model, self.model.layers, self.step)
+
+    def step(self) -> None:
+        gradients(self.model, self.data, torch.sum)
+
+    def check(self) -> None:
+        assert_same_gradients(self.plain, gradients(self.model, self.data, torch.sum))
+
+    def gradients(self, data: Tensor) -> list[Tensor]:
+        torch.manual_seed(1)
+        return list(torch.autograd.grad(self.model(data).sum(), list(self.model.parameters())))
+
+    def plan(self, trip: Trip = Trip(), host_bytes: int | None = None) -> Plan:  # noqa: B008
+        return plan_that_offloads(self.names, trip, host_bytes)
+
+
+class Sizes(ThreadCarrier):
+    """Remembers the sizes of what it copies out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def copy_out(self, source: Tensor, slot: Slot) -> Future[None]:
+        self.sizes.append(len(source))
+        return super().copy_out(source, slot)
 
 
 def offload_of(applied: Applied) -> Offload:

@@ -7,18 +7,15 @@ that is written to after its snapshot (axolotl), and one that is freed while it 
 
 import gc
 from collections.abc import Callable
-from concurrent.futures import Future
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import recollect
-from blocks import Stack
+from blocks import Computes
 from gradients import assert_same_gradients, gradients
-from offload_programs import carried_by, offload_of, plan_that_offloads, random_plan, seen_names
-from recollect.engine.offload.carriers import ThreadCarrier
-from recollect.engine.offload.pool import Slot
+from offload_programs import Sizes, Trial, carried_by, offload_of, random_plan
 from recollect.measuring.meter import storage_bytes
 from recollect.plans.plan import Plan
 from recollect.plans.trip import Trip
@@ -29,29 +26,15 @@ ROWS, WIDTH = 32, 16
 SLOW = 2e6
 
 
-class Trial:
-    """A model whose units offload all that they compute."""
-
-    def __init__(self) -> None:
-        torch.manual_seed(0)
-        self.model = Stack(WIDTH, 4, 0.1)
-        self.data = torch.randn(ROWS, WIDTH)
-        self.names = seen_names(self.model, self.model.layers, lambda: gradients(self.model, self.data, torch.sum))
-
-    def gradients(self, data: Tensor) -> list[Tensor]:
-        torch.manual_seed(1)
-        return list(torch.autograd.grad(self.model(data).sum(), list(self.model.parameters())))
-
-
 @pytest.fixture
 def trial() -> Trial:
-    return Trial()
+    return Trial(ROWS, WIDTH, 4, 0.1)
 
 
 def test_the_first_step_waits_for_copies_out_before_copies_back(trial: Trial) -> None:
     """Megatron-LM#7398: wrong gradients in the step in which nothing was known yet."""
     plain = trial.gradients(trial.data)
-    plan = plan_that_offloads(trial.names, Trip(4, 3))
+    plan = trial.plan(Trip(4, 3))
     with carried_by(lambda: SlowCarrier(SLOW, None)), recollect.apply(trial.model, plan):
         assert all(map(torch.equal, plain, trial.gradients(trial.data)))
 
@@ -69,7 +52,7 @@ def test_a_slot_is_not_written_to_while_it_is_read(trial: Trial) -> None:
     handle = trial.model.blocks[-1].register_full_backward_hook(run_another)
     with (
         carried_by(lambda: SlowCarrier(None, SLOW)),
-        recollect.apply(trial.model, plan_that_offloads(trial.names, Trip(1, 4))),
+        recollect.apply(trial.model, trial.plan(Trip(1, 4))),
     ):
         assert all(map(torch.equal, plain, trial.gradients(trial.data)))
     assert all(map(torch.equal, other, found[0]))
@@ -80,7 +63,7 @@ def test_several_micro_batches_in_flight(trial: Trial, order: tuple[int, ...]) -
     """Megatron-LM#6783: what brings copies back went on too early where there were several micro-batches."""
     batches = [trial.data + number for number in range(3)]
     plain = [trial.gradients(batch) for batch in batches]
-    with recollect.apply(trial.model, plan_that_offloads(trial.names, Trip(2, 1))):
+    with recollect.apply(trial.model, trial.plan(Trip(2, 1))):
         losses = []
         for batch in batches:
             torch.manual_seed(1)
@@ -93,7 +76,7 @@ def test_several_micro_batches_in_flight(trial: Trial, order: tuple[int, ...]) -
 def test_forward_passes_without_gradients_count_for_nothing(trial: Trial) -> None:
     """NeMo-RL#2279: a pass that only goes forward used up what was meant for the first step."""
     plain = trial.gradients(trial.data)
-    with recollect.apply(trial.model, plan_that_offloads(trial.names)) as applied:
+    with recollect.apply(trial.model, trial.plan()) as applied:
         host = offload_of(applied).host
         for _ in range(2):
             with torch.no_grad():
@@ -114,42 +97,24 @@ def test_what_is_recomputed_from_what_is_offloaded(trial: Trial, seed: int) -> N
                 assert all(map(torch.equal, trial.gradients(data), found))
 
 
-class Unit(nn.Module):
-    """Multiplies, and then does something with the product. [n, d] -> [n, d]."""
-
-    def __init__(self, then: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
-        self.then = then
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return self.then(hidden @ self.weight)
-
-
-class Sizes(ThreadCarrier):
-    """Remembers the sizes of what it copies out."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sizes: list[int] = []
-
-    def copy_out(self, source: Tensor, slot: Slot) -> Future[None]:
-        self.sizes.append(len(source))
-        return super().copy_out(source, slot)
+def product(then: Callable[[Tensor], Tensor]) -> nn.Module:
+    """A unit that multiplies, and then does something with the product. [n, d] -> [n, d]."""
+    torch.manual_seed(0)
+    weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+    return nn.Sequential(Computes(lambda self, hidden: then(hidden @ self.weight), weight=weight))
 
 
 @pytest.mark.parametrize(
     "then",
     [
         pytest.param(
-            lambda product: product @ (product.t() @ product), id="ms-swift#10157, TRL#6241: a transposed view, too"
+            lambda hidden: hidden @ (hidden.t() @ hidden), id="ms-swift#10157, TRL#6241: a transposed view, too"
         ),
-        pytest.param(lambda product: product[:, ::2].sin(), id="DeepSpeed#8387: only a view is saved"),
+        pytest.param(lambda hidden: hidden[:, ::2].sin(), id="DeepSpeed#8387: only a view is saved"),
     ],
 )
 def test_views_of_one_storage_share_its_copy(then: Callable[[Tensor], Tensor]) -> None:
-    torch.manual_seed(0)
-    model, data = nn.Sequential(Unit(then)), torch.randn(ROWS, WIDTH)
+    model, data = product(then), torch.randn(ROWS, WIDTH)
     plain = gradients(model, data, torch.sum)
     carrier = Sizes()
     actions = {"mm": "offload", "mm#1": "keep", "mm#2": "keep", "sin": "keep"}
@@ -160,8 +125,7 @@ def test_views_of_one_storage_share_its_copy(then: Callable[[Tensor], Tensor]) -
 
 def test_more_of_a_kind_than_the_plan_names_go_with_the_next_unit() -> None:
     """As in a loop over experts that got tokens."""
-    torch.manual_seed(0)
-    model, data = nn.Sequential(Unit(lambda product: product @ product.t() @ product)), torch.randn(ROWS, WIDTH)
+    model, data = product(lambda hidden: hidden @ hidden.t() @ hidden), torch.randn(ROWS, WIDTH)
     plain = gradients(model, data, torch.sum)
     carrier = Sizes()
     unit = recollect.UnitPlan({"mm": "offload"}, trips={"mm": Trip(2, 2)})
@@ -177,7 +141,7 @@ def test_nothing_of_a_step_is_there_in_the_next(trial: Trial) -> None:
         gc.collect()
         return storage_bytes(thing for thing in gc.get_objects() if type(thing) is Tensor)
 
-    with recollect.apply(trial.model, plan_that_offloads(trial.names, Trip(2, 1), 1 << 20)):
+    with recollect.apply(trial.model, trial.plan(Trip(2, 1), 1 << 20)):
         trial.gradients(trial.data)
         before = held()
         for _ in range(3):
