@@ -96,7 +96,7 @@ def test_casts_count_as_one_byte_and_a_plan_chooses_whether_to_keep_them() -> No
     ]
     assert not dropped[0] and 0 < len(dropped[1]) < 2 * 2 * len(weights), dropped
     for plan in plans:
-        report = recollect.verify(model, batch, plan, loss_fn=lambda out: out.loss)
+        report = recollect.verify(model, batch, plan, loss_fn=lambda out: out.loss, time=False)
         assert report.equal and abs(report.plan_peak_bytes - (plan.predicted_peak_bytes or 0)) < 2048
 
 

@@ -261,7 +261,7 @@ def test_verify_is_honest(build: Callable[[], nn.Module], compare: Any) -> None:
     model = build()
     batch = batch_of(model, 64, 12)
     plan = recollect.classic_plan(recollect.record(model, batch, loss_chunks=3, **LEAN_LOOP), "full")
-    report = recollect.verify(model, batch, plan, compare=compare)
+    report = recollect.verify(model, batch, plan, compare=compare, time=False)
     assert report.gradients_equal
     assert report.loss_chunks == 3
     if compare == "units":
@@ -284,7 +284,7 @@ def test_verify_sees_a_wrong_chunked_loss(monkeypatch: pytest.MonkeyPatch) -> No
         return logits, loss * (1.25 if model.loss_chunks > 1 else 1)
 
     monkeypatch.setattr(GPTModel, "_predict", wrong)
-    report = recollect.verify(model, batch, Plan({}, loss_chunks=2))
+    report = recollect.verify(model, batch, Plan({}, loss_chunks=2), time=False)
     assert report.unchunked_difference is not None
     assert report.unchunked_difference[1] == pytest.approx(0.25, rel=1e-3)
 

@@ -69,7 +69,7 @@ def test_fit_offloads_within_the_budget_and_keeps_every_bit(plan: recollect.Plan
 
 
 def test_verify_says_what_was_in_host_memory(plan: recollect.Plan) -> None:
-    report = recollect.verify(model(), BATCH, plan, gradients="freed", holds_output=False)
+    report = recollect.verify(model(), BATCH, plan, gradients="freed", holds_output=False, time=False)
     assert report.equal and report.host is not None
     assert report.host.most_bytes == plan.predicted_host_bytes
     assert "values asked for out of time" in str(report) and "host memory      " in str(report)

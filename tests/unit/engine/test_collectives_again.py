@@ -1,5 +1,6 @@
 """A collective runs again in backward as it ran in forward: together with the other ranks, and awaited."""
 
+import re
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any, Final
@@ -13,6 +14,7 @@ from torch.distributed._functional_collectives import all_reduce
 import recollect
 from recollect._torch_parallel import RankNotes, fake_process_group
 from recollect.engine import together
+from recollect.engine.together import Agreement
 from recollect.errors import PlanError
 from recollect.plans.plan import Plan
 from recollect.plans.unit_plan import UnitPlan, digest_of
@@ -92,3 +94,44 @@ def test_it_does_not_run_again_before_the_other_rank_has_told_the_same_plan(stor
         with pytest.raises(PlanError, match="cannot run .*(all_reduce|Sum).* again in backward: this rank"):
             loss.backward()
     assert watch.ops[op] == 1
+
+
+# Ranks that drop different collectives find out, and say so
+
+
+def test_equal_plans_agree(store: Any) -> None:
+    own = Agreement("one")
+    own.meet("tp")
+    store.set("recollect/tp/1/1", "one")
+    own.check("tp", "run all_reduce again")
+
+
+def test_the_same_number_of_plans_is_met_on_all_ranks(store: Any) -> None:
+    for number, digest in enumerate(("one", "two"), 1):
+        store.set(f"recollect/tp/{number}/1", digest)
+        own = Agreement(digest)
+        own.meet("tp")
+        own.meet("tp")
+        own.check("tp", "run all_reduce again")
+
+
+def test_another_plan_is_an_error_that_names_both(store: Any) -> None:
+    own = Agreement("one")
+    own.meet("tp")
+    store.set("recollect/tp/1/1", "two")
+    expected = re.escape("this rank (0) has plan one, rank 1 has two, of ranks 0, 1")
+    with pytest.raises(PlanError, match=f"cannot run all_reduce again: {expected}"):
+        own.check("tp", "run all_reduce again")
+
+
+@pytest.mark.usefixtures("store")
+def test_a_rank_without_a_plan_is_an_error() -> None:
+    own = Agreement("one")
+    own.meet("tp")
+    with pytest.raises(PlanError, match="rank 1 has none.*send it to the others"):
+        own.check("tp", "run all_reduce again")
+
+
+def test_digests_do_not_depend_on_the_order_of_units() -> None:
+    plans = UnitPlan({"a": "keep"}), UnitPlan({"a": "recompute"})
+    assert digest_of({"a": plans[0], "b": plans[1]}) == digest_of({"b": plans[1], "a": plans[0]})
