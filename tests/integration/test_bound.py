@@ -1,30 +1,27 @@
 """The printed bound is below every plan, on recorded steps of whole models, however exactly the linear program was solved."""
 
-import itertools
 import random
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import transformers
 
 import recollect
 from recollect.errors import BudgetTooSmallError
-from recollect.planning.bound import LowerBound, check_bound
-from recollect.planning.cheapest_step import CheapestStep
-from recollect.planning.checkpoint_times import checkpoint_times
+from recollect.planning.bound import LowerBound
 from recollect.planning.choose import Planner
 from recollect.plans.action import Action
 from recollect.profile.profile import Profile
 from recollect.simulation.decisions import CallActions, ValueActions
 from recollect.simulation.peak_sums import PeakSums
 from recollect.simulation.simulate import simulate
+from tiers import long_but
 
-NUM_PLANS = 3400
-NUM_BUDGETS = 24
+NUM_PLANS = 1000
+NUM_BUDGETS = 12
 # Sums of seconds in another order, and what the bound is lowered by.
 TOLERANCE = 1e-6
 
@@ -48,7 +45,7 @@ def _bert() -> Any:
 MODELS = {"gpt2": _gpt2, "llama": _llama, "bert": _bert}
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module", params=long_but(["gpt2"], MODELS))
 def profile(request: pytest.FixtureRequest) -> Profile:
     """A step on fake tensors, with times of an H100: seconds far below the solver's tolerance."""
     with torch.device("meta"):
@@ -75,20 +72,6 @@ def random_plans(profile: Profile, seed: int) -> Iterator[list[CallActions]]:
         ]
 
 
-def test_no_random_plan_is_below_the_bound(profile: Profile) -> None:
-    peak_sums = PeakSums.of(profile)
-    plain = simulate(profile, [CallActions()] * len(profile.calls))
-    bound = LowerBound(profile)
-    budgets = [round(plain.peak_bytes * (i + 1) / NUM_BUDGETS) for i in range(NUM_BUDGETS)]
-    bounds_s = [bound.added_s(budget) for budget in budgets]
-    assert 0 < min(s for s in bounds_s if s > 0) < float("inf")
-    for decisions in random_plans(profile, seed=0):
-        peaks = peak_sums.peaks(decisions)
-        # The bound of any budget that the plan fits into, the tightest of them.
-        of_budget = next((s for b, s in zip(budgets, bounds_s, strict=True) if b >= peaks.peak_bytes), 0.0)
-        assert of_budget <= peaks.recompute_s * (1 + TOLERANCE) + 1e-12
-
-
 def without_output(profile: Profile, call: int, decision: CallActions, rng: random.Random) -> CallActions:
     """The same decision, half of the time with the output dropped as well, where the next unit starts from it."""
     graph = profile.graph_of(profile.calls[call])
@@ -97,24 +80,19 @@ def without_output(profile: Profile, call: int, decision: CallActions, rng: rand
     return replace(decision, output=Action.RECOMPUTE if drops else Action.KEEP)
 
 
-def test_no_random_plan_is_below_a_cut_at_any_prices(profile: Profile) -> None:
+def test_no_random_plan_is_below_the_bound(profile: Profile) -> None:
     peak_sums = PeakSums.of(profile)
-    found = checkpoint_times(profile)
-    step = CheapestStep(profile, found)
+    plain = simulate(profile, [CallActions()] * len(profile.calls))
+    bound = LowerBound(profile)
+    budgets = [round(plain.peak_bytes * (i + 1) / NUM_BUDGETS) for i in range(NUM_BUDGETS)]
+    bounds_s = [bound.added_s(budget) for budget in budgets]
+    assert 0 < min(s for s in bounds_s if s > 0) < float("inf")
     rng = random.Random(1)
-    plain_s = step.most_s / float(step.everything_kept().kept_bytes.max())
-    cuts = []
-    for _ in range(40):
-        prices = np.zeros(len(found.events))
-        for moment in rng.sample(range(len(prices)), k=rng.choice((1, 2, 4, 8))):
-            prices[moment] = plain_s * 10 ** rng.uniform(-2, 1)
-        cut = step.at(prices)
-        assert cut.cost_s == pytest.approx(cut.choice.recompute_s + prices @ cut.choice.kept_bytes, rel=1e-11)
-        cuts.append((cut.cost_s + prices @ found.fixed_bytes, prices.sum()))
-    heights_s, slopes = (np.array(column) for column in zip(*cuts, strict=True))
-    for decisions in itertools.islice(random_plans(profile, seed=1), NUM_PLANS // 4):
+    for decisions in random_plans(profile, seed=0):
         peaks = peak_sums.peaks([without_output(profile, call, decisions[call], rng) for call in range(len(decisions))])
-        assert (heights_s - slopes * peaks.peak_bytes).max() <= peaks.recompute_s * (1 + TOLERANCE) + 1e-12
+        # The bound of any budget that the plan fits into, the tightest of them.
+        of_budget = next((s for b, s in zip(budgets, bounds_s, strict=True) if b >= peaks.peak_bytes), 0.0)
+        assert of_budget <= peaks.recompute_s * (1 + TOLERANCE) + 1e-12
 
 
 def test_no_plan_is_below_its_own_bound(profile: Profile) -> None:
@@ -126,12 +104,3 @@ def test_no_plan_is_below_its_own_bound(profile: Profile) -> None:
         made = planner.plan(round(least + part * (most - least)))  # raises if it is
         assert made.bound_slowdown is not None and made.predicted_slowdown is not None
         assert made.bound_slowdown <= made.predicted_slowdown * (1 + TOLERANCE) + 1e-12
-
-
-def test_a_plan_below_its_bound_is_an_error() -> None:
-    check_bound(1.0, 1.0, 100)
-    check_bound(1.0 + 1e-9, 1.0, 100)
-    with pytest.raises(
-        RuntimeError, match=r"^no plan for 100 bytes should take less than 1.1 s .* one takes 1.0 s: this is a bug"
-    ):
-        check_bound(1.1, 1.0, 100)

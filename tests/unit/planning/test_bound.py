@@ -1,77 +1,18 @@
-"""The bound of a small step against every plan, at whatever prices it was looked for."""
+"""The bound on plans where it is known by hand, with host memory, and where a solver fails; see also `test_optimality.py`."""
 
-import itertools
 import math
-import random
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 
-from every_plan import all_plans, on_a_slow_tape
 from recollect.planning import bound as bound_module
 from recollect.planning.bound import LowerBound, away_limits, check_bound, host_bound
-from recollect.planning.cheapest_step import CheapestStep
 from recollect.planning.checkpoint_times import checkpoint_times
 from recollect.planning.choose import Planner
-from recollect.profile.profile import Profile
 from recollect.simulation.copy_clock import Link, event_times
 from synthetic_step import random_step
 from toy_profile import stack
-
-TOLERANCE_S = 1e-6
-
-
-def step_of(seed: int, *, writes: bool = False) -> Profile:
-    num_units, num_values = ((1, 7), (2, 4), (3, 3))[seed % 3]
-    profile = random_step(seed, num_values=num_values, num_units=num_units, saved_part=0.8, writes=writes)
-    return on_a_slow_tape(profile, seed // 2) if seed % 2 else profile
-
-
-def budgets_of(points: list[tuple[int, float]], fixed_bytes: int) -> list[int]:
-    """From what no plan can do without to keeping everything."""
-    least = min(peak for peak, _ in points)
-    most = min(peak for peak, recompute_s in points if recompute_s == 0)
-    return sorted({fixed_bytes, (fixed_bytes + least) // 2, *(least + (most - least) * i // 6 for i in range(4))})
-
-
-@pytest.mark.parametrize("writes", [False, True])
-@pytest.mark.parametrize("seed", range(8))
-def test_bound_is_the_highest_of_all_prices_and_below_every_plan(seed: int, writes: bool) -> None:
-    profile = step_of(seed, writes=writes)
-    points = all_plans(profile)
-    found = checkpoint_times(profile)
-    step = CheapestStep(profile, found)
-    bound = LowerBound(profile)
-    rng = random.Random(seed)
-    for budget in budgets_of(points, int(found.fixed_bytes.max())):
-        bound_s = bound.added_s(budget)
-        best_s = min((recompute_s for peak, recompute_s in points if peak <= budget), default=math.inf)
-        assert bound_s <= best_s + TOLERANCE_S
-        for _ in range(10):
-            prices = np.zeros(len(found.events))
-            for moment in rng.sample(range(len(prices)), k=min(len(prices), rng.choice((1, 2, 3)))):
-                prices[moment] = step.most_s / 100 * 10 ** rng.uniform(-2, 1)
-            at_these_s = step.at(prices).cost_s + prices @ (found.fixed_bytes - budget)
-            assert at_these_s <= bound_s * (1 + 1e-5) + TOLERANCE_S
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_bound_falls_with_the_budget_and_hangs_little_on_what_was_asked_before(seed: int) -> None:
-    profile = random_step(seed, num_values=8, num_units=4)
-    bound = LowerBound(profile)
-    top = int(
-        CheapestStep(profile, found := checkpoint_times(profile)).everything_kept().kept_bytes.max()
-        + found.fixed_bytes.max()
-    )
-    budgets = range(int(found.fixed_bytes.max()), top, max(1, top // 40))
-    falling = [bound.added_s(budget) for budget in budgets]
-    for more, less in itertools.pairwise(falling):
-        assert less <= more * (1 + 1e-5) + TOLERANCE_S
-    assert bound.added_s(top) == 0
-    for budget, bound_s in zip(budgets, falling, strict=True):
-        assert LowerBound(profile).added_s(budget) == pytest.approx(bound_s, rel=1e-5, abs=TOLERANCE_S)
 
 
 def test_an_argument_of_another_unit_is_not_free() -> None:
@@ -99,8 +40,10 @@ def test_an_answer_of_the_solver_that_is_none_proves_nothing(monkeypatch: pytest
 
 
 def test_a_plan_below_its_bound_is_an_error() -> None:
-    check_bound(1.0, 1.0, 100)
-    with pytest.raises(RuntimeError, match="no plan for 100 bytes should take less than"):
+    check_bound(1.0 + 1e-9, 1.0, 100)
+    with pytest.raises(
+        RuntimeError, match=r"^no plan for 100 bytes should take less than 1.1 s .* one takes 1.0 s: this is a bug"
+    ):
         check_bound(1.1, 1.0, 100)
 
 

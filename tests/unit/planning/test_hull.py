@@ -7,8 +7,10 @@ from typing import Literal
 
 import pytest
 
-from recollect.planning.hull import Evaluator, Option, unit_hull
-from recollect.profile.graph import OpRecord, UnitGraph, ValueRecord
+from every_plan import divided
+from recollect.planning.hull import Evaluator, Option, Stored, unit_hull
+from recollect.planning.option_table import unit_plan
+from recollect.profile.graph import OpRecord, PartRecord, UnitGraph, ValueRecord
 from watched_modules import on_modules
 
 Output = Literal["keep", "recompute"]
@@ -58,10 +60,17 @@ def all_points(graph: UnitGraph, output: Output) -> set[tuple[int, float]]:
         # What the ops and backward ask for and nothing else provides has to be kept.
         asked = {i for i in produced if graph.values[i].saved} | {i for op in run for i in graph.ops[op].inputs}
         kept = asked - available
-        if kept <= set(keepable):
-            kept_bytes = base_bytes + sum(graph.values[i].nbytes for i in kept)
-            tape_s = graph.watched_s(i for op in run for i in graph.ops[op].outputs) if run else 0.0
-            points.add((kept_bytes, tape_s + sum(graph.ops[op].time_s for op in run)))
+        if not kept <= set(keepable):
+            continue
+        tape_s = graph.watched_s(i for op in run for i in graph.ops[op].outputs) if run else 0.0
+        run_s = tape_s + sum(graph.ops[op].time_s for op in run)
+        # Whole, or a part of it that is gathered again.
+        ways = [
+            [(graph.values[i].nbytes, 0.0), *[(p.nbytes, p.gather_s) for p in graph.parts if p.value == i]]
+            for i in kept
+        ]
+        for way in itertools.product(*ways):
+            points.add((base_bytes + sum(nbytes for nbytes, _ in way), run_s + sum(seconds for _, seconds in way)))
     return points
 
 
@@ -153,3 +162,34 @@ def test_what_is_random_runs_again_only_with_the_state_of_its_generator_kept() -
 def test_a_value_smaller_than_the_state_that_makes_it_again_is_kept() -> None:
     graph = with_states(chain(bytes_and_seconds=[(10, 1.0), (100, 2.0)]), v1=5000)
     assert points(unit_hull(graph)) == [(10, 2.0), (110, 0.0)]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_values_that_ranks_may_hold_as_parts(seed: int) -> None:
+    graph = divided(random_graph(random.Random(seed), num_values=7), random.Random(seed))
+    graph = replace(graph, values=tuple(replace(value, is_output=False) for value in graph.values))
+    options = unit_hull(graph)
+    expected = all_points(graph, "keep")
+    assert {(o.kept_bytes, round(o.recompute_s, 9)) for o in options} <= {(b, round(s, 9)) for b, s in expected}
+    for price in (0.0, *(10.0**power for power in range(-4, 3))):
+        best_s = min(price * nbytes + seconds for nbytes, seconds in expected)
+        found_s = min(price * option.kept_bytes + option.recompute_s for option in options)
+        assert found_s == pytest.approx(best_s, rel=1e-6)
+    for option in options:
+        assert option == Evaluator(graph).option(*option.stored)
+
+
+def test_a_part_is_kept_where_the_whole_is_dear() -> None:
+    """Between keeping 100 bytes and computing them again for 9 s: half of them, and 1 s."""
+    values = (ValueRecord("x", 8, producer=None), ValueRecord("h", 100, producer=0, saved=True))
+    graph = UnitGraph(values, (OpRecord("h", (0,), (1,), 9.0),), parts=(PartRecord(1, 50, 1.0),))
+    options = unit_hull(graph)
+    assert points(options) == [(0, 9.0), (50, 1.0), (100, 0.0)]
+    assert options[1].stored == Stored(parts=frozenset([1]))
+    assert [unit_plan(graph, option).actions["h"] for option in options] == ["recompute", "shard", "keep"]
+
+
+def test_an_output_may_be_kept_as_a_part() -> None:
+    values = (ValueRecord("x", 8, producer=None), ValueRecord("y", 100, producer=0, is_output=True))
+    graph = UnitGraph(values, (OpRecord("y", (0,), (1,), 9.0),), parts=(PartRecord(1, 50, 1.0),))
+    assert points(unit_hull(graph)) == [(50, 1.0), (100, 0.0)]

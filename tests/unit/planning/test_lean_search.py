@@ -1,4 +1,4 @@
-"""The least peak: a matter of bytes alone, and close to the least that any plan has."""
+"""The least peak: a matter of bytes alone; how close it is to the least of all plans is in `test_optimality.py`."""
 
 import random
 from dataclasses import replace
@@ -7,18 +7,12 @@ import pytest
 import torch
 
 import recollect
-from every_plan import all_plans
 from recollect.errors import BudgetTooSmallError
 from recollect.lab.models.architectures import llama_config
 from recollect.lab.models.gpt import GPTModel
 from recollect.planning.classic import classic_plan
-from recollect.planning.lean_search import leanest
-from recollect.planning.option_table import Candidate
 from recollect.planning.planners import plan
 from recollect.profile.profile import Profile
-from recollect.simulation.peak_sums import PeakSums
-from recollect.simulation.program import Program
-from recollect.simulation.windows import windows
 from synthetic_step import random_step
 
 
@@ -40,11 +34,6 @@ def least_peak(profile: Profile) -> int:
     with pytest.raises(BudgetTooSmallError) as refused:
         plan(profile, 1)
     return refused.value.least_peak_bytes
-
-
-def found(profile: Profile) -> Candidate:
-    parts = windows(profile)
-    return leanest(PeakSums(Program(profile, parts)))
 
 
 def accumulated() -> Profile:
@@ -73,15 +62,3 @@ def test_the_least_peak_does_not_depend_on_times_can_be_planned_and_is_below_ful
     made = plan(steps[1], budget)
     assert made.predicted_peak_bytes is not None
     assert made.predicted_peak_bytes <= budget < (classic_plan(profile, "full").predicted_peak_bytes or 0)
-
-
-def test_the_least_peak_is_mostly_that_of_all_plans() -> None:
-    """Measured with 40 seeds: 38 equal; the others 2 and 4 % above."""
-    gaps = []
-    for seed in range(12):
-        num_units = 1 + seed % 3
-        profile = random_step(seed, num_values=(7, 4, 3)[num_units - 1], num_units=num_units)
-        least = min(peak for peak, _ in all_plans(profile))
-        gaps.append(found(profile).peak_bytes / least - 1)
-    assert sum(gap == 0 for gap in gaps) >= 10
-    assert max(gaps) <= 0.1

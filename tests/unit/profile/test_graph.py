@@ -3,6 +3,7 @@
 import copy
 import gzip
 import json
+import math
 import pickle
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,7 +14,7 @@ import pytest
 
 from recollect.errors import ProfileFormatError
 from recollect.profile.events import ALLOC, DIES, FREE, OP, PHASE, RELEASE, RETURN, SAVE, USE, WORK, StepLog
-from recollect.profile.graph import OpRecord, UnitCall, UnitGraph, ValueRecord
+from recollect.profile.graph import OpRecord, PartRecord, UnitCall, UnitGraph, ValueRecord
 from recollect.profile.profile import Profile
 from toy_profile import layer, stack
 
@@ -85,6 +86,20 @@ def test_sums() -> None:
 def test_graph_messages(values: list[ValueRecord], ops: list[OpRecord], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         UnitGraph(tuple(values), tuple(ops))
+
+
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        (PartRecord(0, 4, 0.1), "part of value 0: expected a value that an op of the unit computes"),
+        (PartRecord(1, -4, 0.1), "part of value 1: got -4 bytes"),
+        (PartRecord(1, 4, math.nan), "part of value 1: got 4 bytes and nan s"),
+    ],
+)
+def test_a_part_of_nothing_is_refused(part: PartRecord, message: str) -> None:
+    values = (ValueRecord("x", 8, producer=None), ValueRecord("h", 8, producer=0))
+    with pytest.raises(ValueError, match=message):
+        UnitGraph(values, (OpRecord("h", (0,), (1,), 1.0),), parts=(part,))
 
 
 def test_leaves_may_share_a_name() -> None:
