@@ -45,32 +45,6 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters())
 
 
-def answers(found: recollect.LargestBatch) -> dict[str, int]:
-    rows = {"plain": found.without_recompute, "full": found.full_recompute, "planned": found.planned}
-    return {name: row.size if row else 0 for name, row in rows.items()}
-
-
-def by_trying_every_size(model: nn.Module, make_batch: Callable[[int], Batch], budget_bytes: int) -> dict[str, int]:
-    largest = {"plain": 0, "full": 0, "planned": 0}
-    for size in range(1, MOST + 1):
-        profile = recollect.record(model, make_batch(size), optimizer=adamw(model), fake=True)
-        full_bytes = recollect.classic_plan(profile, "full").predicted_peak_bytes or 0
-        planner = Planner(profile)
-        fits = {"plain": planner.plain_peak_bytes <= budget_bytes, "full": full_bytes <= budget_bytes, "planned": True}
-        try:
-            planner.plan(budget_bytes)
-        except BudgetTooSmallError:
-            fits["planned"] = False
-        for name in largest:
-            if fits[name]:
-                largest[name] = size
-    return largest
-
-
-LLAMAS: list[Any] = [
-    pytest.param(small_llama, sequences, id="Llama, sequences"),
-    pytest.param(small_llama, longer, id="Llama, length"),
-]
 CASES = [
     pytest.param(small_llama, sequences, id="Llama, sequences"),
     pytest.param(small_llama, longer, id="Llama, length", marks=pytest.mark.long),
@@ -84,18 +58,6 @@ def budget_between(model: nn.Module, make_batch: Callable[[int], Batch], size: i
     plain_bytes = Planner(profile).plain_peak_bytes
     full_bytes = recollect.classic_plan(profile, "full").predicted_peak_bytes or 0
     return plain_bytes - (plain_bytes - full_bytes) * 2 // 3
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(("make_model", "make_batch"), LLAMAS)
-def test_as_large_as_by_trying_every_size(
-    make_model: Callable[[], nn.Module], make_batch: Callable[..., Batch]
-) -> None:
-    model = make_model()
-    budget_bytes = budget_between(model, make_batch, 4)
-    expected = by_trying_every_size(model, make_batch, budget_bytes)
-    assert 0 < expected["plain"] < expected["planned"] < MOST
-    assert answers(recollect.largest_batch(model, make_batch, budget_bytes, optimizer=adamw(model))) == expected
 
 
 @pytest.mark.parametrize(("make_model", "make_batch"), CASES)

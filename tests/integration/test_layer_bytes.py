@@ -46,6 +46,19 @@ CONFIGS = {
         max_position_embeddings=S,
         core_attention="unfused",
     ),
+    **{
+        f"gpt, {core}, no dropout": TransformerConfig(
+            num_layers=3,
+            hidden_size=H,
+            num_attention_heads=A,
+            vocab_size=64,
+            max_position_embeddings=S,
+            core_attention=core,
+            hidden_dropout=0.0,
+            attention_dropout=0.0,
+        )
+        for core in ("unfused", "fused")
+    },
     "llama": llama_config(
         num_layers=3, hidden_size=H, ffn_hidden_size=F, num_attention_heads=A, num_query_groups=8, vocab_size=64
     ),
@@ -117,6 +130,15 @@ def test_the_papers_formulas(t: int, sequence: bool) -> None:
     assert kept("gpt", t, sequence, selective("core_attn", "mlp")) == paper - 16 * sbh // t + masks
     norms = 2 * 2 * sbh // u + 2 * 2 * STATISTIC * TOKENS // u
     assert kept("gpt", t, sequence, selective("core_attn", "layernorm")) == paper - norms + masks
+
+
+def test_without_dropout_or_with_one_kernel_the_formula_loses_terms() -> None:
+    """34 - 2 for two masks of the residual stream; 5 - 3 for dropped probabilities, or a kernel's sum for each head."""
+    sbh, statistics = TOKENS * H, 2 * 2 * STATISTIC * TOKENS
+    assert kept("gpt, unfused, no dropout", 1, False, {}) == 32 * sbh + 2 * A * S * S * B + statistics
+    fused = kept("gpt, fused, no dropout", 1, False, {})
+    assert fused == 32 * sbh + 4 * A * TOKENS + statistics
+    assert kept("gpt, fused, no dropout", 1, False, selective("core_attn")) == fused - 4 * A * TOKENS
 
 
 def norm(u: int) -> int:

@@ -4,8 +4,6 @@ A batch here is eight times that of the zoo, so that activations are the larger 
 """
 
 import gc
-import itertools
-import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -30,11 +28,11 @@ from recollect.measuring.meter import measure_peak, storage_bytes
 from recollect.planning.choose import Planner
 from recollect.plans.plan import Plan
 from recollect.plans.unit_plan import UnitPlan
-from recollect.profile.graph import UnitGraph
 from recollect.profile.profile import Profile
 from recollect.simulation.decisions import decide
 from recollect.simulation.peak_sums import PeakSums
 from recollect.simulation.simulate import simulate
+from recorded_steps import random_plan
 from tiers import long_but
 from zoo import Batch, Case
 
@@ -103,28 +101,9 @@ def experiment(case: Case, *, with_optimizer: bool = True) -> Experiment:
     return made
 
 
-def random_plan(profile: Profile, seed: int) -> Plan:
-    """A coin for each value of each layer, and for each output that the next layer, recomputing too, can ask for."""
-    rng = random.Random(seed)
-    layers: dict[str, UnitGraph] = {}
-    droppable: set[str] = set()
-    for one, following in itertools.pairwise([*profile.calls, profile.calls[-1]]):
-        if one.repeated:
-            layers[one.path] = profile.graph_of(one)
-            if one.chained and following.repeated and following is not one:
-                droppable.add(one.path)
-    units = {}
-    for path, graph in layers.items():
-        values = [value for value in graph.values if value.producer is not None]
-        actions = {v.name: "keep" if v.must_keep or rng.random() < 0.5 else "recompute" for v in values}
-        drops_output = path in droppable and rng.random() < 0.4
-        units[path] = UnitPlan(actions, output="recompute" if drops_output else "keep")
-    return Plan(units)
-
-
 VARIANTS = [(name, True) for name in CASES] + [(name, False) for name in MAIN_CASES]
 # DeepSeek has all that Mixtral has.
-QUICK_VARIANTS = [(name, True) for name in (*MAIN_CASES, "t5") if name != "mixtral"] + [("llama", False)]
+QUICK_VARIANTS = [*((name, True) for name in ("reference", "deepseek_v3", "gpt2_6_layers", "t5")), ("llama", False)]
 
 
 @pytest.fixture(

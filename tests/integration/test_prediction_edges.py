@@ -14,12 +14,10 @@ from predictions import LEAN_LOOP, budgets
 from recollect.measuring.meter import measure_peak, storage_bytes
 from recollect.planning.choose import Planner
 from recollect.plans.plan import Plan
-from recollect.plans.unit_plan import UnitPlan
-from recollect.profile.profile import Profile
 from recollect.simulation.decisions import decide
 from recollect.simulation.peak_sums import PeakSums
-from recollect.simulation.predicted import simulated_plan
-from recollect.simulation.simulate import simulate
+from recollect.simulation.predicted import predicted_plan
+from recorded_steps import random_plan
 
 # Scalars that PyTorch makes out of sight, per op that is running; `record` adds a KiB for them.
 ROOM_BYTES = 1024
@@ -49,25 +47,6 @@ def check(model: nn.Module, batch: Tensor, loss_fn: Callable[[Any], Tensor] = me
         found = measured_bytes(model, batch, plan, loss_fn)
         assert plan.predicted_peak_bytes is not None
         assert 0 <= plan.predicted_peak_bytes - found <= 2 * ROOM_BYTES, name
-
-
-def random_plan(profile: Profile, choose: random.Random) -> Plan:
-    """A plan that drops any value and any output, or none, as the generator decides."""
-    units = {}
-    for call in profile.calls:
-        dropped = choose.random()
-        graph = profile.graph_of(call)
-        actions = {
-            v.name: "keep" if v.must_keep or choose.random() > dropped else "recompute"
-            for v in graph.values
-            if v.producer is not None
-        }
-        units[call.path] = UnitPlan(actions, output=choose.choice(["keep", "recompute"]))
-    plan = Plan(units)
-    simulation = simulate(profile, decide(profile, plan))
-    sums = PeakSums.of(profile).peaks(decide(profile, plan))
-    assert sums.peak_bytes == simulation.peak_bytes
-    return simulated_plan(profile, plan, simulation)
 
 
 class Layer(nn.Module):
@@ -218,6 +197,8 @@ def test_units_that_return_what_they_get(seed: int) -> None:
     assert profile.calibration_bytes < ROOM_BYTES + 256
     planner = Planner(profile)
     plans = [planner.plan(budget_bytes) for budget_bytes in budgets(planner, (0.0, 0.1, 0.3, 0.6, 0.9))]
-    plans += [random_plan(profile, choose) for _ in range(5)]
+    plans += [predicted_plan(profile, random_plan(profile, number)) for number in range(5)]
+    sums = PeakSums.of(profile)
+    assert all(sums.peaks(decide(profile, plan)).peak_bytes == plan.predicted_peak_bytes for plan in plans)
     off_by = [(plan.predicted_peak_bytes or 0) - measured_bytes(model, batch, plan, mean_square) for plan in plans]
     assert 0 <= min(off_by) and max(off_by) <= 2 * ROOM_BYTES, off_by

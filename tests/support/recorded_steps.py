@@ -98,13 +98,12 @@ def measured_bytes(profile: Profile, model: nn.Module, step: Step, plan: Plan | 
 
 
 def random_plan(profile: Profile, seed: int) -> Plan:
-    """A coin for each value of each unit; an output that the next call reads may be dropped."""
+    """A coin for each value of each unit, of which some keep most and others little, and for each output."""
     rng = random.Random(seed)
-    droppable = {call.path for call in profile.calls if call.chained}
     units: dict[str, UnitPlan] = {}
     for call in profile.calls:
         values = [value for value in profile.graph_of(call).values if value.producer is not None]
-        actions = {v.name: "keep" if v.must_keep or rng.random() < 0.5 else "recompute" for v in values}
-        drops_output = call.path in droppable and rng.random() < 0.3
-        units.setdefault(call.path, UnitPlan(actions, output="recompute" if drops_output else "keep"))
+        kept = rng.random()
+        actions = {v.name: "keep" if v.must_keep or rng.random() < kept else "recompute" for v in values}
+        units.setdefault(call.path, UnitPlan(actions, output="recompute" if rng.random() < 0.4 else "keep"))
     return Plan(units)

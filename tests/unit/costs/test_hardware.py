@@ -1,4 +1,4 @@
-"""The table of devices, their JSON, and what users get told about names and files that are wrong."""
+"""The table of devices and their links to the host, their JSON, and what users get told about wrong names and files."""
 
 import json
 import re
@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 
-from recollect.costs.hardware import ArithmeticRate, Hardware
-from recollect.costs.hardware_table import HARDWARE, choose_hardware, find_hardware, hardware_of_device
+from recollect.costs.hardware import ArithmeticRate, Hardware, HostLink
+from recollect.costs.hardware_table import HARDWARE, HOST_LINKS, choose_hardware, find_hardware, hardware_of_device
 from recollect.errors import HardwareError
+from recollect.profile.profile import Profile
 from small_hardware import SMALL
+from toy_profile import stack
 
 H100 = HARDWARE["H100"]
 
@@ -190,3 +192,42 @@ def test_numbers_that_cannot_be() -> None:
         ArithmeticRate("fp32", 1e12, half_rate_depth=-1)
     with pytest.raises(ValueError, match=r"rates: 'bf16' appears twice, expected each once"):
         replace(SMALL, rates=(*SMALL.rates, SMALL.rates[1]))
+
+
+def test_every_gpu_of_the_table_has_the_link_of_its_data_sheet() -> None:
+    names = {link: name for name, link in HOST_LINKS.items()}
+    links = {
+        name: names[known.host_link] for name, known in HARDWARE.items() if known.host_link and known.device == "cuda"
+    }
+    pcie_4 = {"A100 40GB", "A100", "A100 80GB PCIe", "L40S", "RTX 4090"}
+    assert links.keys() == HARDWARE.keys() - {"cpu"}
+    assert {name for name, link in links.items() if link == "PCIe 4"} == pcie_4
+    assert {name for name, link in links.items() if link == "NVLink-C2C"} == {"GH200"}
+
+
+def test_copies_reach_less_than_the_data_sheet_says() -> None:
+    data_sheets = {"PCIe 4": 32e9, "PCIe 5": 64e9, "NVLink-C2C": 450e9}
+    for name, link in HOST_LINKS.items():
+        assert max(link.to_host_bytes_per_s, link.from_host_bytes_per_s) < data_sheets[name]
+
+
+def test_numbers_have_their_places_in_a_profile() -> None:
+    facts: dict[str, Any] = HostLink(1e9, 2e9, 3e-6).profile_fields()
+    profile = Profile((), (), stack(1).log, 0.0, **facts)
+    assert (profile.to_host_bytes_per_s, profile.from_host_bytes_per_s, profile.host_latency_s) == (1e9, 2e9, 3e-6)
+
+
+@pytest.mark.parametrize("number", [-1e-6, float("inf"), float("nan")])
+@pytest.mark.parametrize(
+    ("field", "expected"),
+    [
+        ("to_host_bytes_per_s", "a finite number above 0"),
+        ("from_host_bytes_per_s", "a finite number above 0"),
+        ("latency_s", "a finite number, 0 or more"),
+    ],
+)
+def test_links_that_cannot_be(field: str, expected: str, number: float) -> None:
+    with pytest.raises(ValueError, match=rf"^host_link: {field}: got {number}, expected {expected}$"):
+        HostLink(**{**LINK, field: number})
+    with pytest.raises(ValueError, match=r"to_host_bytes_per_s: got 0, expected a finite number above 0$"):
+        HostLink(**{**LINK, "to_host_bytes_per_s": 0})

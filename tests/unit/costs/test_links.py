@@ -1,4 +1,4 @@
-"""Links between devices, and the times of collectives over them."""
+"""Links between devices, the times of collectives over them, and what it takes to gather a value that ranks hold as parts."""
 
 import itertools
 
@@ -8,6 +8,7 @@ from torch._inductor import comm_analysis, config
 
 from recollect.costs.hardware_table import HARDWARE, find_hardware
 from recollect.costs.links import LINKS, Cluster, Link, cluster_of
+from recollect.costs.modelled_costs import ModelledCosts
 from recollect.errors import ConfigError, HardwareError
 
 TOY = Cluster(find_hardware("H100"), Link("fast", 100.0, 1.0), Link("slow", 10.0, 5.0), devices_per_node=2)
@@ -93,3 +94,19 @@ def test_an_unknown_link_and_an_empty_node_are_refused() -> None:
         cluster_of(find_hardware("H100"), devices_per_node=0)
     with pytest.raises(ConfigError, match="adapters_per_node=0: it counts adapters"):
         cluster_of(find_hardware("H100"), adapters_per_node=0)
+
+
+def test_a_gather_takes_what_the_links_say() -> None:
+    hardware = find_hardware("H100")
+    cluster = cluster_of(hardware)
+    costs = ModelledCosts(hardware, cluster)
+    within, beyond = ((0, 1, 2, 3), (0, 8, 16, 24))
+    assert costs.gather_s(1 << 20, within) == cluster.collective_s("all_gather", 1 << 20, within)
+    assert costs.gather_s(1 << 20, beyond) > costs.gather_s(1 << 20, within) > 0
+
+
+def test_without_a_cluster_it_takes_as_long_as_a_copy() -> None:
+    """Written and read once, like the collectives that are recorded without one."""
+    costs = ModelledCosts(find_hardware("H100"))
+    more_s = costs.gather_s(2 << 30, (0, 1)) - costs.gather_s(1 << 30, (0, 1))
+    assert more_s == pytest.approx(2 * (1 << 30) / 3.35e12, rel=0.3)

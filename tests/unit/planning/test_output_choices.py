@@ -1,15 +1,19 @@
-"""Which layer outputs to drop, and how many."""
+"""Which layer outputs to drop, and how many; and which units a plan then names: those on the tape, and the layers."""
+
+from dataclasses import replace
 
 import pytest
 
 from recollect.errors import BudgetTooSmallError
 from recollect.planning.chain_solver import ChainSolver
 from recollect.planning.classic import classic_plan
+from recollect.planning.option_table import OptionTable
 from recollect.planning.output_choices import dropped_outputs, first_outputs, longest_chain
 from recollect.planning.planners import plan
 from recollect.plans.action import Action
 from recollect.plans.plan import Plan
 from recollect.plans.unit_plan import UnitPlan
+from recollect.profile.graph import PartRecord
 from recollect.profile.profile import Profile
 from recollect.simulation.decisions import CallActions, ValueActions, decide
 from recollect.simulation.simulate import simulate
@@ -94,3 +98,30 @@ def test_leanest_does_not_depend_on_what_was_planned_before() -> None:
     assert first is not None
     assert again is not None
     assert (first.choice, first.cost) == (again.choice, again.cost)
+
+
+LAYERS = ["layers.0", "layers.1", "layers.2"]
+
+
+@pytest.mark.parametrize(("dropped", "readers"), [("layers.2", ["head"]), ("layers.1", []), ("embed", [])])
+def test_who_reads_a_dropped_output_is_named_though_it_keeps_everything(dropped: str, readers: list[str]) -> None:
+    table = OptionTable(stack(3), dropped_outputs={dropped})
+    made = table.plan(table.fattest)
+    assert [path for path in made.units if path != "embed"] == [*LAYERS, *readers]
+    assert [path for path, unit in made.units.items() if unit.output == "recompute"] == [dropped]
+    assert not any(unit.recomputes_anything for path, unit in made.units.items() if path != dropped)
+
+
+def test_units_beside_the_layers_are_not_named_where_all_outputs_are_kept() -> None:
+    table = OptionTable(stack(3))
+    assert list(table.plan(table.fattest).units) == LAYERS
+
+
+def test_who_reads_an_output_that_is_kept_as_a_part_is_named() -> None:
+    graph = replace(layer(), parts=(PartRecord(4, 25, 0.01),))
+    table = OptionTable(replace(stack(3, graph=graph), shard_ranks=2))
+    in_parts = [
+        next(o for o in row.options if 4 in o.stored.parts) if row.path in LAYERS else row.options[-1]
+        for row in table.rows
+    ]
+    assert [decision.is_planned for decision in table.decisions_of(in_parts)] == [False, True, True, True, True]

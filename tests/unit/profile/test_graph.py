@@ -1,4 +1,4 @@
-"""Profiles as data: what the constructors refuse, and the JSON round trip."""
+"""Profiles as data: what the constructors refuse, and the JSON round trip; events, blocks of memory, compiled variants."""
 
 import copy
 import gzip
@@ -15,7 +15,8 @@ import pytest
 from recollect.errors import ProfileFormatError
 from recollect.profile.events import ALLOC, DIES, FREE, OP, PHASE, RELEASE, RETURN, SAVE, USE, WORK, StepLog
 from recollect.profile.graph import OpRecord, PartRecord, UnitCall, UnitGraph, ValueRecord
-from recollect.profile.profile import Profile
+from recollect.profile.profile import Profile, block_bytes
+from recollect.profile.variant import VariantRecord
 from toy_profile import layer, stack
 
 LEAF = ValueRecord("x", 8, producer=None)
@@ -325,3 +326,67 @@ def test_file_errors_name_the_file(tmp_path: Path) -> None:
     (tmp_path / "edited.json").write_text(edited(version=9))
     with pytest.raises(ProfileFormatError, match=r"edited\.json: version: got 9"):
         Profile.load(tmp_path / "edited.json")
+
+
+def test_an_event_is_handled_before_it_is_yielded() -> None:
+    log = StepLog(((PHASE, 0), (ALLOC, 0, 8), (FREE, 0), (ALLOC, 0, 8), (FREE, 0)))
+    alive: dict[int, int] = {}
+    handlers = {ALLOC: alive.__setitem__, FREE: alive.pop}
+    assert [(event, dict(alive)) for event in log.play(handlers)] == list(
+        zip(log.events, ({}, {0: 8}, {}, {0: 8}, {}), strict=True)
+    )
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "on_cuda"),
+    [
+        (0, 0),
+        (1, 512),
+        (511, 512),
+        (512, 512),
+        (513, 1024),
+        (9 * 2**20, 9 * 2**20),
+        (21 * 2**20 // 2, 21 * 2**20 // 2),
+        (11 * 2**20, 12 * 2**20),
+        (12 * 2**20 + 1, 12 * 2**20 + 512),
+    ],
+)
+def test_cuda_hands_out_whole_blocks(nbytes: int, on_cuda: int) -> None:
+    assert block_bytes(nbytes, "cuda") == block_bytes(nbytes, "cuda:1") == on_cuda
+    assert block_bytes(nbytes, "cpu") == nbytes
+
+
+_DEFAULT = VariantRecord((1,), (0,), 4096, 8192, ((512, -512, 0), (64, 0, -1)), 1e-3, is_default=True)
+
+
+def _graph(*variants: VariantRecord) -> UnitGraph:
+    values = ValueRecord("input", 4096, None), ValueRecord("up.mm", 4096, 0, saved=True)
+    return UnitGraph(values, (OpRecord("up.mm", (0,), (1,), 1e-4),), variants=variants, eager_s=2e-3)
+
+
+def test_variants_survive_a_file() -> None:
+    graph = _graph(_DEFAULT, replace(_DEFAULT, kept=(), is_default=False, is_estimated=True))
+    profile = Profile((graph,), (UnitCall("layers.0", 0),), StepLog(), 1.0)
+    assert Profile.from_json(profile.to_json()) == profile
+
+
+def test_a_bad_variant_in_a_file_says_where() -> None:
+    text = Profile((_graph(_DEFAULT),), (UnitCall("layers.0", 0),), StepLog(), 1.0).to_json()
+    with pytest.raises(ProfileFormatError, match=r"graphs\[0\]\.variants\[0\]: variant: lets go of value 7"):
+        Profile.from_json(text.replace("[512,-512,0]", "[512,-512,7]"))
+
+
+def test_a_variant_checks_its_numbers() -> None:
+    with pytest.raises(ValueError, match="-1 bytes in backward"):
+        replace(_DEFAULT, backward=((-1, 0, -1),))
+    with pytest.raises(ValueError, match="lets go of value 7, which it does not hold"):
+        replace(_DEFAULT, backward=((1, 0, 7),))
+    with pytest.raises(ValueError, match="got nan s"):
+        replace(_DEFAULT, step_s=float("nan"))
+
+
+def test_a_graph_checks_its_variants() -> None:
+    with pytest.raises(ValueError, match="variant 0: value 9, expected 0 to 1"):
+        _graph(replace(_DEFAULT, kept=(9,)))
+    with pytest.raises(ValueError, match="PyTorch's own choice first"):
+        _graph(_DEFAULT, _DEFAULT)

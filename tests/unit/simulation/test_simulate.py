@@ -12,6 +12,7 @@ from recollect.profile.graph import OpRecord, UnitCall, UnitGraph, ValueRecord
 from recollect.profile.profile import Profile
 from recollect.simulation.decisions import decide
 from recollect.simulation.simulate import Simulation, simulate
+from recollect.simulation.windows import windows
 from toy_profile import stack
 
 A, B, OUT = 100, 30, 20
@@ -77,3 +78,9 @@ def test_the_time_of_a_layer_includes_what_watching_it_takes() -> None:
     usage = {layer.path: layer.recompute_s for layer in layer_usage(profile, plan)}
     assert usage == {"embed": 0.0, "layers.0": 0.02 + 0.5, "layers.1": 0.0, "head": 0.0}
     assert sum(usage.values()) == played(profile, plan).recompute_s
+
+
+def test_backward_goes_through_the_calls_from_the_last_to_the_first() -> None:
+    profile = stack(3)
+    paths = [profile.calls[window.call].path for window in windows(profile) if window.phase == BACKWARD]
+    assert paths == ["head", "layers.2", "layers.1", "layers.0", "embed"]
