@@ -1,7 +1,14 @@
 """A small model that returns its loss, for loops that `attach` watches."""
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
 import torch
 from torch import Tensor, nn
+
+import recollect
+from recollect.attaching.attached import Attached
 
 
 class Model(nn.Module):
@@ -16,3 +23,20 @@ class Model(nn.Module):
         for layer in self.layers:
             x = x + layer(x)
         return x.square().mean()
+
+
+@contextmanager
+def attached_loop(
+    budget: int | str = "100%", model: Any = None, make: Callable[..., Any] = torch.optim.AdamW, **options: Any
+) -> Iterator[tuple[Any, torch.optim.Optimizer, Attached]]:
+    """A model, its optimizer, and the handle that watches both."""
+    model = Model() if model is None else model
+    optimizer = make(model.parameters())
+    with recollect.attach(model, optimizer, budget, log=lambda _: None, **options) as attached:
+        yield model, optimizer, attached
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, rows: int = 16, **arguments: object) -> None:
+    model(torch.randn(rows, 32), **arguments).backward()
+    optimizer.step()
+    optimizer.zero_grad()

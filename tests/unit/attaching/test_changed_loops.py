@@ -7,33 +7,16 @@ import torch
 from torch import nn
 
 import recollect
-from recollect.attaching.attached import Attached
-from recollect.errors import BudgetTooSmallError, BudgetWarning, LargerStepError
-from residual_model import Model
-
-
-def adam(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.Adam(model.parameters())
-
-
-def attached_to(model: nn.Module, optimizer: torch.optim.Optimizer, budget: str = "1GiB") -> Attached:
-    return recollect.attach(model, optimizer, budget, log=lambda _: None)
-
-
-def step(model: nn.Module, optimizer: torch.optim.Optimizer, rows: int = 16) -> None:
-    model(torch.randn(rows, 32)).backward()
-    optimizer.step()
-    optimizer.zero_grad()
+from recollect.errors import BudgetTooSmallError, BudgetWarning
+from residual_model import Model, attached_loop, step
 
 
 @pytest.mark.parametrize("is_held", [True, False], ids=["the old one is held", "the old one is gone"])
 def test_steps_end_with_an_optimizer_that_takes_the_place_of_the_one_that_was_passed(is_held: bool) -> None:
-    model = Model()
-    optimizer = adam(model)
-    with attached_to(model, optimizer) as attached:
+    with attached_loop("1GiB") as (model, optimizer, attached):
         step(model, optimizer)
         held = optimizer if is_held else None
-        optimizer = adam(model)
+        optimizer = torch.optim.AdamW(model.parameters())
         for _ in range(3):
             step(model, optimizer)
         assert attached.num_steps == 4
@@ -45,9 +28,7 @@ def test_a_model_compiled_after_attach_is_recorded_to_the_end_of_the_step() -> N
     held_before = []
     for is_compiled in (False, True):
         torch.compiler.reset()
-        model = Model()
-        optimizer = adam(model)
-        with attached_to(model, optimizer) as attached, warnings.catch_warnings():
+        with attached_loop("1GiB") as (model, optimizer, attached), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "recollect: torch.compile has no effect")
             called = torch.compile(model, backend="eager") if is_compiled else model
             for _ in range(3):
@@ -64,7 +45,7 @@ def test_what_is_compiled_and_ends_a_recorded_step_leaves_no_mode_behind(is_whol
     """Leaving the compiler's wrapper switches on again what was switched off inside of it."""
     torch.compiler.reset()
     model = Model()
-    optimizer = adam(model)
+    optimizer = torch.optim.AdamW(model.parameters())
 
     def whole_step(x: torch.Tensor) -> None:
         model(x).backward()
@@ -72,7 +53,7 @@ def test_what_is_compiled_and_ends_a_recorded_step_leaves_no_mode_behind(is_whol
         optimizer.zero_grad()
 
     compiled_whole, compiled_end = (torch.compile(f, backend="eager") for f in (whole_step, optimizer.step))
-    with attached_to(model, optimizer) as attached:
+    with recollect.attach(model, optimizer, "1GiB", log=lambda _: None) as attached:
         for rows in (16, 16, 32, 32):
             if is_whole:
                 compiled_whole(torch.randn(rows, 32))
@@ -87,14 +68,14 @@ def test_what_is_compiled_and_ends_a_recorded_step_leaves_no_mode_behind(is_whol
 def test_no_plan_for_a_compiled_step_is_an_error_of_that_step() -> None:
     torch.compiler.reset()
     model = Model()
-    optimizer = adam(model)
+    optimizer = torch.optim.AdamW(model.parameters())
 
     @torch.compile(backend="eager")
     def whole_step(x: torch.Tensor) -> None:
         model(x).backward()
         optimizer.step()
 
-    with attached_to(model, optimizer, "1KiB"):
+    with recollect.attach(model, optimizer, "1KiB", log=lambda _: None):
         with pytest.raises(BudgetTooSmallError):
             whole_step(torch.randn(16, 32))
         torch.ones(2).sum()
@@ -113,9 +94,7 @@ class Adapted(nn.Module):
 
 @pytest.mark.parametrize("num_before", [0, 1], ids=["before the first step", "later"])
 def test_adapters_that_are_put_in_later_are_planned_with_their_optimizer(num_before: int) -> None:
-    model = Model()
-    optimizer = adam(model)
-    with attached_to(model, optimizer) as attached:
+    with attached_loop("1GiB") as (model, optimizer, attached):
         for _ in range(num_before):
             step(model, optimizer)
         model.requires_grad_(False)
@@ -132,7 +111,7 @@ def test_adapters_that_are_put_in_later_are_planned_with_their_optimizer(num_bef
 def test_an_optimizer_that_attach_does_not_know_is_named() -> None:
     model = Model()
     first, *others = model.parameters()
-    with attached_to(model, torch.optim.SGD([first], 0.1)) as attached:
+    with attached_loop("1GiB", model, lambda _: torch.optim.SGD([first], 0.1)) as (_, _, attached):
         unknown = torch.optim.Adam(others)
         with pytest.warns(
             BudgetWarning, match="Adam, which attach .* Model 4 times in a row without a step of SGD: no"
@@ -143,9 +122,7 @@ def test_an_optimizer_that_attach_does_not_know_is_named() -> None:
 
 
 def test_a_step_under_autocast_has_a_plan_of_its_own() -> None:
-    model = Model()
-    optimizer = adam(model)
-    with attached_to(model, optimizer) as attached:
+    with attached_loop("1GiB") as (model, optimizer, attached):
         for is_on in (False, True, False, True):
             with torch.autocast("cpu", torch.bfloat16, enabled=is_on):
                 loss = model(torch.randn(16, 32))
@@ -155,20 +132,9 @@ def test_a_step_under_autocast_has_a_plan_of_its_own() -> None:
         assert attached.recorded_steps == [0, 1]
 
 
-def test_the_error_of_a_step_that_no_plan_covers_has_both_sizes() -> None:
-    model = Model()
-    optimizer = adam(model)
-    with recollect.attach(model, optimizer, "1GiB", on_larger="raise", log=lambda _: None):
-        step(model, optimizer)
-        with pytest.raises(LargerStepError, match="a step of 24 x 32 is not covered by the plan, .* made for 16 x 32"):
-            step(model, optimizer, rows=24)
-
-
 def test_a_handle_that_was_removed_watches_no_optimizer() -> None:
-    model = Model()
-    optimizer = adam(model)
-    attached = attached_to(model, optimizer)
-    attached.remove()
-    # Else there would be a warning that the optimizer stepped and the model was not called.
-    step(model, optimizer)
-    assert attached.num_steps == 0
+    with attached_loop("1GiB") as (model, optimizer, attached):
+        attached.remove()
+        # Else there would be a warning that the optimizer stepped and the model was not called.
+        step(model, optimizer)
+        assert attached.num_steps == 0

@@ -4,6 +4,7 @@ import re
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -24,6 +25,9 @@ from recollect.measuring.device_memory import held_now
 from recollect.measuring.meter import peak_on_cpu
 from recollect.plans.action import EngineChoice
 from recollect.plans.unit_plan import UnitPlan
+from residual_model import attached_loop, step
+
+SGD = partial(torch.optim.SGD, lr=0.1)
 
 
 class Blocks(nn.Module):
@@ -50,23 +54,16 @@ def model() -> Iterator[Blocks]:
     yield Blocks()
 
 
-def step(model: nn.Module, optimizer: torch.optim.Optimizer, **arguments: object) -> None:
-    model(torch.randn(512, 32), **arguments).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
 def test_a_departure_raises_where_larger_steps_do(model: Blocks) -> None:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model.runs = [0, 1]
-    with recollect.attach(model, optimizer, "90%", on_larger="raise", log=lambda _: None):
-        step(model, optimizer)
+    with attached_loop("90%", model, SGD, on_larger="raise") as (_, optimizer, _):
+        step(model, optimizer, rows=512)
         model.runs = [0, 1, 2]
         with pytest.raises(
             LargerStepError,
             match=r"ran unit 'blocks.2' more often than its plan foresees \(got run 1, expected at most 0\)",
         ):
-            step(model, optimizer)
+            step(model, optimizer, rows=512)
 
 
 def test_units_on_larger_inputs_depart_in_calls_of_equal_shapes(model: Blocks) -> None:
@@ -89,9 +86,8 @@ def test_how_the_calls_of_a_step_differ_from_its_plan_is_said(model: Blocks) -> 
         calls = [describe_call("", model, (x,), arguments, Structure(model), "cpu", is_open=i > 0) for i, x in inputs]
         return unforeseen(planned, calls).removeprefix("differs in call 1 of the model from its plan: ")
 
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with recollect.attach(model, optimizer, "90%", log=lambda _: None) as attached:
-        step(model, optimizer, flag=True)
+    with attached_loop("90%", model, SGD) as (_, optimizer, attached):
+        step(model, optimizer, rows=512, flag=True)
         (planned,) = attached.planned
     assert said(512, 512, flag=True) == "called the model 2 times, and its plan foresees 1"
     assert said(513, flag=True) == "shapes 512 x 32 and 513 x 32"
@@ -112,8 +108,7 @@ def test_how_the_calls_of_a_step_differ_from_its_plan_is_said(model: Blocks) -> 
 
 
 def test_an_inner_loop_in_eval_mode_is_not_said_to_be_the_step(model: Blocks) -> None:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with recollect.attach(model, optimizer, "1GiB", log=lambda _: None), warnings.catch_warnings():
+    with attached_loop("1GiB", model, SGD) as (_, optimizer, _), warnings.catch_warnings():
         warnings.simplefilter("error", BudgetWarning)
         model.eval()(torch.randn(64, 32)).backward()
         model.train()(torch.randn(64, 32)).backward()
@@ -130,8 +125,7 @@ def test_room_is_left_where_calls_that_are_alike_have_values_of_other_sizes(rows
             return x.square().mean()
 
     model = Sliced()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with recollect.attach(model, optimizer, "1GiB", log=lambda _: None) as attached:
+    with attached_loop("1GiB", model, SGD) as (_, optimizer, attached):
         losses = []
         for model.rows in rows:
             losses.append(model(torch.randn(512, 32)))
@@ -153,9 +147,8 @@ def test_room_is_left_where_calls_that_are_alike_have_values_of_other_sizes(rows
 def test_the_cause_of_a_measured_excess_is_said(
     model: Blocks, engine: str, num_calls: int, beside: int, said: str, more: int | None
 ) -> None:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with recollect.attach(model, optimizer, "90%", log=lambda _: None) as attached:
-        step(model, optimizer)
+    with attached_loop("90%", model, SGD) as (_, optimizer, attached):
+        step(model, optimizer, rows=512)
         (planned,) = attached.planned
     units = {path: UnitPlan({}, engine=EngineChoice(engine)) for path in planned.plan.units}
     planned = replace(planned, plan=replace(planned.plan, units=units), num_calls=num_calls)
@@ -171,32 +164,29 @@ def test_the_cause_of_a_measured_excess_is_said(
 
 
 def test_fewer_and_other_units_of_one_kind_need_one_recorded_step(model: Blocks) -> None:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with recollect.attach(model, optimizer, "90%", log=lambda _: None) as attached, warnings.catch_warnings():
+    with attached_loop("90%", model, SGD) as (_, optimizer, attached), warnings.catch_warnings():
         warnings.simplefilter("ignore", BudgetWarning)
         for model.runs in ([0, 1, 2, 3], [1, 3], [3, 2, 1, 0], [0], [0, 1, 2, 3]):
-            step(model, optimizer)
+            step(model, optimizer, rows=512)
         assert attached.recorded_steps == [0]
 
 
 def test_flags_that_change_nothing_are_learned(model: Blocks) -> None:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with recollect.attach(model, optimizer, "90%", log=lambda _: None) as attached, warnings.catch_warnings():
+    with attached_loop("90%", model, SGD) as (_, optimizer, attached), warnings.catch_warnings():
         warnings.simplefilter("ignore", BudgetWarning)
         for number in range(6):
-            step(model, optimizer, flag=number % 2 == 1)
+            step(model, optimizer, rows=512, flag=number % 2 == 1)
         assert attached.recorded_steps == [0, 1]
 
 
 def test_courses_without_end_are_named_and_run_lean(model: Blocks) -> None:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with recollect.attach(model, optimizer, "1GiB", log=lambda _: None) as attached:
+    with attached_loop("1GiB", model, SGD) as (_, optimizer, attached):
         with pytest.warns(
             BudgetWarning, match=r"16 of 16 steps were recorded, since each .* \(arguments '14' and '15'\)"
         ) as found:
             for number in range(20):
                 model.runs = [0] * (number + 1)
-                step(model, optimizer, way=str(number))
+                step(model, optimizer, rows=512, way=str(number))
         assert attached.recorded_steps == list(range(16))
         assert sum("steps were recorded" in str(warning.message) for warning in found) == 1
 
@@ -219,9 +209,8 @@ def test_two_handles_in_one_step_do_not_take_each_other_for_a_profiler() -> None
 
 
 def test_more_backwards_than_planned_are_said_and_recorded(model: Blocks) -> None:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with recollect.attach(model, optimizer, "90%", log=lambda _: None) as attached:
-        step(model, optimizer)
+    with attached_loop("90%", model, SGD) as (_, optimizer, attached):
+        step(model, optimizer, rows=512)
         loss = model(torch.randn(512, 32))
         loss.backward(retain_graph=True)
         loss.backward()
@@ -232,13 +221,12 @@ def test_more_backwards_than_planned_are_said_and_recorded(model: Blocks) -> Non
         optimizer.zero_grad()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", BudgetWarning)
-            step(model, optimizer)
+            step(model, optimizer, rows=512)
         assert attached.recorded_steps == [0, 2]
 
 
 @pytest.mark.skipif(held_now(torch.device("cpu")) is None, reason="nothing tells what the process holds")
 def test_what_a_forward_holds_besides_is_read_from_the_allocator(model: Blocks) -> None:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     held: list[Tensor] = []
 
     def hold(*_: object) -> None:
@@ -246,29 +234,28 @@ def test_what_a_forward_holds_besides_is_read_from_the_allocator(model: Blocks) 
 
     model.blocks[0].register_forward_hook(hold)
     is_holding = False
-    with recollect.attach(model, optimizer, "90%", log=lambda _: None) as attached:
+    with attached_loop("90%", model, SGD) as (_, optimizer, attached):
         for _ in range(3):
-            step(model, optimizer)
+            step(model, optimizer, rows=512)
         is_holding = True
         with pytest.warns(
             BudgetWarning, match=r"step 3 held more after forward than its plan foresees. It may have needed"
         ):
-            step(model, optimizer)
+            step(model, optimizer, rows=512)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", BudgetWarning)
-            step(model, optimizer)
+            step(model, optimizer, rows=512)
         assert attached.recorded_steps == [0, 4]
 
 
 @pytest.mark.skipif(held_now(torch.device("cpu")) is None, reason="nothing tells what the process holds")
 @pytest.mark.parametrize("is_tensor", [False, True], ids=["NumPy's", "a tensor"])
 def test_only_tensors_count_as_held_beside_the_step(model: Blocks, is_tensor: bool) -> None:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     held: list[object] = []
-    with recollect.attach(model, optimizer, "90%", log=lambda _: None) as attached, warnings.catch_warnings():
+    with attached_loop("90%", model, SGD) as (_, optimizer, attached), warnings.catch_warnings():
         warnings.simplefilter("ignore" if is_tensor else "error", BudgetWarning)
         for number in range(4):
-            step(model, optimizer)
+            step(model, optimizer, rows=512)
             if number == 1:
                 held.append(torch.zeros(1 << 20) if is_tensor else np.zeros(1 << 20))
         # Not with the margin, with which no plan fits.
@@ -277,20 +264,18 @@ def test_only_tensors_count_as_held_beside_the_step(model: Blocks, is_tensor: bo
 
 @pytest.mark.skipif(held_now(torch.device("cpu")) is None, reason="nothing tells what the process holds")
 def test_what_was_there_before_the_first_planned_step_counts_too(model: Blocks) -> None:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with recollect.attach(model, optimizer, "100%", log=lambda _: None) as attached:
-        step(model, optimizer)
+    with attached_loop("100%", model, SGD) as (_, optimizer, attached):
+        step(model, optimizer, rows=512)
         held = torch.zeros(1 << 20)
         with pytest.warns(BudgetWarning, match=r"[34]\.\d MiB of it for what came to be held beside the step since"):
-            step(model, optimizer)
+            step(model, optimizer, rows=512)
         assert 0.95 * held.nbytes < attached.planned[0].more_bytes <= held.nbytes
 
 
 def test_calls_after_the_planned_ones_need_no_more_where_nothing_waits_for_backward(model: Blocks) -> None:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with recollect.attach(model, optimizer, "100%", log=lambda _: None) as attached, warnings.catch_warnings():
+    with attached_loop("100%", model, SGD) as (_, optimizer, attached), warnings.catch_warnings():
         warnings.simplefilter("error", BudgetWarning)
-        step(model, optimizer)
+        step(model, optimizer, rows=512)
         model(torch.randn(512, 32)).backward()
         model(torch.randn(512, 32), flag=True).backward()
         optimizer.step()
@@ -299,7 +284,6 @@ def test_calls_after_the_planned_ones_need_no_more_where_nothing_waits_for_backw
 
 @pytest.mark.skipif(held_now(torch.device("cpu")) is None, reason="nothing tells what the process holds")
 def test_what_another_thread_releases_a_moment_late_is_not_said(model: Blocks, monkeypatch: pytest.MonkeyPatch) -> None:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     sent: list[Tensor] = []
     waits: list[float] = []
     is_sending = False
@@ -309,12 +293,12 @@ def test_what_another_thread_releases_a_moment_late_is_not_said(model: Blocks, m
             sent.append(torch.zeros(1 << 21))
 
     model.blocks[0].register_forward_hook(send)
-    with recollect.attach(model, optimizer, "90%", log=lambda _: None) as attached:
+    with attached_loop("90%", model, SGD) as (_, optimizer, attached):
         for _ in range(3):
-            step(model, optimizer)
+            step(model, optimizer, rows=512)
         is_sending = True
         monkeypatch.setattr("recollect.attaching.held.time.sleep", lambda wait_s: (waits.append(wait_s), sent.clear()))
-        step(model, optimizer)
+        step(model, optimizer, rows=512)
         assert waits and attached.recorded_steps == [0]
 
 

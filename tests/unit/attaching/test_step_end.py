@@ -10,7 +10,7 @@ import recollect
 from recollect._torch_private import profiler_is_active
 from recollect.attaching.attached import Attached
 from recollect.errors import BudgetWarning, MeterError, RecordError
-from residual_model import Model
+from residual_model import Model, attached_loop
 
 
 def attached_to(model: nn.Module, *optimizers: torch.optim.Optimizer) -> Attached:
@@ -44,10 +44,8 @@ def test_one_of_two_optimizers_that_never_steps_is_named() -> None:
 
 
 def test_many_micro_batches_and_loaded_weights_are_no_error() -> None:
-    model = Model()
-    optimizer = torch.optim.AdamW(model.parameters())
-    weights = {name: value.clone() for name, value in model.state_dict().items()}
-    with attached_to(model, optimizer) as attached:
+    with attached_loop() as (model, optimizer, attached):
+        weights = {name: value.clone() for name, value in model.state_dict().items()}
         for _ in range(2):
             model.load_state_dict(weights)
             model(torch.randn(16, 32)).backward()
@@ -76,9 +74,7 @@ def test_after_optimizers_that_step_in_backward_the_recording_has_ended() -> Non
 
 @pytest.mark.filterwarnings("ignore:recollect. torch.utils.checkpoint.CheckpointFunction runs layers again")
 def test_a_model_that_is_called_within_backward_only_is_not_recorded() -> None:
-    model = Model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with attached_to(model, optimizer) as attached:
+    with attached_loop() as (model, optimizer, attached):
         with pytest.warns(BudgetWarning, match="the model is called within backward, as by torch.utils.checkpoint"):
             for _ in range(2):
                 checkpoint(model, torch.randn(16, 32, requires_grad=True), use_reentrant=True).backward()
@@ -88,9 +84,7 @@ def test_a_model_that_is_called_within_backward_only_is_not_recorded() -> None:
 
 
 def test_a_profiler_that_begins_in_a_recorded_step_is_named() -> None:
-    model = Model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with attached_to(model, optimizer):
+    with attached_loop() as (model, optimizer, _):
         loss = model(torch.randn(16, 32))
         with profile(), pytest.raises(MeterError, match="^a profiler was started while memory on the CPU was measured"):
             loss.backward()
@@ -99,9 +93,7 @@ def test_a_profiler_that_begins_in_a_recorded_step_is_named() -> None:
 
 
 def test_a_loop_that_never_runs_backward_is_an_error() -> None:
-    model = Model()
-    optimizer = torch.optim.AdamW(model.parameters())
-    with attached_to(model, optimizer) as attached:
+    with attached_loop() as (model, optimizer, attached):
         with pytest.warns(
             BudgetWarning, match=r"AdamW.step\(\) ended a step with a call of Model in which no backward ran; "
         ):
@@ -120,9 +112,7 @@ def test_a_loop_that_never_runs_backward_is_an_error() -> None:
 
 
 def test_a_later_step_without_backward_is_a_warning() -> None:
-    model = Model()
-    optimizer = torch.optim.AdamW(model.parameters())
-    with attached_to(model, optimizer) as attached:
+    with attached_loop() as (model, optimizer, attached):
         model(torch.randn(16, 32)).backward()
         optimizer.step()
         model(torch.randn(32, 32))
@@ -132,9 +122,7 @@ def test_a_later_step_without_backward_is_a_warning() -> None:
 
 
 def test_an_error_of_an_op_in_the_recorded_step_is_raised_as_it_is() -> None:
-    model = Model()
-    optimizer = torch.optim.AdamW(model.parameters())
-    with attached_to(model, optimizer) as attached:
+    with attached_loop() as (model, optimizer, attached):
         with pytest.raises(RuntimeError, match="mat1 and mat2 shapes cannot be multiplied"):
             model(torch.randn(16, 8))
         model(torch.randn(16, 32)).backward()
