@@ -73,14 +73,11 @@ CONFIGS = {
 
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 # Ranks of tensor parallelism, and whether these split sequences, too.
-MORE_LAYOUTS = [(2, False), (8, False), (2, True), (8, True)]
-LAYOUTS = [
-    (1, False),
-    (4, False),
-    (4, True),
-    *(pytest.param(*layout, marks=pytest.mark.long) for layout in MORE_LAYOUTS),
-]
-on_layouts = pytest.mark.parametrize(("t", "sequence"), LAYOUTS)
+LAYOUTS = [(1, False), (4, False), (4, True), (2, False), (8, False), (2, True), (8, True)]
+on_layouts = pytest.mark.parametrize(("t", "sequence"), long_but([(1, False), (4, True)], LAYOUTS, are_rows=True))
+on_few_layouts = pytest.mark.parametrize(
+    ("t", "sequence"), long_but([(2, True)], [(1, False), (2, False), (2, True)], are_rows=True)
+)
 
 
 def selective(*modules: str) -> dict[str, Any]:
@@ -169,14 +166,14 @@ def test_a_llama(t: int, sequence: bool) -> None:
     assert kept("llama", t, sequence, FULL) == stream
 
 
-@pytest.mark.parametrize(("t", "sequence"), [(1, False), (2, False), (2, True)])
+@on_few_layouts
 def test_grouped_queries(t: int, sequence: bool) -> None:
     """Two groups of four heads: keys and values have a quarter of the channels."""
     u = t if sequence else 1
     assert kept("grouped", t, sequence, {}) == 2 * norm(u) + attention(t, kv=H // 4) + mlp(t)
 
 
-@pytest.mark.parametrize(("t", "sequence"), [(1, False), (2, False), (2, True)])
+@on_few_layouts
 def test_context_parallelism_divides_all(t: int, sequence: bool) -> None:
     """Keys and values, too, which attention gathers again. On a CPU kernels need masks, which are left out here."""
     u, ranks = t if sequence else 1, 2

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -33,16 +34,16 @@ def module(number: int = 0) -> nn.Module:
     return nn.Sequential(*layers)
 
 
+def recorded(stage: nn.Module, micro_batch: Tensor, **settings: Any) -> Profile:
+    how = {"loss_fn": torch.sum, "gradients": "accumulated", "holds_output": False, **settings}
+    return recollect.record(stage, micro_batch, **how)
+
+
 @pytest.fixture(scope="module")
 def profiles() -> list[Profile]:
     """Of four stages; the first gets an input that needs no gradient."""
-    made = []
-    for number in (0, 1):
-        micro_batch = torch.randn(SHAPE, requires_grad=number > 0)
-        made.append(
-            recollect.record(module(), micro_batch, loss_fn=torch.sum, gradients="accumulated", holds_output=False)
-        )
-    return [made[0], *[made[1]] * 3]
+    first, other = (recorded(module(), torch.randn(SHAPE, requires_grad=is_later)) for is_later in (False, True))
+    return [first, *[other] * 3]
 
 
 SCHEDULES = {
@@ -147,13 +148,7 @@ def test_an_output_that_has_arrived_is_not_there_in_backward(num_micro_batches: 
     narrow, wide = 8, 1024
     output_bytes = 256 * wide * 4
     profiles = [
-        recollect.record(
-            nn.Linear(num_in, num_out),
-            torch.randn(256, num_in, requires_grad=num_in == wide),
-            loss_fn=torch.sum,
-            gradients="accumulated",
-            holds_output=False,
-        )
+        recorded(nn.Linear(num_in, num_out), torch.randn(256, num_in, requires_grad=num_in == wide))
         for num_in, num_out in ((narrow, wide), (wide, narrow))
     ]
     schedule = PipelineSchedule.one_f_one_b(num_stages=2, num_micro_batches=num_micro_batches)
@@ -206,7 +201,7 @@ def test_what_the_last_stage_returns_is_held_whatever_it_is(
 ) -> None:
     """Made after the last unit, saved by the loss, several tensors; also if the recorded loop holds one."""
     x = torch.randn(SHAPE, requires_grad=True)
-    profile = recollect.record(Wide(then), x, loss_fn=loss, gradients="accumulated", holds_output=holds_output)
+    profile = recorded(Wide(then), x, loss_fn=loss, holds_output=holds_output)
     read = Profile.from_json(profile.to_json())
     assert read == profile and StageParts(1, read, is_last=True).output_bytes == num_held * x.nbytes
     # Two are held in the backward of the third; all are there twice when they are put together.
@@ -230,13 +225,7 @@ def test_few_micro_batches_say_what_all_of_them_do(profiles: list[Profile], kind
 
 
 def test_outputs_that_leave_no_room_are_named(profiles: list[Profile]) -> None:
-    wide = recollect.record(
-        nn.Sequential(module(), nn.Linear(64, 4096)),
-        torch.randn(SHAPE, requires_grad=True),
-        loss_fn=torch.sum,
-        gradients="accumulated",
-        holds_output=False,
-    )
+    wide = recorded(nn.Sequential(module(), nn.Linear(64, 4096)), torch.randn(SHAPE, requires_grad=True))
     with pytest.raises(BudgetTooSmallError, match=r"reads what the schedule returns, pass return_outputs=False to its"):
         recollect.plan_pipeline([*profiles[:3], wide], SCHEDULES["1F1B"], "70%")
     held = recollect.plan_pipeline([*profiles[:3], wide], SCHEDULES["1F1B"], "100%", return_outputs=False)
@@ -272,9 +261,7 @@ def test_split_backwards_need_profiles_of_their_own(profiles: list[Profile]) -> 
         recollect.plan_pipeline(profiles[:2], zero_bubble, "70%", split_profiles=profiles[:1])
     other = nn.Sequential(*list(module())[:2])
     x = torch.randn(SHAPE, requires_grad=True)
-    split = recollect.record(
-        other, x, loss_fn=torch.sum, gradients="accumulated", holds_output=False, split_backward=True
-    )
+    split = recorded(other, x, split_backward=True)
     with pytest.raises(ProfileFormatError, match="stage 1: got other ops with split_backward=True than without it"):
         recollect.plan_pipeline(profiles[:2], zero_bubble, "70%", split_profiles=[split] * 2)
 

@@ -87,19 +87,6 @@ def test_segments_at_the_front_are_found_where_they_are_fast(num_layers: int, nu
     assert simulate(profile, decide(profile, made)).recompute_s <= by_hand.recompute_s * (1 + 1e-9)
 
 
-def test_leanest_does_not_depend_on_what_was_planned_before() -> None:
-    profile = random_step(4, num_values=8, num_units=4)
-    solver = ChainSolver(profile)
-    first = solver.leanest
-    most = simulate(profile, [CallActions()] * 4).peak_bytes
-    for percent in (95, 90, 85):
-        solver.best(most * percent // 100, 0.0)
-    again = solver.leanest
-    assert first is not None
-    assert again is not None
-    assert (first.choice, first.cost) == (again.choice, again.cost)
-
-
 LAYERS = ["layers.0", "layers.1", "layers.2"]
 
 

@@ -69,9 +69,11 @@ def test_what_was_asked_before_makes_nothing_worse(profile: Profile) -> None:
     asked, budget_bytes = ChainSolver(profile), plain_bytes(profile) * 85 // 100
     asked.best(plain_bytes(profile) * 95 // 100, 0.0)
     again, alone = asked.best(budget_bytes, 0.0), ChainSolver(profile).best(budget_bytes, 0.0)
-    assert again is not None
-    assert alone is not None
+    assert again is not None and alone is not None
     assert again.recompute_s <= alone.recompute_s
+    leanest, alone = asked.leanest, ChainSolver(profile).leanest
+    assert leanest is not None and alone is not None
+    assert (leanest.choice, leanest.cost) == (alone.choice, alone.cost)
 
 
 def test_the_leanest_candidate_is_as_lean_as_any_other(profile: Profile) -> None:

@@ -38,21 +38,14 @@ def plainly(model: Stack, batch: Tensor, phases: Phases) -> None:
 def holding_the_output(model: Stack, batch: Tensor, phases: Phases) -> None:
     output = None
     for _ in range(NUM_MICRO_STEPS):
-        phases.forward()
-        output = model(batch)
-        phases.backward()
-        output.square().mean().backward()
+        output = forward_backward(model, batch, phases)
     del output
 
 
 def listing_losses(model: Stack, batch: Tensor, phases: Phases) -> None:
     losses = []
     for _ in range(NUM_MICRO_STEPS):
-        phases.forward()
-        loss = model(batch).square().mean()
-        phases.backward()
-        loss.backward()
-        losses.append(loss.detach())
+        losses.append(forward_backward(model, batch, phases).square().mean().detach())
 
 
 def adding_losses(model: Stack, batch: Tensor, phases: Phases) -> None:

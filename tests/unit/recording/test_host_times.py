@@ -37,11 +37,12 @@ def recorded(model: nn.Module) -> Profile:
     return recollect.record(model, torch.ones(4, 16), loss_fn=torch.sum)
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def measured_anew() -> None:
     host_times._measured.cache_clear()
 
 
+@pytest.mark.usefixtures("measured_anew")
 def test_the_step_runs_once_and_nobody_sees_more() -> None:
     model = nn.Sequential(*(Layer() for _ in range(3)))
     seen = Counter[type]()
@@ -56,12 +57,14 @@ def test_the_step_runs_once_and_nobody_sees_more() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
+@pytest.mark.usefixtures("measured_anew")
 def test_a_step_of_the_users_own_runs_once() -> None:
     model = nn.Sequential(*(Layer() for _ in range(3)))
     recollect.record(model, step=lambda: model(torch.ones(4, 16)).sum().backward())
     assert [layer.num_runs for layer in model] == [1, 1, 1]
 
 
+@pytest.mark.usefixtures("measured_anew")
 def test_steps_under_attach_run_once_each() -> None:
     model = nn.Sequential(*(Layer() for _ in range(3)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -92,6 +95,7 @@ def test_modes_of_the_caller_see_only_the_step() -> None:
     assert numbers[0] == numbers[1] > 0
 
 
+@pytest.mark.usefixtures("measured_anew")
 @pytest.mark.parametrize(
     "context", [torch.no_grad, torch.inference_mode, lambda: torch.autocast("cpu", torch.bfloat16)]
 )
@@ -156,6 +160,7 @@ def test_plans_of_measured_steps_say_how_sure_they_are() -> None:
     assert recollect.classic_plan(unsure, "full").slowdown_error is None
 
 
+@pytest.mark.usefixtures("measured_anew")
 def test_small_layers_run_on_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     before, seen, timed = torch.get_num_threads(), set[int](), host_times._timed
     monkeypatch.setattr(host_times, "_timed", lambda *args: (seen.add(torch.get_num_threads()), timed(*args))[1])
@@ -167,6 +172,7 @@ def test_small_layers_run_on_one_thread(monkeypatch: pytest.MonkeyPatch) -> None
         torch.set_num_threads(before)
 
 
+@pytest.mark.usefixtures("measured_anew")
 def test_times_that_vary_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every other round runs beside something else."""
     numbers, timed = itertools.count(), host_times._timed

@@ -30,27 +30,26 @@ class Output:
     logits: Tensor | None = None
 
 
-def test_tensor_is_the_only_argument() -> None:
-    assert call_model(Scaled(lambda self, *args, **kwargs: (args, kwargs)), ROWS) == ((ROWS,), {})
+GRAPH = Output(ROWS)
 
 
-@pytest.mark.parametrize("batch", [(ROWS, TOKENS), [ROWS, TOKENS]], ids=["tuple", "list"])
-def test_tuple_or_list_is_positions(batch: Any) -> None:
+@pytest.mark.parametrize(
+    ("batch", "positions", "keywords"),
+    [
+        (ROWS, (ROWS,), {}),
+        ((ROWS, TOKENS), (ROWS, TOKENS), {}),
+        ([ROWS, TOKENS], (ROWS, TOKENS), {}),
+        ({"a": ROWS, "b": TOKENS}, (), {"a": ROWS, "b": TOKENS}),
+        # Tokenizers return a `UserDict`, which is a mapping but no `dict`.
+        (transformers.BatchEncoding({"a": ROWS, "b": TOKENS}), (), {"a": ROWS, "b": TOKENS}),
+        (GRAPH, (GRAPH,), {}),
+    ],
+    ids=["tensor", "tuple", "list", "dict", "BatchEncoding", "object"],
+)
+def test_a_batch_is_passed_by_its_form(batch: Any, positions: tuple[Any, ...], keywords: dict[str, Any]) -> None:
     args, kwargs = call_model(Scaled(lambda self, *args, **kwargs: (args, kwargs)), batch)
-    assert args[0] is ROWS and args[1] is TOKENS and kwargs == {}
-
-
-@pytest.mark.parametrize("kind", [dict, transformers.BatchEncoding], ids=["dict", "BatchEncoding"])
-def test_mapping_is_keywords(kind: Callable[[dict[str, Tensor]], Any]) -> None:
-    """Tokenizers return a `UserDict`, which is a mapping but no `dict`."""
-    args, kwargs = call_model(Scaled(lambda self, *args, **kwargs: (args, kwargs)), kind({"a": ROWS, "b": TOKENS}))
-    assert args == () and kwargs["a"] is ROWS and kwargs["b"] is TOKENS
-
-
-def test_object_that_is_none_of_these_is_the_only_argument() -> None:
-    graph = Output(ROWS)
-    args, _ = call_model(Scaled(lambda self, *args, **kwargs: (args, kwargs)), graph)
-    assert args == (graph,)
+    assert [*map(id, args)] == [*map(id, positions)]
+    assert {name: id(given) for name, given in kwargs.items()} == {name: id(own) for name, own in keywords.items()}
 
 
 LOSS = torch.tensor(2.0)
