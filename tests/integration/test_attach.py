@@ -4,7 +4,7 @@ import copy
 import io
 import pickle
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +30,7 @@ from recollect.errors import (
 )
 from recollect.measuring.meter import measure_peak
 from recollect.recording.restored_state import free_gradients
+from residual_model import Residual
 
 Loop = Callable[[nn.Module, Optimizer], None]
 
@@ -89,15 +90,19 @@ def attached_to(
     return model, optimizer, recollect.attach(model, optimizer, budget, **options)
 
 
+def train(model: nn.Module, optimizer: Optimizer, given: Iterable[dict[str, Tensor]]) -> None:
+    for batch in given:
+        out = model(**batch)
+        out.loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def commonest_loop(*lengths: int) -> Loop:
 
     def run(model: nn.Module, optimizer: Optimizer) -> None:
         torch.manual_seed(2)
-        for batch in batches(lengths):
-            out = model(**batch)
-            out.loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        train(model, optimizer, batches(lengths))
 
     return run
 
@@ -194,7 +199,7 @@ def test_what_cannot_fit_at_first_is_an_error_of_the_optimizers_step() -> None:
     )
     with pytest.raises(BudgetTooSmallError, match=message) as refused:
         commonest_loop(32)(model, optimizer)
-    assert [frame.name for frame in refused.traceback][-2:] == ["run", "wrapper"]
+    assert [frame.name for frame in refused.traceback][-2:] == ["train", "wrapper"]
     for copied in (pickle.dumps, copy.deepcopy):
         with pytest.raises(
             ArgumentError, match=r"^cannot copy or pickle <attached to .* Save its plan, plan\.save\(path\)"
@@ -289,21 +294,9 @@ def test_a_closure_that_the_optimizer_calls() -> None:
 
 
 def test_two_models_with_two_optimizers() -> None:
-    class Layers(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(
-                nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(3)
-            )
-
-        def forward(self, x: Tensor) -> Tensor:
-            for layer in self.layers:
-                x = x + layer(x)
-            return x
-
     def run(attach: bool) -> tuple[list[nn.Module], Attached | None]:
         torch.manual_seed(0)
-        generator, critic = Layers(), Layers()
+        generator, critic = Residual(), Residual()
         optimizers = [torch.optim.Adam(m.parameters(), lr=1e-3) for m in (generator, critic)]
         attached = None
         if attach:
@@ -352,22 +345,15 @@ def test_evaluation_generation_and_copies_are_not_disturbed() -> None:
 
 def test_frozen_parameters_need_no_new_plan_and_thawed_ones_do() -> None:
     model, optimizer, attached = attached_to(words)
-
-    def steps(number: int) -> None:
-        for batch in batches((32,) * number):
-            model(**batch).loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
     frozen = model.layers[0]
     frozen.requires_grad_(False)
-    steps(2)
+    train(model, optimizer, batches((32, 32)))
     assert attached.recorded_steps == [0]
     model.layers[1].requires_grad_(False)
-    steps(1)
+    train(model, optimizer, batches((32,)))
     assert attached.recorded_steps == [0]
     frozen.requires_grad_(True)
-    steps(1)
+    train(model, optimizer, batches((32,)))
     assert attached.recorded_steps == [0, 3]
 
 
@@ -382,8 +368,7 @@ def test_a_model_in_eval_mode_is_named() -> None:
         optimizer.step()
     optimizer.zero_grad()
     model.train()
-    model(**batch).loss.backward()
-    optimizer.step()
+    train(model, optimizer, [batch])
     assert attached.recorded_steps == [0, 1]
 
 
@@ -402,8 +387,7 @@ def put_wrappers_on(model: Any) -> None:
 def test_another_mechanism_switched_on_later_is_refused(switch: Callable[[Any], None], name: str) -> None:
     model, optimizer, _ = attached_to(llama)
     first, second = batches((32, 32))
-    model(**first).loss.backward()
-    optimizer.step()
+    train(model, optimizer, [first])
     switch(model)
     with pytest.raises(AlreadyAppliedError, match=f"recomputes already, by {name}"):
         model(**second)
@@ -428,8 +412,7 @@ def test_a_step_beside_a_profiler_or_a_mode_is_not_recorded_but_the_next_one_is(
     optimizer.step()
     assert attached.recorded_steps == [] and "no step was recorded yet" in attached.report()
     optimizer.zero_grad()
-    model(**third).loss.backward()
-    optimizer.step()
+    train(model, optimizer, [third])
     assert attached.recorded_steps == [2]
 
 
@@ -440,12 +423,8 @@ def test_an_error_in_a_recorded_step_leaves_a_model_that_trains() -> None:
         model(input_ids=first["input_ids"], labels=first["labels"][:, :3])
     with pytest.raises(ValueError, match="stop"):
         raise ValueError("stop") if model(**first).loss.requires_grad else AssertionError
-    model(**second).loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    assert attached.recorded_steps == [0]
-    model(**second).loss.backward()
-    optimizer.step()
+    train(model, optimizer, [second, second])
+    assert attached.recorded_steps == [0] and attached.num_steps == 2
     attached.remove()
 
 

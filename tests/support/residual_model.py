@@ -11,18 +11,30 @@ import recollect
 from recollect.attaching.attached import Attached
 
 
-class Model(nn.Module):
-    """Adds three small blocks to its input, one after the other, always with the same weights. [n, 32] -> []."""
+class Residual(nn.Module):
+    """Adds three small blocks to its input, one after the other. [n, 32] -> [n, 32]."""
 
-    def __init__(self) -> None:
+    def __init__(self, inner: int = 64) -> None:
         super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(3))
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(32, inner), nn.GELU(), nn.Linear(inner, 32)) for _ in range(3)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
             x = x + layer(x)
-        return x.square().mean()
+        return x
+
+
+class Model(Residual):
+    """Its loss, always with the same weights. [n, 32] -> []."""
+
+    def __init__(self, inner: int = 64) -> None:
+        torch.manual_seed(0)
+        super().__init__(inner)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).square().mean()
 
 
 @contextmanager

@@ -6,11 +6,7 @@ from torch import Tensor, nn
 
 import recollect
 from recollect.errors import BudgetWarning
-
-
-def layers() -> nn.ModuleList:
-    torch.manual_seed(0)
-    return nn.ModuleList(nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(3))
+from residual_model import Residual
 
 
 class Holder(nn.Module):
@@ -18,7 +14,7 @@ class Holder(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = layers()
+        self.layers = Residual().layers
 
 
 def through(model: nn.Module, x: Tensor) -> Tensor:
@@ -56,7 +52,7 @@ def test_a_model_that_is_one_unit_is_recorded_from_its_first_call_on() -> None:
 def test_times_that_nobody_measured_are_named() -> None:
     lines: list[str] = []
     with torch.device("meta"):
-        model, x = nn.Sequential(*layers()), torch.randn(64, 32)
+        model, x = nn.Sequential(*Residual().layers), torch.randn(64, 32)
     optimizer = torch.optim.SGD(model.parameters())
     with recollect.attach(model, optimizer, "90%", log=lines.append) as attached:
         model(x).sum().backward()

@@ -14,24 +14,12 @@ from recollect.plans.plan import Plan
 from recollect.plans.unit_plan import UnitPlan
 from recollect.simulation.decisions import decide
 from recollect.simulation.simulate import simulate
-
-
-class Stack(nn.Module):
-    """Three layers. [n, 32] -> [n, 32]."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 32)) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = x + layer(x)
-        return x
+from residual_model import Residual
 
 
 def test_a_loop_that_holds_two_outputs_and_a_gradient_of_its_input_is_predicted() -> None:
     torch.manual_seed(0)
-    model = Stack()
+    model = Residual()
     x = torch.randn(256, 32, requires_grad=True)
     held: dict[str, Tensor] = {}
 
@@ -76,7 +64,7 @@ class Wide(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.stack, self.leave = Stack(), nn.Linear(32, 4096)
+        self.stack, self.leave = Residual(), nn.Linear(32, 4096)
 
     def forward(self, x: Tensor) -> Answer:
         return Answer(self.leave(self.stack(x)))

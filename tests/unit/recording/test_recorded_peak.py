@@ -12,22 +12,10 @@ from recollect.attaching.attached import Attached
 from recollect.costs.op_costs import MeasuredCosts
 from recollect.errors import BudgetTooSmallError, BudgetWarning
 from recollect.measuring.meter import measure_peak
+from residual_model import Model
 
 CPU = torch.device("cpu")
 Zero = Callable[[nn.Module, torch.optim.Optimizer], object]
-
-
-class Net(nn.Module):
-    """Units whose values are larger than what they get and return."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.ModuleList(nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 64)) for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.body:
-            x = x + block(x)
-        return x.square().mean()
 
 
 def test_the_peak_of_a_step_is_measured_as_by_the_meter() -> None:
@@ -57,12 +45,11 @@ def free(net: nn.Module, _: torch.optim.Optimizer) -> None:
 
 
 def train(budget: int | str, num_steps: int, zero: Zero = free) -> Attached:
-    torch.manual_seed(0)
-    net = Net()
+    net = Model(inner=128)  # values that are larger than what units get and return
     optimizer = torch.optim.AdamW(net.parameters())
     attached = recollect.attach(net, optimizer, budget, log=lambda _: None)
     for _ in range(num_steps):
-        loss = net(torch.randn(100, 64))
+        loss = net(torch.randn(100, 32))
         zero(net, optimizer)
         loss.backward()
         optimizer.step()
