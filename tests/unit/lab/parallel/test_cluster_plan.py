@@ -1,4 +1,4 @@
-"""A step on a cluster that is not there: bytes and collectives against counts by hand, and the shape of the report."""
+"""A step on a cluster that is not there: bytes and collectives against counts by hand, its plans, and its report."""
 
 from dataclasses import replace
 from functools import cache
@@ -9,19 +9,41 @@ import pytest
 import recollect
 from recollect.costs.hardware_table import find_hardware
 from recollect.costs.links import cluster_of
-from recollect.errors import ConfigError, ConfigWarning
+from recollect.errors import BudgetTooSmallError, ConfigError, ConfigWarning
 from recollect.integrations.megatron.nearest import nearest_uniform_settings
+from recollect.integrations.megatron.pipeline import split_flags
 from recollect.lab.models.architectures import llama_config
 from recollect.lab.models.sizes import NAMED_CONFIGS
-from recollect.lab.parallel.cluster_plan import ClusterPlan, plan_cluster
+from recollect.lab.parallel.cluster_plan import ClusterPlan, choose_split, plan_cluster, plan_cluster_with_chunks
 from recollect.lab.parallel.cluster_step import ClusterStep, RecordedStages, record_stages, schedule_of_step
 from recollect.lab.parallel.layout import DeviceLayout
+from recollect.plans.action import Action
 
 LAYERS, WIDTH, INNER, VOCABULARY, LENGTH = 4, 64, 128, 96, 32
 CONFIG = llama_config(
     num_layers=LAYERS, hidden_size=WIDTH, ffn_hidden_size=INNER, num_attention_heads=4, vocab_size=VOCABULARY
 )
 STEP = ClusterStep(config=CONFIG, layout=DeviceLayout(), cluster=cluster_of(find_hardware("H100")), seq_length=LENGTH)
+CHUNKED = replace(
+    STEP,
+    config=CONFIG.changed(num_layers=2, vocab_size=8192),
+    layout=DeviceLayout(tensor_model_parallel_size=2),
+    seq_length=512,
+)
+HELD = replace(
+    STEP,
+    layout=DeviceLayout(tensor_model_parallel_size=2, pipeline_model_parallel_size=2),
+    seq_length=512,
+    num_micro_batches=4,
+    holds_parts=True,
+)
+SCHEDULED = replace(STEP, layout=DeviceLayout(pipeline_model_parallel_size=2), seq_length=1024, num_micro_batches=4)
+# The head computes as much as some layers, so that the last stage should have fewer.
+UNEVEN = replace(
+    SCHEDULED,
+    config=llama_config(num_layers=7, hidden_size=1024, ffn_hidden_size=2048, num_attention_heads=8, vocab_size=32000),
+    seq_length=4096,
+)
 
 
 @cache
@@ -233,3 +255,166 @@ def test_further_axes_are_reported_with_what_is_assumed(spread: ClusterPlan) -> 
     for use in spread.ranks:
         waits_s = use.communication_s["context"] + use.communication_s["expert"]
         assert use.compute_s + use.recompute_s + waits_s + use.waiting_s == pytest.approx(spread.planned.step_s)
+
+
+@pytest.fixture(scope="module")
+def whole() -> ClusterPlan:
+    return plan_cluster(CHUNKED, "100%")
+
+
+def test_logits_that_do_not_fit_are_computed_in_chunks(whole: ClusterPlan) -> None:
+    found = plan_cluster_with_chunks(CHUNKED, "70%")
+    with pytest.raises(BudgetTooSmallError):
+        plan_cluster(CHUNKED, "70%")
+    assert found.step.loss_chunks == 4
+    assert found.planned.peak_bytes <= 0.7 * whole.planned.peak_bytes + 1
+    assert "LM head and loss in 4 chunks." in found.assumptions()
+
+
+def test_what_fits_with_no_number_names_the_lowest_peak(whole: ClusterPlan) -> None:
+    with pytest.raises(BudgetTooSmallError) as raised:
+        plan_cluster_with_chunks(CHUNKED, "1%")
+    assert raised.value.least_peak_bytes < 0.7 * whole.planned.peak_bytes
+    with pytest.raises(BudgetTooSmallError) as one_chunk:
+        plan_cluster(replace(CHUNKED, loss_chunks=1), "1%")
+    assert raised.value.least_peak_bytes < one_chunk.value.least_peak_bytes
+    # Of the same peak, that of the whole loss.
+    assert raised.value.plain_peak_bytes == one_chunk.value.plain_peak_bytes
+
+
+def test_what_collectives_and_norms_make_can_be_parts_and_what_matrices_make_cannot() -> None:
+    """A matrix is split over the ranks; the sum of what they make of it is not, nor is what is made of that alone."""
+    profile = record_stages(HELD).profiles[1]
+    graph = profile.graph_of(next(call for call in profile.calls if call.path == "decoder.layers.0"))
+    names = {graph.values[part.value].name for part in graph.parts}
+    assert {"self_attention._c10d_functional:all_reduce", "mlp._c10d_functional:all_reduce", "add"} <= names
+    assert "input_layernorm.mul" in names
+    assert not any("linear" in name or "attention.mul" in name or "activation_func" in name for name in names)
+    assert profile.shard_ranks == 2 and all(part.gather_s > 0 for part in graph.parts)
+
+
+def test_parts_lower_the_least_budget() -> None:
+    with pytest.raises(BudgetTooSmallError) as without:
+        plan_cluster(replace(HELD, holds_parts=False), "1%")
+    budget = without.value.least_peak_bytes - 1
+    found = plan_cluster(HELD, budget)
+    assert found.planned.peak_bytes <= budget
+    actions = [action for plan in found.plans for unit in plan.units.values() for action in unit.actions.values()]
+    assert Action.SHARD in actions
+
+
+@pytest.mark.parametrize("layout", [{}, {"tensor_model_parallel_size": 2, "sequence_parallel": True}])
+def test_layouts_without_such_values_are_refused(layout: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="distribute_saved_activations=True, .*: it is about what all ranks"):
+        record_stages(replace(HELD, layout=DeviceLayout(**layout)))
+
+
+def step_under(schedule: Any, layers: int | None = None, **changes: Any) -> ClusterStep:
+    layout = DeviceLayout(
+        pipeline_model_parallel_size=2,
+        pipeline_parallel_schedule=schedule,
+        num_layers_per_virtual_pipeline_stage=layers,
+    )
+    return replace(SCHEDULED, layout=layout, **changes)
+
+
+@pytest.fixture(scope="module")
+def planned() -> dict[str, ClusterPlan]:
+    schedules = {"1F1B": None, "GPipe": None, "LoopedBFS": 1, "InterleavedZeroBubble": None, "ZBVZeroBubble": None}
+    return {name: plan_cluster(step_under(name, layers), "80%") for name, layers in schedules.items()}
+
+
+def test_ranks_run_the_stages_that_torch_gives_them(planned: dict[str, ClusterPlan]) -> None:
+    stages = {name: [use.stages for use in found.ranks] for name, found in planned.items()}
+    assert stages["1F1B"] == stages["GPipe"] == stages["InterleavedZeroBubble"] == [(0,), (1,)]
+    assert stages["LoopedBFS"] == [(0, 2), (1, 3)]
+    assert stages["ZBVZeroBubble"] == [(0, 3), (1, 2)]
+
+
+def test_budgets_are_kept_and_all_of_the_step_is_accounted_for(planned: dict[str, ClusterPlan]) -> None:
+    for found in planned.values():
+        assert found.planned.peak_bytes <= (found.planned.budget_bytes or 0)
+        for use in found.ranks:
+            assert use.compute_s + use.recompute_s + use.waiting_s == pytest.approx(found.planned.step_s)
+
+
+def test_zero_bubbles_wait_less(planned: dict[str, ClusterPlan]) -> None:
+    waiting = {name: sum(use.waiting_s for use in found.ranks) for name, found in planned.items()}
+    assert waiting["ZBVZeroBubble"] < waiting["1F1B"] and waiting["InterleavedZeroBubble"] < waiting["1F1B"]
+    assert planned["ZBVZeroBubble"].planned.plain_step_s < planned["1F1B"].planned.plain_step_s
+
+
+@pytest.mark.parametrize(
+    ("step", "message"),
+    [
+        (step_under("DualPipeV"), "DualPipeV requires at least as many microbatches as stages, but got 3 microbatches"),
+        (step_under("LoopedBFS", 1, pipeline_engine="megatron"), "Megatron has only 1F1B and Interleaved1F1B"),
+    ],
+)
+def test_what_a_schedule_does_not_take_is_an_error(step: ClusterStep, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        schedule_of_step(replace(step, num_micro_batches=3))
+
+
+def step_with(**layout: Any) -> ClusterStep:
+    return replace(UNEVEN, layout=replace(UNEVEN.layout, **layout))
+
+
+@pytest.fixture(scope="module")
+def chosen() -> ClusterPlan:
+    return plan_cluster(UNEVEN, "10GiB", chooses_split=True)
+
+
+def test_the_stage_with_the_head_gets_fewer_layers(chosen: ClusterPlan) -> None:
+    assert chosen.split is not None
+    first, last = chosen.split.sizes
+    assert first + last == 7 and first > last + 1
+    assert chosen.step.layout.pipeline_split == (first, last)
+    assert chosen.planned.peak_bytes <= (chosen.planned.budget_bytes or 0)
+
+
+def test_it_is_faster_than_as_many_layers_in_each(chosen: ClusterPlan) -> None:
+    assert chosen.split is not None and chosen.split.even_step_s is not None
+    budget = chosen.planned.budget_bytes or 0
+    even = plan_cluster(step_with(pipeline_split=(4, 3)), budget).planned
+    assert chosen.planned.step_s < even.step_s == pytest.approx(chosen.split.even_step_s, rel=0.03)
+    assert f"layers by stage: {chosen.split.sizes[0]}, {chosen.split.sizes[1]} (as many in each: step +" in str(chosen)
+
+
+def test_stages_whose_backward_is_split_are_divided_too() -> None:
+    found = choose_split(step_with(pipeline_parallel_schedule="ZBVZeroBubble"), "10GiB")
+    assert len(found.sizes) == 4 and sum(found.sizes) == 7
+    assert found.pipeline.peak_bytes <= (found.pipeline.budget_bytes or 0)
+
+
+@pytest.mark.parametrize(
+    ("layout", "message"),
+    [
+        ({"pipeline_model_parallel_size": 1}, "there are 1 stages to divide the layers among"),
+        ({"pipeline_model_parallel_size": 8}, "there are 8 stages to divide the layers among"),
+        ({"pipeline_split": (4, 3)}, r"pipeline_split=\(4, 3\): both say"),
+    ],
+)
+def test_what_cannot_be_chosen_is_an_error(layout: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        choose_split(step_with(**layout), "90%")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "predicted", "flags"),
+    [
+        ([4, 4], 0, "no flags: as many layers in each stage"),
+        ([2, 2, 2, 2], 0, "--num-layers-per-virtual-pipeline-stage 2"),
+        ([3, 4], 0, "--decoder-first-pipeline-num-layers 3 --decoder-last-pipeline-num-layers 4"),
+        ([3, 4, 2, 1], 1, "--pipeline-model-parallel-layout 'Et*3|t*4|t*2|tmL'"),
+        ([1, 2, 2, 2, 1, 1], 0, "--pipeline-model-parallel-layout 'Et|(t*2|)*3t|tL'"),
+    ],
+)
+def test_megatrons_flags_say_the_same_split(sizes: list[int], predicted: int, flags: str) -> None:
+    assert split_flags(sizes, 2, num_predicted=predicted) == flags
+
+
+def test_only_the_ends_need_flags_if_they_alone_differ() -> None:
+    assert split_flags([3, 4, 4, 4], 4) == "--decoder-first-pipeline-num-layers 3"
+    assert split_flags([4, 4, 4, 2], 4) == "--decoder-last-pipeline-num-layers 2"
+    assert split_flags([4, 4, 3, 4], 4) == "--pipeline-model-parallel-layout 'Et*4|t*4|t*3|t*4L'"
