@@ -25,8 +25,7 @@ def found(device: torch.device, tmp_path_factory: pytest.TempPathFactory) -> dic
     command = [sys.executable, "-W", "ignore", str(_PROGRAM), str(device), str(folder)]
     process = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500, check=False)
     assert process.returncode == 0, process.stderr[-4000:]
-    result: dict[str, dict[str, Any]] = json.loads((folder / "found.json").read_text())
-    return result
+    return json.loads((folder / "found.json").read_text())
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -92,7 +92,6 @@ def test_verify(name: str, device: torch.device, record_property: RecordProperty
         assert_same_gradients(before, _everything(model, device))
         assert report.gradients_equal or plain.varying, report
         assert report.compared == "step"
-        assert report.plain_peak_bytes is not None
         if kind == "full":
             assert report.plan_peak_bytes < report.plain_peak_bytes
     assert recollect.verify(model, batch, recollect.classic_plan(profile, "full"), compare="units").gradients_equal
@@ -110,7 +109,6 @@ def test_predicted_peaks(
     case = decoder(name, device)
     model, batch = case.model(), case.data()
     plan = recollect.classic_plan(recollect.record(model, batch, **loop), kind)
-    assert plan.predicted_peak_bytes is not None
     report = recollect.verify(model, batch, plan, **loop)
     record_property("predicted", plan.predicted_peak_bytes)
     record_property("measured", report.plan_peak_bytes)
@@ -130,7 +128,6 @@ def test_predicted_peak_of_ones_own_step(device: torch.device, record_property: 
 
     step()
     plan = recollect.classic_plan(recollect.record(model, step=step, optimizer=optimizer), "full")
-    assert plan.predicted_peak_bytes is not None
     report = recollect.verify(model, None, plan, step=step, optimizer=optimizer)
     record_property("predicted", plan.predicted_peak_bytes)
     record_property("measured", report.plan_peak_bytes)

@@ -30,8 +30,7 @@ def in_process(*args: object) -> subprocess.CompletedProcess[str]:
 
 
 def document(path: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(path.read_text())
-    return found
+    return json.loads(path.read_text())
 
 
 def rows(path: Path) -> dict[str, dict[str, Any]]:

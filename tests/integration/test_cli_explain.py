@@ -39,8 +39,7 @@ def yaml_file(folder: Path, **sections: Any) -> Path:
 def explained(path: Path, *flags: str) -> dict[str, Any]:
     out = path.parent / "explanation.json"
     assert main(["explain", *STEP, "--yaml", str(path), "--json", str(out), *flags]) == 0
-    found: dict[str, Any] = json.loads(out.read_text())
-    return found
+    return json.loads(out.read_text())
 
 
 @pytest.mark.parametrize(
@@ -59,10 +58,8 @@ def test_numbers_are_those_of_the_plan_and_of_the_measured_step(words: dict[str,
     given, budget = explanation.given, explanation.budget
     assert given.simulation.peak_bytes == plan.predicted_peak_bytes
     assert given.slowdown == plan.predicted_slowdown
-    assert budget is not None
     assert budget.simulation.peak_bytes <= given.simulation.peak_bytes
     assert budget.slowdown <= given.slowdown
-    assert explanation.bound_slowdown is not None
     assert explanation.bound_slowdown <= budget.slowdown + 1e-9
     for part in (explanation.plain, given, budget):
         each = [(group.num_layers, group) for group in part.groups]
@@ -76,7 +73,6 @@ def test_numbers_are_those_of_the_plan_and_of_the_measured_step(words: dict[str,
     report = recollect.verify(model, batch, plan)
     assert report.gradients_equal
     assert 0 <= given.simulation.peak_bytes - report.plan_peak_bytes < 4096
-    assert report.plain_peak_bytes is not None
     assert 0 <= explanation.plain.simulation.peak_bytes - report.plain_peak_bytes < 4096
 
 

@@ -21,8 +21,6 @@ def test_plan_is_printed_and_written(tmp_path: Path, capsys: pytest.CaptureFixtu
     out = tmp_path / "plan.json"
     assert main(["plan", *STEP, *more, "--memory-budget", "70%", "--out", str(out)]) == 0
     plan = recollect.Plan.load(out)
-    assert plan.predicted_peak_bytes is not None
-    assert plan.budget_bytes is not None
     assert plan.predicted_peak_bytes <= plan.budget_bytes
     output = capsys.readouterr().out
     assert str(plan) in output

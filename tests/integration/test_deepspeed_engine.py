@@ -73,8 +73,7 @@ def refusals() -> dict[str, str]:
     """What each mistake raises, from a process of its own."""
     done = run_forked(ROOT / "tests/support/deepspeed_mistakes.py", MASTER_PORT=str(free_port()))
     assert done.returncode == 0, done.stderr
-    found: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 @pytest.mark.parametrize("name", long_but(("3 bf16",), (*ENGINES, *TRAINERS)))

@@ -58,7 +58,6 @@ def test_steps_are_exact_and_as_large_as_predicted(setting: str) -> None:
     plan = megatron_plan(profile, RecomputeConfig(**fields))
     without = {key: value for key, value in fields.items() if "offload" not in key}
     kept = megatron_plan(profile, RecomputeConfig(**without))
-    assert plan.predicted_peak_bytes is not None and kept.predicted_peak_bytes is not None
     assert plan.predicted_peak_bytes <= kept.predicted_peak_bytes and plan.predicted_host_bytes
     model, batch = case.model(), batch_of(case, times)
 

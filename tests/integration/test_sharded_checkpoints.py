@@ -34,8 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def alone(folder: Path) -> list[float]:
-    found: list[float] = losses_of(settings(folder, "alone"))["losses"]
-    return found
+    return losses_of(settings(folder, "alone"))["losses"]
 
 
 @pytest.fixture(scope="module")

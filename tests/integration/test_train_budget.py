@@ -20,12 +20,10 @@ SIZE: dict[str, Any] = {"seq_length": 128, "batch_size": 8, "num_layers": 4, "va
 def test_budget_holds_and_the_losses_are_those_without_it(tmp_path: Path, accumulation: int, precision: str) -> None:
     settings = {**SIZE, "accumulation": accumulation, "precision": precision}
     plain = run(tmp_path, run_dir=tmp_path / "plain", **settings)
-    assert plain.measured_peak_bytes is not None
     budget_bytes = plain.measured_peak_bytes * 7 // 10
     lean = run(tmp_path, run_dir=tmp_path / "lean", memory_budget=str(budget_bytes), **settings)
     assert losses(tmp_path / "lean") == losses(tmp_path / "plain")
     assert [r.grad_norm for r in lean.records] == [r.grad_norm for r in plain.records]
-    assert lean.measured_peak_bytes is not None
     assert lean.measured_peak_bytes <= budget_bytes < plain.measured_peak_bytes
     # 0.2 % seen in fp32; 3.3 % too high seen in bf16, on a step of 19 MiB with its 0.5 MiB of logits.
     tolerance = 0.01 if precision == "fp32" else 0.05
@@ -90,8 +88,6 @@ def test_demo_settings_hold_what_they_promise() -> None:
     assert demo.step.memory_budget is not None
     plan = recollect.plan(profile, demo.step.memory_budget)
     plain = recollect.classic_plan(profile, "keep_all")
-    assert plan.budget_bytes is not None
-    assert plain.predicted_peak_bytes is not None
     assert plain.predicted_peak_bytes > 1.9 * plan.budget_bytes
     baseline = json.dumps(dataclasses.asdict(demo), default=str)
     assert '"device": "cpu"' in baseline

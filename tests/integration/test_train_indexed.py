@@ -46,7 +46,6 @@ def test_the_split_is_of_documents_in_their_order(tmp_path: Path) -> None:
     prefix = write_dataset(tmp_path)
     dataset = IndexedDataset(prefix)
     corpus = load_corpus(flags(prefix, split="60,30,10"), seed=0, vocab_size=256)
-    assert corpus.validation is not None
     assert corpus.training.num_tokens == dataset.lengths[:120].sum()
     assert corpus.validation.num_tokens == dataset.lengths[120:180].sum()
     held_out = np.concatenate([dataset[number] for number in range(120, 180)])

@@ -76,7 +76,7 @@ def screenshot(browser: Any, out: Path) -> None:
 
 def clipped_texts(browser: Any) -> list[str]:
     """Return the visible texts that a reader cannot see whole, and cannot scroll to: cut off by their box, or by the window."""
-    found: list[str] = browser.execute_script(
+    return browser.execute_script(
         """
         const cut = [];
         for (const one of document.querySelectorAll("body *")) {
@@ -91,7 +91,6 @@ def clipped_texts(browser: Any) -> list[str]:
         return cut;
         """
     )
-    return found
 
 
 def pale_texts(browser: Any, least: float = 4.5) -> list[str]:
@@ -99,7 +98,7 @@ def pale_texts(browser: Any, least: float = 4.5) -> list[str]:
 
     Texts of charts are compared with the page, not with what is drawn below them; signs without a letter are no texts.
     """
-    found: list[str] = browser.execute_script(
+    return browser.execute_script(
         """
         const channels = (color) => color.match(/[\\d.]+/g).map(Number);
         const light = (color) => {
@@ -125,4 +124,3 @@ def pale_texts(browser: Any, least: float = 4.5) -> list[str]:
         """,
         least,
     )
-    return found

@@ -75,7 +75,6 @@ def gradients(model: GPTModel, way: str, chunks: int = 1) -> dict[str, Tensor]:
     model.zero_grad()
     torch.manual_seed(7)
     loss = model(**batch()).loss
-    assert loss is not None
     loss.backward()
     return {"loss": loss.detach(), **whole_gradients(model, RANKS if way in ("tensor", "sequence") else 1)}
 

@@ -146,8 +146,7 @@ def _checkpoint_outside_of_the_sharded_unit() -> dict[str, Any]:
         hidden = model.stem(hidden)
         for block in model.blocks:
             hidden = checkpoint(block, hidden, use_reentrant=False)
-        output: torch.Tensor = model.head(hidden).squeeze(-1)
-        return output
+        return model.head(hidden).squeeze(-1)
 
     vars(model)["forward"] = forward
     _step(model)

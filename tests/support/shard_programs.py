@@ -51,7 +51,6 @@ def batch() -> dict[str, torch.Tensor]:
 def gradients(made: GPTModel) -> list[torch.Tensor]:
     made.zero_grad()
     loss = made(**batch()).loss
-    assert loss is not None
     loss.backward()
     return [loss.detach(), *(getattr(p.grad, "_local_tensor", p.grad).clone() for p in made.parameters())]
 

@@ -97,8 +97,7 @@ def test_forward_of_the_instance_is_put_back() -> None:
     own = block.forward
 
     def mine(hidden: Tensor) -> Tensor:
-        output: Tensor = own(hidden)
-        return output
+        return own(hidden)
 
     vars(block)["forward"] = mine
     with recollect.apply(model, block_plan("gelu", "up.addmm")):
@@ -235,8 +234,7 @@ class WithCompiled(nn.Module):
         )
 
     def forward(self, hidden: Tensor) -> Tensor:
-        output: Tensor = hidden + self.inner(self.norm(hidden)).sin()
-        return output
+        return hidden + self.inner(self.norm(hidden)).sin()
 
 
 def compiled() -> nn.Module:

@@ -129,7 +129,6 @@ def run(program: str, *, stays: bool = True, **environment: str) -> Shown:
         while piece := _read(outside):
             pieces.append(CONTROL.sub("", piece))
     else:
-        assert process.stdout is not None
         process.stdout.readline()
         time.sleep(1.0)
     os.close(outside)

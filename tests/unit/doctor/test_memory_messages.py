@@ -17,7 +17,6 @@ def message(name: str) -> MemoryMessage:
 
 
 def in_gib(num_bytes: int | None) -> float:
-    assert num_bytes is not None
     return round(num_bytes / GIB, 2)
 
 

@@ -14,7 +14,6 @@ TEXTS = sorted((Path(__file__).parent / "texts").glob("*.txt"))
 def test_text(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     expected = re.search(r"^# finds: (.+)$", text, re.MULTILINE)
-    assert expected is not None
     assert text.startswith("# source: ")
     found = recollect.diagnose(path)
     assert {finding.rule for finding in found} == set(expected[1].split(", "))

@@ -57,8 +57,7 @@ def snapshot(over_time: Timeline, tmp_path_factory: pytest.TempPathFactory) -> A
 def events(over_time: Timeline, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     path = tmp_path_factory.mktemp("trace") / "step.json"
     recollect.write_trace(over_time, path)
-    found: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
-    return found
+    return json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
 
 
 def test_torch_reads_the_snapshot(over_time: Timeline, snapshot: Any) -> None:

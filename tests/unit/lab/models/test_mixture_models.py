@@ -53,7 +53,6 @@ def test_latent_attention_turns_positions() -> None:
     attention = model.decoder.layers[0].self_attention
     assert isinstance(attention, LatentAttention)
     x = torch.randn(1, 6, 64)
-    assert model.rotary_pos_emb is not None
     rotary = model.rotary_pos_emb(x)
     swapped = x[:, [1, 0, 2, 3, 4, 5]]
     assert not torch.allclose(attention(x, rotary)[:, 5], attention(swapped, rotary)[:, 5], rtol=1e-3)
@@ -77,7 +76,6 @@ def test_loss_in_training_has_the_routers_and_further_tokens_in_it() -> None:
     for layer in model.modules():
         if isinstance(layer, TopKRouter):
             layer.register_forward_hook(lambda module, args, routing: seen.append(routing.statistics.aux_loss))
-    assert model.mtp is not None
     outputs: list[Tensor] = []
     model.mtp.register_forward_hook(lambda module, args, output: outputs.extend(output[0]))
     out = model(tokens, labels)
@@ -94,7 +92,6 @@ def test_a_depth_sees_the_tokens_that_it_may_see() -> None:
     """Depth k at position t sees tokens up to t + k, and predicts that at t + k + 1."""
     model = model_of("deepseek-v3-tiny", mtp_num_layers=2)
     tokens, labels = batch_of(sequences=1)
-    assert model.mtp is not None
     outputs: list[list[Tensor]] = []
     model.mtp.register_forward_hook(lambda module, args, output: outputs.append(output[0]))
     changed = tokens.clone()

@@ -366,7 +366,6 @@ def chosen() -> ClusterPlan:
 
 
 def test_the_stage_with_the_head_gets_fewer_layers(chosen: ClusterPlan) -> None:
-    assert chosen.split is not None
     first, last = chosen.split.sizes
     assert first + last == 7 and first > last + 1
     assert chosen.step.layout.pipeline_split == (first, last)
