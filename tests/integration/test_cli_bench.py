@@ -126,41 +126,6 @@ def test_what_is_above_the_limit_is_a_result_and_the_others_go_on(golden: Path, 
     assert main([*QUICK, *tighter, "--golden", str(golden)]) == 1
 
 
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        (["--setting", "sometimes"], "--setting: got 'sometimes': cannot be read, expected 'none'"),
-        (["--settings", "{folder}/none.yaml"], "none.yaml: cannot be read (No such file or directory)"),
-        (["--golden", "{folder}/none.json"], "golden results {folder}/none.json: cannot be read"),
-        (["--out", "{folder}/none/t.md"], "{folder}/none/t.md: cannot be written (no folder"),
-        (["--memory-limit", "lots"], "'lots': "),
-        (["--setting", "none", "--setting", "none"], "--setting: got 'none': given twice"),
-    ],
-)
-def test_errors_are_one_line_and_come_first(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], args: list[str], message: str
-) -> None:
-    assert main([*QUICK, *(arg.format(folder=tmp_path) for arg in args)]) == 2
-    output = capsys.readouterr()
-    assert output.err.startswith("Error: ")
-    assert message.format(folder=tmp_path) in output.err
-    assert output.err.count("\n") == 1
-    assert "recording" not in output.out
-
-
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        (["--rounds", "0"], "rounds: got 0, expected at least 1"),
-        (["--threshold", "5"], "threshold: got 5, expected a fraction between 0 and 1"),
-        (["--out", "table.xlsx"], "out: got table.xlsx, expected a name that ends in .csv, .json, .md"),
-    ],
-)
-def test_flags_that_do_not_parse(args: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*QUICK, *args]) == 2
-    assert f"Error: --{message}" in capsys.readouterr().err
-
-
 def test_megatrons_words_are_measured(tmp_path: Path) -> None:
     out = tmp_path / "results.json"
     words = ["--recompute-granularity", "selective", "--recompute-modules", "mlp", "layernorm"]

@@ -57,37 +57,3 @@ def test_layers_are_divided_with_the_plans(tmp_path: Path, capsys: pytest.Captur
     even = "no flags: as many layers in each stage"
     uneven = f"--decoder-first-pipeline-num-layers {sizes[0]} --decoder-last-pipeline-num-layers {sizes[1]}"
     assert flags == (even if sizes[0] == sizes[1] else uneven)
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ([*PLAN, "--tensor-model-parallel-size", "3"], "--num-attention-heads 4, --tensor-model-parallel-size 3: "),
-        (["plan", *STEP, *TENSOR], "no --fake: a layout of many devices is planned on a machine without them"),
-        ([*PLAN, *TENSOR, "--write", "torchtitan"], "--write torchtitan: not yet"),
-        ([*PLAN, "--data-parallel-size", "4", "--global-batch-size", "6"], "--global-batch-size 6, "),
-        (
-            [*PLAN, *TENSOR, "--size", "mixtral-tiny", "--write", "megatron"],
-            "no --sequence-parallel: Megatron does not train experts under tensor parallelism like this",
-        ),
-        ([*PLAN, *TENSOR, "--node-link", "NVLink 9"], "--node-link: got 'NVLink 9'"),
-        ([*PLAN, "--context-parallel-size", "3"], "--seq-length 256, 2 x --context-parallel-size 6: "),
-        ([*PLAN, "--expert-model-parallel-size", "2"], "--expert-model-parallel-size 2, --data-parallel-size 1"),
-        ([*PLAN, "--decoder-last-pipeline-num-layers", "3"], "the layers cannot be divided among the stages"),
-        ([*PLAN, "--pipeline-model-parallel-size", "2", "--pipeline-split", "3", "2"], "stages have 5 layers together"),
-        ([*PLAN, "--pipeline-split", "auto"], "there are 1 stages to divide the layers among"),
-        ([*PLAN, "--pipeline-parallel-schedule", "GPipe"], "a schedule orders the stages of two ranks or more"),
-        ([*PLAN, *TENSOR, "--hardware", "cpu"], "its links to other devices are not known"),
-    ],
-)
-def test_flags_that_clash_are_one_error(
-    flags: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([*flags, "--memory-budget", "80%", "--out", str(tmp_path / "plan.json")]) != 0
-    captured = capsys.readouterr()
-    assert message in " ".join((captured.out + captured.err).split())
-
-
-def test_two_ways_to_share_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*PLAN, "--use-torch-fsdp2", "--use-distributed-optimizer", "--memory-budget", "80%"]) == 2
-    assert "Error: --use-distributed-optimizer: got it with --use-torch-fsdp2" in capsys.readouterr().err

@@ -18,7 +18,6 @@ from recollect.cli.env import environment
 from recollect.cli.parsing import in_flags
 from recollect.errors import DataError
 
-PLAN = ["plan", "--memory-budget", "60%"]
 COMMANDS = "train plan frontier timeline coverage calibrate megatron tokenize bench explain doctor env".split()
 
 
@@ -119,75 +118,6 @@ def test_help_lists_the_commands(args: list[str], capsys: pytest.CaptureFixture[
     assert all(name in output for name in COMMANDS)
 
 
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        (["train", "1b", "--steps", "3"], "1b: belongs to no flag. See"),
-        (
-            ["plan", "--budget", "60%"],
-            "--budget: no such flag of recollect plan. Did you mean '--host-budget' or '--memory-budget'?",
-        ),
-        ([*PLAN, "--model", "8b"], "--model: no such flag of recollect plan. See"),
-        (["train", "--stepz", "3"], "--stepz: no such flag of recollect train. Did you mean '--steps'?"),
-        (["train", "--steps", "0"], "--steps: got 0, expected at least 1."),
-        (["train", "--steps"], "--steps: got no value, expected one."),
-        (["train", "--lr", "high"], "--lr: got 'high', expected a number."),
-        (["train", "--resume"], "--resume: got it without --run-dir, expected the folder of the run to go on with."),
-        (
-            ["train", "--profile", "--steps", "9"],
-            "--profile-step-start: got 10, expected at most 9, the last step: no step is traced.",
-        ),
-        (
-            ["train", "--data", "a", "--data-path", "b"],
-            "--data-path: given with --data, expected one of them. Remove one.",
-        ),
-        (
-            ["plan"],
-            "--memory-budget: missing. Bound on the peak of the whole step, such as 16GiB, 900MB or 60% of the ",
-        ),
-        ([*PLAN, "--seq-length", "0"], "--seq-length: got 0, expected at least 1."),
-        ([*PLAN, "--num-layers", "0"], "--num-layers: got 0, expected at least 1."),
-        ([*PLAN, "--num-layers", "two"], "--num-layers: got 'two', expected a whole number."),
-        ([*PLAN, "--dtype", "bfl6"], "--dtype: got 'bfl6', expected one of fp32, bf16. Did you mean 'bf16'?"),
-        (
-            [*PLAN, "--num-experts", "4", "--moe-router-topk", "9"],
-            "--moe-router-topk: got 9, expected at most --num-experts = 4.",
-        ),
-        ([*PLAN, "--pipeline-split", "x"], "--pipeline-split: got 'x', expected {auto}|{[INT [INT ...]]}."),
-    ],
-)
-def test_flags_that_do_not_parse(args: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(args) == 2
-    (error,) = capsys.readouterr().err.splitlines()
-    assert error.startswith(f"Error: {message}")
-    assert re.search(r" See recollect( \w+)? --help\.$", error)
-
-
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        (["--memory-budget", "foo"], "--memory-budget: got 'foo': does not begin with a number"),
-        (["--memory-budget=16,000 MB"], "--memory-budget: got '16,000 MB': has a comma; write '16000MB' for thousands"),
-        (
-            ["--memory-budget", "1KiB", "--fake", "--size", "tiny"],
-            "--memory-budget: 1.0 KiB (1024 bytes) is below the least ",
-        ),
-        (["--memory-budget", "60%", "--fake", "--hardware", "foo"], "--hardware: got 'foo', expected one of H100,"),
-        (
-            ["--memory-budget", "60%", "--fake", "--tensor-model-parallel-size", "3"],
-            "--num-attention-heads 4, --tensor-model-parallel-size 3: 4 is not a multiple of 3.",
-        ),
-        (["--memory-budget", "60%", "--tensor-model-parallel-size", "2"], "no --fake: a layout of many devices is "),
-    ],
-)
-def test_what_the_library_refuses_is_named_by_its_flag(
-    args: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["plan", *args]) == 2
-    (error,) = capsys.readouterr().err.splitlines()
-    assert error.startswith(f"Error: {message}")
-
-
 def test_settings_that_clash_are_named_by_their_flags(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     flags = ["--recompute-granularity", "selective", "--recompute-method", "uniform"]
     assert main(["explain", *flags]) == 2
@@ -249,40 +179,6 @@ def test_missing_packages_are_named_with_their_command(
     (tmp_path / "file").touch()
     assert main([arg.format(folder=tmp_path) for arg in args]) == 2
     assert f"Run: pip install 'recollect[{extra}]'" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("out", "problem"), [("none/hardware.json", "no folder {folder}/none"), (".", "Is a directory")]
-)
-@pytest.mark.parametrize("command", [["calibrate"], ["plan", "--hf-config", "none.json", "--memory-budget", "60%"]])
-def test_output_files_are_checked_first(
-    command: list[str], out: str, problem: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    # Measuring takes a minute, and the config does not exist.
-    assert main([*command, "--out", str(tmp_path / out)]) == 2
-    assert capsys.readouterr().err == (
-        f"Error: --out {tmp_path / out}: cannot be written ({problem.format(folder=tmp_path)}), expected a file in a "
-        "writable folder.\n"
-    )
-
-
-def test_error_is_one_line_and_exit_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    args = ["train", "--data", str(tmp_path / "none"), "--run-dir", str(tmp_path / "run")]
-    assert main(args) == 2
-    error = capsys.readouterr().err
-    assert error == (
-        f"Error: training data {tmp_path / 'none'}: no such file or folder, expected a text file, a .jsonl file or a "
-        "folder. Check --data.\n"
-    )
-
-
-def test_a_missing_dataset_is_named_with_its_flag(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    args = ["train", "--data-path", str(tmp_path / "none"), "--size", "tiny", "--run-dir", str(tmp_path / "run")]
-    assert main(args) == 2
-    assert capsys.readouterr().err == (
-        f"Error: indexed dataset {tmp_path / 'none'}: no file {tmp_path / 'none.idx'}, expected a pair of .bin and .idx as "
-        "Megatron's tools/preprocess_data.py or `recollect tokenize` writes it. Check --data-path.\n"
-    )
 
 
 def test_an_interrupt_while_torch_is_imported_ends_the_process_at_once() -> None:
