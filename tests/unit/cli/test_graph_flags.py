@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import recollect
-from megatron_cases import WITHIN
+from megatron_cases import WITHIN, Broken
 from recollect.cli.entry import main, parse_train
 from recollect.cli.graph_rules import check_graphs
 from recollect.errors import ConfigError, NotYetError
@@ -23,7 +23,25 @@ BRIDGE = "full recompute is only supported with full iteration CUDA graph"
 MEGATRONS = "--recompute-granularity must not be full when CUDA Graphs are enabled"
 DRAWS = "recomputed code in a graph must not draw random numbers"
 
-# What the guides refuse: the rule, and words of it.
+
+def line_of(broken: Broken) -> str:
+    """The flags of settings that break a rule."""
+    words = [MEGATRON]
+    for name, value in (broken.config | broken.setting).items():
+        values = value if isinstance(value, tuple) else [value]
+        if name != "cpu_offloading":  # which the number of layers says
+            words += [f"--{name.replace('_', '-')}", *(str(one) for one in values if one is not True)]
+    return " ".join(words)
+
+
+def reason_of(broken: Broken) -> str:
+    (rule,) = (rule for rule in RULES if rule.name == broken.rule)
+    clash = rule.clash(RecomputeConfig(**broken.config), TrainingSetting(**broken.setting))
+    assert clash is not None
+    return clash.reason
+
+
+# What the guides refuse, in all spellings, and what breaks each rule: the rule, and words of it.
 REFUSED = [
     (f"{FULL}--cuda-graph-impl transformer_engine --cuda-graph-scope mlp", "graph-full", BRIDGE),
     (f"{FULL}--cuda-graph-impl transformer_engine --cuda-graph-scope attn", "graph-full", MEGATRONS),
@@ -33,11 +51,10 @@ REFUSED = [
     (f"{FULL}--enable-cuda-graph", "graph-full", MEGATRONS),
     (f"{FULL}--external-cuda-graph", "graph-full", MEGATRONS),
     ("-rl 2 --cuda_graph_impl transformer_engine --cuda_graph_scope mlp", "graph-full", BRIDGE),
-    ("--recompute-activations --cuda-graph-impl triton", "graph-impl", "unknown way to capture"),
     (
-        "--cpu-offloading-num-layers 1 --cuda-graph-impl local",
-        "graph-layer-offload",
-        "a layer's graph cannot hold copies",
+        "--recompute-activations --attention-dropout 0.1 --cuda-graph-impl transformer_engine --cuda-graph-scope attn",
+        "graph-attention-dropout",
+        DRAWS,
     ),
     (
         "--cpu-offloading-num-layers 1 --external-cuda-graph",
@@ -45,75 +62,15 @@ REFUSED = [
         "a layer's graph cannot hold copies",
     ),
     (
-        "--recompute-granularity selective --recompute-modules moe --cuda-graph-impl transformer_engine "
-        "--cuda-graph-modules moe_router",
-        "graph-moe-router",
-        "the graph of the router lies inside recomputed code",
-    ),
-    (f"{MEGATRON}--recompute-activations --cuda-graph-impl local", "graph-attention-dropout", DRAWS),
-    (
-        "--recompute-activations --attention-dropout 0.1 --cuda-graph-impl transformer_engine --cuda-graph-scope attn",
-        "graph-attention-dropout",
-        DRAWS,
-    ),
-    (
-        f"{MEGATRON}--recompute-granularity selective --recompute-modules mlp --cuda-graph-impl full_iteration",
-        "graph-hidden-dropout",
-        DRAWS,
-    ),
-    (
-        f"{MEGATRON}--recompute-granularity selective --recompute-modules moe --cuda-graph-impl local",
-        "graph-hidden-dropout",
-        DRAWS,
-    ),
-    (
-        "--recompute-granularity selective --recompute-modules moe --moe-input-jitter-eps 0.01 --cuda-graph-impl local",
-        "graph-jitter",
-        DRAWS,
-    ),
-    (
-        "--recompute-granularity selective --recompute-modules shared_experts --gtp-weight-remat-size 2 --fp8 hybrid "
-        "--moe-shared-expert-intermediate-size 64 --cuda-graph-impl local",
-        "graph-gtp",
-        "capture takes gradients in a way that recompute of an 8-bit module cannot",
-    ),
-    (
-        f"{OFFLOADED} core_attn --cuda-graph-impl local --cuda-graph-modules attn",
-        "graph-fine-grained",
-        "cannot offload",
-    ),
-    (f"{OFFLOADED} moe_act --cuda-graph-impl local", "graph-fine-grained", "a graph of the whole layer cannot offload"),
-    (
         f"{OFFLOADED} moe_act --external-cuda-graph --cuda-graph-scope moe",
         "graph-fine-grained",
         "a graph of the experts",
     ),
-    (
-        f"{OFFLOADED} moe_act --cuda-graph-impl transformer_engine --cuda-graph-modules attn --cuda-graph-warmup-steps 0",
-        "graph-fine-grained",
-        "a step before the capture learns what to offload",
-    ),
-    (f"{OFFLOADED} moe_act --cuda-graph-impl full_iteration", "graph-fine-grained", "a limit on the copies in flight"),
-    (
-        "--recompute-granularity selective --recompute-modules layernorm --moe-token-dispatcher-type alltoall "
-        "--cuda-graph-impl transformer_engine --cuda-graph-modules moe_router",
-        "graph-norm",
-        "lies at the edge of the graph of the router",
-    ),
-    (
-        f"{OFFLOADED} mlp_norm --cuda-graph-impl transformer_engine --cuda-graph-modules mlp",
-        "graph-offload-norm",
-        "the input of mlp_norm belongs to the graph",
-    ),
-    (
-        f"{OFFLOADED} mlp_norm --cuda-graph-impl transformer_engine --cuda-graph-modules moe_router",
-        "graph-offload-norm",
-        "the input of mlp_norm belongs to the graph",
-    ),
-    (
-        f"{OFFLOADED} attn_norm --external-cuda-graph --cuda-graph-scope attn",
-        "graph-offload-norm",
-        "the input of attn_norm belongs to the graph",
+    *(
+        (line_of(broken), broken.rule, reason_of(broken))
+        for broken in WITHIN
+        # No flag gives the version of Transformer Engine.
+        if broken.rule.startswith("graph-") and broken.rule not in ("graph-full", "graph-offload-version")
     ),
 ]
 
@@ -173,7 +130,6 @@ def test_a_rule_of_the_guides_comes_first(line: str, rule: str, words: str) -> N
 
 
 def test_every_rule_of_graphs_that_a_line_can_break_is_here() -> None:
-    """No flag gives the version of Transformer Engine."""
     of_graphs = {rule.name for rule in RULES if rule.name.startswith("graph-")}
     assert {rule for _, rule, _ in REFUSED} == of_graphs - {"graph-offload-version"}
     assert of_graphs <= {broken.rule for broken in WITHIN}
