@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ sys.path.append(str(BENCHMARKS))
 
 from asked_cases import AskedCases  # noqa: E402
 from forked_processes import HAS_METER, run_forked  # noqa: E402
-from metered_processes import metered_cases  # noqa: E402
+from metered_processes import metered  # noqa: E402
 from tiers import long_but  # noqa: E402
 
 # Each by the cheapest model that shows it; `python benchmarks/real_loops.py` runs them all, at all budgets.
@@ -59,8 +60,11 @@ def test_a_course_that_changes_is_followed_or_said(name: str) -> None:
     assert row["num_recorded"] <= _MOST_RECORDED
 
 
-# In each, two processes assert that they recorded the same steps.
-cases = metered_cases("course_ranks", num_ranks=2)
+@pytest.fixture(scope="module")
+def cases() -> Iterator[AskedCases]:
+    """In each, two processes assert that they recorded the same steps."""
+    with metered("course_ranks", num_ranks=2) as found:
+        yield found
 
 
 @pytest.mark.parametrize(

@@ -17,28 +17,15 @@ from lightning.pytorch.loggers import CSVLogger  # noqa: E402
 from lightning.pytorch.strategies import SingleDeviceStrategy  # noqa: E402
 
 import recollect.integrations.lightning as integration  # noqa: E402
-from asked_cases import AskedCases  # noqa: E402
-from lightning_trainers import CASES, Automatic, loader, trainer  # noqa: E402
-from metered_processes import check_row, metered_cases, needs_meter  # noqa: E402
+from lightning_trainers import Automatic, loader, trainer  # noqa: E402
 from recollect.engine.content import has_same_bits  # noqa: E402
 from recollect.errors import AlreadyAppliedError, ConfigError, MissingPackageError, NotYetError  # noqa: E402
 from recollect.integrations.lightning import MemoryBudget  # noqa: E402
-from tiers import long_but  # noqa: E402
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
     pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec.. is deprecated:FutureWarning"),
 ]
-
-
-cases = metered_cases("lightning_trainers")
-
-
-@needs_meter
-@pytest.mark.parametrize("name", long_but(("automatic",), CASES))
-def test_every_step_is_within_the_budget(name: str, cases: AskedCases) -> None:
-    (row,) = cases[name]
-    check_row(row)
 
 
 def fit(

@@ -1,6 +1,5 @@
 """Hugging Face's `Trainer`, and what is built on it, within a memory budget: same training, and nothing clashes unsaid."""
 
-import importlib.util
 import json
 import logging
 import pickle
@@ -18,41 +17,13 @@ from accelerate.state import AcceleratorState  # noqa: E402
 from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments  # noqa: E402
 
 import hugging_face_flag  # noqa: E402
-from asked_cases import AskedCases  # noqa: E402
 from hugging_face_trainers import arguments, llama, texts  # noqa: E402
-from metered_processes import check_row, metered_cases, needs_meter  # noqa: E402
 from recollect.attaching.attached import Attached  # noqa: E402
 from recollect.engine.content import has_same_bits  # noqa: E402
 from recollect.errors import AlreadyAppliedError, ConfigError, NotYetError  # noqa: E402
 from recollect.integrations.trainers import RemovingTrain  # noqa: E402
 from recollect.integrations.transformers import MemoryBudget  # noqa: E402
 from tiers import long_but  # noqa: E402
-
-# Of `trl_trainers.CASES`: what each needs beside Transformers.
-CASES: dict[str, tuple[str, ...]] = {
-    "llama": (),
-    "gpt2 in bf16": (),
-    "LoRA in bf16": ("peft",),
-    "DoRA": ("peft",),
-    "QLoRA": ("peft", "bitsandbytes"),
-    "SFT in bf16": ("trl",),
-    "SFT of lora": ("trl", "peft"),
-    "DPO": ("trl",),
-    "DPO of lora": ("trl", "peft"),
-    "Reward": ("trl",),
-}
-
-
-cases = metered_cases("trl_trainers" if importlib.util.find_spec("trl") else "hugging_face_trainers")
-
-
-@needs_meter
-@pytest.mark.parametrize("name", long_but(("llama",), CASES))
-def test_every_step_is_within_the_budget(name: str, cases: AskedCases) -> None:
-    for package in CASES[name]:
-        pytest.importorskip(package, reason=f"needs {package}")
-    (row,) = cases[name]
-    check_row(row)
 
 
 @pytest.fixture(autouse=True)

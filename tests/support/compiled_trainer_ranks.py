@@ -1,6 +1,6 @@
 """Hugging Face's trainer in two processes, with `torch_compile=True` and a memory budget: what each process checks of itself.
 
-`test_trainer_ranks.py` starts it as torchrun does.
+`test_metered_trainers.py` starts it as torchrun does.
 """
 
 import functools
