@@ -2,8 +2,6 @@
 
 import pkgutil
 
-import pytest
-
 import recollect
 
 
@@ -22,11 +20,6 @@ def test_names_can_be_imported_and_live_where_the_table_says() -> None:
         assert thing.__module__ == recollect._HOME_OF_NAME[name]
         assert thing.__doc__, name
         assert name in dir(recollect)
-
-
-def test_unknown_name_is_an_attribute_error() -> None:
-    with pytest.raises(AttributeError, match="module 'recollect' has no attribute 'no_such_name'"):
-        recollect.no_such_name  # noqa: B018
 
 
 def test_no_submodule_hides_a_public_name() -> None:

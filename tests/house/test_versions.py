@@ -34,9 +34,5 @@ def test_ci_runs_the_newest() -> None:
     assert newest.name in (ROOT / ".ci" / "run").read_text(encoding="utf-8")
 
 
-def test_the_files_of_core_are_there() -> None:
-    assert all((ROOT / path).exists() for path in (ROOT / "tests" / "core.txt").read_text(encoding="utf-8").split())
-
-
 def test_no_row_failed() -> None:
     assert set(re.findall(r"\| [\d,]+ \| ([\d,]+) \| [\d,]+ \|$", table(), re.MULTILINE)) == {"0"}

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from recollect.applying import applied_to
-from recollect.cli import main
+from recollect.cli import bench, main
 from recollect.lab.bench.measure import Subject, measure
+from recollect.lab.bench.results import Row
 from recollect.lab.bench.settings import parse_setting
 from recollect.lab.models.gpt import GPTModel
 from recollect.lab.models.sizes import NAMED_CONFIGS
@@ -170,3 +171,36 @@ def test_a_reference_that_runs_out_of_memory_late_is_replaced() -> None:
     assert reference == full.name == "full uniform 1"
     assert full.step_s is not None
     assert lean.slowdown is not None
+
+
+QUICKEST = ["bench", "--size", "tiny", "--num-layers", "1", "--seq-length", "8", "--device", "cpu"]
+
+
+def take(step_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have each step take so many seconds."""
+    row = Row(name="none", fields={}, peak_bytes=1000, step_s=step_s, model_flops=1e9, num_tokens=8)
+
+    def measured(*_: Any, **__: Any) -> tuple[tuple[Row, ...], str, int]:
+        return (row,), "none", 1
+
+    monkeypatch.setattr(bench, "measure", measured)
+
+
+@pytest.mark.parametrize(
+    ("step_s", "status", "result"), [(1.0, 0, "ok"), (1.02, 0, "ok"), (1.2, 1, "perf regression"), (0.5, 0, "faster")]
+)
+def test_a_setting_that_got_slower_ends_with_1(
+    step_s: float,
+    status: int,
+    result: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    golden = tmp_path / "golden.json"
+    take(1.0, monkeypatch)
+    assert main([*QUICKEST, "--save-golden", str(golden)]) == 0
+    capsys.readouterr()
+    take(step_s, monkeypatch)
+    assert main([*QUICKEST, "--golden", str(golden), "--threshold", "0.05"]) == status
+    assert result in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""Pipelines whose stages FSDP2 shards: plans hold the budget on every rank, in steps of torch's own schedules."""
+"""Models that FSDP2 shards: pipelines of them hold their budgets on every rank, and what offloads them leaves parameters."""
 
 from pathlib import Path
 
@@ -12,11 +12,11 @@ from rank_processes import rank_cases
 from recollect.errors import ArgumentError
 from tiers import long_but
 
-PROGRAM = Path(__file__).parents[1] / "support/sharded_stages.py"
+STAGES = Path(__file__).parents[1] / "support/sharded_stages.py"
 pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs PyTorch with the gloo backend")
 
 
-cases = rank_cases(PROGRAM, 4)
+cases = rank_cases(STAGES, 4)
 
 
 # What predictions add, and scalars such as losses.
@@ -69,3 +69,21 @@ def test_what_is_no_stage_is_refused() -> None:
         recollect.gathered_stage("x"),  # type: ignore[arg-type]
     ):
         pass
+
+
+OFFLOAD = Path(__file__).parents[1] / "support/sharded_offload.py"
+
+
+offloaded = rank_cases(OFFLOAD, 2)
+
+
+@pytest.mark.parametrize("case", ["fp32", "bf16"])
+def test_gradients_are_equal_and_parameters_stay(offloaded: AskedCases, case: str) -> None:
+    for row in offloaded[case]:
+        assert "error" not in row, row
+        for found in (row["all"], *row["random"]):
+            assert found["is_equal"] and found["values"] and not found["parameters"] and not found["left"], found
+        for found in row["random"]:
+            assert found["missed"] == 0 and found["ends"] == [found["host_bytes"]], found
+        # What cannot be recomputed, as the parameters are freed, is copied back all the same.
+        assert "drops the output of unit 'blocks.0', whose parameters FSDP2 frees" in row["refused"]

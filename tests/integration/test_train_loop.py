@@ -1,4 +1,4 @@
-"""The training loop: it learns, it counts, and it says what it did."""
+"""The training loop: it learns, it counts, it says what it did, and biases of routers move once a step."""
 
 import io
 import json
@@ -13,13 +13,13 @@ from rich.console import Console
 from recollect.cli.train import report_lines, report_table
 from recollect.errors import CheckpointError
 from recollect.lab.models.gpt import GPTModel
+from recollect.lab.models.sizes import NAMED_CONFIGS
 from recollect.lab.train.config import RunFlags
 from recollect.lab.train.exchange import Exchange
 from recollect.lab.train.loop import train
 from recollect.lab.train.model_flags import ModelFlags
 from recollect.lab.train.optim_flags import OptimFlags
 from recollect.lab.train.optimizer_step import (
-    learning_rate_at,
     measure_step,
     resident_bytes,
 )
@@ -59,16 +59,6 @@ def test_clipping_bounds_the_norm(tmp_path: Path) -> None:
     moved = torch.cat([p.detach().flatten() for p in model.parameters()]) - start
     assert norm > 0.1
     assert moved.norm().item() == pytest.approx(0.1, rel=1e-3)
-
-
-def test_schedule_reaches_its_ends() -> None:
-    flags = OptimFlags(steps=100, warmup_steps=10, learning_rate=1.0, min_lr_fraction=0.1)
-    rates = [learning_rate_at(step, flags) for step in range(100)]
-    assert rates[0] == pytest.approx(0.1)
-    assert max(rates) == rates[9] == 1.0
-    assert rates[99] == pytest.approx(0.1)
-    assert all(later <= earlier for earlier, later in zip(rates[10:], rates[11:], strict=False))
-    assert learning_rate_at(0, OptimFlags(steps=1, warmup_steps=0, learning_rate=1.0)) == 1.0
 
 
 def test_peak_of_a_step_counts_all_that_is_alive(tmp_path: Path) -> None:
@@ -212,3 +202,38 @@ def test_report_says_when_the_budget_did_not_hold_or_nothing_ran() -> None:
 def test_settings_out_of_range(make: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def token_batch(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(seed)
+    tokens = torch.randint(256, (2, 17))
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def test_a_step_updates_biases_once_for_all_its_micro_batches() -> None:
+    torch.manual_seed(0)
+    model = GPTModel(NAMED_CONFIGS["deepseek-v3-tiny"])
+    router = model.decoder.layers[1].mlp.router
+    counted = torch.zeros(16, dtype=torch.int64)
+
+    def count(_module: Any, _inputs: Any, routing: Any) -> None:
+        counted.add_(routing.statistics.tokens_per_expert)
+
+    router.register_forward_hook(count)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    Trained(model, model, optimizer, Exchange()).step([token_batch(0), token_batch(1)], clip_norm=1.0)
+    expected = 0.001 * (counted.float().mean() - counted).sign()
+    assert torch.equal(router.expert_bias, expected)
+    assert not router.tokens_per_expert.any()
+
+
+def test_validation_counts_the_next_token_only_and_drops_nothing() -> None:
+    torch.manual_seed(0)
+    config = NAMED_CONFIGS["deepseek-v3-tiny"].changed(hidden_dropout=0.5)
+    model = GPTModel(config)
+    trained = Trained(model, model, torch.optim.SGD(model.parameters()), Exchange())
+    first = trained.validation_loss([token_batch(0), token_batch(1)])
+    assert first == trained.validation_loss([token_batch(0), token_batch(1)])
+    assert model.training
+    model.eval()
+    assert first == pytest.approx(sum(model(*token_batch(seed)).lm_loss.item() for seed in (0, 1)) / 2)

@@ -20,7 +20,7 @@ SMALL = {
     "--micro-batch-size": "2",
     "--num-experts": "4",
 }
-# Taken out of a guide's line, because it is not there yet (tests/unit/cli/test_documented_flags.py has the refusal).
+# Taken out of a guide's line, because it is not there yet (tests/unit/cli/test_recompute_flags.py has the refusal).
 NOT_YET = ("--context-parallel-size",)
 # What stands for the three dots.
 REST = {"mla_up_proj": ["--multi-latent-attention", "--position-embedding-type", "rope"]}

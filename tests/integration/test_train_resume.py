@@ -1,4 +1,4 @@
-"""A run that is killed and resumed gives the same losses, bit for bit, as one that is not. With real processes."""
+"""A run that is killed and resumed gives the losses, bit for bit, of one that is not; checkpoints that cannot be written."""
 
 import io
 import shutil
@@ -12,6 +12,7 @@ import torch
 from rich.console import Console
 
 from recollect.errors import CheckpointError
+from recollect.lab.train import sharded_checkpoint
 from recollect.lab.train.checkpoint import list_checkpoints
 from recollect.lab.train.files import remove
 from recollect.lab.train.loop import train
@@ -155,3 +156,27 @@ def test_run_folders_that_cannot_be_used(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(CheckpointError, match=r"file/run: cannot be written .* Choose a different --run-dir"):
         run(tmp_path, run_dir=tmp_path / "file" / "run")
+
+
+def test_unwritable_folder(tmp_path: Path) -> None:
+    session = open_session(config(tmp_path))
+    (tmp_path / "run" / "checkpoints").write_text("a file in the way")
+    with pytest.raises(CheckpointError) as caught:
+        session.save()
+    assert str(caught.value) == (
+        f"checkpoint {tmp_path}/run/checkpoints/step_00000000: cannot be written (Not a directory), expected a writable folder "
+        "with free space. Older checkpoints are kept; free space or choose a different --run-dir."
+    )
+
+
+def test_an_interrupt_while_one_is_written_is_no_error_of_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(path: Path) -> int:
+        raise KeyboardInterrupt
+
+    session = open_session(config(tmp_path))
+    monkeypatch.setattr(sharded_checkpoint, "checksum_of", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        session.save()
+    assert not list_checkpoints(tmp_path / "run" / "checkpoints")

@@ -3,10 +3,24 @@
 import json
 import os
 import sys
+import warnings
 from collections.abc import Callable
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
 from set_aside import has_loaded_libraries, set_aside
+
+
+def join(num_ranks: int) -> int:
+    """Join those that run this program, too, over gloo; the program's words are the rank, which is returned, and a folder."""
+    rank, folder = int(sys.argv[1]), sys.argv[2]
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=num_ranks)
+    return rank
 
 
 def serve(run: Callable[[str], dict[str, Any]]) -> None:

@@ -3,7 +3,6 @@
 torchrun checkpoint_ranks.py FOLDER
 """
 
-import os
 import shutil
 import sys
 from pathlib import Path
@@ -171,13 +170,7 @@ def run(case: str, folder: Path) -> dict[str, Any]:
     return full_disk(folder)
 
 
-def main() -> None:
-    torch.set_num_threads(1)
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    dist.init_process_group("gloo")
-    folder = Path(sys.argv[1])
-    serve(lambda case: run(case, folder))
-
-
 if __name__ == "__main__":
-    main()
+    dist.init_process_group("gloo")
+    the_folder = Path(sys.argv[1])
+    serve(lambda case: run(case, the_folder))

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 # Every command line and every fragment of one in the guides that the project follows, in their order, each once. `commands_in`
-# wrote them; `RECOLLECT_GUIDES=folder pytest tests/unit/cli/test_documented_flags.py` says whether a folder of guides has more.
+# wrote them; `RECOLLECT_GUIDES=folder pytest tests/unit/cli/test_recompute_flags.py` says whether a folder of guides has more.
 DOCUMENTED = (Path(__file__).parent / "documented_commands.txt").read_text().splitlines()
 
 

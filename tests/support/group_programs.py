@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import recollect
 from blocks import Stack, built
-from case_server import serve
+from case_server import join, serve
 from recollect.attaching import lockstep, step_planner
 from recollect.attaching.planned_step import PlannedStep
 from recollect.engine.compiled.compiled_engine import CompiledForward, compile_forward
@@ -413,9 +413,7 @@ def main() -> None:
     # So that few steps show what happens between.
     lockstep._STEADY_STEPS, lockstep._ASKS_EVERY = 2, 4  # type: ignore[misc]
     step_planner._MOST_ATTEMPTS = 1  # type: ignore[misc]
-    torch.set_num_threads(1)
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}/store", rank=RANK, world_size=2)
+    join(2)
     serve(lambda name: CASES[name]())
 
 

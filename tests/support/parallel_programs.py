@@ -2,7 +2,6 @@
 
 import os
 import sys
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +13,7 @@ from torch import Tensor
 from torch.distributed import DeviceMesh, init_device_mesh
 
 import recollect
+from case_server import join
 from recollect._torch_parallel import fake_process_group
 from recollect.lab.models.architectures import gpt_config, llama_config
 from recollect.lab.models.config import TransformerConfig
@@ -163,19 +163,12 @@ def alone(rank: int) -> Iterator[tuple[str, Any]]:
                     yield f"chunked {way} {kind}", facts(recorded(LLAMA, way, fake=kind, chunks=CHUNKS))
 
 
-def run(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
-    found = dict(over_gloo())
+if __name__ == "__main__":
+    own_rank = join(RANKS)
+    all_found = dict(over_gloo())
     dist.barrier()
     dist.destroy_process_group()
-    if rank == 0:
-        found |= dict(alone(rank))
-    torch.save(found, Path(folder) / f"rank{rank}")
+    if own_rank == 0:
+        all_found |= dict(alone(own_rank))
+    torch.save(all_found, Path(sys.argv[2]) / f"rank{own_rank}")
     os._exit(0)
-
-
-if __name__ == "__main__":
-    run(int(sys.argv[1]), sys.argv[2])

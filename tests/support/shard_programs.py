@@ -3,9 +3,6 @@
 A program that serves two cases, in this order: "over gloo" and "alone".
 """
 
-import os
-import sys
-import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed import init_device_mesh
 
 import recollect
-from case_server import serve
+from case_server import join, serve
 from recollect._torch_parallel import fake_process_group
 from recollect.engine.content import has_same_bits
 from recollect.errors import BudgetTooSmallError
@@ -159,13 +156,6 @@ def without_the_other(rank: int) -> dict[str, Any]:
     }
 
 
-def run(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
-    serve(lambda name: over_gloo() if name == "over gloo" else without_the_other(rank))
-
-
 if __name__ == "__main__":
-    run(int(sys.argv[1]), sys.argv[2])
+    own_rank = join(RANKS)
+    serve(lambda name: over_gloo() if name == "over gloo" else without_the_other(own_rank))

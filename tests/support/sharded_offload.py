@@ -3,22 +3,18 @@
 python sharded_offload.py RANK FOLDER
 """
 
-import os
-import sys
-import warnings
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 import recollect
 from blocks import Stack
-from case_server import serve
+from case_server import join, serve
 from offload_plans import random_offload_plan
 from offload_programs import carried_by, offload_of, plan_that_offloads, seen_names
 from recollect.engine.content import has_same_bits
@@ -102,13 +98,6 @@ def run_case(name: str) -> dict[str, Any]:
     return found
 
 
-def run(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
-    serve(run_case)
-
-
 if __name__ == "__main__":
-    run(int(sys.argv[1]), sys.argv[2])
+    join(RANKS)
+    serve(run_case)

@@ -4,10 +4,7 @@ python sharded_stages.py RANK FOLDER
 """
 
 import gc
-import os
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 
 import recollect
-from case_server import serve
+from case_server import join, serve
 
 MICRO_BATCHES = 8
 IN_BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -148,14 +145,7 @@ def ran(case: Case, mesh: Any) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    rank, folder = int(sys.argv[1]), Path(sys.argv[2])
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=4)
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline", "data"))
-    serve(lambda name: ran(CASES[name], mesh))
-
-
 if __name__ == "__main__":
-    main()
+    join(4)
+    the_mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline", "data"))
+    serve(lambda name: ran(CASES[name], the_mesh))

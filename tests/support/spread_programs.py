@@ -1,8 +1,5 @@
 """What each of four processes runs in the tests of context and expert parallelism over gloo; a program that serves cases."""
 
-import os
-import sys
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -14,7 +11,7 @@ from torch import Tensor
 from torch.distributed import DeviceMesh, init_device_mesh
 
 import recollect
-from case_server import serve
+from case_server import join, serve
 from parallel_programs import DROPPING, GPT, LLAMA, farthest, refusal
 from recollect._torch_parallel import flat_mesh
 from recollect.lab.models.config import TransformerConfig
@@ -186,11 +183,8 @@ def mean_loss(found: dict[str, Tensor]) -> dict[str, Tensor]:
     return {**found, **mean({"loss": found["loss"]})}
 
 
-def run(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
+def main() -> None:
+    join(RANKS)
     world = init_device_mesh("cpu", (RANKS,))
     halves = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
     cases: dict[str, Callable[[], Iterator[tuple[str, Any]]]] = {
@@ -205,4 +199,4 @@ def run(rank: int, folder: str) -> None:
 
 
 if __name__ == "__main__":
-    run(int(sys.argv[1]), sys.argv[2])
+    main()

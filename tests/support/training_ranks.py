@@ -13,7 +13,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 import training_runs
@@ -323,13 +322,7 @@ def run(name: str, folder: Path) -> dict[str, Any]:
     return REFUSED[name](folder)
 
 
-def main() -> None:
-    torch.set_num_threads(1)
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    dist.init_process_group("gloo")
-    folder = Path(sys.argv[1])
-    serve(lambda name: run(name, folder))
-
-
 if __name__ == "__main__":
-    main()
+    dist.init_process_group("gloo")
+    the_folder = Path(sys.argv[1])
+    serve(lambda name: run(name, the_folder))

@@ -1,15 +1,17 @@
-"""What `diagnose` takes, refuses and merges, whatever the rule."""
+"""What `diagnose` takes, refuses and merges, whatever the rule; and each text rule on a real text."""
 
 import bz2
 import doctest
 import gzip
 import lzma
+import re
 import sys
 import tracemalloc
 from pathlib import Path
 from typing import Any
 
 import pytest
+from pages import doctor  # noqa: E402
 
 import recollect
 from recollect.doctor.rule import ONE_SPEAKS, TOGETHER, TOPICS, passages
@@ -21,7 +23,6 @@ ROOT = Path(__file__).parents[3]
 DOCS = ROOT / "docs"
 sys.path.append(str(ROOT))
 
-from pages import doctor  # noqa: E402
 
 GRAPHS = "AssertionError: full recompute is only supported with full iteration CUDA graph."
 
@@ -212,3 +213,18 @@ def test_every_rule_has_a_test() -> None:
 def test_the_page_has_the_rules_of_today() -> None:
     assert doctest.testmod(doctor).failed == 0
     assert doctor.rules_table() in (DOCS / "doctor.md").read_text(encoding="utf-8")
+
+
+REAL_TEXTS = sorted((Path(__file__).parent / "texts").glob("*.txt"))
+
+
+@pytest.mark.parametrize("path", REAL_TEXTS, ids=lambda path: path.stem)
+def test_text(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    expected = re.search(r"^# finds: (.+)$", text, re.MULTILINE)
+    assert text.startswith("# source: ")
+    found = recollect.diagnose(path)
+    assert {finding.rule for finding in found} == set(expected[1].split(", "))
+    for finding in found:
+        assert finding.evidence[0].startswith(str(path))
+        assert "{" not in finding.problem.replace('{"', ""), "a number that was not filled in"

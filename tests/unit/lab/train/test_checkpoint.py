@@ -1,9 +1,10 @@
-"""Checkpoints: damage and other settings are found, random numbers go on where they were, and old files go."""
+"""Checkpoints and other files of a run: damage and other settings are found, whole or not there, of one run at a time."""
 
+import os
 import random
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from recollect.lab.train.checkpoint import (
     set_rng_state,
     write_manifest,
 )
+from recollect.lab.train.files import only_run_in, write_atomically
 
 SETTINGS = {"model.hidden_size": 64, "data.seq_length": 32, "optim.steps": 6, "step.memory_budget": None}
 
@@ -126,3 +128,27 @@ def test_as_many_checkpoints_are_kept_as_were_asked_for(tmp_path: Path) -> None:
     (tmp_path / "step_00000005.partial").mkdir()
     keep_newest(tmp_path, 2)
     assert [path.name for path in list_checkpoints(tmp_path)] == ["step_00000003", "step_00000004"]
+
+
+def test_a_second_run_in_a_folder_is_refused_with_the_first_ones_process(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    with only_run_in(folder):
+        with pytest.raises(CheckpointError, match=rf"process {os.getpid()} on .* is already training") as caught:
+            with only_run_in(folder):
+                pass
+        assert str(folder) in str(caught.value)
+    with only_run_in(folder):
+        pass
+
+
+def test_a_file_that_cannot_be_written_whole_stays_as_it_was(tmp_path: Path) -> None:
+    def write_half(file: BinaryIO) -> None:
+        file.write(b"half of")
+        raise OSError("no space left")
+
+    path = tmp_path / "plan.json"
+    path.write_text("the old one")
+    with pytest.raises(OSError, match="no space left"):
+        write_atomically(path, write_half)
+    assert path.read_text() == "the old one"
+    assert [found.name for found in tmp_path.iterdir()] == ["plan.json"]

@@ -1,11 +1,15 @@
-"""Warnings of several processes: what all say is shown once, and what one says is not lost."""
+"""Processes of one run: a warning of all is shown once, what one says is not lost, and all say which one failed."""
 
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch.distributed as dist
 
+from recollect._torch_parallel import fake_process_group
 from recollect.lab.train.launched import is_first_in, is_shown_here, shared_warnings
+from recollect.lab.train.lost_processes import LastWords
+from recollect.ranks.group import Group
 
 needs_stores = pytest.mark.skipif(not dist.is_available(), reason="needs PyTorch with torch.distributed")
 
@@ -45,3 +49,23 @@ def test_of_the_command_line_the_first_process_warns(rank: str, number: int, mon
         with shared_warnings():
             warnings.warn("one", stacklevel=1)
     assert len(found) == number
+
+
+def last_words_of(rank: int) -> LastWords:
+    with fake_process_group(rank, 3):
+        return LastWords("run", Group(range(3), dist.new_group()))
+
+
+@pytest.mark.skipif(not dist.is_available(), reason="needs PyTorch with torch.distributed")
+@pytest.mark.parametrize("failed", range(3))
+def test_all_processes_hear_which_one_failed_and_why(failed: int) -> None:
+    store = dist.HashStore()
+    words = [last_words_of(rank) for rank in range(3)]
+
+    def exchange(rank: int) -> str | None:
+        text = "MemoryError: no 2 GiB left" if rank == failed else "connection closed"
+        return words[rank].exchange(store, text, is_lost=rank != failed)
+
+    with ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(exchange, range(3)))
+    assert found == [f"rank {failed} of 3 failed, so none continues: MemoryError: no 2 GiB left"] * 3

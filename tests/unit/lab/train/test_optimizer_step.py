@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -22,12 +23,12 @@ class Regression(nn.Module):
 
 
 def test_warm_up_rises_from_its_first_step_to_the_highest_rate() -> None:
-    flags = OptimFlags(steps=10, warmup_steps=4, learning_rate=1.0)
-    assert [learning_rate_at(step, flags) for step in range(4)] == [0.25, 0.5, 0.75, 1.0]
-
-
-def test_without_warm_up_the_first_step_has_the_highest_rate() -> None:
-    assert learning_rate_at(0, OptimFlags(steps=10, warmup_steps=0, learning_rate=1.0)) == 1.0
+    flags = OptimFlags(steps=100, warmup_steps=4, learning_rate=1.0, min_lr_fraction=0.1)
+    rates = [learning_rate_at(step, flags) for step in range(100)]
+    assert rates[:4] == [0.25, 0.5, 0.75, 1.0] and max(rates) == 1.0
+    assert rates[99] == pytest.approx(0.1) and rates[4:] == sorted(rates[4:], reverse=True)
+    for steps in (1, 10):
+        assert learning_rate_at(0, OptimFlags(steps=steps, warmup_steps=0, learning_rate=1.0)) == 1.0
 
 
 def test_gradients_of_micro_batches_are_those_of_their_mean_loss() -> None:
