@@ -32,7 +32,7 @@ def train(
 ) -> tuple[Any, Attached | None]:
     """The loop of Accelerate's documentation, with accumulation, clipping, and state that is saved and loaded."""
     accelerator = Accelerator(mixed_precision=precision, gradient_accumulation_steps=2, cpu=True)
-    model = llama().train()
+    model = llama(num_hidden_layers=2).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=8)
     model, optimizer, data, schedule = accelerator.prepare(

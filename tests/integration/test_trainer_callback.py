@@ -37,8 +37,12 @@ def options(folder: Path, **changes: Any) -> Any:
     return arguments(str(folder), **{"max_steps": 12, "log_level": "error", "dataloader_pin_memory": False, **changes})
 
 
+def small() -> Any:
+    return llama(num_hidden_layers=2)
+
+
 def train(args: Any, *callbacks: Any, resume: str | None = None) -> Trainer:
-    trainer = Trainer(llama(), args, train_dataset=texts(), eval_dataset=texts(8), callbacks=[*callbacks])
+    trainer = Trainer(small(), args, train_dataset=texts(), eval_dataset=texts(8), callbacks=[*callbacks])
     trainer.train(resume_from_checkpoint=resume)
     return trainer
 
@@ -118,12 +122,12 @@ class _Ending(TrainerCallback):
 def test_an_interrupted_training_leaves_a_plain_model_and_can_begin_anew(tmp_path: Path) -> None:
     plain = train(options(tmp_path))
     budget = MemoryBudget("75%")
-    trainer = Trainer(llama(), options(tmp_path), train_dataset=texts(), callbacks=[budget, _Ending()])
+    trainer = Trainer(small(), options(tmp_path), train_dataset=texts(), callbacks=[budget, _Ending()])
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
     assert not any("recollect" in str(vars(module).get("forward")) for module in trainer.model.modules())
     trainer.remove_callback(_Ending)
-    trainer.model.load_state_dict(llama().state_dict())
+    trainer.model.load_state_dict(small().state_dict())
     trainer.optimizer = None
     # A trainer seeds when it is made.
     transformers.set_seed(trainer.args.seed)
@@ -145,7 +149,7 @@ def refused(folder: Path, error: type[Exception], text: str, **changes: Any) -> 
         warnings.simplefilter("ignore", FutureWarning)
         args = options(folder, **changes)
     with pytest.raises(error, match=text):
-        Trainer(llama(), args, train_dataset=texts(), callbacks=[MemoryBudget("75%")])
+        Trainer(small(), args, train_dataset=texts(), callbacks=[MemoryBudget("75%")])
 
 
 def test_the_trainers_own_recompute_is_refused(tmp_path: Path) -> None:
@@ -159,14 +163,14 @@ def test_a_callback_that_is_added_later_looks_at_the_arguments_too(tmp_path: Pat
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         args = options(tmp_path, gradient_checkpointing=True)
-    trainer = Trainer(llama(), args, train_dataset=texts())
+    trainer = Trainer(small(), args, train_dataset=texts())
     trainer.add_callback(MemoryBudget("75%"))
     with pytest.raises(ConfigError, match="got gradient_checkpointing=True"):
         trainer.train()
 
 
 def test_a_model_that_recomputes_by_itself_is_refused(tmp_path: Path) -> None:
-    model = llama()
+    model = small()
     hugging_face_flag.enable(model)
     trainer = Trainer(model, options(tmp_path), train_dataset=texts(), callbacks=[MemoryBudget("75%")])
     with pytest.raises(AlreadyAppliedError, match=r"Hugging Face's gradient checkpointing; .*_disable\(\) first"):
@@ -207,7 +211,7 @@ def test_another_trainer_in_two_processes_is_refused(tmp_path: Path) -> None:
         r"got world_size=2: not yet: a trainer other than Hugging Face's.* Leave MemoryBudget out, and pass the wrapped"
     )
     with pytest.raises(NotYetError, match=text):
-        MemoryBudget("1GiB").on_train_begin(args, TrainerState(), None, model=llama())
+        MemoryBudget("1GiB").on_train_begin(args, TrainerState(), None, model=small())
 
 
 @pytest.mark.parametrize(
@@ -239,7 +243,7 @@ def test_what_fsdp_is_asked_to_do_is_refused(
 
     try:
         with pytest.raises(error, match=text):
-            Sharding(llama(), arguments(str(tmp_path)), train_dataset=texts(), callbacks=[MemoryBudget("75%")])
+            Sharding(small(), arguments(str(tmp_path)), train_dataset=texts(), callbacks=[MemoryBudget("75%")])
     finally:
         AcceleratorState._reset_state()
 
