@@ -13,7 +13,6 @@ import recollect
 from recollect.errors import BudgetTooSmallError
 from recollect.planning.bound import LowerBound
 from recollect.planning.choose import Planner
-from recollect.plans.action import Action
 from recollect.profile.profile import Profile
 from recollect.simulation.decisions import CallActions, ValueActions
 from recollect.simulation.peak_sums import PeakSums
@@ -77,7 +76,7 @@ def without_output(profile: Profile, call: int, decision: CallActions, rng: rand
     graph = profile.graph_of(profile.calls[call])
     outputs = {index for index, value in enumerate(graph.values) if value.is_output}
     drops = profile.calls[call].chained and not outputs.isdisjoint(decision.values.recomputed) and rng.random() < 0.5
-    return replace(decision, output=Action.RECOMPUTE if drops else Action.KEEP)
+    return replace(decision, keeps_output=not drops)
 
 
 def test_no_random_plan_is_below_the_bound(profile: Profile) -> None:

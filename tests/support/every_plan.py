@@ -28,7 +28,7 @@ def choices(graph: UnitGraph) -> Iterator[CallActions]:
         values = ValueActions.of(dict(enumerate(actions)))
         yield CallActions(values)
         if actions[-1] is Action.RECOMPUTE:
-            yield CallActions(values, output=Action.RECOMPUTE)
+            yield CallActions(values, keeps_output=False)
 
 
 def all_plans(profile: Profile) -> list[Point]:

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import combinations
 
 from recollect.planning.hull import Evaluator, Option
-from recollect.plans.action import Action
 from recollect.profile.events import ALLOC, DIES, FORWARD, OP, PHASE, WORK, Event
 from recollect.profile.graph import UnitGraph
 from recollect.profile.profile import Profile
@@ -67,7 +66,7 @@ def _forwards(profile: Profile) -> Iterator[list[Event]]:
 
 
 def with_held(
-    graph: UnitGraph, options: Iterable[Option], held: frozenset[int], *, output: Action = Action.KEEP
+    graph: UnitGraph, options: Iterable[Option], held: frozenset[int], *, keeps_output: bool = True
 ) -> tuple[Option, ...]:
     """Return the options, plus undominated variants that keep other subsets of the held values.
 
@@ -75,13 +74,13 @@ def with_held(
         graph: the unit.
         options: its options.
         held: values alive until the loss; if there are many, all or none of them are kept.
-        output: the action of the output in `options`.
+        keeps_output: whether `options` keep the output.
 
     Returns:
         All given options, and the variants that no other beats in bytes, bytes besides the held values, and seconds;
         sorted by bytes.
     """
-    evaluator = Evaluator(graph, output=output)
+    evaluator = Evaluator(graph, keeps_output=keeps_output)
     given = {option.stored: option for option in options}
     inner = frozenset(v for v in held if not graph.values[v].is_output)
     varied = (

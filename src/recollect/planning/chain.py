@@ -29,7 +29,6 @@ from numpy.typing import NDArray
 from recollect.planning.alive_until_loss import HeldValues, held_bytes
 from recollect.planning.mix import Limits, Mix, Stage
 from recollect.planning.option_table import Candidate, Choice, KnownCosts, UnitRow
-from recollect.plans.action import Action
 from recollect.profile.events import FORWARD
 from recollect.profile.graph import UnitGraph
 from recollect.simulation.windows import Window, calls_besides
@@ -40,7 +39,7 @@ _NO_LIMIT = 2**62
 _MOST_ROUNDS = 8
 _MOST_SWITCHES = 24
 
-_Kind = tuple[int, tuple[Action, ...], bool, int]
+_Kind = tuple[int, tuple[bool, ...], bool, int]
 WorkingSets = dict[tuple[_Kind, int], dict[int, int]]
 """For each kind of unit and each of its windows: bytes of each option minus the bytes of the reference option."""
 
@@ -81,7 +80,7 @@ class Chain:
         self._known_kinds = {kind for kind, _ in self._working}
         # The leanest options, with outputs kept where possible: a dropped output adds work to the next unit.
         self._reference = tuple(
-            row.outputs.index(Action.KEEP) if Action.KEEP in row.outputs else 0 for row in self._table.rows
+            row.keeps_outputs.index(True) if any(row.keeps_outputs) else 0 for row in self._table.rows
         )
         # The probe with the lowest peak, for the model to fall back on.
         self._leanest: Candidate | None = None
@@ -145,7 +144,7 @@ class Chain:
         fixed: list[int] = []
         free: tuple[list[int], list[int]] = ([], [])
         for position, index in enumerate(self.order):
-            is_free = len(set(self._table.rows[index].outputs)) > 1
+            is_free = len(set(self._table.rows[index].keeps_outputs)) > 1
             (free[position % 2] if is_free else fixed).append(index)
         return fixed, *free
 
@@ -155,8 +154,8 @@ class Chain:
         reads_dropped = False
         for index in self.order:
             row = self._table.rows[index]
-            kinds[index] = (row.graph, row.outputs, reads_dropped, len(row.calls))
-            reads_dropped = Action.KEEP not in row.outputs
+            kinds[index] = (row.graph, row.keeps_outputs, reads_dropped, len(row.calls))
+            reads_dropped = not any(row.keeps_outputs)
         return kinds
 
     def _working_of(self, row: int, number: int) -> dict[int, int]:

@@ -31,7 +31,6 @@ from recollect.planning.output_choices import (
     number_between,
     single_outputs,
 )
-from recollect.plans.action import Action
 from recollect.plans.value_names import module_of
 from recollect.profile.graph import UnitGraph
 from recollect.profile.profile import Profile
@@ -248,22 +247,24 @@ def _with_all_held(profile: Profile, held: HeldValues, options_of: OptionsOf) ->
     held_of = dict(zip(profile.graphs, held, strict=True))
 
     @cache
-    def options_with_held(graph: UnitGraph, *, output: Action = Action.KEEP) -> tuple[Option, ...]:
+    def options_with_held(graph: UnitGraph, *, keeps_output: bool = True) -> tuple[Option, ...]:
         # A graph merged from several is not one of the profile's.
-        return with_held(graph, options_of(graph, output=output), held_of.get(graph, frozenset()), output=output)
+        options, its = options_of(graph, keeps_output=keeps_output), held_of.get(graph, frozenset())
+        return with_held(graph, options, its, keeps_output=keeps_output)
 
     return options_with_held
 
 
-def unit_options(graph: UnitGraph, *, output: Action = Action.KEEP, most_options: int = 64) -> tuple[Option, ...]:
+def unit_options(graph: UnitGraph, *, keeps_output: bool = True, most_options: int = 64) -> tuple[Option, ...]:
     """Return options for one unit, including its hull, from the leanest to the fattest.
 
     Complexity: one pass over the unit for each hull option and value; in units of more than a few hundred ops, for some
         hull options and the largest values only.
     """
-    hull = unit_hull(graph, output=output)
+    hull = unit_hull(graph, keeps_output=keeps_output)
     # The hull without overhead of the tape adds corners: small savings that the overhead per module hides.
-    free = hull if not graph.module_tape_s else unit_hull(replace(graph, tape_s=0.0, module_tape_s=()), output=output)
+    without_tape = replace(graph, tape_s=0.0, module_tape_s=())
+    free = unit_hull(without_tape, keeps_output=keeps_output) if graph.module_tape_s else hull
     corners = [*hull, *(option for option in free if option not in hull)]
     produced = frozenset(i for i, _ in graph.made)
     useful = {v for option in corners for v in option.stored.values} | {i for i in produced if graph.values[i].saved}
@@ -282,7 +283,7 @@ def unit_options(graph: UnitGraph, *, output: Action = Action.KEEP, most_options
         ),
         itertools.islice((stored for option in varied for stored in _without_modules(graph, option)), most_variations),
     )
-    rest = _undominated(graph, _evaluated(graph, variations, hull, output))
+    rest = _undominated(graph, _evaluated(graph, variations, hull, keeps_output))
     return _thinned(rest, frozenset(option.stored for option in hull), most_options)
 
 
@@ -298,11 +299,11 @@ def _without_modules(graph: UnitGraph, option: Option) -> Iterator[Stored]:
 
 
 def _evaluated(
-    graph: UnitGraph, variations: Iterable[Stored], hull: tuple[Option, ...], output: Action
+    graph: UnitGraph, variations: Iterable[Stored], hull: tuple[Option, ...], keeps_output: bool
 ) -> list[Option]:
     """Return the options of the hull and those that store these values, without duplicates."""
     seen = {option.stored: option for option in hull}
-    evaluator = Evaluator(graph, output=output)
+    evaluator = Evaluator(graph, keeps_output=keeps_output)
     lost = {i for i, value in enumerate(graph.values) if value.mutated_later and not value.saved}
     for stored in variations:
         option = evaluator.option(*stored)

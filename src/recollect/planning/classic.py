@@ -22,7 +22,6 @@ from typing import Literal
 from recollect.arguments import check_kind
 from recollect.errors import PlanError
 from recollect.planning.output_choices import dropped_outputs, longest_chain
-from recollect.plans.action import Action
 from recollect.plans.plan import Plan
 from recollect.profile.profile import Profile
 from recollect.simulation.decisions import compiled_unit, keep_all_unit, recompute_all_unit
@@ -64,12 +63,14 @@ def classic_plan(profile: Profile, name: ClassicName, n: int | None = None) -> P
         if not call.repeated or call.path in units:
             continue
         graph = profile.graph_of(call)
-        output: Action = Action.RECOMPUTE if call.path in dropped else Action.KEEP
+        keeps_output = call.path not in dropped
         leanest = next((number for number, variant in enumerate(graph.variants) if not variant.kept), -1)
-        if graph.variants and output is Action.KEEP and (stride == 0 or leanest >= 0):
+        if graph.variants and keeps_output and (stride == 0 or leanest >= 0):
             units[call.path] = compiled_unit(graph, 0 if stride == 0 else leanest)
         else:
-            units[call.path] = keep_all_unit(graph) if stride == 0 else recompute_all_unit(graph, output=output)
+            units[call.path] = (
+                keep_all_unit(graph) if stride == 0 else recompute_all_unit(graph, keeps_output=keeps_output)
+            )
     plan = Plan(units, note=note)
     return predicted_plan(profile, plan)
 

@@ -97,13 +97,13 @@ def with_compiled_costs(graph: UnitGraph) -> UnitGraph:
 
 
 @cache
-def engine_options(graph: UnitGraph, *, output: Action = Action.KEEP) -> tuple[Option, ...]:
+def engine_options(graph: UnitGraph, *, keeps_output: bool = True) -> tuple[Option, ...]:
     """Return the options of a unit on all engines that it was recorded for, from the leanest to the step without a plan.
 
     Seconds are relative to the compiled unit that keeps PyTorch's choice, which makes options of engines comparable.
     """
-    hull = unit_hull(graph, output=output)
-    if output is not Action.KEEP or not graph.variants:
+    hull = unit_hull(graph, keeps_output=keeps_output)
+    if not keeps_output or not graph.variants:
         return hull
     output_bytes = sum(value.nbytes for _, value in graph.made if value.is_output)
     eager_s = graph.beyond_default_s(graph.eager_s)

@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 
 from recollect.planning.hull import Evaluator, Option
 from recollect.planning.option_table import Candidate, OptionTable
-from recollect.plans.action import Action
 from recollect.simulation.peak_sums import Peaks, PeakSums
 from recollect.simulation.windows import alive_calls
 
@@ -43,7 +42,7 @@ class Filling:
     def __init__(self, peak_sums: PeakSums) -> None:
         self._peak_sums = peak_sums
         self._profile = peak_sums.profile
-        self._evaluators: dict[tuple[int, Action], Evaluator] = {}
+        self._evaluators: dict[tuple[int, bool], Evaluator] = {}
         self._larger: dict[tuple[int, object], list[Option]] = {}
 
     def filled(self, start: Candidate, budget_bytes: int) -> tuple[list[Option], Peaks]:
@@ -96,7 +95,8 @@ class Filling:
     def _larger_options(self, number: int, option: Option) -> list[Option]:
         """Return the options that store one value more and take less time."""
         graph = self._profile.graphs[number]
-        evaluator = self._evaluators.setdefault((number, option.output), Evaluator(graph, output=option.output))
+        keeps_output = option.keeps_output
+        evaluator = self._evaluators.setdefault((number, keeps_output), Evaluator(graph, keeps_output=keeps_output))
         others = [
             index
             for op in option.recompute_ops

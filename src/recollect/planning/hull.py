@@ -36,7 +36,7 @@ import numpy as np
 from scipy.sparse import coo_array, csr_array
 from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
-from recollect.plans.action import Action, EngineChoice
+from recollect.plans.action import EngineChoice
 from recollect.plans.value_names import module_of
 from recollect.profile.graph import UnitGraph
 
@@ -105,24 +105,24 @@ class Option:
     """Bytes of stored values, including the unit's output if kept, and of generator states to rerun random ops."""
     recompute_s: float
     """Seconds of `recompute_ops` and to gather parts, plus the overhead of the tape in forward for their modules."""
-    output: Action = Action.KEEP
+    keeps_output: bool = True
     engine: EngineChoice = EngineChoice.TAPE
     """The engine that carries it out."""
     variant: int = -1
     """Of a compiled unit, the index in `UnitGraph.variants`; -1 on other engines."""
 
     @property
-    def key(self) -> tuple[Stored, Action, EngineChoice, int]:
-        return self.stored, self.output, self.engine, self.variant
+    def key(self) -> tuple[Stored, bool, EngineChoice, int]:
+        return self.stored, self.keeps_output, self.engine, self.variant
 
 
-def unit_hull(graph: UnitGraph, *, output: Action = Action.KEEP) -> tuple[Option, ...]:
+def unit_hull(graph: UnitGraph, *, keeps_output: bool = True) -> tuple[Option, ...]:
     """Return the lower convex hull of (kept bytes, recompute seconds) over all options for one unit.
 
     Args:
         graph: the unit. Ops with a `must_keep` output, or that read a leaf that is `mutated_later`, never run again. A
             produced value that is `mutated_later` is kept only if autograd itself saved it.
-        output: "keep" if the unit's output stays in memory anyway, because the next unit starts from it.
+        keeps_output: whether the unit's output stays in memory anyway, because the next unit starts from it.
 
     Returns:
         Options from the leanest (fewest bytes) to the fattest, which keeps exactly the saved values and recomputes
@@ -140,7 +140,7 @@ def unit_hull(graph: UnitGraph, *, output: Action = Action.KEEP) -> tuple[Option
         >>> [(option.kept_bytes, option.recompute_s) for option in unit_hull(graph)]
         [(64, 0.5), (320, 0.0)]
     """
-    network = _Network(graph, keeps_output=output == Action.KEEP)
+    network = _Network(graph, keeps_output=keeps_output)
     fattest = network.evaluator.option(graph.saved_values)
     leanest = network.cut(byte_price=1.0, second_price=0.0)
     found = {_point(fattest): fattest, _point(leanest): leanest}
@@ -177,17 +177,17 @@ class Evaluator:
     Example:
         >>> from recollect.profile.graph import OpRecord, ValueRecord
         >>> values = (ValueRecord("x", 64, producer=None), ValueRecord("h", 256, producer=0, saved=True))
-        >>> Evaluator(UnitGraph(values, (OpRecord("h", (0,), (1,), 0.5),)), output="keep").option([]).recompute_s
+        >>> Evaluator(UnitGraph(values, (OpRecord("h", (0,), (1,), 0.5),))).option([]).recompute_s
         0.5
     """
 
-    def __init__(self, graph: UnitGraph, *, output: Action = Action.KEEP) -> None:
+    def __init__(self, graph: UnitGraph, *, keeps_output: bool = True) -> None:
         values = graph.values
         self._graph = graph
-        self._output = output
+        self._keeps_output = keeps_output
         self._saved = graph.saved_values
         self._fixed_ops = _fixed_ops(graph)
-        self._outputs = {i for i, v in graph.made if output == Action.KEEP and v.is_output}
+        self._outputs = {i for i, v in graph.made if keeps_output and v.is_output}
         self._free = {i for i in self._outputs if values[i].saved or not values[i].mutated_later}
         self._modules = [module_of(op.name) for op in graph.ops]
         self._module_tape_s = dict(graph.module_tape_s)
@@ -238,7 +238,7 @@ class Evaluator:
             recompute_ops=frozenset(recompute_ops),
             kept_bytes=sum(map(self._nbytes.__getitem__, whole)) + sum([part.nbytes for part in held]) + state_bytes,
             recompute_s=math.fsum((*seconds, *self._tape_s([*recompute_ops, *makers]))),
-            output=self._output,
+            keeps_output=self._keeps_output,
         )
 
     def _tape_s(self, recompute_ops: Collection[int]) -> Iterator[float]:
@@ -276,7 +276,7 @@ class _Network:
 
     def __init__(self, graph: UnitGraph, *, keeps_output: bool) -> None:
         self._graph = graph
-        self.evaluator = Evaluator(graph, output=Action.KEEP if keeps_output else Action.RECOMPUTE)
+        self.evaluator = Evaluator(graph, keeps_output=keeps_output)
         self._num_values = len(graph.values)
         self._source = self._num_values + len(graph.ops)
         self._sink = self._source + 1

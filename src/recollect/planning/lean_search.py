@@ -27,7 +27,6 @@ from recollect.planning.hull import Option, Stored
 from recollect.planning.lean_units import LeanUnits, everything_dropped
 from recollect.planning.option_table import Candidate, KnownCosts, OptionTable, with_options
 from recollect.planning.output_choices import folded_outputs, inner_outputs, number_between, single_outputs
-from recollect.plans.action import Action
 from recollect.simulation.peak_sums import PeakSums
 
 # Softness of the maximum, as parts of the step's memory minus the bytes that are always alive.
@@ -57,7 +56,7 @@ def leanest(peak_sums: PeakSums) -> Candidate:
         if descent.best_bytes >= before_bytes:
             break
         options, before_bytes = descent.best, descent.best_bytes
-    dropped = {row.path for row, option in zip(units.rows, descent.best, strict=True) if option.output != Action.KEEP}
+    dropped = {row.path for row, option in zip(units.rows, descent.best, strict=True) if not option.keeps_output}
     table = OptionTable(
         units.profile,
         dropped_outputs=dropped - single_paths,
@@ -76,9 +75,9 @@ def _best_start(units: LeanUnits, num_alive: Mapping[str, int]) -> list[Option]:
     while number is not None:
         dropped = folded_outputs(units.profile, units.working_bytes, num_dropped=number, num_alive=num_alive)
         starts[number] = [
-            units.option(index, Stored(), Action.RECOMPUTE if row.path in dropped else Action.KEEP)
+            units.option(index, Stored(), row.path not in dropped)
             if units.profile.calls[row.calls[0]].repeated
-            else units.ends(index, Action.KEEP)[-1]
+            else units.ends(index, True)[-1]
             for index, row in enumerate(units.rows)
         ]
         peaks[number] = float(units.peaks(starts[number]).max())
@@ -100,7 +99,7 @@ class _Descent:
         self._scale = max(1.0, self.best_bytes - units.profile.persistent_bytes)
         self._teams = self._sorted_into_teams()
         self._team_of = {row: team for team in self._teams for row in team}
-        self._first_output = {row: options[row].output for row in self._team_of}
+        self._kept_output = {row: options[row].keeps_output for row in self._team_of}
         self._shares = {row: self._share(row) for row in self._team_of}
         # For each team and each single unit: the effects of options on all windows, minus the first option's.
         self._effects: dict[_Team, dict[Option, _Peaks]] = {team: {} for team in self._movers()}
@@ -140,7 +139,7 @@ class _Descent:
         for index, row in enumerate(self._units.rows):
             if self._units.phases[index]:
                 reads_dropped = self._units.reads_dropped(index, self.options)
-                kind = row.graph, self.options[index].output, reads_dropped, self._units.phases[index]
+                kind = row.graph, self.options[index].keeps_output, reads_dropped, self._units.phases[index]
                 kinds.setdefault(kind, []).append(index)
         return [tuple(rows) for rows in kinds.values()]
 
@@ -158,10 +157,9 @@ class _Descent:
 
     def _measure_ends(self, free_outputs: frozenset[int]) -> None:
         for row in self._team_of:
-            outputs = (Action.KEEP, Action.RECOMPUTE) if row in free_outputs else (self.options[row].output,)
-            for output in outputs:
-                mover = self._mover(row, output)
-                for option in self._units.ends(row, output):
+            for keeps_output in (True, False) if row in free_outputs else (self.options[row].keeps_output,):
+                mover = self._mover(row, keeps_output)
+                for option in self._units.ends(row, keeps_output):
                     if option not in self._effects[mover]:
                         self._measure(mover, option)
 
@@ -178,14 +176,14 @@ class _Descent:
         weights /= weights.sum()
         for row in self._team_of:
             if weights[self._units.own_windows[row]].sum() >= _LEAST_WEIGHT:
-                mover = self._mover(row, self.options[row].output)
+                mover = self._mover(row, self.options[row].keeps_output)
                 for option in self._units.neighbors(row, self.options[row]):
                     if option not in self._effects[mover] and not self._units.is_spent:
                         self._measure(mover, option)
 
-    def _mover(self, row: int, output: Action) -> _Team:
-        """Return the team of a row, or only the row if this output is not the team's."""
-        return self._team_of[row] if output == self._first_output[row] else (row,)
+    def _mover(self, row: int, keeps_output: bool) -> _Team:
+        """Return the team of a row, or only the row if it keeps its output and the team does not, or the other way around."""
+        return self._team_of[row] if keeps_output == self._kept_output[row] else (row,)
 
     def _measure(self, mover: _Team, option: Option) -> tuple[list[Option], _Peaks]:
         options = self._changed(mover, option)

@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 
 from recollect.planning.hull import Evaluator, Option, Stored
 from recollect.planning.option_table import OptionTable, working_bytes
-from recollect.plans.action import Action
 from recollect.profile.graph import UnitGraph
 from recollect.simulation.peak_sums import PeakSums
 from recollect.simulation.windows import num_alive
@@ -55,8 +54,8 @@ class LeanUnits:
             for source in sorted(sources):
                 self.readers[source].append(index)
         self._num_left = max(_FEWEST_SIMULATIONS, _SIMULATED_EVENTS // (len(profile.log.events) or 1))
-        self._options: dict[tuple[int, Stored, Action], Option] = {}
-        self._evaluator = cache(lambda graph, output: Evaluator(profile.graphs[graph], output=output))
+        self._options: dict[tuple[int, Stored, bool], Option] = {}
+        self._evaluator = cache(lambda graph, keeps: Evaluator(profile.graphs[graph], keeps_output=keeps))
         self._worth_keeping = cache(lambda graph: worth_keeping(profile.graphs[graph]))
         self._checkpoints: dict[int, list[int]] = {}
 
@@ -68,39 +67,39 @@ class LeanUnits:
     def working_bytes(self) -> list[int]:
         return working_bytes(self.profile, everything_dropped)
 
-    def option(self, row: int, stored: Stored, output: Action) -> Option:
+    def option(self, row: int, stored: Stored, keeps_output: bool) -> Option:
         graph = self.rows[row].graph
-        key = graph, stored, output
+        key = graph, stored, keeps_output
         if key not in self._options:
-            self._options[key] = self._evaluator(graph, output).option(*stored)
+            self._options[key] = self._evaluator(graph, keeps_output).option(*stored)
         return self._options[key]
 
-    def ends(self, row: int, output: Action) -> list[Option]:
+    def ends(self, row: int, keeps_output: bool) -> list[Option]:
         """Return the options of a unit that drop everything, and that keep all values that autograd saves."""
         saved = self.profile.graphs[self.rows[row].graph].saved_values
-        return [self.option(row, Stored(), output), self.option(row, Stored.whole_values(saved), output)]
+        return [self.option(row, Stored(), keeps_output), self.option(row, Stored.whole_values(saved), keeps_output)]
 
     def neighbors(self, row: int, option: Option) -> list[Option]:
         graph = self.rows[row].graph
         parts = [part.value for part in self.profile.graphs[graph].parts]
         stored = *map(option.stored.toggled, self._worth_keeping(graph)), *map(option.stored.toggled_part, parts)
-        return [self.option(row, one, option.output) for one in stored]
+        return [self.option(row, one, option.keeps_output) for one in stored]
 
     def flipped(self, row: int, option: Option) -> list[Option]:
         """Return options of a unit that drop its output if this one keeps it, and the other way around."""
         graph = self.rows[row].graph
         values = self.profile.graphs[graph].values
         inner = option.stored.without([value for value in option.stored.values if values[value].is_output])
-        if option.output == Action.RECOMPUTE:
-            return [self.option(row, stored, Action.KEEP) for stored in dict.fromkeys((Stored(), inner))]
+        if not option.keeps_output:
+            return [self.option(row, stored, True) for stored in dict.fromkeys((Stored(), inner))]
         if graph not in self._checkpoints:
             inputs = {value for call in self.rows[row].calls for value, _, _ in self.profile.calls[call].origins}
             self._checkpoints[graph] = checkpoints(self.profile.graphs[graph], inputs)
         others = [inner.with_whole([value]) for value in self._checkpoints[graph][:_MOST_CHECKPOINTS]]
-        return [self.option(row, stored, Action.RECOMPUTE) for stored in dict.fromkeys((Stored(), inner, *others))]
+        return [self.option(row, stored, False) for stored in dict.fromkeys((Stored(), inner, *others))]
 
     def reads_dropped(self, row: int, options: Sequence[Option]) -> bool:
-        return any(options[source].output == Action.RECOMPUTE for source in self.table.sources[row])
+        return any(not options[source].keeps_output for source in self.table.sources[row])
 
     def peaks(self, options: Sequence[Option]) -> NDArray[np.float64]:
         self._num_left -= 1
@@ -151,6 +150,6 @@ def checkpoints(graph: UnitGraph, inputs: Collection[int]) -> list[int]:
     return sorted((i for i in found if not depend_on_inputs(i)), key=lambda i: (graph.values[i].nbytes, -i))
 
 
-def everything_dropped(graph: UnitGraph, *, output: Action = Action.KEEP) -> tuple[Option, ...]:
+def everything_dropped(graph: UnitGraph, *, keeps_output: bool = True) -> tuple[Option, ...]:
     """Return the only option of a unit that drops everything that can run again."""
-    return (Evaluator(graph, output=output).option(()),)
+    return (Evaluator(graph, keeps_output=keeps_output).option(()),)

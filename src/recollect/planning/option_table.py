@@ -24,7 +24,7 @@ Choice = tuple[int, ...]
 class OptionsOf(Protocol):
     """The signature of `unit_hull` and of `unit_options` in `planning/chain_solver.py`."""
 
-    def __call__(self, graph: UnitGraph, *, output: Action = Action.KEEP) -> tuple[Option, ...]:
+    def __call__(self, graph: UnitGraph, *, keeps_output: bool = True) -> tuple[Option, ...]:
         """Return options for one unit, from the leanest to the fattest."""
 
 
@@ -43,8 +43,8 @@ class UnitRow:
     """Seconds of all calls, in those of one run of that graph."""
 
     @property
-    def outputs(self) -> tuple[Action, ...]:
-        return tuple(option.output for option in self.options)
+    def keeps_outputs(self) -> tuple[bool, ...]:
+        return tuple(option.keeps_output for option in self.options)
 
 
 class OptionTable:
@@ -124,7 +124,7 @@ class OptionTable:
 
     def _lacks_output(self, index: int, option: Option) -> bool:
         graph = self.profile.graphs[self.rows[index].graph]
-        return option.output == Action.RECOMPUTE or any(graph.values[value].is_output for value in option.stored.parts)
+        return not option.keeps_output or any(graph.values[value].is_output for value in option.stored.parts)
 
     def _unit_plan(self, index: int, option: Option) -> UnitPlan:
         row = self.rows[index]
@@ -161,16 +161,16 @@ def _rows(
     rows = []
     for path, calls in profile.calls_by_path.items():
         graph = max((profile.calls[call].graph for call in calls), key=lambda g: profile.graphs[g].saved_bytes)
-        outputs: tuple[Action, ...] = (Action.RECOMPUTE,) if path in dropped_outputs else (Action.KEEP,)
+        keeps_outputs: tuple[bool, ...] = (path not in dropped_outputs,)
         if path in free_outputs and path not in dropped_outputs:
-            outputs = (Action.KEEP, Action.RECOMPUTE)
-        key = graph, outputs, frozenset(profile.calls[call].graph for call in calls)
+            keeps_outputs = (True, False)
+        key = graph, keeps_outputs, frozenset(profile.calls[call].graph for call in calls)
         if key not in known:
             record = _alike({call: profile.graph_of(profile.calls[call]) for call in calls}, profile.graphs[graph])
-            own = [option for output in outputs for option in options_of(record, output=output)]
-            if len(outputs) > 1:
+            own = [option for keeps in keeps_outputs for option in options_of(record, keeps_output=keeps)]
+            if len(keeps_outputs) > 1:
                 # Of two options with equal costs, prefer the one that keeps the output.
-                own.sort(key=lambda option: (option.kept_bytes, -option.recompute_s, option.output))
+                own.sort(key=lambda option: (option.kept_bytes, -option.recompute_s, not option.keeps_output))
             known[key] = tuple(own)
         runs = [profile.calls[call] for call in calls]
         one_s = profile.graphs[graph].forward_s
@@ -197,10 +197,10 @@ def with_options(options_of: OptionsOf, table: OptionTable, known: Sequence[Opti
         known_of.setdefault(table.profile.graphs[row.graph], set()).add(option.stored)
 
     @cache
-    def options_with_known(graph: UnitGraph, *, output: Action = Action.KEEP) -> tuple[Option, ...]:
-        evaluator = Evaluator(graph, output=output)
+    def options_with_known(graph: UnitGraph, *, keeps_output: bool = True) -> tuple[Option, ...]:
+        evaluator = Evaluator(graph, keeps_output=keeps_output)
         more = (evaluator.option(*stored) for stored in known_of.get(graph, ()))
-        found = {option.stored: option for option in (*options_of(graph, output=output), *more)}
+        found = {option.stored: option for option in (*options_of(graph, keeps_output=keeps_output), *more)}
         return tuple(sorted(found.values(), key=lambda o: (o.kept_bytes, -o.recompute_s, o.stored.order)))
 
     return options_with_known
@@ -215,7 +215,7 @@ def unit_plan(graph: UnitGraph, option: Option) -> UnitPlan:
     """
     if option.engine is EngineChoice.COMPILE:
         return compiled_unit(graph, option.variant)
-    ops = option.recompute_ops | (_ops_of_outputs(graph, option) if option.output == Action.RECOMPUTE else frozenset())
+    ops = option.recompute_ops | (_ops_of_outputs(graph, option) if not option.keeps_output else frozenset())
     needed = {value for op in ops for value in graph.ops[op].inputs}
     actions: dict[str, Action] = {}
     for index, value in graph.made:
@@ -223,7 +223,7 @@ def unit_plan(graph: UnitGraph, option: Option) -> UnitPlan:
         actions[value.name] = Action.RECOMPUTE if value.producer in ops and not is_kept else Action.KEEP
         if index in option.stored.parts:
             actions[value.name] = Action.SHARD
-    return UnitPlan(actions, output=option.output)
+    return UnitPlan(actions, output=Action.KEEP if option.keeps_output else Action.RECOMPUTE)
 
 
 def _ops_of_outputs(graph: UnitGraph, option: Option) -> frozenset[int]:
@@ -242,7 +242,7 @@ def working_bytes(profile: Profile, options_of: OptionsOf) -> list[int]:
     found = {}
     for number in {call.graph for call in profile.calls if call.repeated}:
         graph = profile.graphs[number]
-        ops = options_of(graph, output=Action.RECOMPUTE)[0].recompute_ops
+        ops = options_of(graph, keeps_output=False)[0].recompute_ops
         found[number] = sum(graph.values[v].nbytes for op in ops for v in graph.ops[op].outputs)
     return [found[call.graph] if call.repeated else 0 for call in profile.calls]
 

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from recollect.plans.action import Action
 from recollect.profile import events
 from recollect.profile.events import Key
 from recollect.simulation.decisions import CallActions, ValueActions
@@ -74,7 +73,7 @@ class Division:
                 self.parts[self._home(position, code, operands)].positions.append(position)
         self.present.update((key, (born, None)) for key, born in self._alive.items())
         self._tied = self._share()
-        self._links: dict[tuple[int, ValueActions, Action], tuple[int, ...]] = {}
+        self._links: dict[tuple[int, ValueActions, bool], tuple[int, ...]] = {}
         self._groups: dict[tuple[tuple[int, ...], ...], tuple[Group, ...]] = {}
         self._form_numbers: dict[Any, int] = {}
         self._forms: dict[int, int] = {}
@@ -123,16 +122,15 @@ class Division:
 
     def _links_of(self, call: int, decision: CallActions) -> tuple[int, ...]:
         """Return the calls that read values this call dropped; a kept output can be read once the call has returned."""
-        key = (call, decision.values, decision.output)
+        key = (call, decision.values, decision.keeps_output)
         if key not in self._links:
             dropped, sharded = decision.values.dropped, decision.values.sharded
-            keeps_output = decision.output is Action.KEEP
             values = self.program.profile.graph_of(self.program.profile.calls[call]).values
             found = {
                 reader
                 for reader, value, is_early in self._readers[call]
                 if value in dropped
-                and (is_early or not (keeps_output and values[value].is_output and value not in sharded))
+                and (is_early or not (decision.keeps_output and values[value].is_output and value not in sharded))
             }
             self._links[key] = tuple(sorted(found))
         return self._links[key]

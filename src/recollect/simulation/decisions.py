@@ -66,8 +66,8 @@ class CallActions:
 
     values: ValueActions = KEEP_ALL
     """Actions by index in the call's graph."""
-    output: Action = Action.KEEP
-    """Action for the call's output."""
+    keeps_output: bool = True
+    """Whether the call's output stays in memory."""
     is_planned: bool = True
     """Whether the plan names the unit, even if only to keep everything."""
     engine: EngineChoice = EngineChoice.TAPE
@@ -88,13 +88,12 @@ def calls_on_tape(decisions: Sequence[CallActions]) -> frozenset[int]:
 
     These are all that the plan names if any output is dropped or a part, or any value is offloaded, as each unit is an edge.
     """
-    keep, tape = Action.KEEP, EngineChoice.TAPE
-    keeps_outputs = all([d.output is keep and not d.values.sharded and not d.trips for d in decisions])
+    tape = EngineChoice.TAPE
+    keeps_outputs = all([d.keeps_output and not d.values.sharded and not d.trips for d in decisions])
     return frozenset(
         call
         for call, d in enumerate(decisions)
-        if d.engine is tape
-        and (any(d.values) or d.output is not keep or d.trips or (d.is_planned and not keeps_outputs))
+        if d.engine is tape and (any(d.values) or not d.keeps_output or d.trips or (d.is_planned and not keeps_outputs))
     )
 
 
@@ -102,10 +101,10 @@ def keep_all_unit(graph: UnitGraph) -> UnitPlan:
     return UnitPlan({value.name: Action.KEEP for _, value in graph.made})
 
 
-def recompute_all_unit(graph: UnitGraph, *, output: Action = Action.KEEP) -> UnitPlan:
+def recompute_all_unit(graph: UnitGraph, *, keeps_output: bool = True) -> UnitPlan:
     """Drop every value that can be recomputed."""
     actions = {value.name: Action.KEEP if value.must_keep else Action.RECOMPUTE for _, value in graph.made}
-    return UnitPlan(actions, output=output)
+    return UnitPlan(actions, output=Action.KEEP if keeps_output else Action.RECOMPUTE)
 
 
 def recompute_unread_unit(graph: UnitGraph) -> UnitPlan:
@@ -128,7 +127,7 @@ def decide_call(graph: UnitGraph, unit: UnitPlan | None) -> CallActions:
     if unit.engine is EngineChoice.GRAPH and unit.recomputes_anything and cut_unit(graph, values.recomputed):
         return CallActions(values, engine=unit.engine)
     trips = [(index, unit.trips[graph.values[index].name]) for index, a in actions.items() if a is Action.OFFLOAD]
-    return CallActions(values, unit.output, trips=tuple(trips))
+    return CallActions(values, unit.output is Action.KEEP, trips=tuple(trips))
 
 
 def plain_call(graph: UnitGraph) -> CallActions:

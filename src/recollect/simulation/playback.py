@@ -12,7 +12,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, Final, Protocol, TypeAlias
 
-from recollect.plans.action import Action
 from recollect.plans.trip import Timetable
 from recollect.profile import events
 from recollect.profile.events import BACKWARD, FORWARD, PHASE_NAMES, Key
@@ -313,7 +312,7 @@ class Playback(HostRoom):
 
     def _return(self, call: int) -> None:
         graph = self.profile.graphs[self.profile.calls[call].graph]
-        if self.decisions[call].output is Action.KEEP:
+        if self.decisions[call].keeps_output:
             stays = {*self.decisions[call].values.sharded, *self.trips[call]}
             for index, value in enumerate(graph.values):
                 recorded = self.dropped.pop((call, index), None) if value.is_output and index not in stays else None

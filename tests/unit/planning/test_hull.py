@@ -3,7 +3,6 @@
 import itertools
 import random
 from dataclasses import replace
-from typing import Literal
 
 import pytest
 
@@ -12,8 +11,6 @@ from recollect.planning.hull import Evaluator, Option, Stored, unit_hull
 from recollect.planning.option_table import unit_plan
 from recollect.profile.graph import OpRecord, PartRecord, UnitGraph, ValueRecord
 from watched_modules import on_modules
-
-Output = Literal["keep", "recompute"]
 
 
 def random_graph(rng: random.Random, *, num_values: int, single_output: bool = False) -> UnitGraph:
@@ -43,14 +40,14 @@ def random_graph(rng: random.Random, *, num_values: int, single_output: bool = F
     return UnitGraph(tuple(values), tuple(ops))
 
 
-def all_points(graph: UnitGraph, output: Output) -> set[tuple[int, float]]:
+def all_points(graph: UnitGraph, keeps_output: bool) -> set[tuple[int, float]]:
     """(kept bytes, recompute seconds) of every consistent choice, straight from the definition."""
     points = set()
     fixed = {v.producer for v in graph.values if v.must_keep}
     lost = {i for i, v in enumerate(graph.values) if v.producer is None and v.mutated_later}
     runnable = [i for i, op in enumerate(graph.ops) if i not in fixed and not lost & set(op.inputs)]
     produced = [i for i, v in enumerate(graph.values) if v.producer is not None]
-    outputs = {i for i in produced if output == "keep" and graph.values[i].is_output}
+    outputs = {i for i in produced if keeps_output and graph.values[i].is_output}
     keepable = [i for i in produced if graph.values[i].saved or not graph.values[i].mutated_later]
     base_bytes = sum(graph.values[i].nbytes for i in outputs)
     for mask in itertools.product((False, True), repeat=len(runnable)):
@@ -89,19 +86,19 @@ def lower_hull(points: set[tuple[int, float]]) -> list[tuple[int, float]]:
     return hull
 
 
-@pytest.mark.parametrize("output", ["keep", "recompute"])
-def test_equals_enumeration(output: Output) -> None:
+@pytest.mark.parametrize("keeps_output", [True, False])
+def test_equals_enumeration(keeps_output: bool) -> None:
     for seed in range(200):
         rng = random.Random(seed)
         graph = random_graph(rng, num_values=rng.randint(2, 10))
         if seed >= 100:
             graph = on_modules(graph, rng)
-        options = unit_hull(graph, output=output)
-        expected = lower_hull(all_points(graph, output))
+        options = unit_hull(graph, keeps_output=keeps_output)
+        expected = lower_hull(all_points(graph, keeps_output))
         found = [(option.kept_bytes, option.recompute_s) for option in options]
         # Keeping everything ends the list even where ops cost no time and something leaner is as fast.
         if found[-1] not in expected:
-            assert options[-1] == Evaluator(graph, output=output).option(range(len(graph.values))), seed
+            assert options[-1] == Evaluator(graph, keeps_output=keeps_output).option(range(len(graph.values))), seed
             found.pop()
         assert found == expected, seed
 

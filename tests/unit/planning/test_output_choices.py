@@ -43,7 +43,7 @@ def least_of_strides(profile: Profile) -> int:
                 ValueActions.recomputing(
                     i for i, v in enumerate(profile.graph_of(call).values) if v.producer is not None and not v.must_keep
                 ),
-                output=Action.RECOMPUTE if call.path in dropped else Action.KEEP,
+                keeps_output=call.path not in dropped,
             )
             for call in profile.calls
         ]

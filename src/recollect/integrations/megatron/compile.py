@@ -128,7 +128,7 @@ def _units(profile: Profile, choice: Choice, chunks: Chunks, heads: Sequence[str
         dropped = outputs_within(profile, [chunk[i : i + n] for chunk in chunks for i in range(0, len(chunk), n)])
     rest = _selective_units({path: graph for path, graph in layers.items() if path not in full}, {})
     return {
-        path: rest.get(path) or recompute_all_unit(graph, output=Action.RECOMPUTE if path in dropped else Action.KEEP)
+        path: rest.get(path) or recompute_all_unit(graph, keeps_output=path not in dropped)
         for path, graph in layers.items()
     }
 
