@@ -92,7 +92,7 @@ MUTATIONS = (
         "readers-of-dropped-outputs-alike",
         "a unit that reads a dropped output is taken to need no more than one that does not",
         "planning",
-        (("reads_dropped = Action.KEEP not in row.outputs", "reads_dropped = False"),),
+        (("reads_dropped = not any(row.keeps_outputs)", "reads_dropped = False"),),
     ),
     Mutation(
         "states-free-in-the-cut",
