@@ -20,6 +20,9 @@ from watch import Watch
 from zoo import ZOO, Case
 
 every_case = pytest.mark.parametrize("case", ZOO.values(), ids=ZOO)
+# Of each kind of model one: decoders, two stacks, convolutions, experts, recurrences, PyTorch's own layers.
+KINDS = ("llama", "t5", "resnet", "mixtral", "mamba", "transformer")
+few_cases = pytest.mark.parametrize("name", long_but(KINDS, ZOO))
 few_plans = pytest.mark.parametrize("policy", FEW_PLANS.values(), ids=FEW_PLANS)
 
 
@@ -46,10 +49,10 @@ def test_one_step(name: str, plans: str) -> None:
     assert_same_gradients(expected, step_of(case, model), "without a plan again")
 
 
-@every_case
-def test_plans_do_recompute(case: Case) -> None:
+@few_cases
+def test_plans_do_recompute(name: str) -> None:
     """Without this, an engine that keeps everything would pass every other test here."""
-    counts = {}
+    counts, case = {}, ZOO[name]
     model = case.model()
     for name, policy in {"plain": None, "keep-all": KEEP_ALL, "random": Random(1), "full": FULL}.items():
         applied = nullcontext() if policy is None else apply_policy(model, case.layers, policy)
@@ -60,10 +63,10 @@ def test_plans_do_recompute(case: Case) -> None:
     assert counts["plain"] < counts["random"] < counts["full"]
 
 
-@every_case
-def test_plans_do_save(case: Case) -> None:
+@few_cases
+def test_plans_do_save(name: str) -> None:
     """Keeping everything costs not a byte more than the plain step; dropping everything saves most of it."""
-    kept_bytes = {}
+    kept_bytes, case = {}, ZOO[name]
     model, batch = case.model(), case.data()
     for name, policy in {"plain": None, "keep-all": KEEP_ALL, "full": FULL}.items():
         applied = nullcontext() if policy is None else apply_policy(model, case.layers, policy)

@@ -8,6 +8,7 @@ import torch
 
 from asked_cases import AskedCases
 from rank_processes import rank_cases
+from tiers import long
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs PyTorch with the gloo backend")
@@ -17,7 +18,7 @@ pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reaso
 cases = rank_cases(ROOT / "tests/support/group_programs.py", 2)
 
 
-@pytest.mark.parametrize("name", ["DDP", "FSDP2", "FSDP2, graph", "TP and SP"])
+@pytest.mark.parametrize("name", ["DDP", *long(["FSDP2"]), "FSDP2, graph", "TP and SP"])
 def test_one_line_has_both_run_one_plan_and_train_as_before(name: str, cases: AskedCases) -> None:
     first, second = cases[name]
     assert first["equal"] and second["equal"]
@@ -28,7 +29,8 @@ def test_one_line_has_both_run_one_plan_and_train_as_before(name: str, cases: As
 @pytest.mark.parametrize(
     ("name", "num_kinds"),
     [
-        ("FSDP2 around traces", 4),
+        ("FSDP2 around traces", 2),
+        pytest.param("FSDP2 around more traces", 2, marks=pytest.mark.long),
         ("FSDP2 around compiled code", 1),
         pytest.param("FSDP2 around more compiled code", 2, marks=pytest.mark.long),
     ],

@@ -8,16 +8,19 @@ import pytest
 import torch
 from torch import nn
 
-from gradients import assert_same_gradients, call, clear, loss_of, step_of
+from blocks import Stack, built, mean_square, partitioned
+from gradients import assert_same_gradients, call, clear, gradients, loss_of, step_of
 from policies import FEW_PLANS, FULL, KEEP_ALL, NOTHING_KEPT, Policy, Random
 from recollect.applying import apply_policy
 from recollect.errors import AlreadyAppliedError
+from tiers import long_but
 from watch import Watch, live_tensors
 from zoo import ZOO
 
 LLAMA = ZOO["llama"]
 few_plans = pytest.mark.parametrize("policy", FEW_PLANS.values(), ids=FEW_PLANS)
-some_cases = pytest.mark.parametrize("name", ["llama", "gpt2", "t5", "resnet", "transformer"])
+SOME = ("llama", "gpt2", "t5", "resnet", "transformer")
+some_cases = pytest.mark.parametrize("name", SOME)
 
 
 def _what_a_user_sees(model: nn.Module) -> dict[str, Any]:
@@ -182,7 +185,7 @@ def test_a_second_plan_is_refused_and_the_first_stays() -> None:
         assert_same_gradients(expected, step_of(LLAMA, model))
 
 
-@some_cases
+@pytest.mark.parametrize("name", long_but(["llama", "resnet"], SOME))
 def test_no_tensor_is_left_behind(name: str) -> None:
     """Without help from the cycle collector, a step leaves no tensors and no bytes, differentiated or not."""
     case = ZOO[name]
@@ -220,3 +223,31 @@ def test_nothing_is_held_while_nothing_is_dropped_in_no_grad() -> None:
         held = output.loss.nbytes + output.logits.nbytes
         del output
         assert watch.live_bytes() < held
+
+
+@few_plans
+def test_partitioned_frozen_parameters(policy: Policy) -> None:
+    """As ZeRO-3 partitions them: by whole blocks, or as DeepSpeed each linear layer and norm by itself."""
+    model: Stack = built(Stack)
+    for block in model.blocks:
+        block.norm.requires_grad_(False)
+        block.up.requires_grad_(False)
+    rows = torch.randn(6, 16)
+    expected = gradients(model, rows, mean_square)
+    leaves = [module for block in model.blocks for module in block.children()]
+    for modules in (leaves, list(model.blocks)):
+        with partitioned(modules), apply_policy(model, model.layers, policy):
+            assert_same_gradients(expected, gradients(model, rows, mean_square))
+
+
+@few_plans
+def test_a_cache_grows_once(policy: Policy) -> None:
+    """Transformers' flag avoids this by switching the cache off; here it may stay on."""
+    for case in (LLAMA, ZOO["llama_padded"]):
+        model = case.model()
+        expected = step_of(case, model)
+        with apply_policy(model, case.layers, policy):
+            assert_same_gradients(expected, step_of(case, model))
+            output = call(model, case.data())
+            output.loss.backward()
+            assert output.past_key_values.get_seq_length() == 12

@@ -24,26 +24,6 @@ MOST_OVER_BYTES = 2048
 OPERAND_BYTES = 4 * 96 * (192 + 64) * 4
 
 
-class _Product(torch.autograd.Function):
-    """A linear layer's product, saved and differentiated by hand."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return x @ weight.t()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        x, weight = ctx.saved_tensors
-        return gradient @ weight, gradient.flatten(0, -2).t() @ x.flatten(0, -2)
-
-
-class _FunctionLinear(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = _Product.apply(x, self.weight)
-        return result
-
-
 class _Lora(nn.Module):
     """A frozen linear with a trained product of two narrow matrices beside it."""
 
@@ -71,14 +51,6 @@ def _with_linears(model: Any, make: Callable[[nn.Linear], nn.Module]) -> nn.Modu
                 setattr(module, name, make(child))
     result: nn.Module = model
     return result
-
-
-def _functions() -> nn.Module:
-    model = _llama()
-    for module in model.modules():
-        if type(module) is nn.Linear:
-            module.__class__ = _FunctionLinear
-    return model
 
 
 def _qlora() -> nn.Module:
@@ -129,7 +101,7 @@ def _peak_bytes(model: nn.Module, batch: dict[str, Tensor], profile: Profile) ->
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
-@pytest.mark.parametrize("make", [_functions, _qlora, *long_but(_FLOAT8[:1], _FLOAT8), _mxfp8])
+@pytest.mark.parametrize("make", [_qlora, *long_but(_FLOAT8[:1], _FLOAT8), _mxfp8])
 def test_as_lean_as_checkpointing_and_exact(make: Callable[[], Any]) -> None:
     model = make().train()
     tokens = torch.randint(0, 64, (4, 96))
