@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import recollect
+from blocks import Computes
 from contract_steps import Run, plain
 from contract_units import HOOKS, ROWS, UNITS, WIDTH, Case, Model, WrittenDouble
 from engines import applied, num_tape_calls, traced, traced_forwards
@@ -45,6 +47,14 @@ def changed(change: Callable[[Model], object], case: Case = FEED_FORWARD) -> tup
         change(model)
         assert_same_gradients(expected.noted, run.through(plain, plain, plain))
     return handle, next((forward.why_not for forward in traced_forwards(handle) if forward.why_not), "")
+
+
+def stays(case: Case, why_not: str, *steps: Callable[[Run], None]) -> None:
+    """Check that a unit stays on the tape, with the same bits, and that one line says why."""
+    model, expected = case.model(), Run(case.model()).through(*steps)
+    with applied("graph", model, FULL), pytest.warns(ConfigWarning, match=line(why_not)) as told:
+        assert_same_gradients(expected, Run(model).through(*steps))
+    assert len(told) == 1
 
 
 # What changes
@@ -95,11 +105,8 @@ def test_another_method_that_is_replaced(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_method_that_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    def scaled(self: nn.Linear, hidden: Tensor) -> Tensor:
-        return nn.functional.linear(hidden, self.weight, self.bias) * 2
-
     with pytest.warns(ConfigWarning, match=line("a method of one of its classes was replaced")):
-        changed(lambda _: monkeypatch.setattr(nn.Linear, "forward", scaled))
+        changed(lambda _: monkeypatch.setattr(nn.Linear, "forward", lambda self, x: F.linear(x, self.weight) * 2))
 
 
 @pytest.mark.parametrize(
@@ -117,32 +124,24 @@ def test_a_method_that_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 @pytest.mark.filterwarnings("ignore:recollect.*run on the tape, exactly")
 def test_parts_that_are_replaced(change: Callable[[Model], object]) -> None:
-    torch.manual_seed(7)
-    state = torch.get_rng_state()
-
     def the_same(model: Model) -> None:
-        before = torch.get_rng_state()
-        torch.set_rng_state(state)
-        change(model)
-        torch.set_rng_state(before)
+        with torch.random.fork_rng():
+            torch.manual_seed(7)
+            change(model)
 
     changed(the_same)
-
-
-class ScaledIn32Bits(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(WIDTH, dtype=torch.bfloat16))
-
-    def forward(self, rows: Tensor) -> Tensor:
-        return rows + (rows.float().sin() * self.weight).bfloat16()
 
 
 @pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="gradients have the type of their parameters")
 @pytest.mark.parametrize("dtypes", [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)])
 def test_gradients_of_another_type_than_their_parameters(dtypes: tuple[torch.dtype, torch.dtype]) -> None:
     """As FSDP2 has them from torch 2.15 on, where it gathers parameters in 16 bits."""
-    plainly, model = (nn.Sequential(ScaledIn32Bits(), ScaledIn32Bits()) for _ in range(2))
+
+    def scaled_in_32_bits() -> Computes:
+        weight = nn.Parameter(torch.ones(WIDTH, dtype=torch.bfloat16))
+        return Computes(lambda self, rows: rows + (rows.float().sin() * self.weight).bfloat16(), weight=weight)
+
+    plainly, model = (nn.Sequential(scaled_in_32_bits(), scaled_in_32_bits()) for _ in range(2))
     rows = torch.linspace(-1, 1, 8 * WIDTH, dtype=torch.bfloat16).view(8, WIDTH)
     with traced(model, ["0", "1"], FULL) as handle:
         for number in range(7):
@@ -209,11 +208,7 @@ def _sine_in_a_trace(hidden: Tensor) -> Tensor:
     ids=["branch", "number", "other ops", "view"],
 )
 def test_what_cannot_be_traced(function: Any, why_not: str) -> None:
-    case = Case("untraceable", function)
-    model, expected = case.model(), Run(case.model()).through(plain, plain, plain)
-    with applied("graph", model, FULL), pytest.warns(ConfigWarning, match=line(why_not)) as told:
-        assert_same_gradients(expected, Run(model).through(plain, plain, plain))
-    assert len(told) == 1
+    stays(Case("untraceable", function), why_not, plain, plain, plain)
 
 
 class AsksForLeaves(nn.Linear):
@@ -234,25 +229,16 @@ def test_code_that_asks_what_no_guard_sees() -> None:
         calls=lambda units, x: units[0](x if units[0].count else x.detach().requires_grad_()),
     )
 
-    def steps(model: Model) -> Step:
-        run = Run(model)
-        run.through(plain, plain, plain)
-        model.units[0].count = 1
-        return run.through(plain, plain)
+    def counted(run: Run) -> None:
+        run.model.units[0].count = 1
 
-    model, expected = case.model(), steps(case.model())
     why_not = "code of AsksForLeaves uses is_leaf, which a trace would take for constant"
-    with applied("graph", model, FULL), pytest.warns(ConfigWarning, match=line(why_not)):
-        assert_same_gradients(expected, steps(model))
+    stays(case, why_not, plain, plain, plain, counted, plain, plain)
 
 
 def test_guards_that_fail_in_every_call() -> None:
-    case = UNITS["counter"]
-    model, expected = case.model(), Run(case.model()).through(*[plain] * 8)
     why_not = r"its calls differ, and each would have to be traced: 'count == 1' did not hold in the last one"
-    with applied("graph", model, FULL), pytest.warns(ConfigWarning, match=line(why_not)) as told:
-        assert_same_gradients(expected, Run(model).through(*[plain] * 8))
-    assert len(told) == 1
+    stays(UNITS["counter"], why_not, *[plain] * 8)
 
 
 def test_arguments_of_many_shapes() -> None:
@@ -261,10 +247,7 @@ def test_arguments_of_many_shapes() -> None:
         FEED_FORWARD.function,
         calls=lambda units, x: torch.stack([units[0](x[:, :, None].expand(4, 8, n).mT).mean() for n in range(1, 11)]),
     )
-    model, expected = case.model(), Run(case.model()).through(plain, plain)
-    why_not = "its arguments come in more than 8 shapes"
-    with applied("graph", model, FULL), pytest.warns(ConfigWarning, match=line(why_not)):
-        assert_same_gradients(expected, Run(model).through(plain, plain))
+    stays(case, "its arguments come in more than 8 shapes", plain, plain)
 
 
 def test_a_third_shape_where_the_tape_has_learned_what_to_watch() -> None:

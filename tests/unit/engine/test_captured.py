@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 import recollect
+from blocks import Computes
 from capture_checker import CaptureChecker
 from contract_steps import Run, plain
 from contract_units import UNITS
@@ -90,18 +91,11 @@ def test_a_unit_that_fits_no_trace_runs_on_the_tape() -> None:
 def test_the_value_to_keep_is_what_was_written_last() -> None:
     """In a trace, what is drawn and then changed in place runs again as a whole."""
 
-    class Noise(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Linear(4, 4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.inner(x) * torch.rand_like(x).mul_(2).add_(1)
-
     def step() -> None:
         model(torch.ones(2, 4)).sum().backward()
 
-    model = nn.Sequential(Noise())
+    noise = Computes(lambda self, x: self.inner(x) * torch.rand_like(x).mul_(2).add_(1), inner=nn.Linear(4, 4))
+    model = nn.Sequential(noise)
     with traced(model, ["0"], FULL):
         for _ in range(3):
             step()
@@ -143,29 +137,24 @@ class NoisyUnseen(Noisy):
         return output
 
 
-class NoisyUnit(nn.Module):
-    def __init__(self, function: Any) -> None:
-        super().__init__()
-        self.function, self.inner, self.p = function, nn.Linear(4, 4), 0.5
-
-    def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.function.apply(self.inner(x).sin(), self.p)
-        return found.cos()
+def noisy_unit(function: Any) -> Computes:
+    return Computes(lambda self, x: function.apply(self.inner(x).sin(), self.p).cos(), inner=nn.Linear(4, 4), p=0.5)
 
 
-def noisy_step(unit: NoisyUnit) -> None:
+def noisy_step(unit: nn.Module) -> None:
     unit(torch.ones(2, 4)).sum().backward()
 
 
-def drawing_unit(function: Any, monkeypatch: pytest.MonkeyPatch) -> NoisyUnit:
-    """On CUDA the default generator is watched; on the CPU everything may draw from it, and nobody watches."""
+@pytest.fixture
+def watches_the_default_generator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on CUDA; on the CPU everything may draw from it, and nobody watches."""
     monkeypatch.setattr("recollect.engine.function_run.cuda_generators", lambda: [torch.default_generator])
-    return NoisyUnit(function)
 
 
+@pytest.mark.usefixtures("watches_the_default_generator")
 @pytest.mark.parametrize("function", [Noisy, NoisyUnseen])
-def test_a_function_that_draws(function: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    unit = drawing_unit(function, monkeypatch)
+def test_a_function_that_draws(function: Any) -> None:
+    unit = noisy_unit(function)
     with apply_policy(nn.Sequential(unit), ["0"], FULL):
         noisy_step(unit)
         what = f"{function.__name__} in unit '0'"
@@ -173,8 +162,9 @@ def test_a_function_that_draws(function: Any, monkeypatch: pytest.MonkeyPatch) -
             noisy_step(unit)
 
 
-def test_a_function_whose_results_are_kept_may_draw(monkeypatch: pytest.MonkeyPatch) -> None:
-    unit = drawing_unit(Noisy, monkeypatch)
+@pytest.mark.usefixtures("watches_the_default_generator")
+def test_a_function_whose_results_are_kept_may_draw() -> None:
+    unit = noisy_unit(Noisy)
     checker = CaptureChecker(sees_ops=True)
     with apply_policy(nn.Sequential(unit), ["0"], KEEP_ALL):
         noisy_step(unit)
@@ -185,7 +175,7 @@ def test_a_function_whose_results_are_kept_may_draw(monkeypatch: pytest.MonkeyPa
 
 def test_a_function_that_gets_constants_which_it_has_not_had_before() -> None:
     """Its arguments were not compared for them."""
-    unit = NoisyUnit(Noisy)
+    unit = noisy_unit(Noisy)
     with apply_policy(nn.Sequential(unit), ["0"], KEEP_ALL):
         noisy_step(unit)
         unit.p = 0.25
@@ -199,25 +189,22 @@ def test_a_function_that_gets_constants_which_it_has_not_had_before() -> None:
 # What the host decides in each step
 
 
-def offloading_model() -> tuple[nn.Module, recollect.Plan]:
-    model = nn.Sequential(nn.Sequential(nn.Linear(8, 8), nn.GELU()), nn.Sequential(nn.Linear(8, 8), nn.GELU()))
-    return model, recollect.Plan({name: UnitPlan({"0.addmm": "offload", "1.gelu": "keep"}) for name in ("0", "1")})
-
-
 def test_values_in_host_memory() -> None:
-    model, plan = offloading_model()
-    with recollect.apply(model, plan):
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in "ab"))
+    unit = UnitPlan({"0.addmm": "offload", "1.gelu": "keep"})
+    with recollect.apply(model, recollect.Plan({"0": unit, "1": unit})):
         model(torch.ones(2, 8)).sum().backward()
         with rehearsing_capture(), refuses("action", "offload", "the host decides in each step where and when"):
             model(torch.ones(2, 8))
 
 
-def test_values_that_a_policy_sends_to_host_memory() -> None:
-    def offloads(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        return CheckpointPolicy.MUST_CPU_OFFLOAD
+def always(answer: CheckpointPolicy) -> Any:
+    return partial(create_selective_checkpoint_contexts, lambda context, op, *args, **kwargs: answer)
 
+
+def test_values_that_a_policy_sends_to_host_memory() -> None:
     def step() -> None:
-        contexts = partial(create_selective_checkpoint_contexts, offloads)
+        contexts = always(CheckpointPolicy.MUST_CPU_OFFLOAD)
         recollect.checkpoint(torch.sin, torch.ones(3, requires_grad=True).exp(), context_fn=contexts).sum().backward()
 
     step()
@@ -226,14 +213,11 @@ def test_values_that_a_policy_sends_to_host_memory() -> None:
 
 
 def test_what_a_policy_does_not_save_may_not_draw() -> None:
-    def nothing(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        return CheckpointPolicy.PREFER_RECOMPUTE
-
     def noise(x: Tensor) -> Tensor:
         return torch.rand_like(x).sin() * x
 
     def step() -> None:
-        contexts = partial(create_selective_checkpoint_contexts, nothing)
+        contexts = always(CheckpointPolicy.PREFER_RECOMPUTE)
         recollect.checkpoint(noise, torch.ones(3, requires_grad=True), context_fn=contexts).sum().backward()
 
     step()
