@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import recollect
+from blocks import Computes
 from fp8_models import (
     KINDS,
     LAYERS,
@@ -140,23 +141,17 @@ def test_a_frozen_scale_that_somebody_writes_is_an_error_that_names_the_op() -> 
 
 def test_a_scale_that_a_users_hook_updates_in_backward_is_an_error_that_names_the_op() -> None:
     """A layer of somebody's own that reads its scale where it is, of which it is told in a backward hook."""
-    model = nn.Sequential(_OwnScale(), nn.Linear(16, 16))
+    own_scale = Computes(
+        lambda self, x: ((x * self.scale).sigmoid() * self.scale).tanh() @ self.weight,
+        weight=nn.Parameter(torch.eye(16)),
+        scale=torch.ones(()),
+    )
+    model = nn.Sequential(own_scale, nn.Linear(16, 16))
     model[1].register_full_backward_hook(lambda *_: model[0].scale.mul_(2) and None)  # type: ignore[func-returns-value]
     with apply_policy(model, ["0"], FULL):
         loss = model(torch.randn(4, 16, requires_grad=True)).square().sum()
         with pytest.raises(MutatedValueError, match=r"shape \[\], used by mul in 0, was changed in place 1 time"):
             loss.backward()
-
-
-class _OwnScale(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.eye(16))
-        self.register_buffer("scale", torch.ones(()))
-        self.scale: Tensor
-
-    def forward(self, x: Tensor) -> Tensor:
-        return ((x * self.scale).sigmoid() * self.scale).tanh() @ self.weight
 
 
 # Training runs

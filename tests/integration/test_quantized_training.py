@@ -11,6 +11,7 @@ import transformers
 from torch import Tensor, nn
 
 import recollect
+from blocks import Computes
 from gradients import assert_same_gradients, gradients
 from predictions import IDS, LEAN_LOOP
 from recollect.errors import BudgetTooSmallError
@@ -24,18 +25,14 @@ MOST_OVER_BYTES = 2048
 OPERAND_BYTES = 4 * 96 * (192 + 64) * 4
 
 
-class _Lora(nn.Module):
+def _lora(base: nn.Module, width: int, out_width: int) -> Computes:
     """A frozen linear with a trained product of two narrow matrices beside it."""
-
-    def __init__(self, base: nn.Module, width: int, out_width: int) -> None:
-        super().__init__()
-        self.base = base
-        self.drop = nn.Dropout(0.1)
-        self.down, self.up = nn.Linear(width, 4, bias=False), nn.Linear(4, out_width, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.base(x) + self.up(self.down(self.drop(x)))
-        return result
+    parts = {
+        "drop": nn.Dropout(0.1),
+        "down": nn.Linear(width, 4, bias=False),
+        "up": nn.Linear(4, out_width, bias=False),
+    }
+    return Computes(lambda self, x: self.base(x) + self.up(self.down(self.drop(x))), base=base, **parts)
 
 
 def _llama() -> nn.Module:
@@ -61,7 +58,7 @@ def _qlora() -> nn.Module:
             linear.in_features, linear.out_features, bias=False, quant_type="nf4", compute_dtype=torch.float32
         )
         four_bit.weight = bitsandbytes.nn.Params4bit(linear.weight.data, requires_grad=False, quant_type="nf4")
-        return _Lora(four_bit.to("cpu"), linear.in_features, linear.out_features)
+        return _lora(four_bit.to("cpu"), linear.in_features, linear.out_features)
 
     model = _llama().requires_grad_(False)
     _with_linears(model, quantized)

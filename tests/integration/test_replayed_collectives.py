@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import recollect
+from blocks import Computes
 from gradients import assert_same_gradients
 from rank_programs import replayed_collectives, run_on_ranks
 from recollect.simulation.decisions import decide
@@ -32,39 +33,24 @@ def group() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-class Attention(nn.Module):
-    """Causal attention over this rank's heads. [b, s, h] -> [b, s, h]."""
+def layer() -> Computes:
+    """A layer of the formula. [b, s, h] -> [b, s, h], or the same with s / t under sequence parallelism."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.q, self.k, self.v, self.o = (nn.Linear(H, H, bias=False) for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
+    def attend(self: Any, x: Tensor) -> Any:
+        """Causal attention over this rank's heads."""
         q, k, v = (part(x).unflatten(-1, (-1, H // HEADS)).transpose(1, 2) for part in (self.q, self.k, self.v))
         mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.o(mixed.transpose(1, 2).flatten(2))
 
-
-class MLP(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(H, 4 * H, bias=False), nn.Linear(4 * H, H, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(nn.functional.gelu(self.up(x)))
-
-
-class Layer(nn.Module):
-    """A layer of the formula. [b, s, h] -> [b, s, h], or the same with s / t under sequence parallelism."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm_1, self.norm_2 = nn.LayerNorm(H, bias=False), nn.LayerNorm(H, bias=False)
-        self.attention, self.mlp = Attention(), MLP()
-
-    def forward(self, x: Tensor) -> Tensor:
+    def run(self: Any, x: Tensor) -> Any:
         x = x + self.attention(self.norm_1(x))
         return x + self.mlp(self.norm_2(x))
+
+    norms = {f"norm_{number}": nn.LayerNorm(H, bias=False) for number in (1, 2)}
+    attention = Computes(attend, **{name: nn.Linear(H, H, bias=False) for name in "qkvo"})
+    products = {"up": nn.Linear(H, 4 * H, bias=False), "down": nn.Linear(4 * H, H, bias=False)}
+    mlp = Computes(lambda self, x: self.down(nn.functional.gelu(self.up(x))), **products)
+    return Computes(run, **norms, attention=attention, mlp=mlp)
 
 
 def layers(number: int, *, sequence: bool) -> nn.Sequential:
@@ -79,7 +65,7 @@ def layers(number: int, *, sequence: bool) -> nn.Sequential:
     )
 
     torch.manual_seed(0)
-    model = nn.Sequential(*(Layer() for _ in range(number)))
+    model = nn.Sequential(*(layer() for _ in range(number)))
     between = Shard(1) if sequence else Replicate()
     styles: dict[str, Any] = {
         **{f"attention.{name}": ColwiseParallel() for name in "qkv"},
@@ -90,8 +76,8 @@ def layers(number: int, *, sequence: bool) -> nn.Sequential:
     if sequence:
         whole = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
         styles |= {"norm_1": SequenceParallel(), "norm_2": SequenceParallel(), "attention": whole, "mlp": whole}
-    for layer in model:
-        parallelize_module(layer, init_device_mesh("cpu", (T,)), styles)
+    for one in model:
+        parallelize_module(one, init_device_mesh("cpu", (T,)), styles)
     return model
 
 
@@ -172,14 +158,10 @@ def test_megatrons_settings_gather_again_whatever_they_recompute() -> None:
         assert usage.replayed_collectives == {"all_gather_into_tensor": 2}
 
 
-class Exchange(nn.Module):
+def exchange() -> Computes:
     """A layer that calls functional collectives itself, as expert and context parallelism do. [n, h] -> [n, h]."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(H, H), nn.Linear(H, H)
-
-    def forward(self, x: Tensor) -> Tensor:
+    def run(self: Any, x: Tensor) -> Any:
         from torch.distributed import _functional_collectives as functional
 
         rows = [len(x) // T] * T
@@ -188,11 +170,13 @@ class Exchange(nn.Module):
         gathered = functional.all_gather_single(back.exp(), 0, dist.group.WORLD)
         return functional.reduce_scatter_single(gathered.sin(), "sum", 0, dist.group.WORLD).cos()
 
+    return Computes(run, up=nn.Linear(H, H), down=nn.Linear(H, H))
+
 
 @pytest.mark.usefixtures("group")
 def test_collectives_that_a_model_calls_run_again() -> None:
     torch.manual_seed(0)
-    model, x = nn.Sequential(*(Exchange() for _ in range(3))), torch.randn(8, H)
+    model, x = nn.Sequential(*(exchange() for _ in range(3))), torch.randn(8, H)
     profile, plan = full_plan(model, x, "replay")
     report = recollect.verify(model, x, plan, loss_fn=torch.sum, compare="step", time=False)
     assert report.equal
@@ -210,7 +194,7 @@ def test_collectives_that_a_model_calls_run_again() -> None:
 def test_a_plan_that_does_not_name_a_collective_keeps_it() -> None:
     """However many others of its kind it names: another rank may run fewer."""
     torch.manual_seed(0)
-    model, x = nn.Sequential(Exchange(), Exchange()), torch.randn(8, H)
+    model, x = nn.Sequential(exchange(), exchange()), torch.randn(8, H)
     _, plan = full_plan(model, x, "replay")
     lean = {
         path: recollect.UnitPlan(

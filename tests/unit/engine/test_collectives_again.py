@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_reduce
 
 import recollect
+from blocks import Computes
 from recollect._torch_parallel import RankNotes, fake_process_group
 from recollect.engine import together
 from recollect.engine.together import Agreement
@@ -52,20 +53,16 @@ class Sum(torch.autograd.Function):
         return gradient
 
 
-class Layer(nn.Module):
+def layer(op: str) -> Computes:
     """Scales its input by a sum over ranks. [n, 8] -> [n, 8]."""
 
-    def __init__(self, op: str = FUNCTIONAL) -> None:
-        super().__init__()
-        self.linear, self.op = nn.Linear(8, 8), op
-
-    def forward(self, hidden: Tensor) -> Tensor:
+    def run(self: Any, hidden: Tensor) -> Tensor:
         assert dist.group.WORLD is not None
         hidden = self.linear(hidden).sin()
-        is_functional = self.op == FUNCTIONAL
-        total = all_reduce(hidden.detach(), "sum", dist.group.WORLD) if is_functional else Sum.apply(hidden)
-        output: Tensor = hidden * total
-        return output
+        is_functional = op == FUNCTIONAL
+        return hidden * (all_reduce(hidden.detach(), "sum", dist.group.WORLD) if is_functional else Sum.apply(hidden))
+
+    return Computes(run, linear=nn.Linear(8, 8))
 
 
 def tells(store: Any, plan: Plan) -> None:
@@ -75,7 +72,7 @@ def tells(store: Any, plan: Plan) -> None:
 
 @pytest.mark.parametrize("op", [FUNCTIONAL, "c10d::allreduce_"])
 def test_what_it_makes_is_awaited(store: Any, op: str) -> None:
-    model = nn.Sequential(Layer(op))
+    model = nn.Sequential(layer(op))
     tells(store, PLAN)
     with recollect.apply(model, PLAN), Watch() as watch:
         loss = model(torch.randn(4, 8)).sum()
@@ -87,7 +84,7 @@ def test_what_it_makes_is_awaited(store: Any, op: str) -> None:
 
 @pytest.mark.parametrize("op", [FUNCTIONAL, "c10d::allreduce_"])
 def test_it_does_not_run_again_before_the_other_rank_has_told_the_same_plan(store: Any, op: str) -> None:
-    model = nn.Sequential(Layer(op))
+    model = nn.Sequential(layer(op))
     tells(store, Plan({"0": UnitPlan({"sin": "recompute"})}))
     with recollect.apply(model, PLAN), Watch() as watch:
         loss = model(torch.randn(4, 8)).sum()

@@ -2,11 +2,13 @@
 
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from blocks import Computes
 from policies import FULL
 from recollect.applying import apply_policy
 from recollect.engine.draws import FunctionDraws, first_run
@@ -25,18 +27,15 @@ DRAWS = {
 }
 
 
-class Dropping(nn.Module):
+def dropping() -> Computes:
     """Dropout, whose gradient has to be zero where its output was. [n, d] -> [n, d]."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(64))
-        self.zero = torch.empty(0)
-
-    def forward(self, hidden: Tensor) -> Tensor:
+    def run(self: Any, hidden: Tensor) -> Tensor:
         hidden = nn.functional.dropout(hidden * self.scale, 0.5)
         self.zero = (hidden == 0).detach()
         return hidden.sin()
+
+    return Computes(run, scale=nn.Parameter(torch.ones(64)), zero=None)
 
 
 @pytest.fixture
@@ -55,7 +54,7 @@ def other_thread() -> Iterator[None]:
     thread.join()
 
 
-def count_wrong(unit: Dropping, num_steps: int) -> int:
+def count_wrong(unit: Computes, num_steps: int) -> int:
     wrong = 0
     for _ in range(num_steps):
         hidden = torch.full((64, 64), 1.2, requires_grad=True)
@@ -67,7 +66,7 @@ def count_wrong(unit: Dropping, num_steps: int) -> int:
 
 @pytest.mark.usefixtures("other_thread")
 def test_dropout_beside_a_thread_that_draws() -> None:
-    unit = Dropping()
+    unit = dropping()
     with apply_policy(unit, [""], FULL):
         assert count_wrong(unit, 400) == 0
 
@@ -76,7 +75,7 @@ def test_two_planned_models_in_two_threads() -> None:
     wrong: list[int] = []
 
     def train() -> None:
-        unit = Dropping()
+        unit = dropping()
         with apply_policy(unit, [""], FULL):
             wrong.append(count_wrong(unit, 200))
 

@@ -1,6 +1,7 @@
 """Backwards that keep their graph: nothing that was computed again stays for the next one, and both get what they need."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import recollect
-from blocks import Block
+from blocks import Block, Computes
 from recollect._torch_parallel import split_backward
 from recollect.applying import applied_to
 from recollect.engine.tape import Tape
@@ -21,22 +22,19 @@ SHAPE = (64, 32)
 ROOM = 1024 + 64 * 32 * 4
 
 
-class Layer(nn.Module):
+def layer() -> Computes:
     """A layer with dropout, a write in place, and a value that two ops read."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(32, 128)
-        self.down = nn.Linear(128, 32)
-
-    def forward(self, x: Tensor) -> Tensor:
+    def run(self: Any, x: Tensor) -> Tensor:
         hidden = functional.relu_(self.up(x))
         return x + functional.dropout(self.down(hidden * torch.sigmoid(hidden)), 0.1)
+
+    return Computes(run, up=nn.Linear(32, 128), down=nn.Linear(128, 32))
 
 
 def model() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(*(Layer() for _ in range(4)))
+    return nn.Sequential(*(layer() for _ in range(4)))
 
 
 def halves(loss: Tensor, x: Tensor, stage: nn.Module) -> None:

@@ -10,38 +10,12 @@ from torch.autograd import forward_ad
 from torch.func import functional_call, grad, jvp, vmap
 
 import recollect
+from blocks import Computes
 from gradients import assert_same_gradients
 from recollect.errors import ConfigWarning
 from recollect.plans.plan import Plan
 from recollect.plans.unit_plan import UnitPlan
 from watch import Watch
-
-
-class Unit(nn.Module):
-    """[n, 8] -> [n, 8]."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return self.linear(hidden).tanh().sin() + hidden
-
-
-class Model(nn.Module):
-    """[n, 8] -> scalar."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Linear(8, 8)
-        self.units = nn.ModuleList([Unit() for _ in range(3)])
-
-    def forward(self, rows: Tensor) -> Tensor:
-        hidden = self.stem(rows)
-        for unit in self.units:
-            hidden = unit(hidden)
-        return hidden.square().mean()
-
 
 ACTIONS = {name: "recompute" for name in ("linear.addmm", "linear.mm", "tanh", "sin", "add")}
 PLAN = Plan({f"units.{index}": UnitPlan(ACTIONS) for index in range(3)})
@@ -49,9 +23,19 @@ ROWS = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
 TANGENTS = torch.randn(4, 8, generator=torch.Generator().manual_seed(2))
 
 
-def built() -> Model:
+def built() -> Any:
+    """A stem and three units. [n, 8] -> scalar."""
+
+    def run(self: Any, rows: Tensor) -> Tensor:
+        hidden = self.stem(rows)
+        for unit in self.units:
+            hidden = unit(hidden)
+        return hidden.square().mean()
+
     torch.manual_seed(0)
-    return Model()
+    linears = [nn.Linear(8, 8) for _ in range(4)]
+    units = [Computes(lambda self, x: self.linear(x).tanh().sin() + x, linear=linear) for linear in linears[1:]]
+    return Computes(run, stem=linears[0], units=nn.ModuleList(units))
 
 
 def dual_tensors(model: nn.Module) -> Tensor:

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import recollect
+from blocks import Computes
 from recollect.errors import ProfileFormatError
 from recollect.planning.trace_planner import traced_where_known
 from recollect.profile.events import StepLog
@@ -130,36 +131,30 @@ def test_a_joint_record_refers_to_what_is_there(change: Any, message: str) -> No
         replace(JOINT, **change)
 
 
-class Layer(nn.Module):
+def layer(read: Callable[[Tensor], Tensor] = lambda hidden: hidden) -> Computes:
     """Attention and a product, with dropout, and the input read twice. [8, 16] -> [8, 16]."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.mixed, self.wide, self.narrow = (
-            nn.Linear(WIDTH, 3 * WIDTH),
-            nn.Linear(WIDTH, 32),
-            nn.Linear(32, WIDTH, bias=False),
-        )
-
-    def forward(self, hidden: Tensor) -> Tensor:
+    def run(self: Any, hidden: Tensor) -> Tensor:
+        hidden = read(hidden)
         query, key, value = self.mixed(self.norm(hidden)).view(1, 8, 6, 8).transpose(1, 2).split(2, 1)
-        hidden = hidden + F.scaled_dot_product_attention(query, key, value, is_causal=True).transpose(1, 2).reshape(
-            8, WIDTH
-        )
+        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True).transpose(1, 2)
+        hidden = hidden + attended.reshape(8, WIDTH)
         return hidden + F.dropout(self.narrow(F.gelu(self.wide(hidden))), 0.1)
+
+    parts = {"norm": nn.LayerNorm(WIDTH), "mixed": nn.Linear(WIDTH, 3 * WIDTH), "wide": nn.Linear(WIDTH, 32)}
+    return Computes(run, **parts, narrow=nn.Linear(32, WIDTH, bias=False))
 
 
 class Layers(nn.Module):
-    def __init__(self, layer: Callable[[], nn.Module] = Layer) -> None:
+    def __init__(self, make: Callable[[], nn.Module] = layer) -> None:
         super().__init__()
         self.stem = nn.Linear(WIDTH, WIDTH)
-        self.layers = nn.ModuleList(layer() for _ in range(2))
+        self.layers = nn.ModuleList(make() for _ in range(2))
 
     def forward(self, hidden: Tensor) -> Tensor:
         hidden = self.stem(hidden)
-        for layer in self.layers:
-            hidden = layer(hidden)
+        for one in self.layers:
+            hidden = one(hidden)
         return hidden.square().mean()
 
 
@@ -204,11 +199,10 @@ def test_the_peak_of_a_step(gradients: Any) -> None:
 
 
 def test_attached_steps_hold_what_their_programs_take() -> None:
-    class Waves(nn.Linear):
-        def forward(self, hidden: Tensor) -> Tensor:
-            return hidden + super().forward(hidden.sin()).exp().cos()
+    def waves() -> Computes:
+        return Computes(lambda self, x: x + self.linear(x.sin()).exp().cos(), linear=nn.Linear(WIDTH, WIDTH))
 
-    model = Layers(lambda: Waves(WIDTH, WIDTH))
+    model = Layers(waves)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     attached = recollect.attach(model, optimizer, "85%", engine="graph", measure=True, log=lambda line: None)
     for _ in range(5):
@@ -257,11 +251,10 @@ def test_a_unit_that_gets_hooks_while_its_model_runs_is_not_traced() -> None:
 
 
 def test_a_unit_that_cannot_be_traced_stays_on_the_tape() -> None:
-    class Branches(Layer):
-        def forward(self, hidden: Tensor) -> Tensor:
-            return super().forward(hidden if hidden.sum() > 1e9 else hidden.clone())
+    def branches() -> Computes:
+        return layer(lambda hidden: hidden if hidden.sum() > 1e9 else hidden.clone())
 
-    profile = recollect.record(Layers(Branches), torch.randn(8, WIDTH), engine="graph")
+    profile = recollect.record(Layers(branches), torch.randn(8, WIDTH), engine="graph")
     graph = next(profile.graph_of(call) for call in profile.calls if call.repeated)
     assert graph.joint is None
     assert graph.why_not_traced.startswith("Data-dependent branching")
