@@ -2,12 +2,11 @@
 
 import contextlib
 import itertools
-import random
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -26,6 +25,7 @@ from recollect.errors import (
     RecordError,
 )
 from recollect.profile import events
+from recollect.profile.events import SAVE
 from recollect.profile.graph import UnitGraph, ValueRecord
 from recollect.profile.profile import Profile
 from small_llama import batch_of, graph_at, llama
@@ -72,36 +72,6 @@ def test_everything_is_left_as_it_was(name: str, fake: bool) -> None:
 
 def _tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
     return [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-
-
-class Remembers(nn.Module):
-    """Depends on all that its attributes hold, and changes it. [n, 8] -> [n, 8]."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-        self.mean, self.calls, self.seen = torch.zeros(8), [0.5], {"rows": 1}
-        self.of_torch = torch.Generator().manual_seed(1)
-        self.of_python, self.of_numpy = random.Random(2), np.random.default_rng(3)
-
-    def forward(self, rows: Tensor) -> Tensor:
-        self.mean.mul_(0.5).add_(rows.detach().mean(0))
-        self.calls.append(self.of_python.random() * self.of_numpy.random())
-        self.seen["rows"] += len(rows)
-        drawn = torch.rand(8, generator=self.of_torch)
-        return self.linear(rows).sin() * drawn * sum(self.calls) * self.seen["rows"] + self.mean
-
-
-def test_what_attributes_hold_is_left_as_it_was() -> None:
-    outputs = []
-    for is_recorded in (False, True):
-        torch.manual_seed(0)
-        model = nn.Sequential(Remembers(), Remembers())
-        rows = torch.randn(4, 8)
-        if is_recorded:
-            recollect.record(model, rows, loss_fn=mean_square)
-        outputs.append(model(rows))
-    assert torch.equal(*outputs)
 
 
 def test_everything_is_left_as_it_was_after_an_exception() -> None:
@@ -390,3 +360,56 @@ def test_layers_that_do_not_run() -> None:
         assert recollect.record(model, batch, loss_fn=mean_square).calls == ()
     profile = recollect.record(model, batch, loss_fn=mean_square, units=[""])
     assert recollect.plan(profile, "90%").units[""].recomputes_anything
+
+
+class Up(nn.Module):
+    """[n, 8] -> [n, 8], a value that nothing of its own saves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        output: Tensor = self.linear(hidden).sin() * 2
+        return output
+
+
+class Clip(nn.Module):
+    """Clips what it gets, in place or not, before it goes on. [n, 8] -> [n, 8]."""
+
+    def __init__(self, *, in_place: bool) -> None:
+        super().__init__()
+        self.linear, self.in_place = nn.Linear(8, 8), in_place
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        output: Tensor = self.linear(hidden.relu_() if self.in_place else hidden.relu())
+        return output
+
+
+@pytest.mark.parametrize("fake", [False, True], ids=["real", "fake"])
+@pytest.mark.parametrize("in_place", [True, False], ids=["written", "read"])
+def test_what_another_unit_writes_to_has_to_be_kept(in_place: bool, fake: bool) -> None:
+    model = nn.Sequential(Up(), Clip(in_place=in_place))
+    profile = recollect.record(
+        model, torch.randn(4, 8), loss_fn=lambda output: output.square().mean(), units=["0", "1"], fake=fake
+    )
+    kept = {value.name: value.must_keep for value in graph_at(profile, "0").values if value.producer is not None}
+    assert kept == {"linear.addmm": False, "sin": False, "mul": in_place}
+
+
+class FourTimes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Stack(width=16, depth=2)
+
+    def forward(self, batch: Tensor) -> Tensor:
+        return torch.stack([self.inner(batch).square().mean() for _ in range(4)]).mean()
+
+
+def test_every_run_saves_the_same() -> None:
+    profile = recollect.record(FourTimes(), torch.randn(8, 16))
+    savers = Counter(saver for *_, saver in profile.log.operands(SAVE))
+    saves = {}
+    for index, call in enumerate(profile.calls):
+        saves.setdefault(call.path, []).append(savers[index])
+    assert all(len(counts) == 4 and len(set(counts)) == 1 for counts in saves.values()), saves

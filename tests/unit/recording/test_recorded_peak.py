@@ -1,5 +1,9 @@
-"""The peak of a step while it is recorded: what it is measured to be, and that it stays within a budget that a plan keeps."""
+"""The memory of a step while it is recorded: its peak, which stays within a budget that a plan keeps, and what it leaves alive.
 
+On CUDA whatever else the allocator has grown by counts as workspaces of libraries, for good.
+"""
+
+import gc
 import warnings
 from collections.abc import Callable
 
@@ -11,8 +15,12 @@ import recollect
 from recollect.attaching.attached import Attached
 from recollect.costs.op_costs import MeasuredCosts
 from recollect.errors import BudgetTooSmallError, BudgetWarning
-from recollect.measuring.meter import measure_peak
+from recollect.measuring.meter import measure_peak, storage_bytes
+from recollect.recording.find_units import find_units
+from recollect.recording.optimizers import state_tensors
+from recollect.recording.step_recording import StepRecording
 from residual_model import Model
+from small_llama import batch_of, llama
 
 CPU = torch.device("cpu")
 Zero = Callable[[nn.Module, torch.optim.Optimizer], object]
@@ -86,3 +94,46 @@ def test_a_later_recorded_step_needs_no_more_than_a_plan() -> None:
         warnings.simplefilter("error", BudgetWarning)
         attached = train(budget_bytes, 3)
     assert attached.recorded_steps == [0, 1]
+
+
+def live_bytes() -> int:
+    gc.collect()
+    tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
+    gradients = [tensor.grad for tensor in tensors if tensor.is_leaf and tensor.grad is not None]
+    return storage_bytes([*tensors, *gradients])
+
+
+def recorded(model: nn.Module, optimizer: torch.optim.Optimizer, step: Callable[[], object]) -> tuple[int, int]:
+    recording = StepRecording(model, find_units(model), MeasuredCosts(CPU), CPU)
+    known = {"parameters": list(model.parameters()), "optimizer_state": state_tensors(optimizer)}
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    before_bytes = live_bytes() - storage_bytes(gradients)
+    recording.start(known, gradients=gradients)
+    del known, gradients
+    held = step()
+    recording.stop(optimizer)
+    left_bytes = live_bytes() - before_bytes
+    del held
+    return recording.left_bytes, left_bytes
+
+
+@pytest.mark.parametrize("frees", [False, True], ids=["adds to gradients", "frees gradients"])
+def test_all_that_a_step_leaves_alive_is_known(frees: bool) -> None:
+    """Optimizer state that is made, gradients that come and go, an output that is held, and what the recording copies."""
+    model, batch = llama(), batch_of()
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step() -> object:
+        output = model(**batch)
+        if frees:
+            optimizer.zero_grad()
+        output.loss.backward()
+        optimizer.step()
+        return output
+
+    num_parameters = len(list(model.parameters()))
+    for has_state in (False, True):
+        said_bytes, left_bytes = recorded(model, optimizer, step)
+        # Counts of steps, four bytes each, are made out of sight.
+        assert 0 <= left_bytes - said_bytes <= (0 if has_state else 4 * num_parameters), has_state
+        assert left_bytes > (1 if has_state else 3) * storage_bytes(model.parameters())

@@ -48,29 +48,44 @@ def test_buffers_are_restored_to_the_bit(value: float) -> None:
 
 
 class Counting(nn.Module):
-    """Counts its runs, makes a table on the first one, and draws from every generator there is."""
+    """Makes a table on its first run, draws from every generator there is, and depends on all that its attributes hold."""
 
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(4, 4)
-        self.runs = 0
+        self.runs, self.mean, self.calls, self.seen = 0, torch.zeros(4), [0.5], {"rows": 1}
+        self.of_torch = torch.Generator().manual_seed(1)
+        self.of_python, self.of_numpy = random.Random(2), np.random.default_rng(3)
 
     def forward(self, x: Tensor) -> Tensor:
         self.runs += 1
         self.table = torch.arange(4.0)
-        return self.linear(x * self.table + random.random() + float(np.random.rand()) + torch.rand(4)).relu()
+        self.mean.mul_(0.5).add_(x.detach().mean(0))
+        self.calls.append(self.of_python.random() * self.of_numpy.random())
+        self.seen["rows"] += len(x)
+        drawn = torch.rand(4, generator=self.of_torch) + random.random() + float(np.random.rand()) + torch.rand(4)
+        return self.linear(x * self.table).sin() * drawn * sum(self.calls) * self.seen["rows"] + self.mean
 
 
-def test_counters_tables_and_generators_of_python_and_numpy() -> None:
-    model = nn.Sequential(Counting(), Counting())
-    states = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()
-    profile = recollect.record(model, torch.ones(3, 4), loss_fn=lambda out: out.sum())
-    assert len(profile.calls) == 2
-    assert [module.runs for module in model] == [0, 0]
-    assert not any(hasattr(module, "table") for module in model)
-    assert random.getstate() == states[0]
-    assert np.random.get_state()[1].tolist() == states[1]
-    assert torch.equal(torch.get_rng_state(), states[2])
+def states() -> list[Any]:
+    return [random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()]
+
+
+def test_attributes_counters_tables_and_generators_of_python_and_numpy() -> None:
+    outputs = []
+    for is_recorded in (False, True):
+        torch.manual_seed(0)
+        random.seed(0)
+        np.random.seed(0)
+        model = nn.Sequential(Counting(), Counting())
+        before = states()
+        if is_recorded:
+            assert len(recollect.record(model, torch.ones(3, 4), loss_fn=lambda out: out.sum()).calls) == 2
+        assert [module.runs for module in model] == [0, 0]
+        assert not any(hasattr(module, "table") for module in model)
+        assert states() == before
+        outputs.append(model(torch.ones(3, 4)))
+    assert torch.equal(*outputs)
 
 
 def test_hooks_that_the_first_forward_installs_are_removed_with_what_remembers_them() -> None:
