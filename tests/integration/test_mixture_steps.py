@@ -15,7 +15,7 @@ from torch import Tensor
 import recollect
 from gradients import gradients
 from policies import NOTHING_KEPT
-from predictions import LEAN_LOOP
+from predictions import LEAN_LOOP, classic_peaks
 from recollect.applying import apply_policy
 from recollect.engine.content import has_same_bits
 from recollect.errors import RecordError
@@ -25,8 +25,6 @@ from recollect.lab.models.sizes import NAMED_CONFIGS
 from recollect.plans.plan import Plan
 from recollect.profile.profile import Profile
 from recollect.recording.find_units import find_units
-from recollect.simulation.decisions import decide
-from recollect.simulation.simulate import simulate
 from tiers import long, long_but
 from watch import Watch
 
@@ -138,20 +136,13 @@ def _tight_budget_bytes(profile: Profile) -> int:
     return (recollect.classic_plan(profile, "keep_all").predicted_peak_bytes + profile.persistent_bytes) // 2
 
 
-def peaks(profile: Profile) -> list[int]:
-    """Predicted peaks of the classic plans, calibration apart: fake recordings have none."""
-    plans = [recollect.classic_plan(profile, name) for name in ("keep_all", "full", "sqrt")]  # type: ignore[arg-type]
-    simulations = [simulate(profile, decide(profile, plan)) for plan in plans]
-    return [max(one.forward_peak_bytes, one.backward_peak_bytes) for one in simulations]
-
-
 @pytest.mark.parametrize("case", long_but(("deepseek-v3",), [case for case in CASES if case != "mixtral-loop"]))
 def test_fake_recording_is_that_of_a_real_one(case: str) -> None:
     model, batch = model_of(case), batch_of()
     real, fake = recollect.record(model, batch, **LEAN_LOOP), recollect.record(model, batch, fake=True, **LEAN_LOOP)
     assert [call.path for call in real.calls] == [call.path for call in fake.calls]
     assert [graph.values for graph in real.graphs] == [graph.values for graph in fake.graphs]
-    assert peaks(fake) == pytest.approx(peaks(real), rel=0.001)
+    assert classic_peaks(fake) == pytest.approx(classic_peaks(real), rel=0.001)
 
 
 @pytest.mark.parametrize("name", long(["mixtral-8x7b", "deepseek-v3-671b"]))

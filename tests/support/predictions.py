@@ -13,6 +13,9 @@ from recollect.lab.models.architectures import llama_config
 from recollect.lab.models.gpt import GPTModel
 from recollect.lab.models.sizes import NAMED_CONFIGS
 from recollect.planning.choose import Planner
+from recollect.profile.profile import Profile
+from recollect.simulation.decisions import decide
+from recollect.simulation.simulate import simulate
 from zoo import ZOO, Batch, Case
 
 IDS: dict[str, Any] = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -66,6 +69,13 @@ REFERENCE_GPT = Case("reference_gpt", reference_gpt, reference_batch, LAYERS, lo
 CASES = {**ZOO, REFERENCE.name: REFERENCE, REFERENCE_GPT.name: REFERENCE_GPT, GPT2.name: GPT2}
 # With more budgets, and without an optimizer too, so that activations alone decide where the peak is.
 MAIN_CASES = ("reference", "llama", "mixtral", "deepseek_v3", "gpt2_6_layers")
+
+
+def classic_peaks(profile: Profile) -> list[int]:
+    """Predicted peaks of the classic plans, calibration apart: fake recordings have none."""
+    plans = [recollect.classic_plan(profile, name) for name in ("keep_all", "full", "sqrt")]  # type: ignore[arg-type]
+    simulations = [simulate(profile, decide(profile, plan)) for plan in plans]
+    return [max(one.forward_peak_bytes, one.backward_peak_bytes) for one in simulations]
 
 
 def budgets(planner: Planner, fractions: tuple[float, ...]) -> list[int]:

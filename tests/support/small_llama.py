@@ -22,5 +22,11 @@ def batch_of(config: TransformerConfig = SMALL, sequences: int = 4, length: int 
     return {"tokens": tokens, "labels": tokens.clone()}
 
 
+def llama_step(sequences: int = 2, length: int = 16, **sizes: int) -> tuple[GPTModel, dict[str, Tensor]]:
+    """A Llama of two layers, or of other sizes, and its batch."""
+    config = llama_config(**{"num_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "vocab_size": 64, **sizes})
+    return llama(config), batch_of(config, sequences, length)
+
+
 def graph_at(profile: Profile, path: str) -> UnitGraph:
     return next(profile.graph_of(call) for call in profile.calls if call.path == path)

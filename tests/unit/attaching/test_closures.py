@@ -9,20 +9,17 @@ from torch import Tensor, nn
 
 import recollect
 from blocks import Block
-from recollect.lab.models.architectures import llama_config
-from recollect.lab.models.gpt import GPTModel
 from recollect.measuring.meter import measure_peak
 from residual_model import Model
+from small_llama import llama_step
 
 
 def test_optimizer_state_counts_where_the_step_runs_in_a_closure() -> None:
-    torch.manual_seed(0)
-    model = GPTModel(llama_config(num_layers=2, hidden_size=32, num_attention_heads=2, vocab_size=64))
+    model, batch = llama_step()
     optimizer = torch.optim.AdamW(model.parameters())
-    tokens = torch.randint(0, 64, (2, 16))
 
     def closure() -> torch.Tensor:
-        loss = model(tokens=tokens, labels=tokens).loss
+        loss = model(**batch).loss
         optimizer.zero_grad()
         loss.backward()
         return loss

@@ -3,27 +3,17 @@
 from dataclasses import replace
 
 import pytest
-import torch
-from torch import nn
 
 import recollect
 from recollect.byte_format import format_bytes
 from recollect.errors import BudgetTooSmallError
-from recollect.lab.models.architectures import llama_config
-from recollect.lab.models.gpt import GPTModel
 from recollect.planning.choose import advice, lasting_bytes
 from recollect.planning.planners import plan
 from recollect.profile.events import WORK, StepLog
 from recollect.profile.profile import Profile
+from small_llama import llama_step
 from synthetic_step import random_step
 from toy_profile import stack
-
-
-def llama(vocab_size: int = 64) -> tuple[nn.Module, dict[str, torch.Tensor]]:
-    torch.manual_seed(0)
-    model = GPTModel(llama_config(num_layers=2, hidden_size=32, num_attention_heads=2, vocab_size=vocab_size))
-    tokens = torch.randint(0, vocab_size, (4, 32))
-    return model, {"tokens": tokens, "labels": tokens}
 
 
 def refused(profile: Profile, budget_bytes: int) -> BudgetTooSmallError:
@@ -43,7 +33,7 @@ def test_what_lives_through_the_step_is_named_with_its_bytes() -> None:
 
 
 def test_gradients_that_the_step_makes_live_to_its_end_too() -> None:
-    model, batch = llama()
+    model, batch = llama_step(4, 32)
     profile = recollect.record(model, batch, fake=True, holds_output=False, gradients="freed")
     num_bytes = sum(parameter.nbytes for parameter in model.parameters())
     assert lasting_bytes(profile) == num_bytes
@@ -106,8 +96,7 @@ def test_the_batch_that_is_advised_exists(batch: str, said: str) -> None:
 
 def test_part_of_the_batch_that_is_said_to_fit_does() -> None:
     """On a real model, whose peak is in a layer: the micro-batch that the error names has a plan."""
-    model, batch = llama(vocab_size=8)
-    batch = {name: tokens.repeat(8, 4) for name, tokens in batch.items()}
+    model, batch = llama_step(32, 128, vocab_size=8)
     profile = recollect.record(model, batch, fake=True)
     error = refused(profile, profile.persistent_bytes + lasting_bytes(profile) + 1)
     budget_bytes = (error.least_peak_bytes + profile.persistent_bytes + lasting_bytes(profile)) // 2

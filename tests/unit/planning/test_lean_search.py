@@ -4,15 +4,13 @@ import random
 from dataclasses import replace
 
 import pytest
-import torch
 
 import recollect
 from recollect.errors import BudgetTooSmallError
-from recollect.lab.models.architectures import llama_config
-from recollect.lab.models.gpt import GPTModel
 from recollect.planning.classic import classic_plan
 from recollect.planning.planners import plan
 from recollect.profile.profile import Profile
+from small_llama import llama_step
 from synthetic_step import random_step
 
 
@@ -38,13 +36,11 @@ def least_peak(profile: Profile) -> int:
 
 def accumulated() -> Profile:
     """A decoder of two layers that runs in each of three micro-steps."""
-    torch.manual_seed(0)
-    model = GPTModel(llama_config(num_layers=2, hidden_size=16, num_attention_heads=2, vocab_size=16))
-    tokens = torch.randint(0, 16, (2, 16))
+    model, batch = llama_step(hidden_size=16, vocab_size=16)
 
     def step() -> None:
         for _ in range(3):
-            model(tokens=tokens, labels=tokens).loss.backward()
+            model(**batch).loss.backward()
 
     return recollect.record(model, step=step)
 

@@ -9,9 +9,8 @@ import transformers
 from torch import nn
 
 from recollect.errors import UnknownNameError, UnsupportedModelError
-from recollect.lab.models.architectures import llama_config
-from recollect.lab.models.gpt import GPTModel
 from recollect.recording.find_units import find_units
+from small_llama import llama_step
 from zoo import ZOO, Case
 
 
@@ -58,8 +57,7 @@ def test_units_of_real_models(case: Case) -> None:
 
 
 def test_reference_llama_in_the_order_of_its_tree() -> None:
-    model = GPTModel(llama_config(num_layers=3, hidden_size=32, num_attention_heads=2, vocab_size=64))
-    paths = [unit.path for unit in find_units(model)]
+    paths = [unit.path for unit in find_units(llama_step(num_layers=3)[0])]
     layers = ["decoder.layers.0", "decoder.layers.1", "decoder.layers.2"]
     assert paths == ["embedding", "rotary_pos_emb", *layers, "decoder.final_layernorm", "output_layer"]
 

@@ -17,11 +17,10 @@ from torch.optim import LBFGS, SGD, Adafactor, Adagrad, Adam, AdamW, Optimizer, 
 
 import recollect
 from optimizer_steps import CPU, give_gradients, peak_bytes
-from recollect.lab.models.architectures import llama_config
-from recollect.lab.models.gpt import GPTModel
 from recollect.measuring.meter import measure_peak, storage_bytes
 from recollect.recording.optimizer_step import OptimizerStep, record_optimizer_step
 from recollect.recording.optimizers import present_state_bytes, state_tensors
+from small_llama import llama_step
 
 Build = Callable[[nn.Module], Optimizer]
 
@@ -383,24 +382,22 @@ def test_optimizer_that_cannot_step_alone_is_counted_as_it_is() -> None:
 
 
 def test_warning_names_the_callers_line() -> None:
-    llama = GPTModel(llama_config(num_layers=2, hidden_size=16, num_attention_heads=2, vocab_size=16))
-    tokens = torch.zeros(1, 4, dtype=torch.int64)
+    llama, batch = llama_step()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        recollect.record(llama, (tokens, tokens), optimizer=Failing(llama.parameters()))
+        recollect.record(llama, batch, optimizer=Failing(llama.parameters()))
     assert [warning.filename for warning in caught] == [__file__]
 
 
 def test_recorded_step_has_the_optimizers_peak() -> None:
-    llama = GPTModel(llama_config(num_layers=2, hidden_size=64, num_attention_heads=2, vocab_size=2000))
-    tokens = torch.zeros(1, 2, dtype=torch.int64)
+    llama, batch = llama_step(1, 2, hidden_size=64, vocab_size=2000)
     optimizer = AdamW(llama.parameters(), lr=0.0, foreach=True)
 
     def step() -> None:
-        llama(tokens, tokens).loss.backward()
+        llama(**batch).loss.backward()
         optimizer.step()
 
-    profile = recollect.record(llama, (tokens, tokens), optimizer=optimizer)
+    profile = recollect.record(llama, batch, optimizer=optimizer)
     step()
     optimizer.zero_grad()
     predicted = recollect.classic_plan(profile, "keep_all").predicted_peak_bytes

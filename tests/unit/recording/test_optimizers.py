@@ -6,18 +6,17 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import SGD, Adam, AdamW, Muon, Optimizer
 
 import recollect
 from optimizer_steps import CPU, give_gradients
 from recollect.errors import RecordError
-from recollect.lab.models.architectures import llama_config
-from recollect.lab.models.gpt import GPTModel
 from recollect.measuring.meter import storage_bytes
 from recollect.profile import events
 from recollect.recording.optimizer_step import OptimizerStep, record_optimizer_step
 from recollect.recording.optimizers import check_optimizers, optimizers_in, present_state_bytes, state_tensors
+from small_llama import llama_step
 
 
 def model() -> nn.Sequential:
@@ -169,16 +168,9 @@ def test_state_that_exists_in_part_is_counted_as_it_will_be() -> None:
     assert present_state_bytes(optimizer, CPU) < expected.state_bytes
 
 
-def llama() -> tuple[GPTModel, tuple[Tensor, Tensor]]:
-    torch.manual_seed(0)
-    config = llama_config(num_layers=2, hidden_size=16, num_attention_heads=2, vocab_size=16)
-    tokens = torch.zeros(1, 4, dtype=torch.int64)
-    return GPTModel(config), (tokens, tokens)
-
-
 def test_recorded_with_two_optimizers() -> None:
     """Accelerate's wrapper around one, the other as it is."""
-    module, batch = llama()
+    module, batch = llama_step(1, 4)
     parameters = list(module.parameters())
     optimizers = [Wrapper(AdamW(parameters[:5])), SGD(parameters[5:], lr=0.1, momentum=0.9)]
     profile = recollect.record(module, batch, optimizer=optimizers)
@@ -190,8 +182,8 @@ def test_recorded_with_two_optimizers() -> None:
 
 
 def test_optimizer_of_another_model() -> None:
-    module, batch = llama()
-    other = AdamW(llama()[0].parameters())
+    module, batch = llama_step(1, 4)
+    other = AdamW(llama_step()[0].parameters())
     message = (
         r"^optimizer: none of the \d+ parameters of AdamW is a parameter of this GPTModel, so it trains a different model, or "
         r"this one's parameters were replaced after it was made\. Make it from this model's parameters\(\)\.$"

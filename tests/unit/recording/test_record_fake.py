@@ -10,24 +10,16 @@ from torch import Tensor, nn
 
 import recollect
 from blocks import mean_square
+from predictions import classic_peaks
 from recollect.costs.hardware_table import HARDWARE
 from recollect.errors import HardwareError, RecordError
 from recollect.lab.models.architectures import llama_config
 from recollect.lab.models.gpt import GPTModel
 from recollect.profile.profile import Profile
-from recollect.simulation.decisions import decide
-from recollect.simulation.simulate import simulate
 from small_llama import SMALL, batch_of, graph_at, llama
 from zoo import ZOO
 
 GIB = 2**30
-
-
-def peaks(profile: Profile) -> list[int]:
-    """Predicted peaks of the classic plans, calibration apart: fake recordings have none."""
-    plans = [recollect.classic_plan(profile, name) for name in ("keep_all", "full", "sqrt")]  # type: ignore[arg-type]
-    simulations = [simulate(profile, decide(profile, plan)) for plan in plans]
-    return [max(one.forward_peak_bytes, one.backward_peak_bytes) for one in simulations]
 
 
 @pytest.mark.parametrize("optimizer", [False, True])
@@ -40,8 +32,8 @@ def test_fake_recording_predicts_what_a_real_one_predicts(optimizer: bool) -> No
     fake = recollect.record(meta, batch, optimizer=adamw(meta), fake=True)
     on_meta = recollect.record(meta, {k: v.to("meta") for k, v in batch.items()}, optimizer=adamw(meta), fake=True)
     assert dict(fake.persistent) == dict(on_meta.persistent) == dict(real.persistent)
-    assert peaks(fake) == pytest.approx(peaks(real), rel=0.001)
-    assert peaks(on_meta) == peaks(fake)
+    assert classic_peaks(fake) == pytest.approx(classic_peaks(real), rel=0.001)
+    assert classic_peaks(on_meta) == classic_peaks(fake)
     assert (fake.fake, fake.calibration_bytes) == (True, 0)
     assert [v.name for v in graph_at(fake, "decoder.layers.1").values] == [
         v.name for v in graph_at(real, "decoder.layers.1").values
@@ -71,7 +63,7 @@ def test_fake_recording_knows_no_workspaces(name: str) -> None:
     case = ZOO[name]
     real = recollect.record(case.model().eval(), case.data(), loss_fn=case.loss_fn)
     fake = recollect.record(case.model().eval(), case.data(), loss_fn=case.loss_fn, fake=True)
-    assert all(one <= other for one, other in zip(peaks(fake), peaks(real), strict=True))
+    assert all(one <= other for one, other in zip(classic_peaks(fake), classic_peaks(real), strict=True))
 
 
 def _resident_bytes() -> int:
@@ -98,7 +90,7 @@ def test_fake_recording_needs_no_memory() -> None:
     assert profile.persistent["parameters"] == parameters
     # Two moments for each parameter, and a count of steps in fp32 for each tensor.
     assert profile.persistent["optimizer_state"] == 2 * parameters + 4 * len(list(model.parameters()))
-    keep_all, full, _ = peaks(profile)
+    keep_all, full, _ = classic_peaks(profile)
     assert keep_all - profile.persistent_bytes > 2 * GIB
     assert keep_all > full
 
@@ -169,7 +161,7 @@ def test_counts_into_named_bins_are_recorded_fake() -> None:
     real, fake = (
         recollect.record(model, batch, loss_fn=mean_square, fake=fake, gradients="freed") for fake in (False, True)
     )
-    assert peaks(fake) == peaks(real)
+    assert classic_peaks(fake) == classic_peaks(real)
     assert [call.path for call in fake.calls] == [call.path for call in real.calls]
 
 

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 import recollect
-from recollect.lab.models.architectures import llama_config
 from recollect.lab.models.gpt import GPTModel
 from recollect.measuring.deaths import Deaths
 from recollect.measuring.meter import traced
@@ -14,6 +13,7 @@ from recollect.profile.events import BACKWARD, DIES, FORWARD, OP, PHASE, RETURN,
 from recollect.profile.graph import OpRecord, UnitCall, UnitGraph, ValueRecord
 from recollect.profile.profile import Profile
 from recollect.simulation.pool import MemoryPool, played, pool_bytes
+from small_llama import llama_step
 
 MIB = 1 << 20
 
@@ -63,10 +63,7 @@ def test_neighbours_join() -> None:
 
 @pytest.fixture(scope="module")
 def step() -> tuple[GPTModel, dict[str, torch.Tensor], Profile]:
-    torch.manual_seed(0)
-    model = GPTModel(llama_config(num_layers=2, hidden_size=256, num_attention_heads=4, vocab_size=512))
-    tokens = torch.randint(0, 512, (2, 512))
-    batch = {"tokens": tokens, "labels": tokens}
+    model, batch = llama_step(2, 512, hidden_size=256, num_attention_heads=4, vocab_size=512)
     return model, batch, recollect.record(model, batch, gradients="freed", holds_output=False)
 
 
