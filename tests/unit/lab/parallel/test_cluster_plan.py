@@ -26,12 +26,13 @@ CONFIG = llama_config(
 STEP = ClusterStep(config=CONFIG, layout=DeviceLayout(), cluster=cluster_of(find_hardware("H100")), seq_length=LENGTH)
 CHUNKED = replace(
     STEP,
-    config=CONFIG.changed(num_layers=2, vocab_size=8192),
+    config=CONFIG.changed(num_layers=1, vocab_size=8192),
     layout=DeviceLayout(tensor_model_parallel_size=2),
     seq_length=512,
 )
 HELD = replace(
     STEP,
+    config=CONFIG.changed(num_layers=2),
     layout=DeviceLayout(tensor_model_parallel_size=2, pipeline_model_parallel_size=2),
     seq_length=512,
     num_micro_batches=4,
