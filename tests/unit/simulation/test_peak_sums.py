@@ -192,7 +192,7 @@ def test_calls_are_tied_where_outputs_are_dropped() -> None:
         Program(random_step(0, num_values=6, num_units=5), windows(random_step(0, num_values=6, num_units=5)))
     )
     drop_all = ValueActions.recomputing(range(1, 7))
-    decisions = [CallActions(drop_all, Action.RECOMPUTE if call in (1, 2) else Action.KEEP) for call in range(5)]
+    decisions = [CallActions(drop_all, keeps_output=call not in (1, 2)) for call in range(5)]
     assert division.groups(decisions) == ((OUTSIDE,), (0,), (1, 2, 3), (4,))
     assert division.groups([CallActions(drop_all)] * 5) == ((OUTSIDE,), (0,), (1,), (2,), (3,), (4,))
 

@@ -58,7 +58,7 @@ def plans(profile: Profile) -> list[Plan]:
     with pytest.raises(BudgetTooSmallError) as caught:
         recollect.plan(profile, 1)
     least = recollect.plan(profile, caught.value.least_peak_bytes)
-    everything = Plan({call.path: recompute_all_unit(profile.graph_of(call), output="keep") for call in profile.calls})
+    everything = Plan({call.path: recompute_all_unit(profile.graph_of(call)) for call in profile.calls})
     return [
         Plan({}),
         recollect.classic_plan(profile, "full"),
@@ -140,6 +140,20 @@ def test_generator_states_are_kept_values(random_ops: Profile) -> None:
     assert kept_bytes >= sum(state.nbytes for state in states if not state.recomputed)
     names = {item.name for item in recollect.explain_peak(random_ops, every).items}
     assert any(name.endswith("states of the random generator") for name in names), names
+
+
+def test_moments_are_named_by_phase_and_unit() -> None:
+    found = recollect.timeline(stack(2), Plan({}))
+    inside = [f"layers.{number}" for number in (0, 1)]
+    assert list(dict.fromkeys(map(found.where, range(len(found.calls))))) == [
+        "forward",
+        *(f"forward of {path}" for path in ("embed", *inside, "head")),
+        *("loss", "backward"),
+        *(f"backward of {path}" for path in ("head", *inside[::-1], "embed")),
+        "optimizer step",
+    ]
+    # The loss is made outside of the units, in forward.
+    assert found.bytes_of["outside of the units"].max() == 8
 
 
 def test_report_is_a_table() -> None:
