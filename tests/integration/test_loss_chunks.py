@@ -25,6 +25,7 @@ from recollect.planning.loss_chunks import COUNTS, plan_with_chunks
 from recollect.plans.plan import Plan
 from recollect.simulation.decisions import decide
 from recollect.simulation.simulate import simulate
+from tiers import long_but
 from zoo import ZOO
 
 WORDS = 32768
@@ -84,7 +85,7 @@ LARGE: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.parametrize("num_chunks", [1, 2, 8])
+@pytest.mark.parametrize("num_chunks", long_but([1, 8], [1, 2, 8]))
 @pytest.mark.parametrize("name", LARGE)
 def test_predicted_peak_is_the_measured_one(name: str, num_chunks: int) -> None:
     model = LARGE[name]()

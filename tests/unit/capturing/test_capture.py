@@ -26,12 +26,8 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.norm, self.down, self.drop = (
-            nn.Linear(64, 256),
-            nn.BatchNorm1d(256),
-            nn.Linear(256, 64),
-            nn.Dropout(0.2),
-        )
+        self.up, self.norm = nn.Linear(64, 256), nn.BatchNorm1d(256)
+        self.down, self.drop = nn.Linear(256, 64), nn.Dropout(0.2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.drop(self.down(nn.functional.gelu(self.norm(self.up(x)))))

@@ -17,18 +17,20 @@ from recollect.lab.models.architectures import llama_config
 from recollect.lab.models.gpt import GPTModel
 from recollect.plans.plan import Plan
 from recollect.profile.profile import Profile
+from recorded_once import recorded_once
 
 VERSION = torch.__version__.partition("+")[0]
 OTHER = "2.0.0"  # older than any that recollect runs on
 
 
 def model() -> GPTModel:
+    torch.manual_seed(0)
     return GPTModel(llama_config(num_layers=2, hidden_size=32, num_attention_heads=2, vocab_size=64))
 
 
 def recorded(*, fake: bool = False, **changes: Any) -> Profile:
-    tokens = torch.randint(0, 64, (1, 16))
-    return replace(recollect.record(model(), {"tokens": tokens, "labels": tokens}, fake=fake), **changes)
+    tokens = torch.arange(16)[None]
+    return replace(recorded_once(model(), {"tokens": tokens, "labels": tokens}, fake=fake), **changes)
 
 
 def warned(plan: Plan) -> list[str]:
@@ -47,23 +49,27 @@ def test_same_version_and_device() -> None:
     assert warned(plan) == []
 
 
-def test_other_build_of_the_same_version() -> None:
-    assert warned(recollect.plan(recorded(torch_version=f"{VERSION}+cu128"), "100%")) == []
-
-
-def test_other_version() -> None:
-    (message,) = warned(recollect.plan(recorded(torch_version=OTHER), "100%"))
-    assert message == (
+DIFFERENCES = [
+    ({"torch_version": f"{VERSION}+cu128"}, None),
+    ({"fake": True, "device_name": "NVIDIA H100"}, None),
+    (
+        {"torch_version": OTHER},
         f"the plan's profile was recorded with torch {OTHER}, and this is torch {VERSION}: ops, their times and the bytes that "
         "they work in can differ, so the step, though exact, may need more memory or time than predicted. Record it "
-        "here and make a new plan."
-    )
+        "here and make a new plan.",
+    ),
+    (
+        {"torch_version": OTHER, "device": "cuda:0", "device_name": "NVIDIA H100"},
+        f"with torch {OTHER}, and this is torch {VERSION}, and on NVIDIA H100, and this model is on cpu:",
+    ),
+]
 
 
-def test_other_device_and_version() -> None:
-    profile = recorded(torch_version=OTHER, device="cuda:0", device_name="NVIDIA H100")
-    (message,) = warned(recollect.plan(profile, "100%"))
-    assert f"with torch {OTHER}, and this is torch {VERSION}, and on NVIDIA H100, and this model is on cpu:" in message
+@pytest.mark.parametrize(("changes", "text"), DIFFERENCES, ids=["build", "fake", "version", "device and version"])
+def test_differences(changes: dict[str, Any], text: str | None) -> None:
+    messages = warned(recollect.plan(recorded(**changes), "100%"))
+    assert len(messages) == (text is not None)
+    assert all(text is not None and text in message for message in messages)
 
 
 def test_classic_plans_say_where_they_come_from_too() -> None:
@@ -113,10 +119,6 @@ def test_no_room_to_try_copies(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "none"))
     with pytest.raises(OffloadError, match="is not available"):
         warned(offloading(1e15, 1e15, predicted_host_bytes=1))
-
-
-def test_device_of_a_fake_profile_does_not_matter() -> None:
-    assert warned(recollect.plan(recorded(fake=True, device_name="NVIDIA H100"), "100%")) == []
 
 
 def test_plans_written_by_hand_are_of_no_version() -> None:

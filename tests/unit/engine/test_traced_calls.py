@@ -16,7 +16,11 @@ from blocks import Block
 from engines import num_tape_calls, traced, traced_forwards
 from gradients import Step, assert_same_gradients
 from policies import FULL
+from recollect._torch_dynamo import raised_by_tracing
 from recollect._torch_parallel import SPLITS_FUNCTIONS, fake_process_group, split_backward
+from recollect.engine.facts import facts_of
+from recollect.engine.graph.real_layouts import laid_out
+from recollect.engine.graph.trace import FakeTensorMode
 from recollect.engine.placed_forward import Applied
 from recollect.errors import ConfigWarning, MutatedValueError
 
@@ -167,3 +171,33 @@ def test_a_traced_model_is_let_go_of() -> None:
     del planned, handle
     gc.collect()
     assert reference() is None
+
+
+# Tracing: its errors, and traced results, which have the layouts of the real ones
+
+
+def test_an_error_of_the_layer_is_no_error_of_tracing() -> None:
+    with pytest.raises(ZeroDivisionError) as caught:
+        _ = 1 / 0
+    assert not raised_by_tracing(caught.value)
+
+
+ACROSS = (2, 3, 8), (3 * 8, 1, 3)
+ONE_IMAGE = (1, 6, 2, 2), (24, 1, 12, 6)
+
+
+@pytest.mark.parametrize(
+    ("func", "layouts", "more"),
+    [
+        (torch.ops.aten.softplus_backward.default, [ACROSS, ((2, 3, 8), (3 * 8, 8, 1))], (1.0, 20.0)),
+        (torch.ops.aten.view.default, [ONE_IMAGE], ((1, 6, 4),)),
+    ],
+)
+def test_traced_results_are_laid_out_as_kernels_do(func: Any, layouts: Any, more: Any) -> None:
+    real = func(*(torch.empty_strided(*layout) for layout in layouts), *more)
+    with FakeTensorMode():
+        args = (*(torch.empty_strided(*layout) for layout in layouts), *more)
+        fake = func(*args)
+        assert fake.stride() != real.stride(), "PyTorch has changed: find other arguments"
+        found = laid_out(func, facts_of(func), args, {}, fake)
+    assert found.stride() == real.stride()
