@@ -307,6 +307,7 @@ def test_other_compilations_are_refused(options: dict[str, Any], said: str, full
     [
         (torch._dynamo.config, "compiled_autograd", True, "backward is recompiled"),
         (torch._dynamo.config, "disable", True, "nothing is compiled"),
+        (torch._inductor.config, "triton.cudagraphs", True, "CUDA graphs hold what is kept in their own pool"),
         (torch._functorch.config, "activation_memory_budget", 0.5, "it decides as well what is kept"),
     ],
 )
@@ -331,13 +332,6 @@ def test_modes_with_cuda_graphs_are_refused_before_the_step_is_recorded(compile_
     optimizer = torch.optim.SGD(model.parameters())
     with recollect.attach(model, optimizer, "90%", engine="compile"), pytest.raises(ConfigError, match=said):
         model(ROWS)
-
-
-def test_cuda_graphs_everywhere_are_refused() -> None:
-    from torch._inductor import config
-
-    with config.patch({"triton.cudagraphs": True}):
-        refused(built(), ConfigError, "CUDA graphs hold what is kept in their own pool")
 
 
 def test_what_is_switched_on_later_is_refused(plain: Gradients) -> None:

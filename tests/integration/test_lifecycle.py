@@ -52,20 +52,11 @@ def test_apply_and_remove_change_nothing_else(name: str) -> None:
     assert _what_a_user_sees(model) == seen
     step_of(case, model)
     assert _what_a_user_sees(model) == seen
-    applied.remove()
+    for _ in range(2):  # To remove a plan twice is harmless.
+        applied.remove()
     assert _what_a_user_sees(model) == seen
     assert _what_is_inside(model) == inside
     assert not any("forward" in vars(module) for module in model.modules())
-
-
-def test_remove_twice_is_harmless_and_apply_again_works() -> None:
-    model = LLAMA.model()
-    expected = step_of(LLAMA, model)
-    applied = apply_policy(model, LLAMA.layers, FULL)
-    applied.remove()
-    applied.remove()
-    with apply_policy(model, LLAMA.layers, Random(3)):
-        assert_same_gradients(expected, step_of(LLAMA, model))
 
 
 def test_removed_between_forward_and_backward() -> None:
