@@ -1,7 +1,5 @@
 """The memory of a step over time: it adds up to what the simulator predicts, to the byte, and says what the bytes are."""
 
-import itertools
-
 import numpy as np
 import pytest
 import torch
@@ -20,6 +18,7 @@ from recollect.simulation.lifetimes import LOSS, lifetimes
 from recollect.simulation.playback import GENERATOR
 from recollect.simulation.simulate import simulate
 from recollect.simulation.timeline import AliveItem, PeakReport
+from recorded_steps import random_plan
 from small_llama import batch_of, llama
 from synthetic_step import random_step
 from toy_profile import stack
@@ -88,18 +87,8 @@ def test_categories_add_up_to_the_predicted_peak(name: str, request: pytest.Fixt
 def test_random_steps_add_up() -> None:
     for seed in range(30):
         profile = random_step(seed, num_values=6, num_units=2, state_bytes=7)
-        for actions in itertools.product(("keep", "recompute"), repeat=2):
-            units = {
-                call.path: UnitPlan(
-                    {
-                        value.name: actions[index % 2]
-                        for index, value in enumerate(profile.graph_of(call).values)
-                        if value.producer is not None
-                    }
-                )
-                for call in profile.calls
-            }
-            plan = Plan(units)
+        for number in range(4):
+            plan = random_plan(profile, number)
             assert lifetimes(profile, decide(profile, plan)).simulation == simulate(profile, decide(profile, plan))
             found = recollect.timeline(profile, plan)
             assert int(found.total_bytes.max()) == simulate(profile, decide(profile, plan)).peak_bytes, seed
