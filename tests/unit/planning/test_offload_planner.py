@@ -40,6 +40,12 @@ def llama() -> Profile:
     return recollect.record(model, batch, fake=True, hardware="H100", holds_output=False, gradients="freed")
 
 
+@pytest.fixture(scope="module")
+def halved(llama: Profile) -> Plan:
+    """For half of the memory, with as much on the host as it takes."""
+    return recollect.plan(llama, "50%", MANY_BYTES)
+
+
 def test_a_profile_of_a_known_device_knows_its_link(llama: Profile) -> None:
     assert (llama.to_host_bytes_per_s, llama.from_host_bytes_per_s) == (55e9, 55e9)
 
@@ -63,29 +69,26 @@ def test_plans_are_within_all_limits_and_no_slower_than_without_host_memory(
         assert plan.offloads and slowdown < 0.5 * (without.predicted_slowdown or 0.0)
 
 
-def test_host_memory_is_not_exceeded(llama: Profile) -> None:
-    budget_bytes = int(0.5 * Planner(llama).plain_peak_bytes)
-    slowdowns = []
-    for host_bytes in (MANY_BYTES, 2**27, 2**25):
-        plan = OffloadPlanner(llama, host_bytes).plan(budget_bytes)
+def test_host_memory_is_not_exceeded(llama: Profile, halved: Plan) -> None:
+    plans = [halved, *(OffloadPlanner(llama, host).plan(halved.budget_bytes or 0) for host in (2**27, 2**25))]
+    for plan, host_bytes in zip(plans, (MANY_BYTES, 2**27, 2**25), strict=True):
         assert (plan.predicted_host_bytes or 0) <= host_bytes == plan.host_budget_bytes
-        slowdowns.append(plan.predicted_slowdown)
+    slowdowns = [plan.predicted_slowdown for plan in plans]
     assert slowdowns == sorted(slowdowns, key=lambda slowdown: slowdown or 0.0)
 
 
-def test_a_slower_link_than_planned_for_costs_time_only(llama: Profile) -> None:
+def test_a_slower_link_than_planned_for_costs_time_only(llama: Profile, halved: Plan) -> None:
     """The peak is the same on any link: the bytes of the plan do not depend on it."""
-    budget_bytes = int(0.5 * Planner(llama).plain_peak_bytes)
-    plans = [OffloadPlanner(llama, MANY_BYTES, link_share=share).plan(budget_bytes) for share in (1.0, 0.5)]
-    assert plans[0].to_host_bytes_per_s == 2 * (plans[1].to_host_bytes_per_s or 0.0) == 55e9
+    plans = [halved, OffloadPlanner(llama, MANY_BYTES, link_share=0.375).plan(halved.budget_bytes or 0)]
+    assert plans[0].to_host_bytes_per_s == 2 * (plans[1].to_host_bytes_per_s or 0.0) == 0.75 * 55e9
     assert (plans[0].predicted_slowdown or 0.0) <= (plans[1].predicted_slowdown or 0.0)
     at_half = simulate(linked(llama, 55e9 / 2), decide(llama, plans[0]))
     assert at_half.peak_bytes == plans[0].predicted_peak_bytes
 
 
-def test_text_says_what_is_planned_for(llama: Profile) -> None:
-    lines = str(recollect.plan(llama, "50%", "4GiB")).splitlines()
-    assert lines[-3].startswith("predicted host memory ") and lines[-3].endswith(", host budget 4.0 GiB")
+def test_text_says_what_is_planned_for(halved: Plan) -> None:
+    lines = str(halved).splitlines()
+    assert lines[-3].startswith("predicted host memory ") and lines[-3].endswith(", host budget 931.3 GiB")
     assert lines[-1].startswith("times modelled for ")
     assert any("offload    " in line for line in lines)
 
@@ -107,8 +110,8 @@ def test_a_budget_below_the_least_peak_says_how_much_host_memory_would_do() -> N
     assert "Or let part" not in str(none_fits.value)
 
 
-def test_host_memory_is_worth_something_while_it_is_short(llama: Profile) -> None:
-    short, enough = (prices(llama, recollect.plan(llama, "50%", host)) for host in ("24MiB", "64GiB"))
+def test_host_memory_is_worth_something_while_it_is_short(llama: Profile, halved: Plan) -> None:
+    short, enough = (prices(llama, plan) for plan in (recollect.plan(llama, "50%", "24MiB"), halved))
     assert short.host_gib > 0 and enough.host_gib == 0
     assert short.device_gib > 0 and "one more GiB on the device would save" in str(short)
 

@@ -28,6 +28,7 @@ from recollect.profile import events
 from recollect.profile.events import SAVE
 from recollect.profile.graph import UnitGraph, ValueRecord
 from recollect.profile.profile import Profile
+from recorded_once import recorded_once
 from small_llama import batch_of, graph_at, llama
 from zoo import ZOO
 
@@ -109,7 +110,7 @@ def test_each_result_in_a_list_has_a_name_and_is_kept() -> None:
 
 
 def test_what_was_recorded_in_words() -> None:
-    profile = recollect.record(llama(), batch_of())
+    profile = recorded_once(llama(), batch_of())
     assert (profile.model_class, profile.device, profile.device_name) == ("GPTModel", "cpu", "cpu")
     assert profile.batch == "tokens int64[4, 32], labels int64[4, 32]"
     assert profile.torch_version == torch.__version__
@@ -119,7 +120,7 @@ def test_what_was_recorded_in_words() -> None:
 
 @pytest.mark.parametrize("fake", [False, True], ids=["real", "fake"])
 def test_repeated_layers_share_one_graph(fake: bool) -> None:
-    profile = recollect.record(llama(), batch_of(), fake=fake)
+    profile = recorded_once(llama(), batch_of(), **({"fake": True} if fake else {}))
     layers = [call for call in profile.calls if call.repeated]
     assert [call.path for call in layers] == [f"decoder.layers.{i}" for i in range(4)]
     # The first layer's input is an embedding and not another layer's sum; its graph is the same all the same.
@@ -198,7 +199,7 @@ def test_phases_come_in_order() -> None:
 
 def test_accumulated_gradients_count() -> None:
     model, batch = llama(), batch_of()
-    without = recollect.record(model, batch)
+    without = recorded_once(model, batch)
     profile = recollect.record(model, batch, gradients="accumulated")
     assert without.persistent["gradients"] == 0
     assert profile.persistent["gradients"] == profile.persistent["parameters"]
