@@ -14,8 +14,7 @@ from recollect.attaching.step_meter import StepMeter
 from recollect.byte_format import format_bytes
 from recollect.errors import BudgetTooSmallError, BudgetWarning
 from recollect.integrations.deepspeed.section import BudgetSection
-from recollect.lab.models.architectures import llama_config
-from recollect.lab.models.gpt import GPTModel
+from small_llama import llama_step
 
 # Added to what is predicted, for what no recording sees: `_UNSEEN_BYTES`.
 _UNSEEN_BYTES = 1024
@@ -25,9 +24,7 @@ class Loop:
     """A plain loop with a handle."""
 
     def __init__(self, **options: Any) -> None:
-        torch.manual_seed(0)
-        sizes: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 4, "vocab_size": 64}
-        self.model = GPTModel(llama_config(num_layers=3, **sizes))
+        self.model, _ = llama_step(num_layers=3, hidden_size=64, num_attention_heads=4)
         self.optimizer = torch.optim.AdamW(self.model.parameters())
         self.lines: list[str] = []
         self.attached = recollect.attach(self.model, self.optimizer, "80%", log=self.lines.append, **options)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import recollect
-from residual_model import Model
+from residual_model import Model, attached_loop
 
 
 class Weighted(Model):
@@ -41,15 +41,13 @@ def test_all_calls_are_named() -> None:
 
 
 def test_a_slowdown_that_was_measured_is_told() -> None:
-    model = Weighted()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with attached_loop("90%", Weighted()) as (model, optimizer, attached):
 
-    def step() -> None:
-        model(X).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        def step() -> None:
+            model(X).backward()
+            optimizer.step()
+            optimizer.zero_grad()
 
-    with recollect.attach(model, optimizer, "90%", log=lambda line: None) as attached:
         step()
         assert attached.plan is not None
         assert (
@@ -85,9 +83,7 @@ def test_gradients_before_a_step_are_named() -> None:
 
 
 def test_a_step_that_was_planned_again_says_why() -> None:
-    model = Weighted()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    with recollect.attach(model, optimizer, "1GiB", log=lambda _: None) as attached:
+    with attached_loop("1GiB", Weighted()) as (model, optimizer, attached):
         model(X).backward()
         optimizer.step()
         (planned,) = attached.planned

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 import recollect
 from recollect.errors import BudgetWarning
-from residual_model import Residual
+from residual_model import Residual, attached_loop
 
 
 class Holder(nn.Module):
@@ -24,9 +24,7 @@ def through(model: nn.Module, x: Tensor) -> Tensor:
 
 
 def test_a_loop_that_calls_the_layers_one_by_one_is_told() -> None:
-    model = Holder()
-    optimizer = torch.optim.AdamW(model.parameters())
-    with recollect.attach(model, optimizer, "100%", log=lambda _: None) as attached:
+    with attached_loop(model=Holder()) as (model, optimizer, attached):
         through(model, torch.randn(16, 32)).backward()
         with pytest.warns(BudgetWarning, match=r"stepped, but Holder was not called .* attached.call\(\.\.\.\)"):
             optimizer.step()
@@ -41,8 +39,7 @@ def test_a_loop_that_calls_the_layers_one_by_one_is_told() -> None:
 def test_a_model_that_is_one_unit_is_recorded_from_its_first_call_on() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 256), nn.Tanh(), nn.Sigmoid(), nn.Linear(256, 32))
-    optimizer = torch.optim.SGD(model.parameters())
-    with recollect.attach(model, optimizer, "95%", units=[""], log=lambda _: None) as attached:
+    with attached_loop("95%", model, units=[""]) as (_, optimizer, attached):
         model(torch.randn(64, 32)).square().mean().backward()
         optimizer.step()
         assert [call.path for call in attached.planned[0].profile.calls] == [""]

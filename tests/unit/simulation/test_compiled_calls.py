@@ -5,12 +5,9 @@ import random
 from dataclasses import replace
 
 import pytest
-import torch
 
 import recollect
 from recollect.errors import PlanError
-from recollect.lab.models.architectures import llama_config
-from recollect.lab.models.gpt import GPTModel
 from recollect.planning.choose import Planner
 from recollect.plans.action import EngineChoice
 from recollect.plans.plan import Plan
@@ -25,6 +22,7 @@ from recollect.simulation.lifetimes import lifetimes
 from recollect.simulation.peak_sums import PeakSums
 from recollect.simulation.predicted import simulated_plan
 from recollect.simulation.simulate import simulate
+from small_llama import llama_step
 
 _TWO_VARIANTS = (
     VariantRecord((1,), (0,), 120, 500, ((300, -50, 0), (40, -30, -1)), 4.0, is_default=True),
@@ -108,9 +106,7 @@ def test_a_compiled_unit_keeps_its_output_and_whole_values() -> None:
 @pytest.fixture(scope="module")
 def llama() -> Profile:
     """Four layers, whose variants are made up: the leaner they are, the more working memory in backward."""
-    config = llama_config(num_layers=4, hidden_size=32, num_attention_heads=2, vocab_size=64)
-    tokens = torch.randint(0, 64, (2, 32))
-    profile = recollect.record(GPTModel(config), {"tokens": tokens, "labels": tokens}, fake=True)
+    profile = recollect.record(*llama_step(length=32, num_layers=4), fake=True)
     graphs = list(profile.graphs)
     for number in {call.graph for call in profile.calls if call.repeated}:
         graph = graphs[number]
