@@ -1,13 +1,11 @@
 """Small modules that tests share, with no dependency but PyTorch, so that rank processes start fast."""
 
-import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 
 class Computes(nn.Module):
@@ -117,24 +115,6 @@ def built(build: Callable[[], nn.Module]) -> Any:
     """The same random weights on every call."""
     torch.manual_seed(0)
     return build()
-
-
-@contextmanager
-def checkpointed(model: nn.Module, paths: Sequence[str], **how: Any) -> Iterator[None]:
-    """`torch.utils.checkpoint` around the forward of the modules at `paths`, the way people add it by hand."""
-
-    def wrapped(forward: Callable[..., Any]) -> Callable[..., Any]:
-        # Keyword arguments are bound as Hugging Face binds them: the reentrant variant takes none.
-        return lambda *args, **kwargs: checkpoint(functools.partial(forward, **kwargs), *args, **how)
-
-    modules = [model.get_submodule(path) for path in paths]
-    for module in modules:
-        vars(module)["forward"] = wrapped(module.forward)
-    try:
-        yield
-    finally:
-        for module in modules:
-            del vars(module)["forward"]
 
 
 @contextmanager

@@ -101,32 +101,36 @@ class Watching(TrainerCallback):
         self.peaks.end()
 
 
-def trained(make: Callable[[list[Any]], Trainer], budget: int | str | None, peaks: StepPeaks) -> tuple[nn.Module, int]:
-    """Train within a budget, or without one."""
-    transformers.logging.set_verbosity_error()
-    callbacks = [] if budget is None else [MemoryBudget(budget)]
-    trainer = make([*callbacks, Watching(peaks)])
-    trainer.train()
-    return trainer.model, len(callbacks[0].attached.recorded_steps) if callbacks else 0
+def _trained(trainer: Trainer) -> nn.Module:
+    return trainer.model
 
 
-def _case(build: Callable[[], Any], **changes: Any) -> Case:
+def case(
+    build: Callable[[], Any],
+    kind: Callable[..., Trainer] = Trainer,
+    config: type[Any] = TrainingArguments,
+    data: Callable[[], Any] = texts,
+    result: Callable[[Trainer], nn.Module] = _trained,
+    **changes: Any,
+) -> Case:
+    """Train with a kind of trainer and changed arguments; `result` returns the model of a trainer that is done."""
+
     def run(budget: int | str | None, peaks: StepPeaks) -> tuple[nn.Module, int]:
+        transformers.logging.set_verbosity_error()
+        callbacks = [] if budget is None else [MemoryBudget(budget)]
         with tempfile.TemporaryDirectory() as folder:
-            args = arguments(folder, **changes)
-
-            def make(callbacks: list[Any]) -> Trainer:
-                return Trainer(build(), args, train_dataset=texts(), callbacks=callbacks)
-
-            return trained(make, budget, peaks)
+            args = arguments(folder, config, **changes)
+            trainer = kind(build(), args=args, train_dataset=data(), callbacks=[*callbacks, Watching(peaks)])
+            trainer.train()
+        return result(trainer), len(callbacks[0].attached.recorded_steps) if callbacks else 0
 
     return run
 
 
 CASES: dict[str, Case] = {
-    "llama": _case(partial(llama, num_hidden_layers=2)),
-    "gpt2 in bf16": _case(gpt2, bf16=True),
-    "LoRA in bf16": _case(lora, bf16=True),
-    "DoRA": _case(dora),
-    "QLoRA": _case(qlora),
+    "llama": case(partial(llama, num_hidden_layers=2)),
+    "gpt2 in bf16": case(gpt2, bf16=True),
+    "LoRA in bf16": case(lora, bf16=True),
+    "DoRA": case(dora),
+    "QLoRA": case(qlora),
 }

@@ -82,19 +82,28 @@ def loader(steps: int) -> DataLoader[Any]:
     return DataLoader(texts(8 * steps), batch_size=4)
 
 
-def _case(build: Callable[[], pl.LightningModule], **changes: Any) -> Case:
+def case(
+    build: Callable[[], Automatic],
+    steps: int = NUM_STEPS,
+    result: Callable[[Automatic], nn.Module] = lambda module: module,
+    strategy: Callable[[], Any] = lambda: "auto",
+    **options: Any,
+) -> Case:
+    """Train with options of a trainer, and a strategy of its own; `result` returns the model of a trained module."""
+
     def run(budget: int | str | None, peaks: StepPeaks) -> tuple[nn.Module, int]:
         module = build()
         callbacks = [] if budget is None else [MemoryBudget(budget)]
         with tempfile.TemporaryDirectory() as folder:
-            trainer(folder, *callbacks, Watching(peaks), **changes).fit(module, loader(NUM_STEPS))
-        return module, len(callbacks[0].attached.recorded_steps) if callbacks else 0
+            runs = trainer(folder, *callbacks, Watching(peaks), strategy=strategy(), **options)
+            runs.fit(module, loader(steps))
+        return result(module), len(callbacks[0].attached.recorded_steps) if callbacks else 0
 
     return run
 
 
 CASES: dict[str, Case] = {
-    "automatic": _case(Automatic, accumulate_grad_batches=2),
-    "automatic in bf16": _case(Automatic, accumulate_grad_batches=2, precision="bf16-mixed"),
-    "manual": _case(Manual),
+    "automatic": case(Automatic, accumulate_grad_batches=2),
+    "automatic in bf16": case(Automatic, accumulate_grad_batches=2, precision="bf16-mixed"),
+    "manual": case(Manual),
 }

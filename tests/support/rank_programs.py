@@ -15,10 +15,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
 
 import recollect
-from blocks import Stack, built, checkpointed
+from blocks import Stack, built
 from engines import Traced, traced, traced_forwards
 from forked_processes import prepared_server
 from policies import FULL, NOTHING_KEPT, Random
@@ -79,8 +78,6 @@ def _step(model: nn.Module) -> dict[str, torch.Tensor]:
 
 WAYS: dict[str, Callable[[Stack], AbstractContextManager[Any]]] = {
     "plain": lambda model: nullcontext(),
-    "reentrant": lambda model: checkpointed(model, model.layers, use_reentrant=True),
-    "non-reentrant": lambda model: checkpointed(model, model.layers, use_reentrant=False),
     "full": lambda model: apply_policy(model, model.layers, FULL),
     "nothing-kept": lambda model: apply_policy(model, model.layers, NOTHING_KEPT),
     "random": lambda model: apply_policy(model, model.layers, Random(1)),
@@ -94,7 +91,7 @@ def _why_not(handle: Any) -> list[str]:
 
 
 def data_parallel() -> dict[str, Any]:
-    """Three steps of each way, with the search for unused parameters on: the gradients, or the error."""
+    """Gradients of three steps of each way, with the search for unused parameters on."""
     outcome: dict[str, Any] = {}
     for name, way in WAYS.items():
         for moment in ("before", "after"):
@@ -104,20 +101,15 @@ def data_parallel() -> dict[str, Any]:
             with way(model) as handle:
                 if moment == "before":
                     wrapped = DistributedDataParallel(model, find_unused_parameters=True)
-                try:
-                    outcome[f"{name} {moment}"] = [_step(wrapped) for _ in range(3)]
-                    outcome[f"{name} {moment} why not"] = _why_not(handle)
-                except RuntimeError as error:
-                    outcome[f"{name} {moment}"] = str(error)
+                outcome[f"{name} {moment}"] = [_step(wrapped) for _ in range(3)]
+                outcome[f"{name} {moment} why not"] = _why_not(handle)
     return outcome
 
 
 def fully_sharded() -> dict[str, Any]:
-    """Gradients and numbers of all-gathers of each way; parameters are freed after forward."""
+    """Gradients and numbers of all-gathers of each way, or the error; parameters are freed after forward."""
     outcome: dict[str, Any] = {}
     for name, way in WAYS.items():
-        if name == "reentrant":
-            continue
         model = built(lambda: Stack(dropout=0.1))
         for block in model.blocks:
             fully_shard(block)
@@ -131,27 +123,7 @@ def fully_sharded() -> dict[str, Any]:
                 outcome[name] = {"gradients": found, "all-gathers": _all_gathers(watch), "why not": _why_not(handle)}
             except RuntimeError as error:
                 outcome[name] = str(error)
-    outcome["outside"] = _checkpoint_outside_of_the_sharded_unit()
     return outcome
-
-
-def _checkpoint_outside_of_the_sharded_unit() -> dict[str, Any]:
-    """Re-running the sharded module runs its hooks, too."""
-    model = built(lambda: Stack(dropout=0.1))
-    for block in model.blocks:
-        fully_shard(block)
-    fully_shard(model)
-
-    def forward(hidden: torch.Tensor) -> torch.Tensor:
-        hidden = model.stem(hidden)
-        for block in model.blocks:
-            hidden = checkpoint(block, hidden, use_reentrant=False)
-        return model.head(hidden).squeeze(-1)
-
-    vars(model)["forward"] = forward
-    _step(model)
-    with Watch() as watch:
-        return {"gradients": _step(model), "all-gathers": _all_gathers(watch)}
 
 
 def tensor_parallel() -> dict[str, Any]:

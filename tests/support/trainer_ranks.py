@@ -3,6 +3,7 @@
 import os
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 os.environ.update({"GLOO_SOCKET_IFNAME": "lo", "MASTER_ADDR": "127.0.0.1", "ACCELERATE_USE_CPU": "true"})
@@ -15,16 +16,17 @@ from torch import nn  # noqa: E402
 from torch.distributed.fsdp import FSDPModule, fully_shard  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 from transformers import Trainer  # noqa: E402
-from trl import SFTConfig, SFTTrainer  # noqa: E402
+from trl import SFTConfig  # noqa: E402
 
-from hugging_face_trainers import Sharding, arguments, llama, lora, texts, trained  # noqa: E402
+import hugging_face_trainers  # noqa: E402
+import lightning_trainers  # noqa: E402
+from hugging_face_trainers import Sharding, arguments, llama, lora, texts  # noqa: E402
 from lightning_trainers import Automatic, loader, trainer  # noqa: E402
-from lightning_trainers import Watching as LightningWatching  # noqa: E402
-from metered_trainers import NUM_STEPS, SHARDED_STEPS, Case, StepPeaks  # noqa: E402
+from metered_trainers import NUM_STEPS, SHARDED_STEPS, Case  # noqa: E402
 from recollect.integrations.lightning import MemoryBudget as LightningBudget  # noqa: E402
 from recollect.integrations.transformers import MemoryBudget  # noqa: E402
 from recollect.ranks import members  # noqa: E402
-from trl_trainers import answers, tokenizer  # noqa: E402
+from trl_trainers import answers, sft  # noqa: E402
 
 RANK = int(os.environ.get("RANK", "0"))
 
@@ -37,34 +39,12 @@ def gathered(trained_model: nn.Module, whole: nn.Module) -> nn.Module:
     return whole
 
 
-def _hugging_face(kind: type[Trainer], wrapper: type[Any], accumulation: int, steps: int) -> Case:
-    def run(budget: int | str | None, peaks: StepPeaks) -> tuple[nn.Module, int]:
-        made: list[Trainer] = []
-        with tempfile.TemporaryDirectory() as folder:
-            args = arguments(folder, max_steps=steps, gradient_accumulation_steps=accumulation)
-
-            def make(callbacks: list[Any]) -> Trainer:
-                made.append(kind(llama(), args, train_dataset=texts(320), callbacks=callbacks))
-                return made[0]
-
-            model, recorded = trained(make, budget, peaks)
-        assert isinstance(made[0].model_wrapped, wrapper)
-        return gathered(model, llama()), recorded
-
-    return run
+def _wrapped_in(wrapper: type[Any], trainer: Trainer) -> nn.Module:
+    assert isinstance(trainer.model_wrapped, wrapper)
+    return gathered(trainer.model, llama())
 
 
-def _tuned(budget: int | str | None, peaks: StepPeaks) -> tuple[nn.Module, int]:
-    """TRL's SFT of PEFT's adapters."""
-    with tempfile.TemporaryDirectory() as folder:
-        sizes = {"max_steps": NUM_STEPS, "gradient_accumulation_steps": 1}
-        args = arguments(folder, SFTConfig, gradient_checkpointing=False, bf16=False, **sizes)
-
-        def make(callbacks: list[Any]) -> Trainer:
-            data = {"train_dataset": answers(), "processing_class": tokenizer()}
-            return SFTTrainer(lora(), args=args, callbacks=callbacks, **data)
-
-        return trained(make, budget, peaks)
+_hugging_face = partial(hugging_face_trainers.case, llama, data=partial(texts, 320))
 
 
 # What gloo's threads release late is little beside a step of so many.
@@ -83,28 +63,25 @@ class Sharded(Automatic):
         fully_shard(self.model, mesh=mesh)
 
 
-def _lightning(build: Callable[[], Automatic], strategy: Callable[[], Any], steps: int) -> Case:
-    def run(budget: int | str | None, peaks: StepPeaks) -> tuple[nn.Module, int]:
-        module = build()
-        callbacks = [] if budget is None else [LightningBudget(budget)]
-        with tempfile.TemporaryDirectory() as folder:
-            options = {"devices": 2, "strategy": strategy()}
-            runs = trainer(folder, *callbacks, LightningWatching(peaks), **options)
-            # Of eight rows, four in each process.
-            runs.fit(module, loader(steps))
-        recorded = len(callbacks[0].attached.recorded_steps) if callbacks else 0
-        return gathered(module, Automatic()), recorded
-
-    return run
+def _all_of(module: Automatic) -> nn.Module:
+    return gathered(module, Automatic())
 
 
+# Of eight rows, four in each process.
+_lightning = partial(lightning_trainers.case, result=_all_of, devices=2)
 CASES: dict[str, Case] = {
-    "Hugging Face DDP": _hugging_face(Trainer, DistributedDataParallel, 2, NUM_STEPS),
-    "Hugging Face FSDP2": _hugging_face(Sharding, FSDPModule, 1, SHARDED_STEPS),
-    "SFT of LoRA DDP": _tuned,
-    "Lightning DDP": _lightning(Automatic, lambda: "ddp", NUM_STEPS),
+    "Hugging Face DDP": _hugging_face(
+        result=partial(_wrapped_in, DistributedDataParallel), max_steps=NUM_STEPS, gradient_accumulation_steps=2
+    ),
+    "Hugging Face FSDP2": _hugging_face(
+        Sharding, result=partial(_wrapped_in, FSDPModule), max_steps=SHARDED_STEPS, gradient_accumulation_steps=1
+    ),
+    "SFT of LoRA DDP": hugging_face_trainers.case(
+        lora, sft, SFTConfig, answers, gradient_checkpointing=False, bf16=False, gradient_accumulation_steps=1
+    ),
+    "Lightning DDP": _lightning(Automatic, strategy=lambda: "ddp"),
     "Lightning FSDP2": _lightning(
-        Sharded, lambda: ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1), SHARDED_STEPS
+        Sharded, SHARDED_STEPS, strategy=lambda: ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
     ),
 }
 

@@ -1,20 +1,18 @@
 """TRL's trainers on tiny random models and random words, to be run with a memory budget."""
 
-import tempfile
-from collections.abc import Callable
+import copy
 from typing import Any
 
 import torch
 import transformers
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
-from torch import nn
 from transformers import Trainer
 from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
 
 import hugging_face_trainers
-from hugging_face_trainers import VOCABULARY, arguments, llama, lora, trained
-from metered_trainers import NUM_STEPS, Case, StepPeaks
+from hugging_face_trainers import VOCABULARY, case, llama, lora
+from metered_trainers import NUM_STEPS, Case
 
 _SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>")
 _WORDS = [f"w{number}" for number in range(VOCABULARY - len(_SPECIAL))]
@@ -53,37 +51,27 @@ def answers() -> Dataset:
     return Dataset.from_dict({"text": words(240, 60, 0)})
 
 
-def _case(
-    build: Callable[[], Any], kinds: tuple[type[Any], type[Any]], data: Callable[[], Dataset], **changes: Any
-) -> Case:
-    trainer, config = kinds
-
-    def run(budget: int | str | None, peaks: StepPeaks) -> tuple[nn.Module, int]:
-        with tempfile.TemporaryDirectory() as folder:
-            args = arguments(folder, config, gradient_checkpointing=False, **changes)
-
-            def make(callbacks: list[Any]) -> Trainer:
-                model = build()
-                # The copy that TRL would make of a model that is on the Hub.
-                others = {"ref_model": build()} if trainer is DPOTrainer and not hasattr(model, "peft_config") else {}
-                options = {
-                    "args": args,
-                    "train_dataset": data(),
-                    "processing_class": tokenizer(),
-                    "callbacks": callbacks,
-                }
-                return trainer(model, **options, **others)
-
-            return trained(make, budget, peaks)
-
-    return run
+def sft(model: Any, **options: Any) -> Trainer:
+    return SFTTrainer(model, processing_class=tokenizer(), **options)
 
 
+def dpo(model: Any, **options: Any) -> Trainer:
+    # The copy that TRL would make of a model that is on the Hub.
+    others = {} if hasattr(model, "peft_config") else {"ref_model": copy.deepcopy(model)}
+    return DPOTrainer(model, processing_class=tokenizer(), **others, **options)
+
+
+def reward(model: Any, **options: Any) -> Trainer:
+    return RewardTrainer(model, processing_class=tokenizer(), **options)
+
+
+_PLAIN = {"gradient_checkpointing": False, "bf16": False}
+_IN_BF16 = {**_PLAIN, "bf16": True}
 CASES: dict[str, Case] = {
     **hugging_face_trainers.CASES,
-    "SFT in bf16": _case(lambda: llama(**_IDS), (SFTTrainer, SFTConfig), answers, bf16=True),
-    "SFT of lora": _case(lora, (SFTTrainer, SFTConfig), answers, bf16=False),
-    "DPO": _case(lambda: llama(**_IDS), (DPOTrainer, DPOConfig), pairs, bf16=False),
-    "DPO of lora": _case(lora, (DPOTrainer, DPOConfig), pairs, bf16=True),
-    "Reward": _case(classifier, (RewardTrainer, RewardConfig), pairs, bf16=False),
+    "SFT in bf16": case(lambda: llama(**_IDS), sft, SFTConfig, answers, **_IN_BF16),
+    "SFT of lora": case(lora, sft, SFTConfig, answers, **_PLAIN),
+    "DPO": case(lambda: llama(**_IDS), dpo, DPOConfig, pairs, **_PLAIN),
+    "DPO of lora": case(lora, dpo, DPOConfig, pairs, **_IN_BF16),
+    "Reward": case(classifier, reward, RewardConfig, pairs, **_PLAIN),
 }
