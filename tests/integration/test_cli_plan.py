@@ -1,7 +1,8 @@
-"""`recollect plan` and `recollect frontier`: what they print and write."""
+"""`recollect plan` and `recollect frontier`: what they print and write, for one device, for many, for the largest batch."""
 
 import json
 import pickle
+import re
 from pathlib import Path
 
 import pytest
@@ -95,3 +96,129 @@ def test_timeline_is_printed_and_written_for_other_viewers(tmp_path: Path, capsy
     assert peak in capsys.readouterr().out
     assert main(["timeline", *STEP, "--fake"]) == 0
     assert peak not in capsys.readouterr().out
+
+
+LLAMA = ["plan", "--size", "llama-tiny", "--num-layers", "2"]
+WORDS = (
+    "peak",
+    "slowdown",
+    "tokens/s",
+    "without recompute",
+    "full recompute",
+    "with a plan",
+    "most tokens/s",
+    "tokens",
+)
+
+
+def rows(output: str) -> dict[str, list[str]]:
+    """The cells of the tables by the first one."""
+    cells = [
+        [cell.strip() for cell in line.strip("│").split("│")] for line in output.splitlines() if line.startswith("│")
+    ]
+    return {first: rest for first, *rest in cells}
+
+
+@pytest.mark.parametrize(
+    ("along", "other"),
+    [("micro-batch", "--seq-length"), pytest.param("seq-length", "--batch-size", marks=pytest.mark.long)],
+)
+def test_tables_and_plan(along: str, other: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "plan.json"
+    args = [*LLAMA, other, "256" if along == "micro-batch" else "3", "--memory-budget", "10MiB", "--out", str(out)]
+    assert main([*args, "--largest", along, "--hardware", "L40S"]) == 0
+    output = capsys.readouterr().out
+    assert f"Largest {along} within 10.0 MiB" in output
+    assert "times modelled for NVIDIA L40S" in output
+    assert all(word in output for word in WORDS)
+    assert "…" not in output
+    tables = output[: output.index("Forward and backward")]
+    assert max(len(line) for line in tables.splitlines()) <= 80
+    found = rows(tables)
+    answers = [found[name][0] for name in ("without recompute", "full recompute", "with a plan")]
+    largest = int(answers[-1])
+    assert int(answers[0]) < largest
+    tokens = 256 if along == "micro-batch" else 3
+    assert found[answers[-1]][0] == f"{largest * tokens:,}"
+    step = 1 if along == "micro-batch" else 64
+    assert found[str(largest + step)][3:] == ["no plan", "-"]
+    assert f"Written to {out}, for {along} {largest}." in output
+    plan = recollect.Plan.load(out)
+    assert plan.predicted_peak_bytes <= 10 * 2**20
+
+
+def test_no_more_tokens_than_learned_positions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    args = ["plan", "--size", "gpt-tiny", "--memory-budget", "1GiB", "--largest", "seq-length", "--multiple-of", "128"]
+    assert main([*args, "--out", str(tmp_path / "plan.json")]) == 0
+    assert rows(capsys.readouterr().out)["with a plan"][0] == "at least 256"
+
+
+def test_no_more_tokens_than_positions_of_a_hugging_face_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("transformers")
+    config = tmp_path / "config.json"
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 96, "vocab_size": 100}
+    config.write_text(json.dumps({"model_type": "gpt2", **sizes}))
+    args = ["plan", "--hf-config", str(config), "--memory-budget", "1GiB", "--largest", "seq-length"]
+    assert main([*args, "--out", str(tmp_path / "plan.json"), "--multiple-of", "32"]) == 0
+    assert rows(capsys.readouterr().out)["with a plan"][0] == "at least 96"
+
+
+def test_a_model_of_megatrons_flags_gets_positions_for_every_length(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    args = ["plan", "--num-layers", "2", "--hidden-size", "64", "--memory-budget", "1GiB", "--largest", "seq-length"]
+    assert main([*args, "--max-size", "512", "--multiple-of", "256", "--out", str(tmp_path / "plan.json")]) == 0
+    assert rows(capsys.readouterr().out)["with a plan"][0] == "at least 512"
+
+
+CLUSTER_STEP = ["--size", "llama-tiny", "--seq-length", "256", "--dtype", "bf16", "--hardware", "H100"]
+PLAN = ["plan", *CLUSTER_STEP, "--fake"]
+TENSOR = ["--tensor-model-parallel-size", "2"]
+
+
+def test_memory_and_time_by_rank_are_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "plan.json"
+    more = ["--sequence-parallel", "--data-parallel-size", "2", "--use-torch-fsdp2", "--adapters-per-node", "4"]
+    more += ["--out", str(out)]
+    assert main([*PLAN, *TENSOR, *more, "--memory-budget", "80%"]) == 0
+    output = capsys.readouterr().out
+    assert "4 x NVIDIA H100 SXM: peak " in output
+    said = "assumed: 8 devices a node; NVLink 4 within, InfiniBand NDR between: 370 and 20 GB/s a device."
+    assert said in " ".join(output.split())
+    plan = recollect.Plan.load(out)
+    assert str(plan) in output
+
+
+def test_each_stage_has_a_plan_and_all_of_them_the_nearest_flags(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "plan.json"
+    more = ["--pipeline-model-parallel-size", "2", "--write", "megatron", "--out", str(out)]
+    assert main([*PLAN, *more, "--memory-budget", "85%"]) == 0
+    plans = [recollect.Plan.load(out.with_suffix(f".{stage}.json")) for stage in range(2)]
+    assert all(path.startswith("decoder.") for plan in plans for path in plan.units)
+    output = capsys.readouterr().out
+    assert re.search(r"nearest of Megatron, in all stages alike: peak .*iB, step \+.*%, \d+ ms longer\n", output)
+    assert "--recompute-granularity" in output
+    assert "its fused kernels keep less" in output and "it gathers beside products" not in output
+
+
+def test_megatron_is_assumed_to_gather_beside_products(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    more = ["--sequence-parallel", "--write", "megatron", "--out", str(tmp_path / "plan.json")]
+    assert main([*PLAN, *TENSOR, *more, "--memory-budget", "85%"]) == 0
+    said = "assumed of Megatron: What it gathers again in backward, it gathers beside products."
+    assert said in capsys.readouterr().out.splitlines()
+
+
+def test_layers_are_divided_with_the_plans(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    more = ["--pipeline-model-parallel-size", "2", "--write", "megatron", "--out", str(tmp_path / "plan.json")]
+    assert main([*PLAN, *more, "--pipeline-split", "auto", "--memory-budget", "90%"]) == 0
+    output = capsys.readouterr().out
+    sizes = output.partition("layers by stage: ")[2].partition(" (as many in each")[0].split(", ")
+    assert len(sizes) == 2 and sum(map(int, sizes)) == 4
+    flags = output.partition("its split of the layers:\n")[2].splitlines()[0]
+    even = "no flags: as many layers in each stage"
+    uneven = f"--decoder-first-pipeline-num-layers {sizes[0]} --decoder-last-pipeline-num-layers {sizes[1]}"
+    assert flags == (even if sizes[0] == sizes[1] else uneven)

@@ -14,19 +14,10 @@ pytest.importorskip("matplotlib")
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {**os.environ, "PYTHON": sys.executable}
-PARTS = ("tests", "calibrate", "prediction", "offload", "fp8", "overhead")
-PARTS += (
-    "engines-2048",
-    "engines-4096",
-    "engines-random",
-    "capture",
-    "claims",
-    "frontier-dense",
-    "frontier-moe",
-    "frontier-mla",
-    "frontier-7b",
-    "compiled",
+PARTS = (
+    "tests calibrate prediction offload fp8 overhead engines-2048 engines-4096 engines-random capture claims".split()
 )
+PARTS += "frontier-dense frontier-moe frontier-mla frontier-7b compiled".split()
 
 
 def scripts_gpu(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:

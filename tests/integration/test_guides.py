@@ -29,7 +29,7 @@ NEEDS = {
     "peft_trl.md": ("trl", "peft"),
     "trainers.md": ("accelerate", "deepspeed"),
 }
-# test_readme.py runs these.
+# test_examples.py runs these.
 QUOTED = {"../README.md", "get_started.md"}
 COMPILES = "compile.md"
 

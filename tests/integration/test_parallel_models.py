@@ -6,9 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from parallel_programs import ALONE, RANKS, WAYS
+from parallel_programs import ALONE, MANY_CHUNKS, MANY_TOKENS, MANY_WORDS, OPTIONS, RANKS, WAYS, WIDTH
 from rank_processes import run_program
-from vocabulary_programs import MANY_CHUNKS, MANY_TOKENS, MANY_WORDS, OPTIONS, WIDTH
 
 SUPPORT = Path(__file__).parents[1] / "support"
 pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs PyTorch with the gloo backend")

@@ -21,34 +21,15 @@ from recollect.lab.train.checkpoint import find_damage, list_checkpoints
 from recollect.lab.train.config import TrainConfig
 from recollect.lab.train.processes import ONE_PROCESS, Processes
 from tiers import long_but
-from training_ranks import MODELS, model_of, settings, trained
+from training_ranks import LAYOUTS, MODELS, ON_TWO, model_of, settings, trained
 from training_runs import wait_for_steps, write_text
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs PyTorch with the gloo backend")
 
-ON_TWO = (
-    "TP2",
-    "TP2 SP",
-    "DP2",
-    "DP2 FSDP2",
-    "DP2 ZeRO",
-    "CP2",
-    "DP2 experts",
-    "EP2 experts",
-    "EP2 FSDP2 experts",
-    "PP2 tied",
-    "PP2 interleaved tied",
-    "PP2 fp8",
-    "TP2 SP fp8",
-)
-ON_FOUR = ("TP2 DP2", "TP2 SP DP2 FSDP2", "TP2 SP CP2", "EP2 CP2 DP2 FSDP2 experts", "PP2 TP2 SP tied")
-ON_FOUR += ("PP2 interleaved CP2 tied", "PP2 EP2 experts", "TP2 SP EP2 experts")
-ON_FOUR += ("PP2 interleaved DP2 ZeRO tied", "PP2 EP2 ZeRO experts")
-ON_FOUR += ("TP2 SP EP2 ETP1 experts", "TP2 SP CP2 EP4 ETP1 experts")
 # Each dimension of a layout once, in pairs, with what other tests go on from; the others are parts of these, and other pairs.
 QUICK = ("DP2", "PP2 tied", "PP2 fp8", "TP2 SP DP2 FSDP2", "PP2 interleaved CP2 tied", "PP2 EP2 ZeRO experts")
-LAYOUTS = long_but(QUICK, (*ON_TWO, *ON_FOUR))
+every_layout = pytest.mark.parametrize("name", long_but(QUICK, LAYOUTS))
 
 
 def asked(num_processes: int, folder: Path) -> AbstractContextManager[AskedCases]:
@@ -82,7 +63,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str,
     return cache(lambda name: trained(settings(folder, name, **MODELS[name])))
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@every_layout
 def test_a_layout_trains_as_one_process(name: str, rows: list[Row], alone: Callable[[str], dict[str, Any]]) -> None:
     """Losses are sums in another order: each of them is rounded in its last bit or two (1.2e-7), and steps add to it.
 
@@ -96,7 +77,7 @@ def test_a_layout_trains_as_one_process(name: str, rows: list[Row], alone: Calla
             assert row["plain"][number] == pytest.approx(expected[number], rel=tolerance), number
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@every_layout
 def test_a_plan_changes_no_bit(name: str, rows: list[Row]) -> None:
     plans = {row["planned"]["plan"] for row in rows}
     assert len(plans) == 1 and plans != {""}
@@ -105,7 +86,7 @@ def test_a_plan_changes_no_bit(name: str, rows: list[Row]) -> None:
             assert row["planned"][number] == row["plain"][number] == rows[0]["plain"][number]
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@every_layout
 def test_the_peak_is_as_predicted(name: str, rows: list[Row]) -> None:
     """Up to a few buffers on their way, which gloo's threads hold for a moment longer.
 

@@ -1,16 +1,19 @@
-"""What each of two processes runs in the tests of the parallel reference models: over gloo, then without a partner."""
+"""What two processes run in the tests of tensor, sequence and data parallelism, and of a loss whose head is split."""
 
 import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.distributed import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import recollect
 from case_server import join
@@ -19,10 +22,8 @@ from recollect.lab.models.architectures import gpt_config, llama_config
 from recollect.lab.models.config import TransformerConfig
 from recollect.lab.models.gpt import GPTModel
 from recollect.lab.parallel.mesh import data_parallel
-from recollect.lab.parallel.tensor import tensor_parallel
+from recollect.lab.parallel.tensor import fused_parameters, tensor_parallel
 from recollect.profile.profile import Profile
-from vocabulary_programs import vocabulary_cases
-from whole_gradients import whole_gradients
 
 RANKS = 2
 SIZES: dict[str, Any] = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 64}
@@ -32,6 +33,16 @@ GPT = gpt_config(**SIZES, hidden_dropout=0.0, attention_dropout=0.0)
 DROPPING = replace(GPT, hidden_dropout=0.1, attention_dropout=0.1)
 
 CHUNKS = 3
+
+TOKENS, WIDTH, WORDS = 10, 12, 46
+OPTIONS: dict[str, dict[str, Any]] = {
+    "mean": {},
+    "sum": {"reduction": "sum"},
+    "smoothed": {"label_smoothing": 0.1},
+    "softcapped": {"transform": lambda logits: 2 * torch.tanh(logits / 2)},
+}
+# Of one step of one chunk, and of tokens many enough for what is alive once to count.
+MANY_TOKENS, MANY_WORDS, MANY_CHUNKS = 256, 4096, 8
 
 Wrap = Callable[[GPTModel, DeviceMesh], GPTModel]
 
@@ -161,6 +172,116 @@ def alone(rank: int) -> Iterator[tuple[str, Any]]:
             if way != "data":
                 for kind in (False, True):
                     yield f"chunked {way} {kind}", facts(recorded(LLAMA, way, fake=kind, chunks=CHUNKS))
+
+
+def head_case(words: int = WORDS, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    """Hidden states, weight, bias and labels, the same on all ranks."""
+    generator = torch.Generator().manual_seed(3)
+    shapes = [(2, TOKENS, WIDTH), (words, WIDTH), (words,)]
+    hidden, weight, bias = (torch.randn(shape, generator=generator, dtype=dtype) for shape in shapes)
+    labels = torch.randint(words, (2, TOKENS), generator=generator)
+    labels[0, :3] = -100
+    return [hidden, weight, bias, labels]
+
+
+def plain_loss(words: int, options: dict[str, Any]) -> list[Tensor]:
+    """The loss, and the gradients of hidden states, weight and bias, in one process."""
+    *leaves, labels = head_case(words)
+    hidden, weight, bias = (leaf.requires_grad_() for leaf in leaves)
+    transform = options.get("transform", lambda logits: logits)
+    others = {name: value for name, value in options.items() if name != "transform"}
+    loss = F.cross_entropy(transform(F.linear(hidden, weight, bias)).flatten(0, 1), labels.flatten(), **others)
+    return [loss.detach(), *torch.autograd.grad(loss, (hidden, weight, bias))]
+
+
+def farthest_loss(words: int, options: dict[str, Any], *, hidden_layout: Any, as_parts: bool) -> float:
+    """How far the chunked loss of all ranks is from the plain one, and its gradients."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    *leaves, labels = head_case(words)
+    hidden, weight, bias = (
+        distribute_tensor(leaf, mesh, [layout])
+        for leaf, layout in zip(leaves, (hidden_layout, Shard(0), Shard(0)), strict=True)
+    )
+    if as_parts:
+        hidden, weight, bias = (tensor.to_local() for tensor in (hidden, weight, bias))
+    leaves = [leaf.detach().requires_grad_() for leaf in (hidden, weight, bias)]
+    loss = recollect.chunked_cross_entropy(
+        leaves[0], leaves[1], labels, num_chunks=3, bias=leaves[2], group=mesh.get_group(), **options
+    )
+    got = torch.autograd.grad(loss, leaves)
+    if as_parts:
+        got = tuple(
+            DTensor.from_local(one, mesh, [layout])
+            for one, layout in zip(got, (Replicate(), Shard(0), Shard(0)), strict=True)
+        )
+    found = [loss.detach(), *(one.full_tensor() for one in got)]
+    return max(
+        float((a - b).abs().max() / b.abs().max()) for a, b in zip(found, plain_loss(words, options), strict=True)
+    )
+
+
+def loss_exactness() -> Iterator[tuple[str, Any]]:
+    for name, options in OPTIONS.items():
+        yield f"farthest {name}, parts", farthest_loss(WORDS, options, hidden_layout=Replicate(), as_parts=True)
+        for layout in (Replicate(), Shard(1)):
+            found = farthest_loss(WORDS, options, hidden_layout=layout, as_parts=False)
+            yield f"farthest {name}, {layout}", found
+    # The last rank has a word less.
+    yield "farthest uneven", farthest_loss(WORDS - 1, OPTIONS["smoothed"], hidden_layout=Shard(1), as_parts=False)
+
+
+def loss_peaks() -> Iterator[tuple[str, Any]]:
+    hidden = torch.randn(MANY_TOKENS, WIDTH)
+    labels = torch.randint(MANY_WORDS * dist.get_world_size(), (MANY_TOKENS,))
+    for needs_gradients in (False, True):
+        weight = nn.Parameter(torch.randn(MANY_WORDS, WIDTH), requires_grad=needs_gradients)
+        peak = recollect.measure_peak(
+            lambda weight=weight: recollect.chunked_cross_entropy(
+                hidden, weight, labels, num_chunks=MANY_CHUNKS, group=dist.group.WORLD
+            )
+        )
+        yield f"peak {needs_gradients}", peak.peak_growth_bytes
+
+
+def head_refusals() -> Iterator[tuple[str, Any]]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    hidden, weight, bias, labels = head_case()
+    rows = distribute_tensor(weight, mesh, [Shard(0)])
+    cases: dict[str, tuple[Tensor, Tensor, Any]] = {
+        "no group": (hidden, rows, None),
+        "split by columns": (hidden, distribute_tensor(weight, mesh, [Shard(1)]), dist.group.WORLD),
+        "split by channels": (distribute_tensor(hidden, mesh, [Shard(2)]), rows, dist.group.WORLD),
+        "one word": (hidden, distribute_tensor(weight[:1], mesh, [Shard(0)]), dist.group.WORLD),
+    }
+    for name, (x, w, group) in cases.items():
+        loss = partial(recollect.chunked_cross_entropy, x, w, labels, num_chunks=2, group=group)
+        yield f"refused {name}", refusal(loss)
+    labels[1, 1] = WORDS
+    found = recollect.chunked_cross_entropy(hidden, rows, labels, num_chunks=2, group=dist.group.WORLD)
+    yield "beyond the vocabulary", found.item()
+
+
+def vocabulary_cases() -> dict[str, Any]:
+    return {**dict(loss_exactness()), **dict(loss_peaks()), **dict(head_refusals())}
+
+
+def whole_gradients(model: GPTModel, ranks: int) -> dict[str, Tensor]:
+    """The gradients of a parallel model as those of the whole one, by name; all ranks have to call it.
+
+    `ranks` of tensor parallelism; the model may be sharded by FSDP2, too.
+    """
+    sizes_of = fused_parameters(model)
+    found: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.grad is None:
+            continue
+        whole = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
+        if name in sizes_of:
+            sizes, dim = sizes_of[name]
+            parts = [share.split([size // ranks for size in sizes], dim) for share in whole.chunk(ranks, dim)]
+            whole = torch.cat([parts[rank][matrix] for matrix in range(len(sizes)) for rank in range(ranks)], dim)
+        found[name] = whole
+    return found
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from torch.distributed import DeviceMesh, init_device_mesh
 
 import recollect
 from case_server import join, serve
-from parallel_programs import DROPPING, GPT, LLAMA, farthest, refusal
+from parallel_programs import DROPPING, GPT, LLAMA, farthest, refusal, whole_gradients
 from recollect._torch_parallel import flat_mesh
 from recollect.lab.models.config import TransformerConfig
 from recollect.lab.models.gpt import GPTModel
@@ -21,7 +21,6 @@ from recollect.lab.parallel.context import context_parallel
 from recollect.lab.parallel.expert import expert_parallel
 from recollect.lab.parallel.mesh import data_parallel
 from recollect.lab.parallel.tensor import tensor_parallel
-from whole_gradients import whole_gradients
 
 RANKS = 4
 QUIET: dict[str, Any] = {"hidden_dropout": 0.0, "attention_dropout": 0.0}

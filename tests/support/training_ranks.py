@@ -40,33 +40,37 @@ EXPERT = {"expert_model_parallel_size": 2}
 WHOLE: dict[str, Any] = {"sequence_parallel": True, "expert_tensor_parallel_size": 1}
 PIPELINE = {"pipeline_model_parallel_size": 2}
 INTERLEAVED = {**PIPELINE, "num_layers_per_virtual_pipeline_stage": 1}
-LAYOUTS: dict[str, dict[str, Any]] = {
+# In two processes, and in four.
+ON_TWO: dict[str, dict[str, Any]] = {
     "TP2": TENSOR,
     "TP2 SP": {**TENSOR, "sequence_parallel": True},
     "DP2": {},
     "DP2 FSDP2": {"use_torch_fsdp2": True},
     "DP2 ZeRO": {"use_distributed_optimizer": True},
-    "TP2 DP2": TENSOR,
-    "TP2 SP DP2 FSDP2": {**TENSOR, "sequence_parallel": True, "use_torch_fsdp2": True},
     "CP2": CONTEXT,
-    "TP2 SP CP2": {**TENSOR, **CONTEXT, "sequence_parallel": True},
     "DP2 experts": {},
     "EP2 experts": EXPERT,
     "EP2 FSDP2 experts": {**EXPERT, "use_torch_fsdp2": True},
-    "EP2 CP2 DP2 FSDP2 experts": {**EXPERT, **CONTEXT, "use_torch_fsdp2": True},
-    "TP2 SP EP2 ETP1 experts": {**TENSOR, **EXPERT, **WHOLE},
-    "TP2 SP CP2 EP4 ETP1 experts": {**TENSOR, **CONTEXT, **WHOLE, "expert_model_parallel_size": 4},
-    "TP2 SP EP2 experts": {**TENSOR, **EXPERT, "sequence_parallel": True},
     "PP2 tied": PIPELINE,
     "PP2 interleaved tied": INTERLEAVED,
+    "PP2 fp8": PIPELINE,
+    "TP2 SP fp8": {**TENSOR, "sequence_parallel": True},
+}
+ON_FOUR: dict[str, dict[str, Any]] = {
+    "TP2 DP2": TENSOR,
+    "TP2 SP DP2 FSDP2": {**TENSOR, "sequence_parallel": True, "use_torch_fsdp2": True},
+    "TP2 SP CP2": {**TENSOR, **CONTEXT, "sequence_parallel": True},
+    "EP2 CP2 DP2 FSDP2 experts": {**EXPERT, **CONTEXT, "use_torch_fsdp2": True},
     "PP2 TP2 SP tied": {**PIPELINE, **TENSOR, "sequence_parallel": True},
     "PP2 interleaved CP2 tied": {**INTERLEAVED, **CONTEXT},
     "PP2 EP2 experts": {**PIPELINE, **EXPERT},
+    "TP2 SP EP2 experts": {**TENSOR, **EXPERT, "sequence_parallel": True},
     "PP2 interleaved DP2 ZeRO tied": {**INTERLEAVED, "use_distributed_optimizer": True},
-    "PP2 fp8": PIPELINE,
-    "TP2 SP fp8": {**TENSOR, "sequence_parallel": True},
     "PP2 EP2 ZeRO experts": {**PIPELINE, **EXPERT, "use_distributed_optimizer": True},
+    "TP2 SP EP2 ETP1 experts": {**TENSOR, **EXPERT, **WHOLE},
+    "TP2 SP CP2 EP4 ETP1 experts": {**TENSOR, **CONTEXT, **WHOLE, "expert_model_parallel_size": 4},
 }
+LAYOUTS = ON_TWO | ON_FOUR
 # The first is below the least possible peak without parts.
 LITTLE = {"TP2": "1260kB", "TP2 SP": "82%"}
 # Validation batches that do not divide over two ranks; after the second step, so that they see what that one changed.

@@ -1,4 +1,4 @@
-"""`fit` says what its plan does not count, and says so again at the step that needs it."""
+"""`fit` says what its plan does not count, and again at the step that needs it; warnings name the line of the program."""
 
 import warnings
 from collections import UserDict
@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 import recollect
-from recollect.errors import BudgetWarning
+from recollect.errors import BudgetWarning, ProfileMismatchWarning
+from recollect.warning import warn_user
 
 
 @pytest.fixture
@@ -91,3 +92,21 @@ def test_a_plan_made_in_eval_mode_is_named(model: nn.Module) -> None:
     model.train()
     with pytest.warns(BudgetWarning, match="trains, and its plan was made in eval mode"):
         train(model, optimizer)
+
+
+def test_the_innermost_line_outside_of_recollect() -> None:
+    with pytest.warns(ProfileMismatchWarning, match="^text$") as caught:
+        warn_user("text", ProfileMismatchWarning)
+    assert [warning.filename for warning in caught] == [__file__]
+
+
+def test_a_warning_from_a_hook_of_pytorch_names_the_loop_that_calls_the_model() -> None:
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    optimizer = torch.optim.SGD(model.parameters())
+    recollect.attach(model, optimizer, budget="1GiB")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", BudgetWarning)
+        for layer in model:
+            layer(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+    assert [warning.filename for warning in caught] == [__file__]

@@ -1,4 +1,4 @@
-"""What `attach` does, and says, where a step does what no plan foresees; the peaks are in tests/integration/test_courses.py."""
+"""What `attach` does, and says, where a step does what no plan foresees; peaks are in tests/integration/test_real_loops.py."""
 
 import re
 import warnings

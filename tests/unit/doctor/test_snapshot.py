@@ -42,15 +42,9 @@ def snapshot(
         address += size
     total, live = sum(size for size, _ in blocks), sum(size for size, frames in blocks if frames is not None)
     segment = {
-        **{"device": 0, "address": 0x7F0000000000, "total_size": total, "allocated_size": live, "active_size": live},
-        **{
-            "requested_size": live,
-            "stream": 0,
-            "segment_type": "large",
-            "segment_pool_id": (0, 0),
-            "is_expandable": False,
-        },
-        **{"frames": [], "blocks": written},
+        **dict.fromkeys(("allocated_size", "active_size", "requested_size"), live),
+        **{"device": 0, "address": 0x7F0000000000, "total_size": total, "stream": 0, "segment_type": "large"},
+        **{"segment_pool_id": (0, 0), "is_expandable": False, "frames": [], "blocks": written},
     }
     return {"segments": [segment], "device_traces": [trace or []], "allocator_settings": {}}
 

@@ -24,6 +24,7 @@ from recollect.lab.models.sizes import NAMED_CONFIGS
 from tiers import long_but
 
 NAMES = ["gpt-tiny", "llama-tiny"]
+MIXTURES = ["mixtral-tiny", "deepseek-v3-tiny"]
 
 
 def named(name: str, **changes: Any) -> TransformerConfig:
@@ -34,10 +35,19 @@ def tokens_of(config: TransformerConfig, sequences: int = 2, length: int = 16) -
     return torch.randint(config.vocab_size, (sequences, length))
 
 
-@pytest.mark.parametrize("name", ["tiny", "demo", "160m", "1b", "7b", "8b", "13b", "70b", "gpt2", "gpt3-175b"])
-def test_named_models_have_as_many_parameters_as_their_configuration_says(name: str) -> None:
+NAMED = [(name, {}) for name in ("tiny", "demo", "160m", "1b", "7b", "8b", "13b", "70b", "gpt2", "gpt3-175b")]
+NAMED += [
+    (name, changes)
+    for name in (*MIXTURES, "mixtral-8x7b", "deepseek-v3-671b")
+    for changes in ({}, {"add_bias_linear": True, "normalization": "LayerNorm"}, {"moe_layer_freq": 2})
+]
+
+
+@pytest.mark.parametrize(("name", "changes"), NAMED)
+def test_models_have_as_many_parameters_as_their_configuration_says(name: str, changes: dict[str, Any]) -> None:
+    config = named(name, **changes)
     with torch.device("meta"):
-        assert GPTModel(NAMED_CONFIGS[name]).num_parameters == NAMED_CONFIGS[name].num_parameters
+        assert GPTModel(config).num_parameters == config.num_parameters
 
 
 COMBINATIONS = [
@@ -172,9 +182,6 @@ def test_new_weights_follow_gpt2() -> None:
     assert (layer.input_layernorm.weight == 1).all()
 
 
-MIXTURES = ["mixtral-tiny", "deepseek-v3-tiny"]
-
-
 def model_of(name: str, **changes: Any) -> GPTModel:
     torch.manual_seed(0)
     return GPTModel(named(name, **changes))
@@ -184,16 +191,6 @@ def batch_of(length: int = 12, sequences: int = 2) -> tuple[Tensor, Tensor]:
     torch.manual_seed(1)
     tokens = torch.randint(256, (sequences, length + 1))
     return tokens[:, :-1], tokens[:, 1:]
-
-
-@pytest.mark.parametrize("name", [*MIXTURES, "mixtral-8x7b", "deepseek-v3-671b"])
-@pytest.mark.parametrize(
-    "changes", [{}, {"add_bias_linear": True, "normalization": "LayerNorm"}, {"moe_layer_freq": 2}]
-)
-def test_mixtures_have_as_many_parameters_as_their_configuration_says(name: str, changes: dict[str, Any]) -> None:
-    config = named(name, **changes)
-    with torch.device("meta"):
-        assert GPTModel(config).num_parameters == config.num_parameters
 
 
 def assert_equal_but_for_rounding(left: Tensor, right: Tensor) -> None:
