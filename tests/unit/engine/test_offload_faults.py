@@ -188,13 +188,6 @@ class Late(ThreadCarrier):
         return super().copy_back(slot, target)
 
 
-@pytest.mark.parametrize("trip", [Trip(), Trip(3, 0), Trip(2, 1, leaves_in_backward=True)], ids=str)
-def test_late_copies_change_nothing(trial: Trial, trip: Trip) -> None:
-    with carried_by(Late), recollect.apply(trial.model, trial.plan(trip, HOST_BYTES)):
-        trial.check()
-        trial.check()
-
-
 class Stop(Exception):
     """Ends a step."""
 
