@@ -591,6 +591,8 @@ units(
 def _values(found: Any) -> list[Any]:
     if isinstance(found, dict):
         found = list(found.values())
+    if isinstance(found, int):
+        return [torch.tensor(float(found))]
     if not isinstance(found, (list, tuple)):
         return [found] if isinstance(found, Tensor) and found.is_floating_point() else []
     return [value for one in found for value in _values(one)]

@@ -20,6 +20,7 @@ def test_every_choice_has_an_engine() -> None:
 def test_every_choice_has_a_word() -> None:
     assert [str(choice) for choice in CHOICES] == ["tape", "graph", "compile"]
     assert [UnitPlan({}, engine=str(choice)).engine for choice in CHOICES] == list(CHOICES)
+    assert len({UnitPlan({}, engine=choice) for choice in CHOICES}) == len(CHOICES)
 
 
 @pytest.mark.parametrize("choice", CHOICES)
