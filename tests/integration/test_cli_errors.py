@@ -42,10 +42,7 @@ PARSED = [
     (f"{BUDGET} --num-layers 0", "--num-layers: got 0, expected at least 1."),
     (f"{BUDGET} --num-layers two", "--num-layers: got 'two', expected a whole number."),
     (f"{BUDGET} --dtype bfl6", "--dtype: got 'bfl6', expected one of fp32, bf16. Did you mean 'bf16'?"),
-    (
-        f"{BUDGET} --num-experts 4 --moe-router-topk 9",
-        "--moe-router-topk: got 9, expected at most --num-experts = 4.",
-    ),
+    (f"{BUDGET} --num-experts 4 --moe-router-topk 9", "--moe-router-topk: got 9, expected at most --num-experts = 4."),
     (f"{BUDGET} --pipeline-split x", "--pipeline-split: got 'x', expected {auto}|{[INT [INT ...]]}."),
     (f"{BENCH} --rounds 0", "--rounds: got 0, expected at least 1"),
     (f"{BENCH} --threshold 5", "--threshold: got 5, expected a fraction between 0 and 1"),

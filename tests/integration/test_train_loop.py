@@ -19,10 +19,7 @@ from recollect.lab.train.exchange import Exchange
 from recollect.lab.train.loop import train
 from recollect.lab.train.model_flags import ModelFlags
 from recollect.lab.train.optim_flags import OptimFlags
-from recollect.lab.train.optimizer_step import (
-    measure_step,
-    resident_bytes,
-)
+from recollect.lab.train.optimizer_step import measure_step, resident_bytes
 from recollect.lab.train.processes import ONE_PROCESS
 from recollect.lab.train.records import Baseline, LiveDisplay, MetricsFile, Outcome, PlainDisplay, StepRecord
 from recollect.lab.train.session import open_session

@@ -243,10 +243,7 @@ ALONE = [
         {"mhc_recompute_layer_num": 1},
     ),
     Broken(
-        "mhc-and-offload",
-        {**selective("mhc"), **offload("core_attn")},
-        "before its inputs are back",
-        selective("mlp"),
+        "mhc-and-offload", {**selective("mhc"), **offload("core_attn")}, "before its inputs are back", selective("mlp")
     ),
     Broken(
         "gdp-range",

@@ -292,11 +292,7 @@ REFUSED: dict[str, Callable[[Path], dict[str, Any]]] = {
 }
 
 
-FULL: dict[str, Any] = {
-    "recompute_granularity": "full",
-    "recompute_method": "uniform",
-    "recompute_num_layers": 1,
-}
+FULL: dict[str, Any] = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 # Of the micro-batches in flight, one recomputes a layer of each stage.
 PARTIAL = (
     "--size tiny --pipeline-model-parallel-size 2 --recompute-granularity full --recompute-method block "

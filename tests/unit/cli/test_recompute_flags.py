@@ -47,10 +47,7 @@ def parse(line: str) -> RecomputeFlags:
             "--recompute-granularity full --recompute-method uniform --recompute-num-layers 4",
             {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 4},
         ),
-        (
-            "--recompute-method block --recompute-num-layers 0",
-            {"recompute_method": "block", "recompute_num_layers": 0},
-        ),
+        ("--recompute-method block --recompute-num-layers 0", {"recompute_method": "block", "recompute_num_layers": 0}),
         (
             "--num-microbatches-with-partial-activation-checkpoints 0",
             {"num_microbatches_with_partial_activation_checkpoints": 0},

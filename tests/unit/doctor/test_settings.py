@@ -206,10 +206,7 @@ def test_comments_and_variables_are_not_settings() -> None:
         ("fsdp-checkpoints-twice", {"fsdp": "full_shard", "fsdp_config": {"activation_checkpointing": True}}),
         ("fsdp-gathers-twice", {"fsdp": "full_shard auto_wrap"}),
         ("reentrant-by-default", {"gradient_checkpointing_kwargs": {"determinism_check": "none"}}),
-        (
-            "ready-twice",
-            {"gradient_checkpointing_kwargs": {"use_reentrant": True}, "ddp_find_unused_parameters": True},
-        ),
+        ("ready-twice", {"gradient_checkpointing_kwargs": {"use_reentrant": True}, "ddp_find_unused_parameters": True}),
         ("no-input-requires-grad", {"gradient_checkpointing_kwargs": {"use_reentrant": True}, "lora_r": 16}),
         ("metadata-zero3", {"finetuning_type": "lora", "zero_optimization": {"stage": 3}}),
         ("metadata-routing", {"num_local_experts": 8}),

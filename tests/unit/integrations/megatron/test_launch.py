@@ -160,10 +160,7 @@ def step_of(line: str, *words: str) -> ClusterStep:
             "--num-layers-per-virtual-pipeline-stage 4",
             (3, 4, 4, 4, 4, 4, 4, 3),
         ),
-        (
-            "--pipeline-model-parallel-layout Et*9|(t*7|)*3L|(|)*2",
-            "1 E, 30 t, 1 L on 8 stages. Write E on the first",
-        ),
+        ("--pipeline-model-parallel-layout Et*9|(t*7|)*3L|(|)*2", "1 E, 30 t, 1 L on 8 stages. Write E on the first"),
         ("--pipeline-model-parallel-layout Et*9|(t*7|)*3,|||L", (9, 7, 7, 7, 0, 0, 0, 0)),
         ("--decoder-first-pipeline-num-layers 0", "the layers cannot be divided among the stages"),
         (

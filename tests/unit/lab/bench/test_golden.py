@@ -59,8 +59,7 @@ def test_round_trip() -> None:
 
 
 @pytest.mark.parametrize(
-    ("factor", "result"),
-    [(1.0, "ok"), (1.04, "ok"), (1.06, "perf regression"), (0.97, "ok"), (0.94, "faster")],
+    ("factor", "result"), [(1.0, "ok"), (1.04, "ok"), (1.06, "perf regression"), (0.97, "ok"), (0.94, "faster")]
 )
 def test_times_within_and_beyond_the_threshold(factor: float, result: str) -> None:
     found = against(replace(PLAIN, step_s=2.0 * factor))

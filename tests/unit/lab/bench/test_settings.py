@@ -6,13 +6,7 @@ from typing import Any
 import pytest
 
 from recollect.errors import BenchError, ConfigError
-from recollect.lab.bench.settings import (
-    KEEP_ALL,
-    Setting,
-    named_settings,
-    parse_setting,
-    read_settings,
-)
+from recollect.lab.bench.settings import KEEP_ALL, Setting, named_settings, parse_setting, read_settings
 
 
 @pytest.mark.parametrize(
@@ -25,10 +19,7 @@ from recollect.lab.bench.settings import (
             {"recompute_granularity": "selective", "recompute_modules": ("core_attn", "layernorm")},
         ),
         ("selective mlp moe_act", {"recompute_granularity": "selective", "recompute_modules": ("mlp", "moe_act")}),
-        (
-            "full uniform 4",
-            {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 4},
-        ),
+        ("full uniform 4", {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 4}),
         ("full block 2", {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 2}),
         # What is missing is for Megatron's rules to say.
         ("full", {"recompute_granularity": "full"}),

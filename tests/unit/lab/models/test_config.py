@@ -108,10 +108,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"multi_latent_attention": True, "num_query_groups": 2},
         "num_query_groups: got 2, expected num_attention_heads = 4, because with multi_latent_attention",
     ),
-    (
-        {"multi_latent_attention": True, "qk_pos_emb_head_dim": 7},
-        "qk_pos_emb_head_dim: got 7, expected an even number",
-    ),
+    ({"multi_latent_attention": True, "qk_pos_emb_head_dim": 7}, "qk_pos_emb_head_dim: got 7, expected an even number"),
     (
         {"moe_shared_expert_intermediate_size": 64},
         "moe_shared_expert_intermediate_size: got 64, expected None if num_moe_experts is None",

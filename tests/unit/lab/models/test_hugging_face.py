@@ -182,20 +182,12 @@ def test_files_as_gpt2_was_released_are_loaded(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("architecture", "fields", "message"),
     [
-        (
-            "gpt2",
-            {"activation_function": "mish"},
-            "activation_function is 'mish', expected one of gelu,",
-        ),
+        ("gpt2", {"activation_function": "mish"}, "activation_function is 'mish', expected one of gelu,"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is True"),
         ("gpt2", {"resid_pdrop": 0.2, "embd_pdrop": 0.1}, "embd_pdrop is 0.1, expected 0.2"),
         ("llama", {"hidden_act": "mish"}, "hidden_act is 'mish', expected one of gelu,"),
         ("llama", {"attention_bias": True}, "attention_bias is True, expected False"),
-        (
-            "llama",
-            {"mlp_bias": True, "attention_bias": False},
-            "attention_bias is False, expected True",
-        ),
+        ("llama", {"mlp_bias": True, "attention_bias": False}, "attention_bias is False, expected True"),
         ("llama", {"sliding_window": 4096}, "sliding_window is 4096, expected None"),
         (
             "llama",
@@ -229,12 +221,7 @@ def test_what_no_model_of_ours_does_is_refused(architecture: str, fields: dict[s
 @pytest.mark.parametrize(
     ("architecture", "name", "changes", "message"),
     [
-        (
-            "gpt2",
-            "gpt2",
-            {"normalization": "RMSNorm"},
-            "normalization: got 'RMSNorm', expected 'LayerNorm'",
-        ),
+        ("gpt2", "gpt2", {"normalization": "RMSNorm"}, "normalization: got 'RMSNorm', expected 'LayerNorm'"),
         ("gpt2", "gpt2", {"num_query_groups": 4}, "num_query_groups: got 4, expected 12"),
         ("gpt2", "7b", {}, "position_embedding_type: got 'rope', expected 'learned_absolute'"),
         ("llama", "7b", {"add_qkv_bias": True}, "add_qkv_bias: got True, expected False"),

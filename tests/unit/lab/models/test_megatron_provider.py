@@ -129,11 +129,7 @@ def test_a_misspelt_field_is_an_error_at_once() -> None:
 @pytest.mark.parametrize(
     ("settings", "kind", "message"),
     [
-        (
-            {"num_layers": None, "vocab_size": None},
-            ConfigError,
-            "num_layers=None, vocab_size=None: a model needs them",
-        ),
+        ({"num_layers": None, "vocab_size": None}, ConfigError, "num_layers=None, vocab_size=None: a model needs them"),
         (
             {"seq_length": 4096},
             ConfigError,

@@ -15,8 +15,7 @@ EACH_BY_TWO = DeviceLayout(
 
 
 @pytest.mark.parametrize(
-    ("experts", "expert", "replicas"),
-    [(1, [5], [1, 3, 5, 7]), (2, [5, 7], [1, 5]), (4, [1, 3, 5, 7], [5])],
+    ("experts", "expert", "replicas"), [(1, [5], [1, 3, 5, 7]), (2, [5, 7], [1, 5]), (4, [1, 3, 5, 7], [5])]
 )
 def test_each_rank_is_in_one_group_of_each_kind(experts: int, expert: list[int], replicas: list[int]) -> None:
     layout = replace(EACH_BY_TWO, expert_model_parallel_size=experts)

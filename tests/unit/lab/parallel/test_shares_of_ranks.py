@@ -21,8 +21,7 @@ X = IGNORE_INDEX
 
 
 @pytest.mark.parametrize(
-    "labels",
-    [[1, 1, 1, 1, 1, 1, 1, 1], [1, 1, 1, X, X, X, X, 1], [1, X, X, X, X, X, X, 1], [X, X, 1, 1, 1, 1, X, X]],
+    "labels", [[1, 1, 1, 1, 1, 1, 1, 1], [1, 1, 1, X, X, X, X, 1], [1, X, X, X, X, X, X, 1], [X, X, 1, 1, 1, 1, X, X]]
 )
 def test_parts_of_a_sequence_weigh_as_much_as_they_have_labels(labels: list[int]) -> None:
     """With these counts of labels all numbers are exact in floating point."""

@@ -117,8 +117,7 @@ def test_flags_that_do_not_fit_together(flags: dict[str, Any], message: str) -> 
 
 
 @pytest.mark.parametrize(
-    ("text", "value"),
-    [("2", 2), ("[0,1,1]", [0, 1, 1]), ("([0]*3+[1]*2)", [0, 0, 0, 1, 1]), ("2*[1,0]", [1, 0, 1, 0])],
+    ("text", "value"), [("2", 2), ("[0,1,1]", [0, 1, 1]), ("([0]*3+[1]*2)", [0, 0, 0, 1, 1]), ("2*[1,0]", [1, 0, 1, 0])]
 )
 def test_layer_frequencies(text: str, value: object) -> None:
     assert parse_layer_freq(text) == value
