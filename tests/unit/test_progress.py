@@ -62,7 +62,6 @@ with stage("waiting"):
 """
 LARGEST = """
 import time
-import weakref
 from recollect.planning.batch_search import search_batches
 
 def record(size):
@@ -112,16 +111,19 @@ class Shown:
     status: int
 
 
+def known_variables() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name not in ("RECOLLECT_PROGRESS", "RANK")}
+
+
 def run(program: str, *, stays: bool = True, **environment: str) -> Shown:
     """Run a program with standard error on a terminal; unless it `stays`, that is gone after a second."""
     outside, inside = pty.openpty()
-    known = {name: value for name, value in os.environ.items() if name not in ("RECOLLECT_PROGRESS", "RANK")}
     process = subprocess.Popen(
         [sys.executable, "-c", program],
         stdout=subprocess.PIPE,
         stderr=inside,
         text=True,
-        env={**known, "TERM": "xterm", **environment},
+        env={**known_variables(), "TERM": "xterm", **environment},
     )
     os.close(inside)
     pieces: list[str] = []
@@ -164,11 +166,9 @@ def test_the_line_can_be_switched_off(switch: dict[str, str]) -> None:
     assert run(SOON + STAGES.format(outer_s=0.5), **switch).text == "printed\r\n"
 
 
-def to_a_pipe(program: str, **environment: str) -> str:
-    known = {name: value for name, value in os.environ.items() if name not in ("RECOLLECT_PROGRESS", "RANK")}
+def to_a_pipe(program: str) -> str:
     command = [sys.executable, "-c", SOON + program]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, env={**known, **environment})
-    return done.stderr
+    return subprocess.run(command, capture_output=True, text=True, check=True, env=known_variables()).stderr
 
 
 def test_lines_follow_each_other_where_there_is_no_terminal() -> None:
@@ -181,7 +181,6 @@ def test_lines_follow_each_other_where_there_is_no_terminal() -> None:
 def test_lines_say_how_much_is_done_and_how_long_the_rest_takes() -> None:
     program = """
 import time
-import weakref
 from recollect.progress import stage
 with stage("outer", total=4) as done, stage("inner"):
     for _ in range(3):
