@@ -16,19 +16,7 @@ import recollect
 from gradients import Step, assert_same_gradients, gradients
 from policies import FULL, KEEP_ALL, NOTHING_KEPT, Policy, Random
 from predictions import LEAN_LOOP
-from programs import (
-    COMPUTING,
-    IN_PLACE,
-    RANDOM,
-    ROWS,
-    SEVERAL_RESULTS,
-    VIEWS,
-    WIDTH,
-    Chain,
-    Instruction,
-    Program,
-    Recipe,
-)
+from programs import FAMILIES, ROWS, WIDTH, Chain, Instruction, Program, Recipe
 from recollect.applying import apply_policy
 from recollect.errors import MutatedValueError
 from recollect.profile.graph import ValueRecord
@@ -49,23 +37,19 @@ bounded = settings(
 
 POSITION = st.integers(0, 11)
 # Every family of ops is as likely as any other, though some have more members.
-OP = st.one_of(*(st.sampled_from(sorted(family)) for family in (COMPUTING, SEVERAL_RESULTS, RANDOM, VIEWS, IN_PLACE)))
+OP = st.one_of(*(st.sampled_from(sorted(family)) for family in FAMILIES))
 STEPS = st.lists(st.builds(Instruction, OP, POSITION, POSITION, st.integers(0, 5)), min_size=1, max_size=12).map(tuple)
 PROGRAM = st.builds(Program, STEPS, st.integers(-6, -1), st.integers(-6, -1))
-RECIPE = st.builds(
-    Recipe,
-    st.lists(PROGRAM, min_size=1, max_size=2).map(tuple),
-    st.lists(st.integers(0, 1), min_size=1, max_size=3).map(tuple),
-    st.just(False),
-    st.sampled_from([True, True, False]),
-)
-RECIPE_WITH_OUTSIDE_WRITES = st.builds(
-    Recipe,
-    st.lists(PROGRAM, min_size=1, max_size=2).map(tuple),
-    st.lists(st.integers(0, 1), min_size=1, max_size=3).map(tuple),
-    st.just(True),
-    st.booleans(),
-)
+
+
+def recipes(writes_outside: bool, trains_stem: st.SearchStrategy[bool]) -> st.SearchStrategy[Recipe]:
+    programs = st.lists(PROGRAM, min_size=1, max_size=2).map(tuple)
+    calls = st.lists(st.integers(0, 1), min_size=1, max_size=3).map(tuple)
+    return st.builds(Recipe, programs, calls, st.just(writes_outside), trains_stem)
+
+
+RECIPE = recipes(False, st.sampled_from([True, True, False]))
+RECIPE_WITH_OUTSIDE_WRITES = recipes(True, st.booleans())
 POLICY: st.SearchStrategy[Policy] = st.one_of(
     st.sampled_from([FULL, NOTHING_KEPT]), st.builds(Random, st.integers(0, 1000))
 )

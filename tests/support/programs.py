@@ -253,7 +253,8 @@ IN_PLACE: dict[str, Operation] = {
     "write_by_mask": write_by_mask,
     "transpose_": on(lambda x: x.transpose_(0, -1) if x.ndim else ()),
 }
-OPERATIONS = {**COMPUTING, **SEVERAL_RESULTS, **RANDOM, **VIEWS, **IN_PLACE}
+FAMILIES = (COMPUTING, SEVERAL_RESULTS, RANDOM, VIEWS, IN_PLACE)
+OPERATIONS = {name: operation for family in FAMILIES for name, operation in family.items()}
 
 
 class Layer(nn.Module):

@@ -158,12 +158,22 @@ class Layers(nn.Module):
         return hidden.square().mean()
 
 
-def test_each_program_takes_what_the_meter_says(monkeypatch: pytest.MonkeyPatch) -> None:
+Recorded = tuple[recollect.Profile, dict[int, UnitSample]]
+
+
+@pytest.fixture(scope="module")
+def recorded() -> Recorded:
+    """A step on the graph engine, and samples of its units."""
     samples: dict[int, UnitSample] = {}
-    monkeypatch.setattr(
-        engines, "with_joints", lambda p, found, *rest: samples.update(found) or with_joints(p, found, *rest)
-    )
-    profile = recollect.record(Layers(), torch.randn(8, WIDTH), engine="graph")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            engines, "with_joints", lambda p, found, *rest: samples.update(found) or with_joints(p, found, *rest)
+        )
+        return recollect.record(Layers(), torch.randn(8, WIDTH), engine="graph"), samples
+
+
+def test_each_program_takes_what_the_meter_says(recorded: Recorded) -> None:
+    profile, samples = recorded
     assert recollect.Profile.from_json(profile.to_json()) == profile
     index = next(call.graph for call in profile.calls if call.repeated)
     graph, sample = profile.graphs[index], samples[index]
@@ -216,8 +226,8 @@ def test_attached_steps_hold_what_their_programs_take() -> None:
     assert measured <= (plan.predicted_peak_bytes or 0) <= measured + 2048
 
 
-def test_a_traced_unit_takes_time_of_its_own() -> None:
-    profile = recollect.record(Layers(), torch.randn(8, WIDTH), engine="graph")
+def test_a_traced_unit_takes_time_of_its_own(recorded: Recorded) -> None:
+    profile, _ = recorded
     lean = {call.path: recompute_all_unit(profile.graph_of(call)) for call in profile.calls if call.repeated}
     plan = traced_where_known(profile, recollect.Plan(lean))
     host = profile.host
@@ -230,8 +240,8 @@ def test_a_traced_unit_takes_time_of_its_own() -> None:
     assert (slowdown(10.0) - slowdown(0.0)) * profile.step_s == pytest.approx(10 * len(lean))
 
 
-def test_a_planner_of_traces_stays_within_its_budget() -> None:
-    profile = recollect.record(Layers(), torch.randn(8, WIDTH), engine="graph")
+def test_a_planner_of_traces_stays_within_its_budget(recorded: Recorded) -> None:
+    profile, _ = recorded
     plan = recollect.plan(profile, "90%", engine="graph")
     assert {str(plan.units[f"layers.{index}"].engine) for index in range(2)} == {"graph"}
     assert (plan.predicted_peak_bytes or 0) <= (plan.budget_bytes or 0)
