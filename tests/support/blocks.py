@@ -64,49 +64,6 @@ class Stack(nn.Module):
         return output
 
 
-class Experts(nn.Module):
-    """Two experts; the router balances their load by a bias, updated in forward (Wang et al. 2024). [n, d] -> [n, d].
-
-    `loads` and `auxiliary_losses` are what a trainer reads after the step.
-    """
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.gate = nn.Linear(width, 2, bias=False)
-        self.experts = nn.ModuleList(nn.Linear(width, width) for _ in range(2))
-        self.register_buffer("bias", torch.zeros(2))
-        self.register_buffer("loads", torch.zeros(2))
-        self.auxiliary_losses: list[Tensor] = []
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        weights = self.gate(hidden).sigmoid()
-        choice = (weights + self.bias).argmax(-1)
-        load = torch.bincount(choice, minlength=2)
-        self.loads += load
-        self.bias += 0.5 * (load.float().mean() - load).sign()
-        self.auxiliary_losses.append((weights.mean(0) * load).sum())
-        output = hidden.clone()
-        for index, expert in enumerate(self.experts):
-            tokens = (choice == index).nonzero().squeeze(-1)
-            output = output.index_add(0, tokens, expert(hidden[tokens]).tanh() * weights[tokens, index, None])
-        return output
-
-
-class InPlace(nn.Module):
-    """Adds a bias and a residual into the matrix product. [n, d] -> [n, d]."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(width, width) / width**0.5)
-        self.bias = nn.Parameter(torch.randn(width))
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        product = hidden @ self.weight
-        product += self.bias
-        product.sigmoid_()
-        return product.sin() + hidden
-
-
 def mean_square(output: Tensor) -> Tensor:
     return output.square().mean()
 
