@@ -1,7 +1,7 @@
 """Compile the blocks of a model as its user may do, in each of three ways, or as a plan does."""
 
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from blocks import Stack
 from recollect.engine.compiled.compiled_engine import compile_forward
 from recollect.planning.compiled_menu import compiled_menu
 from recollect.recording.variants import with_variants
@@ -33,6 +34,13 @@ def whole(model: Any, **how: Any) -> Any:
 def in_place(model: Any) -> Any:
     model.compile()
     return model
+
+
+def stack_of(block: Callable[[], nn.Module], width: int) -> Stack:
+    """Two of a block, between a stem and a head."""
+    stack = Stack(width)
+    stack.blocks = nn.ModuleList(block() for _ in range(2))
+    return stack
 
 
 def each_block(model: Any, **how: Any) -> Any:

@@ -14,13 +14,10 @@ from small_llama import llama_step
 from zoo import ZOO, Case
 
 
-def block(width: int = 2) -> nn.Module:
-    """A layer: a module with children."""
-    return Block(width)
-
-
 class Block(nn.Module):
-    def __init__(self, width: int) -> None:
+    """A layer: a module with children."""
+
+    def __init__(self, width: int = 2) -> None:
         super().__init__()
         self.linear = nn.Linear(width, width)
 
@@ -75,16 +72,16 @@ def encoder(width: int = 8) -> nn.Module:
 
 
 def tower() -> nn.Module:
-    return Holder(body=Holder(blocks=nn.Sequential(block(), block()), norm=nn.LayerNorm(2)))
+    return Holder(body=Holder(blocks=nn.Sequential(Block(), Block()), norm=nn.LayerNorm(2)))
 
 
 def pair() -> nn.Module:
-    return modules(block(), nn.ModuleDict({"mlp": OtherBlock(2), "norm": nn.LayerNorm(2)}))
+    return modules(Block(), nn.ModuleDict({"mlp": OtherBlock(), "norm": nn.LayerNorm(2)}))
 
 
 def twice_the_same() -> nn.Module:
-    shared = block()
-    return nn.Sequential(shared, shared, block())
+    shared = Block()
+    return nn.Sequential(shared, shared, Block())
 
 
 def in_a_body() -> nn.Module:
@@ -110,26 +107,26 @@ def with_only_children() -> nn.Module:
 # A model, its layers, and its other units where they say something.
 MODELS: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
     "classes in one list": (
-        lambda: Holder(layers=modules(block(), OtherBlock(2), block(), OtherBlock(2), Holder(a=block()))),
+        lambda: Holder(layers=modules(Block(), OtherBlock(), Block(), OtherBlock(), Holder(a=Block()))),
         "layers.0 layers.1 layers.2 layers.3",
         "layers.4",
     ),
-    "widths": (lambda: nn.Sequential(nn.Linear(2, 2), block(2), block(3)), "1 2", "0"),
+    "widths": (lambda: nn.Sequential(nn.Linear(2, 2), Block(), Block(3)), "1 2", "0"),
     "outermost": (
-        lambda: Holder(layers=modules(*(Holder(experts=modules(block(), block()), n=nn.ReLU()) for _ in range(2)))),
+        lambda: Holder(layers=modules(*(Holder(experts=modules(Block(), Block()), n=nn.ReLU()) for _ in range(2)))),
         "layers.0 layers.1",
         "",
     ),
     "lists of lists": (
         lambda: Holder(
             stem=nn.Linear(2, 2),
-            stages=modules(modules(block(), block()), nn.Sequential(block(), block(), nn.ReLU())),
+            stages=modules(modules(Block(), Block()), nn.Sequential(Block(), Block(), nn.ReLU())),
         ),
         "stages.0.0 stages.0.1 stages.1.0 stages.1.1",
         "stem stages.1.2",
     ),
     "dictionary": (
-        lambda: Holder(layers=nn.ModuleDict({"0": block(), "1": block()}), head=nn.Linear(2, 2)),
+        lambda: Holder(layers=nn.ModuleDict({"0": Block(), "1": Block()}), head=nn.Linear(2, 2)),
         "layers.0 layers.1",
         "head",
     ),
@@ -139,17 +136,17 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
         "vision.body.norm text.body.norm scale",
     ),
     "attributes": (
-        lambda: Holder(stem=nn.Linear(2, 2), layer0=block(), layer1=block(), head=nn.Linear(2, 2)),
+        lambda: Holder(stem=nn.Linear(2, 2), layer0=Block(), layer1=Block(), head=nn.Linear(2, 2)),
         "layer0 layer1",
         "stem head",
     ),
     "attributes of a part": (
-        lambda: Holder(body=Holder(layer0=block(), layer1=block()), head=nn.Linear(2, 2)),
+        lambda: Holder(body=Holder(layer0=Block(), layer1=Block()), head=nn.Linear(2, 2)),
         "body.layer0 body.layer1",
         "head",
     ),
     "lists go before attributes": (
-        lambda: Holder(left=Holder(layers=modules(block(), block())), right=Holder(layers=modules(block(), block()))),
+        lambda: Holder(left=Holder(layers=modules(Block(), Block())), right=Holder(layers=modules(Block(), Block()))),
         "left.layers.0 left.layers.1 right.layers.0 right.layers.1",
         "",
     ),
@@ -160,7 +157,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
         "stem layers.0.1.norm layers.1.1.norm",
     ),
     "sequentials of different classes": (
-        lambda: Holder(layers=modules(*(nn.Sequential(block(), OtherBlock(2)) for _ in range(2)))),
+        lambda: Holder(layers=modules(*(nn.Sequential(Block(), OtherBlock()) for _ in range(2)))),
         "layers.0 layers.1",
         "",
     ),
@@ -171,12 +168,12 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
         "",
     ),
     "sequentials as attributes": (
-        lambda: Holder(down=convolutions(), middle=Holder(inner=block()), up=convolutions(), head=nn.Conv2d(2, 2, 1)),
+        lambda: Holder(down=convolutions(), middle=Holder(inner=Block()), up=convolutions(), head=nn.Conv2d(2, 2, 1)),
         "down up",
         "middle head",
     ),
     "blocks go before sequentials": (
-        lambda: Holder(a=block(), b=block(), head=nn.Sequential(nn.Linear(2, 2)), other=nn.Sequential(nn.ReLU())),
+        lambda: Holder(a=Block(), b=Block(), head=nn.Sequential(nn.Linear(2, 2)), other=nn.Sequential(nn.ReLU())),
         "a b",
         "head other",
     ),
@@ -197,7 +194,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
         "pooler",
     ),
     "parts of different classes": (
-        lambda: Holder(encoder=block(4), decoder=OtherBlock(4), head=nn.Linear(2, 2)),
+        lambda: Holder(encoder=Block(4), decoder=OtherBlock(4), head=nn.Linear(2, 2)),
         "encoder decoder",
         "head",
     ),
@@ -219,7 +216,7 @@ def test_layers_and_others(name: str) -> None:
     [
         lambda: nn.Linear(2, 2),
         lambda: nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)),
-        lambda: Holder(first=nn.Linear(9, 9), second=nn.Linear(9, 9), small=block()),
+        lambda: Holder(first=nn.Linear(9, 9), second=nn.Linear(9, 9), small=Block()),
         # What runs between them could not be dropped.
         lambda: Holder(layers=modules(nn.Linear(2, 2), nn.Linear(2, 2))),
         lambda: nn.TransformerEncoderLayer(8, 1, 16),
@@ -245,7 +242,7 @@ def test_model_with_nothing_to_plan(build: Callable[[], nn.Module]) -> None:
 
 def test_no_paths_is_no_choice() -> None:
     with pytest.raises(UnsupportedModelError, match="found nothing to plan in Sequential"):
-        find_units(nn.Sequential(block(), block()), [])
+        find_units(nn.Sequential(Block(), Block()), [])
 
 
 def test_units_by_hand() -> None:
@@ -300,7 +297,7 @@ def test_path_inside_of_another(paths: list[str], inner: str, outer: str) -> Non
 
 
 def test_path_that_only_begins_like_another_is_separate() -> None:
-    model = Holder(layer1=block(), layer10=block())
+    model = Holder(layer1=Block(), layer10=Block())
     assert [unit.path for unit in find_units(model, ["layer1", "layer10"])] == ["layer1", "layer10"]
 
 

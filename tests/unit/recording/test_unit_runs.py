@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import recollect
-from blocks import Stack
-from compiled_blocks import few_variants
+from compiled_blocks import few_variants, stack_of
 from recollect.costs.op_work import work_of
 from recollect.engine.facts import facts_of
 from recollect.profile.graph import UnitGraph
@@ -33,12 +32,6 @@ class Block(nn.Module):
         heads = self.norm(x).unflatten(-1, (HEADS, -1)).transpose(0, 1)[None]
         x = x + functional.scaled_dot_product_attention(heads, heads, heads)[0].transpose(0, 1).flatten(-2)
         return x + self.dropout(self.down(functional.silu(self.up(x))))
-
-
-def stack_of(block: type[nn.Module] = Block) -> Stack:
-    stack = Stack(WIDTH)
-    stack.blocks = nn.ModuleList(block() for _ in range(2))
-    return stack
 
 
 # What each thread of the CPU's attention works in, forward and backward, on these shapes; it is not in the code.
@@ -69,7 +62,7 @@ def short_menu() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def estimated() -> Profile:
     with torch.device("meta"):
-        model, x = stack_of(), torch.randn(ROWS, WIDTH)
+        model, x = stack_of(Block, WIDTH), torch.randn(ROWS, WIDTH)
     return recollect.record(model, x, loss_fn=torch.sum, fake=True, hardware="H100", engine="compile")
 
 
@@ -77,7 +70,7 @@ def test_bytes_are_the_measured_ones(estimated: Profile) -> None:
     torch.manual_seed(0)
     found = bytes_by_kept(estimated)
     x = torch.randn(ROWS, WIDTH)
-    expected = bytes_by_kept(recollect.record(stack_of(), x, loss_fn=torch.sum, engine="compile"))
+    expected = bytes_by_kept(recollect.record(stack_of(Block, WIDTH), x, loss_fn=torch.sum, engine="compile"))
     both = found.keys() & expected.keys()
     assert len(both) >= 2  # Times decide which of several stay.
     room_bytes = WORKSPACE_BYTES * torch.get_num_threads()
@@ -110,7 +103,7 @@ def test_attention_with_dropout_has_the_kernel_of_the_hardware() -> None:
             return x + self.down(self.up(mixed[0].transpose(0, 1).flatten(-2)))
 
     with torch.device("meta"):
-        model, x = stack_of(Attends), torch.randn(ROWS, WIDTH)
+        model, x = stack_of(Attends, WIDTH), torch.randn(ROWS, WIDTH)
     profile = recollect.record(model, x, loss_fn=torch.sum, fake=True, hardware="H100", engine="compile")
     graph = next(graph for graph in profile.graphs if graph.variants)
     kept = {graph.values[value].name for variant in graph.variants for value in variant.kept}

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import recollect
-from compiled_blocks import few_variants
+from compiled_blocks import few_variants, stack_of
 from recollect.engine.compiled.compiled_engine import compile_forward
 from recollect.errors import NotYetError, RecordError
 from recollect.planning.compiled_menu import Keeps, compiled_menu
@@ -35,30 +35,20 @@ class Block(nn.Module):
         return x + self.down(nn.functional.silu(self.up(self.norm(x))))
 
 
-class Stack(nn.Module):
-    def __init__(self, block: type[nn.Module] = Block) -> None:
-        super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(block() for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for block in self.blocks:
-            x = block(x)
-        return x.square().sum()
+def recorded(block: type[nn.Module] = Block, **settings: Any) -> Profile:
+    torch.manual_seed(0)
+    return recollect.record(stack_of(block, WIDTH), torch.randn(ROWS, WIDTH), loss_fn=torch.sum, **settings)
 
 
 @pytest.fixture(scope="module")
 def plain() -> Profile:
-    torch.manual_seed(0)
-    return recollect.record(Stack(), torch.randn(ROWS, WIDTH))
+    return recorded()
 
 
 @pytest.fixture(scope="module")
 def compiled() -> Profile:
-    torch.manual_seed(0)
     with few_variants():
-        return recollect.record(Stack(), torch.randn(ROWS, WIDTH), engine="compile")
+        return recorded(engine="compile")
 
 
 def unit_graph(profile: Profile) -> UnitGraph:
@@ -171,7 +161,7 @@ def test_units_with_graph_breaks_get_no_variants_and_are_named() -> None:
         r"unit 'blocks\.0' and 1 more cannot run inside torch\.compile: Unsupported: .* leave them outside the compiler"
     )
     with pytest.warns(UserWarning, match=message):
-        profile = recollect.record(Stack(Breaks), torch.randn(ROWS, WIDTH), engine="compile")
+        profile = recorded(Breaks, engine="compile")
     assert not any(graph.variants for graph in profile.graphs)
 
 
@@ -179,7 +169,7 @@ def test_units_that_cannot_be_copied_get_no_variants_and_are_named() -> None:
     with pytest.warns(
         UserWarning, match=r"cannot run inside torch\.compile: a copy of it cannot be made \(TypeError: "
     ):
-        recollect.record(Stack(Locked), torch.randn(ROWS, WIDTH), engine="compile")
+        recorded(Locked, engine="compile")
 
 
 def test_units_without_a_sample_get_no_variants_and_are_named(plain: Profile) -> None:
@@ -190,19 +180,19 @@ def test_units_without_a_sample_get_no_variants_and_are_named(plain: Profile) ->
 
 def test_another_engine_is_an_error() -> None:
     with pytest.raises(RecordError, match="engine: got 'region', expected 'tape', 'auto', 'graph', 'compile'"):
-        recollect.record(Stack(), torch.randn(ROWS, WIDTH), engine="region")  # type: ignore[arg-type]
+        recorded(engine="region")
 
 
 def test_steps_that_cannot_be_measured_are_refused() -> None:
     with pytest.raises(NotYetError, match="engine='compile', split_backward=True: not yet: .* the two halves"):
-        recollect.record(Stack(), torch.randn(ROWS, WIDTH), engine="compile", split_backward=True)
+        recorded(engine="compile", split_backward=True)
 
 
 def test_a_backward_that_keeps_its_graph_is_refused() -> None:
-    model, x = Stack(), torch.randn(ROWS, WIDTH)
+    model, x = stack_of(Block, WIDTH), torch.randn(ROWS, WIDTH)
 
     def step() -> None:
-        loss = model(x)
+        loss = model(x).sum()
         loss.backward(retain_graph=True)
         loss.backward()
 
@@ -218,9 +208,9 @@ def test_blocks_that_their_user_wrapped_keep_the_same_values(monkeypatch: pytest
         return [{value.name: Action("keep" if "up.mm" in value.name else "recompute") for value in graph.values}]
 
     monkeypatch.setattr("recollect.recording.engines.with_variants", partial(with_variants, menu=one_value))
-    model = Stack()
+    model = stack_of(Block, WIDTH)
     for index, block in enumerate(list(model.blocks)):
         model.blocks[index] = torch.compile(block)  # type: ignore[call-overload]
-    graph = unit_graph(recollect.record(model, torch.randn(ROWS, WIDTH), engine="compile"))
+    graph = unit_graph(recollect.record(model, torch.randn(ROWS, WIDTH), loss_fn=torch.sum, engine="compile"))
     kept = [{graph.values[value].name for value in variant.kept} for variant in graph.variants[1:]]
     assert kept == [{"_orig_mod.up.mm"}]
