@@ -115,9 +115,7 @@ def test_steps_that_take_longer_than_predicted_are_planned_again_once(
     assert_same_gradients(gradients_of(model), planned)
 
 
-def test_a_step_that_does_less_than_its_plan_foresees_is_not_timed(
-    attached: Attachment,
-) -> None:
+def test_a_step_that_does_less_than_its_plan_foresees_is_not_timed(attached: Attachment) -> None:
     model, handle, optimizer, _ = attached
     (model(X) + model(X)).backward()
     optimizer.step()
@@ -153,9 +151,7 @@ def test_the_corrected_prices_predict_what_was_measured(attached: Attachment, sp
     assert again == pytest.approx(most + 0.2, abs=0.01)
 
 
-def test_a_short_step_is_not_corrected(
-    attached: Attachment,
-) -> None:
+def test_a_short_step_is_not_corrected(attached: Attachment) -> None:
     model, handle, optimizer, _ = attached
     train(model, handle, optimizer, 1)
     planned = replace(step_of(handle), profile=replace(step_of(handle).profile, step_s=0.001))

@@ -8,14 +8,14 @@ from recollect.errors import BudgetTooSmallError
 from recollect.planning.chain_solver import ChainSolver
 from recollect.planning.classic import classic_plan
 from recollect.planning.option_table import OptionTable
-from recollect.planning.output_choices import dropped_outputs, first_outputs, longest_chain
+from recollect.planning.output_choices import first_outputs, longest_chain
 from recollect.planning.planners import plan
 from recollect.plans.action import Action
 from recollect.plans.plan import Plan
 from recollect.plans.unit_plan import UnitPlan
 from recollect.profile.graph import PartRecord
 from recollect.profile.profile import Profile
-from recollect.simulation.decisions import CallActions, ValueActions, decide
+from recollect.simulation.decisions import decide
 from recollect.simulation.simulate import simulate
 from synthetic_step import random_step
 from toy_profile import layer, stack
@@ -35,20 +35,8 @@ def test_first_outputs(longest: int, num_dropped: int, numbers: list[int]) -> No
 
 def least_of_strides(profile: Profile) -> int:
     """The least peak of recomputing everything, with every nth output kept."""
-    peaks = []
-    for stride in range(1, longest_chain(profile) + 1):
-        dropped = dropped_outputs(profile, stride=stride)
-        decisions = [
-            CallActions(
-                ValueActions.recomputing(
-                    i for i, v in enumerate(profile.graph_of(call).values) if v.producer is not None and not v.must_keep
-                ),
-                keeps_output=call.path not in dropped,
-            )
-            for call in profile.calls
-        ]
-        peaks.append(simulate(profile, decisions).peak_bytes)
-    return min(peaks)
+    strides = range(1, longest_chain(profile) + 1)
+    return min(classic_plan(profile, "every_nth", stride).predicted_peak_bytes or 0 for stride in strides)
 
 
 def test_error_knows_the_least_peak_of_all_that_was_tried() -> None:
