@@ -294,8 +294,6 @@ class WritesUnseen(Function):
 class Counts(Function):
     """Depends on how often it has run."""
 
-    number = 0
-
     @staticmethod
     def forward(ctx: Any, x: Tensor, state: dict[str, int]) -> Tensor:
         forwards["Counts"] += 1

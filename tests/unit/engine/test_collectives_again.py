@@ -96,13 +96,6 @@ def test_it_does_not_run_again_before_the_other_rank_has_told_the_same_plan(stor
 # Ranks that drop different collectives find out, and say so
 
 
-def test_equal_plans_agree(store: Any) -> None:
-    own = Agreement("one")
-    own.meet("tp")
-    store.set("recollect/tp/1/1", "one")
-    own.check("tp", "run all_reduce again")
-
-
 def test_the_same_number_of_plans_is_met_on_all_ranks(store: Any) -> None:
     for number, digest in enumerate(("one", "two"), 1):
         store.set(f"recollect/tp/{number}/1", digest)

@@ -4,6 +4,7 @@ Copies run in streams that check each access to memory (`clocked_streams.py`), a
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -89,10 +90,12 @@ def test_trips_are_without_races(seed: int) -> None:
     assert carrier.streams.races == []
 
 
-class CarrierThatBeginsAtOnce(ClockedCarrier):
+class BeginsAtOnce(ClockedCarrier):
     """Copies of one direction do not wait for what computes."""
 
-    goes_out = True
+    def __init__(self, seed: int, *, goes_out: bool) -> None:
+        super().__init__(seed)
+        self.goes_out = goes_out
 
     def begin(self, *args: Any, is_out: bool) -> Any:
         if is_out is not self.goes_out:
@@ -104,14 +107,6 @@ class CarrierThatBeginsAtOnce(ClockedCarrier):
             return super().begin(*args, is_out=is_out)
         finally:
             del streams.current
-
-
-class Out(CarrierThatBeginsAtOnce):
-    pass
-
-
-class Back(CarrierThatBeginsAtOnce):
-    goes_out = False
 
 
 class LeavesAtOnce(Offloaded):
@@ -146,10 +141,10 @@ class ForgetsItsCopyOut(Offloaded):
         super().come_back()
 
 
-RULES: dict[str, tuple[type[ClockedCarrier], type[Offloaded], str]] = {
-    "1": (Out, Offloaded, "a copy out begins before the value is there"),
+RULES: dict[str, tuple[Callable[[int], ClockedCarrier], type[Offloaded], str]] = {
+    "1": (partial(BeginsAtOnce, goes_out=True), Offloaded, "a copy out begins before the value is there"),
     "2": (ClockedCarrier, LeavesAtOnce, "freed while a copy is under way"),
-    "3": (Back, Offloaded, "a copy back begins before room for it is there"),
+    "3": (partial(BeginsAtOnce, goes_out=False), Offloaded, "a copy back begins before room for it is there"),
     "4": (ClockedCarrier, IsUsedAtOnce, "freed while a copy is under way"),
     "5": (ClockedCarrier, Offloaded, "a copy out begins while another one reads the slot"),
     "6": (ClockedCarrier, IsFreedWhileItComesBack, "freed while a copy is under way"),

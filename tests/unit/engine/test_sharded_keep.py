@@ -1,7 +1,5 @@
 """Each rank holds its own part of a value that is the same on all ranks, and looks whether it is."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -38,23 +36,10 @@ def test_the_last_part_is_padded(rank: int) -> None:
         assert part_of(value).tolist() == expected[rank]
 
 
-def gathers(others: Callable[[Tensor], Tensor]) -> Callable[[Tensor, int, str], Tensor]:
-    """A gather over ranks of which the last has something else."""
-
-    def gathered(own: Tensor, num_ranks: int, group: str) -> Tensor:
-        return torch.cat([*[own] * (num_ranks - 1), others(own)])
-
-    return gathered
-
-
 def test_a_value_that_another_rank_has_otherwise_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(together, "gathered", gathers(lambda own: own + 1))
+    monkeypatch.setattr(
+        together, "gathered", lambda own, num_ranks, group: torch.cat([own] * (num_ranks - 1) + [own + 1])
+    )
     with fake_process_group(0, RANKS), pytest.raises(PlanError) as caught:
         part_of(torch.ones(6))
     assert "cannot hold 'mm' of unit 'layers.0' as parts: it is not the same on the 3 ranks" in str(caught.value)
-
-
-def test_a_value_that_all_ranks_have_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(together, "gathered", gathers(lambda own: own))
-    with fake_process_group(0, RANKS):
-        assert torch.equal(part_of(torch.ones(6)).view(torch.float32), torch.ones(2))
