@@ -3,9 +3,11 @@
 import random
 from dataclasses import replace
 
+from recollect.planning.option_table import OptionTable
 from recollect.profile.events import StepLog
 from recollect.profile.graph import OpRecord, UnitCall, UnitGraph, ValueRecord
 from recollect.profile.profile import Profile
+from recollect.simulation.simulate import simulate
 from synthetic_step import with_log
 
 PERSISTENT_BYTES = 1000
@@ -89,3 +91,12 @@ def random_stack(seed: int) -> Profile:
     sizes = [rng.choice((10, 50, 200, 1000)) for _ in range(3)]
     graph = layer(norm_bytes=sizes[0], up_bytes=sizes[1], act_bytes=sizes[2], out_bytes=rng.choice((10, 100)))
     return stack(rng.randint(1, 4), graph=graph)
+
+
+def peak_range(profile: Profile) -> tuple[int, int]:
+    """Peaks of the leanest plan that keeps each output, and of keeping everything."""
+    table = OptionTable(profile)
+    least, most = (
+        simulate(profile, table.decisions(choice)).peak_bytes for choice in ((0,) * len(table.rows), table.fattest)
+    )
+    return least, most

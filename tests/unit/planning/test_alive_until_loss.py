@@ -8,11 +8,11 @@ import pytest
 from recollect.planning import chain_solver
 from recollect.planning.alive_until_loss import held_values
 from recollect.planning.chain_solver import ChainSolver
-from recollect.planning.option_table import OptionTable
 from recollect.profile.events import BACKWARD, DIES, PHASE, StepLog
 from recollect.profile.profile import Profile
 from recollect.simulation.simulate import simulate
 from synthetic_step import random_step
+from toy_profile import peak_range
 
 MANY_VALUES = 18
 
@@ -41,10 +41,7 @@ def cached_step(seed: int, *, num_units: int) -> tuple[Profile, frozenset[int]]:
 
 def budgets(profile: Profile) -> list[int]:
     """Budgets on the way from the peak of the leanest choices, with all outputs kept, to keeping everything."""
-    table = OptionTable(profile)
-    least, most = (
-        simulate(profile, table.decisions(choice)).peak_bytes for choice in ((0,) * len(table.rows), table.fattest)
-    )
+    least, most = peak_range(profile)
     return [least + (most - least) * step // 10 for step in (0, 1, 3)]
 
 

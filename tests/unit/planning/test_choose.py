@@ -9,23 +9,11 @@ import pytest
 
 from recollect.errors import BudgetTooSmallError
 from recollect.planning.loss_chunks import plan_with_chunks
-from recollect.planning.option_table import OptionTable
 from recollect.planning.output_choices import dropped_outputs
 from recollect.planning.planners import plan
 from recollect.profile.graph import UnitCall
-from recollect.profile.profile import Profile
 from recollect.simulation.decisions import decide
-from recollect.simulation.simulate import simulate
-from toy_profile import layer, random_stack, stack
-
-
-def peak_range(profile: Profile) -> tuple[int, int]:
-    """Peaks of the leanest plan that keeps each output, and of keeping everything."""
-    table = OptionTable(profile)
-    least, most = (
-        simulate(profile, table.decisions(choice)).peak_bytes for choice in ((0,) * len(table.rows), table.fattest)
-    )
-    return least, most
+from toy_profile import layer, peak_range, random_stack, stack
 
 
 def test_percentage_is_of_the_peak_without_recompute() -> None:
