@@ -190,35 +190,21 @@ def reference_models() -> Names:
     return {"tokens": tokens, "labels": tokens}
 
 
+CONTINUED = {"../README.md", "bugs_of_others.md", "get_started.md"}
+_OF_A_LOOP = "compile coverage cuda_graphs graph hugging_face index largest_batch offload usage".split()
 PREPARED: dict[str, Callable[[], Names]] = {
-    "../README.md": dict,
-    "bugs_of_others.md": dict,
-    "compile.md": training,
-    "coverage.md": training,
-    "cuda_graphs.md": training,
-    "fsdp.md": sharded,
-    "get_started.md": dict,
-    "graph.md": training,
-    "how_to_read_a_plan.md": planned,
-    "index.md": training,
-    "hugging_face.md": training,
-    "largest_batch.md": training,
+    **dict.fromkeys((*CONTINUED, "megatron_flags.md"), dict),
+    **dict.fromkeys((f"{name}.md" for name in _OF_A_LOOP), training),
+    **dict.fromkeys(("how_to_read_a_plan.md", "out_of_memory.md", "pictures.md", "which_budget.md"), planned),
+    **dict.fromkeys(("fsdp.md", "parallel.md"), sharded),
     "lightning.md": lightning,
     "loss.md": chunked,
     "megatron.md": deep,
-    "megatron_flags.md": dict,
     "models.md": reference_models,
-    "offload.md": training,
-    "out_of_memory.md": planned,
-    "parallel.md": sharded,
     "peft_trl.md": sentences,
-    "pictures.md": planned,
     "pipelines.md": stages,
     "trainers.md": tools,
-    "usage.md": training,
-    "which_budget.md": planned,
 }
-CONTINUED = {"../README.md", "bugs_of_others.md", "get_started.md"}
 
 
 def run(page: str, line: int, block: str, names: Names) -> None:
