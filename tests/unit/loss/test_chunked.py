@@ -6,12 +6,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from rank_threads import run_on_threads
 from recollect import chunked_cross_entropy, measure_peak
 from recollect.errors import ChunkedLossError
 from recollect.loss.deferred import DeferredLogits, LossCall
+from recollect.ranks.group import Group
 
 TOKENS, HIDDEN, WORDS = 50, 24, 307
 LossOf = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -84,6 +87,31 @@ def test_no_further_from_float64_than_the_plain_loss(
     floor = 64 * torch.finfo(torch.float64).eps if dtype is torch.float64 else 2e-7
     for mine, plains in zip(got, own, strict=True):
         assert mine <= NO_WORSE * plains + floor
+
+
+@pytest.mark.skipif(not dist.is_gloo_available(), reason="needs PyTorch with the gloo backend")
+@pytest.mark.parametrize(
+    "options", [{}, {"reduction": "sum"}, {"label_smoothing": 0.1}], ids=["mean", "sum", "smoothed"]
+)
+def test_parts_of_the_vocabulary_have_the_loss_and_the_gradients_of_the_whole(options: dict[str, Any]) -> None:
+    """Two ranks have a part each, of the same size."""
+    hidden, *others, labels = (tensor.detach() for tensor in case(torch.float64))
+    weight, bias = (tensor[: WORDS - 1] for tensor in others)
+    labels = labels.clamp(max=WORDS - 2)
+    half = WORDS // 2
+    labels[0, 1:5] = torch.tensor([0, half - 1, half, 2 * half - 1])  # The first and the last word of each part.
+
+    def of_part(_: Group) -> list[Tensor]:
+        rank = dist.get_rank()
+        part = [tensor.clone().requires_grad_() for tensor in (hidden, weight.chunk(2)[rank], bias.chunk(2)[rank])]
+        return step(chunked(3, group=dist.group.WORLD, **options), [*part, labels])
+
+    first, second = run_on_threads(of_part)
+    assert torch.equal(first[0], second[0]) and torch.equal(first[1], second[1])
+    found = [*first[:2], *(torch.cat(parts) for parts in zip(first[2:], second[2:], strict=True))]
+    whole = [*(tensor.clone().requires_grad_() for tensor in (hidden, weight, bias)), labels]
+    for got, exact in zip(found, step(plain(**options), whole), strict=True):
+        assert torch.allclose(got, exact, rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.parametrize("empty", [False, True], ids=["all ignored", "no tokens"])
