@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 
 import pytest
 
@@ -30,12 +31,16 @@ def step_of(size: int, *, seconds: Callable[[int], float] = lambda size: 5.0 + s
     return replace(stack(NUM_LAYERS, graph=graph), step_s=seconds(size), device_memory_bytes=100_000, device_name="Toy")
 
 
+@cache
+def planner_of(size: int) -> Planner:
+    return Planner(step_of(size))
+
+
 def fitting(budget_bytes: int, most: int = MOST) -> dict[str, list[int]]:
     found: dict[str, list[int]] = {"plain": [], "full": [], "planned": []}
     for size in range(1, most + 1):
-        profile = step_of(size)
-        planner = Planner(profile)
-        full_bytes = classic_plan(profile, "full").predicted_peak_bytes or 0
+        planner = planner_of(size)
+        full_bytes = classic_plan(planner.profile, "full").predicted_peak_bytes or 0
         found["plain"] += [size] * (planner.plain_peak_bytes <= budget_bytes)
         found["full"] += [size] * (full_bytes <= budget_bytes)
         try:
@@ -75,7 +80,7 @@ def test_a_row_is_what_the_planner_says() -> None:
         profile = step_of(row.size)
         assert row.num_tokens == 7 * row.size
         assert row.step_s == profile.step_s
-        assert row.plain_peak_bytes == Planner(profile).plain_peak_bytes
+        assert row.plain_peak_bytes == planner_of(row.size).plain_peak_bytes
         full = classic_plan(profile, "full")
         assert (row.full_peak_bytes, row.full_slowdown) == (full.predicted_peak_bytes, full.predicted_slowdown)
         if row.plan is None:
