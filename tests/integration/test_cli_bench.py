@@ -153,7 +153,7 @@ class LateOutOfMemory(Subject):
 
 def test_a_reference_that_runs_out_of_memory_late_is_replaced() -> None:
     torch.manual_seed(0)
-    model = GPTModel(NAMED_CONFIGS["llama-tiny"]).train()
+    model = GPTModel(NAMED_CONFIGS["llama-tiny"].changed(num_layers=2)).train()
     tokens = torch.randint(256, (4, 64))
     subject = LateOutOfMemory(
         model=model,

@@ -19,6 +19,10 @@ from recollect.integrations.transformers import enable_memory_budget  # noqa: E4
 TOKENS = torch.randint(0, VOCABULARY, (4, 64), generator=torch.Generator().manual_seed(1))
 
 
+def small_llama() -> Any:
+    return llama(num_hidden_layers=2)
+
+
 def step(model: Any, optimizer: torch.optim.Optimizer) -> None:
     model(input_ids=TOKENS, labels=TOKENS).loss.backward()
     optimizer.step()
@@ -37,7 +41,7 @@ def train(model: Any, budget: str | None, num_steps: int = 3) -> tuple[Any, Any,
     return model, attached, peaks
 
 
-@pytest.mark.parametrize("new_model", [llama, gpt2], ids=["llama", "gpt2"])
+@pytest.mark.parametrize("new_model", [small_llama, gpt2], ids=["llama", "gpt2"])
 def test_weights_are_as_without_it_and_the_budget_holds(new_model: Any) -> None:
     plain, _, plain_peaks = train(new_model(), None)
     model, attached, peaks = train(new_model(), "70%")
@@ -50,8 +54,8 @@ def test_weights_are_as_without_it_and_the_budget_holds(new_model: Any) -> None:
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # of PEFT, which calls the old names
 def test_adapters() -> None:
     pytest.importorskip("peft", reason="needs peft")
-    plain, _, _ = train(lora(), None)
-    model, attached, _ = train(lora(), "80%")
+    plain, _, _ = train(lora(small_llama()), None)
+    model, attached, _ = train(lora(small_llama()), "80%")
     for (name, expected), found in zip(plain.named_parameters(), model.parameters(), strict=True):
         assert has_same_bits(expected.detach(), found.detach()), name
     assert attached.plan is not None
@@ -59,7 +63,7 @@ def test_adapters() -> None:
 
 
 def test_the_cache_is_off_until_the_end_and_generate_uses_its_own() -> None:
-    model = llama().train()
+    model = small_llama().train()
     assert model.config.use_cache is True
     optimizer = torch.optim.AdamW(model.parameters())
     attached = enable_memory_budget(model, optimizer, "70%", log=lambda line: None)
@@ -77,7 +81,7 @@ def test_the_cache_is_off_until_the_end_and_generate_uses_its_own() -> None:
 
 
 def test_models_that_recompute_by_themselves_are_refused_and_left_alone() -> None:
-    model = llama().train()
+    model = small_llama().train()
     hugging_face_flag.enable(model)
     optimizer = torch.optim.AdamW(model.parameters())
     own_name = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"

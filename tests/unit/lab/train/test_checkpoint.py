@@ -1,7 +1,9 @@
 """Checkpoints and other files of a run: damage and other settings are found, whole or not there, of one run at a time."""
 
+import json
 import os
 import random
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -10,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from recollect.errors import CheckpointError
+from recollect.errors import CheckpointError, MissingFileError, PlanFormatError
 from recollect.lab.train.checkpoint import (
     Manifest,
     check_identity,
@@ -24,6 +26,10 @@ from recollect.lab.train.checkpoint import (
     write_manifest,
 )
 from recollect.lab.train.files import only_run_in, write_atomically
+from recollect.lab.train.pipeline_plans import PipelinePlans
+from recollect.plans.action import Action
+from recollect.plans.plan import Plan
+from recollect.plans.unit_plan import UnitPlan
 
 SETTINGS = {"model.hidden_size": 64, "data.seq_length": 32, "optim.steps": 6, "step.memory_budget": None}
 
@@ -152,3 +158,50 @@ def test_a_file_that_cannot_be_written_whole_stays_as_it_was(tmp_path: Path) -> 
         write_atomically(path, write_half)
     assert path.read_text() == "the old one"
     assert [found.name for found in tmp_path.iterdir()] == ["plan.json"]
+
+
+LEAN = Plan(units={"decoder.layers.0": UnitPlan(actions={"mlp.mm": Action.RECOMPUTE})})
+PLANS = PipelinePlans(
+    stages=((LEAN,), (LEAN, Plan(units={}))),
+    budget_bytes=4096,
+    predicted_peak_bytes=4000,
+    predicted_slowdown=0.125,
+    plain_peak_bytes=8192,
+    table="rank 0",
+)
+
+
+def test_plans_are_read_as_they_were_written(tmp_path: Path) -> None:
+    path = tmp_path / "pipeline_plans.json"
+    path.write_text(PLANS.to_json())
+    assert PipelinePlans.load(path) == PLANS
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"stages": None}, "stages: got null, expected an array"),
+        ({"stages": [[{"format": "recollect.plan"}]]}, "stages[0][0]: document: the key 'version' is missing"),
+        ({"table": 3}, "table: got 3, expected a string"),
+        ({"budget_bytes": -1}, "budget_bytes: got -1, expected an integer, 0 or more"),
+        ({"format": "recollect.plan"}, "format: got \"recollect.plan\", expected 'recollect.pipeline_plans'"),
+        ({"extra": 1}, "extra: unknown key, expected one of format, version, stages,"),
+    ],
+)
+def test_a_damaged_file_is_named_and_where(changes: dict[str, object], message: str, tmp_path: Path) -> None:
+    path = tmp_path / "pipeline_plans.json"
+    path.write_text(json.dumps(json.loads(PLANS.to_json()) | changes))
+    with pytest.raises(PlanFormatError, match=re.escape(f"{path}: {message}")):
+        PipelinePlans.load(path)
+
+
+def test_what_is_no_file_of_plans_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "pipeline_plans.json"
+    with pytest.raises(MissingFileError, match="no such file, expected the plans of a pipeline"):
+        PipelinePlans.load(path)
+    path.write_text("{")
+    with pytest.raises(PlanFormatError, match=rf"{re.escape(str(path))}: line 1, column 2: not JSON"):
+        PipelinePlans.load(path)
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(PlanFormatError, match="can't decode"):
+        PipelinePlans.load(path)
