@@ -17,12 +17,14 @@ import recollect
 from blocks import Computes
 from compiled_blocks import (
     BY_INDUCTOR,
+    Gradients,
     each_block,
     each_block_forward,
     each_block_in_one_graph,
     each_block_in_place,
     each_block_in_place_in_one_graph,
     in_place,
+    same,
     whole,
 )
 from recollect.errors import BudgetWarning, ConfigError, ConfigWarning, UnknownNameError
@@ -36,8 +38,6 @@ EAGER = r"^recollect: torch\.compile has no effect on {}, which a plan has run e
 ROWS = torch.linspace(-1, 1, 64 * 16).reshape(64, 16)
 
 BLOCKS = ("blocks.0", "blocks.1", "blocks.2")
-
-Gradients = list[Tensor]
 
 
 def block() -> Computes:
@@ -68,10 +68,6 @@ def stepped(model: Any, plain: nn.Module) -> Gradients:
     plain.zero_grad()
     model(ROWS).backward()
     return [parameter.grad for parameter in plain.parameters() if parameter.grad is not None]
-
-
-def same(found: Gradients, expected: Gradients) -> bool:
-    return len(found) == len(expected) and all(map(torch.equal, found, expected))
 
 
 @pytest.fixture(scope="module", name="eager")

@@ -19,6 +19,7 @@ import recollect
 from blocks import Computes
 from compiled_blocks import (
     BY_INDUCTOR,
+    Gradients,
     compiled_without_plan,
     each_block,
     each_block_forward,
@@ -26,6 +27,7 @@ from compiled_blocks import (
     each_block_in_place,
     each_block_in_place_in_one_graph,
     in_place,
+    same,
     whole,
 )
 from compiled_units import names_of, saved_tensors, values_by_name, without_code
@@ -47,7 +49,6 @@ from tiers import long_but
 
 pytestmark = BY_INDUCTOR
 
-Gradients = list[Tensor]
 NUM_BLOCKS = 3
 ROWS = torch.linspace(-1, 1, 24 * 8).reshape(24, 8)
 
@@ -105,10 +106,6 @@ def stepped(model: Any, *batch: Any, **keywords: Any) -> Gradients:
     output = model(*(batch or () if keywords else batch or (ROWS,)), **keywords)
     (output if isinstance(output, Tensor) else output.loss).backward()
     return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-
-
-def same(found: Gradients, expected: Gradients) -> bool:
-    return len(found) == len(expected) > 0 and all(map(torch.equal, found, expected))
 
 
 def graphs() -> int:

@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from blocks import Stack
 from recollect.engine.compiled.compiled_engine import compile_forward
@@ -25,6 +25,13 @@ BY_INDUCTOR = [
     pytest.mark.usefixtures("fresh_compiler"),
     IGNORED,
 ]
+
+
+Gradients = list[Tensor]
+
+
+def same(found: Gradients, expected: Gradients) -> bool:
+    return len(found) == len(expected) > 0 and all(map(torch.equal, found, expected))
 
 
 def whole(model: Any, **how: Any) -> Any:

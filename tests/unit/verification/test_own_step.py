@@ -9,19 +9,17 @@ import torch
 from torch import nn
 
 import recollect
+from block_plans import ROWS, full, stack
 from blocks import Stack, mean_square
 from recollect.byte_format import format_bytes
 from recollect.plans.plan import Plan
 from recollect.verification import verify as of_verify
 from watch import Watch
 
-ROWS = torch.linspace(-1, 1, 12 * 16).reshape(12, 16)
-
 
 def model_and_plan() -> tuple[nn.Module, Plan]:
-    torch.manual_seed(0)
-    model = Stack(width=16, depth=3)
-    return model, recollect.classic_plan(recollect.record(model, ROWS, loss_fn=mean_square), "full")
+    model = stack()
+    return model, full(model, ROWS, mean_square)
 
 
 def test_the_optimizer_of_a_step_is_where_it_was() -> None:

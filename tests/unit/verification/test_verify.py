@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import recollect
+from block_plans import ROWS, stack
 from blocks import Computes, Stack, mean_square
 from policies import Random
 from recollect.engine.content import has_same_bits
@@ -24,14 +25,6 @@ from recollect.verification.compare import Findings, compare_units
 from recorded_once import recorded_once
 from tiers import long_but
 from zoo import ZOO, Case
-
-
-def stack(**changes: Any) -> Stack:
-    torch.manual_seed(0)
-    return Stack(width=16, depth=3, **changes)
-
-
-ROWS = torch.linspace(-1, 1, 12 * 16).reshape(12, 16)
 
 
 def full_plan(model: nn.Module, batch: Any, loss_fn: Callable[[Any], Tensor] | None = mean_square) -> Plan:
