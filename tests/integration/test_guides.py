@@ -31,7 +31,8 @@ NEEDS = {
 }
 # test_examples.py runs these.
 QUOTED = {"../README.md", "get_started.md"}
-COMPILES = "compile.md"
+# They compile, show what other libraries do wrong, and record many sizes of a batch, all of which other tests do, too.
+SLOW = {"compile.md", "bugs_of_others.md", "largest_batch.md"}
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +41,7 @@ def pages() -> Iterator[AskedCases]:
         yield found
 
 
-@pytest.mark.parametrize("page", long_but(set(PREPARED) - {COMPILES}, sorted(set(PREPARED) - QUOTED)))
+@pytest.mark.parametrize("page", long_but(set(PREPARED) - SLOW, sorted(set(PREPARED) - QUOTED)))
 def test_the_python_of_a_page_runs(page: str, pages: AskedCases) -> None:
     for package in NEEDS.get(page, ()):
         pytest.importorskip(package)

@@ -30,6 +30,7 @@ from recollect.profile.graph import UnitGraph, ValueRecord
 from recollect.profile.profile import Profile
 from recorded_once import recorded_once
 from small_llama import batch_of, graph_at, llama
+from tiers import long
 from zoo import ZOO
 
 GENERATOR_BYTES = torch.get_rng_state().nbytes
@@ -86,7 +87,7 @@ def test_everything_is_left_as_it_was_after_an_exception() -> None:
     recollect.record(model, batch_of())
 
 
-@pytest.mark.parametrize("name", ["t5", "deepseek_v3"])
+@pytest.mark.parametrize("name", ["t5", *long(["deepseek_v3"])])
 def test_profile_survives_a_round_trip(name: str, tmp_path: Path) -> None:
     case = ZOO[name]
     model = case.model()

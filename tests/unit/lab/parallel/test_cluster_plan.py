@@ -272,6 +272,7 @@ def test_logits_that_do_not_fit_are_computed_in_chunks(whole: ClusterPlan) -> No
     assert "LM head and loss in 4 chunks." in found.assumptions()
 
 
+@pytest.mark.long
 def test_what_fits_with_no_number_names_the_lowest_peak(whole: ClusterPlan) -> None:
     with pytest.raises(BudgetTooSmallError) as raised:
         plan_cluster_with_chunks(CHUNKED, "1%")
