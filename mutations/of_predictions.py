@@ -487,4 +487,34 @@ MUTATIONS = (
         "recording",
         ((" and not data_parallelism_runs():", ":"),),
     ),
+    Mutation(
+        "compiled-code-holds-nothing",
+        "what compiled code in a layer is given in backward counts as free once autograd has handed it over",
+        "recording",
+        (("return tensor if packed.need is None else self._needed(tensor, packed.need)", "return tensor"),),
+    ),
+    Mutation(
+        "larger-inputs-unseen",
+        "a unit that runs on larger inputs than planned, in a call of the same shapes, counts as planned",
+        "attaching",
+        (("if numel > self.numel:", "if numel < self.numel:"),),
+    ),
+    Mutation(
+        "gradient-of-a-different-size",
+        "a gradient that is alive at the start of a step is freed where a gradient of a different size is made",
+        "recording",
+        (("if gradient[0] == nbytes), None)", "if gradient[0] != nbytes), None)"),),
+    ),
+    Mutation(
+        "workspace-of-a-graph-twice",
+        "in the pool of a graph an op's results are taken besides its workspace, which has them",
+        "simulation",
+        (("workspace_bytes -= storage.nbytes", "workspace_bytes += storage.nbytes"),),
+    ),
+    Mutation(
+        "chunks-though-slower",
+        "a step of several devices computes its loss in more chunks, though that takes longer",
+        "planning",
+        (("found.step_s >= (1 - SAME_TIME) * best.step_s", "found.step_s < (1 - SAME_TIME) * best.step_s"),),
+    ),
 )

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import recollect
+from compiled_blocks import IGNORED
 from recollect.attaching.attached import Attached
 from recollect.costs.op_costs import MeasuredCosts
 from recollect.errors import BudgetTooSmallError, BudgetWarning
@@ -19,7 +20,7 @@ from recollect.measuring.meter import measure_peak, storage_bytes
 from recollect.recording.find_units import find_units
 from recollect.recording.optimizers import state_tensors
 from recollect.recording.step_recording import StepRecording
-from residual_model import Model
+from residual_model import Model, Residual
 from small_llama import batch_of, llama
 
 CPU = torch.device("cpu")
@@ -137,3 +138,34 @@ def test_all_that_a_step_leaves_alive_is_known(frees: bool) -> None:
         # Counts of steps, four bytes each, are made out of sight.
         assert 0 <= left_bytes - said_bytes <= (0 if has_state else 4 * num_parameters), has_state
         assert left_bytes > (1 if has_state else 3) * storage_bytes(model.parameters())
+
+
+@torch.compile(backend="aot_eager")
+def _gated(x: Tensor) -> Tensor:
+    return (x.tanh() * x.sigmoid()).relu()
+
+
+class _Gate(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return _gated(x)
+
+
+@IGNORED
+@pytest.mark.parametrize("kind", ["keep_all", "full"])
+def test_what_compiled_code_in_a_layer_is_given_in_backward_is_alive_as_long_as_it_holds_it(kind: str) -> None:
+    torch.manual_seed(0)
+    net, batch = Residual(inner=256), torch.randn(256, 32)
+    for layer in net.layers:
+        layer[1] = _Gate()
+
+    def step() -> None:
+        net.zero_grad()
+        net(batch).square().mean().backward()
+
+    profile = recollect.record(net, step=step)
+    plan = recollect.classic_plan(profile, kind)  # type: ignore[arg-type]
+    with recollect.apply(net, plan):
+        step()
+        net.zero_grad()
+        measured = profile.persistent_bytes + measure_peak(step, device=CPU).peak_growth_bytes
+    assert measured <= (plan.predicted_peak_bytes or 0) <= measured + 2048
