@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from policies import FULL, KEEP_ALL, NOTHING_KEPT, Only, Policy
 from recollect.applying import apply_policy
 from recollect.plans.action import Action
+from tiers import long_but
 from watch import Watch
 
 T, D, F_, H = 10, 16, 40, 2
@@ -108,6 +109,7 @@ RERUN: dict[str, tuple[Policy, Counter[str]]] = {
     ),
 }
 every_plan = pytest.mark.parametrize("plan", RERUN)
+every_depth = pytest.mark.parametrize("depth", long_but([3], [1, 3]))
 
 
 def layers(count: int) -> nn.Sequential:
@@ -136,7 +138,7 @@ def ops_in_backward(model: nn.Sequential, policy: Policy | None) -> Watch:
 
 
 @every_plan
-@pytest.mark.parametrize("depth", [1, 3])
+@every_depth
 def test_ops_that_run_again(plan: str, depth: int) -> None:
     policy, expected = RERUN[plan]
     model = layers(depth)
@@ -198,13 +200,13 @@ def expected_kept_bytes(policy: Policy, depth: int) -> int:
     return depth * kept + (depth - 1) * (OUTPUT_BYTES if policy.output_action("") == Action.KEEP else 0)
 
 
-@pytest.mark.parametrize("depth", [1, 3])
+@every_depth
 def test_plain_step_keeps_what_the_table_says(depth: int) -> None:
     assert kept_bytes(layers(depth), None) == expected_kept_bytes(KEEP_ALL, depth)
 
 
 @every_plan
-@pytest.mark.parametrize("depth", [1, 3])
+@every_depth
 def test_kept_bytes(plan: str, depth: int) -> None:
     policy, _ = RERUN[plan]
     assert kept_bytes(layers(depth), policy) == expected_kept_bytes(policy, depth)
