@@ -1,4 +1,4 @@
-"""The contract of the solver: candidates are close to the bound, always the same, in any order; see also `test_optimality.py`."""
+"""The contract of the solver: candidates close to the bound, always the same, in any order; see also `test_optimality.py`."""
 
 import math
 
