@@ -92,6 +92,7 @@ def test_verify(name: str, device: torch.device, record_property: RecordProperty
         assert_same_gradients(before, _everything(model, device))
         assert report.gradients_equal or plain.varying, report
         assert report.compared == "step"
+        assert report.plain_peak_bytes is not None
         if kind == "full":
             assert report.plan_peak_bytes < report.plain_peak_bytes
     assert recollect.verify(model, batch, recollect.classic_plan(profile, "full"), compare="units").gradients_equal
