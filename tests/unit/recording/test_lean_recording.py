@@ -102,18 +102,26 @@ _MICRO_STEPS = (
 _ACCUMULATED = Profile((_SMALL,), (UnitCall("layer", 0),), StepLog(_MICRO_STEPS), step_s=1.0)
 
 
-def test_a_gradient_is_alive_until_the_backward_that_makes_it_anew() -> None:
-    found = list(foreseen(_ACCUMULATED, gradients_bytes=[1000, 7, 100]).log.events)
+@pytest.mark.parametrize(
+    ("sizes", "at_phases"),
+    [
+        # At the start, before either backward, between them, and at the end; nothing makes one of 1000 bytes.
+        ([7, 100, 1000], [[7, 100], [7, 40], [7, 40, 100], [40, 100], [7, 100]]),
+        ([100], [[100], [40], [40, 100], [40, 100], [7, 100]]),
+    ],
+)
+def test_a_gradient_is_alive_until_the_backward_that_makes_it_anew(
+    sizes: list[int], at_phases: list[list[int]]
+) -> None:
     alive, seen = {}, []
-    for code, *operands in found:
+    for code, *operands in foreseen(_ACCUMULATED, gradients_bytes=sizes).log.events:
         if code == ALLOC:
             alive[operands[0]] = operands[1]
         elif code == FREE:
             del alive[operands[0]]
         elif code == PHASE:
             seen.append(sorted(alive.values()))
-    # At the start, before either backward, between them, and at the end; nothing makes one of 1000 bytes.
-    assert seen == [[7, 100], [7, 40], [7, 40, 100], [40, 100], [7, 100]]
+    assert seen == at_phases
 
 
 def test_a_larger_step_has_larger_values_and_the_same_gradients() -> None:
