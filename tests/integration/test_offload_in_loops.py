@@ -1,6 +1,7 @@
 """`fit`, `attach` and `verify` with host memory, in loops that are not ours: bits, budgets, and what is said."""
 
 import gc
+from functools import partial
 
 import pytest
 import torch
@@ -87,17 +88,18 @@ def test_attach_offloads_after_the_step_that_it_records(plain: list[torch.Tensor
     assert len(lines) == 1 and ", host memory " in lines[0]
 
 
-@pytest.mark.parametrize("bytes_per_s", [5e7, 5e8, 5e9])
-def test_the_peak_does_not_depend_on_the_link(
-    plan: recollect.Plan, bytes_per_s: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_peak_does_not_depend_on_the_link(plan: recollect.Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tenth, once and ten times as fast: the same peak, to the byte."""
-    monkeypatch.setitem(carriers.CARRIERS, "cpu", lambda: SlowCarrier(bytes_per_s, bytes_per_s))
-    trained = model()
-    with recollect.apply(trained, plan) as applied:
-        step(trained)
-        assert abs(peak_bytes(trained) - (plan.predicted_peak_bytes or 0)) <= MOST_OVER_BYTES
-        assert applied.host_use is not None and applied.host_use.num_missed == 0
+    peaks = set()
+    for bytes_per_s in (5e7, 5e8, 5e9):
+        monkeypatch.setitem(carriers.CARRIERS, "cpu", partial(SlowCarrier, bytes_per_s, bytes_per_s))
+        trained = model()
+        with recollect.apply(trained, plan) as applied:
+            step(trained)
+            peaks.add(peak_bytes(trained))
+            assert applied.host_use is not None and applied.host_use.num_missed == 0
+    (measured,) = peaks
+    assert abs(measured - (plan.predicted_peak_bytes or 0)) <= MOST_OVER_BYTES
 
 
 def test_more_host_memory_than_there_is_is_refused() -> None:

@@ -56,7 +56,7 @@ def test_what_is_saved_is_kept_and_the_peak_is_the_predicted_one(step: Recorded)
 
 
 def test_the_plan_holds_as_much_as_the_policy_itself(step: Recorded) -> None:
-    profile, model, batch = step
+    _, model, batch = step
     plan = recollect.policy_plan(*step, saves_products)
     is_layer = type(model.decoder.layers[0])
 
@@ -72,7 +72,7 @@ def test_the_plan_holds_as_much_as_the_policy_itself(step: Recorded) -> None:
 
 
 def test_a_list_a_fake_profile_and_a_policy_that_counts(step: Recorded) -> None:
-    profile, model, batch = step
+    _, model, batch = step
     plan = recollect.policy_plan(*step, [MM])
     assert plan.units == recollect.policy_plan(*step, saves_products).units
     fake = recollect.record(model, batch, fake=True)
@@ -94,8 +94,6 @@ def test_a_list_a_fake_profile_and_a_policy_that_counts(step: Recorded) -> None:
 
 
 def test_what_a_policy_prefers_is_what_the_plan_does(step: Recorded) -> None:
-    profile, model, batch = step
-
     def prefers(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         return CheckpointPolicy.PREFER_SAVE if op is MM else CheckpointPolicy.PREFER_RECOMPUTE
 
