@@ -1,6 +1,7 @@
 """What a loop changes between two steps is noticed: its optimizer, autocast, the size of a batch, or that it is let go of."""
 
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from torch import nn
 
 import recollect
 from recollect.errors import BudgetTooSmallError, BudgetWarning
+from recollect.measuring.meter import measure_peak
 from residual_model import Model, attached_loop, step
 
 
@@ -106,6 +108,27 @@ def test_adapters_that_are_put_in_later_are_planned_with_their_optimizer(num_bef
             step(model, adapters)
         assert attached.num_steps == num_before + 3
         assert attached.recorded_steps[0] == 0 and attached.recorded_steps[-1] >= num_before
+
+
+class Averaging(torch.optim.SGD):
+    """Copies the weights from its third step on, which no step that is tried out shows."""
+
+    num_steps = 0
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        self.num_steps += 1
+        for parameter in self.param_groups[0]["params"] if self.num_steps > 2 else ():
+            self.state[parameter].setdefault("average", parameter.detach().clone())
+
+
+def test_state_that_an_optimizer_makes_later_is_in_all_plans_that_follow() -> None:
+    with attached_loop("95%", Model(inner=1024), Averaging) as (model, optimizer, attached):
+        for rows in (256, 256, 256, 264):
+            step(model, optimizer, rows)
+        assert attached.recorded_steps == [0, 3]
+        measured = measure_peak(lambda: step(model, optimizer, rows=256), device="cpu")
+        assert measured.peak_bytes <= (attached.budget_bytes or 0)
 
 
 def test_an_optimizer_that_attach_does_not_know_is_named() -> None:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from recollect.planning.bound import LowerBound
 from recollect.planning.planners import plan
 from recollect.plans.action import Action
 from recollect.profile.events import ALLOC, DIES, FREE, OP, RELEASE, RETURN, SAVE, USE, StepLog
@@ -170,6 +171,15 @@ def test_sum_is_what_the_simulator_says(first_seed: int) -> None:
         rng = random.Random(-seed)
         for _ in range(8):
             check(profile, peak_sums, random_decisions(profile, rng), f"seed {seed}")
+
+
+def test_no_plan_of_such_steps_is_below_the_bound() -> None:
+    for seed in range(0, 300, 6):
+        profile = step(seed)
+        bound, rng = LowerBound(profile), random.Random(-seed)
+        for _ in range(4):
+            peaks = peak_sums_of(profile).peaks(random_decisions(profile, rng))
+            assert bound.added_s(peaks.peak_bytes) <= peaks.recompute_s + 1e-6, f"seed {seed}"
 
 
 def num_tied(division: Division, decision: CallActions) -> int:
