@@ -57,7 +57,7 @@ def train(
     return accelerator.unwrap_model(model), attached
 
 
-@pytest.mark.parametrize("way", long_but(["no tape", "bf16 tape"], ["no tape", "bf16 tape", "bf16 graph"]))
+@pytest.mark.parametrize("way", long_but(["bf16 tape"], ["no tape", "bf16 tape", "bf16 graph"]))
 def test_weights_are_as_without_a_plan(way: str, tmp_path: Path) -> None:
     precision, engine = way.split()
     plain, _ = train(precision, None)

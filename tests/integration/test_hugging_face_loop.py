@@ -15,6 +15,7 @@ from recollect.errors import AlreadyAppliedError, ArgumentError, ConfigError  # 
 from recollect.integrations.megatron import RollCheckpointing  # noqa: E402
 from recollect.integrations.roll import apply_roll_checkpointing  # noqa: E402
 from recollect.integrations.transformers import enable_memory_budget  # noqa: E402
+from tiers import long  # noqa: E402
 
 TOKENS = torch.randint(0, VOCABULARY, (4, 64), generator=torch.Generator().manual_seed(1))
 
@@ -41,7 +42,7 @@ def train(model: Any, budget: str | None, num_steps: int = 3) -> tuple[Any, Any,
     return model, attached, peaks
 
 
-@pytest.mark.parametrize("new_model", [small_llama, gpt2], ids=["llama", "gpt2"])
+@pytest.mark.parametrize("new_model", [small_llama, *long([gpt2])], ids=["llama", "gpt2"])
 def test_weights_are_as_without_it_and_the_budget_holds(new_model: Any) -> None:
     plain, _, plain_peaks = train(new_model(), None)
     model, attached, peaks = train(new_model(), "70%")
