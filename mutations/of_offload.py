@@ -122,4 +122,10 @@ MUTATIONS = (
         "engine",
         (("place[0].end_call(place[1])", "pass"),),
     ),
+    Mutation(
+        "copy-does-not-wait",
+        "a copy to or from host memory begins before those that it has to come after have ended",
+        "engine/offload",
+        (("    wait(after)\n    ctypes.memmove", "    ctypes.memmove"),),
+    ),
 )
