@@ -83,8 +83,8 @@ class CheapestStep:
         >>> log = StepLog(events)
         >>> profile = Profile((UnitGraph(values, (OpRecord("h", (0,), (1,), 5.0),)),), (UnitCall("a", 0),), log, 9.0)
         >>> step = CheapestStep(profile, checkpoint_times(profile, [2]))
-        >>> [(cut.cost_s, step.dropped(cut.choice)) for cut in (step.at(np.array([s])) for s in (0.01, 0.1))]
-        [(1.0, [frozenset()]), (5.0, [frozenset({1})])]
+        >>> [(cut.cost_s, (cut.choice.runs_until > 0).tolist()) for cut in (step.at(np.array([s])) for s in (0.01, 0.1))]
+        [(1.0, [False]), (5.0, [True])]
     """
 
     def __init__(self, profile: Profile, times: CheckpointTimes) -> None:
@@ -127,15 +127,6 @@ class CheapestStep:
 
     def everything_kept(self) -> StepChoice:
         return self._choice(np.zeros(len(self._op_s), dtype=np.int64), np.zeros(len(self._nbytes), dtype=bool))
-
-    def dropped(self, choice: StepChoice) -> list[frozenset[int]]:
-        """Return for each call the values that are computed again, by index in its graph."""
-        runs = np.append(choice.runs_until > 0, False)[self._maker]
-        starts = self._times.first_value
-        return [
-            frozenset(np.flatnonzero(runs[start:end]).tolist())
-            for start, end in zip(starts[:-1], starts[1:], strict=True)
-        ]
 
     def at(self, prices: NDArray[np.float64], *, missing_s: float = 0.0) -> StepCut:
         """Return the cheapest choice at some prices.
