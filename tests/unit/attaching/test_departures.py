@@ -67,17 +67,16 @@ def test_a_departure_raises_where_larger_steps_do(model: Blocks) -> None:
 
 
 def test_units_on_larger_inputs_depart_in_calls_of_equal_shapes(model: Blocks) -> None:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model.num_rows = 256
-    with recollect.attach(model, optimizer, "90%", on_larger="raise", log=lambda _: None):
+    with attached_loop("90%", model, SGD, on_larger="raise") as (_, optimizer, _):
         for model.num_rows in (256, 128, 256):
-            step(model, optimizer)
+            step(model, optimizer, rows=512)
         model.num_rows = 257
         with pytest.raises(
             LargerStepError,
             match=r"ran unit 'blocks.0' on more elements than its plan foresees \(got 8224, expected at most 8192\)",
         ):
-            step(model, optimizer)
+            step(model, optimizer, rows=512)
 
 
 def test_how_the_calls_of_a_step_differ_from_its_plan_is_said(model: Blocks) -> None:
