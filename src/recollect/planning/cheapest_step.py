@@ -83,7 +83,10 @@ class CheapestStep:
         >>> log = StepLog(events)
         >>> profile = Profile((UnitGraph(values, (OpRecord("h", (0,), (1,), 5.0),)),), (UnitCall("a", 0),), log, 9.0)
         >>> step = CheapestStep(profile, checkpoint_times(profile, [2]))
-        >>> [(cut.cost_s, (cut.choice.runs_until > 0).tolist()) for cut in (step.at(np.array([s])) for s in (0.01, 0.1))]
+        >>> [
+        ...     (cut.cost_s, (cut.choice.runs_until > 0).tolist())
+        ...     for cut in (step.at(np.array([s])) for s in (0.01, 0.1))
+        ... ]
         [(1.0, [False]), (5.0, [True])]
     """
 
