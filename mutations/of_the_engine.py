@@ -40,7 +40,7 @@ MUTATIONS = (
         "weights-held-by-their-memory",
         "a gradient reads a weight from before its `.data` was assigned to, where eager mode reads the new one",
         "engine/policy.py",
-        (("if in_hook and type(tensor) is Parameter:", "if False:"),),
+        (("if in_hook and type(tensor) is Parameter and not", "if False and not"),),
     ),
     Mutation(
         "version-not-checked",
@@ -465,5 +465,11 @@ MUTATIONS = (
         "the backward of a compiled unit reads parameters whose memory FSDP2 has freed",
         "engine/compiled",
         (("check_filled(tensor, self.path)", "pass"),),
+    ),
+    Mutation(
+        "gathered-weights-not-held",
+        "what ZeRO-3 gathers for a layer is freed earlier than predictions count, and steps exceed their budget",
+        "engine/policy.py",
+        ((' and not hasattr(tensor, "ds_id"):', ":"),),
     ),
 )

@@ -36,7 +36,7 @@ MODULES: dict[tuple[str, int], tuple[str, dict[str, str]]] = {
     # Each stage once: importing both libraries takes longer than training. ZeRO-2 in two processes is left out: gloo frees what
     # it has reduced a moment late, so that now and then the recorded step seems to need a bucket more than it does.
     ("deepspeed_trainers", 1): ("deepspeed accelerate", dict.fromkeys(("0 fp32", "3 bf16", "ZeRO-2"), "")),
-    ("deepspeed_trainers", 2): ("deepspeed accelerate", dict.fromkeys(("ZeRO-3 in bf16", "3 lengths"), "")),
+    ("deepspeed_trainers", 2): ("deepspeed accelerate", dict.fromkeys(("ZeRO-3 in bf16", "3 lengths", "3 fp32"), "")),
     ("accelerate_ranks", 2): ("accelerate", dict.fromkeys(("DDP", "FSDP2", "ZeRO-1, bucket views"), "")),
     ("trainer_ranks", 2): (
         "accelerate trl peft lightning",

@@ -233,7 +233,8 @@ class TapeState:
         """Return a tensor to hold in place of one that is kept, and the version at which it is valid."""
         if is_fake_tensor(tensor):
             return tensor.detach(), UNWATCHED  # A dispatch mode makes fake tensors, so no guard may disable it.
-        if in_hook and type(tensor) is Parameter:
+        # ZeRO-3 assigns an empty tensor to it after each use: what the prediction counts is the gathered one.
+        if in_hook and type(tensor) is Parameter and not hasattr(tensor, "ds_id"):
             held: torch.Tensor = tensor  # As autograd does, which reads what is assigned to its `.data` later.
         else:
             held = alias_in_hook(tensor) if in_hook else alias_in_mode(tensor)
