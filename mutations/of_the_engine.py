@@ -470,6 +470,6 @@ MUTATIONS = (
         "gathered-weights-not-held",
         "what ZeRO-3 gathers for a layer is freed earlier than predictions count, and steps exceed their budget",
         "engine/policy.py",
-        ((' and not hasattr(tensor, "ds_id"):', ":"),),
+        ((" and not is_partitioned(tensor):", ":"),),
     ),
 )

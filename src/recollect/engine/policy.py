@@ -19,7 +19,7 @@ from recollect._torch_private import is_fake_tensor
 from recollect.engine.facts import OpFacts
 from recollect.engine.offload.flight import Offload, Place
 from recollect.engine.self_check import SwitchedOff, switched_off
-from recollect.engine.together import Agreement, Shards
+from recollect.engine.together import Agreement, Shards, is_partitioned
 from recollect.engine.values import UNWATCHED, alias_in_hook, alias_in_mode
 from recollect.errors import PlanMismatchWarning
 from recollect.measuring.stopwatch import Stopwatch
@@ -234,7 +234,7 @@ class TapeState:
         if is_fake_tensor(tensor):
             return tensor.detach(), UNWATCHED  # A dispatch mode makes fake tensors, so no guard may disable it.
         # ZeRO-3 assigns an empty tensor to it after each use: what the prediction counts is the gathered one.
-        if in_hook and type(tensor) is Parameter and not hasattr(tensor, "ds_id"):
+        if in_hook and type(tensor) is Parameter and not is_partitioned(tensor):
             held: torch.Tensor = tensor  # As autograd does, which reads what is assigned to its `.data` later.
         else:
             held = alias_in_hook(tensor) if in_hook else alias_in_mode(tensor)

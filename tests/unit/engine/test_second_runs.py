@@ -209,7 +209,7 @@ def test_a_weight_that_zero_3_has_gathered_is_held_by_its_memory(is_gathered: bo
     """Between its uses it is empty; other weights are read in backward with what was assigned to them, as in eager mode."""
     model, x = nn.Sequential(Scaled()), torch.ones(4, requires_grad=True)
     if is_gathered:
-        model[0].scale.ds_id = 0
+        model[0].scale.ds_tensor = torch.zeros(2)
     with apply_policy(model, ["0"], FULL):
         output = model(x)
         model[0].scale.data = torch.zeros(4)
