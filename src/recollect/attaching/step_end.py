@@ -97,7 +97,7 @@ class StepEnd:
         calls = "a call" if num_calls == 1 else f"{num_calls} calls"
         text = f"{stepped}.step() ended a step with {calls} of {self._model_class} in which no backward ran"
         self._num_skipped += not is_planned
-        if self._num_skipped < _MOST_SKIPPED:
+        if is_planned or self._num_skipped < _MOST_SKIPPED:
             return f"{text}; nothing was planned for it"
         raise RecordError(
             f"attach to {self._model_class}: {text}, as in {self._num_skipped - 1} before it, expected loss.backward() in a "

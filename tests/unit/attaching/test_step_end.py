@@ -109,6 +109,9 @@ def test_a_loop_that_never_runs_backward_is_an_error() -> None:
         model(torch.randn(16, 32)).backward()
         optimizer.step()
         assert [str(step.calls[0]) for step in attached.planned] == ["16 x 32"]
+        # What is planned stays, though the same happens later.
+        model(torch.randn(32, 32))
+        optimizer.step()
 
 
 def test_a_later_step_without_backward_is_a_warning() -> None:
