@@ -17,7 +17,7 @@ from pathlib import Path
 
 from mutations.notes import NOTES, OVER
 
-__all__ = ["Copy", "Outcome", "copy_files", "tracked", "tree_of"]
+__all__ = ["Copy", "Outcome", "copy_files", "environment_of", "tracked", "tree_of"]
 
 # Seconds without a test that begins or fails, after which the one at hand counts as hanging; and for a whole stage.
 _LONGEST_TEST_S = 600
@@ -77,6 +77,18 @@ def copy_files(source: Path, target: Path, names: Sequence[str]) -> None:
             shutil.copy2(source / name, after)
 
 
+def environment_of(root: Path) -> dict[str, str]:
+    """Return what tests of a copy run with: what scripts/test sets, and the copy's own sources."""
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(root / "src"), str(root)]),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+        "TORCH_EXTENSIONS_DIR": os.environ.get("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix) / "torch_extensions")),
+    }
+
+
 class Copy:
     """Files of a working tree, in a folder of their own.
 
@@ -95,15 +107,7 @@ class Copy:
         self._is_stopped = threading.Event()
         self._process: subprocess.Popen[bytes] | None = None
         self.renew()
-        # What scripts/test sets.
-        self._environment = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(self.root / "src"), str(self.root)]),
-            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
-            "TOKENIZERS_PARALLELISM": "false",
-            "HF_HUB_OFFLINE": "1",
-            "TORCH_EXTENSIONS_DIR": os.environ.get("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix) / "torch_extensions")),
-        }
+        self._environment = environment_of(self.root)
 
     def stop(self) -> None:
         """End the tests that run, and run no more."""

@@ -17,12 +17,11 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from mutations.copy import copy_files, tracked
+from mutations.copy import copy_files, environment_of, tracked
 from mutations.covering import FOLDER, Covering
 from mutations.mutation import write
 from mutations.random_faults import RandomFault, random_faults
@@ -42,16 +41,6 @@ _LIMIT_PER_S = 6
 # The endings of a run of tests in which none failed.
 _NOTHING_FAILED = (0, 5)
 _SECONDS_BETWEEN_LOOKS = 0.05
-_SETTINGS = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
-
-
-@dataclass(frozen=True)
-class _Result:
-    """What tests said of a fault: the one that noticed it, if any."""
-
-    fault: RandomFault
-    num_tests: int
-    noticed_by: str
 
 
 def cover(root: Path, folder: Path) -> None:
@@ -60,7 +49,7 @@ def cover(root: Path, folder: Path) -> None:
     folder.mkdir(parents=True)
     paths = [f"tests/{name}" for name in ("contracts", "integration", "unit")]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "mutations.covering", "-n", "2", "--dist", "loadfile"]
-    environment = {**os.environ, **_SETTINGS, FOLDER: str(folder), "PYTHONPATH": f"{root / 'src'}{os.pathsep}{root}"}
+    environment = {**environment_of(root), FOLDER: str(folder)}
     subprocess.run([*command, "-m", "not long", *paths], cwd=root, env=environment, check=True)
 
 
@@ -80,7 +69,7 @@ def chosen(covering: Covering, fault: RandomFault) -> list[str]:
 
 def try_all(root: Path, faults: Sequence[RandomFault], covering: Covering, path: Path) -> None:
     """Try faults in a copy, which nobody else uses; append a line of JSON for each to a file."""
-    os.environ.update(_SETTINGS)
+    os.environ.update(environment_of(root))
     sys.path[:0] = [str(root / "src"), str(root), str(root / "tests" / "support")]
     # What tests import, but nothing of the copy.
     import pytest  # noqa: F401
