@@ -195,23 +195,15 @@ def test_is_exact(function: Callable[..., Tensor], policy: Policy) -> None:
         assert_same_gradients(Run(case.model()).through(plain, plain), Run(model).through(plain, plain))
 
 
-class Scaled(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.full((4,), 3.0))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.scale
-
-
 @pytest.mark.parametrize(("is_gathered", "gradient"), [(True, 3.0), (False, 0.0)])
 def test_a_weight_that_zero_3_has_gathered_is_held_by_its_memory(is_gathered: bool, gradient: float) -> None:
     """Between its uses it is empty; other weights are read in backward with what was assigned to them, as in eager mode."""
-    model, x = nn.Sequential(Scaled()), torch.ones(4, requires_grad=True)
+    scaled = Computes(lambda self, x: x * self.scale, scale=nn.Parameter(torch.full((4,), 3.0)))
+    model, x = nn.Sequential(scaled), torch.ones(4, requires_grad=True)
     if is_gathered:
-        model[0].scale.ds_tensor = torch.zeros(2)
+        scaled.scale.ds_tensor = torch.zeros(2)
     with apply_policy(model, ["0"], FULL):
         output = model(x)
-        model[0].scale.data = torch.zeros(4)
+        scaled.scale.data = torch.zeros(4)
         output.sum().backward()
     assert x.grad.tolist() == [gradient] * 4

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import recollect
+from blocks import Computes
 from compiled_blocks import IGNORED
 from recollect.attaching.attached import Attached
 from recollect.costs.op_costs import MeasuredCosts
@@ -145,18 +146,13 @@ def _gated(x: Tensor) -> Tensor:
     return (x.tanh() * x.sigmoid()).relu()
 
 
-class _Gate(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return _gated(x)
-
-
 @IGNORED
 @pytest.mark.parametrize("kind", ["keep_all", "full"])
 def test_what_compiled_code_in_a_layer_is_given_in_backward_is_alive_as_long_as_it_holds_it(kind: str) -> None:
     torch.manual_seed(0)
     net, batch = Residual(inner=256), torch.randn(256, 32)
     for layer in net.layers:
-        layer[1] = _Gate()
+        layer[1] = Computes(lambda _, x: _gated(x))
 
     def step() -> None:
         net.zero_grad()
