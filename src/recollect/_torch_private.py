@@ -280,8 +280,7 @@ disable_torch_function: Callable[[], AbstractContextManager[Any]] = torch._C.Dis
 # Whether this thread runs under a profiler; PyTorch's own check is not exported.
 profiler_is_active: Callable[[], bool] = _profiler_enabled
 
-# A tenth of the time of `torch.cuda.current_stream`, which makes an object. Builds without CUDA do not have it, nor tensors
-# that one would ask it for.
+# A tenth of the time of `torch.cuda.current_stream`, which makes an object; builds without CUDA lack it, and its tensors.
 current_raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0)
 
 
@@ -350,8 +349,9 @@ def uncompiled(function: _Function) -> _Function:
 
 
 def transforms_are_active() -> bool:
-    """Whether this runs inside `torch.func` (`vmap`, `grad`, ...) or forward-mode automatic differentiation."""
-    return forward_ad._current_level >= 0 or peek_interpreter_stack() is not None
+    """Whether this runs inside `torch.func`, forward-mode differentiation, `torch.export` or `torch.jit.trace`."""
+    is_traced = torch.compiler.is_exporting() or torch._C._is_tracing()
+    return is_traced or forward_ad._current_level >= 0 or peek_interpreter_stack() is not None
 
 
 _Switch = tuple[Callable[[], Any], Callable[[Any], object]]

@@ -97,3 +97,25 @@ def test_a_step_with_transforms_is_the_same(name: str, where: str, handles: Call
     expected = steps(TRANSFORMS[name], where)
     assert all(tensor.isfinite().all() for tensor in expected)
     assert all(map(torch.equal, steps(TRANSFORMS[name], where, handles), expected))
+
+
+def graphs(model: nn.Module, batch: Tensor) -> tuple[str, list[str]]:
+    traced: Any = torch.jit.trace(model, batch, check_trace=False)
+    return str(torch.export.export(model, (batch,)).graph), [node.kind() for node in traced.inlined_graph.nodes()]
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace")
+@pytest.mark.parametrize("handles", [attached, planned])
+def test_a_model_is_exported_and_traced_as_without_a_plan(handles: Callable[..., Any]) -> None:
+    torch.manual_seed(0)
+    model = Net(*(Block(lambda f, x: f(x)) for _ in range(2)))
+    optimizer, batch = torch.optim.SGD(model.parameters()), torch.randn(4, 8)
+    expected = graphs(model, batch)
+    with handles(model, optimizer) as handle:
+        for _ in range(3):
+            loss = model(batch).square().mean()
+            assert graphs(model, batch) == expected
+            loss.backward()
+            optimizer.step()
+            assert graphs(model, batch) == expected
+        assert getattr(handle, "num_steps", 3) == 3

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from types import CodeType
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar
 
 import torch
@@ -65,6 +66,11 @@ class PlacedForward:
 
     def begin(self, micro_batch: int) -> None:
         """Learn which micro-batch is next; nothing to do for one plan."""
+
+    @property
+    def __code__(self) -> CodeType:
+        """That of the module's forward: `torch.export` reads it."""
+        return self.forward.__code__
 
     def __reduce__(self) -> tuple[Any, ...]:
         return getattr, (self.module, "forward")
