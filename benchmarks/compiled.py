@@ -83,7 +83,7 @@ class EagerPlans:
 
     name = "recollect, eager"
 
-    def __init__(self, step: Step, measured: Measured, backend: str) -> None:
+    def __init__(self, step: Step, measured: Measured) -> None:
         self._step = step
         self._measured = measured
         self._planner = Planner(step.record())
@@ -109,10 +109,10 @@ class CompiledPlans(EagerPlans):
 
     name = "recollect, compile engine"
 
-    def __init__(self, step: Step, measured: Measured, backend: str) -> None:
+    def __init__(self, step: Step, measured: Measured) -> None:
         self._step = step
         self._measured = measured
-        self._planner = Planner(_compiled_profile(step, backend))
+        self._planner = Planner(_compiled_profile(step))
         self._made: dict[str, Contestant] = {}
 
 
@@ -121,10 +121,10 @@ class UniformPlans:
 
     name = "recollect, compile engine, uniform"
 
-    def __init__(self, step: Step, measured: Measured, backend: str) -> None:
+    def __init__(self, step: Step, measured: Measured) -> None:
         self._step = step
         self._measured = measured
-        profile = _compiled_profile(step, backend)
+        profile = _compiled_profile(step)
         repeated = [call for call in profile.calls if call.repeated]
         graph = profile.graph_of(repeated[0])
         fastest = sorted(range(len(graph.variants)), key=lambda variant: graph.variants[variant].step_s)
@@ -150,9 +150,7 @@ class UniformPlans:
 
 
 @functools.cache
-def _compiled_profile(step: Step, backend: str) -> Profile:
-    if backend != BACKEND:
-        raise ValueError(f"the compile engine is for {BACKEND}, not for {backend}")
+def _compiled_profile(step: Step) -> Profile:
     return step.record(engine="compile")
 
 
@@ -168,6 +166,8 @@ class Comparison:
         self.say = say
         self._keep = keep
         self._backend = flags.backend
+        # The compile engine is for inductor only.
+        self.makers = OURS if flags.backend == BACKEND else OURS[:1]
         # Held to the end: a plan that is suspended when it is collected goes back onto the model.
         self._ours: list[Ours] = []
         self.step = Step(flags.step, model)
@@ -180,10 +180,10 @@ class Comparison:
         self.say("compiling")
         ends_s = time.perf_counter() + compile_s
         self.entries = [self._entry(peer) if time.perf_counter() < ends_s else self._left_out(peer) for peer in peers]
-        for make in OURS:
+        for make in self.makers:
             self.say(f"planning: {make.name}")
             try:
-                ours = make(self.step, self._measured, self._backend)
+                ours = make(self.step, self._measured)
                 self._ours.append(ours)
                 for entry in self.entries:
                     self._answer(entry, ours)
@@ -249,7 +249,7 @@ class Comparison:
 
 def table(found: Comparison) -> str:
     """Format the results of one model."""
-    names = [ours.name for ours in OURS]
+    names = [ours.name for ours in found.makers]
     columns = "peak | to eager | to the variant | compiled in"
     header = ["compiled variant", "its peak", "to eager", "compiled in", *(f"{n}: {columns}" for n in names)]
     header = " | ".join(header).split(" | ")

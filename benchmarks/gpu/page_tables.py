@@ -101,6 +101,41 @@ def prediction(found: Measured) -> str:
     return _markdown((*header, "reserved / allocated", "slowdown off by"), rows) + _left_out(found)
 
 
+def offload(found: Measured) -> str:
+    """The link, then plans that recompute beside plans that use host memory, too."""
+    rates = [f"{(found.number(metric, 'link') or 0) / 1e9:.1f} GB/s" for metric in ("to_host", "from_host")]
+    rows = []
+    for name in found.of("allocated_peak"):
+        cells = [_bytes(found.number(metric, name)) for metric in ("predicted_peak", "allocated_peak", "host_bytes")]
+        cells += [_percent(found.number(metric, name)) for metric in ("predicted_slowdown", "measured_slowdown")]
+        equal = found.number("equal", name)
+        rows.append((name, *cells, "" if equal is None else "yes" if equal else "NO"))
+    header = (
+        "model, plan",
+        "predicted peak",
+        "measured",
+        "in host memory",
+        "slowdown predicted",
+        "measured",
+        "bits equal",
+    )
+    return f"Copies: {rates[0]} to the host, {rates[1]} back.\n\n{_markdown(header, rows)}{_left_out(found)}"
+
+
+def fp8(found: Measured) -> str:
+    """Recipes: bits and peaks under plans, and how far the kernels are from the emulation."""
+    rows = []
+    for name, equal in found.of("equal").items():
+        case = name.rpartition(", ")[0]
+        cells = [_bytes(found.number(metric, name)) for metric in ("predicted_peak", "measured_peak")]
+        distance = found.of("distance").get(case)
+        cells += [_seconds(found.number("step", case)), "" if distance is None else f"{float(distance):.1e}"]
+        rows.append((name, "yes" if equal == "1" else "NO", *cells))
+    skipped = [f"- {name}: {why}" for name, why in found.of("skipped").items()]
+    header = ("model, recipe, plan", "bits equal", "predicted peak", "measured", "plain step", "loss off the emulation")
+    return "\n".join([_markdown(header, rows), *(["", *skipped] if skipped else [])]) + _left_out(found)
+
+
 def overhead(found: Measured) -> str:
     """Microseconds an op, then the sizes."""
     per_op = [(name, f"{float(value):.1f} us") for name, value in found.of("tiny_added_time_per_op").items()]
@@ -232,6 +267,8 @@ TABLES: dict[str, Callable[[Measured], str]] = {
     "tests": tests,
     "calibrate": calibrate,
     "prediction": prediction,
+    "offload": offload,
+    "fp8": fp8,
     "overhead": overhead,
     "engines-2048": engines,
     "engines-4096": engines,

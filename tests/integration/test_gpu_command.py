@@ -113,6 +113,14 @@ def test_committed_page_is_of_the_committed_rows() -> None:
 
 
 @pytest.mark.usefixtures("benchmarks")
+def test_every_part_has_a_table() -> None:
+    from gpu.page_tables import TABLES
+    from gpu.parts import PARTS as parts
+
+    assert {part.name for part in parts} == set(TABLES) == set(PARTS)
+
+
+@pytest.mark.usefixtures("benchmarks")
 def test_page_lists_what_was_not_measured(tmp_path: Path) -> None:
     from gpu.page import page
     from results_csv import Number, append
