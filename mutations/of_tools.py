@@ -297,6 +297,12 @@ MUTATIONS = (
         (("return 1 if results.has_regression else 0", "return 0"),),
     ),
     Mutation(
+        "recompute-further-inside-passed-over",
+        "settings for recompute that a file has further inside, as ROLL's, are passed over, as if nothing were recomputed",
+        "integrations/megatron/launch.py",
+        (("if deeper and not _RECOMPUTE & values.keys():", "if False:"),),
+    ),
+    Mutation(
         "errors-exit-with-0",
         "a command that ended with an error exits with 0",
         "cli",

@@ -44,7 +44,8 @@ _FLAG_OF: Final = {
     "virtual_pipeline_model_parallel_size": "--num-virtual-stages-per-pipeline-rank",
 }
 # Without flags, for those who compare the settings of a file.
-_SETTINGS: Final = {field.name for kind in (RecomputeSettings, TrainingSetting) for field in fields(kind)}
+_RECOMPUTE: Final = {field.name for field in fields(RecomputeSettings)}
+_SETTINGS: Final = _RECOMPUTE | {field.name for field in fields(TrainingSetting)}
 _PRECISIONS: Final = ("bf16_mixed", "fp16_mixed")
 # Activation and whether it is gated.
 _ACTIVATIONS: Final = {
@@ -72,10 +73,13 @@ def launch_words(path: Path, flags: Mapping[str, str], *, given_as: str = "--meg
             return command_words(_script_words(text, where))
         data = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as problem:
-        reason = getattr(problem, "strerror", None) or str(problem).splitlines()[0]
-        raise RecollectError(f"{where}: cannot be read ({reason}).") from None
+        mark = getattr(problem, "problem_mark", None)
+        at = "" if mark is None else f"line {mark.line + 1}, column {mark.column + 1}: "
+        reason = getattr(problem, "strerror", None) or getattr(problem, "problem", None) or str(problem)
+        raise RecollectError(f"{where}: cannot be read ({at}{reason}).") from None
     if not isinstance(data, Mapping):
-        raise RecollectError(f"{where}: got a {type(data).__name__}, expected a mapping of Megatron's names.")
+        got = "nothing" if data is None else f"a {type(data).__name__}"
+        raise RecollectError(f"{where}: got {got}, expected a mapping of Megatron's names.")
     return list(_yaml_words(data, flags, where))
 
 
@@ -128,6 +132,14 @@ def _yaml_words(data: Mapping[str, Any], flags: Mapping[str, str], where: str) -
     """Yield the flags of a configuration; settings that are off or None are left out."""
     sections = [data[name] for name in _SECTIONS if isinstance(data.get(name), Mapping)] + [data]
     values = {name: value for section in reversed(sections) for name, value in section.items() if value is not None}
+    others = {str(name): value for name, value in data.items() if name not in _SECTIONS}
+    deeper = [place for name, value in others.items() for place in _recompute_in(value, name)]
+    # As in ROLL's files: the model would seem to recompute nothing.
+    if deeper and not _RECOMPUTE & values.keys():
+        raise RecollectError(
+            f"{where}: got settings for recompute under {', '.join(deeper)}, expected them at the top level, or under "
+            f"{', '.join(_SECTIONS)}. Copy what is there, and the model's sizes, into a file like that."
+        )
     precision = values.pop("mixed_precision", None)
     if isinstance(precision, str) and precision not in _PRECISIONS:
         raise ConfigError(
@@ -169,6 +181,15 @@ def _yaml_words(data: Mapping[str, Any], flags: Mapping[str, str], where: str) -
             yield flag if value is True else f"{flag}={str(value).replace(' ', '')}"
     if unread:
         warn_user(f"{where}: not read, as these are not flags of Megatron: {', '.join(unread)}.")
+
+
+def _recompute_in(data: object, place: str) -> Iterator[str]:
+    """Yield the places inside a value that hold settings for recompute which are not off."""
+    if isinstance(data, Mapping):
+        if any(data.get(name) for name in _RECOMPUTE):
+            yield place
+        for name, value in data.items():
+            yield from _recompute_in(value, f"{place}.{name}")
 
 
 def _activation(function: object, is_gated: bool) -> Sequence[str]:

@@ -124,7 +124,14 @@ def test_yaml_of_bridge_and_flags_describe_the_same_step(tmp_path: Path) -> None
             "torchrun --nnodes 1:4 a.py --num-layers 2",
             r"--nnodes='1:4': these are not numbers. Write numbers, or",
         ),
-        ("a.yaml", "{", r"a.yaml: cannot be read \("),
+        ("a.yaml", "a: 1\n b: [", r"a.yaml: cannot be read \(line 2, column 3: mapping values are not allowed"),
+        ("a.yaml", "", "a.yaml: got nothing, expected a mapping of Megatron's names."),
+        pytest.param(
+            "roll.yaml",
+            "{seed: 1, actor_train: {strategy_args: {strategy_config: {recompute_granularity: full}}}}",
+            "got settings for recompute under actor_train.strategy_args.strategy_config, expected them at the top level",
+            id="ROLL",
+        ),
         ("a.yml", "[1]", "a.yml: got a list, expected a mapping of Megatron's names."),
         (
             "a.yaml",
