@@ -105,9 +105,12 @@ def in_flags(error: Exception, flags: Mapping[str, str], args: Sequence[str]) ->
         text = f"{flag}: got {text[quoted.start(1) - 1 :]}"
     if isinstance(error, BudgetTooSmallError) and "memory_budget" in flags:
         text = f"{flags['memory_budget']}: {text}"
-    if not text.startswith("--") and (flag := _flag_before(text.partition(": ")[0], args)):
-        text = f"{flag} {text}"  # a path, which may end like a flag, as in plan.json
-    text = _FIELD_AT_START.sub(lambda field: flags.get(field[1], field[0]), text)
+    # A path may end like a flag, as in plan.json.
+    start = text.partition(": ")[0]
+    if not text.startswith("--") and (flag := _flag_before(start, args)):
+        text = f"{flag} {text}"
+    elif start not in args:
+        text = _FIELD_AT_START.sub(lambda field: flags.get(field[1], field[0]), text)
     return _FIELD.sub(lambda field: flags.get(field[1], field[0]), text)
 
 

@@ -72,6 +72,15 @@ def test_unreadable(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "cannot be read (No such file or directory)" in capsys.readouterr().err
 
 
+def test_a_file_that_ends_like_a_flag_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("run.json").write_text("{")
+    assert main(["doctor", "run.json"]) == 2
+    assert capsys.readouterr().err.startswith("Error: run.json: got malformed JSON")
+
+
 def test_debug_shows_the_traceback(tmp_path: Path) -> None:
     with pytest.raises(DiagnosisError, match="cannot be read"):
         main(["doctor", str(tmp_path / "no.log"), "--debug"])
