@@ -56,6 +56,7 @@ PARSED = [
 ]
 # Lines that parse, and words of their errors.
 ERRORS = [
+    (f"{BUDGET} --", "Error: --: got nothing behind it, expected a command such as torchrun"),
     ("plan --memory-budget foo", "Error: --memory-budget: got 'foo': does not begin with a number"),
     ("plan '--memory-budget=16,000 MB'", "Error: --memory-budget: got '16,000 MB': has a comma; write '16000MB' for"),
     (
@@ -198,7 +199,7 @@ SIZES = {"num_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "vocab_si
     ("text", "message"),
     [
         ("- a list", "config.yaml: got a list, expected a mapping of Megatron's names."),
-        ("a: [", "config.yaml: cannot be read (while parsing a flow node"),
+        ("a: [", "config.yaml: cannot be read (line "),
         ({"num_attention_heads": 3}, "--hidden-size: got 64, expected a multiple of --num-attention-heads = 3"),
         ({"softmax_type": "learnable"}, "softmax-type=learnable: not yet: a softmax with an offset"),
         ({"recompute_granularity": "full"}, "full recompute needs"),

@@ -190,6 +190,8 @@ def _planned_words(kind: Any, args: list[str]) -> list[str]:
     own = set(known.values())
     start = args.index("--") if "--" in args else len(args)
     given, behind = args[:start], args[start + 1 :]
+    if not behind and start < len(args):
+        raise RecollectError("--: got nothing behind it, expected a command such as torchrun ... pretrain_gpt.py ...")
     words = command_words(behind) if behind else []
     for word, value in zip(given, [*given[1:], ""], strict=False):
         name, _, inline = word.partition("=")

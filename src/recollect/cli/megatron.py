@@ -14,6 +14,7 @@ from rich.console import Console
 
 from recollect.cli.commands import RunMegatron
 from recollect.errors import RecollectError
+from recollect.quantities import check_budget
 
 _MODULE, _FUNCTION = "megatron.training.training", "setup_model_and_optimizer"
 
@@ -28,6 +29,8 @@ def run_megatron(command: RunMegatron, console: Console) -> None:
     name = f"recollect megatron {command.script}"
     if not command.script.is_file():
         raise RecollectError(f"{name}: no such file, expected a training script of Megatron's.")
+    # Before the script takes minutes to build its model. How large its device is, nobody knows yet.
+    check_budget(command.recollect_budget, device_bytes=1)
     prefix = "recollect_"
     attaching = _Attaching({k.removeprefix(prefix): v for k, v in vars(command).items() if k.startswith(prefix)})
     sys.argv = [str(command.script), *command.script_flags]
