@@ -14,6 +14,18 @@ MUTATIONS = (
         (("(current_backward() < 0 and not in_compiled)", "not in_compiled"),),
     ),
     Mutation(
+        "lost-step-not-counted",
+        "a process counts no step whose call raised, and later waits for answers to a question that the others do not ask",
+        "attaching/attached.py",
+        (("self.num_steps += self._end.begin_next() and not self._now.calls", "self._end.begin_next()"),),
+    ),
+    Mutation(
+        "early-optimizer-step-ends-a-later-step",
+        "an optimizer that steps without a call has the next step end before its second call",
+        "attaching/attached.py",
+        (("        if self._end.is_reached:\n", "        if self._end.is_reached and self._now.calls:\n"),),
+    ),
+    Mutation(
         "reruns-not-timed",
         "what the tape runs again is not counted",
         "engine",

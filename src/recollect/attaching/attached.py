@@ -307,6 +307,7 @@ class Attached(Handle):
             with self._placement.suspended():
                 self._now.recording.abort()
         self._forget_step()
+        self._end.is_lost = True
 
     def _forget_step(self) -> None:
         self._meter.abandon()
@@ -330,8 +331,9 @@ class Attached(Handle):
             self._end_if_reached()
 
     def _end_if_reached(self) -> None:
-        if self._now.calls and self._end.is_reached:
-            self._end.begin_next()
+        if self._end.is_reached:
+            # Other processes count a step that was lost in this one, and ask again by that number.
+            self.num_steps += self._end.begin_next() and not self._now.calls
             try:
                 self.end_step(self._end.stepped)
             except RecollectError as error:

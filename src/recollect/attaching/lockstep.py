@@ -3,9 +3,9 @@
 Asking costs each call of the model an exchange over gloo, which waits for the slower process. After some steps with
 nothing new, they ask only in every 16th step. This is safe because:
 
-* **They agree on when to ask next.** The next question comes a fixed number of steps after one that all have answered,
-  and a call that fails and is tried again in one process ends no step. So in each step either all ask or none does, and
-  none waits for an answer to a question that the others do not ask.
+* **They agree on when to ask next.** The next question comes a fixed number of steps after one that all have answered. A
+  call that fails and is tried again in one process ends no step; if it is not, the optimizer's step ends it, as in the
+  others. So in each step either all ask or none does, and none waits for an answer to a question that the others do not ask.
 * **In between, each process chooses among plans that all have.** They may then run different ones, which is harmless if no
   plan does anything in backward that the others have to join: run a collective again, or gather parts of a value or
   of a parameter. If one does, they ask in every call.

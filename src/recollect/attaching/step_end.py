@@ -26,6 +26,7 @@ class StepEnd:
 
     Attributes:
         stepped: the class of the last optimizer that did.
+        is_lost: a call of the step raised, and what was known of the step is forgotten.
     """
 
     def __init__(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -40,14 +41,18 @@ class StepEnd:
         self._num_skipped = 0
         self._stepped: dict[int, int] = {}
         self.stepped = ""
+        self.is_lost = False
 
     @property
     def is_reached(self) -> bool:
         """Whether there are optimizers to look at, and each has stepped since `begin_next`."""
         return 0 < len(self._optimizers) == len(self._stepped)
 
-    def begin_next(self) -> None:
+    def begin_next(self) -> bool:
+        """Forget which optimizers have stepped; return whether the step that they ended was lost."""
+        was_lost, self.is_lost = self.is_lost, False
         self._stepped.clear()
+        return was_lost
 
     def note_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Note that an optimizer stepped.

@@ -1,5 +1,7 @@
 """A loop in which no training step ends, or none trains, is told instead of going on unplanned."""
 
+import contextlib
+
 import pytest
 import torch
 from torch import nn
@@ -53,6 +55,27 @@ def test_many_micro_batches_and_loaded_weights_are_no_error() -> None:
             model(torch.randn(16, 32)).backward()
         optimizer.step()
         assert attached.recorded_steps == [0]
+
+
+def test_an_optimizer_that_steps_before_the_first_call_ends_no_step() -> None:
+    with attached_loop() as (model, optimizer, attached):
+        with pytest.warns(BudgetWarning, match="was not called with gradients on"):
+            optimizer.step()
+        for _ in range(3):
+            model(torch.randn(16, 32)).backward()
+        optimizer.step()
+        assert [len(planned.calls) for planned in attached.planned] == [3] and attached.num_steps == 1
+
+
+def test_a_step_whose_call_raised_counts_when_the_optimizer_steps() -> None:
+    """The other processes of a group count it, and they ask each other by the numbers of steps."""
+    with attached_loop() as (model, optimizer, attached):
+        for width in (32, 32, 31, 32):
+            with contextlib.suppress(RuntimeError):
+                model(torch.randn(16, width)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert attached.num_steps == 4 and attached.recorded_steps == [0]
 
 
 def test_after_optimizers_that_step_in_backward_the_recording_has_ended() -> None:
