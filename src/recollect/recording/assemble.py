@@ -2,7 +2,8 @@
 
 import math
 from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
+from typing import Any, Final
 
 from recollect.costs.op_costs import OpRun
 from recollect.profile import events
@@ -14,6 +15,10 @@ from recollect.recording.replicated_values import RanksWithParts
 from recollect.recording.step_recorder import Costs, StepRecorder
 from recollect.recording.trackers import RecordedCall
 from recollect.warning import warn_user
+
+_DERIVED: Final = (
+    "a backward builds a graph of its own through it (create_graph), and a trace has no second derivatives"
+)
 
 
 def assemble(
@@ -42,7 +47,13 @@ def assemble(
     def seconds_of(run: OpRun | None) -> float:
         return max(0.0, costs.seconds_of(run) - around.recorded_s)
 
-    made = (_graph(call, costs, seconds_of, around.host, own) for call, own in zip(recorder.calls, parts, strict=True))
+    derived = {call.path for call in recorder.calls if call.builds_graph}
+    made = [
+        replace(
+            _graph(call, costs, seconds_of, around.host, own), why_not_traced=_DERIVED if call.path in derived else ""
+        )
+        for call, own in zip(recorder.calls, parts, strict=True)
+    ]
     graph_of_call = [graphs.setdefault(graph, len(graphs)) for graph in made]
     sources = [{source for source, _ in call.sources} for call in recorder.calls]
     calls = tuple(

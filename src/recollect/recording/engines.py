@@ -49,11 +49,11 @@ def with_joints(
 ) -> Profile:
     """Return a profile whose repeated units have joint records, or say why not.
 
-    `samples`: for each graph, a call of a unit that has it, or has the same ops on as many bytes. Without the costs of the
-    step's ops none has a workspace.
+    One that says so already is not traced. `samples`: for each graph, a call of a unit that has it, or has the same ops on as
+    many bytes. Without the costs of the step's ops none has a workspace.
     """
-    repeated = sorted({call.graph for call in profile.calls if call.repeated})
     graphs = list(profile.graphs)
+    repeated = sorted({c.graph for c in profile.calls if c.repeated and not graphs[c.graph].why_not_traced})
     found: dict[int, JointRecord | str] = {}
     with stage("tracing units", total=len({id(samples.get(index)) for index in repeated})) as done:
         for index in repeated:
@@ -246,9 +246,13 @@ def check_host_engine(engine: str, host_budget: int | str) -> None:
 
 def _check_backward(profile: Profile) -> None:
     """Refuse to compile units of a step whose backward runs twice over one graph."""
-    if any(True for _ in profile.log.operands(PEEK)):
-        needs, advice = "compiled code that runs backward twice", "Make the step's backward without retain_graph"
-        raise _not_yet("compile", "retain_graph", True, needs, advice)
+    for name, is_set in {
+        "retain_graph": any(True for _ in profile.log.operands(PEEK)),
+        "create_graph": any(graph.why_not_traced for graph in profile.graphs),
+    }.items():
+        if is_set:
+            needs = "compiled code that runs backward twice"
+            raise _not_yet("compile", name, True, needs, f"Make the step's backward without {name}")
 
 
 def _not_yet(engine: str, name: str, value: object, needs: str, advice: str) -> NotYetError:

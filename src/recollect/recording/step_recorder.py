@@ -121,6 +121,7 @@ class StepRecorder:
         """Log that backward asks for a value that call `saver` saved."""
         self.begin_phase(events.BACKWARD)
         self._backward_call = saver
+        self.calls[saver].builds_graph |= torch.is_grad_enabled()
         if not asks_again():
             self.log(events.USE, handle)
             return

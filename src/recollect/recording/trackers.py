@@ -340,6 +340,8 @@ class RecordedCall:
     num_modules: int = 0
     # Of values that may be the same on all ranks of a group: a number for their content.
     contents: dict[int, int] = field(default_factory=dict)
+    # A backward built a graph of its own (`create_graph`) while it asked for what this call saved.
+    builds_graph: bool = False
     # No plan may drop its output.
     output_stays: bool = False
     # Numbers of the nodes of autograd's graph that its forward made.

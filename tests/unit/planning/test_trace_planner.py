@@ -1,6 +1,7 @@
 """Plans for units that run from traces: where they stay on the tape, and what a plan says of it."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -44,3 +45,19 @@ def test_the_choice_of_an_engine(profile: Profile) -> None:
     """A trace runs all of backward in each half; otherwise the tape's own work shows in layers as small as these."""
     assert engines(recollect.plan(profile, "70%", engine="auto")) == {"graph"}
     assert engines(recollect.plan(recorded(split_backward=True), "70%", engine="auto")) == {"tape"}
+
+
+@pytest.mark.parametrize("engine", ["auto", "graph"])
+def test_layers_with_second_derivatives_stay_on_the_tape(engine: Any) -> None:
+    """A trace has none: the first step under the plan would end in an error."""
+    derived, plain = (nn.Sequential(*(Block(16, 0.0) for _ in range(8))) for _ in range(2))
+    model, x = nn.ModuleDict({"derived": derived, "plain": plain}), torch.randn(32, 16, requires_grad=True)
+
+    def step() -> None:
+        (slope,) = torch.autograd.grad(derived(x).sum(), x, create_graph=True)
+        (slope.square().sum() + plain(x).sum()).backward()
+
+    plan = recollect.fit(model, budget="93%", step=step, engine=engine)
+    chosen = {(path.split(".")[0], str(unit.engine)) for path, unit in plan.units.items() if unit.recomputes_anything}
+    assert chosen == {("derived", "tape"), ("plain", "graph")}
+    step()

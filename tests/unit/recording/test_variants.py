@@ -188,15 +188,16 @@ def test_steps_that_cannot_be_measured_are_refused() -> None:
         recorded(engine="compile", split_backward=True)
 
 
-def test_a_backward_that_keeps_its_graph_is_refused() -> None:
-    model, x = stack_of(Block, WIDTH), torch.randn(ROWS, WIDTH)
+@pytest.mark.parametrize("setting", ["retain_graph", "create_graph"])
+def test_a_backward_that_keeps_its_graph_is_refused(setting: str) -> None:
+    model, x = stack_of(Block, WIDTH), torch.randn(ROWS, WIDTH, requires_grad=True)
 
     def step() -> None:
         loss = model(x).sum()
-        loss.backward(retain_graph=True)
+        loss = loss + torch.autograd.grad(loss, x, **{setting: True})[0].sum()
         loss.backward()
 
-    with pytest.raises(NotYetError, match="retain_graph=True: not yet: compiled code that runs backward twice"):
+    with pytest.raises(NotYetError, match=f"{setting}=True: not yet: compiled code that runs backward twice"):
         recollect.record(model, step=step, engine="compile")
 
 
