@@ -88,7 +88,7 @@ class PlannedStep:
     begin_bytes: int = 0
     """Bytes of tensors that should be in memory when it begins."""
     most_held_bytes: int | None = None
-    """Bytes that its only call should hold when it returns; None if it has several."""
+    """Bytes of tensors that its only call should hold when it returns; None if it has several."""
 
     @property
     def work_bytes(self) -> int:

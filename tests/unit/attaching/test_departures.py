@@ -247,6 +247,28 @@ def test_what_a_forward_holds_besides_is_read_from_the_allocator(model: Blocks) 
         assert attached.recorded_steps == [0, 4]
 
 
+class ManySines(nn.Module):
+    """Its op is as small as those of a recurrence, which makes a node of autograd's graph for each of thousands of them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x[:1]
+        for _ in range(800):
+            rows = rows.sin()
+        return x + rows
+
+
+@pytest.mark.skipif(held_now(torch.device("cpu")) is None, reason="nothing tells what the process holds")
+def test_nodes_of_the_graph_are_no_memory_that_a_plan_should_have_foreseen() -> None:
+    model = Blocks(2)
+    for block in model.blocks:
+        block.append(ManySines())
+    with attached_loop("90%", model, SGD) as (_, optimizer, attached), warnings.catch_warnings():
+        warnings.simplefilter("error", BudgetWarning)
+        for _ in range(3):
+            step(model, optimizer, rows=32)
+        assert attached.recorded_steps == [0]
+
+
 @pytest.mark.skipif(held_now(torch.device("cpu")) is None, reason="nothing tells what the process holds")
 @pytest.mark.parametrize("is_tensor", [False, True], ids=["NumPy's", "a tensor"])
 def test_only_tensors_count_as_held_beside_the_step(model: Blocks, is_tensor: bool) -> None:
