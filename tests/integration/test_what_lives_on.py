@@ -14,6 +14,14 @@ import recollect
 X = torch.randn(2048, 16)
 
 
+def total(x: torch.Tensor) -> torch.Tensor:
+    return x.sum()
+
+
+# PyTorch holds what it compiles in a step for good, and with it methods of classes as they were then.
+compiled_total: Callable[[torch.Tensor], torch.Tensor] = torch.compile(total, backend="aot_eager")
+
+
 class Loop:
     """A model with an optimizer; `arguments` are those of `record`."""
 
@@ -24,12 +32,14 @@ class Loop:
         self.arguments: dict[str, Any] = {"optimizer": self.optimizer, "loss_fn": torch.sum}
         self.seen: list[weakref.ref[Any]] = [weakref.ref(self.model), weakref.ref(self.optimizer)]
 
-    def attach(self, budget: str = "90%", steps: int = 2, x: torch.Tensor = X, **keywords: Any) -> None:
+    def attach(
+        self, budget: str = "90%", steps: int = 2, x: torch.Tensor = X, loss_fn: Any = torch.sum, **keywords: Any
+    ) -> None:
         attached = recollect.attach(self.model, self.optimizer, budget, log=str, **keywords)
         self.seen.append(weakref.ref(attached))
         try:
             for number in range(steps):
-                self.model(X if number == 0 else x).sum().backward()
+                loss_fn(self.model(X if number == 0 else x)).backward()
                 self.optimizer.step()
             self.model(x[:, :8] if not steps else x)
         finally:
@@ -53,6 +63,7 @@ def fail(_: object) -> None:
 
 ENDS: dict[str, tuple[Callable[[Loop], object], str]] = {
     "attach": (Loop.attach, ""),
+    "attach, compiled in the step": (lambda loop: loop.attach(loss_fn=compiled_total), ""),
     "attach, measured": (lambda loop: loop.attach(measure=True), ""),
     "attach, no room": (lambda loop: loop.attach("1KiB"), "BudgetTooSmallError"),
     "attach, no budget": (lambda loop: loop.attach("many"), "QuantityError"),
@@ -106,6 +117,8 @@ def forget_frames_of_others(error: BaseException | None) -> None:
 
 
 @pytest.mark.usefixtures("uncollected")
+# Dynamo's own.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", r"ignore:The \.grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("how, expected", ENDS.values(), ids=ENDS)
 def test_nothing_lives_on_even_if_the_error_is_kept(how: Callable[[Loop], object], expected: str) -> None:
     seen, error = outcome(how)

@@ -242,18 +242,22 @@ def filled_storages(note: Callable[[torch.UntypedStorage], object]) -> Iterator[
 def freed_gradients(note: Callable[[torch.Tensor], object]) -> Iterator[None]:
     """Within the block, report each parameter without a gradient whose gradient `zero_grad` would free."""
     originals: Any = torch.optim.Optimizer.zero_grad, torch.nn.Module.zero_grad
+    # Emptied at the end: code that is compiled within the block holds `zero_grad` for good, and must not hold a step with it.
+    told = [note]
 
     def zero_grad(its: Any, set_to_none: bool = True) -> None:
         is_module = isinstance(its, torch.nn.Module)
         groups = [{"params": its.parameters()}] if is_module else its.param_groups
-        for parameter in (p for group in groups for p in group["params"] if set_to_none and p.grad is None):
-            note(parameter)
+        parameters = (p for group in groups for p in group["params"] if told and set_to_none)
+        for parameter in (p for p in parameters if p.grad is None):
+            told[0](parameter)
         originals[is_module](its, set_to_none)
 
     torch.optim.Optimizer.zero_grad = torch.nn.Module.zero_grad = zero_grad  # type: ignore[method-assign,assignment]
     try:
         yield
     finally:
+        told.clear()
         torch.optim.Optimizer.zero_grad, torch.nn.Module.zero_grad = originals  # type: ignore[method-assign]
 
 
