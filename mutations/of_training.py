@@ -187,6 +187,12 @@ MUTATIONS = (
         (("self._freed_at.get, list(", "{}.get, list("),),
     ),
     Mutation(
+        "summed-gradients-end-early",
+        "gradients of the last step that backward adds to are taken to end where any backward begins",
+        "recording",
+        (("return made_at.get(freed_at, phases.first_backward)", "return phases.first_backward"),),
+    ),
+    Mutation(
         "percentage-of-the-first-step",
         "a percentage stays one of a first step without gradients, which is not repeated",
         "attaching",

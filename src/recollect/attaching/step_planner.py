@@ -135,8 +135,9 @@ class StepPlanner:
             with self.placement.suspended():
                 profile = self.lockstep.together(lambda: self._profile(recording, calls), is_end=True)
                 profile = self._measured(profile, recording)
-            if late_bytes := recording.late_gradients_bytes:
+            if recording.meets_gradients:
                 calls = [replace(call, has_gradients=True) for call in calls]
+            if late_bytes := recording.late_gradients_bytes:
                 self.log(f"recollect: zero_grad() before forward, not after it, would free {format_bytes(late_bytes)}")
             for seen in self.lockstep.ranks.gather(self.steps.seen, Place.STEP_END):
                 self.steps.note_seen(seen)

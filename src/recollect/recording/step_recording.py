@@ -67,7 +67,8 @@ class StepRecording:
     Attributes:
         left_bytes: bytes made by the step and the recording that were alive when the recording stopped, and what is
             left of the last step's gradients.
-        late_gradients_bytes: bytes of gradients that the next step frees by `zero_grad`, and this one had not yet.
+        meets_gradients: the next step begins with gradients, and this one did not.
+        late_gradients_bytes: bytes of those that it frees by `zero_grad` without adding to them.
         samples_of_graph: for each graph of the profile, a call of a unit that has it or is like it, as far as it can run by
         itself.
     """
@@ -97,8 +98,10 @@ class StepRecording:
         self._ran_optimizer = False
         self._leftovers: dict[Key, Leftover] = {}
         # Where `zero_grad` frees the last step's: by storage (0: nowhere), by parameter.
-        self._gradients, self._freed_at = dict[Key, int](), dict[int, int]()
+        # Of gradients and parameters: where those of the last step are freed, or what is made where they are added to.
+        self._gradients, self._freed_at = dict[Key, int | Key](), dict[int, int | Key]()
         self._other_bytes = self.left_bytes = self.late_gradients_bytes = 0
+        self.meets_gradients = False
         self._to_come = OptimizerStep(0, ())
         self.kernels = self.device.type
 
@@ -150,7 +153,7 @@ class StepRecording:
             if not self.in_loop:
                 enter(self.returns.seen_by_hooks(self.model, paths))
             enter(filled_storages(recorder.note_resize))
-            enter(freed_gradients(lambda p: self._freed_at.setdefault(id(p), len(recorder.events) - 1)))
+            enter(freed_gradients(self._note_freed))
             enter(self.costs.recording())
             enter(StepMode(recorder))
         except BaseException:
@@ -191,7 +194,9 @@ class StepRecording:
         self._to_come = still_to_come(optimizers, self.device)
         recorder.event_log.end()
         left = leftovers(recorder.events, recorder.calls)
-        self.late_gradients_bytes = sum(left[one].nbytes for one, at in self._gradients.items() if at and one in left)
+        met = {one: at for one, at in self._gradients.items() if at and one in left}
+        self.meets_gradients = bool(met)
+        self.late_gradients_bytes = sum(left[one].nbytes for one, at in met.items() if isinstance(at, int))
         self._note_staying_outputs()
         forget_last_step()
         self.left_bytes = sum(one.nbytes for one in left.values()) + self._sample_bytes
@@ -205,6 +210,12 @@ class StepRecording:
             rest = [event for event in recorder.events if event[0] not in memory or (-1, event[1]) not in made]
             recorder.event_log.replace(rest)
         self._leftovers = {key: one for key, one in left.items() if key not in made}
+
+    def _note_freed(self, parameter: torch.Tensor) -> None:
+        """Note where `zero_grad` frees the last step's gradient; if there is one of this step, that was added to it first."""
+        made = next(iter(keys_outside([parameter.grad])), None)
+        if made is not None or parameter.grad is None:
+            self._freed_at.setdefault(id(parameter), made or len(self.recorder.events) - 1)
 
     def _note_staying_outputs(self) -> None:
         """Mark outputs of units whose parameters are gone when a different unit's backward asks for the output."""
@@ -289,15 +300,20 @@ class StepRecording:
     def _with_last_step(self, gradients: Gradients) -> list[events.Event]:
         """Return the events with the leftovers of the last step, until they are replaced.
 
-        A gradient is freed by `zero_grad`, else before backward. A model's output lives until it is replaced (`Returns`).
+        A gradient is freed by `zero_grad`, else before backward; if backward adds to it, it ends where this step's began. A
+        model's output lives until it is replaced (`Returns`).
         Anything else (a loss, a gradient of the input) lives at most until the phase ends in which its successor is made.
         """
         recorder, left, phases = self.recorder, self._leftovers, Phases(self.recorder.events)
         returned = self.returns.replaced_at(left)
+        made_at = {(-1, event[1]): at for at, event in enumerate(recorder.events) if event[0] == events.ALLOC}
 
         def replaced_at(key: Key) -> int:
             if key in self._gradients:
-                return phases.next_after(self._gradients[key] or phases.first_backward - 1)
+                freed_at = self._gradients[key]
+                if isinstance(freed_at, tuple):
+                    return made_at.get(freed_at, phases.first_backward)
+                return phases.next_after(freed_at or phases.first_backward - 1)
             end = phases.next_after(left[key].made_at)
             return min(end, returned.get(key, end))
 

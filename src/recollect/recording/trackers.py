@@ -240,7 +240,7 @@ def filled_storages(note: Callable[[torch.UntypedStorage], object]) -> Iterator[
 
 @contextmanager
 def freed_gradients(note: Callable[[torch.Tensor], object]) -> Iterator[None]:
-    """Within the block, report each parameter without a gradient whose gradient `zero_grad` would free."""
+    """Within the block, report each parameter whose gradient `zero_grad` frees, or would free if there were one."""
     originals: Any = torch.optim.Optimizer.zero_grad, torch.nn.Module.zero_grad
     # Emptied at the end: code that is compiled within the block holds `zero_grad` for good, and must not hold a step with it.
     told = [note]
@@ -248,8 +248,7 @@ def freed_gradients(note: Callable[[torch.Tensor], object]) -> Iterator[None]:
     def zero_grad(its: Any, set_to_none: bool = True) -> None:
         is_module = isinstance(its, torch.nn.Module)
         groups = [{"params": its.parameters()}] if is_module else its.param_groups
-        parameters = (p for group in groups for p in group["params"] if told and set_to_none)
-        for parameter in (p for p in parameters if p.grad is None):
+        for parameter in (p for group in groups for p in group["params"] if told and set_to_none):
             told[0](parameter)
         originals[is_module](its, set_to_none)
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import recollect
+from recollect.byte_format import format_bytes
 from recollect.measuring.meter import measure_peak, storage_bytes
 from recollect.plans.action import Action
 from recollect.plans.plan import Plan
@@ -108,6 +109,39 @@ def test_what_a_model_or_its_teacher_returned_in_the_last_step_lives_until_it_re
     measured = measure_peak(two_steps, device="cpu", baseline_bytes=storage_bytes([*weights, x])).peak_bytes
     assert plan.predicted_peak_bytes is not None
     assert 0 <= plan.predicted_peak_bytes - measured <= 2048
+
+
+def test_gradients_of_the_last_step_that_backward_adds_to_before_they_are_freed() -> None:
+    """A critic's: those from the generator's loss are thrown away, after they were added to what its own step left."""
+    torch.manual_seed(0)
+    generator, critic, x = Residual(), Residual(512), torch.randn(64, 32)
+    optimizers = [torch.optim.SGD(model.parameters()) for model in (generator, critic)]
+
+    def step() -> None:
+        fake = generator(x)
+        torch.autograd.grad(fake.sum(), generator.layers[2][2].weight, retain_graph=True)
+        for optimizer, loss in zip(optimizers, (lambda: critic(fake), lambda: critic(fake.detach()) ** 2), strict=True):
+            optimizer.zero_grad()
+            loss().mean().backward()
+            optimizer.step()
+
+    lines: list[str] = []
+    with recollect.attach([generator, critic], optimizers, "100%", log=lines.append) as attached:
+        for _ in range(3):
+            step()
+    assert attached.recorded_steps == [0]
+    freed = sum(parameter.nbytes for parameter in generator.parameters())
+    assert lines[0].endswith(f"not after it, would free {format_bytes(freed)}"), "of the critic's, sums would change"
+    baseline_bytes = storage_bytes([*generator.parameters(), *critic.parameters(), x])
+    for parameter in [*generator.parameters(), *critic.parameters()]:
+        parameter.grad = None
+
+    def two_steps() -> None:
+        step()
+        step()
+
+    measured = measure_peak(two_steps, device="cpu", baseline_bytes=baseline_bytes).peak_bytes
+    assert 0 <= attached.planned[0].plain_peak_bytes - measured <= 2048
 
 
 class WithState(nn.Module):
