@@ -125,7 +125,9 @@ def without_call(model: nn.Module) -> str:
     """Return the message about an optimizer that steps though the model was never called."""
     return (
         f"the optimizer stepped, but {type(model).__name__} was not called with gradients on, so nothing was planned: the loop "
-        "calls parts of it one by one. Call the model, or put that forward into attached.call(...)"
+        "calls parts of it one by one, or calls it inside torch.func.grad or vmap, where nothing can be planned. Call the "
+        "model, and take gradients of its loss by backward() or torch.autograd.grad; or put a forward by parts into "
+        "attached.call(...)"
     )
 
 

@@ -36,6 +36,19 @@ def test_a_loop_that_calls_the_layers_one_by_one_is_told() -> None:
         assert str(attached.planned[0].calls[0]) == "16 x 32"
 
 
+def test_a_loop_that_calls_the_model_inside_a_transform_is_told() -> None:
+    with attached_loop() as (model, optimizer, attached):
+        x, weights = torch.randn(16, 32), dict(model.named_parameters())
+        gradients = torch.func.grad(lambda its: torch.func.functional_call(model, its, (x,)))(weights)
+        for name, parameter in weights.items():
+            parameter.grad = gradients[name].detach()
+        with pytest.warns(
+            BudgetWarning, match=r"or calls it inside torch\.func\.grad or vmap, where nothing can be planned"
+        ):
+            optimizer.step()
+        assert attached.planned == []
+
+
 def test_a_model_that_is_one_unit_is_recorded_from_its_first_call_on() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 256), nn.Tanh(), nn.Sigmoid(), nn.Linear(256, 32))
