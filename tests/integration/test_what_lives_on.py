@@ -125,3 +125,12 @@ def test_nothing_lives_on_even_if_the_error_is_kept(how: Callable[[Loop], object
     assert type(error).__name__ == (expected or "NoneType")
     forget_frames_of_others(error)
     assert [type(found()).__name__ for found in seen if found() is not None] == []
+
+
+def test_traces_hold_no_module_that_its_class_holds() -> None:
+    layers = [nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(16, 16)), nn.GELU()) for _ in range(3)]
+    seen = [weakref.ref(part) for layer in layers for part in layer.modules()]
+    recollect.record(nn.Sequential(*layers), X, loss_fn=torch.sum, engine="graph")
+    layers.clear()
+    gc.collect()
+    assert [type(found()).__name__ for found in seen if found() is not None] == []

@@ -81,13 +81,17 @@ def _traced(
     if sample.num_hooks != num_hooks(sample.module):
         return "it gets hooks while its model runs"
     found: list[JointRecord | str] = []
-    # Dynamo holds the backend for good, and must not hold tensors with it.
+    # Dynamo holds the backend for good, and must not hold tensors with it, nor code: that names classes, of which those of
+    # parametrized modules hold their module.
     asked: list[tuple[UnitSample, UnitGraph, list[Any], Costs | None]] = []
+    codes: list[Any] = []
 
     def backend(code: Any, _: Any) -> Any:
+        codes.append(code)
+
         def run(*inputs: Any) -> None:
             try:
-                found.append(_joint(*asked.pop(), code, inputs))
+                found.append(_joint(*asked.pop(), codes.pop(), inputs))
             except Exception as error:  # noqa: BLE001 - the engine leaves the unit to the tape after any, too
                 found.append(dynamo.first_line(error))
             raise _TracedError
@@ -122,6 +126,7 @@ def _traced(
             return dynamo.first_line(error)
         finally:
             asked.clear()
+            codes.clear()
     return "nothing in it can be traced"
 
 

@@ -97,8 +97,8 @@ class StepRecording:
         self.samples_of_graph: dict[int, UnitSample] = {}
         self._ran_optimizer = False
         self._leftovers: dict[Key, Leftover] = {}
-        # Where `zero_grad` frees the last step's: by storage (0: nowhere), by parameter.
-        # Of gradients and parameters: where those of the last step are freed, or what is made where they are added to.
+        # Where `zero_grad` frees those of the last step, by storage and by parameter (0: nowhere); or the gradient of this step
+        # that was made by adding to it.
         self._gradients, self._freed_at = dict[Key, int | Key](), dict[int, int | Key]()
         self._other_bytes = self.left_bytes = self.late_gradients_bytes = 0
         self.meets_gradients = False
