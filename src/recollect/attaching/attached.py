@@ -77,7 +77,9 @@ class Attached(Handle):
         self._device = device
         self._on_larger: OnLarger = on_larger
         self._lockstep = Lockstep(model, ranks, may_differ=on_larger == "replan")
-        self._watcher = Watcher(self._begin_call, lambda: self._watch.end(self._now), self._abandon_step, self._departs)
+        self._watcher = Watcher(
+            self._begin_call, lambda: self._watch.end(self._now, self._structure), self._abandon_step, self._departs
+        )
         self._placement = Placement(model, self._watcher)
         self._placement.begin(self.unit_paths)
         self._structure = Structure(model)
@@ -193,7 +195,6 @@ class Attached(Handle):
         self._watch.begin(step, is_planned=is_planned)
 
     def _begin_step(self) -> None:
-        """Watch the model as it is built now."""
         if self._structure.look():
             self._placement.remove()
             self._units = find_units(self.model, self._named_units)

@@ -17,7 +17,7 @@ import torch
 from recollect._torch_private import is_capturing, next_autograd_node
 from recollect.attaching.placement import Backwards, Placement, State
 from recollect.attaching.planned_step import PlannedStep
-from recollect.attaching.step_shape import Call
+from recollect.attaching.step_shape import Call, Structure
 from recollect.attaching.unit_watch import Course, UnitWatch
 from recollect.byte_format import format_bytes
 from recollect.engine.graph.graph_engine import GraphForward
@@ -232,8 +232,10 @@ class CallWatch:
         keeps_to_plan = self._keeps_to_plan or (self._joins_others and active.needs_all_ranks)
         self._placement.units.allow(course, spare, keeps_to_plan=keeps_to_plan)
 
-    def end(self, step: StepUnderWay) -> None:
+    def end(self, step: StepUnderWay, structure: Structure) -> None:
         """Read after forward how many bytes a call holds; more than its plan foresees is a departure."""
+        if step.state is State.RECORDING:
+            structure.take_hooks()
         active = self._placement.active
         comes_to = self._placement.units.comes_to()
         # Memory for spare runs is counted separately.

@@ -194,6 +194,10 @@ class Structure:
         self.version += has_changed
         return has_changed
 
+    def take_hooks(self) -> None:
+        """Take hooks that a recorded call has put onto the model for no change: transformers does, to return router logits."""
+        self._num_hooks = sum(map(len, self._hooks))
+
     def _note(self, module: nn.Module, name: str, registered: Any) -> None:
         if id(module) in self._ids and not any(
             vars(module)[kind].get(name) is registered for kind in ("_modules", "_parameters")

@@ -161,3 +161,23 @@ def test_a_handle_that_was_removed_watches_no_optimizer() -> None:
         # Else there would be a warning that the optimizer stepped and the model was not called.
         step(model, optimizer)
         assert attached.num_steps == 0
+
+
+class Probed(Model):
+    """Hooks itself in its first forward, as transformers does to return router logits."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.layers[1]._forward_hooks:
+            self.layers[1].register_forward_hook(lambda *_: None)
+        return super().forward(x)
+
+
+def test_hooks_that_the_recorded_call_makes_are_part_of_it_and_later_ones_are_not() -> None:
+    with attached_loop("1GiB", Probed()) as (model, optimizer, attached):
+        for _ in range(3):
+            step(model, optimizer)
+        assert attached.recorded_steps == [0]
+        model.layers[2].register_forward_hook(lambda *_: None)
+        for _ in range(2):
+            step(model, optimizer)
+        assert attached.recorded_steps == [0, 3]
