@@ -28,6 +28,7 @@ def alone(ranks: list[Row], cases: AskedCases) -> Row:
     return cases["alone"][0]
 
 
+@pytest.mark.long
 def test_values_between_the_matrices_are_known_to_be_the_same(ranks: list[Row]) -> None:
     """What attention and the MLP compute differs; one value throughout, such as no dropout, would tell nothing."""
     found = ranks[0]["parts"]["decoder.layers.1"]

@@ -105,6 +105,7 @@ def golden(plain_golden: bytes, tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.long
 def test_what_is_above_the_limit_is_a_result_and_the_others_go_on(golden: Path, tmp_path: Path) -> None:
     out = tmp_path / "results.json"
     peak_bytes = rows(golden)["none"]["peak_bytes"]
@@ -151,6 +152,7 @@ class LateOutOfMemory(Subject):
         return super().seconds()
 
 
+@pytest.mark.long
 def test_a_reference_that_runs_out_of_memory_late_is_replaced() -> None:
     torch.manual_seed(0)
     model = GPTModel(NAMED_CONFIGS["llama-tiny"].changed(num_layers=2)).train()

@@ -163,6 +163,7 @@ def test_it_says_why_its_peaks_are_not_those_of_plan(
     assert words in output and "can differ from recollect plan's, whose loop holds both" in output
 
 
+@pytest.mark.long
 def test_a_plan_with_host_memory_is_beside_what_megatron_offloads(tmp_path: Path) -> None:
     """At no higher peak, with no more host memory, over the link that is there."""
     modules = {"offload_modules": ["core_attn", "mlp_norm"], "min_offloaded_tensor_size": 1000}

@@ -212,6 +212,7 @@ def test_megatron_is_assumed_to_gather_beside_products(tmp_path: Path, capsys: p
     assert said in capsys.readouterr().out.splitlines()
 
 
+@pytest.mark.long
 def test_layers_are_divided_with_the_plans(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     more = ["--pipeline-model-parallel-size", "2", "--write", "megatron", "--out", str(tmp_path / "plan.json")]
     assert main([*PLAN, *more, "--pipeline-split", "auto", "--memory-budget", "90%"]) == 0

@@ -211,6 +211,7 @@ def test_parts_of_units_stay_compiled(compile_model: Compile, traced: Counter[st
     assert traced == {}
 
 
+@pytest.mark.long
 def test_compiled_forward_of_a_unit_is_kept_as_a_whole(traced: Counter[str]) -> None:
     plain = built()
     model = each_block_forward(plain)
@@ -266,6 +267,7 @@ def test_one_graph_of_the_whole_model() -> None:
             torch.compile(plain, fullgraph=True)(ROWS)
 
 
+@pytest.mark.long
 def test_removed_plan_leaves_a_compiled_model() -> None:
     plain = built()
     model = torch.compile(plain)

@@ -159,6 +159,7 @@ def test_a_scale_that_a_users_hook_updates_in_backward_is_an_error_that_names_th
 # Training runs
 
 
+@pytest.mark.long
 def test_a_run_goes_on_from_its_checkpoint_with_its_histories(tmp_path: Path) -> None:
     flags = Fp8Flags(fp8_format="hybrid", fp8_amax_history_len=3, fp8_amax_compute_algo="max")
     settings: dict[str, Any] = {"eight_bits": flags, "seq_length": 32, "memory_budget": "90%", "checkpoint_every": 2}

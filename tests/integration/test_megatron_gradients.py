@@ -55,7 +55,7 @@ def settings_of(name: str) -> list[dict[str, Any]]:
 
 
 # DeepSeek has all modules that the others have.
-QUICK = ("gpt-tiny unfused", "deepseek-v3-tiny fused", "deepseek-v3-tiny unfused", "llama", "deepseek_v3")
+QUICK = ("gpt-tiny unfused", "deepseek-v3-tiny unfused", "llama", "deepseek_v3")
 every_model = pytest.mark.parametrize("name", long_but(QUICK, MODULES_OF))
 
 

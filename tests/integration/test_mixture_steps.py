@@ -114,6 +114,7 @@ def recorded(case: str) -> Profile:
     return recollect.record(model_of(case), batch_of(sequences=4, length=64), **LEAN_LOOP)
 
 
+@pytest.mark.long
 @every_model
 def test_training_is_the_same_with_and_without_plans(case: str) -> None:
     steps = 8

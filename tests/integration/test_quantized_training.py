@@ -17,7 +17,7 @@ from predictions import IDS, LEAN_LOOP
 from recollect.errors import BudgetTooSmallError
 from recollect.measuring.meter import measure_peak
 from recollect.profile.profile import Profile
-from tiers import long_but
+from tiers import long, long_but
 
 # What is left out are scalars that PyTorch makes out of sight; a KiB is added for them.
 MOST_OVER_BYTES = 2048
@@ -98,7 +98,7 @@ def _peak_bytes(model: nn.Module, batch: dict[str, Tensor], profile: Profile) ->
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
-@pytest.mark.parametrize("make", [_qlora, *long_but(_FLOAT8[:1], _FLOAT8), _mxfp8])
+@pytest.mark.parametrize("make", [_qlora, *long_but(_FLOAT8[:1], _FLOAT8), *long([_mxfp8])])
 def test_as_lean_as_checkpointing_and_exact(make: Callable[[], Any]) -> None:
     model = make().train()
     tokens = torch.randint(0, 64, (4, 96))

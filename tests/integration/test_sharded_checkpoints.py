@@ -67,6 +67,7 @@ def test_resumed_on_another_layout_the_losses_differ_in_their_last_bits(found: A
     assert resumed == pytest.approx(whole[EVERY:], rel=2e-6)
 
 
+@pytest.mark.long
 def test_four_processes_go_on_from_one(found: AskedCases, alone: list[float]) -> None:
     assert found[f"from one as: {FIRST}"][0]["losses"] == pytest.approx(alone[EVERY:], rel=2e-6)
 

@@ -117,6 +117,7 @@ def arguments(folder: Path, run_dir: Path, *more: object) -> list[object]:
     ]
 
 
+@pytest.mark.long
 def test_killed_again_and_again_the_losses_are_the_same_to_the_bit(tmp_path: Path) -> None:
     write_text(tmp_path)
     whole = start(*arguments(tmp_path, tmp_path / "whole"))

@@ -19,6 +19,7 @@ from recollect.capturing.captured_step import CapturedStep
 from recollect.errors import AlreadyAppliedError, ArgumentError, BudgetTooSmallError, ConfigError
 from recollect.recording.model_step import Step
 from repeated_runs import RepeatedRuns
+from tiers import long_but
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 
@@ -79,15 +80,15 @@ def trained(
     return [*losses, *model.state_dict().values(), torch.rand(1)]
 
 
-@pytest.mark.parametrize(
-    ("engine", "gradients", "autocast"),
-    [
-        ("tape", "freed", True),
-        ("tape", "accumulated", False),
-        ("graph", "freed", False),
-        ("graph", "accumulated", False),
-    ],
-)
+LOOPS = [
+    ("tape", "freed", True),
+    ("tape", "accumulated", False),
+    ("graph", "freed", False),
+    ("graph", "accumulated", False),
+]
+
+
+@pytest.mark.parametrize(("engine", "gradients", "autocast"), long_but(LOOPS[::3], LOOPS, are_rows=True))
 def test_a_loop_has_the_bits_of_the_plain_one(engine: Any, gradients: str, autocast: bool) -> None:
     torch.manual_seed(0)
     model = Model()

@@ -12,6 +12,7 @@ from recollect.pipelines.schedule import PipelineSchedule, schedule_of
 from recollect.planning.bound import LowerBound
 from recollect.planning.choose import Planner
 from recollect.profile.profile import Profile
+from tiers import long
 
 # Two ranks with two stages each, and a backward in halves.
 V_SHAPE = [
@@ -57,7 +58,7 @@ def stages(pieces: dict[bool, tuple[Profile, Profile]], number: int, *, split: b
     return [first, *[other] * (number - 1)]
 
 
-@pytest.mark.parametrize("name", ["interleaved", "V"])
+@pytest.mark.parametrize("name", [*long(["interleaved"]), "V"])
 def test_it_is_above_the_bound_without_shared_decisions_and_below_plans(
     pieces: dict[bool, tuple[Profile, Profile]], name: str
 ) -> None:

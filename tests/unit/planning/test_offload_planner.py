@@ -93,6 +93,7 @@ def test_text_says_what_is_planned_for(halved: Plan) -> None:
     assert any("offload    " in line for line in lines)
 
 
+@pytest.mark.long
 def test_a_budget_below_the_least_peak_says_how_much_host_memory_would_do() -> None:
     profile = linked(stack(12, graph=layer(norm_bytes=10, up_bytes=40, act_bytes=40, out_bytes=200)), 1e5)
     with pytest.raises(BudgetTooSmallError) as refused:
@@ -110,6 +111,7 @@ def test_a_budget_below_the_least_peak_says_how_much_host_memory_would_do() -> N
     assert "Or let part" not in str(none_fits.value)
 
 
+@pytest.mark.long
 def test_host_memory_is_worth_something_while_it_is_short(llama: Profile, halved: Plan) -> None:
     short, enough = (prices(llama, plan) for plan in (recollect.plan(llama, "50%", "24MiB"), halved))
     assert short.host_gib > 0 and enough.host_gib == 0

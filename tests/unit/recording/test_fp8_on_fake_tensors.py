@@ -50,7 +50,7 @@ def graph_of(profile: Profile, path: str = LAYER) -> UnitGraph:
         ("delayed", "L40S", "fp8"),
         ("tensorwise", "B200", "fp8"),
         ("blockwise", "H100", "fp8_blockwise"),
-        ("mxfp8", "B200", "mxfp8"),
+        pytest.param("mxfp8", "B200", "mxfp8", marks=pytest.mark.long),
     ],
 )
 def test_a_product_takes_what_the_device_takes(recipe: str, hardware: str, dtype: str) -> None:
@@ -132,6 +132,7 @@ def test_fake_tensors_of_a_cpu_multiply_as_it_does(recipe: str) -> None:
     assert found.backward_peak_bytes == pytest.approx(expected.backward_peak_bytes, rel=1e-3)
 
 
+@pytest.mark.long
 def test_stages_of_a_cluster() -> None:
     """Of four layers, each a stage, the first two and the last one stay in 16 bits; the third one's ranks cast their parts."""
     fields = {**WIDE, **RECIPES["tensorwise"], "num_layers": 4, "first_last_layers_bf16": True}

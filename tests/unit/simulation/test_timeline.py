@@ -21,6 +21,7 @@ from recollect.simulation.timeline import AliveItem, PeakReport
 from recorded_steps import random_plan
 from small_llama import batch_of, llama
 from synthetic_step import random_step
+from tiers import long
 from toy_profile import stack
 
 
@@ -68,7 +69,7 @@ def plans(profile: Profile) -> list[Plan]:
     ]
 
 
-@pytest.mark.parametrize("name", ["measured", "accumulating", "random_ops"])
+@pytest.mark.parametrize("name", ["measured", *long(["accumulating"]), "random_ops"])
 def test_categories_add_up_to_the_predicted_peak(name: str, request: pytest.FixtureRequest) -> None:
     profile: Profile = request.getfixturevalue(name)
     for plan in plans(profile):

@@ -199,6 +199,7 @@ def spread() -> ClusterPlan:
     return plan_cluster(SPREAD, "90%")
 
 
+@pytest.mark.long
 def test_ranks_that_share_experts_have_all_of_them_together(spread: ClusterPlan) -> None:
     """On the last stage there is a second embedding, for the tokens after the next one."""
     shared = sum(profile.persistent["gradients"] for profile in spread.stages.profiles) // 4
@@ -326,6 +327,7 @@ def planned() -> dict[str, ClusterPlan]:
     return {name: plan_cluster(step_under(name, layers), "80%") for name, layers in schedules.items()}
 
 
+@pytest.mark.long
 def test_ranks_run_the_stages_that_torch_gives_them(planned: dict[str, ClusterPlan]) -> None:
     stages = {name: [use.stages for use in found.ranks] for name, found in planned.items()}
     assert stages["1F1B"] == stages["GPipe"] == stages["InterleavedZeroBubble"] == [(0,), (1,)]
@@ -333,6 +335,7 @@ def test_ranks_run_the_stages_that_torch_gives_them(planned: dict[str, ClusterPl
     assert stages["ZBVZeroBubble"] == [(0, 3), (1, 2)]
 
 
+@pytest.mark.long
 def test_budgets_are_kept_and_all_of_the_step_is_accounted_for(planned: dict[str, ClusterPlan]) -> None:
     for found in planned.values():
         assert found.planned.peak_bytes <= (found.planned.budget_bytes or 0)
@@ -340,6 +343,7 @@ def test_budgets_are_kept_and_all_of_the_step_is_accounted_for(planned: dict[str
             assert use.compute_s + use.recompute_s + use.waiting_s == pytest.approx(found.planned.step_s)
 
 
+@pytest.mark.long
 def test_zero_bubbles_wait_less(planned: dict[str, ClusterPlan]) -> None:
     waiting = {name: sum(use.waiting_s for use in found.ranks) for name, found in planned.items()}
     assert waiting["ZBVZeroBubble"] < waiting["1F1B"] and waiting["InterleavedZeroBubble"] < waiting["1F1B"]
