@@ -126,7 +126,9 @@ def test_the_commands_of_a_page_run(page: str, folder: Path) -> None:
     for command in COMMANDS[page]:
         if not command.not_run and command.words[0] != "pip":
             done = ended(command, folder)
-            assert done.returncode == 0, (command.line, done.stdout[-2000:], done.stderr[-2000:])
+            # After a regression against golden results, which the page shows, the status is 1.
+            expected = (0, 1) if "--golden" in command.words else (0,)
+            assert done.returncode in expected, (command.line, done.stdout[-2000:], done.stderr[-2000:])
 
 
 def test_a_command_that_is_not_run_says_why() -> None:
