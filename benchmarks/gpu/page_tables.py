@@ -30,6 +30,16 @@ def _seconds(number: float | None) -> str:
     return "" if number is None else format_seconds(number)
 
 
+def _bits(found: Measured, name: str) -> str:
+    equal = found.number("equal", name)
+    return "" if equal is None else "yes" if equal else "NO"
+
+
+def _skipped(found: Measured) -> str:
+    lines = [f"- {name}: {why}" for name, why in found.of("skipped").items()]
+    return "\n".join(["", "", *lines]) if lines else ""
+
+
 def _left_out(found: Measured) -> str:
     """Name what did not run, and why."""
     kinds = ("left_out", "out_of_memory", "failed")
@@ -108,8 +118,7 @@ def offload(found: Measured) -> str:
     for name in found.of("allocated_peak"):
         cells = [_bytes(found.number(metric, name)) for metric in ("predicted_peak", "allocated_peak", "host_bytes")]
         cells += [_percent(found.number(metric, name)) for metric in ("predicted_slowdown", "measured_slowdown")]
-        equal = found.number("equal", name)
-        rows.append((name, *cells, "" if equal is None else "yes" if equal else "NO"))
+        rows.append((name, *cells, _bits(found, name)))
     header = (
         "model, plan",
         "predicted peak",
@@ -125,15 +134,14 @@ def offload(found: Measured) -> str:
 def fp8(found: Measured) -> str:
     """Recipes: bits and peaks under plans, and how far the kernels are from the emulation."""
     rows = []
-    for name, equal in found.of("equal").items():
+    for name in found.of("equal"):
         case = name.rpartition(", ")[0]
         cells = [_bytes(found.number(metric, name)) for metric in ("predicted_peak", "measured_peak")]
         distance = found.of("distance").get(case)
         cells += [_seconds(found.number("step", case)), "" if distance is None else f"{float(distance):.1e}"]
-        rows.append((name, "yes" if equal == "1" else "NO", *cells))
-    skipped = [f"- {name}: {why}" for name, why in found.of("skipped").items()]
+        rows.append((name, _bits(found, name), *cells))
     header = ("model, recipe, plan", "bits equal", "predicted peak", "measured", "plain step", "loss off the emulation")
-    return "\n".join([_markdown(header, rows), *(["", *skipped] if skipped else [])]) + _left_out(found)
+    return _markdown(header, rows) + _skipped(found) + _left_out(found)
 
 
 def overhead(found: Measured) -> str:
@@ -156,10 +164,10 @@ def engines(found: Measured) -> str:
     """Peers, then plans on the tape and from traces at each peer's peak; then what a traced unit saves beside the plan."""
     rows = []
     for name, peak in found.of("peak").items():
-        ratio, equal = found.number("to_plain", name), found.number("equal", name)
+        ratio = found.number("to_plain", name)
         cells = [_bytes(float(peak)), _bytes(found.number("first_peak", name)), _bytes(found.number("two_peak", name))]
         cells += [_seconds(found.number(metric, name)) for metric in ("host_time", "step_time")]
-        cells += ["" if ratio is None else f"{ratio:.3f}", "" if equal is None else "yes" if equal else "NO"]
+        cells += ["" if ratio is None else f"{ratio:.3f}", _bits(found, name)]
         rows.append((name, *cells))
     header = ("way", "peak", "of the first steps", "of two micro-batches", "host", "step", "to plain", "bits equal")
     traced = []
@@ -189,9 +197,8 @@ def engines_random(found: Measured) -> str:
         cells = [f"{number} of {found.of('num_compared').get(name, '')}"]
         cells += [found.of(metric).get(name, "") for metric in ("first_difference", "units_traced", "why_not")]
         rows.append((name, *cells))
-    skipped = [f"- {name}: {why}" for name, why in found.of("skipped").items()]
     header = ("model, engine", "different", "the first", "units traced", "why not")
-    return "\n".join([_markdown(header, rows), *(["", *skipped] if skipped else [])]) + _left_out(found)
+    return _markdown(header, rows) + _skipped(found) + _left_out(found)
 
 
 def claims(found: Measured) -> str:

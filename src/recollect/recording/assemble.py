@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, Final
 
 from recollect.costs.op_costs import OpRun
@@ -48,12 +47,10 @@ def assemble(
         return max(0.0, costs.seconds_of(run) - around.recorded_s)
 
     derived = {call.path for call in recorder.calls if call.builds_graph}
-    made = [
-        replace(
-            _graph(call, costs, seconds_of, around.host, own), why_not_traced=_DERIVED if call.path in derived else ""
-        )
+    made = (
+        _graph(call, costs, seconds_of, around.host, own, _DERIVED if call.path in derived else "")
         for call, own in zip(recorder.calls, parts, strict=True)
-    ]
+    )
     graph_of_call = [graphs.setdefault(graph, len(graphs)) for graph in made]
     sources = [{source for source, _ in call.sources} for call in recorder.calls]
     calls = tuple(
@@ -118,6 +115,7 @@ def _graph(
     seconds_of: Callable[[OpRun | None], float],
     host: HostTimes,
     parts: tuple[PartRecord, ...],
+    why_not_traced: str,
 ) -> UnitGraph:
     values = tuple(ValueRecord(**vars(value)) for value in call.values)
     ops = tuple(
@@ -142,4 +140,5 @@ def _graph(
         module_tape_s=tuple(watching_s.items()),
         again_op_s=host.again_op_s,
         parts=parts,
+        why_not_traced=why_not_traced,
     )
