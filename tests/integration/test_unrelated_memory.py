@@ -10,6 +10,7 @@ import torch
 
 import recollect
 from recollect.attaching.attached import Attached
+from recollect.measuring.deaths import allocated_storages
 from recollect.measuring.meter import measure_peak, storage_bytes
 from recollect.recording.trackers import UnrelatedMemory
 from residual_model import Model, Residual, attached_loop, step
@@ -75,7 +76,7 @@ def test_memory_that_is_not_the_allocators_does_not_count() -> None:
     array = torch.from_numpy(np.zeros(1000))
     shared = torch.zeros(1000).share_memory_()
     own = torch.zeros(1000)
-    bystanders = UnrelatedMemory(CPU, [], looks_on_cpu=True)
+    bystanders = UnrelatedMemory(CPU, [], allocated_storages())
     assert bystanders.nbytes(0) == storage_bytes([own])
     del array, shared
 

@@ -288,7 +288,7 @@ class Attached(Handle):
             recording = StepRecording(
                 self.model,
                 self._units,
-                MeasuredCosts(self._device, looks_around=True),
+                MeasuredCosts(self._device),
                 self._device,
                 in_loop=True,
                 replays_collectives=not self._lockstep.ranks.is_alone,

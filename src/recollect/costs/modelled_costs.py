@@ -95,7 +95,7 @@ class ModelledCosts:
         self._seconds: dict[Key, float] = {}
 
     @contextmanager
-    def recording(self) -> Iterator[None]:
+    def recording(self, before: object = None) -> Iterator[None]:
         self.traffic.clear()
         yield
 

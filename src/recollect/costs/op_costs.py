@@ -16,6 +16,7 @@ from recollect._torch_parallel import waited_for
 from recollect._torch_private import keep_busy, tree_map
 from recollect.engine.facts import OpFacts
 from recollect.garbage import without_collections
+from recollect.measuring.deaths import Deaths
 from recollect.measuring.meter import CpuOpPeaks, CudaOpPeaks
 from recollect.measuring.timing import timed_by_events, timed_work
 
@@ -58,22 +59,20 @@ class OpRun:
 
 
 class MeasuredCosts:
-    """Times each op as it runs, and measures its peak growth of memory.
+    """Times each op as it runs, and measures its peak growth of memory."""
 
-    `looks_around`: measure the most bytes that the whole process has in the step on the CPU, too.
-    """
-
-    def __init__(self, device: torch.device, *, looks_around: bool = False) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._seconds: dict[Key, list[float]] = {}
         self._numbers: dict[Key, list[int]] = {}
         self._num_runs = 0
         self._device = device
-        self._memory = CudaOpPeaks(device) if device.type == "cuda" else CpuOpPeaks(adds_up=looks_around)
+        self._memory = CudaOpPeaks(device) if device.type == "cuda" else CpuOpPeaks()
         self._working_bytes: dict[Key, int] = {}
 
     @contextmanager
-    def recording(self) -> Iterator[None]:
-        with self._memory.recording():
+    def recording(self, before: Deaths | None = None) -> Iterator[None]:
+        """Measure during the block; with `before`, also the most bytes that the whole process has in the step."""
+        with self._memory.recording(before):
             yield
         peaks_bytes = self._memory.peaks_bytes()
         # The first call may allocate lasting memory, so the higher median of all calls counts.
@@ -128,7 +127,7 @@ class MeasuredCosts:
 
     @property
     def step_bytes(self) -> int:
-        """Most bytes alive in the step, with everything else in memory; 0 on the CPU, unless `looks_around`."""
+        """Most bytes alive in the step, with everything else in memory; 0 on the CPU, unless recorded with `before`."""
         return self._memory.step_bytes
 
     @contextmanager

@@ -7,6 +7,7 @@ byte is allocated at the start, and dies with it. A callback of a weak reference
 import gc
 import weakref
 from collections.abc import Iterable
+from itertools import compress
 
 import torch
 
@@ -20,10 +21,11 @@ def reachable_storages() -> list[torch.UntypedStorage]:
     graph) are not found, nor are those that `gc.freeze()` has set aside.
     """
     storages: dict[int, torch.UntypedStorage] = {}
+    things, tensor_types = gc.get_objects(), _with_subclasses(torch.Tensor)
     with disable_torch_function():
-        for thing in gc.get_objects():
-            # Not isinstance, which asks proxy objects for their class and may wake them.
-            if not issubclass(type(thing), torch.Tensor) or is_traceable_wrapper_subclass(thing):
+        # By exact type, in C; isinstance would ask proxy objects for their class, and may wake them.
+        for thing in compress(things, map(tensor_types.__contains__, map(type, things))):
+            if is_traceable_wrapper_subclass(thing):
                 continue
             # Autograd makes gradients in C++, where the garbage collector does not see them.
             for tensor in (thing, thing.grad if thing.is_leaf else None):
@@ -38,9 +40,20 @@ def reachable_storages() -> list[torch.UntypedStorage]:
     return list(storages.values())
 
 
+def _with_subclasses(kind: type) -> set[type]:
+    return {kind}.union(*map(_with_subclasses, type.__subclasses__(kind)))
+
+
 def is_of_the_allocator(storage: torch.UntypedStorage) -> bool:
     """Whether PyTorch allocated it: not a mapped file, shared memory, or an array of NumPy's."""
     return storage.resizable() and not storage.is_shared()
+
+
+def allocated_storages() -> list[torch.UntypedStorage]:
+    """Collect garbage, and return the CPU storages of the allocator that Python can reach."""
+    # Garbage in cycles would count for as long as nobody collects it.
+    gc.collect()
+    return list(filter(is_of_the_allocator, reachable_storages()))
 
 
 _MARK = "_recollect_mark"

@@ -13,7 +13,7 @@ from functools import lru_cache
 
 import torch
 
-from recollect.measuring.deaths import is_of_the_allocator, reachable_storages
+from recollect.measuring.deaths import allocated_storages
 from recollect.measuring.meter import storage_bytes
 
 # PyTorch's CPU allocator raises a plain RuntimeError with this text.
@@ -106,8 +106,7 @@ def tensor_bytes(device: torch.device) -> int:
     """Return the bytes of all tensors; on the CPU of those that Python can reach, after a look at each object there is."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
-    gc.collect()
-    return sum(storage.nbytes() for storage in filter(is_of_the_allocator, reachable_storages()))
+    return sum(storage.nbytes() for storage in allocated_storages())
 
 
 @lru_cache(maxsize=1)

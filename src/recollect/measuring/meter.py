@@ -19,7 +19,7 @@ from recollect._torch_memory import AllocatorTrace, quiet_allocator
 from recollect._torch_private import profiler_is_active
 from recollect.byte_format import format_bytes
 from recollect.errors import MeterError
-from recollect.measuring.deaths import OLDER, Deaths, added_up, is_of_the_allocator, reachable_storages
+from recollect.measuring.deaths import OLDER, Deaths, added_up, allocated_storages, reachable_storages
 from recollect.quantities import parse_bytes
 from recollect.tensors import inner_tensors, sparse_parts
 
@@ -238,8 +238,7 @@ def peak_on_cpu() -> Iterator[list[int]]:
         >>> found[0] >= 8000
         True
     """
-    gc.collect()
-    found, before = list[int](), Deaths(filter(is_of_the_allocator, reachable_storages()))
+    found, before = list[int](), Deaths(allocated_storages())
     with traced("measure", before) as events:
         yield found
     found += [before.start_bytes + added_up(events)[0], before.start_bytes]
@@ -274,23 +273,21 @@ class CpuOpPeaks:
     It splits the allocator's events of the whole step at marks: allocations of one byte before and after each op.
 
     Attributes:
-        step_bytes: most bytes alive in the step, of all tensors that Python can reach; 0 unless `adds_up`.
+        step_bytes: most bytes alive in the step, of all tensors that Python can reach; 0 unless it knows those from before.
     """
 
-    def __init__(self, *, adds_up: bool = False) -> None:
+    def __init__(self) -> None:
         self.step_bytes = 0
-        self._adds_up = adds_up
         # Kept to the end: no other allocation can get the address of a mark.
         self._marks: list[torch.UntypedStorage] = []
         self._events: list[tuple[int, int]] = []
 
     @contextmanager
-    def recording(self) -> Iterator[None]:
-        """Record the allocator's events during the block."""
-        before = Deaths(filter(is_of_the_allocator, reachable_storages()) if self._adds_up else ())
-        with traced("record", before) as self._events:
+    def recording(self, before: Deaths | None = None) -> Iterator[None]:
+        """Record the allocator's events during the block; `before`: deaths of all that is alive when it begins."""
+        with traced("record", before or Deaths(())) as self._events:
             yield
-        if self._adds_up:
+        if before is not None:
             marks = {mark.data_ptr() for mark in self._marks}
             events = [event for event in self._events if abs(event[1]) != 1 or event[0] not in marks]
             self.step_bytes = before.start_bytes + added_up(events)[0]
@@ -341,8 +338,8 @@ class CudaOpPeaks:
         self._peaks_bytes: list[int] = []
 
     @contextmanager
-    def recording(self) -> Iterator[None]:
-        """Reset the peak counter; the allocator always counts."""
+    def recording(self, before: Deaths | None = None) -> Iterator[None]:
+        """Reset the peak counter; the allocator always counts, `before` or not."""
         torch.cuda.reset_peak_memory_stats(self._device)
         self.step_bytes = 0
         yield

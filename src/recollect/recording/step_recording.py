@@ -18,6 +18,7 @@ from recollect.engine.check_plan import device_name
 from recollect.engine.compiled.compiled_engine import check_compilers
 from recollect.engine.policy import DropAll
 from recollect.engine.tape import forget_last_step
+from recollect.measuring.deaths import Deaths, allocated_storages
 from recollect.measuring.device_memory import memory_bytes
 from recollect.measuring.meter import storage_bytes
 from recollect.planning.planners import Engine
@@ -137,11 +138,12 @@ class StepRecording:
         recorder.note_gathered(self.model.parameters())
         in_buckets, buckets_bytes = self._note_buckets()
         last_gradients = [gradient for gradient in self._present(gradients) if id(gradient) not in in_buckets]
+        alive = allocated_storages() if self.in_loop and self.device.type == "cpu" else None
         # Existing gradients are logged as if the step made them.
         self._unrelated = UnrelatedMemory(
             self.device,
             known if self.device.type == "cuda" else [*known, *last_gradients],
-            looks_on_cpu=self.in_loop,
+            alive or (),
             set_aside_bytes=set_aside_bytes + buckets_bytes,
         )
         enter = self._stack.enter_context
@@ -154,7 +156,7 @@ class StepRecording:
                 enter(self.returns.seen_by_hooks(self.model, paths))
             enter(filled_storages(recorder.note_resize))
             enter(freed_gradients(self._note_freed))
-            enter(self.costs.recording())
+            enter(self.costs.recording(None if alive is None else Deaths(alive)))
             enter(StepMode(recorder))
         except BaseException:
             self.abort()

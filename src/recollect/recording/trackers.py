@@ -6,7 +6,6 @@ values and ops, of which `assemble` makes a graph.
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -27,7 +26,6 @@ from recollect._torch_private import (
 )
 from recollect.costs.op_costs import OpRun
 from recollect.engine.subclasses import strided_tensors
-from recollect.measuring.deaths import is_of_the_allocator, reachable_storages
 from recollect.measuring.device_memory import allocated_bytes
 from recollect.measuring.meter import storages_of
 from recollect.profile import events
@@ -265,7 +263,7 @@ class UnrelatedMemory:
 
     Make it before the step; ask for its bytes when the step has run. On CUDA the allocator knows: blocks allocated when
     the step ends that belong neither to the step nor to its inputs. That includes the workspaces of libraries. On the
-    CPU there is no such count; instead, add up the tensors that Python can reach before and after the step, and that no op
+    CPU there is no such count; instead, add up the storages that are `alive` before the step and after it, and that no op
     read.
 
     `known`: tensors of the device which the record counts itself. `set_aside_bytes`: others that a CUDA device holds, but
@@ -273,21 +271,18 @@ class UnrelatedMemory:
     """
 
     def __init__(
-        self, device: torch.device, known: Iterable[torch.Tensor], *, looks_on_cpu: bool, set_aside_bytes: int = 0
+        self,
+        device: torch.device,
+        known: Iterable[torch.Tensor],
+        alive: Iterable[torch.UntypedStorage],
+        *,
+        set_aside_bytes: int = 0,
     ) -> None:
         self._device = device
         storages = storages_of(known)
         self._known_bytes = sum(storage.nbytes() for storage in storages) + set_aside_bytes
-        self._present: list[weakref.ref[torch.UntypedStorage]] = []
-        if device.type == "cpu" and looks_on_cpu:
-            # Garbage in cycles would count for as long as nobody collects it.
-            gc.collect()
-            ids = {id(storage) for storage in storages}
-            self._present = [
-                weakref.ref(storage)
-                for storage in reachable_storages()
-                if id(storage) not in ids and is_of_the_allocator(storage)
-            ]
+        ids = {id(storage) for storage in storages}
+        self._present = [weakref.ref(storage) for storage in alive if id(storage) not in ids]
 
     def nbytes(self, step_bytes: int) -> int:
         """Return the bytes; call this before the recorder releases the storages that it saw.

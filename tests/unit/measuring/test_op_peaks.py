@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from recollect.errors import MeterError
+from recollect.measuring.deaths import Deaths, allocated_storages
 from recollect.measuring.meter import CpuOpPeaks
 
 
@@ -33,9 +34,9 @@ def test_each_op_has_its_own_peak() -> None:
 
 def test_a_storage_that_dies_on_a_different_thread() -> None:
     """As those that a communication library holds: the allocator is traced on this thread only."""
-    peaks = CpuOpPeaks(adds_up=True)
+    peaks = CpuOpPeaks()
     held = [torch.randn(1000) for _ in range(50)]
-    with peaks.recording():
+    with peaks.recording(Deaths(allocated_storages())):
         thread = Thread(target=held.clear)
         thread.start()
         thread.join()

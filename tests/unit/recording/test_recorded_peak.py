@@ -17,6 +17,7 @@ from compiled_blocks import IGNORED
 from recollect.attaching.attached import Attached
 from recollect.costs.op_costs import MeasuredCosts
 from recollect.errors import BudgetTooSmallError, BudgetWarning
+from recollect.measuring.deaths import Deaths, allocated_storages
 from recollect.measuring.meter import measure_peak, storage_bytes
 from recollect.recording.find_units import find_units
 from recollect.recording.optimizers import state_tensors
@@ -38,8 +39,8 @@ def test_the_peak_of_a_step_is_measured_as_by_the_meter() -> None:
 
     expected = measure_peak(step, device=CPU).peak_bytes
     held += [torch.zeros(1000), torch.zeros(500)]
-    costs = MeasuredCosts(CPU, looks_around=True)
-    with costs.recording():
+    costs = MeasuredCosts(CPU)
+    with costs.recording(Deaths(allocated_storages())):
         step()
     assert costs.step_bytes == expected
     plain = MeasuredCosts(CPU)
