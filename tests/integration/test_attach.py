@@ -372,6 +372,26 @@ def test_a_model_in_eval_mode_is_named() -> None:
     assert attached.recorded_steps == [0, 1]
 
 
+def test_the_inputs_of_a_frozen_model_are_trained() -> None:
+    """As a soft prompt or an image is; a frozen model in eval mode is meant so."""
+
+    def trained(budget: str | None) -> Tensor:
+        torch.manual_seed(0)
+        model, inputs = Residual(inner=128).requires_grad_(False).eval(), torch.randn(256, 32, requires_grad=True)
+        optimizer = torch.optim.Adam([inputs])
+        attached = None if budget is None else recollect.attach(model, optimizer, budget, log=lambda _: None)
+        for _ in range(3):
+            model(inputs).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert attached is None or (attached.plan is not None and attached.plan.predicted_slowdown)
+        return inputs.detach()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", BudgetWarning)
+        assert has_same_bits(trained("85%"), trained(None))
+
+
 def put_wrappers_on(model: Any) -> None:
     for number, layer in enumerate(model.model.layers):
         model.model.layers[number] = checkpoint_wrapper(layer)

@@ -119,7 +119,9 @@ class StepPlanner:
     def plan(self, recording: StepRecording, step: StepUnderWay, number: int) -> None:
         begin = time.perf_counter()
         modes = [call.context[1] for call in step.calls]
-        if not any([*modes, *(module.training for module in self.placement.model.modules())]):
+        model = self.placement.model
+        is_trained = any(parameter.requires_grad for parameter in model.parameters())
+        if is_trained and not any([*modes, *(module.training for module in model.modules())]):
             self.warn_once(
                 f"step {number} ran in eval mode, in which dropout holds less: call model.train() first if that is not meant; "
                 "a step in training mode will be recorded and planned again",

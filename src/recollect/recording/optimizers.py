@@ -76,7 +76,8 @@ def check_optimizers(model: nn.Module, optimizers: Any) -> None:
 
     Full-precision copies of the parameters, views of them, and the flat parts of them that ZeRO steps over, are not a mistake:
     an optimizer over parameters of other dtypes, or in a wrapper, is not checked, nor is any of a model that FSDP2 shards,
-    which has whole parameters in place of the optimizer's while gathered.
+    which has whole parameters in place of the optimizer's while gathered. What steps over no parameter of a frozen model
+    trains its inputs.
 
     Raises:
         RecordError: none of the optimizers' parameters is one of the model's.
@@ -85,6 +86,8 @@ def check_optimizers(model: nn.Module, optimizers: Any) -> None:
     steps_over = [p for optimizer in found for group in optimizer.param_groups for p in group["params"]]
     own = {id(parameter) for parameter in model.parameters()}
     if not own or not steps_over or any(id(parameter) in own for parameter in steps_over):
+        return
+    if not any(parameter.requires_grad for parameter in model.parameters()):
         return
     if fully_sharded_modules(model) or not set(storages_of(steps_over)).isdisjoint(storages_of(model.parameters())):
         return
