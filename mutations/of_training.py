@@ -56,6 +56,12 @@ MUTATIONS = (
         (("        self._watcher.forget()\n", ""),),
     ),
     Mutation(
+        "loss-holds-model",
+        "a loss that is alive after its step holds the model and the optimizer",
+        "attaching",
+        (("watcher = weakref.ref(self)", "watcher = lambda: self"),),
+    ),
+    Mutation(
         "error-holds-model",
         "an error that is kept holds the model",
         "tracebacks.py",

@@ -134,3 +134,20 @@ def test_traces_hold_no_module_that_its_class_holds() -> None:
     layers.clear()
     gc.collect()
     assert [type(found()).__name__ for found in seen if found() is not None] == []
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", r"ignore:The \.grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("engine", ["tape", "graph", pytest.param("compile", marks=pytest.mark.long)])
+def test_a_loss_that_is_kept_holds_no_model(engine: Any) -> None:
+    """As in a loop over models, where the last loss is alive while the next one is made; autograd holds parameters only."""
+    loop = Loop()
+    attached = recollect.attach(loop.model, loop.optimizer, "90%", log=str, engine=engine)
+    for _ in range(2):
+        loss = loop.model(X).sum()
+        loss.backward()
+        loop.optimizer.step()
+    seen = [*loop.seen, weakref.ref(attached)]
+    del loop, attached
+    gc.collect()
+    assert [type(found()).__name__ for found in seen if found() is not None] == []
+    del loss

@@ -166,10 +166,14 @@ class Watcher:
 
     def _watch_backward(self, output: Any) -> None:
         backwards = self.backwards
+        # A loss that outlives model and optimizer holds this function.
+        watcher = weakref.ref(self)
 
         @untraced
         def note(_gradient: Any) -> None:
-            self.saw_backward = True
+            its = watcher()
+            if its is not None:
+                its.saw_backward = True
             backwards.number += 1
             backwards.build_graph |= torch.is_grad_enabled()
 

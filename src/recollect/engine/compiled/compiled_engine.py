@@ -163,7 +163,7 @@ class CompiledForward(PlacedForward):
             if node is not None:
                 saved = getattr(node, "saved_tensors", ()) if self._gathered else ()
                 read = [tensor for tensor in saved if tensor.untyped_storage()._cdata in self._gathered]
-                node.register_prehook(partial(self._before_backward, read))
+                node.register_prehook(partial(_before_backward, self.path, read))
         return output
 
     def _begin(self, args: Any, kwargs: Any) -> Callable[..., Any]:
@@ -202,17 +202,19 @@ class CompiledForward(PlacedForward):
                 BudgetWarning,
             )
 
-    @untraced
-    def _before_backward(self, read: Sequence[torch.Tensor], gradients: Any) -> None:
-        for tensor in read:
-            check_filled(tensor, self.path)
-        if keeps_graph():
-            raise ConfigError(
-                settings={"retain_graph": True},
-                reason=f"{unit_words(self.path)} is compiled as a plan says, and its backward uses up what it saved: it runs "
-                "once over a graph, and not in two halves, as zero-bubble pipelines have it",
-                advice="Run backward once, choose a different schedule, or use the engine 'tape' for this unit.",
-            )
+
+# Not a method: a loss that outlives its model must not hold it.
+@untraced
+def _before_backward(path: str, read: Sequence[torch.Tensor], gradients: Any) -> None:
+    for tensor in read:
+        check_filled(tensor, path)
+    if keeps_graph():
+        raise ConfigError(
+            settings={"retain_graph": True},
+            reason=f"{unit_words(path)} is compiled as a plan says, and its backward uses up what it saved: it runs "
+            "once over a graph, and not in two halves, as zero-bubble pipelines have it",
+            advice="Run backward once, choose a different schedule, or use the engine 'tape' for this unit.",
+        )
 
 
 def _shapes_of(args: Any, kwargs: Any) -> tuple[torch.Size, ...]:
