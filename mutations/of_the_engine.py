@@ -218,7 +218,7 @@ MUTATIONS = (
         "compiled-backward-twice",
         "the backward of a compiled unit may run a second time over what it has used up",
         "engine",
-        (("                node.register_prehook(partial(self._before_backward, read))", "                pass"),),
+        (("                node.register_prehook(partial(_before_backward, self.path, read))", "                pass"),),
     ),
     Mutation(
         "wrapped-unit-named",
@@ -464,7 +464,7 @@ MUTATIONS = (
         "compiled-parameters-not-gathered",
         "the backward of a compiled unit reads parameters whose memory FSDP2 has freed",
         "engine/compiled",
-        (("check_filled(tensor, self.path)", "pass"),),
+        (("check_filled(tensor, path)", "pass"),),
     ),
     Mutation(
         "gathered-weights-not-held",
