@@ -218,7 +218,12 @@ MUTATIONS = (
         "compiled-backward-twice",
         "the backward of a compiled unit may run a second time over what it has used up",
         "engine",
-        (("                node.register_prehook(partial(_before_backward, self.path, read))", "                pass"),),
+        (
+            (
+                "                node.register_prehook(partial(_before_backward, self.path, read))",
+                "                pass",
+            ),
+        ),
     ),
     Mutation(
         "wrapped-unit-named",

@@ -62,6 +62,12 @@ MUTATIONS = (
         (("watcher = weakref.ref(self)", "watcher = lambda: self"),),
     ),
     Mutation(
+        "unnamed-values-kept",
+        "an attached layer keeps what it computes at times, and no plan names, and steps exceed their budget",
+        "engine/policy.py",
+        (("return Action.RECOMPUTE if unit.recomputes_anything else Action.KEEP", "return Action.KEEP"),),
+    ),
+    Mutation(
         "error-holds-model",
         "an error that is kept holds the model",
         "tracebacks.py",
@@ -88,7 +94,7 @@ MUTATIONS = (
         "departure-not-noticed",
         "a step that runs a unit more often than planned passes for a planned one",
         "attaching",
-        (("self._now.departure = Departure(text)", "_ = Departure(text)"),),
+        ((") or Departure(text, unnamed=unnamed)", ")"),),
     ),
     Mutation(
         "optimizer-replaced-unseen",

@@ -55,6 +55,8 @@ class Departure:
     """The departure, as in "ran layers.3 once more than planned"."""
     more_bytes: int | None = None
     """Bytes beyond those expected by the allocator's count; None if the count did not show the departure."""
+    unnamed: tuple[str, str] | None = None
+    """The value that no plan names, and before it its unit, which is foreseen."""
 
     def excess(self, planned: PlannedStep, more_bytes: int | None, measured_bytes: int) -> str:
         """Return the message about the step; "" if it needed no more than the budget.

@@ -27,9 +27,11 @@ from recollect.applying import apply_own, apply_policy
 from recollect.attaching.planned_step import PlannedStep
 from recollect.attaching.unit_watch import UnitWatch
 from recollect.byte_format import format_bytes
-from recollect.engine.placed_forward import Applied, PlacedForward, time_reruns
+from recollect.engine.placed_forward import Applied, PlacedForward, tell_departures, time_reruns
 from recollect.engine.policy import DropAll
 from recollect.measuring.stopwatch import Stopwatch
+from recollect.plans.paths import unit_words
+from recollect.plans.plan import Plan
 from recollect.plans.unit_plan import UnitPlan
 from recollect.recording.next_step import Returns, entry_modules
 from recollect.recording.step_recording import StepRecording
@@ -100,7 +102,7 @@ class Watcher:
         end: told when it has returned.
         abandon: told of a call that raised, and of the end of the thread that records a step: PyTorch's modes and profiler
             must not outlive their thread.
-        departs: told of the first run of a unit in a step that no plan foresees; may raise.
+        departs: told of the first run of a unit in a step that no plan foresees; may raise. Or of an `unnamed` value in one.
 
     Attributes:
         is_inside: a call with gradients is running.
@@ -113,7 +115,7 @@ class Watcher:
         begin: Callable[[str, nn.Module, Any, Any], object],
         end: Callable[[], object],
         abandon: Callable[[], object],
-        departs: Callable[[str], object],
+        departs: Callable[..., object],
     ) -> None:
         self.begin = begin
         self.end = end
@@ -231,8 +233,20 @@ class Placement:
 
     def put(self, chosen: PlannedStep | None) -> None:
         if chosen is None or chosen is not self.active:
-            self._replace(None if chosen is None else lambda: apply_own(self.model, chosen.plan))
+            self._replace(None if chosen is None else lambda: self._applied_plan(chosen.plan))
         self.active = chosen
+
+    def _applied_plan(self, plan: Plan) -> Applied:
+        # Weakly, as a graph that is kept holds the tape.
+        watcher = weakref.ref(self._watcher)
+
+        def departs(path: str, value: str) -> None:
+            if (its := watcher()) is not None:
+                its.departs(f"computed {value!r} in {unit_words(path)}, which its plan does not name", (path, value))
+
+        applied = apply_own(self.model, plan)
+        tell_departures(applied, departs)
+        return applied
 
     def put_leanest(self, lean_units: Mapping[str, UnitPlan] | None) -> None:
         """Put in place a policy that drops everything except values that a plan keeps by name."""

@@ -38,6 +38,8 @@ _MARGIN: Final = 1.5
 _MOST_RECORDED: Final = 16
 # Where steps alternate, a few begin like the uncovered one.
 _MOST_ATTEMPTS: Final = 4
+# So often for a step in which units compute what no plan names, and what they then recompute.
+_MOST_SEARCHES: Final = 4
 # With this many unit runs at their leanest, in reserved memory, a larger step is worth recording.
 _MOST_SPARE: Final = 0.1
 
@@ -56,6 +58,7 @@ class Missed:
         self.did_more = self.was_over = False
         self._calls: list[Call] = []
         self._courses: list[Course] = []
+        self._unnamed: tuple[str, str] | None = None
 
     def note(
         self,
@@ -65,15 +68,20 @@ class Missed:
         attempts: int | None = None,
         did_more: bool = False,
         was_over: bool = False,
+        unnamed: tuple[str, str] | None = None,
     ) -> None:
-        """Note one: its calls so far, their courses where known, and how many steps to record, if not the usual number."""
+        """Note one: its calls so far, their courses where known, and how many steps to record, if not the usual number.
+
+        `unnamed`: a unit, and a value in it.
+        """
         self._calls, self._courses = list(calls), list(courses)
         self.attempts_left = _MOST_ATTEMPTS if attempts is None else attempts
         self.did_more, self.was_over = did_more, was_over
+        self._unnamed = unnamed
 
     def is_met_by(self, planned: PlannedStep) -> bool:
         """Return whether a step that was recorded since covers it, without running much of it at its leanest."""
-        if not planned.follows(self._calls):
+        if not planned.follows(self._calls) or (self._unnamed and not planned.profile.has_value(*self._unnamed)):
             return False
         for wanted, course, spare in zip(self._courses, planned.courses, planned.spare, strict=False):
             lacking = course.lacks(wanted)
@@ -115,6 +123,7 @@ class StepPlanner:
         self._warned: set[str] = set()
         # Numbers of planned steps after which one was recorded, since the allocator showed more than was planned.
         self._tried: set[int] = set()
+        self._searches_left = _MOST_SEARCHES
 
     def plan(self, recording: StepRecording, step: StepUnderWay, number: int) -> None:
         begin = time.perf_counter()
@@ -202,7 +211,13 @@ class StepPlanner:
             if more_bytes is not None:
                 more_bytes -= reserve.held_bytes(active.profile, active.plan, step.skipped())
         if said := departure.excess(active, more_bytes, measured_bytes):
-            self.warn_once(f"step {number} {said}. What follows is planned for that, too", key=f"step {number}")
+            key = departure.text if departure.unnamed else f"step {number}"
+            self.warn_once(f"step {number} {said}. What follows is planned for that, too", key=key)
+        if departure.unnamed:
+            self._searches_left -= 1
+            if self._searches_left >= 0:
+                self.missed.note(step.calls, courses, did_more=True, unnamed=departure.unnamed)
+            return
         is_read = departure.more_bytes is not None
         # Memory that the allocator showed once may appear in the next step, too, where it can be recorded.
         if not self.lockstep.ranks.is_alone or (is_read and active.number not in self._tried):

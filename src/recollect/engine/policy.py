@@ -9,7 +9,7 @@ One carries out a plan; the leanest one knows nothing of the model, or follows a
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple, Protocol
 
 import torch
@@ -57,6 +57,8 @@ class Policy(Protocol):
 class PlanPolicy:
     """Looks values up in units' plans, and keeps values that it does not know; warns once if the model computes such.
 
+    With `departs`, which is then told of unit and value, those of units that recompute others are recomputed, too.
+
     A loop inside a module (over the experts that got tokens) may run an op more or fewer times than when the plan was
     made. A call that the plan does not name follows the named calls of the same op in the same module, if they agree.
     """
@@ -74,6 +76,7 @@ class PlanPolicy:
             for name, action in unit.actions.items():
                 self._by_stem.setdefault((path, _without_count(name)), set()).add(action)
         self._has_warned = False
+        self.departs: Callable[[str, str], object] | None = None
         self.drops_outputs = any(unit.output is Action.RECOMPUTE for unit in units.values())
 
     def action(self, unit_path: str, value_name: str) -> Action:
@@ -88,8 +91,11 @@ class PlanPolicy:
         alike = self._by_stem.get((unit_path, _without_count(value_name)), set())
         if len(alike) == 1:
             return next(iter(alike))
-        self._warn(unit_path, value_name)
-        return Action.KEEP
+        if self.departs is None:
+            self._warn(unit_path, value_name)
+            return Action.KEEP
+        self.departs(unit_path, value_name)
+        return Action.RECOMPUTE if unit.recomputes_anything else Action.KEEP
 
     def acts_in(self, unit_path: str, module_path: str) -> bool:
         """Whether the plan does anything but keep all of a module's values."""

@@ -1,6 +1,6 @@
 """Runs units on a tape, and has the modules inside them tell it which one is running."""
 
-from collections.abc import Container, Iterable
+from collections.abc import Callable, Container, Iterable
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from recollect.engine.eager_forward import look_for_compiler
 from recollect.engine.offload.flight import HostUse
 from recollect.engine.own_checkpoints import running_unit
 from recollect.engine.placed_forward import PlacedForward, unit_module
+from recollect.engine.policy import PlanPolicy
 from recollect.engine.tape import Tape
 from recollect.measuring.stopwatch import Stopwatch
 
@@ -63,6 +64,10 @@ class UnitForward(PlacedForward):
 
     def time_reruns(self, watch: Stopwatch | None) -> None:
         self.tape.reruns = watch
+
+    def tell(self, departs: Callable[[str, str], object]) -> None:
+        if isinstance(self.tape.policy, PlanPolicy):
+            self.tape.policy.departs = departs
 
     @uncompiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

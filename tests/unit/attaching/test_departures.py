@@ -1,8 +1,10 @@
 """What `attach` does, and says, where a step does what no plan foresees; peaks are in tests/integration/test_real_loops.py."""
 
+import copy
 import re
 import warnings
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -12,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import recollect
+from blocks import Computes
 from recollect.attaching.held import Departure
 from recollect.attaching.planned_step import unforeseen
 from recollect.attaching.reserve import Reserve
@@ -20,6 +23,7 @@ from recollect.attaching.step_planner import Missed, is_little
 from recollect.attaching.step_shape import Structure, describe_call
 from recollect.attaching.unit_watch import Course, Runs
 from recollect.byte_format import format_bytes
+from recollect.engine.content import has_same_bits
 from recollect.errors import BudgetWarning, LargerStepError
 from recollect.measuring.device_memory import held_now
 from recollect.measuring.meter import peak_on_cpu
@@ -205,6 +209,37 @@ def test_two_handles_in_one_step_do_not_take_each_other_for_a_profiler() -> None
     assert [handle.recorded_steps for handle in handles] == [[0], [1]]
     for handle in handles:
         handle.remove()
+
+
+def test_what_a_unit_computes_at_times_is_recomputed_and_planned_once_it_was_recorded(model: Blocks) -> None:
+    """Steps of equal shapes alternate: an argument's value, a buffer or the data says what the layers compute."""
+    does_more = False
+
+    def act(_: object, x: Tensor) -> Tensor:
+        return x.tanh().sin().sigmoid() if does_more else x.tanh()
+
+    for block in model.blocks:
+        block[1] = Computes(act)
+    plain = copy.deepcopy(model)
+    rows, plain_optimizer = [torch.randn(512, 32) for _ in range(6)], SGD(plain.parameters())
+    for number, x in enumerate(rows):
+        does_more = number % 2 == 1
+        plain(x).backward()
+        plain_optimizer.step()
+        plain_optimizer.zero_grad()
+    with attached_loop(2_000_000, model, SGD) as (_, optimizer, attached):
+        for number, x in enumerate(rows):
+            does_more = number % 2 == 1
+            said = "^recollect: step 1 computed '1.sin' in unit 'blocks.0', which its plan does not name. It may have needed"
+            expected = pytest.warns(BudgetWarning, match=said) if number == 1 else nullcontext()
+            with expected, peak_on_cpu() if number == 1 else nullcontext([0]) as found:
+                model(x).backward()
+                optimizer.step()
+            optimizer.zero_grad()
+            # Two layers keep everything; kept in the other two, these would take twice as much more.
+            assert found[0] <= 2_000_000 + 2 * 512 * 128 * 4
+        assert attached.recorded_steps == [0, 2, 3]
+    assert all(map(has_same_bits, model.parameters(), plain.parameters()))
 
 
 def test_more_backwards_than_planned_are_said_and_recorded(model: Blocks) -> None:
