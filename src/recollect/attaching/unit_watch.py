@@ -8,6 +8,7 @@ except unit outputs, on a separate tape, which needs no preparation; earlier uni
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -23,7 +24,9 @@ from recollect.engine.own_checkpoints import running_unit, tell_once
 from recollect.engine.placed_forward import PlacedForward
 from recollect.engine.policy import DropAll
 from recollect.engine.tape import Tape
+from recollect.errors import BudgetWarning
 from recollect.plans.paths import unit_words
+from recollect.warning import warn_user
 
 _ANY_NUMBER: Final = sys.maxsize
 # Looked up in every run of a unit.
@@ -121,6 +124,21 @@ class WatchedUnit(PlacedForward):
         self.watch = watch
         self.allowed = self.left = self.spare = 0
         self.numel = self.most_numel = 0
+        self.has_told = False
+
+    def look_for_other(self) -> None:
+        """Warn, once, if the user has put a forward in place of this one that does not refer to it."""
+        forward = vars(self.module).get("forward")
+        if forward is None or isinstance(forward, PlacedForward) or self.has_told:
+            return
+        if not any(held is self for held in gc.get_referents(forward, *(getattr(forward, "__closure__", None) or ()))):
+            self.has_told = True
+            warn_user(
+                f"recollect: {unit_words(self.path)} has got a forward of its own since attach was called, "
+                f"{getattr(forward, '__qualname__', type(forward).__name__)}: it runs without a plan, and steps may exceed the "
+                "budget. Call attached.remove(), and attach again.",
+                BudgetWarning,
+            )
 
     @uncompiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -197,6 +215,9 @@ class UnitWatch:
             unit.numel = unit.spare = 0
 
     def course(self) -> Course:
+        for unit in self.units:
+            if unit.left == unit.allowed:
+                unit.look_for_other()
         return Course(
             {unit.path: Runs(unit.allowed - unit.left, unit.numel) for unit in self.units if unit.left != unit.allowed}
         )

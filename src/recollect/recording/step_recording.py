@@ -1,5 +1,6 @@
 """One recording: from `start` to `stop`, everything that runs on this thread is recorded, whoever calls it."""
 
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import KW_ONLY, dataclass, replace
@@ -20,7 +21,7 @@ from recollect.engine.policy import DropAll
 from recollect.engine.tape import forget_last_step
 from recollect.measuring.deaths import Deaths, allocated_storages
 from recollect.measuring.device_memory import memory_bytes
-from recollect.measuring.meter import storage_bytes
+from recollect.measuring.meter import storage_bytes, storages_of
 from recollect.planning.planners import Engine
 from recollect.plans.unit_plan import UnitPlan
 from recollect.profile import events
@@ -94,6 +95,7 @@ class StepRecording:
         self._samples = UnitSamples(self.model, self.device, in_excerpts=self.in_loop, takes_any=takes_samples)
         self._stack = ExitStack()
         self._persistent: dict[str, int] = {}
+        self._last_state: list[tuple[weakref.ref[torch.UntypedStorage], int]] = []
         self.returns = Returns(self.recorder)
         self.samples_of_graph: dict[int, UnitSample] = {}
         self._ran_optimizer = False
@@ -131,6 +133,8 @@ class StepRecording:
         for kind, group in persistent.items():
             present = self._present(group)
             self._persistent[kind] = storage_bytes(present)
+            if kind == "optimizer_state":
+                self._last_state = [(weakref.ref(storage), storage.nbytes()) for storage in storages_of(present)]
             recorder.trackers.mark_persistent(present)
             known += present
         if self._ranks is not None:
@@ -205,6 +209,9 @@ class StepRecording:
         # Fake tensors take no memory.
         self._other_bytes = self._unrelated.nbytes(0 if self.is_on_fake_tensors else self.left_bytes)
         recorder.close()
+        # A new optimizer has taken the old one's place, if its state is gone.
+        if gone_bytes := sum(nbytes for state, nbytes in self._last_state if state() is None):
+            self._persistent["optimizer_state"] -= gone_bytes
         if made:
             made_bytes = sum(left[one].nbytes for one in made if one in left)
             self._persistent["optimizer_state"] = self._persistent.get("optimizer_state", 0) + made_bytes

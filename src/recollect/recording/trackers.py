@@ -280,7 +280,8 @@ class UnrelatedMemory:
     ) -> None:
         self._device = device
         storages = storages_of(known)
-        self._known_bytes = sum(storage.nbytes() for storage in storages) + set_aside_bytes
+        self._known = [(weakref.ref(storage), storage.nbytes()) for storage in storages]
+        self._set_aside_bytes = set_aside_bytes
         ids = {id(storage) for storage in storages}
         self._present = [weakref.ref(storage) for storage in alive if id(storage) not in ids]
 
@@ -290,7 +291,8 @@ class UnrelatedMemory:
         `step_bytes`: of what the step made and is still alive.
         """
         if self._device.type == "cuda":
-            return max(0, allocated_bytes(self._device) - self._known_bytes - step_bytes)
+            known_bytes = sum(nbytes for reference, nbytes in self._known if reference() is not None)
+            return max(0, allocated_bytes(self._device) - known_bytes - self._set_aside_bytes - step_bytes)
         alive = (reference() for reference in self._present)
         return sum(storage.nbytes() for storage in alive if storage is not None and tracker_of(storage) is None)
 

@@ -1,6 +1,7 @@
 """What a loop changes between two steps is noticed: its optimizer, autocast, the size of a batch, or that it is let go of."""
 
 import warnings
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,7 +10,8 @@ from torch import nn
 
 import recollect
 from recollect.errors import BudgetTooSmallError, BudgetWarning
-from recollect.measuring.meter import measure_peak
+from recollect.measuring.meter import measure_peak, storage_bytes
+from recollect.recording.optimizers import state_tensors
 from residual_model import Model, attached_loop, step
 
 
@@ -129,6 +131,34 @@ def test_state_that_an_optimizer_makes_later_is_in_all_plans_that_follow() -> No
         assert attached.recorded_steps == [0, 3]
         measured = measure_peak(lambda: step(model, optimizer, rows=256), device="cpu")
         assert measured.peak_bytes <= (attached.budget_bytes or 0)
+
+
+def test_the_state_of_an_optimizer_whose_place_was_taken_in_a_recorded_step_is_not_counted() -> None:
+    model = Model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with recollect.attach(model, optimizer, "1GiB", log=lambda _: None) as attached:
+        for rows in (16, 32):
+            optimizer = torch.optim.AdamW(model.parameters()) if attached.num_steps else optimizer
+            step(model, optimizer, rows)
+        persistent = attached.planned[-1].profile.persistent
+        assert attached.recorded_steps == [0, 1]
+        assert persistent["optimizer_state"] == storage_bytes(state_tensors(optimizer))
+        assert "other_allocations" not in persistent
+
+
+def test_a_layer_that_gets_a_forward_of_its_own_is_named_once() -> None:
+    with attached_loop("1GiB") as (model, optimizer, _):
+        step(model, optimizer)
+        wrapped, layer = model.layers[0].forward, model.layers[1]
+        model.layers[0].forward = lambda x: 2 * wrapped(x)  # which still runs the plan
+        layer.forward = partial(nn.Sequential.forward, layer)
+        with pytest.warns(
+            BudgetWarning,
+            match=r"^recollect: unit 'layers.1' has got a forward of its own since attach was called, partial: it runs without "
+            r"a plan, and steps may exceed the budget\. Call attached\.remove\(\), and attach again\.$",
+        ):
+            step(model, optimizer)
+        step(model, optimizer)
 
 
 def test_an_optimizer_that_attach_does_not_know_is_named() -> None:
