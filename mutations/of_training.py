@@ -50,6 +50,18 @@ MUTATIONS = (
         (("around_s / speed", "around_s"),),
     ),
     Mutation(
+        "shapes-learnt-in-a-step",
+        "the call by which a pipeline's stage learns shapes counts as a micro-batch of the first step",
+        "attaching",
+        ((" or self.rehearses()", ""),),
+    ),
+    Mutation(
+        "shapes-learnt-without-a-plan",
+        "the call by which a pipeline's stage learns shapes keeps all that the model saves",
+        "attaching",
+        (("            self.put_leanest(None)\n        return True", "            pass\n        return True"),),
+    ),
+    Mutation(
         "removed-holds-model",
         "what attach put around a model holds it after remove(), until garbage is collected",
         "attaching",

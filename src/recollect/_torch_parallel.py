@@ -249,10 +249,20 @@ def split_backward(loss: torch.Tensor, inputs: Sequence[torch.Tensor], model: nn
 SPLITS_FUNCTIONS: Final = torch.__version__ >= "2.13"
 
 
+_STAGE: Final = "torch.distributed.pipelining.stage"
+
+
 def runs_in_stage() -> bool:
     """Whether a stage of torch's pipelines calls this."""
-    modules = (frame.f_globals.get("__name__") for frame, _ in traceback.walk_stack(None))
-    return "torch.distributed.pipelining.stage" in modules
+    return any(frame.f_globals.get("__name__") == _STAGE for frame, _ in traceback.walk_stack(None))
+
+
+def learns_shapes() -> bool:
+    """Whether a stage of torch's pipelines calls this to learn shapes, between steps; before torch 2.13 gradients are off."""
+    if _STAGE not in sys.modules:
+        return False
+    frames = (frame for frame, _ in traceback.walk_stack(None) if frame.f_globals.get("__name__") == _STAGE)
+    return any(frame.f_code.co_name == "_forward_metadata_inference" for frame in frames)
 
 
 def processes_of(model: nn.Module) -> list[Sequence[int]]:

@@ -15,6 +15,7 @@ from typing import Any, Final, Protocol
 import torch
 from torch import nn
 
+from recollect._torch_parallel import learns_shapes
 from recollect._torch_private import (
     current_backward,
     num_dispatch_modes,
@@ -105,6 +106,7 @@ class Watcher:
         departs: told of the first run of a unit in a step that no plan foresees; may raise. Or of an `unnamed` value in one.
 
     Attributes:
+        rehearses: asked before a call whether it belongs to no step, though gradients are on.
         is_inside: a call with gradients is running.
         saw_backward: backward has reached the output of the last call; also before the first one.
         backwards: the last call's backwards.
@@ -121,6 +123,7 @@ class Watcher:
         self.end = end
         self.abandon = abandon
         self.departs = departs
+        self.rehearses: Callable[[], bool] = lambda: False
         self.backwards = Backwards()
         self._returns: Returns | None = None
         self._thread_end: weakref.finalize[[], set[None]] | None = None
@@ -130,6 +133,7 @@ class Watcher:
 
     def forget(self) -> None:
         self.begin = self.end = self.abandon = self.departs = _nobody
+        self.rehearses = lambda: False
 
     def tell(self, returns: Returns | None) -> None:
         """Report all calls to a recording from now on; None: nothing is being recorded."""
@@ -150,7 +154,7 @@ class Watcher:
 
     def run(self, path: str, module: nn.Module, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run the replacement for a module's call; report the call if it is an outermost one."""
-        if self.is_inside or not torch.is_grad_enabled() or transforms_are_active():
+        if self.is_inside or not torch.is_grad_enabled() or transforms_are_active() or self.rehearses():
             return self._noted(module, function, args, kwargs)
         self.is_inside = True
         self.backwards = Backwards()
@@ -211,6 +215,7 @@ class Placement:
         self.model = model
         self.active: PlannedStep | None = None
         self._watcher = watcher
+        watcher.rehearses = self._rehearses
         self._applied: Applied | None = None
 
     def begin(self, unit_paths: Sequence[str]) -> None:
@@ -252,6 +257,14 @@ class Placement:
         """Put in place a policy that drops everything except values that a plan keeps by name."""
         self._replace(lambda: apply_policy(self.model, self.unit_paths, DropAll(but=lean_units)))
         self.active = None
+
+    def _rehearses(self) -> bool:
+        """Whether a stage of a pipeline calls the model between two steps, to learn shapes; make it lean where no plan is."""
+        if self.units.is_on or not learns_shapes():
+            return False
+        if self.active is None:
+            self.put_leanest(None)
+        return True
 
     def time_reruns(self, watch: Stopwatch | None) -> None:
         """Make a watch count what the plan in place reruns in backward, or stop it."""

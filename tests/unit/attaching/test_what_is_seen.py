@@ -1,8 +1,13 @@
 """What `attach` cannot see, or cannot hold, it says."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import recollect
 from recollect.errors import BudgetWarning
@@ -71,3 +76,32 @@ def test_times_that_nobody_measured_are_named() -> None:
         assert said in lines[0] and said in attached.report()
     profile = recollect.record(model, x, loss_fn=torch.sum, fake=True, hardware="H100")
     assert str(recollect.plan(profile, "90%")).endswith("\ntimes modelled for NVIDIA H100 SXM")
+
+
+@pytest.fixture
+def one_process() -> Iterator[None]:
+    dist.init_process_group("fake", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_process")
+def test_a_pipelines_stage_that_learns_shapes_is_lean_and_in_no_step() -> None:
+    model, x = Residual(), torch.randn(64, 32)
+    between = [StorageWeakRef(x.untyped_storage())]
+    lean: list[bool] = []
+    model.layers[0][1].register_forward_hook(lambda _m, _x, y: between.append(StorageWeakRef(y.untyped_storage())))
+    model.register_forward_hook(lambda *_: lean.append(between[-1].expired()))
+    stage = PipelineStage(model, 0, 1, torch.device("cpu"))
+    with attached_loop(model=model) as (_, optimizer, attached):
+        schedule = ScheduleGPipe(stage, 2, loss_fn=nn.functional.mse_loss)
+        for _ in range(2):
+            schedule.step(x, target=x)
+            optimizer.step()
+            optimizer.zero_grad()
+            # After this the next step learns shapes again.
+            with torch.no_grad():
+                schedule.eval(x, target=x)
+        assert attached.recorded_steps == [0]
+        assert [str(planned) for planned in attached.planned] == ["2 calls of 32 x 32"]
+        assert lean[0]
