@@ -62,6 +62,12 @@ MUTATIONS = (
         (("            self.put_leanest(None)\n        return True", "            pass\n        return True"),),
     ),
     Mutation(
+        "second-half-at-a-trace-not-foreseen",
+        "the second half of a backward, which begins at a traced layer, counts as one more backward than the plan foresees",
+        "attaching",
+        (("times = 2 if planned.halves_reach_output else 1", "times = 1"),),
+    ),
+    Mutation(
         "removed-holds-model",
         "what attach put around a model holds it after remove(), until garbage is collected",
         "attaching",

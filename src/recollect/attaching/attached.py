@@ -371,7 +371,7 @@ class Attached(Handle):
             self._planner.plan(recorded, step, number)
             self._meter.restart()
         elif step.state is State.PLANNED and self._placement.active is not None:
-            if step.departure is None and step.had_more_backwards():
+            if step.departure is None and step.had_more_backwards(self._placement.active):
                 step.departure = Departure("ran backward more often than the plan foresees, or for a graph of its own")
             if step.departure is not None:
                 self._planner.see_to(step, step.departure, number, self._meter.peak_bytes)

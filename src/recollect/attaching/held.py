@@ -125,10 +125,11 @@ class StepUnderWay:
             for ran, backwards in zip(self._ran, self._backwards, strict=True)
         ]
 
-    def had_more_backwards(self) -> bool:
+    def had_more_backwards(self, planned: PlannedStep) -> bool:
         """Whether backward ran more often than a plan foresaw, or built a graph that it did not foresee."""
-        pairs = zip(self._foreseen, self.courses(), strict=True)
-        return any(course is not None and not course.foresees_backward(ran) for course, ran in pairs)
+        times = 2 if planned.halves_reach_output else 1
+        pairs = ((c, ran) for c, ran in zip(self._foreseen, self.courses(), strict=True) if c is not None)
+        return any(not replace(c, num_backwards=times * c.num_backwards).foresees_backward(ran) for c, ran in pairs)
 
     def beyond(self) -> list[Mapping[str, int]]:
         """Return for each call the runs of units that its plan did not foresee: all, if it had none."""

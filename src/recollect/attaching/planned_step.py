@@ -17,6 +17,7 @@ from recollect.planning.choose import CACHE_ADVICE
 from recollect.plans.action import EngineChoice
 from recollect.plans.plan import Plan
 from recollect.plans.unit_plan import needs_all_ranks
+from recollect.profile.events import PEEK
 from recollect.profile.profile import Profile, kind_text
 from recollect.simulation.timeline import explain_peak
 from recollect.verification.report import SLOWDOWNS
@@ -114,6 +115,12 @@ class PlannedStep:
         """Whether anything runs again, and the tape runs all of it: it can then be told from the rest of backward."""
         units = [unit for unit in self.plan.units.values() if unit.recomputes_anything]
         return bool(units) and all(unit.engine is EngineChoice.TAPE for unit in units)
+
+    @cached_property
+    def halves_reach_output(self) -> bool:
+        """Whether both halves of a backward may reach a call's output: the second one begins at the nodes of traces."""
+        is_traced = any(unit.engine is EngineChoice.GRAPH for unit in self.plan.units.values())
+        return is_traced and any(True for _ in self.profile.log.operands(PEEK))
 
     @property
     def fits(self) -> bool:

@@ -226,7 +226,7 @@ class StepPlanner:
         elif is_read or (
             more_bytes is not None
             and is_little(active.courses, self.steps.spare(active.calls, active.courses))
-            and not step.had_more_backwards()
+            and not step.had_more_backwards(active)
         ):
             self.placement.put(self._plan_again(active, departure.more_bytes or 0))
         else:

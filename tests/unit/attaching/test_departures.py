@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import recollect
 from blocks import Computes
+from recollect._torch_parallel import SPLITS_FUNCTIONS, split_backward
 from recollect.attaching.held import Departure
 from recollect.attaching.planned_step import unforeseen
 from recollect.attaching.reserve import Reserve
@@ -260,6 +261,32 @@ def test_more_backwards_than_planned_are_said_and_recorded(model: Blocks) -> Non
 
 
 @pytest.mark.skipif(held_now(torch.device("cpu")) is None, reason="nothing tells what the process holds")
+class Skip(nn.Module):
+    """A unit whose output is made by an op without parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = x + self.inner(x)
+        return result
+
+
+@pytest.mark.skipif(not SPLITS_FUNCTIONS, reason="before torch 2.13 layers of pipelines are not traced")
+def test_both_halves_of_a_backward_may_begin_at_a_traced_unit() -> None:
+    model = nn.Sequential(*(Skip() for _ in range(3)))
+    with attached_loop("90%", model, SGD, engine="graph") as (_, optimizer, attached), warnings.catch_warnings():
+        warnings.simplefilter("error", BudgetWarning)
+        for _ in range(4):
+            x = torch.randn(512, 32, requires_grad=True)
+            split_backward(model(x).square().mean(), [x], model)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert attached.recorded_steps == [0]
+        assert any(unit.engine is EngineChoice.GRAPH for unit in attached.plan.units.values())
+
+
 def test_what_a_forward_holds_besides_is_read_from_the_allocator(model: Blocks) -> None:
     held: list[Tensor] = []
 
