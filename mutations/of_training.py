@@ -68,6 +68,18 @@ MUTATIONS = (
         (("times = 2 if planned.halves_reach_output else 1", "times = 1"),),
     ),
     Mutation(
+        "planned-again-for-larger-units",
+        "a step in which units get larger inputs is planned again without room for them, as is each one after it",
+        "attaching",
+        (("any(beyond) and self._spare(active.calls, active.courses) == active.spare", "False"),),
+    ),
+    Mutation(
+        "larger-units-recorded-without-end",
+        "every second step is recorded where inputs of units vary in size",
+        "attaching",
+        (("is_larger and self._num_larger > _MOST_ATTEMPTS", "False"),),
+    ),
+    Mutation(
         "removed-holds-model",
         "what attach put around a model holds it after remove(), until garbage is collected",
         "attaching",

@@ -124,6 +124,8 @@ class StepPlanner:
         # Numbers of planned steps after which one was recorded, since the allocator showed more than was planned.
         self._tried: set[int] = set()
         self._searches_left = _MOST_SEARCHES
+        # Steps in which units did more at equal shapes, for want of room.
+        self._num_larger = 0
 
     def plan(self, recording: StepRecording, step: StepUnderWay, number: int) -> None:
         begin = time.perf_counter()
@@ -210,17 +212,24 @@ class StepPlanner:
             more_bytes = reserve.needed_bytes(active.profile, grouped(step.calls, beyond))
             if more_bytes is not None:
                 more_bytes -= reserve.held_bytes(active.profile, active.plan, step.skipped())
+        is_read = departure.more_bytes is not None
+        # No room is reserved for larger inputs of units: a recorded step has them, but one of many is seldom the largest.
+        is_larger = not is_read and any(beyond) and self._spare(active.calls, active.courses) == active.spare
+        self._num_larger += is_larger
+        stays = is_larger and self._num_larger > _MOST_ATTEMPTS
         if said := departure.excess(active, more_bytes, measured_bytes):
-            key = departure.text if departure.unnamed else f"step {number}"
-            self.warn_once(f"step {number} {said}. What follows is planned for that, too", key=key)
+            follows = "Units then run at their leanest" if stays else "What follows is planned for that, too"
+            key = "larger units" if stays else departure.text if departure.unnamed else f"step {number}"
+            self.warn_once(f"step {number} {said}. {follows}", key=key)
+        if stays:
+            return
         if departure.unnamed:
             self._searches_left -= 1
             if self._searches_left >= 0:
                 self.missed.note(step.calls, courses, did_more=True, unnamed=departure.unnamed)
             return
-        is_read = departure.more_bytes is not None
         # Memory that the allocator showed once may appear in the next step, too, where it can be recorded.
-        if not self.lockstep.ranks.is_alone or (is_read and active.number not in self._tried):
+        if not self.lockstep.ranks.is_alone or is_larger or (is_read and active.number not in self._tried):
             self._tried.add(active.number)
             self.missed.note(step.calls, courses, attempts=1, did_more=any(beyond), was_over=bool(said))
         elif is_read or (
@@ -287,6 +296,11 @@ class StepPlanner:
     def _reserve(self) -> Reserve:
         return Reserve(self.placement.model, self.placement.unit_paths, self.optimizers, self.device)
 
+    def _spare(self, calls: Sequence[Call], courses: Sequence[Course]) -> list[Mapping[str, int]]:
+        """Return for each call of a step the further unit runs that memory is to be reserved for."""
+        found = zip(courses, self.steps.spare(calls, courses), strict=True)
+        return [self._reserve.completed(course, its) for course, its in found]
+
     def has_given_up(self, num_steps: int) -> bool:
         """Return, and log, whether recording stops because too many steps were recorded so far."""
         num_recorded, last = len(self.recorded_steps), self.steps.steps[-2:]
@@ -325,10 +339,7 @@ class StepPlanner:
         """
         ranks, place, reserve = self.lockstep.ranks, Place.STEP_END, self._reserve
         held_before = profile.persistent_bytes + profile.last_step_bytes
-        lacking = self.steps.spare(calls, courses)
-        spare: list[Mapping[str, int]] = [
-            reserve.completed(course, its) for course, its in zip(courses, lacking, strict=True)
-        ]
+        spare = self._spare(calls, courses)
         profile = reserve.with_room(profile, grouped(calls, spare), more_bytes + ahead_bytes)
         planner = planner_for(profile, self.host_bytes, engine=self.engine)
         plain_bytes = max(ranks.gather(planner.plain_peak_bytes, place))

@@ -261,6 +261,35 @@ def test_more_backwards_than_planned_are_said_and_recorded(model: Blocks) -> Non
 
 
 @pytest.mark.skipif(held_now(torch.device("cpu")) is None, reason="nothing tells what the process holds")
+class Experts(nn.Module):
+    """Gives each of its experts as many rows as it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(32, 128), nn.Tanh(), nn.Linear(128, 32)) for _ in range(4))
+        self.rows = [128, 128, 128, 128]
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = zip(self.experts, x.split(self.rows), strict=True)
+        return torch.cat([expert(part) for expert, part in parts]).square().mean()
+
+
+@pytest.mark.parametrize("varies", [False, True])
+def test_larger_inputs_of_units_are_recorded_and_if_they_vary_without_end_the_plan_stays(varies: bool) -> None:
+    lines: list[str] = []
+    model = Experts()
+    optimizer = SGD(model.parameters())
+    with recollect.attach(model, optimizer, "90%", log=lines.append) as attached, warnings.catch_warnings():
+        warnings.simplefilter("ignore", BudgetWarning)
+        for number in range(16):
+            more = 4 * number if varies else 8 * min(number, 1)
+            model.rows = [128 + more, 128 - more, 128 + more, 128 - more]
+            step(model, optimizer, rows=512)
+        assert attached.recorded_steps == ([0, 2, 4, 6, 8] if varies else [0, 2])
+        assert len(lines) == len(attached.recorded_steps)
+
+
 class Skip(nn.Module):
     """A unit whose output is made by an op without parameters."""
 
