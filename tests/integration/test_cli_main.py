@@ -1,5 +1,6 @@
 """The command line itself: help, flags, one clear line for an error."""
 
+import os
 import re
 import shlex
 import signal
@@ -35,6 +36,14 @@ def test_help_imports_no_torch(args: list[str]) -> None:
     done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert f"usage: recollect {' '.join(args)}".strip() in done.stdout
+
+
+def test_help_is_shown_in_an_encoding_without_its_bullets() -> None:
+    command = [sys.executable, "-m", "recollect", "--help"]
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(command, check=False, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert "env        Print what a bug report needs" in done.stdout
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ import dataclasses
 import difflib
 import functools
 import importlib
+import io
 import itertools
 import operator
 import signal
@@ -117,6 +118,9 @@ def main(args: Sequence[str] | None = None) -> int:
     if words[:1] == ["--version"]:
         print(f"recollect {__version__}")
         return 0
+    if args is None and isinstance(sys.stdout, io.TextIOWrapper):
+        # Frames and bullets should not end a command whose output goes to an encoding that lacks them.
+        sys.stdout.reconfigure(errors="replace")
     errors = Console(file=sys.stderr)  # the current one, whatever replaces it while flags are parsed
     if args is None and "--help" in words and hasattr(signal, "SIGPIPE"):
         # `recollect train --help | head` should end quietly when head exits.
