@@ -71,7 +71,13 @@ MUTATIONS = (
         "planned-again-for-larger-units",
         "a step in which units get larger inputs is planned again without room for them, as is each one after it",
         "attaching",
-        (("any(beyond) and self._spare(active.calls, active.courses) == active.spare", "False"),),
+        (("is_larger and self._spare(active.calls, active.courses) == active.spare", "False"),),
+    ),
+    Mutation(
+        "more-calls-taken-for-larger-units",
+        "a step that calls the model more often than planned is recorded once, though it may begin like a shorter one",
+        "attaching",
+        ((" and step.are_all_foreseen()", ""),),
     ),
     Mutation(
         "larger-units-recorded-without-end",

@@ -113,6 +113,10 @@ class StepUnderWay:
         """Whether a plan foresees the work of the last call."""
         return bool(self._foreseen) and self._foreseen[-1] is not None
 
+    def are_all_foreseen(self) -> bool:
+        """Whether a plan foresees the work of each call, if not of each unit."""
+        return None not in self._foreseen
+
     def end_call(self, units: UnitWatch) -> None:
         """Note the units that ran in the last call, up to the next one."""
         if len(self._ran) < len(self._foreseen):

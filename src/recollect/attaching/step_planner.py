@@ -214,7 +214,8 @@ class StepPlanner:
                 more_bytes -= reserve.held_bytes(active.profile, active.plan, step.skipped())
         is_read = departure.more_bytes is not None
         # No room is reserved for larger inputs of units: a recorded step has them, but one of many is seldom the largest.
-        is_larger = not is_read and any(beyond) and self._spare(active.calls, active.courses) == active.spare
+        is_larger = not is_read and any(beyond) and step.are_all_foreseen()
+        is_larger = is_larger and self._spare(active.calls, active.courses) == active.spare
         self._num_larger += is_larger
         stays = is_larger and self._num_larger > _MOST_ATTEMPTS
         if said := departure.excess(active, more_bytes, measured_bytes):
