@@ -49,7 +49,8 @@ class CompiledWhole(TracedWhole):
         backend = torch._TorchCompileInductorWrapper(None, {**ROUNDED_AS_IN_MEMORY, **options}, None)
         super().__init__(function, backend, dynamic=True)
 
-    @dynamo_config.patch(recompile_limit=_MOST_COMPILATIONS)
+    # By default it ignores hooks that come later.
+    @dynamo_config.patch(recompile_limit=_MOST_COMPILATIONS, skip_nnmodule_hook_guards=False)
     def trace(self, *args: Any) -> Any:
         """Call the function; first compile it if no code fits the call."""
         return super().trace(*args)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.nn.modules.module import register_module_forward_hook
 from torch.utils._pytree import tree_leaves
 
 import recollect
@@ -247,6 +248,23 @@ def test_without_gradients_units_run_as_they_are() -> None:
         with recollect.apply(model, PLAN):
             assert torch.equal(model(ROWS), expected)
     assert graphs() == 0
+
+
+@pytest.mark.parametrize("of_all", [False, True])
+def test_hooks_that_come_later_run(of_all: bool) -> None:
+    model = built()
+    with recollect.apply(model, PLAN):
+        without = stepped(model)
+        register = register_module_forward_hook if of_all else model.blocks[1].up.register_forward_hook
+        hook = register(lambda module, _, output: output / 2 if isinstance(module, nn.Linear) else None)
+        found = stepped(model)
+        hook.remove()
+        assert same(stepped(model), without)
+        hook = register(lambda module, _, output: output / 2 if isinstance(module, nn.Linear) else None)
+    expected = stepped(model)
+    hook.remove()
+    assert all(map(torch.allclose, found, expected))
+    assert not all(map(torch.allclose, found, without))
 
 
 def test_plans_of_micro_batches(plain: Gradients) -> None:

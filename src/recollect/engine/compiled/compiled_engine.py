@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from recollect._torch_fsdp import fully_sharded_parameters, is_fully_sharded
-from recollect._torch_private import keeps_graph, leave_graph, uncompiled, untraced, without_compiler
+from recollect._torch_private import has_global_hooks, keeps_graph, leave_graph, uncompiled, untraced, without_compiler
 from recollect.engine.placed_forward import PlacedForward, compiled_by_user, unit_module, user_forward
 from recollect.engine.values import check_filled
 from recollect.errors import BudgetWarning, ConfigError, NotYetError, UnsupportedModelError
@@ -103,7 +103,7 @@ def compile_forward(
     whole = shared[partitioner]
 
     def compiled(*args: Any, **kwargs: Any) -> Any:
-        call = forward, args, kwargs
+        call = forward, args, kwargs, bool(has_global_hooks())
         run = whole.run_of(*call)
         if run is None:
             on_compile(args, kwargs)
@@ -116,8 +116,9 @@ def compile_forward(
 _shared: WeakMap[dict[PlanPartitioner | None, CompiledWhole]] = WeakMap()
 
 
-def _run(forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    return forward(*args, **kwargs)
+def _run(forward: Callable[..., Any], args: Any, kwargs: Any, with_global_hooks: bool) -> Any:
+    # To read it makes it a guard: Dynamo guards hooks of all modules only where there are some.
+    return forward(*args, **kwargs) if with_global_hooks else forward(*args, **kwargs)
 
 
 class CompiledForward(PlacedForward):
@@ -245,7 +246,7 @@ def check_compilers(model: nn.Module, path: str) -> None:
 
 
 def _not_compiled(path: str, error: BaseException) -> UnsupportedModelError:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    lines = [line.strip(" .") for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     return UnsupportedModelError(
         f"cannot run {unit_words(path)} inside torch.compile, in one graph, as the plan says: {lines[0]}. Use the engine "
         f"'tape' for it, which needs no graph; or change what the compiler cannot trace: {type(error).__name__} has all of it."
