@@ -59,8 +59,8 @@ push_dispatch_mode: Callable[[TorchDispatchMode], None] = torch._C._push_on_torc
 
 def pop_dispatch_mode(mode: TorchDispatchMode) -> bool:
     """Pop a mode off the stack if it is on top; return whether it was."""
-    top = torch._C._pop_torch_dispatch_stack(None)
-    if top is not mode:
+    top = torch._C._pop_torch_dispatch_stack(None) if num_dispatch_modes() else None
+    if top is not mode and top is not None:
         torch._C._push_on_torch_dispatch_stack(top)
     return top is mode
 

@@ -48,6 +48,10 @@ from recollect._torch_private import (
     fake_mode,
     is_capturing,
     keeps_graph,
+    pop_dispatch_mode,
+    pop_saved_tensors_hooks,
+    push_dispatch_mode,
+    push_saved_tensors_hooks,
     untraced,
 )
 from recollect.engine.captured import not_warmed_up
@@ -96,6 +100,16 @@ def forget_last_step() -> None:
         if storage is not None:
             forget_record(storage)
     _last_step.survivors = []
+
+
+def _put_back(mode: TapeMode, hooks: CheckpointHooks) -> None:
+    """Have both on their stacks once, whatever the mode has noted: an interrupt may come between a change and its note."""
+    while pop_dispatch_mode(mode):
+        pass
+    push_dispatch_mode(mode)
+    while pop_saved_tensors_hooks(mode):
+        pass
+    push_saved_tensors_hooks(hooks.pack_hook, hooks.unpack_hook)
 
 
 class Tape(TapeState):
@@ -159,12 +173,16 @@ class Tape(TapeState):
         if _last_step.went_backward:
             forget_last_step()
         mode = self.new_mode(unit_path)
-        self._local.mode = mode
-        pack = mode.pack_marked if self.may_offload else mode.pack
+        hooks = CheckpointHooks(mode.pack_marked if self.may_offload else mode.pack, self.unpack)
         functions = nullcontext() if SwitchedOff.FUNCTIONS in switched_off() else watched_functions(mode.watch_function)
         try:
-            with CheckpointHooks(pack, self.unpack), mode, functions:
-                yield mode
+            self._local.mode = mode
+            with hooks, mode, functions:
+                try:
+                    yield mode
+                except BaseException:
+                    _put_back(mode, hooks)
+                    raise
             if mode.unsettled:
                 self.learn(mode.unsettled)
         except BaseException:
