@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,6 +30,15 @@ from recollect.thread_end import at_end_of_thread
 # An amount that nobody else allocates.
 _PROBE_BYTES = 3
 
+# Kineto serves one thread at a time: a second one that starts it crashes the process.
+_TURN = threading.Lock()
+_MOST_WAIT_S = 60.0
+
+
+def some_profiler_is_active() -> bool:
+    """Whether a profiler is active on this thread, or the user's is on a different one."""
+    return profiler_is_active() or torch.autograd.profiler._is_profiler_enabled
+
 
 class AllocatorTrace:
     """The CPU allocator's record of every allocation and free, in order, in bytes.
@@ -40,10 +51,21 @@ class AllocatorTrace:
         MeterError: at the end, if it has missed its own allocation.
     """
 
+    _end: weakref.finalize[[], Any] | None = None
+
     def start(self) -> None:
-        """Begin to record, until `stop` or the end of the thread: a profiler that outlives it crashes the process."""
+        """Begin to record, until `stop` or the end of the thread: a profiler that outlives it crashes the process.
+
+        Raises:
+            MeterError: a different thread still records after a minute.
+        """
         _let_forked_processes_end()
-        self._end = at_end_of_thread(_close)
+        if not _TURN.acquire(timeout=_MOST_WAIT_S):
+            raise MeterError(
+                f"a different thread has measured memory on the CPU for {_MOST_WAIT_S:.0f} s, as in a step that attach "
+                "records, and one at a time can. Do not let that step wait for this thread; or let them take turns."
+            )
+        self._end, self._thread = at_end_of_thread(_close), threading.get_ident()
         config = ProfilerConfig(ProfilerState.KINETO, False, True, False, False, False, _ExperimentalConfig())
         with _quiet_first_profile():
             _prepare_profiler(config, {ProfilerActivity.CPU})
@@ -54,8 +76,8 @@ class AllocatorTrace:
     def stop(self) -> list[tuple[int, int]]:
         """End the recording and return (address, bytes) per event in order of time; a free has negative bytes."""
         is_users = torch.autograd.profiler._is_profiler_enabled
-        result = _close()
-        self._end.detach()
+        # The end of the thread that started it closes it, if not this.
+        result = self._end() if self._end is not None and self._thread == threading.get_ident() else None
         if result is None:
             return []
         pending = list(reversed(result.experimental_event_tree()))
@@ -93,8 +115,11 @@ def _let_forked_processes_end() -> None:
 
 
 def _close() -> Any:
-    """End the recording of this thread; None if there is none, as when the thread has ended since."""
-    return _disable_profiler() if profiler_is_active() else None
+    """End the recording of this thread; None if a profiler has ended it since."""
+    try:
+        return _disable_profiler() if profiler_is_active() else None
+    finally:
+        _TURN.release()
 
 
 class CudaAllocatorTrace:

@@ -15,11 +15,11 @@ from typing import Any, Final, Protocol
 import torch
 from torch import nn
 
+from recollect._torch_memory import some_profiler_is_active
 from recollect._torch_parallel import learns_shapes
 from recollect._torch_private import (
     current_backward,
     num_dispatch_modes,
-    profiler_is_active,
     transforms_are_active,
     uncompiled,
     untraced,
@@ -285,7 +285,7 @@ class Placement:
 
 def obstacle(device: torch.device) -> str:
     """Return why a step cannot be recorded now, in words; "" if it can."""
-    if profiler_is_active() and device.type == "cpu":
+    if some_profiler_is_active() and device.type == "cpu":
         return "a profiler is active, beside which a step cannot be recorded: running at the leanest until it ends"
     if num_dispatch_modes():
         return "a dispatch mode is active around the model: running at the leanest until it ends"

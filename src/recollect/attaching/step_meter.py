@@ -6,7 +6,7 @@ from typing import Final, NamedTuple
 
 import torch
 
-from recollect._torch_private import profiler_is_active
+from recollect._torch_memory import some_profiler_is_active
 from recollect.attaching.planned_step import PlannedStep
 from recollect.byte_format import format_bytes
 from recollect.measuring.meter import peak_on_cpu
@@ -53,7 +53,7 @@ class StepMeter:
             self._before_bytes = torch.cuda.max_memory_allocated(self._device)
         elif self._on_cpu and (not planned.measured_bytes or number % _MEASURED_EVERY == 0):
             # A profiler holds the trace; a later step will be measured.
-            self._found = [] if profiler_is_active() else self._trace.enter_context(peak_on_cpu())
+            self._found = [] if some_profiler_is_active() else self._trace.enter_context(peak_on_cpu())
 
     def end(self, steps: Sequence[PlannedStep]) -> Excess | None:
         """End the measurement of a step, and note it; return how much more was held than planned and before, if it was."""

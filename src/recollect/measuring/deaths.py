@@ -7,11 +7,27 @@ byte is allocated at the start, and dies with it. A callback of a weak reference
 import gc
 import weakref
 from collections.abc import Iterable
-from itertools import compress
+from functools import partial
+from itertools import chain, compress, islice, repeat
 
 import torch
 
 from recollect._torch_private import disable_torch_function, is_traceable_wrapper_subclass
+
+
+def _reachable_tensors() -> list[torch.Tensor]:
+    """Return all tensors known to the garbage collector.
+
+    No other thread runs between the look at all objects and the choice, which are one call of C functions: what a thread has
+    just begun to fill is among them, and `tuple(generator)` raises a SystemError there if anybody else holds its result.
+    """
+    twice = chain.from_iterable(map(repeat, map(gc.get_objects, (None,)), (2,)))
+    things = chain.from_iterable(islice(twice, 1))
+    types = map(type, chain.from_iterable(twice))
+    # By types, not by `isinstance`, which asks proxy objects for their class and may wake them. One more thing than objects:
+    # these iterators let go of them when they find no more.
+    are_tensors = map(partial(type.__subclasscheck__, torch.Tensor), types)
+    return list(compress(chain(things, (None,)), are_tensors))
 
 
 def reachable_storages() -> list[torch.UntypedStorage]:
@@ -21,10 +37,8 @@ def reachable_storages() -> list[torch.UntypedStorage]:
     graph) are not found, nor are those that `gc.freeze()` has set aside.
     """
     storages: dict[int, torch.UntypedStorage] = {}
-    things, tensor_types = gc.get_objects(), _with_subclasses(torch.Tensor)
     with disable_torch_function():
-        # By exact type, in C; isinstance would ask proxy objects for their class, and may wake them.
-        for thing in compress(things, map(tensor_types.__contains__, map(type, things))):
+        for thing in _reachable_tensors():
             if is_traceable_wrapper_subclass(thing):
                 continue
             # Autograd makes gradients in C++, where the garbage collector does not see them.
@@ -38,10 +52,6 @@ def reachable_storages() -> list[torch.UntypedStorage]:
                 if storage.device.type == "cpu":
                     storages[id(storage)] = storage
     return list(storages.values())
-
-
-def _with_subclasses(kind: type) -> set[type]:
-    return {kind}.union(*map(_with_subclasses, type.__subclasses__(kind)))
 
 
 def is_of_the_allocator(storage: torch.UntypedStorage) -> bool:

@@ -15,8 +15,7 @@ from typing import Generic, TypeVar
 
 import torch
 
-from recollect._torch_memory import AllocatorTrace, quiet_allocator
-from recollect._torch_private import profiler_is_active
+from recollect._torch_memory import AllocatorTrace, quiet_allocator, some_profiler_is_active
 from recollect.byte_format import format_bytes
 from recollect.errors import MeterError
 from recollect.measuring.deaths import OLDER, Deaths, added_up, allocated_storages, reachable_storages
@@ -230,7 +229,7 @@ def peak_on_cpu() -> Iterator[list[int]]:
     Yields a list, which has both after the block.
 
     Raises:
-        MeterError: a profiler is active on this thread.
+        MeterError: a profiler is active.
 
     Example:
         >>> with peak_on_cpu() as found:
@@ -249,11 +248,11 @@ def traced(call: str, before: Deaths) -> Iterator[list[tuple[int, int]]]:
     """Trace the CPU's allocator, and deaths of older storages; yields a list, which has all events after the block.
 
     Raises:
-        MeterError: a profiler is already active on this thread; names the call.
+        MeterError: a profiler is already active; names the call.
     """
-    if profiler_is_active():
+    if some_profiler_is_active():
         raise MeterError(
-            f"{call}: a profiler is already active on this thread, yours or that of a step that attach records. Measure "
+            f"{call}: a profiler is already active, yours or that of a step that attach records. Measure "
             "outside of it, or call attached.remove()."
         )
     events, trace = list[tuple[int, int]](), AllocatorTrace()

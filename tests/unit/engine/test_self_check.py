@@ -17,6 +17,7 @@ from recollect.engine import opcall, self_check
 from recollect.engine.opcall import Settings, current_settings
 from recollect.engine.self_check import Hook, SwitchedOff, hooks, switched_off
 from recollect.errors import ConfigError, MeterError, RecordError, TorchVersionWarning
+from recollect.measuring import meter
 
 ROWS = torch.randn(4, 8)
 
@@ -147,6 +148,7 @@ def test_a_trace_that_shows_nothing_is_refused(monkeypatch: pytest.MonkeyPatch) 
     for name in ("_prepare_profiler", "_enable_profiler"):
         monkeypatch.setattr(_torch_memory, name, lambda *args: None)
     monkeypatch.setattr(_torch_memory, "profiler_is_active", lambda: True)
+    monkeypatch.setattr(meter, "some_profiler_is_active", lambda: False)
     monkeypatch.setattr(_torch_memory, "_disable_profiler", type("", (), {"experimental_event_tree": list}))
     with pytest.raises(
         MeterError, match=r"^the allocator's trace of torch .* does not show what is allocated, .* Install torch 2\.11"

@@ -1,14 +1,18 @@
 """The meter is exact: each expected number of bytes is worked out by hand."""
 
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from threading import Event, Thread
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import recollect
+from recollect import _torch_memory
 from recollect.errors import MeterError, QuantityError
+from recollect.measuring.deaths import reachable_storages
 from recollect.measuring.meter import PeakMeasurement, measure_peak, storage_bytes
 
 KIB = 1024
@@ -172,6 +176,70 @@ def test_nested_use_is_an_error_and_the_next_measurement_works() -> None:
 def test_another_profiler_is_an_error() -> None:
     with torch.autograd.profiler.profile(), pytest.raises(MeterError, match="a profiler is already active"):
         measure_peak(lambda: None)
+
+
+def test_the_users_profiler_on_another_thread_is_an_error() -> None:
+    """PyTorch crashes where two threads profile."""
+    said: list[str] = []
+
+    def measures() -> None:
+        with pytest.raises(MeterError) as raised:
+            measure_peak(lambda: None)
+        said.append(str(raised.value))
+
+    thread = Thread(target=measures)
+    with torch.autograd.profiler.profile():
+        thread.start()
+        thread.join()
+    assert "a profiler is already active" in said[0]
+
+
+def test_threads_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, may_end = Event(), Event()
+
+    def waits() -> None:
+        begun.set()
+        may_end.wait()
+
+    thread = Thread(target=lambda: measure_peak(waits))
+    thread.start()
+    begun.wait()
+    with monkeypatch.context() as patch:
+        patch.setattr(_torch_memory, "_MOST_WAIT_S", 0.01)
+        with pytest.raises(MeterError, match="^a different thread has measured memory on the CPU"):
+            measure_peak(lambda: None)
+    others = [Thread(target=lambda: measure_peak(lambda: zeros(10))) for _ in range(3)]
+    for one in others:
+        one.start()
+    may_end.set()
+    for one in (thread, *others):
+        one.join()
+    assert measure_peak(lambda: zeros(10)).peak_growth_bytes == 10
+
+
+def test_a_tuple_that_another_thread_fills_is_left_alone() -> None:
+    """Python cannot give a tuple its final size while somebody else holds it."""
+    before_s = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    errors: list[SystemError] = []
+    is_over = Event()
+
+    def fills() -> None:
+        while not is_over.is_set():
+            try:
+                tuple(sum(range(100)) for _ in range(30))
+            except SystemError as error:
+                errors.append(error)
+
+    thread = Thread(target=fills)
+    thread.start()
+    kept, many = zeros(10), [[number] for number in range(100_000)]
+    for _ in range(10):
+        assert many and any(storage.data_ptr() == kept.data_ptr() for storage in reachable_storages())
+    is_over.set()
+    thread.join()
+    sys.setswitchinterval(before_s)
+    assert not errors
 
 
 def test_unknown_devices_and_baselines_are_errors() -> None:
