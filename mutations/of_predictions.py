@@ -234,6 +234,26 @@ MUTATIONS = (
         (("at_end_of_thread(_close)", "at_end_of_thread(bool)"),),
     ),
     Mutation(
+        "threads-measure-at-once",
+        "two threads that measure memory on the CPU at once crash the process",
+        "_torch_memory.py",
+        (
+            ("not _TURN.acquire(timeout=_MOST_WAIT_S)", "_TURN.acquire(blocking=False) and False"),
+            ("        _TURN.release()", "        _TURN.locked() and _TURN.release()"),
+        ),
+    ),
+    Mutation(
+        "tuples-held-as-they-are-filled",
+        "a look at all objects ends `tuple(generator)` in another thread with a SystemError",
+        "measuring",
+        (
+            (
+                "list(compress(chain(things, (None,)), are_tensors))",
+                "[one for one in gc.get_objects() if issubclass(type(one), torch.Tensor)]",
+            ),
+        ),
+    ),
+    Mutation(
         "forked-process-waits",
         "a forked process waits at its end for a thread of Kineto that it does not have",
         "_torch_memory.py",

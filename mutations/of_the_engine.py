@@ -226,6 +226,24 @@ MUTATIONS = (
         ),
     ),
     Mutation(
+        "later-hooks-uncompiled",
+        "hooks that come after a unit was compiled do not run",
+        "_torch_compile.py",
+        ((", skip_nnmodule_hook_guards=False", ""),),
+    ),
+    Mutation(
+        "later-hooks-of-all-uncompiled",
+        "hooks of all modules that come after a unit was compiled do not run",
+        "engine/compiled",
+        (("forward(*args, **kwargs) if with_global_hooks else forward(*args, **kwargs)", "forward(*args, **kwargs)"),),
+    ),
+    Mutation(
+        "interrupt-leaves-stacks",
+        "an interrupt between a change of a stack and its note leaves hooks or modes behind, or another error",
+        "engine/tape.py",
+        (("                    _put_back(mode, hooks)\n", ""),),
+    ),
+    Mutation(
         "wrapped-unit-named",
         "a plan does not find the values of a unit inside what torch.compile wrapped around it",
         "engine",
