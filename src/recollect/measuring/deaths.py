@@ -41,8 +41,12 @@ def reachable_storages() -> list[torch.UntypedStorage]:
         for thing in _reachable_tensors():
             if is_traceable_wrapper_subclass(thing):
                 continue
-            # Autograd makes gradients in C++, where the garbage collector does not see them.
-            for tensor in (thing, thing.grad if thing.is_leaf else None):
+            try:
+                # Autograd makes gradients in C++, where the garbage collector does not see them.
+                both = thing, thing.grad if thing.is_leaf else None
+            except RuntimeError:  # a different thread is about to make it, or to free it
+                continue
+            for tensor in both:
                 if tensor is None:
                     continue
                 try:

@@ -242,6 +242,16 @@ def test_a_tuple_that_another_thread_fills_is_left_alone() -> None:
     assert not errors
 
 
+def test_a_tensor_that_another_thread_has_not_finished_is_left_out() -> None:
+    class Unmade(torch.Tensor):
+        @property
+        def is_leaf(self) -> bool:
+            raise RuntimeError("cannot call get_autograd_meta() on undefined tensor")
+
+    unmade = Unmade(10)
+    assert not any(storage is unmade.untyped_storage() for storage in reachable_storages())
+
+
 def test_unknown_devices_and_baselines_are_errors() -> None:
     with pytest.raises(MeterError, match="got device 'meta', expected a CPU or CUDA device"):
         measure_peak(lambda: None, device="meta")
