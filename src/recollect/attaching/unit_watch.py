@@ -134,7 +134,7 @@ class WatchedUnit(PlacedForward):
         if not any(held is self for held in gc.get_referents(forward, *(getattr(forward, "__closure__", None) or ()))):
             self.has_told = True
             warn_user(
-                f"recollect: {unit_words(self.path)} has got a forward of its own since attach was called, "
+                f"recollect: {unit_words(self.path)} was given a new forward after attach, "
                 f"{getattr(forward, '__qualname__', type(forward).__name__)}: it runs without a plan, and steps may exceed the "
                 "budget. Call attached.remove(), and attach again.",
                 BudgetWarning,

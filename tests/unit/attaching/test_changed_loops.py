@@ -154,8 +154,8 @@ def test_a_layer_that_gets_a_forward_of_its_own_is_named_once() -> None:
         layer.forward = partial(nn.Sequential.forward, layer)
         with pytest.warns(
             BudgetWarning,
-            match=r"^recollect: unit 'layers.1' has got a forward of its own since attach was called, partial: it runs without "
-            r"a plan, and steps may exceed the budget\. Call attached\.remove\(\), and attach again\.$",
+            match=r"^recollect: unit 'layers.1' was given a new forward after attach, partial: it runs without a plan, and "
+            r"steps may exceed the budget\. Call attached\.remove\(\), and attach again\.$",
         ):
             step(model, optimizer)
         step(model, optimizer)
