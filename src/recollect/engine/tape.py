@@ -33,7 +33,7 @@ NOTE [ Rules of the tape ]
 import functools
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -121,6 +121,11 @@ class Tape(TapeState):
 
     def new_mode(self, unit_path: str) -> FunctionMode:
         return FunctionMode(self, unit_path)
+
+    def tell(self, departs: Callable[[str, str], object]) -> None:
+        """Tell a function of units and their values that the plan, if there is one, does not name."""
+        if isinstance(self.policy, PlanPolicy):
+            self.policy.departs = departs
 
     def run(self, unit_path: str, forward: Any, args: Any, kwargs: Any) -> Any:
         """Run a unit's forward on the tape.

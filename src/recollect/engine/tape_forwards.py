@@ -11,7 +11,6 @@ from recollect.engine.eager_forward import look_for_compiler
 from recollect.engine.offload.flight import HostUse
 from recollect.engine.own_checkpoints import running_unit
 from recollect.engine.placed_forward import PlacedForward, unit_module
-from recollect.engine.policy import PlanPolicy
 from recollect.engine.tape import Tape
 from recollect.measuring.stopwatch import Stopwatch
 
@@ -66,8 +65,7 @@ class UnitForward(PlacedForward):
         self.tape.reruns = watch
 
     def tell(self, departs: Callable[[str, str], object]) -> None:
-        if isinstance(self.tape.policy, PlanPolicy):
-            self.tape.policy.departs = departs
+        self.tape.tell(departs)
 
     @uncompiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -143,6 +143,9 @@ class GraphForward(PlacedForward):
         for scope in self._scopes:
             scope.take_off()
 
+    def tell(self, departs: Callable[[str, str], object]) -> None:
+        self.tape.tell(departs)
+
     @uncompiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.has_looked:
