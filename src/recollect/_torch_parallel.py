@@ -254,15 +254,18 @@ _STAGE: Final = "torch.distributed.pipelining.stage"
 
 def runs_in_stage() -> bool:
     """Whether a stage of torch's pipelines calls this."""
-    return any(frame.f_globals.get("__name__") == _STAGE for frame, _ in traceback.walk_stack(None))
+    return any(True for _ in _stage_functions())
 
 
 def learns_shapes() -> bool:
     """Whether a stage of torch's pipelines calls this to learn shapes, between steps; before torch 2.13 gradients are off."""
-    if _STAGE not in sys.modules:
-        return False
-    frames = (frame for frame, _ in traceback.walk_stack(None) if frame.f_globals.get("__name__") == _STAGE)
-    return any(frame.f_code.co_name == "_forward_metadata_inference" for frame in frames)
+    return _STAGE in sys.modules and "_forward_metadata_inference" in _stage_functions()
+
+
+def _stage_functions() -> Iterator[str]:
+    for frame, _ in traceback.walk_stack(None):
+        if frame.f_globals.get("__name__") == _STAGE:
+            yield frame.f_code.co_name
 
 
 def processes_of(model: nn.Module) -> list[Sequence[int]]:

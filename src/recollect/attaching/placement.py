@@ -123,7 +123,7 @@ class Watcher:
         self.end = end
         self.abandon = abandon
         self.departs = departs
-        self.rehearses: Callable[[], bool] = lambda: False
+        self.rehearses: Callable[[], object] = _nobody
         self.backwards = Backwards()
         self._returns: Returns | None = None
         self._thread_end: weakref.finalize[[], set[None]] | None = None
@@ -132,8 +132,7 @@ class Watcher:
         _watchers[self] = True
 
     def forget(self) -> None:
-        self.begin = self.end = self.abandon = self.departs = _nobody
-        self.rehearses = lambda: False
+        self.begin = self.end = self.abandon = self.departs = self.rehearses = _nobody
 
     def tell(self, returns: Returns | None) -> None:
         """Report all calls to a recording from now on; None: nothing is being recorded."""

@@ -38,7 +38,7 @@ _MARGIN: Final = 1.5
 _MOST_RECORDED: Final = 16
 # Where steps alternate, a few begin like the uncovered one.
 _MOST_ATTEMPTS: Final = 4
-# So often for a step in which units compute what no plan names, and what they then recompute.
+# After so many steps in which units get larger inputs at equal shapes, or compute what no plan names, others are recorded.
 _MOST_SEARCHES: Final = 4
 # With this many unit runs at their leanest, in reserved memory, a larger step is worth recording.
 _MOST_SPARE: Final = 0.1
@@ -123,9 +123,7 @@ class StepPlanner:
         self._warned: set[str] = set()
         # Numbers of planned steps after which one was recorded, since the allocator showed more than was planned.
         self._tried: set[int] = set()
-        self._searches_left = _MOST_SEARCHES
-        # Steps in which units did more at equal shapes, for want of room.
-        self._num_larger = 0
+        self._num_larger = self._num_unnamed = 0
 
     def plan(self, recording: StepRecording, step: StepUnderWay, number: int) -> None:
         begin = time.perf_counter()
@@ -215,9 +213,9 @@ class StepPlanner:
         is_read = departure.more_bytes is not None
         # No room is reserved for larger inputs of units: a recorded step has them, but one of many is seldom the largest.
         is_larger = not is_read and any(beyond) and step.are_all_foreseen()
-        is_larger = is_larger and self._spare(active.calls, active.courses) == active.spare
+        is_larger = is_larger and self._spare(active.calls, active.courses, reserve) == active.spare
         self._num_larger += is_larger
-        stays = is_larger and self._num_larger > _MOST_ATTEMPTS
+        stays = is_larger and self._num_larger > _MOST_SEARCHES
         if said := departure.excess(active, more_bytes, measured_bytes):
             follows = "Units then run at their leanest" if stays else "What follows is planned for that, too"
             key = "larger units" if stays else departure.text if departure.unnamed else f"step {number}"
@@ -225,8 +223,8 @@ class StepPlanner:
         if stays:
             return
         if departure.unnamed:
-            self._searches_left -= 1
-            if self._searches_left >= 0:
+            self._num_unnamed += 1
+            if self._num_unnamed <= _MOST_SEARCHES:
                 self.missed.note(step.calls, courses, did_more=True, unnamed=departure.unnamed)
             return
         # Memory that the allocator showed once may appear in the next step, too, where it can be recorded.
@@ -297,10 +295,10 @@ class StepPlanner:
     def _reserve(self) -> Reserve:
         return Reserve(self.placement.model, self.placement.unit_paths, self.optimizers, self.device)
 
-    def _spare(self, calls: Sequence[Call], courses: Sequence[Course]) -> list[Mapping[str, int]]:
+    def _spare(self, calls: Sequence[Call], courses: Sequence[Course], reserve: Reserve) -> list[Mapping[str, int]]:
         """Return for each call of a step the further unit runs that memory is to be reserved for."""
         found = zip(courses, self.steps.spare(calls, courses), strict=True)
-        return [self._reserve.completed(course, its) for course, its in found]
+        return [reserve.completed(course, its) for course, its in found]
 
     def has_given_up(self, num_steps: int) -> bool:
         """Return, and log, whether recording stops because too many steps were recorded so far."""
@@ -340,7 +338,7 @@ class StepPlanner:
         """
         ranks, place, reserve = self.lockstep.ranks, Place.STEP_END, self._reserve
         held_before = profile.persistent_bytes + profile.last_step_bytes
-        spare = self._spare(calls, courses)
+        spare = self._spare(calls, courses, reserve)
         profile = reserve.with_room(profile, grouped(calls, spare), more_bytes + ahead_bytes)
         planner = planner_for(profile, self.host_bytes, engine=self.engine)
         plain_bytes = max(ranks.gather(planner.plain_peak_bytes, place))

@@ -56,7 +56,7 @@ class PlacedForward:
     def time_reruns(self, watch: Stopwatch | None) -> None:
         """Make a watch count what the tape reruns in backward, or stop it; nothing to do without a tape."""
 
-    def tell(self, departs: Callable[[str, str], object]) -> None:
+    def tell_departures(self, departs: Callable[[str, str], object]) -> None:
         """Tell a function of unit and value if the plan does not name it; nothing to do without a tape."""
 
     def recomputes(self) -> bool:
@@ -246,7 +246,7 @@ def time_reruns(applied: Applied, watch: Stopwatch | None) -> None:
 def tell_departures(applied: Applied, departs: Callable[[str, str], object]) -> None:
     """Tell a function of units and their values that the plan in place does not name, which are then recomputed."""
     for forward in applied._forwards:
-        forward.tell(departs)
+        forward.tell_departures(departs)
 
 
 class PlanPerMicroBatch(PlacedForward):

@@ -122,7 +122,7 @@ class Tape(TapeState):
     def new_mode(self, unit_path: str) -> FunctionMode:
         return FunctionMode(self, unit_path)
 
-    def tell(self, departs: Callable[[str, str], object]) -> None:
+    def tell_departures(self, departs: Callable[[str, str], object]) -> None:
         """Tell a function of units and their values that the plan, if there is one, does not name."""
         if isinstance(self.policy, PlanPolicy):
             self.policy.departs = departs

@@ -64,8 +64,8 @@ class UnitForward(PlacedForward):
     def time_reruns(self, watch: Stopwatch | None) -> None:
         self.tape.reruns = watch
 
-    def tell(self, departs: Callable[[str, str], object]) -> None:
-        self.tape.tell(departs)
+    def tell_departures(self, departs: Callable[[str, str], object]) -> None:
+        self.tape.tell_departures(departs)
 
     @uncompiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

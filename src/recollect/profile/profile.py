@@ -198,8 +198,8 @@ class Profile(ShownInNotebooks):
 
     def has_value(self, unit_path: str, name: str) -> bool:
         """Whether a call of a unit computed a value with this name."""
-        graphs = {call.graph: self.graphs[call.graph] for call in self.calls if call.path == unit_path}
-        return any(value.name == name for graph in graphs.values() for value in graph.values)
+        graphs = (self.graph_of(call) for call in self.calls if call.path == unit_path)
+        return any(value.name == name for graph in graphs for value in graph.values)
 
     def block_bytes(self, nbytes: int) -> int:
         """Return the bytes that a storage of this size takes on the profile's device."""

@@ -213,9 +213,8 @@ def test_two_handles_in_one_step_do_not_take_each_other_for_a_profiler() -> None
         handle.remove()
 
 
-@pytest.mark.filterwarnings(
-    "ignore::recollect.errors.ConfigWarning"
-)  # a trace of a layer that computes more is not the plan's
+# Of traces, since a layer that computes more runs other ops than were recorded.
+@pytest.mark.filterwarnings("ignore::recollect.errors.ConfigWarning")
 @pytest.mark.parametrize("engine", ["tape", "graph"])
 def test_what_a_unit_computes_at_times_is_recomputed_and_planned_once_it_was_recorded(
     model: Blocks, engine: Any

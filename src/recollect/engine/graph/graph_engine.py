@@ -143,8 +143,8 @@ class GraphForward(PlacedForward):
         for scope in self._scopes:
             scope.take_off()
 
-    def tell(self, departs: Callable[[str, str], object]) -> None:
-        self.tape.tell(departs)
+    def tell_departures(self, departs: Callable[[str, str], object]) -> None:
+        self.tape.tell_departures(departs)
 
     @uncompiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
