@@ -14,6 +14,18 @@ MUTATIONS = (
         (("(current_backward() < 0 and not in_compiled)", "not in_compiled"),),
     ),
     Mutation(
+        "device-of-the-first-parameter",
+        "a model with its embedding on the CPU is taken for one on the CPU: nobody looks at what the GPU holds",
+        "recording/model_step.py",
+        (("    if found:\n        return torch.device(found[0])\n", ""),),
+    ),
+    Mutation(
+        "second-device-not-counted",
+        "of a model on two CUDA devices, only what is on the first one counts",
+        "recording/model_step.py",
+        (("    if len(found) > 1:\n", "    if len(found) > 2:\n"),),
+    ),
+    Mutation(
         "lost-step-not-counted",
         "a process counts no step whose call raised, and later waits for answers to a question that the others do not ask",
         "attaching/attached.py",

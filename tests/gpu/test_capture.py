@@ -1,6 +1,7 @@
 """Steps captured as CUDA graphs: bits over 50 replays, pools as predicted, and errors for what waits for the device."""
 
 import copy
+import threading
 from functools import partial
 from typing import Any
 
@@ -71,6 +72,30 @@ def test_a_pool_goes_with_its_step(cuda: torch.device) -> None:
     torch.cuda.empty_cache()
     # Libraries' workspaces stay, on the stream of the capture.
     assert torch.cuda.memory_reserved() - before_bytes < 128 << 20
+
+
+def test_a_loader_may_pin_memory_during_a_capture(cuda: torch.device) -> None:
+    model, batch = model_and_batch(cuda, 0.0)
+    is_over, errors = threading.Event(), list[Exception]()
+
+    def pin() -> None:
+        num_bytes = 1 << 12
+        while not is_over.is_set() and not errors:
+            try:
+                torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+            except Exception as error:
+                errors.append(error)
+            num_bytes = num_bytes % (1 << 24) + (1 << 12)
+
+    thread = threading.Thread(target=pin)
+    thread.start()
+    try:
+        with captured(model, batch, "100%") as step:
+            step(batch)
+    finally:
+        is_over.set()
+        thread.join()
+    assert not errors
 
 
 def test_what_waits_for_the_device_is_refused(cuda: torch.device) -> None:

@@ -73,7 +73,9 @@ class CudaGraphs:
         graph = torch.cuda.CUDAGraph()
         for generator in self._generators:
             graph.register_generator_state(generator)
-        with without_collections(), torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+        # Other threads may go on: a data loader that pins memory would end a capture in "global" mode, and the loader with it.
+        captured = torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local")
+        with torch.cuda.device(self._device), without_collections(), captured:
             loss = step()
         return loss, graph.replay
 

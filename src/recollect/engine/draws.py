@@ -12,7 +12,7 @@ import _thread
 import ctypes
 import functools
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -360,8 +360,9 @@ class _SecondRun(_RandomMode):
         return output
 
 
-def cuda_generators() -> list[torch.Generator]:
-    """Return the default generator of the current CUDA device, if there is one in use."""
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        return [torch.cuda.default_generators[torch.cuda.current_device()]]
-    return []
+def cuda_generators(tensors: Iterable[torch.Tensor]) -> list[torch.Generator]:
+    """Return the default generators of the current CUDA device, if one is in use, and of those that tensors are on."""
+    if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
+        return []
+    found = {torch.cuda.current_device(), *(t.get_device() for t in tensors if t.is_cuda and not is_fake_tensor(t))}
+    return [torch.cuda.default_generators[index] for index in sorted(found)]

@@ -120,7 +120,6 @@ class FunctionRun:
         self.made: list[Made] = []
         self.num_storages = 0
         self._num_outputs = 0
-        self.draws = FunctionDraws(function, cuda_generators(), is_captured=is_captured)
         self._objects: list[tuple[Any, list[int]]] = []
         self._made_mark, self._given_mark = object(), object()
         # By its collectives.
@@ -143,6 +142,7 @@ class FunctionRun:
         elif has_spare_module and vars(sys.modules.get(_USERBUFFERS[0], sys)).get(_USERBUFFERS[1]) is not None:
             self.keep("it may communicate while it multiplies")
         self._given = [*self.arguments.tensors, *self.others, *self.partitioned]
+        self.draws = FunctionDraws(function, cuda_generators(self._given), is_captured=is_captured)
         self._versions = [_version(tensor) for tensor in self._given]
         if (positions := _unseen_writers.get(function)) is not None:
             self.keep("it writes to its arguments out of sight")

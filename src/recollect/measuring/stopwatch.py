@@ -32,7 +32,7 @@ class Stopwatch:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._is_cuda = device.type == "cuda"
+        self._device, self._is_cuda = device, device.type == "cuda"
         # On CUDA the host's own time: backward has its own thread there.
         self._clock = time.perf_counter if self._is_cuda else work_clock(device)
         self._is_running = False
@@ -55,14 +55,14 @@ class Stopwatch:
         """Begin a stretch."""
         self._is_running = True
         if self._is_cuda:
-            self._events.append(_now())
+            self._events.append(self._now())
         self._begin_s = self._clock()
 
     def stop(self) -> None:
         """End it."""
         self._host_s += self._clock() - self._begin_s
         if self._is_cuda:
-            self._events.append(_now())
+            self._events.append(self._now())
         self._is_running = False
 
     def read(self) -> Seconds | None:
@@ -75,8 +75,8 @@ class Stopwatch:
         device_ms = sum(begin.elapsed_time(end) for begin, end in zip(begins, ends, strict=True))
         return Seconds(self._host_s, device_ms / 1000)
 
-
-def _now() -> torch.cuda.Event:
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
+    def _now(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        # Without a stream it would be of the current device, which may be a different one.
+        event.record(torch.cuda.current_stream(self._device))
+        return event

@@ -15,7 +15,7 @@ from recollect._torch_fsdp import GatheredParameters
 from recollect._torch_parallel import split_backward
 from recollect._torch_private import DATA_DEPENDENT
 from recollect.arguments import check_kind
-from recollect.errors import RecollectError, RecordError
+from recollect.errors import NotYetError, RecollectError, RecordError
 from recollect.recording.optimizers import Optimizers, beside_parameters, copied_weights, state_tensors
 from recollect.recording.step_recording import Gradients
 from recollect.tensors import tensors_in
@@ -201,8 +201,32 @@ def describe_batch(batch: Any) -> str:
 
 
 def device_of(model: nn.Module, batch: Any) -> torch.device:
-    """Return the device of the step: the first parameter's, or the batch's if the model is on meta."""
+    """Return the device of the step: the CUDA device with parameters, or that of the first parameter, or of the batch.
+
+    Raises:
+        NotYetError: the model runs on several CUDA devices, or its sharded parameters are not where it runs.
+    """
+    name = type(model).__name__
     candidates = [*model.parameters(), *tensors_in(batch)]
+    found = sorted({str(p.device) for p in model.parameters() if p.device.type == "cuda"})
+    if isinstance(model, nn.DataParallel):
+        found += [f"cuda:{index}" for index in model.device_ids if f"cuda:{index}" not in found]
+    if len(found) > 1:
+        raise NotYetError(
+            settings={name: f"on {' and '.join(found)}"},
+            needs="a budget and a clock for each device of one process",
+            advice="Run one process for each device (torchrun, with DDP, FSDP2 or pipeline stages), or put the model on one.",
+        )
+    for parameter in model.parameters():
+        mesh = getattr(parameter, "device_mesh", None)
+        if mesh is not None and parameter.device.type == "cpu" != mesh.device_type:
+            raise NotYetError(
+                settings={name: f"on {mesh.device_type}, with sharded parameters on the CPU (CPUOffloadPolicy)"},
+                needs="to count what is copied to the device and back in each step",
+                advice="Call fully_shard without offload_policy.",
+            )
+    if found:
+        return torch.device(found[0])
     return next((t.device for t in candidates if t.device.type != "meta"), torch.device("cpu"))
 
 

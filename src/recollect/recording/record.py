@@ -118,7 +118,8 @@ def record(
         AlreadyAppliedError: the model already recomputes.
         HardwareError: an unknown name or a malformed file; or given without `fake`, where times are measured.
         ChunkedLossError: the model's loss cannot be computed in chunks.
-        NotYetError: `engine="compile"` with `split_backward`, or a backward that keeps its graph.
+        NotYetError: `engine="compile"` with `split_backward`, or a backward that keeps its graph; or the model is on several
+            CUDA devices.
         RecordError: both or neither of `batch` and `step`; the model rejected the batch; the loss is not a scalar or does
             not require grad; an unknown word; with `fake`, the step depends on data; the parameters do not exist yet, or are
             partitioned; a process of the group failed, or has a different model; or this PyTorch lacks what recording needs.

@@ -148,7 +148,7 @@ def noisy_step(unit: nn.Module) -> None:
 @pytest.fixture
 def watches_the_default_generator(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on CUDA; on the CPU everything may draw from it, and nobody watches."""
-    monkeypatch.setattr("recollect.engine.function_run.cuda_generators", lambda: [torch.default_generator])
+    monkeypatch.setattr("recollect.engine.function_run.cuda_generators", lambda given: [torch.default_generator])
 
 
 @pytest.mark.usefixtures("watches_the_default_generator")

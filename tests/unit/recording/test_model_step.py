@@ -8,9 +8,13 @@ import pytest
 import torch
 import transformers
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 import recollect
-from recollect.errors import RecordError
+from recollect.errors import NotYetError, RecordError
 from recollect.recording.model_step import (
     Step,
     call_model,
@@ -258,3 +262,32 @@ def test_device_is_that_of_the_first_real_tensor() -> None:
     assert device_of(meta, {"x": [ROWS]}) == torch.device("cpu")
     assert device_of(nn.ReLU(), None) == torch.device("cpu")
     assert device_of(meta, ROWS.to("meta")) == torch.device("cpu")
+
+
+def on_cuda(*indices: int) -> nn.ParameterList:
+    with FakeTensorMode():
+        return nn.ParameterList(torch.empty(2, device=f"cuda:{index}") for index in indices)
+
+
+def test_device_is_the_cuda_device_with_parameters() -> None:
+    model = nn.Sequential(nn.Embedding(4, 2), on_cuda(1))
+    assert device_of(model, ROWS) == torch.device("cuda:1")
+
+
+@pytest.mark.parametrize("model", [on_cuda(0, 1), nn.DataParallel(nn.Linear(2, 2))], ids=["layers on two", "replicas"])
+def test_several_devices_in_one_process_are_refused(model: nn.Module) -> None:
+    if isinstance(model, nn.DataParallel):
+        model.device_ids = [0, 1]
+    with pytest.raises(
+        NotYetError, match=r"'on cuda:0 and cuda:1': not yet: a budget .* Run one process for each device"
+    ):
+        device_of(model, None)
+
+
+def test_shards_on_the_cpu_are_refused() -> None:
+    whole, mesh = torch.ones(2, 2), DeviceMesh("cuda", [0], _init_backend=False, _rank=0)
+    spec = DTensorSpec(mesh, (Shard(0),), TensorMeta(whole.shape, whole.stride(), whole.dtype))
+    model = nn.Linear(2, 2)
+    model.weight = nn.Parameter(DTensor(whole, spec, requires_grad=True))
+    with pytest.raises(NotYetError, match=r"on cuda, with sharded parameters on the CPU .* without offload_policy"):
+        device_of(model, None)

@@ -118,9 +118,13 @@ class StreamCarrier(Carrier):
 
     Limitations: it has only run on PyTorch's simulated device (OpenReg). Tests run it on the CPU, with streams that
     check who has waited for whom. It ignores which node of the host's memory (NUMA) is near the device.
+
+    Args:
+        device: where values are computed; on CUDA, memory is registered by its driver's context, and by no other device's.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device | None = None) -> None:
+        self._device = device
         self._lanes: dict[tuple[bool, torch.device], Any] = {}
 
     def current(self, device: torch.device) -> torch.Stream:
@@ -137,7 +141,7 @@ class StreamCarrier(Carrier):
         """Return a stretch of memory of the host: on CUDA registered, elsewhere pinned by PyTorch, in powers of two."""
         try:
             if torch.cuda.is_available() and hasattr(mmap, "MADV_DONTFORK"):
-                return torch.frombuffer(_Registered(nbytes), dtype=torch.uint8)
+                return torch.frombuffer(_Registered(nbytes, self._device), dtype=torch.uint8)
             return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
         except (OSError, RuntimeError) as error:
             raise OffloadError(
@@ -174,27 +178,29 @@ class _Registered(mmap.mmap):
         RuntimeError: the driver refuses it.
     """
 
-    def __new__(cls, nbytes: int) -> _Registered:
+    def __new__(cls, nbytes: int, device: torch.device | None) -> _Registered:
         made = super().__new__(cls, -1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         # A forked child would share its pages, and the first write would give this process pages unknown to the device.
         made.madvise(mmap.MADV_DONTFORK)
         made._address = torch.frombuffer(made, dtype=torch.uint8).data_ptr()
-        error = int(torch.cuda.cudart().cudaHostRegister(made._address, nbytes, _PORTABLE))
-        if error:
-            # Have the runtime report its last error now, which it would otherwise report at the next kernel launch.
-            with suppress(RuntimeError):
-                torch.ones(1, device="cuda").add_(1)
-            raise RuntimeError(f"cudaHostRegister: error {error}")
-        made._process = os.getpid()
+        with torch.cuda.device(device):
+            error = int(torch.cuda.cudart().cudaHostRegister(made._address, nbytes, _PORTABLE))
+            if error:
+                # Have the runtime report its last error now, which it would otherwise report at the next kernel launch.
+                with suppress(RuntimeError):
+                    torch.ones(1, device="cuda").add_(1)
+                raise RuntimeError(f"cudaHostRegister: error {error}")
+        made._device, made._process = device, os.getpid()
         return made
 
     _address: int
+    _device: torch.device | None
     _process = -1
 
     def __del__(self) -> None:
         if self._process == os.getpid():
             # Copies that nobody needs may still run. No step is running here.
-            torch.cuda.synchronize()
+            torch.cuda.synchronize(self._device)
             torch.cuda.cudart().cudaHostUnregister(self._address)
 
 
@@ -212,7 +218,7 @@ def carrier_for(device: torch.device) -> Carrier:
     if device.type in CARRIERS:
         return CARRIERS[device.type]()
     if accelerator is not None and device.type == accelerator.type:
-        return StreamCarrier()
+        return StreamCarrier(device)
     expected = f"{', '.join(CARRIERS)}, or PyTorch's accelerator, which is {accelerator}"
     raise OffloadError(reason=f"values on {device} cannot be copied; expected {expected}")
 
