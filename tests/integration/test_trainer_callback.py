@@ -69,9 +69,11 @@ def test_saving_evaluation_and_the_best_model_are_as_without_a_budget(engine: An
     assert isinstance(budget.attached, Attached) and budget.attached.num_steps == 12
     assert not any("recollect" in str(vars(module).get("forward")) for module in within.model.modules())
     numbers = [entry for entry in within.state.log_history if "memory_budget_bytes" in entry]
-    entry, *timed = numbers
-    assert "measured_slowdown" not in entry and all("measured_slowdown" in later for later in timed)
-    assert bool(timed) == (engine == "tape")
+    entry, *later = numbers
+    assert "measured_slowdown" not in entry and bool(later) == (engine == "tape")
+    # On a busy machine, the plan may be made anew.
+    predicted = entry["predicted_slowdown"]
+    assert all("measured_slowdown" in one or one["predicted_slowdown"] != predicted for one in later)
     assert entry["predicted_peak_bytes"] <= entry["memory_budget_bytes"] == budget.attached.budget_bytes
     assert entry["step"] == 1 and entry["predicted_slowdown"] > 0
     others = [entry for entry in within.state.log_history if entry not in numbers]
@@ -91,9 +93,27 @@ def test_a_training_resumes_from_a_checkpoint(tmp_path: Path) -> None:
     assert budget.attached is not None and budget.attached.num_steps == 7
 
 
-def test_another_engine_is_refused_with_deepspeed(tmp_path: Path) -> None:
-    with pytest.raises(NotYetError, match="engine='compile': not yet: layers that DeepSpeed's engine runs"):
-        MemoryBudget("75%", engine="compile")._section(options(tmp_path))
+def test_host_memory_has_the_bits_of_training_without(tmp_path: Path) -> None:
+    budget = MemoryBudget("53%", host_budget="64MiB")
+    within = train(options(tmp_path, max_steps=3), budget)
+    assert budget.attached is not None and budget.attached.plan is not None
+    assert budget.attached.plan.offloads
+    assert_same_weights(train(options(tmp_path, max_steps=3)), within)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"engine": "compile"}, "engine='compile': not yet: layers that DeepSpeed's engine runs"),
+        (
+            {"host_budget": "1GiB"},
+            "host_budget='1GiB': not yet: values that leave the device in layers that DeepSpeed's",
+        ),
+    ],
+)
+def test_what_deepspeed_does_not_have_is_refused(settings: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(NotYetError, match=message):
+        MemoryBudget("75%", **settings)._section(options(tmp_path))
 
 
 def test_the_line_goes_to_the_trainers_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -27,6 +27,7 @@ class BudgetCallback:
         *,
         on_larger: OnLarger = "replan",
         units: Iterable[str] | None = None,
+        host_budget: int | str = 0,
         engine: Engine = "tape",
         measure: bool = False,
     ) -> None:
@@ -34,6 +35,7 @@ class BudgetCallback:
         self.budget = budget
         self.on_larger: OnLarger = on_larger
         self.units = listed(units)
+        self.host_budget = host_budget
         self.engine: Engine = engine
         self.measure = measure
         self.attached: Attached | None = None
@@ -66,6 +68,7 @@ class BudgetCallback:
             self.budget,
             on_larger=self.on_larger,
             units=in_wrapper(self.units, wrapped, model),
+            host_budget=self.host_budget,
             engine=engine,
             measure=self.measure,
             log=log,

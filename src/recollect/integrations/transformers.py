@@ -33,6 +33,7 @@ from recollect.integrations import trainers
 from recollect.integrations.deepspeed.engine import AttachedEngine, check_before
 from recollect.integrations.deepspeed.section import BudgetSection
 from recollect.planning.planners import Engine
+from recollect.ranks.members import GroupChoice
 
 with needed("transformers", by="recollect.integrations.transformers"):
     import transformers
@@ -51,8 +52,11 @@ def enable_memory_budget(
     *,
     on_larger: OnLarger = "replan",
     units: Iterable[str] | None = None,
+    host_budget: int | str = 0,
+    engine: Engine = "tape",
     measure: bool = False,
     log: Callable[[str], object] | None = None,
+    group: GroupChoice = None,
 ) -> Attached:
     """Keep your own training loop of a Hugging Face model within a memory budget, in place of its checkpointing.
 
@@ -66,7 +70,7 @@ def enable_memory_budget(
         budget: bytes of the whole step, as an int or text; see `recollect.attach`.
         on_larger: what to do at a step that no plan was made for: "replan", "warn" or "raise".
         units: module paths of the layers to plan, where they are not found.
-        measure: whether to measure peaks on the CPU, too; see `recollect.attach`.
+        host_budget, engine, measure, group: see `recollect.attach`.
         log: takes the line about the plan; by default it goes to standard error.
 
     Returns:
@@ -91,7 +95,18 @@ def enable_memory_budget(
         False
     """
     _check_version()
-    attached = attach(model, optimizer, budget, on_larger=on_larger, units=units, measure=measure, log=log)
+    attached = attach(
+        model,
+        optimizer,
+        budget,
+        on_larger=on_larger,
+        units=units,
+        host_budget=host_budget,
+        engine=engine,
+        measure=measure,
+        log=log,
+        group=group,
+    )
     attached.remove_too(trainers.CacheOff(model))
     return attached
 
@@ -108,6 +123,7 @@ class MemoryBudget(trainers.BudgetCallback, TrainerCallback):
             without recompute.
         on_larger: what to do at a step that no plan was made for: "replan", "warn" or "raise".
         units: module paths of the layers to plan, where they are not found.
+        host_budget: bytes of host memory that values may be copied to in forward and back in backward; see `recollect.attach`.
         engine: what layers may run on besides the tape; see `recollect.attach`.
         measure: whether to measure peaks on the CPU, too; see `recollect.attach`.
 
@@ -190,6 +206,12 @@ class MemoryBudget(trainers.BudgetCallback, TrainerCallback):
                 needs="layers that DeepSpeed's engine runs, and that are measured in a training loop",
                 advice=f'Leave out engine="{self.engine}", or train without DeepSpeed.',
             )
+        if self.host_budget:
+            raise NotYetError(
+                settings={"host_budget": self.host_budget},
+                needs="values that leave the device in layers that DeepSpeed's engine runs",
+                advice="Leave out host_budget, or train without DeepSpeed.",
+            )
         budget = None if self.budget == DEFAULT_BUDGET else self.budget
         on_larger: OnLarger | None = None if self.on_larger == "replan" else self.on_larger
         section = BudgetSection.of(args.hf_deepspeed_config.config).with_arguments(budget, on_larger, self.units)
@@ -241,7 +263,7 @@ def _check_arguments(args: Any) -> None:
         raise ConfigError(
             settings={"activation_offloading": True},
             reason="the trainer would move to the host what the plan counts on the device",
-            advice="Drop it, and MemoryBudget decides what to keep.",
+            advice="Drop it, and MemoryBudget decides what to keep; with a host_budget, also what to move.",
         )
     if args.n_gpu > 1:
         raise NotYetError(
