@@ -70,8 +70,11 @@ def enable_memory_budget(
         budget: bytes of the whole step, as an int or text; see `recollect.attach`.
         on_larger: what to do at a step that no plan was made for: "replan", "warn" or "raise".
         units: module paths of the layers to plan, where they are not found.
-        host_budget, engine, measure, group: see `recollect.attach`.
+        host_budget: bytes of host memory that values may be copied to in forward and back in backward; see `recollect.attach`.
+        engine: what layers may run on besides the tape; see `recollect.attach`.
+        measure: whether to measure peaks on the CPU, too; see `recollect.attach`.
         log: takes the line about the plan; by default it goes to standard error.
+        group: the processes that run one plan; see `recollect.attach`.
 
     Returns:
         A handle with `plan`, `report()` and `remove()`.
