@@ -216,16 +216,18 @@ class StepPlanner:
         is_larger = is_larger and self._spare(active.calls, active.courses, reserve) == active.spare
         self._num_larger += is_larger
         stays = is_larger and self._num_larger > _MOST_SEARCHES
+        self._num_unnamed += departure.unnamed is not None
+        is_left = departure.unnamed is not None and self._num_unnamed > _MOST_SEARCHES
         if said := departure.excess(active, more_bytes, measured_bytes):
             follows = "Units then run at their leanest" if stays else "What follows is planned for that, too"
+            if is_left:
+                follows = "Values that plans do not name are recomputed"
             key = "larger units" if stays else departure.text if departure.unnamed else f"step {number}"
             self.warn_once(f"step {number} {said}. {follows}", key=key)
-        if stays:
+        if stays or is_left:
             return
         if departure.unnamed:
-            self._num_unnamed += 1
-            if self._num_unnamed <= _MOST_SEARCHES:
-                self.missed.note(step.calls, courses, did_more=True, unnamed=departure.unnamed)
+            self.missed.note(step.calls, courses, did_more=True, unnamed=departure.unnamed)
             return
         # Memory that the allocator showed once may appear in the next step, too, where it can be recorded.
         if not self.lockstep.ranks.is_alone or is_larger or (is_read and active.number not in self._tried):

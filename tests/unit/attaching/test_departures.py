@@ -249,6 +249,25 @@ def test_what_a_unit_computes_at_times_is_recomputed_and_planned_once_it_was_rec
     assert all(map(has_same_bits, model.parameters(), plain.parameters()))
 
 
+def test_values_that_are_new_again_and_again_are_recomputed_only(model: Blocks) -> None:
+    more: list[Any] = []
+    for block in model.blocks:
+        block[1] = Computes(lambda _, x: more[0](x.tanh()) if more else x.tanh())
+    with attached_loop(2_000_000, model, SGD) as (_, optimizer, attached):
+        step(model, optimizer, rows=512)
+        for op in (torch.sin, torch.cos, torch.sigmoid, torch.exp, torch.erf):
+            more[:] = [op]
+            follows = (
+                "Values that plans do not name are recomputed"
+                if op is torch.erf
+                else "What follows is planned for that, too"
+            )
+            with pytest.warns(BudgetWarning, match=f"does not name.* {follows}"):
+                step(model, optimizer, rows=512)
+            step(model, optimizer, rows=512)
+    assert attached.recorded_steps == [0, 2, 4, 6, 8]
+
+
 def test_more_backwards_than_planned_are_said_and_recorded(model: Blocks) -> None:
     with attached_loop("90%", model, SGD) as (_, optimizer, attached):
         step(model, optimizer, rows=512)
