@@ -8,6 +8,12 @@ __all__ = ["MUTATIONS"]
 
 MUTATIONS = (
     Mutation(
+        "devices-replaced-by-files",
+        "`recollect plan --out /dev/null`, as root, leaves a file where the device was",
+        "lab/train/files.py",
+        (('if path.exists() and (not path.is_file() or path.is_relative_to("/dev")):', "if False:"),),
+    ),
+    Mutation(
         "formulas-counted-as-recompute",
         "coverage takes the formulas of gradients for ops that run again, where they have a graph of their own",
         "observing",

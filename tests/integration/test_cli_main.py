@@ -202,3 +202,21 @@ def test_an_interrupt_while_torch_is_imported_ends_the_process_at_once() -> None
 def test_debug_shows_the_traceback(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no such file or folder"):
         main(["train", "--data", str(tmp_path / "none"), "--run-dir", str(tmp_path / "run"), "--debug"])
+
+
+@pytest.mark.skipif(not Path("/dev/full").is_char_device(), reason="needs a device that is always full")
+def test_a_full_disk_ends_a_command_in_one_line() -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "recollect", "env"], check=False, stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert done.stderr.startswith("Error: the output: cannot be written (No space left on device).\n")
+    assert done.returncode
+
+
+def test_a_terminal_of_unknown_width_is_printed_to(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "0")
+    assert main(["env"]) == 0
+    assert f"recollect         {__version__}" in capsys.readouterr().out

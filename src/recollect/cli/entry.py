@@ -2,11 +2,13 @@
 
 import dataclasses
 import difflib
+import errno
 import functools
 import importlib
 import io
 import itertools
 import operator
+import os
 import signal
 import sys
 import threading
@@ -118,6 +120,8 @@ def main(args: Sequence[str] | None = None) -> int:
     if words[:1] == ["--version"]:
         print(f"recollect {__version__}")
         return 0
+    if os.environ.get("COLUMNS") == "0":  # as in some containers: unknown, and not none, for which nothing is printed
+        del os.environ["COLUMNS"]
     if args is None and isinstance(sys.stdout, io.TextIOWrapper):
         # Frames and bullets should not end a command whose output goes to an encoding that lacks them.
         sys.stdout.reconfigure(errors="replace")
@@ -140,6 +144,13 @@ def main(args: Sequence[str] | None = None) -> int:
         is_of_flags = words[:1] and words[0] in _COMMANDS and "--yaml" not in words
         text = in_flags(error, flags_of(_COMMANDS[words[0]]), words) if is_of_flags else str(error)
         print_line(errors, f"Error: {text}", style="red")
+        return _EXIT_ERROR
+    except OSError as error:
+        if error.errno != errno.ENOSPC or "--debug" in words:
+            raise
+        print_line(
+            errors, f"Error: {error.filename or 'the output'}: cannot be written ({error.strerror}).", style="red"
+        )
         return _EXIT_ERROR
     except KeyboardInterrupt:
         errors.print("Interrupted.", style="red")

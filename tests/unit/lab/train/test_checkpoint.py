@@ -25,7 +25,7 @@ from recollect.lab.train.checkpoint import (
     set_rng_state,
     write_manifest,
 )
-from recollect.lab.train.files import only_run_in, write_atomically
+from recollect.lab.train.files import only_run_in, write_atomically, write_text
 from recollect.lab.train.pipeline_plans import PipelinePlans
 from recollect.plans.action import Action
 from recollect.plans.plan import Plan
@@ -205,3 +205,15 @@ def test_what_is_no_file_of_plans_is_named(tmp_path: Path) -> None:
     path.write_bytes(b"\xff\xfe")
     with pytest.raises(PlanFormatError, match="can't decode"):
         PipelinePlans.load(path)
+
+
+def test_only_files_are_replaced(tmp_path: Path) -> None:
+    pipe, file, link = tmp_path / "pipe", tmp_path / "file", tmp_path / "link"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    write_text(pipe, "plan")
+    assert os.read(reader, 8) == b"plan" and pipe.is_fifo()
+    os.close(reader)
+    link.symlink_to(file)
+    write_text(link, "plan")
+    assert link.is_symlink() and file.read_text() == "plan"
