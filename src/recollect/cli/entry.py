@@ -145,13 +145,6 @@ def main(args: Sequence[str] | None = None) -> int:
         text = in_flags(error, flags_of(_COMMANDS[words[0]]), words) if is_of_flags else str(error)
         print_line(errors, f"Error: {text}", style="red")
         return _EXIT_ERROR
-    except OSError as error:
-        if error.errno != errno.ENOSPC or "--debug" in words:
-            raise
-        print_line(
-            errors, f"Error: {error.filename or 'the output'}: cannot be written ({error.strerror}).", style="red"
-        )
-        return _EXIT_ERROR
     except KeyboardInterrupt:
         errors.print("Interrupted.", style="red")
         return _EXIT_INTERRUPTED
@@ -279,5 +272,10 @@ def _run(command: Any) -> int:
     # Imported only now, because torch takes seconds to import, and `--help` should not.
     with _interrupt_ends():
         module = importlib.import_module(f"recollect.cli.{name}")
-    status: int | None = getattr(module, f"run_{name}")(command, Console())
+    try:
+        status: int | None = getattr(module, f"run_{name}")(command, Console())
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        raise RecollectError(f"{error.filename or 'the output'}: cannot be written ({error.strerror}).") from error
     return status or 0
