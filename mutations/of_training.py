@@ -26,6 +26,12 @@ MUTATIONS = (
         (("    if len(found) > 1:\n", "    if len(found) > 2:\n"),),
     ),
     Mutation(
+        "backwards-from-inside-not-counted",
+        "a loss on what a layer returns has a backward of its own, in some steps only: they exceed the budget in silence",
+        "attaching/placement.py",
+        (("            self.backwards.count_at(tensor)\n", "            pass\n"),),
+    ),
+    Mutation(
         "lost-step-not-counted",
         "a process counts no step whose call raised, and later waits for answers to a question that the others do not ask",
         "attaching/attached.py",

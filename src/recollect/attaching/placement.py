@@ -46,11 +46,29 @@ _OWN_BYTES: Final = 32 << 10
 
 
 class Backwards:
-    """How often backward reached a call's output, and whether one built its own graph."""
+    """The backwards of a call, and whether one built its own graph."""
 
     def __init__(self) -> None:
-        self.number = 0
+        self._numbers: dict[object, int] = {}
         self.build_graph = False
+
+    @property
+    def number(self) -> int:
+        """How often backward reached a tensor of the call: its output, or what its first unit returns."""
+        return max(self._numbers.values(), default=0)
+
+    def count_at(self, tensor: torch.Tensor, also: Callable[[], object] | None = None) -> None:
+        """Count the backwards that reach a tensor, and call `also` in each of them."""
+        key = object()
+
+        @untraced
+        def note(_gradient: Any) -> None:
+            if also is not None:
+                also()
+            self._numbers[key] = self._numbers.get(key, 0) + 1
+            self.build_graph |= torch.is_grad_enabled()
+
+        tensor.register_hook(note)
 
 
 class Removable(Protocol):
@@ -170,28 +188,33 @@ class Watcher:
         return output
 
     def _watch_backward(self, output: Any) -> None:
-        backwards = self.backwards
         # A loss that outlives model and optimizer holds this function.
         watcher = weakref.ref(self)
 
-        @untraced
-        def note(_gradient: Any) -> None:
-            its = watcher()
-            if its is not None:
+        def note() -> None:
+            if (its := watcher()) is not None:
                 its.saw_backward = True
-            backwards.number += 1
-            backwards.build_graph |= torch.is_grad_enabled()
 
-        for tensor in tensors_held(output):
-            if tensor.requires_grad and not tensor.is_leaf:
-                self.saw_backward = False
-                tensor.register_hook(note)
-                return
+        if (tensor := first_made(output)) is not None:
+            self.saw_backward = False
+            self.backwards.count_at(tensor, note)
+
+    def watch_inside(self, output: Any) -> bool:
+        """Count the backwards that reach what a unit returns, such as one that begins within the model; whether any can."""
+        tensor = first_made(output)
+        if tensor is not None:
+            self.backwards.count_at(tensor)
+        return tensor is not None
 
     def _noted(self, module: nn.Module, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if self._returns is None:
             return function(*args, **kwargs)
         return self._returns.run(module, function, args, kwargs)
+
+
+def first_made(output: Any) -> torch.Tensor | None:
+    """Return the first tensor in a module's output that backward may reach; None if there is none."""
+    return next((tensor for tensor in tensors_held(output) if tensor.requires_grad and not tensor.is_leaf), None)
 
 
 def _nobody(*_: object) -> None:

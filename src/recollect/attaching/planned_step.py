@@ -118,9 +118,8 @@ class PlannedStep:
 
     @cached_property
     def halves_reach_output(self) -> bool:
-        """Whether both halves of a backward may reach a call's output: the second one begins at the nodes of traces."""
-        is_traced = any(unit.engine is EngineChoice.GRAPH for unit in self.plan.units.values())
-        return is_traced and any(True for _ in self.profile.log.operands(PEEK))
+        """Whether both halves of a backward may reach an output: the second one begins at traces, or at a layer's last op."""
+        return any(True for _ in self.profile.log.operands(PEEK))
 
     @property
     def fits(self) -> bool:

@@ -47,7 +47,7 @@ class Course:
     units: Mapping[str, Runs] = field(default_factory=dict)
     """The runs of each unit, by its path."""
     num_backwards: int = 1
-    """How often backward reached the call's output; 1 also if it never did, as after an error."""
+    """How often backward reached the call's output, or its first unit's; 1 also if it never did, as after an error."""
     builds_graph: bool = False
     """Whether backward built its own graph."""
 
@@ -148,7 +148,10 @@ class WatchedUnit(PlacedForward):
         if current_autograd_node() >= 0:
             watch.meet_other(self)
         with running_unit():
-            return self._run(args, kwargs)
+            output = self._run(args, kwargs)
+        if not watch.is_watched:
+            watch.is_watched = watch.watcher.watch_inside(output)
+        return output
 
     def _run(self, args: Any, kwargs: Any) -> Any:
         watch = self.watch
@@ -165,10 +168,12 @@ class WatchedUnit(PlacedForward):
         return self.forward(*args, **kwargs)
 
 
-class Departs(Protocol):
-    """Is told of departures."""
+class Told(Protocol):
+    """Is told of departures, and of what a unit returns, until that is a tensor that backward may reach."""
 
     departs: Callable[[str], object]
+
+    def watch_inside(self, output: Any) -> bool: ...
 
 
 class UnitWatch:
@@ -180,13 +185,14 @@ class UnitWatch:
     Attributes:
         is_on: a call of a step is known, and runs belong to it.
         is_lean: the rest of the step runs at its leanest.
+        is_watched: what a unit has returned in this call shows its backwards.
     """
 
-    def __init__(self, model: nn.Module, unit_paths: Iterable[str], watcher: Departs) -> None:
+    def __init__(self, model: nn.Module, unit_paths: Iterable[str], watcher: Told) -> None:
         modules = dict(model.named_modules(remove_duplicate=False))
         self.units = [WatchedUnit(modules[path], path, self) for path in unit_paths]
-        self.is_on = self.is_lean = False
-        self._watcher = watcher
+        self.is_on = self.is_lean = self.is_watched = False
+        self.watcher = watcher
         self._has_departed = False
         self._keeps_to_plan = False
         self._tape = Tape(DropAll())
@@ -200,7 +206,7 @@ class UnitWatch:
         `spare`: further runs that there is memory for. `keeps_to_plan`: after a departure, run foreseen units as planned, since
         other processes follow the plan.
         """
-        self.is_on, self._keeps_to_plan = True, keeps_to_plan
+        self.is_on, self._keeps_to_plan, self.is_watched = True, keeps_to_plan, False
         units = course.units
         for unit in self.units:
             unit.allowed, unit.most_numel = units.get(unit.path, (0, 0))
@@ -209,7 +215,7 @@ class UnitWatch:
 
     def allow_all(self) -> None:
         """Begin a call that is recorded, or without a plan."""
-        self.is_on, self.is_lean = True, False
+        self.is_on, self.is_lean, self.is_watched = True, False, False
         for unit in self.units:
             unit.allowed = unit.left = unit.most_numel = _ANY_NUMBER
             unit.numel = unit.spare = 0
@@ -253,7 +259,7 @@ class UnitWatch:
             often = "often", f"run {unit.allowed - unit.left}", unit.allowed
             how, got, most = often if unit.left < 0 else ("elements", unit.numel, unit.most_numel)
             text = f"more {how} than its plan foresees (got {got}, expected at most {most})"
-            self._watcher.departs(f"ran {unit_words(unit.path)} {'' if unit.left < 0 else 'on '}{text}")
+            self.watcher.departs(f"ran {unit_words(unit.path)} {'' if unit.left < 0 else 'on '}{text}")
         forward = unit.forward
         if is_foreseen and self._keeps_to_plan:
             return forward(*args, **kwargs)

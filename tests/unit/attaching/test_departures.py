@@ -268,12 +268,16 @@ def test_values_that_are_new_again_and_again_are_recomputed_only(model: Blocks) 
     assert attached.recorded_steps == [0, 2, 4, 6, 8]
 
 
-def test_more_backwards_than_planned_are_said_and_recorded(model: Blocks) -> None:
+@pytest.mark.parametrize("begins_inside", [False, True])
+def test_more_backwards_than_planned_are_said_and_recorded(model: Blocks, begins_inside: bool) -> None:
+    made: list[Tensor] = []
+    model.blocks[-1].register_forward_hook(lambda *given: made.append(given[2]))
     with attached_loop("90%", model, SGD) as (_, optimizer, attached):
         step(model, optimizer, rows=512)
         loss = model(torch.randn(512, 32))
         loss.backward(retain_graph=True)
-        loss.backward()
+        (made.pop().sum() if begins_inside else loss).backward()
+        made.clear()
         with pytest.warns(
             BudgetWarning, match=r"step 1 ran backward more often .*. It may have needed more than the budget of"
         ):
