@@ -29,7 +29,7 @@ MUTATIONS = (
         "backwards-from-inside-not-counted",
         "a loss on what a layer returns has a backward of its own, in some steps only: they exceed the budget in silence",
         "attaching/placement.py",
-        (("            self.backwards.count_at(tensor)\n", "            pass\n"),),
+        (("for tensor in made[:1]:", "for tensor in made[:0]:"),),
     ),
     Mutation(
         "lost-step-not-counted",
@@ -263,6 +263,12 @@ MUTATIONS = (
         "a percentage stays one of a first step without gradients, which is not repeated",
         "attaching",
         (("self.budget_bytes is not None and repeats else", "self.budget_bytes is not None else"),),
+    ),
+    Mutation(
+        "later-outputs-not-watched",
+        "backward is not seen where the loop makes its loss from another output of the model than the first",
+        "attaching/placement.py",
+        (("in made_in(output):", "in made_in(output)[:1]:"),),
     ),
     Mutation(
         "replaced-calls-counted-twice",

@@ -46,26 +46,23 @@ _OWN_BYTES: Final = 32 << 10
 
 
 class Backwards:
-    """The backwards of a call, and whether one built its own graph."""
+    """How many backwards reached a call's outputs, or what its first unit returned; and whether one built its own graph."""
 
     def __init__(self) -> None:
-        self._numbers: dict[object, int] = {}
+        self.number = 0
         self.build_graph = False
-
-    @property
-    def number(self) -> int:
-        """How often backward reached a tensor of the call: its output, or what its first unit returns."""
-        return max(self._numbers.values(), default=0)
+        self._latest = -1
 
     def count_at(self, tensor: torch.Tensor, also: Callable[[], object] | None = None) -> None:
-        """Count the backwards that reach a tensor, and call `also` in each of them."""
-        key = object()
+        """Count the backwards that reach a tensor, each once, and call `also` in them."""
 
         @untraced
         def note(_gradient: Any) -> None:
             if also is not None:
                 also()
-            self._numbers[key] = self._numbers.get(key, 0) + 1
+            now = current_backward()
+            self.number += now != self._latest
+            self._latest = now
             self.build_graph |= torch.is_grad_enabled()
 
         tensor.register_hook(note)
@@ -195,16 +192,17 @@ class Watcher:
             if (its := watcher()) is not None:
                 its.saw_backward = True
 
-        if (tensor := first_made(output)) is not None:
+        # The loop may make a loss of its own from any of them.
+        for tensor in made_in(output):
             self.saw_backward = False
             self.backwards.count_at(tensor, note)
 
     def watch_inside(self, output: Any) -> bool:
         """Count the backwards that reach what a unit returns, such as one that begins within the model; whether any can."""
-        tensor = first_made(output)
-        if tensor is not None:
+        made = made_in(output)
+        for tensor in made[:1]:
             self.backwards.count_at(tensor)
-        return tensor is not None
+        return bool(made)
 
     def _noted(self, module: nn.Module, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if self._returns is None:
@@ -212,9 +210,9 @@ class Watcher:
         return self._returns.run(module, function, args, kwargs)
 
 
-def first_made(output: Any) -> torch.Tensor | None:
-    """Return the first tensor in a module's output that backward may reach; None if there is none."""
-    return next((tensor for tensor in tensors_held(output) if tensor.requires_grad and not tensor.is_leaf), None)
+def made_in(output: Any) -> list[torch.Tensor]:
+    """Return the tensors in a module's output that backward may reach."""
+    return [tensor for tensor in tensors_held(output) if tensor.requires_grad and not tensor.is_leaf]
 
 
 def _nobody(*_: object) -> None:

@@ -268,6 +268,25 @@ def test_values_that_are_new_again_and_again_are_recomputed_only(model: Blocks) 
     assert attached.recorded_steps == [0, 2, 4, 6, 8]
 
 
+class TwoOutputs(Blocks):
+    """Returns its loss after a tensor that the loop does not use, as of a model of Hugging Face that is given labels."""
+
+    def forward(self, x: Tensor, flag: bool = False, way: str = "") -> Any:
+        loss = super().forward(x)
+        return loss.sqrt(), loss
+
+
+def test_a_loss_from_a_later_output_is_no_open_graph() -> None:
+    model = TwoOutputs()
+    with attached_loop("90%", model, SGD) as (_, optimizer, attached):
+        for _ in range(3):
+            for _ in range(2):
+                model(torch.randn(512, 32))[1].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert attached.recorded_steps == [0]
+
+
 @pytest.mark.parametrize("begins_inside", [False, True])
 def test_more_backwards_than_planned_are_said_and_recorded(model: Blocks, begins_inside: bool) -> None:
     made: list[Tensor] = []
