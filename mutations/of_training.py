@@ -32,6 +32,23 @@ MUTATIONS = (
         (("for tensor in made[:1]:", "for tensor in made[:0]:"),),
     ),
     Mutation(
+        "calls-together-as-one-by-one",
+        "micro-batches that wait for backward together run under the plan of those that ran one after the other",
+        "attaching/step_shape.py",
+        (("            and (self.is_open or not other.is_open)\n", ""),),
+    ),
+    Mutation(
+        "plans-changed-among-open-calls",
+        "a call that waits for backward beside others runs under a plan made for less beside it",
+        "attaching/planned_step.py",
+        (
+            (
+                "return active if active in candidates else None",
+                "return active if active in candidates else candidates[0]",
+            ),
+        ),
+    ),
+    Mutation(
         "lost-step-not-counted",
         "a process counts no step whose call raised, and later waits for answers to a question that the others do not ask",
         "attaching/attached.py",
@@ -112,8 +129,14 @@ MUTATIONS = (
     Mutation(
         "loss-holds-model",
         "a loss that is alive after its step holds the model and the optimizer",
-        "attaching",
-        (("watcher = weakref.ref(self)", "watcher = lambda: self"),),
+        "attaching/placement.py",
+        (
+            (
+                "            self.backwards.count_at(tensor)\n        return output\n",
+                "            self.backwards.count_at(tensor)\n            tensor.register_hook(lambda _: self and None)\n"
+                "        return output\n",
+            ),
+        ),
     ),
     Mutation(
         "unnamed-values-kept",

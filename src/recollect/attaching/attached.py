@@ -252,10 +252,11 @@ class Attached(Handle):
 
     def _is_open(self) -> bool:
         """Whether an earlier call of this step still waits for its backward."""
-        # After a backward, a graph may still be open (a gradient penalty); the recorder knows, later steps follow its order.
         recording = self._now.recording
-        is_open = recording.recorder.event_log.has_open_needs if recording else not self._watcher.saw_backward
-        return is_open and len(self._now.calls) > 0
+        # After a backward, a graph may still be open (a gradient penalty); the recorder knows.
+        return self._now.waits_for_backward() or (
+            recording is not None and bool(self._now.calls) and recording.recorder.event_log.has_open_needs
+        )
 
     def _can_record(self) -> bool:
         if some_loop_records():

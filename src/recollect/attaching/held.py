@@ -109,6 +109,10 @@ class StepUnderWay:
     def foresee(self, course: Course | None) -> None:
         self._foreseen.append(course)
 
+    def waits_for_backward(self) -> bool:
+        """Whether the graph of a call is there that no backward has reached."""
+        return any(backwards.is_awaited for backwards in self._backwards)
+
     def is_last_foreseen(self) -> bool:
         """Whether a plan foresees the work of the last call."""
         return bool(self._foreseen) and self._foreseen[-1] is not None

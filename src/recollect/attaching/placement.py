@@ -52,19 +52,24 @@ class Backwards:
         self.number = 0
         self.build_graph = False
         self._latest = -1
+        self._hooks: list[weakref.ref[Any]] = []
 
-    def count_at(self, tensor: torch.Tensor, also: Callable[[], object] | None = None) -> None:
-        """Count the backwards that reach a tensor, each once, and call `also` in them."""
+    @property
+    def is_awaited(self) -> bool:
+        """Whether none has come, and the call's graph, which holds the hooks, is still there."""
+        return not self.number and any(hook() is not None for hook in self._hooks)
+
+    def count_at(self, tensor: torch.Tensor) -> None:
+        """Count the backwards that reach a tensor, each once."""
 
         @untraced
         def note(_gradient: Any) -> None:
-            if also is not None:
-                also()
             now = current_backward()
             self.number += now != self._latest
             self._latest = now
             self.build_graph |= torch.is_grad_enabled()
 
+        self._hooks.append(weakref.ref(note))
         tensor.register_hook(note)
 
 
@@ -123,7 +128,6 @@ class Watcher:
     Attributes:
         rehearses: asked before a call whether it belongs to no step, though gradients are on.
         is_inside: a call with gradients is running.
-        saw_backward: backward has reached the output of the last call; also before the first one.
         backwards: the last call's backwards.
     """
 
@@ -143,7 +147,6 @@ class Watcher:
         self._returns: Returns | None = None
         self._thread_end: weakref.finalize[[], set[None]] | None = None
         self.is_inside = False
-        self.saw_backward = True
         _watchers[self] = True
 
     def forget(self) -> None:
@@ -181,21 +184,10 @@ class Watcher:
         finally:
             self.is_inside = False
         self.end()
-        self._watch_backward(output)
-        return output
-
-    def _watch_backward(self, output: Any) -> None:
-        # A loss that outlives model and optimizer holds this function.
-        watcher = weakref.ref(self)
-
-        def note() -> None:
-            if (its := watcher()) is not None:
-                its.saw_backward = True
-
         # The loop may make a loss of its own from any of them.
         for tensor in made_in(output):
-            self.saw_backward = False
-            self.backwards.count_at(tensor, note)
+            self.backwards.count_at(tensor)
+        return output
 
     def watch_inside(self, output: Any) -> bool:
         """Count the backwards that reach what a unit returns, such as one that begins within the model; whether any can."""

@@ -208,6 +208,8 @@ class PlannedStep:
         """Whether the other begins with the same calls and is smaller: only its end may tell which it is."""
         num_common = min(len(self.calls), len(other.calls))
         is_alike = self.calls[:num_common] == other.calls[:num_common] and len(self.calls) >= len(other.calls)
+        mine, its = groups_of(self.calls)[0], groups_of(other.calls)[0]
+        is_alike |= len(mine) > len(its) and mine[: len(its)] == its
         return is_alike and (self.work_bytes, self.number) > (other.work_bytes, other.number)
 
 
@@ -244,6 +246,8 @@ class PlannedSteps:
         self.steps: list[PlannedStep] = []
         self.seen: dict[_Key, Course] = {}
         self._ignored: set[tuple[str, int]] = set()
+        # What waits for backward together differs from step to step, and the first call does not tell which it will be.
+        self._ends_vary = False
 
     def as_known(self, call: Call) -> Call:
         """Return a call without the arguments that have proved to change nothing."""
@@ -263,15 +267,22 @@ class PlannedSteps:
     def choice(
         self, calls: Sequence[Call], active: PlannedStep | None, may_record: Callable[[], bool]
     ) -> PlannedStep | None:
-        """Return the fastest step that covers the calls so far; None if there is none, or one is worth recording."""
+        """Return the fastest step that covers the calls so far; None if there is none, or one is worth recording.
+
+        Where steps end in different ways, it is the largest one.
+        """
         is_first = len(calls) == 1
         if not is_first and active is not None and active.follows(calls):
             return active  # The order of calls is the recorded one, so the open calls are known from there.
         candidates = self.covering(calls)
         if not candidates:
             return None
-        if len(groups_of(calls)[-1]) > 1 and active in candidates:
-            return active
+        if len(groups_of(calls)[-1]) > 1 and active is not None:
+            # Earlier calls hold what this plan says: none that is made for less besides could be kept to now.
+            self._ends_vary = self._ends_vary or active not in candidates
+            return active if active in candidates else None
+        if self._ends_vary:
+            return max(candidates, key=lambda step: (len(groups_of(step.calls)[0]), step.work_bytes))
         best = min(candidates, key=lambda step: step.calls[0].numel)
         if not is_first:
             return best
@@ -373,9 +384,9 @@ def _unlike(mine: Call, its: Call) -> str:
         return "arguments " + (", ".join(f"{a!r} and {b!r}" for a, b in changed[:3]) or "that one of them lacks")
     if (mine.trained, mine.traced) != (its.trained, its.traced):
         return "what requires a gradient"
-    if mine.has_gradients != its.has_gradients:
-        return "gradients that are there before it"
-    return "" if mine.is_open == its.is_open else "whether an earlier call waits for its backward"
+    if mine.is_open != its.is_open:
+        return "whether an earlier call waits for its backward"
+    return "" if mine.has_gradients == its.has_gradients else "gradients that are there before it"
 
 
 def unforeseen(planned: PlannedStep, calls: Sequence[Call]) -> str:

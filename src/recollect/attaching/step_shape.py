@@ -76,6 +76,7 @@ class Call:
             and not other.trained & ~self.trained
             and not other.traced & ~self.traced
             and (self.has_gradients or not other.has_gradients)
+            and (self.is_open or not other.is_open)
         )
 
 

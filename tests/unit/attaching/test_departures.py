@@ -268,23 +268,74 @@ def test_values_that_are_new_again_and_again_are_recomputed_only(model: Blocks) 
     assert attached.recorded_steps == [0, 2, 4, 6, 8]
 
 
-class TwoOutputs(Blocks):
-    """Returns its loss after a tensor that the loop does not use, as of a model of Hugging Face that is given labels."""
-
-    def forward(self, x: Tensor, flag: bool = False, way: str = "") -> Any:
-        loss = super().forward(x)
-        return loss.sqrt(), loss
-
-
-def test_a_loss_from_a_later_output_is_no_open_graph() -> None:
-    model = TwoOutputs()
-    with attached_loop("90%", model, SGD) as (_, optimizer, attached):
-        for _ in range(3):
-            for _ in range(2):
-                model(torch.randn(512, 32))[1].backward()
-            optimizer.step()
+def test_calls_that_wait_for_backward_together_are_more_than_one_after_the_other(model: Blocks) -> None:
+    with attached_loop("80%", model, SGD) as (_, optimizer, attached):
+        for _ in range(2):
+            model(torch.randn(512, 32)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        said = r"step 1 differs in call 2 of the model from its plan: whether an earlier call waits for its backward"
+        for number in range(1, 4):
+            with peak_on_cpu() if number == 3 else nullcontext([0]) as found:
+                losses = [model(torch.randn(512, 32)) for _ in range(2)]
+                for loss in losses:
+                    loss.backward()
+                del loss, losses
+                with pytest.warns(BudgetWarning, match=said) if number == 1 else nullcontext():
+                    optimizer.step()
             optimizer.zero_grad()
-    assert attached.recorded_steps == [0]
+        assert attached.recorded_steps == [0, 2]
+        assert found[0] <= attached.planned[0].budget_bytes
+
+
+def test_pairs_of_different_sizes_keep_the_budget_and_a_different_end_is_said(model: Blocks) -> None:
+    """The first call of a pair does not tell how large the second one is."""
+    pairs = [(256, 256), (512, 512), (256, 512), (256, 512), (256, 512)]
+    with attached_loop(1_600_000, model, SGD) as (_, optimizer, attached):
+        for number, sizes in enumerate(pairs):
+            said = "step 2 differs in call 2 of the model from its plan: shapes 256 x 32 and 512 x 32"
+            with pytest.warns(BudgetWarning, match=said) if number == 2 else nullcontext():
+                with peak_on_cpu() if number == 4 else nullcontext([0]) as found:
+                    losses = [model(torch.randn(size, 32)) for size in sizes]
+                    for loss in losses:
+                        loss.backward()
+                    del loss, losses
+                    optimizer.step()
+            optimizer.zero_grad()
+        assert attached.recorded_steps == [0, 1, 3]
+    assert found[0] <= 1_600_000
+
+
+def test_a_forward_whose_result_is_dropped_does_not_wait_for_backward(model: Blocks) -> None:
+    with attached_loop("80%", model, SGD) as (_, optimizer, attached):
+        for _ in range(3):
+            model(torch.randn(512, 32))
+            step(model, optimizer, rows=512)
+        assert attached.recorded_steps == [0]
+
+
+class Towers(nn.Module):
+    """Returns the results of two models, of which the loop may use only the second one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = Blocks(2), Blocks(2)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.left(x), self.right(x)
+
+
+def test_more_backwards_of_a_later_output_are_said() -> None:
+    model = Towers()
+    with attached_loop("90%", model, SGD) as (_, optimizer, _):
+        for number in range(2):
+            _, loss = model(torch.randn(512, 32))
+            loss.backward(retain_graph=number == 1)
+            if number == 1:
+                loss.backward()
+            with pytest.warns(BudgetWarning, match="ran backward more often") if number == 1 else nullcontext():
+                optimizer.step()
+            optimizer.zero_grad()
 
 
 @pytest.mark.parametrize("begins_inside", [False, True])
