@@ -351,6 +351,12 @@ MUTATIONS = (
         ),
     ),
     Mutation(
+        "wrapper-frees-unseen",
+        "a plan may drop values whose parameters FSDP1 frees after forward",
+        "_torch_fsdp.py",
+        (("found = _freed_by_wrappers(model)", "found: set[int] = set()"),),
+    ),
+    Mutation(
         "freed-output-dropped",
         "a plan may drop an output whose parameters FSDP2 frees after forward",
         "applying.py",

@@ -55,6 +55,12 @@ MUTATIONS = (
         (("self.num_steps += self._end.begin_next() and not self._now.calls", "self._end.begin_next()"),),
     ),
     Mutation(
+        "wrapped-ranks-alone",
+        "each rank of a model that FSDP1 wraps plans for itself",
+        "_torch_parallel.py",
+        (("if is_flat_sharded(module):", "if False:"),),
+    ),
+    Mutation(
         "early-optimizer-step-ends-a-later-step",
         "an optimizer that steps without a call has the next step end before its second call",
         "attaching/attached.py",

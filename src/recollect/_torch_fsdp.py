@@ -1,4 +1,4 @@
-"""Tells how FSDP2 handles the parameters of a model; the private names for that, each with its reason."""
+"""Tells how FSDP2, and FSDP1 before it, handle the parameters of a model; the private names for that, with reasons."""
 
 from __future__ import annotations
 
@@ -19,6 +19,21 @@ def is_fully_sharded(module: nn.Module) -> bool:
     return any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__)
 
 
+def is_flat_sharded(module: nn.Module) -> bool:
+    """Whether a module is `FullyShardedDataParallel`, FSDP1's wrapper; without importing it."""
+    return any(kind.__name__ == "FullyShardedDataParallel" for kind in type(module).__mro__)
+
+
+def gathers_parameters(module: nn.Module) -> bool:
+    """Whether FSDP2 or FSDP1 gathers parameters while a module runs."""
+    return is_fully_sharded(module) or is_flat_sharded(module)
+
+
+def gathers_inside(module: nn.Module) -> bool:
+    """Whether FSDP gathers parameters within a module's forward: for modules in it, or FSDP1 for the one it wraps."""
+    return any(gathers_parameters(part) and (part is not module or is_flat_sharded(part)) for part in module.modules())
+
+
 def fully_sharded_modules(model: nn.Module) -> list[Any]:
     """Return the modules of a model that FSDP2 shards, each with its state from `fully_shard`."""
     return [module for module in model.modules() if is_fully_sharded(module)]
@@ -37,11 +52,11 @@ def fully_sharded_parameters(model: nn.Module) -> dict[int, nn.Parameter]:
 
 
 def freed_after_forward(model: nn.Module) -> set[int]:
-    """Return the `id` of modules with parameters that FSDP2 frees after forward, to gather them again in backward.
+    """Return the `id` of modules with parameters that FSDP frees after forward, to gather them again in backward.
 
     No public name exposes the arguments of `fully_shard` and `set_reshard_after_forward`.
     """
-    found: set[int] = set()
+    found = _freed_by_wrappers(model)
     is_first = True
     for module in fully_sharded_modules(model):
         state = module._get_fsdp_state()
@@ -54,6 +69,21 @@ def freed_after_forward(model: nn.Module) -> set[int]:
             for parameter in group.fsdp_params:
                 info = parameter._module_info
                 found.update(id(holder) for holder in (info.module, *info.shared_modules))
+    return found
+
+
+def _freed_by_wrappers(model: nn.Module) -> set[int]:
+    """Return the same of FSDP1. No public name says which modules have their parameters in a wrapper's flat one."""
+    wrappers: list[Any] = [module for module in model.modules() if is_flat_sharded(module)]
+    inside = {id(part) for wrapper in wrappers for part in wrapper.modules() if part is not wrapper}
+    found: set[int] = set()
+    for wrapper in wrappers:
+        # Before the first forward none knows yet whether it is the outermost, which keeps its parameters.
+        is_outermost = id(wrapper) not in inside if wrapper._is_root is None else wrapper._is_root
+        frees = wrapper.sharding_strategy.name in ("FULL_SHARD", "HYBRID_SHARD")
+        if frees and not is_outermost and wrapper._flat_param is not None:
+            flat = wrapper._flat_param
+            found.update(id(info.module) for info in (*flat._param_infos, *flat._shared_param_infos))
     return found
 
 

@@ -17,7 +17,7 @@ from torch.distributed import _functional_collectives as functional
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from recollect._torch_fsdp import is_fully_sharded, parameter_groups
+from recollect._torch_fsdp import is_flat_sharded, is_fully_sharded, parameter_groups
 from recollect._torch_private import accumulates_gradient
 from recollect.errors import ConfigError, RecordError
 
@@ -277,11 +277,22 @@ def processes_of(model: nn.Module) -> list[Sequence[int]]:
     ]
     meshes = {id(mesh): mesh for p in model.parameters() if (mesh := getattr(p, "device_mesh", None)) is not None}
     for module in model.modules():
+        if is_flat_sharded(module):
+            found.append(_processes_of_wrapper(module))
         if is_fully_sharded(module):
             # Gathered parameters are not DTensors.
             sharded = (p.sharded_param for group in parameter_groups(module) for p in group.fsdp_params)
             meshes.update((id(p.device_mesh), p.device_mesh) for p in sharded)
     return [*found, *(mesh.mesh.flatten().tolist() for mesh in meshes.values())]
+
+
+def _processes_of_wrapper(module: Any) -> Sequence[int]:
+    """Return the processes of FSDP1's wrapper; no public name tells those that a hybrid strategy replicates shards over."""
+    if module._device_mesh is not None:
+        return module._device_mesh.mesh.flatten().tolist()  # type: ignore[no-any-return]
+    if hasattr(module, "_inter_node_pg"):
+        return range(torch.distributed.get_world_size())
+    return torch.distributed.get_process_group_ranks(module.process_group)
 
 
 def meeting_place() -> Any:

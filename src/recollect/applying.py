@@ -59,7 +59,7 @@ def apply(model: nn.Module, plan: Plan | Sequence[Plan], *, group: GroupChoice =
         UnknownNameError: the plan names a unit, or a module in a unit, that the model does not have.
         AlreadyAppliedError: the model already has a plan, `CheckpointWrapper` or Hugging Face's gradient checkpointing.
         ChunkedLossError: the plan computes the loss in chunks, which this model does not support.
-        PlanError: the plan drops the output of a unit whose parameters FSDP2 frees after forward; the processes of the group
+        PlanError: the plan drops the output of a unit whose parameters FSDP frees after forward; the processes of the group
             have different plans; or micro-batches compute the loss in different numbers of chunks.
         RecordError: a process of the group does not apply a plan.
         PlanError by the model's first call, on all ranks: their plans differ, and some run collectives again.
@@ -218,10 +218,10 @@ def _check_outputs_stay(model: nn.Module, plan: Plan, modules: Mapping[str, nn.M
     for path, unit in plan.units.items():
         if unit.output is Action.RECOMPUTE and any(id(part) in freed for part in modules[path].modules()):
             raise PlanError(
-                f"cannot apply the plan: it drops the output of {unit_words(path)}, whose parameters FSDP2 frees after "
+                f"cannot apply the plan: it drops the output of {unit_words(path)}, whose parameters FSDP frees after "
                 "forward; the next unit's backward would ask for the output before they are gathered again. Record the "
                 'sharded model, whose plans keep it; or set output="keep" in the plan; or shard with '
-                "reshard_after_forward=False."
+                "reshard_after_forward=False, in FSDP1 with SHARD_GRAD_OP."
             )
 
 

@@ -396,7 +396,7 @@ def test_units_with_sharded_modules_are_refused() -> None:
     with fake_process_group(0, 2):
         model = built()
         fully_shard(model.blocks[0].up, mesh=init_device_mesh("cpu", (2,)))
-        with pytest.raises(NotYetError, match=r"not yet: FSDP2 shards modules inside unit 'blocks\.0', and one graph"):
+        with pytest.raises(NotYetError, match=r"not yet: FSDP shards modules inside unit 'blocks\.0', and one graph"):
             recollect.apply(model, PLAN)
 
 

@@ -131,6 +131,13 @@ def test_both_fail_alike(name: str, cases: AskedCases) -> None:
     assert first["error"] == second["error"]
 
 
+def test_fsdp1_trains_as_before(cases: AskedCases) -> None:
+    """After the others, as it leaves parameters in memory; those of wrappers inside layers come and go."""
+    first, second = cases["FSDP1"]
+    assert first["equal"] and second["equal"]
+    assert first["plans"] == second["plans"] and first["recorded"] == second["recorded"] == [0, 2]
+
+
 def test_who_does_not_call_is_named(cases: AskedCases) -> None:
     first, second = cases["not all call"]
     assert "attach(model, optimizer, budget): rank 1 of 2 did not call it within 2 s" in first["error"]

@@ -86,4 +86,4 @@ def test_gradients_are_equal_and_parameters_stay(offloaded: AskedCases, case: st
         for found in row["random"]:
             assert found["missed"] == 0 and found["ends"] == [found["host_bytes"]], found
         # What cannot be recomputed, as the parameters are freed, is copied back all the same.
-        assert "drops the output of unit 'blocks.0', whose parameters FSDP2 frees" in row["refused"]
+        assert "drops the output of unit 'blocks.0', whose parameters FSDP frees" in row["refused"]

@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
 
 import recollect
@@ -60,6 +61,13 @@ def sharded() -> nn.Module:
     for layer in made.decoder.layers:
         fully_shard(layer)
     return fully_shard(made)
+
+
+def wrapped() -> nn.Module:
+    """By FSDP1: layers, and each matrix in them, whose parameters come and go within the layer."""
+    made = model()
+    kinds = {type(made.decoder.layers[0]), nn.Linear}
+    return FullyShardedDataParallel(made, auto_wrap_policy=ModuleWrapPolicy(kinds), device_id=torch.device("cpu"))
 
 
 def split() -> nn.Module:
@@ -374,6 +382,7 @@ def ends() -> dict[str, Any]:
 CASES: dict[str, Callable[[], dict[str, Any]]] = {
     "DDP": lambda: same_training(replicated),
     "FSDP2": lambda: same_training(sharded),
+    "FSDP1": lambda: same_training(wrapped),
     "FSDP2, graph": lambda: same_training(sharded, engine="graph"),
     "FSDP2 around traces": lambda: sharded_units("graph", "staying", "bf16"),
     "FSDP2 around more traces": lambda: sharded_units("graph", "default", "freed"),

@@ -203,17 +203,25 @@ def test_wrapped_models_are_refused() -> None:
 
 
 @pytest.mark.skipif(not dist.is_available(), reason="needs PyTorch with torch.distributed")
+@pytest.mark.parametrize("is_wrapped", [False, True])
 @pytest.mark.parametrize("frees", [True, False])
-def test_an_output_is_dropped_only_where_its_parameters_stay(frees: bool) -> None:
-    """Another unit's backward asks for it, before FSDP2 has gathered what it is made of."""
-    from torch.distributed.fsdp import fully_shard
+def test_an_output_is_dropped_only_where_its_parameters_stay(frees: bool, is_wrapped: bool) -> None:
+    """Another unit's backward asks for it, before FSDP2 or FSDP1 has gathered what it is made of."""
+    from torch.distributed import fsdp
 
-    plan = Plan({"blocks.0": UnitPlan({}, output="recompute")})
     with fake_process_group(0, 2):
-        model = stack()
-        fully_shard(model.blocks[0], mesh=init_device_mesh("cpu", (2,)), reshard_after_forward=frees)
+        model: Any = stack()
+        path = "blocks.0"
+        if is_wrapped:
+            policy = fsdp.wrap.ModuleWrapPolicy({type(model.blocks[0])})
+            strategy = fsdp.ShardingStrategy.FULL_SHARD if frees else fsdp.ShardingStrategy.SHARD_GRAD_OP
+            model = fsdp.FullyShardedDataParallel(model, None, strategy, None, policy, device_id=torch.device("cpu"))
+            path = f"_fsdp_wrapped_module.{path}"
+        else:
+            fsdp.fully_shard(model.blocks[0], mesh=init_device_mesh("cpu", (2,)), reshard_after_forward=frees)
+        plan = Plan({path: UnitPlan({}, output="recompute")})
         if frees:
-            with pytest.raises(PlanError, match=r"drops the output of unit 'blocks\.0', whose parameters FSDP2 frees"):
+            with pytest.raises(PlanError, match=rf"drops the output of unit '{path}', whose parameters FSDP frees"):
                 recollect.apply(model, plan)
         else:
             recollect.apply(model, plan)

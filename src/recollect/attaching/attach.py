@@ -71,7 +71,7 @@ def attach(
             take longer. On CUDA, which counts by itself, every step is measured.
         log: takes the line; by default it goes to standard error, in the first process of a group.
         group: the processes that record together and run one plan: a process group or a device mesh; by default those that
-            the model is spread over (by DistributedDataParallel, FSDP2, tensor parallelism), of Megatron's models the ranks of
+            the model is spread over (by DistributedDataParallel, FSDP, tensor parallelism), of Megatron's models the ranks of
             a pipeline stage; "alone" for its own plan.
 
     Returns:

@@ -108,7 +108,7 @@ def record(
             `fake`, `hardware` says how fast they are.
         group: the processes that record together, whose profiles get the median of their times, and which so make the same plan
             of the same step: a process group or a device mesh; by default those that the model is spread over (by
-            DistributedDataParallel, FSDP2, tensor parallelism); "alone" for its own times. Not with `fake`.
+            DistributedDataParallel, FSDP, tensor parallelism); "alone" for its own times. Not with `fake`.
 
     Returns:
         The profile: frozen, torch-free, saved with `profile.save(path)`.

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from recollect._torch_fsdp import freed_after_forward, is_fully_sharded
+from recollect._torch_fsdp import freed_after_forward, gathers_parameters
 from recollect._torch_functions import python_backward
 from recollect._torch_private import current_autograd_node, is_fake_tensor, next_autograd_node, tree_leaves, untraced
 from recollect.engine.facts import OpFacts, OpMode, facts_of
@@ -245,7 +245,7 @@ class _RecordingMode(FunctionMode):
         if isinstance(module, nn.Module):
             self.recorder.note_parameters(module.parameters())
         output = super().run_module(module_path, forward, args, kwargs)
-        if isinstance(module, nn.Module) and is_fully_sharded(module) and freed_after_forward(module):
+        if isinstance(module, nn.Module) and gathers_parameters(module) and freed_after_forward(module):
             # The rest of the unit's backward needs it before the module's own backward has the parameters back.
             for tensor in strided_tensors(output):
                 self.recorder.keep([tensor], stays=False)

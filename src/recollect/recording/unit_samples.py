@@ -14,7 +14,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from recollect._torch_fsdp import as_not_sharded, is_fully_sharded
+from recollect._torch_fsdp import as_not_sharded, gathers_inside
 from recollect._torch_private import (
     has_compiled_forward,
     is_compiled_module,
@@ -228,7 +228,7 @@ def _copied(leaf: Any) -> Any:
 def _runs_alone(module: nn.Module) -> bool:
     """Whether a copy does what the module does: not with parts of parameters, nor if modules inside gather or compile again."""
     inside = (part for part in module.modules() if part is not module)
-    if any(is_fully_sharded(part) or is_compiled_module(part) for part in inside):
+    if gathers_inside(module) or any(map(is_compiled_module, inside)):
         return False
     return not any(is_traceable_wrapper_subclass(p) or hasattr(p, "ds_id") for p in module.parameters())
 

@@ -3,10 +3,11 @@
 from collections.abc import Iterator
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
@@ -39,6 +40,12 @@ def test_wrappers_and_meshes_say_which_processes_there_are() -> None:
     assert processes_of(linear()) == []
     assert [list(ranks) for ranks in processes_of(DistributedDataParallel(linear()))] == [[0, 1, 2, 3]]
     assert [list(ranks) for ranks in processes_of(fully_shard(linear(), mesh=mesh["dp"]))] == [[0, 2]] * 1
+    cpu = torch.device("cpu")
+    assert [list(ranks) for ranks in processes_of(FullyShardedDataParallel(linear(), device_id=cpu))] == [[0, 1, 2, 3]]
+    hybrid = FullyShardedDataParallel(
+        linear(), device_id=cpu, device_mesh=mesh, sharding_strategy=ShardingStrategy.HYBRID_SHARD
+    )
+    assert [list(ranks) for ranks in processes_of(hybrid)] == [[0, 1, 2, 3]]
     split = parallelize_module(linear(), mesh["tp"], {"0": ColwiseParallel()})
     assert [list(ranks) for ranks in processes_of(split)] == [[0, 1]]
     both = fully_shard(split, mesh=mesh["dp"])

@@ -109,7 +109,7 @@ def refuses(model, path):
     try:
         recollect.apply(model, drops(path)).remove()
     except PlanError as error:
-        assert f"it drops the output of unit '{path}', whose parameters FSDP2 frees after forward" in str(error), error
+        assert f"it drops the output of unit '{path}', whose parameters FSDP frees after forward" in str(error), error
         return True
     return False
 

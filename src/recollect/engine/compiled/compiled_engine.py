@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import nn
 
-from recollect._torch_fsdp import fully_sharded_parameters, is_fully_sharded
+from recollect._torch_fsdp import fully_sharded_parameters, gathers_inside
 from recollect._torch_private import has_global_hooks, keeps_graph, leave_graph, uncompiled, untraced, without_compiler
 from recollect.engine.placed_forward import PlacedForward, compiled_by_user, unit_module, user_forward
 from recollect.engine.values import check_filled
@@ -50,17 +50,17 @@ def compiled_forwards(
 
     Raises:
         UnknownNameError: the model has no such unit.
-        NotYetError: FSDP2 shards modules inside a unit.
+        NotYetError: FSDP shards modules inside a unit.
         ConfigError: a unit was compiled by its user with another backend than Inductor, or with CUDA graphs.
     """
     forwards: list[PlacedForward] = []
     for path, unit in units.items():
         module = without_compiler(unit_module(model, path))
-        if any(is_fully_sharded(part) for part in module.modules() if part is not module):
+        if gathers_inside(module):
             raise NotYetError(
                 settings={"engine": "compile"},
-                needs=f"FSDP2 shards modules inside {unit_words(path)}, and one graph cannot gather their parameters",
-                advice="Call fully_shard on the unit as a whole, or use the engine 'tape' for it.",
+                needs=f"FSDP shards modules inside {unit_words(path)}, and one graph cannot gather their parameters",
+                advice="Shard the unit as a whole with fully_shard, or use the engine 'tape' for it.",
             )
         check_compilers(model, path)
         forwards.append(CompiledForward(path, module, named_as_inside(unit.actions)))

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 import torch
 from torch import nn
 
-from recollect._torch_fsdp import is_fully_sharded
+from recollect._torch_fsdp import gathers_inside
 from recollect._torch_parallel import SPLITS_FUNCTIONS, runs_in_stage
 from recollect._torch_private import (
     any_autocast_is_enabled,
@@ -242,8 +242,8 @@ class GraphForward(PlacedForward):
         """Trace the unit, and run it."""
         from recollect import _torch_dynamo as dynamo
 
-        if any(is_fully_sharded(part) for part in self.module.modules() if part is not self.module):
-            self._leave_to_tape("FSDP2 shards modules inside it, and gathers their parameters in between")
+        if gathers_inside(self.module):
+            self._leave_to_tape("FSDP shards modules inside it, and gathers their parameters in between")
             raise _NotTracedError
         traces = self._traces  # Other threads may leave the unit to the tape.
         if traces is None:
