@@ -60,6 +60,13 @@ def _on_a_batch(stage: int) -> object:
     return recollect.fit(engine, {"input_ids": batch, "labels": batch}, "80%")
 
 
+def _attached(stage: int) -> object:
+    model = llama()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine, inner, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=deepspeed_engines.config(stage))
+    return recollect.attach(engine, inner, "1GiB")
+
+
 def _flagged() -> nn.Module:
     model = llama().train()
     hugging_face_flag.enable(model)
@@ -142,6 +149,8 @@ def main() -> None:
     _try("engine, stage 0", lambda: _on_a_batch(0))
     _try("engine, stage 2", lambda: _on_a_batch(2))
     _try("engine, stage 3", lambda: _on_a_batch(3))
+    _try("attach, stage 1", lambda: _attached(1))
+    _try("attach, stage 3", lambda: _attached(3))
     _try("flag", lambda: _engine(_flagged()))
     _try("flag and section", lambda: _engine(_flagged(), config=_section(profile=False)))
     _try("partition", lambda: _engine(config=_section(partition_activations=True)))

@@ -79,9 +79,9 @@ def attach(
 
     Raises:
         ArgumentError: the model is not a module, or the group is not a process group.
-        RecordError: the optimizer trains a different model, or has no hooks after its step; in the first step, it never steps,
-            or steps without a backward; or a process of the group fails, does not call, has a different model, or calls the
-            model less often in a step; or this PyTorch lacks features that recording needs.
+        RecordError: the optimizer trains a different model, or has no hooks after its step; DeepSpeed's ZeRO has the model;
+            in the first step, it never steps, or steps without a backward; or a process of the group fails, does not call,
+            has a different model, or calls the model less often in a step; or this PyTorch lacks features that recording needs.
         ConfigError: two processes of the group have different budgets, units or `on_larger`; or host memory is too small; or
             Megatron's model would run in CUDA graphs, or its groups do not exist.
         QuantityError: the budget is not a number of bytes, is too small for any step, or is a percentage of a device whose
@@ -121,6 +121,7 @@ def attach(
         optimizers = optimizers_in(optimizer)
         if not optimizers:
             raise RecordError("attach: got no optimizer, expected the one whose step ends a training step.")
+        _check_zero(whole)
         check_optimizers(whole, optimizers)
         _check_hooks(optimizers)
         if placed := applied_to(whole):
@@ -164,6 +165,16 @@ def _check_words(on_larger: object, log: object) -> None:
         raise RecordError(f"on_larger: got {on_larger!r}, expected 'replan', 'warn' or 'raise'.")
     if log is not None and not callable(log):
         raise RecordError(f"log: got {log!r}, expected a function that takes the line, such as print.")
+
+
+def _check_zero(model: nn.Module) -> None:
+    # Marks that ZeRO leaves: the first of stage 3, the other of all.
+    if any(hasattr(parameter, mark) for parameter in model.parameters() for mark in ("ds_id", "_hp_mapping")):
+        raise RecordError(
+            f"attach: DeepSpeed's ZeRO steps over its own parts of the parameters of {type(model).__name__}, expected an "
+            "optimizer that steps over the parameters. Make the engine with recollect.integrations.deepspeed.initialize(..., "
+            "memory_budget=...), which keeps its steps within a budget."
+        )
 
 
 def _check_hooks(optimizers: Sequence[Optimizer]) -> None:
