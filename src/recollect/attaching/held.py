@@ -14,6 +14,7 @@ from typing import Final, Literal, TypeAlias
 import numpy as np
 import torch
 
+from recollect._torch_parallel import has_process_group
 from recollect._torch_private import is_capturing, next_autograd_node
 from recollect.attaching.placement import Backwards, Placement, State
 from recollect.attaching.planned_step import PlannedStep
@@ -33,6 +34,8 @@ _GROWTH_BYTES: Final = 1 << 20
 # in it, too: 0.65 to 0.85 KiB each, with what they save by, which is more than that where there are thousands of small ops.
 _OWN_BYTES: Final = 512 * 1024
 _NODE_BYTES: Final = 1024
+# PyTorch's record of the last 2,000 collectives doubles as it fills, and takes 1 MiB in the end.
+_COLLECTIVES_BYTES: Final = 512 * 1024
 _MOST_READINGS: Final = 3
 # Other libraries' threads, such as gloo's, release buffers slightly later: read again before reporting more memory.
 _READ_AGAIN: Final = 10
@@ -269,6 +272,8 @@ class CallWatch:
         known = planned.held.setdefault((position, call), deque(maxlen=_MOST_READINGS))
         # Garbage that is collected in a call makes one reading too low, not most of them.
         usual = statistics.median(known) if len(known) == _MOST_READINGS else math.inf
+        if self._device.type == "cpu" and has_process_group():
+            usual += _COLLECTIVES_BYTES
         least = usual
         if position == 1 and call == planned.calls[0] and planned.most_held_bytes is not None:
             num_nodes = next_autograd_node() - self._first_node if self._device.type == "cpu" else 0

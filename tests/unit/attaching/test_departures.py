@@ -12,11 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import recollect
 from blocks import Computes
-from recollect._torch_parallel import SPLITS_FUNCTIONS, split_backward
+from recollect._torch_parallel import SPLITS_FUNCTIONS, fake_process_group, split_backward
 from recollect.attaching.held import Departure
 from recollect.attaching.planned_step import unforeseen
 from recollect.attaching.reserve import Reserve
@@ -33,6 +34,7 @@ from recollect.plans.action import EngineChoice
 from recollect.plans.unit_plan import UnitPlan
 from residual_model import attached_loop, step
 
+needs_distributed = pytest.mark.skipif(not dist.is_available(), reason="needs PyTorch with torch.distributed")
 SGD = partial(torch.optim.SGD, lr=0.1)
 
 
@@ -413,6 +415,30 @@ def test_both_halves_of_a_backward_may_begin_at_a_traced_unit() -> None:
             optimizer.zero_grad()
         assert attached.recorded_steps == [0]
         assert any(unit.engine is EngineChoice.GRAPH for unit in attached.plan.units.values())
+
+
+@needs_distributed
+@pytest.mark.parametrize("has_group", [True, False])
+def test_pytorchs_record_of_collectives_may_grow_in_a_forward(model: Blocks, has_group: bool) -> None:
+    """It doubles to 512 KiB, and once more, when there is a group; it is not the model's, nor stays in later calls."""
+    held: list[Tensor] = []
+
+    def hold(*_: object) -> None:
+        held[:] = [torch.zeros(1 << 17)] if is_holding else []
+
+    model.blocks[0].register_forward_hook(hold)
+    is_holding = False
+    with (
+        fake_process_group(0, 2) if has_group else nullcontext(),
+        attached_loop("90%", model, SGD) as (_, optimizer, _),
+        warnings.catch_warnings(record=True) as caught,
+    ):
+        warnings.simplefilter("always")
+        for _ in range(4):
+            step(model, optimizer, rows=512)
+        is_holding = True
+        step(model, optimizer, rows=512)
+    assert any("step 4 held more after forward" in str(its.message) for its in caught) is not has_group
 
 
 def test_what_a_forward_holds_besides_is_read_from_the_allocator(model: Blocks) -> None:
