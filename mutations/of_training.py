@@ -300,6 +300,12 @@ MUTATIONS = (
         (("in made_in(output):", "in made_in(output)[:1]:"),),
     ),
     Mutation(
+        "larger-micro-batch-not-said",
+        "a micro-batch without a plan is said to need no more than the planned ones",
+        "attaching/step_planner.py",
+        (("max(0, lean_bytes - active.peak_bytes)", "0"),),
+    ),
+    Mutation(
         "replaced-calls-counted-twice",
         "calls that no plan foresees need memory beside the planned ones that they replace",
         "attaching",

@@ -90,7 +90,7 @@ class Attached(Handle):
         self._end = StepEnd(model, watched)
         self._hooks: list[Removable] = [o.register_step_post_hook(self._after_optimizer) for o in watched]
         self._planner = StepPlanner(
-            self._placement, self._optimizers, budget, self._lockstep, log, device, host_bytes, engine
+            self._placement, self._optimizers, budget, self._lockstep, log, device, host_bytes, engine, self._lean_start
         )
         told = model, self._optimizers, self._take_over, self._planner.warn_once
         self._optimizers_seen = None if ends_by_hand else OptimizersSeen(*told)

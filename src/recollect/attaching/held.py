@@ -146,6 +146,14 @@ class StepUnderWay:
         """Return for each call the runs of units that its plan did not foresee: all, if it had none."""
         return [(course or Course()).lacks(ran) for course, ran in zip(self._foreseen, self._ran, strict=True)]
 
+    def alone_without_plan(self) -> list[tuple[Call, Course]]:
+        """Return the calls without a plan; [] if one waited for backward with others, or others did more than planned."""
+        is_open = [*(call.is_open for call in self.calls[1:]), False]
+        calls = list(zip(self.calls, is_open, self._foreseen, self._ran, strict=True))
+        if any(call.is_open or following if c is None else c.lacks(ran) for call, following, c, ran in calls):
+            return []
+        return [(call, ran) for call, _, course, ran in calls if course is None]
+
     def skipped(self) -> dict[str, int]:
         """Return the unit runs that the plan foresaw but that did not happen: within calls, and in one that others replaced."""
         found: Counter[str] = Counter()

@@ -19,7 +19,7 @@ from torch import nn
 from recollect.attaching.lockstep import Lockstep
 from recollect.attaching.planned_step import PlannedStep
 from recollect.attaching.step_shape import Call, Structure
-from recollect.attaching.unit_watch import Course
+from recollect.attaching.unit_watch import Course, largest
 from recollect.engine.policy import DropAll, Policy
 from recollect.measuring.meter import storage_bytes, storages_of
 from recollect.planning.choose import Planner
@@ -171,6 +171,14 @@ class LeanStart:
         )
         ran = {its.path for its in profile.calls}
         return {**{path: UnitPlan({}) for path in unit_paths if path not in ran}, **chosen.units}
+
+    def peak_bytes(self, planned: Sequence[PlannedStep], call: Call, course: Course) -> int | None:
+        """Return the peak of a call and its backward under that plan; None if it ran units that the other step did not."""
+        nearest = min(planned, key=lambda step: _distance(step, call))
+        known = largest(nearest.courses).units
+        if any(path not in known or runs.number > known[path].number for path, runs in course.units.items()):
+            return None
+        return self._leanest(planned, call)[2].predicted_peak_bytes
 
     def _leanest(self, planned: Sequence[PlannedStep], call: Call) -> tuple[Profile, Planner, Plan]:
         nearest = min(planned, key=lambda step: _distance(step, call))

@@ -11,7 +11,7 @@ from recollect.attaching.held import Departure, StepUnderWay, beyond_noise, expe
 from recollect.attaching.lockstep import Lockstep
 from recollect.attaching.placement import Placement, excess_of
 from recollect.attaching.planned_step import PlannedStep, PlannedSteps, difference, grouped
-from recollect.attaching.reserve import Reserve, varying_bytes
+from recollect.attaching.reserve import LeanStart, Reserve, varying_bytes
 from recollect.attaching.step_clock import corrected
 from recollect.attaching.step_meter import Excess
 from recollect.attaching.step_shape import Call
@@ -112,8 +112,9 @@ class StepPlanner:
     lockstep: Lockstep
     log: Callable[[str], object]
     device: torch.device
-    host_bytes: int = 0
-    engine: Engine = "tape"
+    host_bytes: int
+    engine: Engine
+    lean_start: LeanStart
 
     def __post_init__(self) -> None:
         self.budget_bytes: int | None = None
@@ -206,7 +207,9 @@ class StepPlanner:
         self.steps.note(step.calls, courses)
         reserve = self._reserve
         more_bytes = departure.more_bytes
-        if more_bytes is None and any(beyond):
+        if more_bytes is None and (lean_bytes := self._lean_bytes(step)) is not None:
+            more_bytes = max(0, lean_bytes - active.peak_bytes)
+        elif more_bytes is None and any(beyond):
             more_bytes = reserve.needed_bytes(active.profile, grouped(step.calls, beyond))
             if more_bytes is not None:
                 more_bytes -= reserve.held_bytes(active.profile, active.plan, step.skipped())
@@ -241,6 +244,12 @@ class StepPlanner:
             self.placement.put(self._plan_again(active, departure.more_bytes or 0))
         else:
             self.missed.note(step.calls, courses, did_more=any(beyond))
+
+    def _lean_bytes(self, step: StepUnderWay) -> int | None:
+        """Return the peak of the calls without a plan; None if others did more than planned, or no step like them is known."""
+        alone = step.alone_without_plan() if self.lockstep.ranks.is_alone else []
+        found = [self.lean_start.peak_bytes(self.steps.steps, call, course) for call, course in alone]
+        return None if not found or None in found else max(filter(None, found))
 
     def see_to_excess(self, excess: Excess, calls: Sequence[Call]) -> None:
         """Report a measured peak above the budget, and plan with room for it, or have the next step recorded."""
