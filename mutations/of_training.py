@@ -294,6 +294,12 @@ MUTATIONS = (
         (("self.budget_bytes is not None and repeats else", "self.budget_bytes is not None else"),),
     ),
     Mutation(
+        "earlier-call-not-waited-for",
+        "a call does not wait for its backward if a later one was dropped",
+        "attaching/placement.py",
+        (("                self._waiting.add(note)\n", "                self._waiting = weakref.WeakSet([note])\n"),),
+    ),
+    Mutation(
         "later-outputs-not-watched",
         "backward is not seen where the loop makes its loss from another output of the model than the first",
         "attaching/placement.py",

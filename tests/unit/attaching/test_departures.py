@@ -380,6 +380,20 @@ def test_a_micro_batch_larger_than_planned_is_said_where_it_needs_more_than_othe
     assert [text.startswith(over) for text in said] == ([] if rows < 512 else [True])
 
 
+def test_a_call_whose_loss_is_dropped_needs_no_memory_beside_the_next_one(model: Blocks) -> None:
+    with attached_loop("70%", model, SGD) as (_, optimizer, attached), warnings.catch_warnings():
+        warnings.simplefilter("error", BudgetWarning)
+        step(model, optimizer, rows=512)
+        assert model(torch.randn(512, 32)).isfinite()
+        step(model, optimizer, rows=512)
+        assert attached.recorded_steps == [0] and attached.num_steps == 2
+        loss = model(torch.randn(512, 32))
+        assert model(torch.randn(512, 32)).isfinite()
+        (loss + model(torch.randn(512, 32))).backward()
+        with pytest.warns(BudgetWarning, match="step 2 called the model 3 times, and its plan foresees 1"):
+            optimizer.step()
+
+
 @pytest.mark.skipif(held_now(torch.device("cpu")) is None, reason="nothing tells what the process holds")
 class Experts(nn.Module):
     """Gives each of its experts as many rows as it is told."""
