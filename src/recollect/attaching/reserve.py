@@ -124,7 +124,9 @@ def varying_bytes(profile: Profile, calls: Sequence[Call]) -> int:
 
     If calls are alike and their units had as many values, of other sizes, then shapes within the units depend on data.
     """
-    if any(not call.is_alike(calls[0]) or call.shapes != calls[0].shapes for call in calls):
+    # Where other layers are frozen, as by loops whose optimizers take turns, units save other values at any data.
+    same = [(call.shapes, call.trained, call.traced) for call in calls]
+    if any(not call.is_alike(calls[0]) or its != same[0] for call, its in zip(calls, same, strict=True)):
         return 0
     saved, whole = defaultdict[object, list[int]](list), defaultdict[object, list[int]](list)
     for call in profile.calls:

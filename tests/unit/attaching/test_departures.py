@@ -141,6 +141,17 @@ def test_room_is_left_where_calls_that_are_alike_have_values_of_other_sizes(rows
         assert (attached.planned[0].more_bytes > 0) == (rows[0] != rows[1])
 
 
+def test_no_room_is_left_where_optimizers_take_turns_and_freeze_each_others_layers(model: Blocks) -> None:
+    turns = [model.blocks[:2], model.blocks[2:]]
+    optimizers = [SGD(blocks.parameters()) for blocks in turns]
+    with recollect.attach(model, optimizers, "1GiB", log=lambda _: None) as attached:
+        for blocks, optimizer in zip(turns, optimizers, strict=True):
+            model.requires_grad_(False)
+            blocks.requires_grad_(True)
+            step(model, optimizer, rows=512)
+        assert attached.planned[0].more_bytes == 0
+
+
 @pytest.mark.parametrize(
     ("engine", "num_calls", "beside", "said", "more"),
     [
