@@ -300,6 +300,18 @@ MUTATIONS = (
         (("                self._waiting.add(note)\n", "                self._waiting = weakref.WeakSet([note])\n"),),
     ),
     Mutation(
+        "freed-gradients-taken-for-kept-ones",
+        "a first call whose gradients are freed before backward stands for a later one that adds to them",
+        "attaching/step_shape.py",
+        (("if (begin or not adds) and len(known)", "if len(known)"),),
+    ),
+    Mutation(
+        "frozen-layers-taken-for-data",
+        "room is left where layers save other values since others are frozen",
+        "attaching/reserve.py",
+        (("[(call.shapes, call.trained, call.traced)", "[(call.shapes, 0, 0)"),),
+    ),
+    Mutation(
         "later-outputs-not-watched",
         "backward is not seen where the loop makes its loss from another output of the model than the first",
         "attaching/placement.py",

@@ -111,8 +111,11 @@ def covering(recorded: Sequence[Call], calls: Sequence[Call]) -> list[int]:
     """
     found = []
     begin, group = 0, groups_of(calls)[-1]
+    # It adds to gradients; those alive when a step begins may be freed between its first forward and backward.
+    adds = group[0].has_gradients and len(group) < len(calls)
     for known in groups_of(recorded):
-        if len(known) >= len(group) and all(one.is_at_least(other) for one, other in zip(known, group, strict=False)):
+        pairs = zip(known, group, strict=False)
+        if (begin or not adds) and len(known) >= len(group) and all(one.is_at_least(other) for one, other in pairs):
             found.append(begin + len(group) - 1)
         begin += len(known)
     return found

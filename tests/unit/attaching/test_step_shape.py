@@ -38,7 +38,11 @@ def test_gradients_that_were_there_may_be_missing() -> None:
 def test_more_equal_micro_batches_are_covered_and_more_calls_before_backward_are_not() -> None:
     later = replace(PLAIN, has_gradients=True)
     accumulated = [PLAIN, later]
-    assert covering(accumulated, [later]), "the third micro-batch is as the second"
+    assert covering(accumulated, [PLAIN, later, later]) == [1], "the third micro-batch is as the second"
+    assert covering([later], [later]), "gradients of the step before"
+    assert not covering([later], [later, later]), (
+        "the first call's may be freed before backward, the second call's are not"
+    )
     assert not covering(accumulated, [PLAIN, OPEN]), "two calls before backward were never recorded"
     pair = [PLAIN, OPEN]
     assert covering(pair, [PLAIN]) and covering(pair, [PLAIN, OPEN])
