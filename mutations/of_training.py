@@ -296,8 +296,13 @@ MUTATIONS = (
     Mutation(
         "earlier-call-not-waited-for",
         "a call does not wait for its backward if a later one was dropped",
-        "attaching/placement.py",
-        (("                self._waiting.add(note)\n", "                self._waiting = weakref.WeakSet([note])\n"),),
+        "attaching/held.py",
+        (
+            (
+                "backwards.is_awaited for backwards in self._backwards)",
+                "backwards.is_awaited for backwards in self._backwards[-1:])",
+            ),
+        ),
     ),
     Mutation(
         "freed-gradients-taken-for-kept-ones",
