@@ -182,7 +182,7 @@ class Attached(Handle):
         if not step.calls:
             self._begin_step()
         described = describe_call(
-            path, module, args, kwargs, self._structure, self._device.type, is_open=self._is_open()
+            path, module, args, kwargs, self._structure, self._device.type, is_open=step.waits_for_backward()
         )
         call = self._planner.steps.as_known(described)
         step.begin_call(call, self._watcher.backwards)
@@ -249,14 +249,6 @@ class Attached(Handle):
                 f"a step {self._now.departure.text}: it does more than the steps that were planned, at equal shapes. Pass "
                 "on_larger='replan', or a first step that does as much as any."
             )
-
-    def _is_open(self) -> bool:
-        """Whether an earlier call of this step still waits for its backward."""
-        recording = self._now.recording
-        # After a backward, a graph may still be open (a gradient penalty); the recorder knows.
-        return self._now.waits_for_backward() or (
-            recording is not None and bool(self._now.calls) and recording.recorder.event_log.has_open_needs
-        )
 
     def _can_record(self) -> bool:
         if some_loop_records():

@@ -113,8 +113,11 @@ class StepUnderWay:
         self._foreseen.append(course)
 
     def waits_for_backward(self) -> bool:
-        """Whether the graph of a call is there that no backward has reached."""
-        return any(backwards.is_awaited for backwards in self._backwards)
+        """Whether the graph of a call is there, and what backward has yet to use."""
+        # After a backward, it may still be (a gradient penalty), which only the recorder knows.
+        recording = self.recording if self.calls else None
+        is_open = recording is not None and recording.recorder.event_log.has_open_needs
+        return is_open or any(backwards.is_awaited for backwards in self._backwards)
 
     def is_last_foreseen(self) -> bool:
         """Whether a plan foresees the work of the last call."""
