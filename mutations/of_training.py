@@ -41,12 +41,7 @@ MUTATIONS = (
         "plans-changed-among-open-calls",
         "a call that waits for backward beside others runs under a plan made for less beside it",
         "attaching/planned_step.py",
-        (
-            (
-                "return active if active in candidates else None",
-                "return active if active in candidates else candidates[0]",
-            ),
-        ),
+        (("            return [active] if active in found else []\n", "            pass\n"),),
     ),
     Mutation(
         "lost-step-not-counted",

@@ -64,6 +64,12 @@ def test_both_record_when_one_has_a_longer_batch(cases: AskedCases) -> None:
     assert first["plans"] == second["plans"] and first["current"] == second["current"]
 
 
+def test_both_record_a_pair_of_calls_that_is_longer_in_one(cases: AskedCases) -> None:
+    first, second = cases["pairs"]
+    assert first["recorded"] == second["recorded"] == [0, 1, 3]
+    assert first["plans"][-1] == second["plans"][-1]
+
+
 def test_they_ask_in_few_steps_where_nothing_is_new(cases: AskedCases) -> None:
     first, second = cases["steady"]
     assert first["equal"] and second["equal"]

@@ -304,6 +304,21 @@ def steady() -> dict[str, Any]:
     return {**found, "equal": all(has_same_bits(a.detach(), b.detach()) for a, b in pairs)}
 
 
+def pairs() -> dict[str, Any]:
+    """Two calls wait for backward together; from the third step on, the second one is as long as the first in one process."""
+    made = model()
+    optimizer = torch.optim.AdamW(made.parameters())
+    attached = recollect.attach(made, optimizer, BUDGET, group=dist.group.WORLD, log=lambda line: None)
+    for lengths in ((16, 16), (32, 32), *[(16, 16 + 16 * RANK)] * 3):
+        batches = [torch.randint(0, 64, (2, length)) for length in lengths]
+        losses = [made(tokens=tokens, labels=tokens).loss for tokens in batches]
+        sum(losses).backward()
+        del losses
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"recorded": attached.recorded_steps, "plans": [digest_of(step.plan.units) for step in attached.planned]}
+
+
 def train_alike(made: nn.Module, lengths: Sequence[int], seed: int = RANK) -> None:
     """The loop of `train` without a budget."""
     optimizer = torch.optim.AdamW(made.parameters())
@@ -393,6 +408,7 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
     "TP and SP": lambda: same_training(split, seed=0, budget="82%"),
     "lengths": lambda: train(replicated(), *((24, 32, 24, 24) if RANK == 0 else (24, 24, 40, 24))),
     "steady": steady,
+    "pairs": pairs,
     "verify": lambda: verified(sharded()),
     "verify where one does not fit": lambda: verified(replicated(), fits=False),
     "verify units that are sharded": lambda: verified(sharded(), fits=False),

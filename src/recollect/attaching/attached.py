@@ -234,10 +234,12 @@ class Attached(Handle):
                 step.calls, active, lambda: self._on_larger == "replan" and self._can_record()
             )
         missed = self._planner.missed.attempts_left > 0
-        covering = self._planner.steps.covering(step.calls)
+        covering = self._planner.steps.covering(step.calls, active)
         steps, has_missed = self._lockstep.at_call(covering, self.num_steps, is_first=step.is_first, missed=missed)
         if has_missed and not missed:
             self._planner.missed.note([], attempts=1)  # A different rank did; this one takes part in its recording.
+        if not steps:
+            self._planner.steps.note_other_end(step.calls)
         stays = active in steps and not step.is_first
         return active if stays else next(iter(steps), None)
 
@@ -384,7 +386,7 @@ class Attached(Handle):
         """Raise, or warn, at a step that no plan was made for."""
         sizes = ", ".join(str(step.calls[0]) for step in self.planned)
         own = f"a step of {call} is not covered by the plan, which was made for {sizes}"
-        is_covered = bool(self._planner.steps.covering(self._now.calls))
+        is_covered = bool(self._planner.steps.covering(self._now.calls, self._placement.active))
         text = self._lockstep.first_text(None if is_covered else own)
         if self._on_larger == "raise":
             raise LargerStepError(f"{text}. Pass on_larger='replan', or a first step that is as large as any.")

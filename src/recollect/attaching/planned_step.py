@@ -246,8 +246,7 @@ class PlannedSteps:
         self.steps: list[PlannedStep] = []
         self.seen: dict[_Key, Course] = {}
         self._ignored: set[tuple[str, int]] = set()
-        # What waits for backward together differs from step to step, and the first call does not tell which it will be.
-        self._ends_vary = False
+        self._ends_vary = False  # What waits for backward together differs from step to step.
 
     def as_known(self, call: Call) -> Call:
         """Return a call without the arguments that have proved to change nothing."""
@@ -259,30 +258,34 @@ class PlannedSteps:
         )
         return replace(call, arguments=known)
 
-    def covering(self, calls: Sequence[Call]) -> list[PlannedStep]:
-        """Return the steps that cover the calls so far; of those that only differ at the end, the largest."""
+    def covering(self, calls: Sequence[Call], active: PlannedStep | None) -> list[PlannedStep]:
+        """Return the steps that cover the calls so far; of those that only differ at the end, the largest.
+
+        Only the active one, where earlier calls wait for backward: they hold what it says, beside which others have no room.
+        """
         found = [step for step in self.steps if step.follows(calls) or covering(step.calls, calls)]
-        return [step for step in found if not any(other.hides(step) for other in found)]
+        if active is not None and len(groups_of(calls)[-1]) > 1:
+            return [active] if active in found else []
+        found = [step for step in found if not any(other.hides(step) for other in found)]
+        if not (self._ends_vary and found):
+            return found
+        return [max(found, key=lambda step: (len(groups_of(step.calls)[0]), step.work_bytes))]
+
+    def note_other_end(self, calls: Sequence[Call]) -> None:
+        """Note that no step covers the last call: from now on prefer large steps, if it waits for backward with others."""
+        self._ends_vary |= len(groups_of(calls)[-1]) > 1
 
     def choice(
         self, calls: Sequence[Call], active: PlannedStep | None, may_record: Callable[[], bool]
     ) -> PlannedStep | None:
-        """Return the fastest step that covers the calls so far; None if there is none, or one is worth recording.
-
-        Where steps end in different ways, it is the largest one.
-        """
+        """Return the fastest step that covers the calls so far; None if there is none, or one is worth recording."""
         is_first = len(calls) == 1
         if not is_first and active is not None and active.follows(calls):
             return active  # The order of calls is the recorded one, so the open calls are known from there.
-        candidates = self.covering(calls)
+        candidates = self.covering(calls, active)
         if not candidates:
+            self.note_other_end(calls)
             return None
-        if len(groups_of(calls)[-1]) > 1 and active is not None:
-            # Earlier calls hold what this plan says: none that is made for less besides could be kept to now.
-            self._ends_vary = self._ends_vary or active not in candidates
-            return active if active in candidates else None
-        if self._ends_vary:
-            return max(candidates, key=lambda step: (len(groups_of(step.calls)[0]), step.work_bytes))
         best = min(candidates, key=lambda step: step.calls[0].numel)
         if not is_first:
             return best
