@@ -309,7 +309,7 @@ MUTATIONS = (
         "frozen-layers-taken-for-data",
         "room is left where layers save other values since others are frozen",
         "attaching/reserve.py",
-        (("[(call.shapes, call.trained, call.traced)", "[(call.shapes, 0, 0)"),),
+        (("{(call.shapes, call.trained, call.traced)", "{(call.shapes, 0, 0)"),),
     ),
     Mutation(
         "later-outputs-not-watched",

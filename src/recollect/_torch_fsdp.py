@@ -31,7 +31,7 @@ def gathers_parameters(module: nn.Module) -> bool:
 
 def gathers_inside(module: nn.Module) -> bool:
     """Whether FSDP gathers parameters within a module's forward: for modules in it, or FSDP1 for the one it wraps."""
-    return any(gathers_parameters(part) and (part is not module or is_flat_sharded(part)) for part in module.modules())
+    return is_flat_sharded(module) or any(gathers_parameters(part) for part in module.modules() if part is not module)
 
 
 def fully_sharded_modules(model: nn.Module) -> list[Any]:

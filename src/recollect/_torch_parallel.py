@@ -295,11 +295,6 @@ def _processes_of_wrapper(module: Any) -> Sequence[int]:
     return torch.distributed.get_process_group_ranks(module.process_group)
 
 
-def has_process_group() -> bool:
-    """Whether this process is one of a group of PyTorch's, which keeps a record of its collectives."""
-    return dist.is_available() and dist.is_initialized()
-
-
 def meeting_place() -> Any:
     """Return the store at which all processes met when they initialised PyTorch's groups."""
     from torch.distributed import distributed_c10d

@@ -125,8 +125,8 @@ def varying_bytes(profile: Profile, calls: Sequence[Call]) -> int:
     If calls are alike and their units had as many values, of other sizes, then shapes within the units depend on data.
     """
     # Where other layers are frozen, as by loops whose optimizers take turns, units save other values at any data.
-    same = [(call.shapes, call.trained, call.traced) for call in calls]
-    if any(not call.is_alike(calls[0]) or its != same[0] for call, its in zip(calls, same, strict=True)):
+    kinds = {(call.shapes, call.trained, call.traced) for call in calls}
+    if len(kinds) > 1 or not all(call.is_alike(calls[0]) for call in calls):
         return 0
     saved, whole = defaultdict[object, list[int]](list), defaultdict[object, list[int]](list)
     for call in profile.calls:
@@ -166,7 +166,7 @@ class LeanStart:
         """
         if not planned:
             return None
-        profile, planner, own = self._lockstep.together(lambda: self._leanest(planned, call))
+        profile, planner, own = self._lockstep.together(lambda: self._leanest(_nearest(planned, call), call))
         ranks, place = self._lockstep.ranks, self._lockstep.place
         chosen, _ = common_plan(
             profile, own, plain_bytes=planner.plain_peak_bytes, budget_bytes=1, ranks=ranks, place=place
@@ -176,14 +176,13 @@ class LeanStart:
 
     def peak_bytes(self, planned: Sequence[PlannedStep], call: Call, course: Course) -> int | None:
         """Return the peak of a call and its backward under that plan; None if it ran units that the other step did not."""
-        nearest = min(planned, key=lambda step: _distance(step, call))
+        nearest = _nearest(planned, call)
         known = largest(nearest.courses).units
         if any(path not in known or runs.number > known[path].number for path, runs in course.units.items()):
             return None
-        return self._leanest(planned, call)[2].predicted_peak_bytes
+        return self._leanest(nearest, call)[2].predicted_peak_bytes
 
-    def _leanest(self, planned: Sequence[PlannedStep], call: Call) -> tuple[Profile, Planner, Plan]:
-        nearest = min(planned, key=lambda step: _distance(step, call))
+    def _leanest(self, nearest: PlannedStep, call: Call) -> tuple[Profile, Planner, Plan]:
         key = nearest.number, call
         if self._last is None or self._last[0] != key:
             gradients: list[torch.Tensor] = []
@@ -207,6 +206,10 @@ class LeanStart:
 
 def _growth(step: PlannedStep, call: Call) -> float:
     return max(1, call.numel) / max(1, step.calls[0].numel)
+
+
+def _nearest(planned: Sequence[PlannedStep], call: Call) -> PlannedStep:
+    return min(planned, key=lambda step: _distance(step, call))
 
 
 def _distance(step: PlannedStep, call: Call) -> tuple[bool, float, bool, int]:

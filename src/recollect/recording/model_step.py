@@ -206,9 +206,8 @@ def device_of(model: nn.Module, batch: Any) -> torch.device:
     Raises:
         NotYetError: the model runs on several CUDA devices, or its sharded parameters are not where it runs.
     """
-    name = type(model).__name__
-    candidates = [*model.parameters(), *tensors_in(batch)]
-    found = sorted({str(p.device) for p in model.parameters() if p.device.type == "cuda"})
+    name, parameters = type(model).__name__, list(model.parameters())
+    found = sorted({str(p.device) for p in parameters if p.device.type == "cuda"})
     if isinstance(model, nn.DataParallel):
         found += [f"cuda:{index}" for index in model.device_ids if f"cuda:{index}" not in found]
     if len(found) > 1:
@@ -217,7 +216,7 @@ def device_of(model: nn.Module, batch: Any) -> torch.device:
             needs="a budget and a clock for each device of one process",
             advice="Run one process for each device (torchrun, with DDP, FSDP2 or pipeline stages), or put the model on one.",
         )
-    for parameter in model.parameters():
+    for parameter in parameters:
         mesh = getattr(parameter, "device_mesh", None)
         if mesh is not None and parameter.device.type == "cpu" != mesh.device_type:
             raise NotYetError(
@@ -227,6 +226,7 @@ def device_of(model: nn.Module, batch: Any) -> torch.device:
             )
     if found:
         return torch.device(found[0])
+    candidates = (*parameters, *tensors_in(batch))
     return next((t.device for t in candidates if t.device.type != "meta"), torch.device("cpu"))
 
 
