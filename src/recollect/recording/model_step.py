@@ -204,9 +204,19 @@ def device_of(model: nn.Module, batch: Any) -> torch.device:
     """Return the device of the step: the CUDA device with parameters, or that of the first parameter, or of the batch.
 
     Raises:
-        NotYetError: the model runs on several CUDA devices, or its sharded parameters are not where it runs.
+        NotYetError: the model runs on several CUDA devices, or on neither CUDA nor the CPU, or its sharded parameters are
+            not where it runs.
     """
     name, parameters = type(model).__name__, list(model.parameters())
+    for parameter in parameters:
+        # Elsewhere, clocks would not wait for kernels, and workspaces would go unseen.
+        if (kind := parameter.device.type) not in ("cpu", "cuda", "meta"):
+            raise NotYetError(
+                settings={name: f"on {kind}"},
+                needs="a clock and a meter of bytes for this device",
+                advice="Run on CUDA or the CPU, where budgets hold. A plan recorded there (recollect.record) runs on any device by "
+                "recollect.apply, with no promise about its bytes.",
+            )
     found = sorted({str(p.device) for p in parameters if p.device.type == "cuda"})
     if isinstance(model, nn.DataParallel):
         found += [f"cuda:{index}" for index in model.device_ids if f"cuda:{index}" not in found]

@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -281,6 +281,12 @@ def test_several_devices_in_one_process_are_refused(model: nn.Module) -> None:
     with pytest.raises(
         NotYetError, match=r"'on cuda:0 and cuda:1': not yet: a budget .* Run one process for each device"
     ):
+        device_of(model, None)
+
+
+def test_devices_without_a_meter_are_refused() -> None:
+    model = nn.ParameterList([FakeTensor(FakeTensorMode(), torch.empty(2, device="meta"), torch.device("mps"))])
+    with pytest.raises(NotYetError, match=r"'on mps': not yet: a clock and a meter .* Run on CUDA or the CPU"):
         device_of(model, None)
 
 
