@@ -107,7 +107,7 @@ MUTATIONS = (
         "planned-again-for-larger-units",
         "a step in which units get larger inputs is planned again without room for them, as is each one after it",
         "attaching",
-        (("is_larger and self._spare(active.calls, active.courses, reserve) == active.spare", "False"),),
+        (("is_larger and self._spare(active.calls, active.courses, self._reserve) == active.spare", "False"),),
     ),
     Mutation(
         "more-calls-taken-for-larger-units",
@@ -119,7 +119,7 @@ MUTATIONS = (
         "larger-units-recorded-without-end",
         "every second step is recorded where inputs of units vary in size",
         "attaching",
-        (("is_larger and self._num_larger > _MOST_SEARCHES", "False"),),
+        (("is_one and self._searches[end] > _MOST_SEARCHES", "False"),),
     ),
     Mutation(
         "removed-holds-model",

@@ -28,6 +28,10 @@ PROCESS_GROUPS: tuple[type, ...] = (dist.ProcessGroup,) if dist.is_available() e
 all_gather_rows: Callable[..., object] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 
+def has_process_group() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
 @contextmanager
 def fake_process_group(rank: int, world_size: int) -> Iterator[None]:
     """Within the block, act as one rank of a process group without other ranks; its collectives move nothing.

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 import recollect
 from blocks import Stack, built
 from case_server import join, serve
-from recollect.attaching import lockstep, step_planner
+from recollect.attaching import lockstep, missed
 from recollect.attaching.planned_step import PlannedStep
 from recollect.engine.compiled.compiled_engine import CompiledForward, compile_forward
 from recollect.engine.content import has_same_bits
@@ -438,7 +438,7 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
 def main() -> None:
     # So that few steps show what happens between.
     lockstep._STEADY_STEPS, lockstep._ASKS_EVERY = 2, 4  # type: ignore[misc]
-    step_planner._MOST_ATTEMPTS = 1  # type: ignore[misc]
+    missed._MOST_ATTEMPTS = 1  # type: ignore[misc]
     join(2)
     serve(lambda name: CASES[name]())
 

@@ -14,6 +14,7 @@ from typing import Final, Literal, TypeAlias
 import numpy as np
 import torch
 
+from recollect._torch_parallel import has_process_group
 from recollect._torch_private import is_capturing, next_autograd_node
 from recollect.attaching.placement import Backwards, Placement, State
 from recollect.attaching.planned_step import PlannedStep
@@ -22,7 +23,6 @@ from recollect.attaching.unit_watch import Course, UnitWatch
 from recollect.byte_format import format_bytes
 from recollect.engine.graph.graph_engine import GraphForward
 from recollect.measuring.device_memory import held_now, tensor_bytes
-from recollect.measuring.timing import waits_for_others
 from recollect.profile.events import BACKWARD
 from recollect.recording.step_recording import StepRecording
 from recollect.simulation.timeline import timeline
@@ -283,7 +283,7 @@ class CallWatch:
         known = planned.held.setdefault((position, call), deque(maxlen=_MOST_READINGS))
         # Garbage that is collected in a call makes one reading too low, not most of them.
         usual = statistics.median(known) if len(known) == _MOST_READINGS else math.inf
-        if self._device.type == "cpu" and waits_for_others():
+        if self._device.type == "cpu" and has_process_group():
             usual += _COLLECTIVES_BYTES
         least = usual
         if position == 1 and call == planned.calls[0] and planned.most_held_bytes is not None:

@@ -1,14 +1,17 @@
 """Plan recorded steps, and make sure that steps with unforeseen work get a plan."""
 
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum, auto
 from typing import Final
 
 import torch
 
 from recollect.attaching.held import Departure, StepUnderWay, beyond_noise, expect
 from recollect.attaching.lockstep import Lockstep
+from recollect.attaching.missed import Missed, is_little
 from recollect.attaching.placement import Placement, excess_of
 from recollect.attaching.planned_step import PlannedStep, PlannedSteps, difference, grouped
 from recollect.attaching.reserve import LeanStart, Reserve, varying_bytes
@@ -36,70 +39,24 @@ from recollect.warning import warn_user
 _MARGIN: Final = 1.5
 # A step that differs from all before it is recorded, until this many do, and at least every second one.
 _MOST_RECORDED: Final = 16
-# Where steps alternate, a few begin like the uncovered one.
-_MOST_ATTEMPTS: Final = 4
 # After so many steps in which units get larger inputs at equal shapes, or compute what no plan names, others are recorded.
 _MOST_SEARCHES: Final = 4
-# With this many unit runs at their leanest, in reserved memory, a larger step is worth recording.
-_MOST_SPARE: Final = 0.1
 
 
-class Missed:
-    """A step, or the beginning of one, that ran without a plan for it.
+class _Next(Enum):
+    """What follows a step that departed from its plan."""
 
-    Attributes:
-        attempts_left: how many more steps are recorded at most.
-        did_more: it did more at equal shapes, and the lean plan of recorded steps may not be lean for it.
-        was_over: it may have been over the budget.
-    """
-
-    def __init__(self) -> None:
-        self.attempts_left = 0
-        self.did_more = self.was_over = False
-        self._calls: list[Call] = []
-        self._courses: list[Course] = []
-        self._unnamed: tuple[str, str] | None = None
-
-    def note(
-        self,
-        calls: Sequence[Call],
-        courses: Sequence[Course] = (),
-        *,
-        attempts: int | None = None,
-        did_more: bool = False,
-        was_over: bool = False,
-        unnamed: tuple[str, str] | None = None,
-    ) -> None:
-        """Note one: its calls so far, their courses where known, and how many steps to record, if not the usual number.
-
-        `unnamed`: a unit, and a value in it.
-        """
-        self._calls, self._courses = list(calls), list(courses)
-        self.attempts_left = _MOST_ATTEMPTS if attempts is None else attempts
-        self.did_more, self.was_over = did_more, was_over
-        self._unnamed = unnamed
-
-    def is_met_by(self, planned: PlannedStep) -> bool:
-        """Return whether a step that was recorded since covers it, without running much of it at its leanest."""
-        if not planned.follows(self._calls) or (self._unnamed and not planned.profile.has_value(*self._unnamed)):
-            return False
-        for wanted, course, spare in zip(self._courses, planned.courses, planned.spare, strict=False):
-            lacking = course.lacks(wanted)
-            if any(spare.get(path, 0) < number for path, number in lacking.items()):
-                return False
-            if not course.foresees_backward(wanted):
-                return False
-        return is_little(planned.courses, planned.spare)
-
-    def end_attempt(self, *, is_met: bool) -> None:
-        self.attempts_left = 0 if is_met else max(0, self.attempts_left - 1)
-        self.did_more &= self.attempts_left > 0
-        self.was_over &= self.attempts_left > 0
+    PLANNED = auto()
+    RECORDED_ONCE = auto()
+    RECORDED = auto()
+    LEANEST = auto()
+    RECOMPUTED = auto()
 
 
-def is_little(courses: Sequence[Course], spare: Sequence[Mapping[str, int]]) -> bool:
-    """Whether each call has only a few spare unit runs besides the planned ones."""
-    return all(sum(its.values()) <= _MOST_SPARE * course.num_runs for course, its in zip(courses, spare, strict=True))
+_SAID: Final = {
+    _Next.LEANEST: "Units then run at their leanest",
+    _Next.RECOMPUTED: "Values that plans do not name are recomputed",
+}
 
 
 @dataclass(eq=False)
@@ -124,7 +81,7 @@ class StepPlanner:
         self._warned: set[str] = set()
         # Numbers of planned steps after which one was recorded, since the allocator showed more than was planned.
         self._tried: set[int] = set()
-        self._num_larger = self._num_unnamed = 0
+        self._searches: Counter[_Next] = Counter()
 
     def plan(self, recording: StepRecording, step: StepUnderWay, number: int) -> None:
         begin = time.perf_counter()
@@ -203,47 +160,64 @@ class StepPlanner:
         active = step.planned
         if active is None:
             return
-        courses, beyond = step.courses(), step.beyond()
+        courses, did_more = step.courses(), any(step.beyond())
         self.steps.note(step.calls, courses)
-        reserve = self._reserve
-        more_bytes = departure.more_bytes
-        if more_bytes is None and (lean_bytes := self._lean_bytes(step)) is not None:
-            more_bytes = max(0, lean_bytes - active.peak_bytes)
-        elif more_bytes is None and any(beyond):
-            more_bytes = reserve.needed_bytes(active.profile, grouped(step.calls, beyond))
-            if more_bytes is not None:
-                more_bytes -= reserve.held_bytes(active.profile, active.plan, step.skipped())
-        is_read = departure.more_bytes is not None
-        # No room is reserved for larger inputs of units: a recorded step has them, but one of many is seldom the largest.
-        is_larger = not is_read and any(beyond) and step.are_all_foreseen()
-        is_larger = is_larger and self._spare(active.calls, active.courses, reserve) == active.spare
-        self._num_larger += is_larger
-        stays = is_larger and self._num_larger > _MOST_SEARCHES
-        self._num_unnamed += departure.unnamed is not None
-        is_left = departure.unnamed is not None and self._num_unnamed > _MOST_SEARCHES
+        more_bytes = self._more_bytes(step, departure, active)
+        follows = self._after(step, departure, active, more_bytes)
         if said := departure.excess(active, more_bytes, measured_bytes):
-            follows = "Units then run at their leanest" if stays else "What follows is planned for that, too"
-            if is_left:
-                follows = "Values that plans do not name are recomputed"
-            key = "larger units" if stays else departure.text if departure.unnamed else f"step {number}"
-            self.warn_once(f"step {number} {said}. {follows}", key=key)
-        if stays or is_left:
-            return
-        if departure.unnamed:
-            self.missed.note(step.calls, courses, did_more=True, unnamed=departure.unnamed)
-            return
+            key = (
+                "larger units"
+                if follows is _Next.LEANEST
+                else departure.text
+                if departure.unnamed
+                else f"step {number}"
+            )
+            self.warn_once(
+                f"step {number} {said}. {_SAID.get(follows, 'What follows is planned for that, too')}", key=key
+            )
+        if follows is _Next.PLANNED:
+            self.placement.put(self._plan_again(active, departure.more_bytes or 0))
+        elif follows is _Next.RECORDED_ONCE:
+            self._tried.add(active.number)
+            self.missed.note(step.calls, courses, attempts=1, did_more=did_more, was_over=bool(said))
+        elif follows is _Next.RECORDED:
+            did_more |= departure.unnamed is not None
+            self.missed.note(step.calls, courses, did_more=did_more, unnamed=departure.unnamed)
+
+    def _more_bytes(self, step: StepUnderWay, departure: Departure, active: PlannedStep) -> int | None:
+        """Return how much more than planned a step needed; None if that is not known."""
+        if departure.more_bytes is not None:
+            return departure.more_bytes
+        if (lean_bytes := self._lean_bytes(step)) is not None:
+            return max(0, lean_bytes - active.peak_bytes)
+        reserve, beyond = self._reserve, step.beyond()
+        needed_bytes = reserve.needed_bytes(active.profile, grouped(step.calls, beyond)) if any(beyond) else None
+        if needed_bytes is None:
+            return None
+        return needed_bytes - reserve.held_bytes(active.profile, active.plan, step.skipped())
+
+    def _after(self, step: StepUnderWay, departure: Departure, active: PlannedStep, more_bytes: int | None) -> _Next:
+        """Return what is to follow a step that departed from its plan."""
+        is_read, is_unnamed = departure.more_bytes is not None, departure.unnamed is not None
+        # No room is reserved for larger inputs of units: a recorded step has them, but one of many is seldom the largest.
+        is_larger = not is_read and any(step.beyond()) and step.are_all_foreseen()
+        is_larger = is_larger and self._spare(active.calls, active.courses, self._reserve) == active.spare
+        searched = {_Next.RECOMPUTED: is_unnamed, _Next.LEANEST: is_larger}
+        self._searches.update(end for end, is_one in searched.items() if is_one)
+        for end, is_one in searched.items():
+            if is_one and self._searches[end] > _MOST_SEARCHES:
+                return end
+        if is_unnamed:
+            return _Next.RECORDED
         # Memory that the allocator showed once may appear in the next step, too, where it can be recorded.
         if not self.lockstep.ranks.is_alone or is_larger or (is_read and active.number not in self._tried):
-            self._tried.add(active.number)
-            self.missed.note(step.calls, courses, attempts=1, did_more=any(beyond), was_over=bool(said))
-        elif is_read or (
+            return _Next.RECORDED_ONCE
+        has_room = (
             more_bytes is not None
             and is_little(active.courses, self.steps.spare(active.calls, active.courses))
             and not step.had_more_backwards(active)
-        ):
-            self.placement.put(self._plan_again(active, departure.more_bytes or 0))
-        else:
-            self.missed.note(step.calls, courses, did_more=any(beyond))
+        )
+        return _Next.PLANNED if is_read or has_room else _Next.RECORDED
 
     def _lean_bytes(self, step: StepUnderWay) -> int | None:
         """Return the peak of the calls without a plan; None if others did more than planned, or no step like them is known."""

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from recollect._torch_parallel import RankNotes, gathered, name_of_group, notes_of_group
+from recollect._torch_parallel import RankNotes, gathered, has_process_group, name_of_group, notes_of_group
 from recollect._torch_private import disable_torch_dispatch, is_capturing, uncompiled
 from recollect.arguments import check_kind
 from recollect.engine.captured import not_warmed_up
@@ -122,7 +122,7 @@ class Agreement:
 
 def first_call_forwards(model: nn.Module, agreement: Agreement) -> list[PlacedForward]:
     """Return the forward that makes ranks compare, if the model's ops may span several ranks."""
-    if not (dist.is_available() and dist.is_initialized()):
+    if not has_process_group():
         return []
     is_spread = any(getattr(parameter, "device_mesh", None) is not None for parameter in model.parameters())
     return [_FirstCall(model, agreement)] if is_spread else []
@@ -191,7 +191,7 @@ def distribute_saved_activations(model: nn.Module, group: dist.ProcessGroup | No
         >>> torch.distributed.destroy_process_group()
     """
     check_kind("distribute_saved_activations(model)", "model", model, nn.Module, "a torch.nn.Module")
-    if not dist.is_available() or not dist.is_initialized():
+    if not has_process_group():
         raise PlanError(
             "distribute_saved_activations: got no process group, expected torch.distributed to be set up, whose ranks hold "
             "the parts. Call torch.distributed.init_process_group first."

@@ -6,6 +6,8 @@ from typing import TypeVar
 
 import torch
 
+from recollect._torch_parallel import has_process_group
+
 T = TypeVar("T")
 
 
@@ -42,12 +44,8 @@ def work_clock(device: torch.device) -> Callable[[], float]:
     On a CPU with one thread, this is that thread's processor time, which leaves out time when others had the core. It also
     leaves out waiting for other processes, so if there are any this is the wall clock, as with several threads.
     """
-    is_alone = device.type == "cpu" and torch.get_num_threads() == 1 and not waits_for_others()
+    is_alone = device.type == "cpu" and torch.get_num_threads() == 1 and not has_process_group()
     return time.thread_time if is_alone else time.perf_counter
-
-
-def waits_for_others() -> bool:
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def timed_by_events(run: Callable[[], T], device: torch.device) -> tuple[T, float]:

@@ -16,7 +16,7 @@ from typing import Any, Final, Literal, TypeAlias
 import torch.distributed as dist
 from torch import nn
 
-from recollect._torch_parallel import RankNotes, meeting_place, processes_of
+from recollect._torch_parallel import RankNotes, has_process_group, meeting_place, processes_of
 from recollect.errors import ArgumentError, ConfigError, PlanError, RecordError
 from recollect.plans.plan import Plan
 from recollect.plans.unit_plan import digest_of
@@ -41,7 +41,7 @@ def ranks_of(model: nn.Module, group: GroupChoice, call: str) -> Ranks:
     """
     if isinstance(group, str) and group == "alone":
         return ALONE
-    if not (dist.is_available() and dist.is_initialized()):
+    if not has_process_group():
         if group is not None:
             raise _no_group(group, call, "there are no process groups yet")
         return ALONE
@@ -265,7 +265,7 @@ class Presence:
 
     def tell(self) -> None:
         """Tell the others, the first time; do nothing where there are none."""
-        is_alone = not (dist.is_available() and dist.is_initialized()) or dist.get_backend() == "fake"
+        is_alone = not has_process_group() or dist.get_backend() == "fake"
         if self._notes is not None or is_alone or dist.get_world_size() == 1:
             return
         _num_told[self._what] += 1

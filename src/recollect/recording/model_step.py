@@ -214,8 +214,8 @@ def device_of(model: nn.Module, batch: Any) -> torch.device:
             raise NotYetError(
                 settings={name: f"on {kind}"},
                 needs="a clock and a meter of bytes for this device",
-                advice="Run on CUDA or the CPU, where budgets hold. A plan recorded there (recollect.record) runs on any device by "
-                "recollect.apply, with no promise about its bytes.",
+                advice="Run on CUDA or the CPU, where budgets hold. A plan from there runs on any device "
+                "(recollect.apply), with no promise about its bytes.",
             )
     found = sorted({str(p.device) for p in parameters if p.device.type == "cuda"})
     if isinstance(model, nn.DataParallel):

@@ -19,10 +19,10 @@ import recollect
 from blocks import Computes
 from recollect._torch_parallel import SPLITS_FUNCTIONS, fake_process_group, split_backward
 from recollect.attaching.held import Departure
+from recollect.attaching.missed import Missed, is_little
 from recollect.attaching.planned_step import unforeseen
 from recollect.attaching.reserve import Reserve
 from recollect.attaching.step_meter import StepMeter
-from recollect.attaching.step_planner import Missed, is_little
 from recollect.attaching.step_shape import Structure, describe_call
 from recollect.attaching.unit_watch import Course, Runs
 from recollect.byte_format import format_bytes

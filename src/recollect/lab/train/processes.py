@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from recollect._torch_parallel import has_process_group
 from recollect.errors import ConfigError, HardwareError, NotYetError
 from recollect.lab.models.config import TransformerConfig
 from recollect.lab.parallel.layout import DeviceLayout, Sharding
@@ -158,7 +159,7 @@ ONE_PROCESS = Processes()
 
 def num_processes() -> int:
     """How many processes this run has, before they have joined."""
-    if dist.is_available() and dist.is_initialized():
+    if has_process_group():
         return dist.get_world_size()
     return num_launched()
 
