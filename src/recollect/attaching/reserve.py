@@ -205,7 +205,8 @@ class LeanStart:
 
 
 def _growth(step: PlannedStep, call: Call) -> float:
-    return max(1, call.numel) / max(1, step.calls[0].numel)
+    alike = [its.numel for its in step.calls if its.entry == call.entry] or [step.calls[0].numel]
+    return max(1, call.numel) / max(1, *alike)
 
 
 def _nearest(planned: Sequence[PlannedStep], call: Call) -> PlannedStep:
