@@ -44,7 +44,7 @@ def attached_loop(
     """A model, its optimizer, and the handle that watches both."""
     model = Model() if model is None else model
     optimizer = make(model.parameters())
-    with recollect.attach(model, optimizer, budget, log=lambda _: None, **options) as attached:
+    with recollect.attach(model, optimizer, budget, **{"log": lambda _: None, **options}) as attached:
         yield model, optimizer, attached
 
 

@@ -227,7 +227,7 @@ def report_of(
         )
     last = planned[-1]
     lines.append(f"slowdown {SLOWDOWNS.get(last.plan) or last.timing.found or _UNMEASURED}")
-    lines += [CACHE_ADVICE] if last.profile.makes_cache else []
+    lines += filter(None, (CACHE_ADVICE if last.profile.makes_cache else "", last.plan.note))
     counted = ", ".join(f"{kind_text(kind)} {format_bytes(n)}" for kind, n in last.profile.persistent.items() if n)
     peak = explain_peak(last.profile, last.plan)
     filled = f"fullest in {peak.where}: {', '.join(peak.tenants())}"

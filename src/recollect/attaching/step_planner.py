@@ -1,5 +1,6 @@
 """Plan recorded steps, and make sure that steps with unforeseen work get a plan."""
 
+import re
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -126,6 +127,10 @@ class StepPlanner:
         self._renew()
         self.placement.put(planned)
         self.log(planned.line(time.perf_counter() - begin))
+        kind = re.sub(r"\d+", "", planned.plan.note)  # The numbers in it are of one plan.
+        if kind and kind not in self._warned:
+            self._warned.add(kind)
+            self.log(f"recollect: {planned.plan.note}")
 
     def _profile(self, recording: StepRecording, calls: Sequence[Call]) -> Profile:
         recording.stop(self.optimizers)

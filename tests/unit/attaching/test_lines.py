@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import recollect
-from residual_model import Model, attached_loop
+from residual_model import Model, attached_loop, step
 
 
 class Weighted(Model):
@@ -91,3 +91,22 @@ def test_a_step_that_was_planned_again_says_why() -> None:
     assert planned.line(1.0, ", with room for 1.0 MiB more,").endswith(
         ", planned again for 4 x 16 x 32, with room for 1.0 MiB more, in 1.0 s"
     )
+
+
+class ReadsANumber(torch.nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x if x.sum().item() < 1e9 else -x)
+
+
+def test_layers_that_an_engine_leaves_to_the_tape_are_told_once() -> None:
+    model, lines = Model(inner=128), list[str]()
+    for layer in model.layers:
+        setattr(layer, "0", ReadsANumber(32, 128))
+    with attached_loop("80%", model, torch.optim.SGD, engine="graph", log=lines.append) as (_, optimizer, attached):
+        step(model, optimizer, rows=512)
+        step(model, optimizer, rows=544)
+        report = attached.report()
+    notes = [line for line in lines if " run on the tape: " in line]
+    assert attached.recorded_steps == [0, 1] and len(notes) == 1
+    assert re.match(r"recollect: (\d) of \1 layers run on the tape: .* data-dependent", notes[0])
+    assert " run on the tape: " in report
