@@ -56,6 +56,12 @@ MUTATIONS = (
         (("if is_flat_sharded(module):", "if False:"),),
     ),
     Mutation(
+        "replicas-of-stand-ins",
+        "replicate averages gradients of stand-ins that are gone, if a model is recorded before its first step: ranks part",
+        "recording/restored_state.py",
+        (("    begin_replicas(model)\n", "    pass\n"),),
+    ),
+    Mutation(
         "early-optimizer-step-ends-a-later-step",
         "an optimizer that steps without a call has the next step end before its second call",
         "attaching/attached.py",

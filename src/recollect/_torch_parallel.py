@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from recollect._torch_fsdp import is_flat_sharded, is_fully_sharded, parameter_groups
 from recollect._torch_private import accumulates_gradient
+from recollect._torch_replicate import begin_replicas, processes_of_replica, replica_states
 from recollect.errors import ConfigError, RecordError
 
 # Empty where PyTorch has no torch.distributed.
@@ -279,6 +280,7 @@ def processes_of(model: nn.Module) -> list[Sequence[int]]:
         for module in model.modules()
         if isinstance(module, DistributedDataParallel)
     ]
+    found += map(processes_of_replica, replica_states(model))
     meshes = {id(mesh): mesh for p in model.parameters() if (mesh := getattr(p, "device_mesh", None)) is not None}
     for module in model.modules():
         if is_flat_sharded(module):
@@ -324,7 +326,10 @@ class GradientBuckets:
     """
 
     def __init__(self, model: nn.Module, *, may_communicate: bool) -> None:
+        if may_communicate:
+            begin_replicas(model)
         replicas = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
+        replicas += [state._ddp for state in replica_states(model) if state.has_initialized]
         for replica in replicas if may_communicate else ():
             replica.reducer._rebuild_buckets()
         self.sizes_bytes = [size for replica in replicas for size in _bucket_sizes(replica)]

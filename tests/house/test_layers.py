@@ -25,6 +25,7 @@ LAYERS = (
     "_torch_memory",
     "_torch_functions",
     "_torch_fsdp",
+    "_torch_replicate",
     "_torch_parallel",
     "_torch_dynamo",
     "_torch_compile",

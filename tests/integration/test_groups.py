@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reaso
 cases = rank_cases(ROOT / "tests/support/group_programs.py", 2)
 
 
-@pytest.mark.parametrize("name", ["DDP", *long(["FSDP2"]), "FSDP2, graph", "TP and SP"])
+@pytest.mark.parametrize("name", ["DDP", "replicate", *long(["FSDP2"]), "FSDP2, graph", "TP and SP"])
 def test_one_line_has_both_run_one_plan_and_train_as_before(name: str, cases: AskedCases) -> None:
     first, second = cases[name]
     assert first["equal"] and second["equal"]

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._composable import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
@@ -54,6 +55,10 @@ def model(num_layers: int = 2) -> nn.Module:
 
 def replicated() -> nn.Module:
     return DistributedDataParallel(model(), gradient_as_bucket_view=True)
+
+
+def composed() -> nn.Module:
+    return replicate(model(), gradient_as_bucket_view=True)
 
 
 def sharded() -> nn.Module:
@@ -115,8 +120,14 @@ def _collectives_again(step: PlannedStep) -> int:
     )
 
 
-def same_training(build: Callable[[], nn.Module], *, seed: int = RANK, **options: Any) -> dict[str, Any]:
+def same_training(
+    build: Callable[[], nn.Module], *, seed: int = RANK, records_first: bool = False, **options: Any
+) -> dict[str, Any]:
     plain, planned = build(), build()
+    if records_first:
+        tokens = torch.zeros(2, 24, dtype=torch.int64)
+        for is_fake in (True, False):
+            recollect.record(planned, {"tokens": tokens, "labels": tokens}, fake=is_fake)
     train_alike(plain, (24, 24, 32, 24), seed)
     # The longer batch comes to both in the same step.
     found = train(planned, 24, 24, 32, 24, seed=seed, **options)
@@ -396,6 +407,7 @@ def ends() -> dict[str, Any]:
 
 CASES: dict[str, Callable[[], dict[str, Any]]] = {
     "DDP": lambda: same_training(replicated),
+    "replicate": lambda: same_training(composed, records_first=True),
     "FSDP2": lambda: same_training(sharded),
     "FSDP1": lambda: same_training(wrapped),
     "FSDP2, graph": lambda: same_training(sharded, engine="graph"),

@@ -26,6 +26,7 @@ from recollect._torch_fsdp import (
     put_parameter,
 )
 from recollect._torch_parallel import is_data_parallel
+from recollect._torch_replicate import begin_replicas, without_replicas
 from recollect.arguments import check_kind
 from recollect.engine.content import has_same_bits
 from recollect.errors import RecordError
@@ -197,10 +198,13 @@ def _without_parameter_hooks(model: nn.Module) -> Iterator[None]:
                 "beside the engine's own would change the partitions. Record before deepspeed.initialize, or pass step=, "
                 "which runs the engine's own step."
             )
+    # Else they would be made of the stand-ins.
+    begin_replicas(model)
     sharded = fully_sharded_parameters(model)
     stand_ins: dict[int, nn.Parameter] = {}
     replaced: list[tuple[nn.Module, str, nn.Parameter]] = []
     with ExitStack() as stack:
+        stack.enter_context(without_replicas(model))
         for module in model.modules():
             if is_data_parallel(module):
                 stack.enter_context(_without_reducer(cast(Any, module)))

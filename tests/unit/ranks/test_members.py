@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._composable import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
@@ -39,6 +40,11 @@ def test_wrappers_and_meshes_say_which_processes_there_are() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     assert processes_of(linear()) == []
     assert [list(ranks) for ranks in processes_of(DistributedDataParallel(linear()))] == [[0, 1, 2, 3]]
+    for options in ({}, {"device_mesh": mesh["dp"]}, {"process_group": mesh.get_group("dp")}):
+        made, expected = replicate(linear(), **options), [[0, 2] if options else [0, 1, 2, 3]]
+        assert [list(ranks) for ranks in processes_of(made)] == expected, "before the first forward"
+        made(torch.zeros(1, 8))
+        assert [list(ranks) for ranks in processes_of(made)] == expected
     assert [list(ranks) for ranks in processes_of(fully_shard(linear(), mesh=mesh["dp"]))] == [[0, 2]] * 1
     cpu = torch.device("cpu")
     assert [list(ranks) for ranks in processes_of(FullyShardedDataParallel(linear(), device_id=cpu))] == [[0, 1, 2, 3]]
