@@ -144,7 +144,7 @@ def group_of(ranks: Sequence[int], call: str) -> Ranks:
     """Return some processes as a group, once all of them have called this.
 
     Raises:
-        RecordError: some of them do not take part.
+        RecordError: some of them do not take part, or they cannot connect.
     """
     # PyTorch's fake group has no other processes.
     if len(ranks) == 1 or dist.get_backend() == "fake":
@@ -193,9 +193,17 @@ class _Meeting:
     def group(self) -> dist.ProcessGroup:
         if self._group is None:
             # A separate group: this does not interfere with the loop's own exchanges.
-            self._group = dist.new_group(
-                list(self._ranks), backend="gloo", use_local_synchronization=True, group_desc="recollect"
-            )
+            try:
+                self._group = dist.new_group(
+                    list(self._ranks), backend="gloo", use_local_synchronization=True, group_desc="recollect"
+                )
+            except RuntimeError as error:
+                raise RecordError(
+                    f"{_ranks(self._ranks)} could not connect over gloo, by which they agree on one plan ({error}). If torchrun has "
+                    "restarted them, they may have met the addresses of the processes before them: start it with "
+                    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1. Otherwise set GLOO_SOCKET_IFNAME to a network interface that all "
+                    'of them can use; or pass group="alone" to have each plan for itself.'
+                ) from error
         group: dist.ProcessGroup = self._group
         return group
 

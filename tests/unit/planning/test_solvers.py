@@ -2,10 +2,12 @@
 
 import math
 
+import numpy as np
 import pytest
 
 from recollect.planning.bound import LowerBound
 from recollect.planning.chain_solver import ChainSolver
+from recollect.planning.mix import Limits, Mix, Stage
 from recollect.profile.profile import Profile
 from recollect.simulation.decisions import CallActions
 from recollect.simulation.simulate import simulate
@@ -66,3 +68,16 @@ def test_a_known_candidate_is_not_taken_for_a_byte_less_than_its_peak(profile: P
     assert found is not None
     leaner = solved.best(found.peak_bytes - 1, 0.0)
     assert leaner is None or leaner.peak_bytes < found.peak_bytes
+
+
+def test_seconds_below_zero_end_the_search_of_a_mix() -> None:
+    """Measured times of compiled units make some options faster than PyTorch's choice, which counts as 0 seconds."""
+    unit = Stage(np.array([100, 60, 10]), np.array([-2e-6, -1.5e-6, -1e-6]), own_bytes=np.zeros(3, dtype=np.int64))
+    limits = Limits(np.arange(2), np.ones((2, 2)), [np.zeros(3, dtype=np.int64)] * 2)
+    found = {budget_bytes: Mix([unit, unit], limits, budget_bytes).chosen() for budget_bytes in (200, 165, 119, 19)}
+    assert {budget_bytes: one and sorted(one) for budget_bytes, one in found.items()} == {
+        200: [0, 0],
+        165: [0, 1],
+        119: [0, 2],
+        19: None,
+    }

@@ -53,3 +53,14 @@ def _the_first_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_only_those_that_do_not_come_are_named() -> None:
     with pytest.raises(RecordError, match=r"recollect\.fit\(\): ranks 1 and 2 of 3 did not call it within 0\.05 s"):
         group_of([2, 0, 1], "fit()")
+
+
+@pytest.mark.usefixtures("_the_first_process")
+def test_who_cannot_connect_learns_what_torchruns_restarts_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("Gloo connectFullMesh failed")
+
+    monkeypatch.setattr(of_groups._Meeting, "wait", lambda *_: [])
+    monkeypatch.setattr(dist, "new_group", fail)
+    with pytest.raises(RecordError, match=r"ranks 0 and 1 could not connect .*Mesh failed\).* TORCH_DISABLE_SHARE_RDZV"):
+        group_of([0, 1], "fit()")
