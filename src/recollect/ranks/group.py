@@ -199,8 +199,8 @@ class _Meeting:
                 )
             except RuntimeError as error:
                 raise RecordError(
-                    f"{_ranks(self._ranks)} could not connect over gloo, by which they agree on one plan ({error}). If torchrun has "
-                    "restarted them, they may have met the addresses of the processes before them: start it with "
+                    f"{_ranks(self._ranks)} could not connect over gloo, to agree on one plan ({error}). If torchrun "
+                    "has restarted them, they may have met the addresses of the processes before them: start it with "
                     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1. Otherwise set GLOO_SOCKET_IFNAME to a network interface that all "
                     'of them can use; or pass group="alone" to have each plan for itself.'
                 ) from error

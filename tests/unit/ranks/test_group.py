@@ -62,5 +62,7 @@ def test_who_cannot_connect_learns_what_torchruns_restarts_need(monkeypatch: pyt
 
     monkeypatch.setattr(of_groups._Meeting, "wait", lambda *_: [])
     monkeypatch.setattr(dist, "new_group", fail)
-    with pytest.raises(RecordError, match=r"ranks 0 and 1 could not connect .*Mesh failed\).* TORCH_DISABLE_SHARE_RDZV"):
+    with pytest.raises(
+        RecordError, match=r"ranks 0 and 1 could not connect .*Mesh failed\).* TORCH_DISABLE_SHARE_RDZV"
+    ):
         group_of([0, 1], "fit()")
