@@ -427,7 +427,7 @@ MUTATIONS = (
         "end-of-a-compiled-step-unseen",
         "a recording that began within the compiler's wrapper sees nothing of what runs after it",
         "recording",
-        (("            revive_dispatch_modes()\n            self._phase", "            self._phase"),),
+        (("            enter(modes_outlive_compiler())\n", ""),),
     ),
     Mutation(
         "rounding-below-zero",

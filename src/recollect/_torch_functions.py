@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 import threading
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
+from unittest import mock
 
 import torch
 from torch.autograd.function import FunctionMeta
@@ -19,7 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import _CachingTorchDispatchMode, noop_context_fn
 
-from recollect._torch_private import owner_of_hook, top_saved_tensors_hooks
+from recollect._torch_private import owner_of_hook, revive_dispatch_modes, top_saved_tensors_hooks
 
 __all__ = ["tree_flatten", "tree_unflatten"]  # Names that PyTorch defines, as in `_torch_private.py`.
 
@@ -153,6 +155,28 @@ for _code in (_look_up.__code__, _Call.__call__.__code__, _Call.set_up.__code__)
     _frames.set_code_exec_strategy(
         _code, _frames._FrameExecStrategy(_frames._FrameAction.SKIP, _frames._FrameAction.DEFAULT)
     )
+
+
+@contextmanager
+def modes_outlive_compiler() -> Iterator[None]:
+    """Within the block, dispatch modes that were entered inside the wrapper of `torch.compile` see what runs after it, too.
+
+    Leaving the wrapper switches them off; the last thing it does is to call this function of the compiler's.
+    """
+    compiler: Any = sys.modules.get("torch._dynamo.eval_frame")
+    set_back = getattr(compiler, "_maybe_set_eval_frame", None)
+    if set_back is None:
+        yield
+        return
+
+    def set_and_revive(callback: Any) -> Any:
+        before = set_back(callback)
+        if callback is None:  # Else this would be compiled.
+            revive_dispatch_modes()
+        return before
+
+    with mock.patch.object(compiler, "_maybe_set_eval_frame", set_and_revive):
+        yield
 
 
 def backward_of(function: Any) -> Callable[..., Any]:

@@ -17,7 +17,6 @@ from recollect._torch_private import (
     current_autograd_node,
     current_backward,
     fake_mode,
-    revive_dispatch_modes,
     tree_leaves,
 )
 from recollect.costs.modelled_costs import ModelledCosts
@@ -105,7 +104,6 @@ class StepRecorder:
     def begin_phase(self, phase: int) -> None:
         """Log that forward, backward or the optimizer step begins, unless it is under way."""
         if phase != self._phase:
-            revive_dispatch_modes()
             self._phase = phase
             self._backward_call = -1
             self.has_run_backward |= phase == events.BACKWARD

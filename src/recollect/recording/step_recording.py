@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from recollect._torch_fsdp import freed_after_forward
+from recollect._torch_functions import modes_outlive_compiler
 from recollect._torch_parallel import GradientBuckets
 from recollect._torch_private import uncompiled
 from recollect.applying import apply_policy
@@ -161,6 +162,7 @@ class StepRecording:
             enter(filled_storages(recorder.note_resize))
             enter(freed_gradients(self._note_freed))
             enter(self.costs.recording(None if alive is None else Deaths(alive)))
+            enter(modes_outlive_compiler())
             enter(StepMode(recorder))
         except BaseException:
             self.abort()

@@ -11,6 +11,7 @@ from torch import nn
 import recollect
 from recollect.errors import BudgetTooSmallError, BudgetWarning
 from recollect.measuring.meter import measure_peak, storage_bytes
+from recollect.profile.events import ALLOC
 from recollect.recording.optimizers import state_tensors
 from residual_model import Model, attached_loop, step
 
@@ -29,7 +30,7 @@ def test_steps_end_with_an_optimizer_that_takes_the_place_of_the_one_that_was_pa
 
 def test_a_model_compiled_after_attach_is_recorded_to_the_end_of_the_step() -> None:
     """Leaving the compiler's wrapper switches off what was entered inside of it, such as the recording."""
-    held_before = []
+    made = []
     for is_compiled in (False, True):
         torch.compiler.reset()
         with attached_loop("1GiB") as (model, optimizer, attached), warnings.catch_warnings():
@@ -39,8 +40,9 @@ def test_a_model_compiled_after_attach_is_recorded_to_the_end_of_the_step() -> N
                 called(torch.randn(16, 32)).backward()
                 optimizer.step()
                 optimizer.zero_grad()
-            held_before.append(attached.planned[0].held_before)
-    assert held_before[1] == held_before[0]
+            (planned,) = attached.planned
+            made.append((planned.held_before, list(planned.profile.log.operands(ALLOC))))
+    assert made[1] == made[0]
 
 
 @pytest.mark.filterwarnings("ignore")  # the compiler's, of the loop
