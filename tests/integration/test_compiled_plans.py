@@ -184,9 +184,9 @@ def test_two_plans_on_a_llama(is_by_inductor: bool) -> None:
     for layer, keep, (args, output) in zip(layers, kept, calls, strict=True):
         there = [leaf for leaf in tree_leaves((args, output)) if isinstance(leaf, Tensor)]
         held = saved_tensors(output, [*there, *layer.parameters()])
-        # Attention runs again under the state of random numbers that it had, though it draws none.
+        # Before 2.15, attention runs again under the state of random numbers that it had, though it draws none.
         states = [tensor for tensor in held if tensor.dtype == torch.uint8]
-        assert len(states) == (f"{sdpa}.0" not in keep)
+        assert len(states) <= (f"{sdpa}.0" not in keep)
         values = [tensor for tensor in held if tensor.dtype != torch.uint8]
         assert names_of(values, values_by_name(layer, *args)) == keep
         assert len(values) == len(keep)
