@@ -67,6 +67,14 @@ def _attached(stage: int) -> object:
     return recollect.attach(engine, inner, "1GiB")
 
 
+def _made_twice() -> str:
+    engine = _engine(stage=1)
+    first = engine.memory_budget
+    again, inner, *_ = initialize(model=engine, memory_budget="2GiB")
+    _step(engine)
+    return f"{again is engine} {inner is engine.optimizer} {first.is_removed} {engine.memory_budget.num_steps}"
+
+
 def _flagged() -> nn.Module:
     model = llama().train()
     hugging_face_flag.enable(model)
@@ -177,6 +185,8 @@ def main() -> None:
     _try("trainer: said once", lambda: type(_trainer(MemoryBudget(), config=said)).__name__)
     _try("trainer: by hand", _begin_by_hand)
     _try("trainer: interrupted", _interrupted)
+    _try("made", _made_twice)
+    _try("made with others", lambda: initialize(model=_engine(stage=1), config={}))
     # Both stay so for the rest of the process.
     checkpointing.configure(None)
     _try("ours configured", _engine)

@@ -173,7 +173,8 @@ def _check_zero(model: nn.Module) -> None:
         raise RecordError(
             f"attach: DeepSpeed's ZeRO steps over its own parts of the parameters of {type(model).__name__}, expected an "
             "optimizer that steps over the parameters. Make the engine with recollect.integrations.deepspeed.initialize(..., "
-            "memory_budget=...), which keeps its steps within a budget."
+            "memory_budget=...), which keeps its steps within a budget; of an engine that is there, as from Accelerate's "
+            "prepare, with model=engine."
         )
 
 

@@ -52,6 +52,8 @@ def initialize(
     log. Processes that record together agree on one plan. `engine.memory_budget` is the handle, with `plan`, `report()` and
     `remove()`.
 
+    An engine that was made already, as Accelerate's `prepare` makes one, is passed as the model, and returned.
+
     Args:
         *args: as `deepspeed.initialize` takes them.
         memory_budget: bytes of the whole step in each process, as an int or text: "22GiB", "90% of the device", "60%" of what
@@ -66,7 +68,8 @@ def initialize(
 
     Raises:
         MissingPackageError: deepspeed is not installed.
-        ConfigError: deepspeed is too old; a different setting asks for recompute, too; or there is no optimizer.
+        ConfigError: deepspeed is too old; a different setting asks for recompute, too; or there is no optimizer; or an engine
+            is passed with arguments for a new one.
         NotYetError: see the table above.
         AlreadyAppliedError: the model has a plan, or recomputes by itself.
         QuantityError: the budget is not an amount of bytes, or is a percentage of a device whose memory is unknown.
@@ -77,12 +80,29 @@ def initialize(
     with needed("deepspeed", by="recollect.integrations.deepspeed.initialize"):
         deepspeed = importlib.import_module("deepspeed")
     given = inspect.signature(deepspeed.initialize).bind(*args, **kwargs).arguments
+    model = given.get("model")
+    made: tuple[Any, Any, Any, Any] | None = None
+    if isinstance(model, deepspeed.DeepSpeedEngine):
+        made, given = _of_engine(model, given), {"model": model.module, "config": model.config, "mpu": model.mpu}
     config = read_config(given)
     section = BudgetSection.of(config).with_arguments(memory_budget, on_larger, units)
     check_before(given.get("model"), config, section, mpu=given.get("mpu"))
-    made: tuple[Any, Any, Any, Any] = deepspeed.initialize(*args, **kwargs)
+    made = made or deepspeed.initialize(*args, **kwargs)
     made[0].memory_budget = AttachedEngine(made[0], section, deepspeed.utils.logger.warning)
     return made
+
+
+def _of_engine(engine: Any, given: Mapping[str, Any]) -> tuple[Any, Any, Any, Any]:
+    """Return what `deepspeed.initialize` returned with an engine; raise if it would need other arguments than the engine."""
+    if others := [name for name in given if name != "model"]:
+        raise ConfigError(
+            settings={"model": type(engine).__name__, **dict.fromkeys(others, "...")},
+            reason="the engine was made already, with other arguments",
+            advice="Pass the engine, and memory_budget, on_larger and units only.",
+        )
+    if isinstance(vars(engine).get("memory_budget"), AttachedEngine):
+        engine.memory_budget.remove()
+    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 
 def check_before(model: Any, config: Mapping[str, Any], section: BudgetSection, *, mpu: Any = None) -> None:
