@@ -33,7 +33,10 @@ def begin_replicas(model: nn.Module) -> None:
     """
     for state in replica_states(model):
         if not state.has_initialized:
+            arguments = state._init_args, state._init_kwargs
             state.lazy_init()
+            # With them the first forward comes here again, and has the hooks that are registered until then.
+            state._init_args, state._init_kwargs = arguments
 
 
 @contextmanager

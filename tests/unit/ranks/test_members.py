@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, f
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
+import recollect
 from rank_threads import error_of, run_on_threads
 from recollect._torch_parallel import processes_of
 from recollect.errors import ArgumentError, RecordError
@@ -56,6 +57,23 @@ def test_wrappers_and_meshes_say_which_processes_there_are() -> None:
     assert [list(ranks) for ranks in processes_of(split)] == [[0, 1]]
     both = fully_shard(split, mesh=mesh["dp"])
     assert sorted(max(map(list, processes_of(both)), key=len)) == [0, 1, 2, 3]
+
+
+@pytest.mark.usefixtures("_four_processes")
+def test_hooks_of_replicas_may_come_after_a_record() -> None:
+    made, seen = replicate(linear()), list[int]()
+
+    def hook(state: list[int], bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        state.append(bucket.buffer().numel())
+        done = torch.futures.Future[torch.Tensor]()
+        done.set_result(bucket.buffer())
+        return done
+
+    recollect.record(made, torch.zeros(1, 8), loss_fn=torch.sum, units=["0"])
+    made.register_comm_hook(seen, hook)
+    for _ in range(2):
+        made(torch.zeros(1, 8)).sum().backward()
+    assert seen == [144, 144]
 
 
 @pytest.mark.usefixtures("_four_processes")
