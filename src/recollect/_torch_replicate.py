@@ -17,8 +17,15 @@ def _replicated(model: nn.Module) -> Iterator[tuple[nn.Module, Any]]:
     The state has a `DistributedDataParallel`, which is not among the modules of the model, and runs it in hooks.
     """
     for module in model.modules():
-        if any((kind.__module__, kind.__name__) == (_MODULE, "DDP") for kind in type(module).__mro__):
+        if own_class(module) is not type(module):
             yield module, sys.modules[_MODULE].replicate.state(module)
+
+
+def own_class(module: nn.Module) -> type[nn.Module]:
+    """Return a module's class without `replicate`, which gives each module a new class of its own."""
+    classes = type(module).__mro__
+    is_marked = (classes[1].__module__, classes[1].__name__) == (_MODULE, "DDP")
+    return classes[2] if is_marked else type(module)
 
 
 def replica_states(model: nn.Module) -> list[Any]:

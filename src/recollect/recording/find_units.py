@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from recollect._torch_private import without_wrapper
+from recollect._torch_replicate import own_class
 from recollect.arguments import listed
 from recollect.errors import UnknownNameError, UnsupportedModelError
 from recollect.plans.paths import compress_classes, unit_words
@@ -142,7 +143,7 @@ def _find_layers(model: nn.Module) -> set[str]:
 
 def _lone_layers(model: nn.Module, found: set[str]) -> set[str]:
     """Return the paths of only children, outside the layers found, that contain a module of a layer's class."""
-    classes = {type(model.get_submodule(path)) for path in found}
+    classes = {own_class(model.get_submodule(path)) for path in found}
     lone: set[str] = set()
     for path, container in model.named_modules():
         children = list(container.named_children())
@@ -153,7 +154,7 @@ def _lone_layers(model: nn.Module, found: set[str]) -> set[str]:
             continue
         only = f"{path}.{name}" if path else name
         is_apart = not any(f"{only}.".startswith(f"{other}.") or other.startswith(f"{only}.") for other in found | lone)
-        if is_apart and any(type(module) in classes for module in child.modules()):
+        if is_apart and any(own_class(module) in classes for module in child.modules()):
             lone.add(only)
     return lone
 
@@ -170,8 +171,8 @@ def _outermost_repeated(
     if isinstance(parent, parents):
         plain = [(path, child) for path, child in children if not isinstance(child, _CONTAINERS)]
         counted = _called(parent, prefix) if containers_too else plain
-        count = Counter(type(without_wrapper(child)) for _, child in counted)
-        repeated = {p for p, child in counted if count[type(without_wrapper(child))] > 1 and _has_children(child)}
+        count = Counter(own_class(without_wrapper(child)) for _, child in counted)
+        repeated = {p for p, child in counted if count[own_class(without_wrapper(child))] > 1 and _has_children(child)}
     for path, child in children:
         if not any(other == path or other.startswith(f"{path}.") for other in repeated):
             repeated |= _outermost_repeated(child, f"{path}.", parents, containers_too=containers_too)
@@ -188,8 +189,8 @@ def _repeated_leaves(model: nn.Module) -> set[str]:
                 if not _has_children(child)
                 and (isinstance(child, nn.RNNBase) or not type(child).__module__.startswith("torch."))
             ]
-            count = Counter(type(child) for _, child in leaves)
-            found |= {name for name, child in leaves if count[type(child)] > 1}
+            count = Counter(own_class(child) for _, child in leaves)
+            found |= {name for name, child in leaves if count[own_class(child)] > 1}
     weight_of = _weigher(model)
     is_most = sum(weight_of(model.get_submodule(path)) for path in found) >= 0.5 * weight_of(model)
     return found if is_most else set()

@@ -7,6 +7,7 @@ import pytest
 import torch
 import transformers
 from torch import nn
+from torch.distributed._composable import replicate
 
 from recollect.errors import UnknownNameError, UnsupportedModelError
 from recollect.recording.find_units import find_units
@@ -33,6 +34,12 @@ class Holder(nn.Module):
         super().__init__()
         for name, module in modules.items():
             self.add_module(name, module)
+
+
+def test_layers_that_are_replicated_each_have_a_class_of_their_own() -> None:
+    layers = nn.ModuleList(replicate(Block()) for _ in range(3))
+    units = find_units(Holder(stem=nn.Linear(2, 2), layers=layers, head=nn.Linear(2, 2)), None)
+    assert {"layers.0", "layers.1", "layers.2"} <= {unit.path for unit in units}
 
 
 @pytest.mark.parametrize("case", ZOO.values(), ids=ZOO)
