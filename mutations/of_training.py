@@ -122,6 +122,12 @@ MUTATIONS = (
         ((" and step.are_all_foreseen()", ""),),
     ),
     Mutation(
+        "gradients-of-others-covered",
+        "where layers are frozen by turns within a step, a call is covered by one before which fewer parameters had gradients",
+        "attaching",
+        (("(begin or not adds) and has_them and", "(begin or not adds) and"),),
+    ),
+    Mutation(
         "larger-units-recorded-without-end",
         "every second step is recorded where inputs of units vary in size",
         "attaching",
@@ -309,7 +315,7 @@ MUTATIONS = (
         "freed-gradients-taken-for-kept-ones",
         "a first call whose gradients are freed before backward stands for a later one that adds to them",
         "attaching/step_shape.py",
-        (("if (begin or not adds) and len(known)", "if len(known)"),),
+        (("may_hold = (begin or not adds) and has_them", "may_hold = has_them"),),
     ),
     Mutation(
         "frozen-layers-taken-for-data",

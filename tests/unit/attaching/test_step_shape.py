@@ -49,6 +49,15 @@ def test_more_equal_micro_batches_are_covered_and_more_calls_before_backward_are
     assert not covering(pair, [PLAIN, OPEN, OPEN])
 
 
+def test_gradients_of_other_parameters_than_were_there_are_not_covered() -> None:
+    front, back = replace(PLAIN, trained=0b001, has_gradients=True), replace(PLAIN, trained=0b110, has_gradients=True)
+    recorded = [replace(front, has_gradients=False), back, replace(front, shapes=((2, 64), (2, 64)))]
+    assert covering(recorded, recorded[:2]) == [1]
+    assert covering(recorded, [*recorded[:2], recorded[2]]) == [2]
+    assert not covering(recorded, [*recorded[:2], back]), "beside all gradients, a call as large was not recorded"
+    assert covering([front, *recorded[1:]], [front, back, back]) == [1], "they were there before the step"
+
+
 def test_groups_begin_where_nothing_waits_for_backward() -> None:
     assert groups_of([]) == []
     assert groups_of([PLAIN, OPEN, PLAIN]) == [[PLAIN, OPEN], [PLAIN]]
