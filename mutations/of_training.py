@@ -128,6 +128,12 @@ MUTATIONS = (
         (("(begin or not adds) and has_them and", "(begin or not adds) and"),),
     ),
     Mutation(
+        "larger-needs-told-once",
+        "a step that needs more than the budget is not told where one of equal shapes that needs less was",
+        "attaching",
+        (("if peak_bytes > _MUCH_MORE * self._told_bytes.get(key, 0)", "if key not in self._told_bytes"),),
+    ),
+    Mutation(
         "larger-units-recorded-without-end",
         "every second step is recorded where inputs of units vary in size",
         "attaching",

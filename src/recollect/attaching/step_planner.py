@@ -38,6 +38,8 @@ from recollect.warning import warn_user
 
 # Memory that grows from step to step is reserved slightly ahead.
 _MARGIN: Final = 1.5
+# Beyond this times what was told of a step, a warning comes again.
+_MUCH_MORE: Final = 1.05
 # A step that differs from all before it is recorded, until this many do, and at least every second one.
 _MOST_RECORDED: Final = 16
 # After so many steps in which units get larger inputs at equal shapes, or compute what no plan names, others are recorded.
@@ -80,6 +82,7 @@ class StepPlanner:
         self.steps = PlannedSteps()
         self.missed = Missed()
         self._warned: set[str] = set()
+        self._told_bytes: dict[str, int] = {}
         # Numbers of planned steps after which one was recorded, since the allocator showed more than was planned.
         self._tried: set[int] = set()
         self._searches: Counter[_Next] = Counter()
@@ -118,7 +121,7 @@ class StepPlanner:
             )
         self.budget_bytes = planned.budget_bytes
         if excess := excess_of(recording, planned):
-            self.warn_once(excess, key=f"recording {calls[0]}")
+            self._warn_of(recording.peak_bytes, excess, key=f"recording {calls[0]}")
         self.missed.end_attempt(is_met=self.lockstep.all_end(self.missed.is_met_by(planned)))
         if alike := [step for step in self.steps.steps if str(step).partition(" (")[0] == str(planned)]:
             planned.unlike = f"step {self.recorded_steps[alike[-1].number]}: {difference(alike[-1], planned)}"
@@ -308,6 +311,12 @@ class StepPlanner:
             self._warned.add(key or text)
             warn_user(f"recollect: {text}.", BudgetWarning)
 
+    def _warn_of(self, peak_bytes: int, text: str, *, key: str) -> None:
+        """Warn of a peak, unless one about as large was told of a step whose shapes are the same."""
+        if peak_bytes > _MUCH_MORE * self._told_bytes.get(key, 0):
+            self._told_bytes[key] = peak_bytes
+            self.warn_once(text)
+
     def _planned(
         self,
         profile: Profile,
@@ -360,7 +369,8 @@ class StepPlanner:
         expect(planned)
         if not planned.fits:
             beside = f", {format_bytes(more_bytes)} of it for what came to be held beside the step since"
-            self.warn_once(
+            self._warn_of(
+                planned.peak_bytes,
                 f"no plan fits a step of {calls[0]} into {format_bytes(planned.budget_bytes)}: it needs "
                 f"{format_bytes(planned.peak_bytes)} at its leanest{beside if more_bytes else ''}, which is how it will run",
                 key=str(calls[0]),

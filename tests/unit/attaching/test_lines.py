@@ -1,6 +1,7 @@
 """What the lines of `attach` say of a step: its calls, and what sets it apart from one whose calls look the same."""
 
 import re
+import warnings
 from typing import Any
 
 import pytest
@@ -110,3 +111,17 @@ def test_layers_that_an_engine_leaves_to_the_tape_are_told_once() -> None:
     assert attached.recorded_steps == [0, 1] and len(notes) == 1
     assert re.match(r"recollect: (\d) of \1 layers run on the tape: .* data-dependent", notes[0])
     assert " run on the tape: " in report
+
+
+class Repeated(Model):
+    def forward(self, x: torch.Tensor, *, times: str = "1") -> torch.Tensor:
+        return super().forward(torch.cat([x] * int(times)))
+
+
+def test_a_step_that_needs_more_than_what_was_told_of_equal_shapes_is_told() -> None:
+    with attached_loop("80%", Repeated()) as (model, optimizer, _), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for times in "1", "4", "4", "8":
+            step(model, optimizer, rows=512, times=times)
+    told = [str(warning.message).partition(" 512 x 32 ")[0] for warning in caught]
+    assert told.count("recollect: no plan fits a step of") == 2
