@@ -45,13 +45,16 @@ from recollect._torch_private import (
     below_autograd,
     current_backward,
     disable_autocast,
+    dispatch_mode_stack,
     fake_mode,
     is_capturing,
     keeps_graph,
+    owner_of_hook,
     pop_dispatch_mode,
     pop_saved_tensors_hooks,
     push_dispatch_mode,
     push_saved_tensors_hooks,
+    top_saved_tensors_hooks,
     untraced,
 )
 from recollect.engine.captured import not_warmed_up
@@ -103,13 +106,24 @@ def forget_last_step() -> None:
 
 
 def _put_back(mode: TapeMode, hooks: CheckpointHooks) -> None:
-    """Have both on their stacks once, whatever the mode has noted: an interrupt may come between a change and its note."""
-    while pop_dispatch_mode(mode):
-        pass
-    push_dispatch_mode(mode)
+    """Have both on top of their stacks once, whatever the mode has noted: an interrupt may come between a change and its note.
+
+    Before torch 2.13, PyTorch's checkpoint takes its own off only when the error's traceback goes. They go below ours.
+    """
+    modes = [one for one in dispatch_mode_stack() if getattr(one, "_mode_key", None) is None]
+    from_ours_on = modes[modes.index(mode) :] if mode in modes else []
+    for one in reversed(from_ours_on):
+        pop_dispatch_mode(one)
+    for one in [*(other for other in from_ours_on if other is not mode), mode]:
+        push_dispatch_mode(one)
+    others: list[tuple[Any, Any]] = []
+    while not pop_saved_tensors_hooks(mode) and (top := top_saved_tensors_hooks()) is not None:
+        pop_saved_tensors_hooks(owner_of_hook(top[0]))
+        others.append(top)
     while pop_saved_tensors_hooks(mode):
         pass
-    push_saved_tensors_hooks(hooks.pack_hook, hooks.unpack_hook)
+    for pair in [*reversed(others), (hooks.pack_hook, hooks.unpack_hook)]:
+        push_saved_tensors_hooks(*pair)
 
 
 class Tape(TapeState):

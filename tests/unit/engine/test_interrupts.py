@@ -1,10 +1,13 @@
 """Ctrl-C while a unit runs: it is what the program gets, nothing stays behind, and the next step is exact."""
 
+import gc
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import recollect
 from blocks import Block
@@ -16,9 +19,9 @@ from recollect.plans.unit_plan import UnitPlan
 ROWS = torch.linspace(-1, 1, 8 * 4).reshape(8, 4)
 
 
-def gradients(model: nn.Module) -> list[torch.Tensor]:
+def gradients(model: nn.Module, run: Any = None) -> list[torch.Tensor]:
     model.zero_grad()
-    model(ROWS).square().sum().backward()
+    (run or model)(ROWS).square().sum().backward()
     return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
 
 
@@ -50,3 +53,38 @@ def test_interrupts_between_a_change_of_a_stack_and_its_note(changes: str, monke
         assert (num_dispatch_modes(), top_saved_tensors_hooks()) == (0, None)
         found = gradients(model)
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+class Checkpointed(Block):
+    """A block that recomputes by itself, and runs out of memory when it is told to."""
+
+    options: dict[str, Any]
+    is_full = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def run(x: torch.Tensor) -> torch.Tensor:
+            out = super(Checkpointed, self).forward(x)
+            if self.is_full:
+                raise torch.OutOfMemoryError
+            return out
+
+        out: torch.Tensor = checkpoint(run, x, use_reentrant=False, **self.options)
+        return out
+
+
+@pytest.mark.parametrize("is_selective", [False, True])
+def test_an_error_inside_a_units_own_checkpoint_leaves_nothing_behind(is_selective: bool) -> None:
+    torch.manual_seed(0)
+    contexts = partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default])
+    first, last = Checkpointed(4), Checkpointed(4)
+    first.options = last.options = {"context_fn": contexts} if is_selective else {}
+    model = nn.Sequential(first, last)
+    expected = gradients(model)
+    found = partial(gradients, model, partial(recollect.checkpoint, model))
+    last.is_full = True
+    with pytest.raises(torch.OutOfMemoryError):
+        found()
+    gc.collect()
+    assert (num_dispatch_modes(), top_saved_tensors_hooks()) == (0, None)
+    last.is_full = False
+    assert all(torch.equal(one, other) for one, other in zip(found(), expected, strict=True))
