@@ -106,6 +106,9 @@ def test_a_model_that_is_called_within_backward_only_is_not_recorded() -> None:
         assert not profiler_is_active()
 
 
+@pytest.mark.skipif(
+    torch.__version__ < (2, 13), reason="the profiler of an older PyTorch fails when it ends, and stays on"
+)
 def test_a_profiler_that_begins_in_a_recorded_step_is_named() -> None:
     with attached_loop() as (model, optimizer, _):
         loss = model(torch.randn(16, 32))

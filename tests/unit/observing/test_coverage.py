@@ -234,6 +234,7 @@ all else        2          0         0 B    8 B        0 B
   layers.2-3: nothing of it ran again; its class is Other, that of covered layers is Block."""
 
 
+@pytest.mark.skipif(torch.__version__ < (2, 13), reason="an older PyTorch runs more ops outside of the layers")
 def test_table() -> None:
     """A layer keeps relu's result and its own output; nobody needs the last one. Early stop leaves out the last product."""
     assert str(recollect.coverage(Stack(AGAIN, (1,)).eval(), ROWS)) == TABLE

@@ -133,6 +133,7 @@ def test_a_unit_that_communicates_runs_once(communicates: str) -> None:
     assert Layer.num_runs == 3
 
 
+@pytest.mark.skipif(torch.__version__ < (2, 13), reason="an older Dynamo does not trace the counter of the layer")
 def test_what_a_loop_communicates_after_backward_is_of_no_unit() -> None:
     model = nn.Sequential(*(Layer("") for _ in range(3)))
 

@@ -97,6 +97,7 @@ def test_every_repeated_unit_has_pytorchs_choice_first_and_entries_of_the_menu(c
     assert all(bool(compiled.graph_of(call).variants) == call.repeated for call in compiled.calls)
 
 
+@pytest.mark.skipif(torch.__version__ < (2, 13), reason="nodes of an older PyTorch do not show all that they save")
 def test_own_bytes_are_those_of_the_tensors_that_are_alive(compiled: Profile) -> None:
     graph = unit_graph(compiled)
     default, *others = graph.variants
