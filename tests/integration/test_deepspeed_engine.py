@@ -22,7 +22,8 @@ EXPECTED = {
     "engine, stage 0": r"RecordError: cannot record DeepSpeedEngine on a batch: .*deepspeed\.initialize\(.*, or pass step=",
     "engine, stage 2": r"RecordError: cannot record DeepSpeedEngine on a batch: ",
     "engine, stage 3": r"RecordError: cannot record DeepSpeedEngine on a batch: ",
-    "attach, stage 1": r"RecordError: attach: .* of DeepSpeedEngine, .* recollect\.integrations\.deepspeed.* with model=engine",
+    "attach, stage 1": r"RecordError: attach: DeepSpeed's ZeRO .* of DeepSpeedEngine, .* recollect\.integrations\.deepspeed"
+    r".* with model=engine",
     "attach, stage 3": r"RecordError: attach: DeepSpeed's ZeRO steps over its own parts of the parameters",
     "flag": r"AlreadyAppliedError: .*Hugging Face's gradient checkpointing; .*_disable\(\) first",
     "flag and section": r"AlreadyAppliedError: .*Hugging Face's gradient checkpointing",

@@ -1,4 +1,4 @@
-"""Ctrl-C while a unit runs: it is what the program gets, nothing stays behind, and the next step is exact."""
+"""Ctrl-C or an error in a unit's own checkpoint: the program gets it, nothing stays behind, and the next step is exact."""
 
 import gc
 from functools import partial

@@ -267,6 +267,12 @@ class Unwilling(PlanPartitioner):
         raise RuntimeError("no")
 
 
+def but_of_python(warned: pytest.WarningsRecorder) -> list[str]:
+    """All that was said, but for what PyTorch says of Python 3.13.0."""
+    said = [str(warning.message) for warning in warned]
+    return [text for text in said if not text.startswith("Guards may run slower on Python 3.13.0.")]
+
+
 def test_failure_is_pytorchs_choice_and_one_warning() -> None:
     unit = built()
     expected, _ = run(unit, None)
@@ -278,7 +284,7 @@ def test_failure_is_pytorchs_choice_and_one_warning() -> None:
             inputs = rows()
             without_code(unit.forward, partitioner)(inputs).square().sum().backward()
     assert inputs.grad is not None and torch.equal(inputs.grad, expected[0])
-    assert [one.category for one in warned].count(PlanMismatchWarning) == 1
+    assert len(but_of_python(warned)) == 1
 
 
 def test_missing_names_are_one_warning() -> None:
@@ -288,7 +294,7 @@ def test_missing_names_are_one_warning() -> None:
         for _ in range(2):
             torch._dynamo.reset()
             run(unit, {**plan(), "act.gelu": "keep", "up.mm": "recompute"})
-    assert [one.category for one in warned].count(PlanMismatchWarning) == 1
+    assert len(but_of_python(warned)) == 1
 
 
 def test_a_dropped_value_that_is_not_computed_matters_where_another_is_in_its_place() -> None:
