@@ -77,7 +77,7 @@ def dispatch_mode_stack() -> list[TorchDispatchMode]:
 @contextmanager
 def replaced_dispatch_modes(modes: list[TorchDispatchMode]) -> Iterator[None]:
     """Replace the active dispatch modes, outermost first; never those for fake tensors and tracing."""
-    before, wanted = _of_no_key(dispatch_mode_stack()), _of_no_key(modes)
+    before, wanted = of_no_key(dispatch_mode_stack()), of_no_key(modes)
     _exchange_dispatch_modes(len(before), wanted)
     try:
         yield
@@ -85,7 +85,7 @@ def replaced_dispatch_modes(modes: list[TorchDispatchMode]) -> Iterator[None]:
         _exchange_dispatch_modes(len(wanted), before)
 
 
-def _of_no_key(modes: list[TorchDispatchMode]) -> list[TorchDispatchMode]:
+def of_no_key(modes: list[TorchDispatchMode]) -> list[TorchDispatchMode]:
     return [mode for mode in modes if getattr(mode, "_mode_key", None) is None]
 
 
@@ -99,7 +99,7 @@ def _exchange_dispatch_modes(num_popped: int, pushed: list[TorchDispatchMode]) -
 def revive_dispatch_modes() -> None:
     """Make the active modes see ops again: leaving the wrapper of `torch.compile` switches off those entered inside."""
     if num_dispatch_modes() and not torch._C._dispatch_tls_is_dispatch_key_included("Python"):
-        modes = _of_no_key(dispatch_mode_stack())
+        modes = of_no_key(dispatch_mode_stack())
         _exchange_dispatch_modes(len(modes), modes)
 
 

@@ -173,16 +173,9 @@ class StepPlanner:
         more_bytes = self._more_bytes(step, departure, active)
         follows = self._after(step, departure, active, more_bytes)
         if said := departure.excess(active, more_bytes, measured_bytes):
-            key = (
-                "larger units"
-                if follows is _Next.LEANEST
-                else departure.text
-                if departure.unnamed
-                else f"step {number}"
-            )
-            self.warn_once(
-                f"step {number} {said}. {_SAID.get(follows, 'What follows is planned for that, too')}", key=key
-            )
+            key = departure.text if departure.unnamed else f"step {number}"
+            text = f"step {number} {said}. {_SAID.get(follows, 'What follows is planned for that, too')}"
+            self.warn_once(text, key="larger units" if follows is _Next.LEANEST else key)
         if follows is _Next.PLANNED:
             self.placement.put(self._plan_again(active, departure.more_bytes or 0))
         elif follows is _Next.RECORDED_ONCE:

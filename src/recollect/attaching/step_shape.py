@@ -16,7 +16,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import reduce
-from itertools import accumulate
 from operator import attrgetter, or_
 from typing import Any, Final
 
@@ -116,16 +115,20 @@ def covering(recorded: Sequence[Call], calls: Sequence[Call]) -> list[int]:
     # It adds to gradients; those alive when a step begins may be freed between its first forward and backward.
     adds = group[0].has_gradients and len(group) < len(calls)
     # If there were none before the step, they are of what its earlier calls trained.
-    made = [0, *accumulate((call.trained for call in recorded), or_)]
-    own_made = reduce(or_, (call.trained for call in calls[: -len(group)]), 0) if adds else 0
+    made, own_made = 0, _trained(calls[: -len(group)]) if adds else 0
     for known in groups_of(recorded):
         pairs = zip(known, group, strict=False)
-        has_them = recorded[0].has_gradients or not own_made & ~made[begin]
+        has_them = recorded[0].has_gradients or not own_made & ~made
         may_hold = (begin or not adds) and has_them and len(known) >= len(group)
         if may_hold and all(one.is_at_least(other) for one, other in pairs):
             found.append(begin + len(group) - 1)
         begin += len(known)
+        made |= _trained(known)
     return found
+
+
+def _trained(calls: Sequence[Call]) -> int:
+    return reduce(or_, (call.trained for call in calls), 0)
 
 
 def _is_at_least(shape: tuple[int, ...], other: tuple[int, ...]) -> bool:

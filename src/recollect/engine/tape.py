@@ -49,6 +49,7 @@ from recollect._torch_private import (
     fake_mode,
     is_capturing,
     keeps_graph,
+    of_no_key,
     owner_of_hook,
     pop_dispatch_mode,
     pop_saved_tensors_hooks,
@@ -110,7 +111,7 @@ def _put_back(mode: TapeMode, hooks: CheckpointHooks) -> None:
 
     Before torch 2.13, PyTorch's checkpoint takes its own off only when the error's traceback goes. They go below ours.
     """
-    modes = [one for one in dispatch_mode_stack() if getattr(one, "_mode_key", None) is None]
+    modes = of_no_key(dispatch_mode_stack())
     from_ours_on = modes[modes.index(mode) :] if mode in modes else []
     for one in reversed(from_ours_on):
         pop_dispatch_mode(one)
