@@ -215,8 +215,8 @@ class OffloadPlanner(Planner):
             with_all = OffloadPlanner(self.profile, _ANY_BYTES, link_share=self._link_share).plan(budget_bytes)
         except BudgetTooSmallError:
             return (
-                "No amount of host memory would do: the peak is of what cannot go, or not in time over this link. A budget "
-                "between may do with it."
+                "No amount of host memory would do: the peak is of what cannot go, or not in time over this link. With "
+                "it, a budget between this one and that peak may do."
             )
         needed, percent = least_amount(with_all.predicted_host_bytes or 0), 100 * (with_all.predicted_slowdown or 0.0)
         return f"With more host memory it can be met: host_budget={needed!r}, at a slowdown of {percent:.1f} %."
