@@ -520,6 +520,17 @@ MUTATIONS = (
         (("if numel > self.numel:", "if numel < self.numel:"),),
     ),
     Mutation(
+        "spare-layers-work-in-no-room",
+        "a layer that a recorded step lacked recomputes its values in memory that its plan has for others",
+        "attaching",
+        (
+            (
+                "return max(0, max(tops, default=0) + profile.calibration_bytes - (plan.predicted_peak_bytes or 0))",
+                "return 0",
+            ),
+        ),
+    ),
+    Mutation(
         "gradient-of-a-different-size",
         "a gradient that is alive at the start of a step is freed where a gradient of a different size is made",
         "recording",

@@ -1,7 +1,6 @@
 """Reserve memory for unit runs that a recorded step lacked but other steps have: layers that are skipped by chance.
 
-They drop all they can. Each then holds its output and values without a recipe, and one at a time recomputes the
-rest. A unit that was never recorded is assumed to be like one of its class with parameters of the same shapes.
+A unit that was never recorded is assumed to be like one of its class with parameters of the same shapes.
 
 A step that has no plan yet runs under the leanest of those for steps that are foreseen from others.
 """
@@ -11,13 +10,13 @@ import weakref
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Final
 
 import torch
 from torch import nn
 
 from recollect.attaching.lockstep import Lockstep
 from recollect.attaching.planned_step import PlannedStep
+from recollect.attaching.room import Room, room_for
 from recollect.attaching.step_shape import Call, Structure
 from recollect.attaching.unit_watch import Course, largest
 from recollect.engine.policy import DropAll, Policy
@@ -37,9 +36,6 @@ from recollect.simulation.decisions import CallActions, decide_call
 from recollect.simulation.playback import Playback, Token
 from recollect.simulation.program import Program
 from recollect.simulation.simulate import Simulation, run
-
-_KIND: Final = "units_of_other_steps"
-"""Under this name the bytes count in a profile as alive throughout the step."""
 
 
 class Reserve:
@@ -72,19 +68,16 @@ class Reserve:
         missing = {path: most[self._kinds[path]] - ran[path] for path in alike}
         return {**spare, **{path: max(number, spare.get(path, 0)) for path, number in missing.items() if number > 0}}
 
-    def with_room(self, profile: Profile, spare: Sequence[Mapping[str, int]], more_bytes: int) -> Profile:
-        """Return the profile with memory for further runs of units, as far as units like them are known.
+    def with_state(self, profile: Profile) -> Profile:
+        """Return the profile with the state that the optimizers have now, if that is more."""
+        state_bytes = max(profile.persistent.get("optimizer_state", 0), self.optimizer_bytes())
+        return replace(profile, persistent={**profile.persistent, "optimizer_state": state_bytes})
 
-        `spare`: those of each unit, for each group of calls that may wait for backward together. `more_bytes`: held by other
-        steps for unknown reasons.
+    def room(self, profile: Profile, spare: Sequence[Mapping[str, int]]) -> Room | None:
+        """Return the memory that further unit runs need in a step; None if no unit like one of them ran in it.
+
+        `spare`: those of each unit, for each group of calls that may wait for backward together.
         """
-        persistent = {kind: nbytes for kind, nbytes in profile.persistent.items() if kind != _KIND}
-        persistent["optimizer_state"] = max(persistent.get("optimizer_state", 0), self.optimizer_bytes())
-        nbytes = (self.needed_bytes(profile, spare) or 0) + more_bytes
-        return replace(profile, persistent={**persistent, _KIND: nbytes} if nbytes else persistent)
-
-    def needed_bytes(self, profile: Profile, spare: Sequence[Mapping[str, int]]) -> int | None:
-        """Return the memory that further unit runs need in a step; None if no unit like one of them ran in it."""
         graphs = {call.path: profile.graph_of(call) for call in profile.calls}
         kinds = {self._kinds[path]: graph for path, graph in graphs.items() if path in self._kinds}
         paths = set[str]().union(*spare)
@@ -92,9 +85,13 @@ class Reserve:
         known = {path: graph for path, graph in found.items() if graph is not None}
         if len(known) < len(paths):
             return None
+        if not paths:
+            return Room()
         runs = [sum(number * _lean_bytes(known[path]) for path, number in group.items()) for group in spare]
-        working_bytes = max(map(_working_bytes, known.values()), default=0)
-        return max(runs, default=0) + working_bytes + self._state_bytes(path for path in paths if path not in graphs)
+        held_bytes = max(runs) + self._state_bytes(path for path in paths if path not in graphs)
+        alike = {self._kinds.get(path) for path in paths}
+        calls = [index for index, call in enumerate(profile.calls) if self._kinds.get(call.path) in alike]
+        return room_for(profile, held_bytes, calls)
 
     def optimizer_bytes(self) -> int:
         return present_state_bytes(self._optimizers, self._device)
@@ -143,10 +140,6 @@ def _kind(module: nn.Module) -> tuple[object, ...]:
 
 def _lean_bytes(graph: UnitGraph) -> int:
     return sum(value.nbytes for value in graph.values if value.is_output or (value.must_keep and value.saved))
-
-
-def _working_bytes(graph: UnitGraph) -> int:
-    return sum(value.nbytes for _, value in graph.made)
 
 
 class LeanStart:

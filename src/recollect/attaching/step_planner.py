@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
+from functools import partial
 from typing import Final
 
 import torch
@@ -16,6 +17,7 @@ from recollect.attaching.missed import Missed, is_little
 from recollect.attaching.placement import Placement, excess_of
 from recollect.attaching.planned_step import PlannedStep, PlannedSteps, difference, grouped
 from recollect.attaching.reserve import LeanStart, Reserve, varying_bytes
+from recollect.attaching.room import Room, plan_with_room, with_room
 from recollect.attaching.step_clock import corrected
 from recollect.attaching.step_meter import Excess
 from recollect.attaching.step_shape import Call
@@ -192,9 +194,10 @@ class StepPlanner:
         if (lean_bytes := self._lean_bytes(step)) is not None:
             return max(0, lean_bytes - active.peak_bytes)
         reserve, beyond = self._reserve, step.beyond()
-        needed_bytes = reserve.needed_bytes(active.profile, grouped(step.calls, beyond)) if any(beyond) else None
-        if needed_bytes is None:
+        room = reserve.room(active.profile, grouped(step.calls, beyond)) if any(beyond) else None
+        if room is None:
             return None
+        needed_bytes = room.held_bytes + room.beyond(active.profile, active.plan)
         return needed_bytes - reserve.held_bytes(active.profile, active.plan, step.skipped())
 
     def _after(self, step: StepUnderWay, departure: Departure, active: PlannedStep, more_bytes: int | None) -> _Next:
@@ -331,11 +334,19 @@ class StepPlanner:
         ranks, place, reserve = self.lockstep.ranks, Place.STEP_END, self._reserve
         held_before = profile.persistent_bytes + profile.last_step_bytes
         spare = self._spare(calls, courses, reserve)
-        profile = reserve.with_room(profile, grouped(calls, spare), more_bytes + ahead_bytes)
-        planner = planner_for(profile, self.host_bytes, engine=self.engine)
+        profile = reserve.with_state(profile)
+        room = (reserve.room(profile, grouped(calls, spare)) or Room()).more(more_bytes + ahead_bytes)
+        planner_of = partial(planner_for, host_budget=self.host_bytes, engine=self.engine)
+        roomy = with_room(profile, room.most_bytes)
+        planner = planner_of(roomy)
         plain_bytes = max(ranks.gather(planner.plain_peak_bytes, place))
         budget_bytes = parse_budget(budget, reference_bytes=plain_bytes, device_bytes=profile.device_memory_bytes)
-        own, problem = planner.plan_or_leanest(budget_bytes)
+        # Processes agree on a plan by what each predicts for it, and copies change what is alive between units.
+        if room.working_bytes and ranks.is_alone and not self.host_bytes:
+            roomy, planner, own, problem = plan_with_room(profile, room, budget_bytes, planner_of)
+        else:
+            own, problem = planner.plan_or_leanest(budget_bytes)
+        profile = roomy
         problems = [found for found in ranks.gather(problem, place) if found is not None]
         if problems and ahead_bytes:
             return self._planned(profile, calls, courses, budget, number, more_bytes)
