@@ -96,6 +96,18 @@ MUTATIONS = (
         (('{"topk", "sort", "msort", "argsort"', '{"sort", "msort", "argsort"'),),
     ),
     Mutation(
+        "recurrent-dropout-again",
+        "a recurrent layer of cuDNN's runs again with other masks of dropout",
+        "engine/draws.py",
+        (("return facts.draws_elsewhere or ", "return "),),
+    ),
+    Mutation(
+        "searched-convolution-again",
+        "a convolution runs again in backward, whose thread has found another kernel for it",
+        "engine/facts.py",
+        (("(facts.keeps_if_searched and torch.backends.cudnn.benchmark)", "False"),),
+    ),
+    Mutation(
         "foreign-op-draws-unseen",
         "a custom op that draws without saying so runs again with other numbers",
         "engine",

@@ -39,6 +39,15 @@ def test_models_of_the_zoo(case: Case, device: torch.device, record_property: Re
     check_plans(model, case.layers, lambda: gradients(model, batch, case.loss_fn), record_property)
 
 
+def test_convolutions_of_which_each_thread_searches_the_fastest_kernel(
+    cuda: torch.device, record_property: RecordProperty, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    case = ZOO["resnet"]
+    model, batch = case.model().to(cuda), moved(case.data(), cuda)
+    check_plans(model, case.layers, lambda: gradients(model, batch, case.loss_fn), record_property)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", DECODERS)
 def test_larger_decoders(name: str, dtype: torch.dtype, device: torch.device, record_property: RecordProperty) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -12,6 +12,8 @@ from attention_backends import REFUSALS, every_backend
 from device_steps import RecordProperty, check_plans, generator_states, skipped_if
 from function_units import UNITS, TwoUnits, Unit, two_units
 from gradients import Step, gradients
+from policies import FULL
+from recollect.applying import apply_policy
 
 _OWN = "generator"
 
@@ -109,3 +111,26 @@ def test_dropout_in_fused_attention(
     with skipped_if(f"{backend.name} with dropout", *REFUSALS):
         model(data)
     check_plans(model, UNITS, _step(model, data), record_property)
+
+
+class Gated(nn.Module):
+    """Multiplies by what recurrent layers compute, with dropout between them. [n, t, d] -> [n, t, d]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.LSTM(64, 64, num_layers=2, dropout=0.5, batch_first=True)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        gate = self.layers(hidden.detach())[0].exp()
+        self.seen = gate.detach()
+        return hidden * gate
+
+
+def test_dropout_between_recurrent_layers(device: torch.device) -> None:
+    """cuDNN draws from a state of its own, which nobody can set back: no two steps are alike, but each is by itself."""
+    model, hidden = Gated().to(device), torch.randn(4, 32, 64, device=device, requires_grad=True)
+    with apply_policy(model, [""], FULL):
+        for _ in range(3):
+            hidden.grad = None
+            model(hidden).sum().backward()
+            assert hidden.grad is not None and torch.equal(hidden.grad, model.seen)

@@ -169,8 +169,10 @@ def takes_generator(func: Any) -> bool:
 
 
 def draws_unknown(facts: OpFacts, args: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether a random op reads a generator that the tape cannot set: one on a device other than CPU and CUDA."""
-    return draws_numbers(facts, args, kwargs) and _device(args, kwargs).type not in ("cpu", "cuda", "meta")
+    """Whether a random op reads a generator that the tape cannot set: a library's, or on a device other than CPU and CUDA."""
+    if not draws_numbers(facts, args, kwargs):
+        return False
+    return facts.draws_elsewhere or _device(args, kwargs).type not in ("cpu", "cuda", "meta")
 
 
 def _run(func: Any, args: Any, kwargs: dict[str, Any], generator: torch.Generator) -> Any:

@@ -30,16 +30,19 @@ class OpFacts:
     `is_lazy`: a view whose sign or conjugate is only applied when it is read, which its layout does not show.
     `writes`: positions and keywords of the arguments that are written in place.
     `is_random`: reads its device's generator, so a second run needs the same generator state.
+    `draws_elsewhere`: draws from a state of its library's instead, which it moves on.
     `keeps`: results are kept whatever the plan says (`_INDEX_LIKE`, collectives and others; see `facts_of`).
     `keeps_on_cuda`: the same on a CUDA device, where the kernel's result depends on the order of atomic additions.
+    `keeps_if_searched`: the same on a CUDA device while cuDNN searches for the fastest algorithm: each thread searches for
+        itself, and backward has its own threads.
     `keeps_with_mask`: the same if an index tensor is a mask; a gather by integers can be recomputed like any other op.
     `creates`: makes a tensor with undefined or constant content, for something else to fill.
     `changes_layout_only`: an in-place op that changes shape and strides, not content (`squeeze_`).
     `overwrites`: an in-place op whose result does not depend on the old content.
     `num_returns`: number of results in the schema; None if the op returns a list of tensors.
-    `dropout_position`: position of the argument `dropout_p`; the op is not random if that is zero.
-    `may_keep`: one of `keeps_on_cuda`, `keeps_with_mask` and `device_keyword` is set, so the tape inspects the call and
-        its result before dropping the result.
+    `dropout_position`: position of the probability of dropout; the op is not random if that is zero.
+    `may_keep`: one of `keeps_on_cuda`, `keeps_if_searched`, `keeps_with_mask` and `device_keyword` is set, so the tape
+        inspects the call and its result before dropping the result.
     `device_keyword`: whether the op can copy to a different device.
     `changes_storage`: writes to a storage, or changes how a tensor reads it (`changes_layout_only`, `is_lazy`).
     `follows_settings`: its result depends on switches of kernels or on the default dtype.
@@ -59,8 +62,10 @@ class OpFacts:
     is_lazy: bool = False
     writes: tuple[int | str, ...] = ()
     is_random: bool = False
+    draws_elsewhere: bool = False
     keeps: bool = False
     keeps_on_cuda: bool = False
+    keeps_if_searched: bool = False
     keeps_with_mask: bool = False
     creates: Literal["undefined", "constant"] | None = None
     changes_layout_only: bool = False
@@ -142,10 +147,16 @@ _ATOMIC_ON_CUDA = frozenset(
     {"index_add", "index_add_", "index_put", "index_put_", "_index_put_impl_", "put", "put_", "index_reduce"}
     | {"index_reduce_", "scatter_add", "scatter_add_", "scatter_reduce", "scatter_reduce_", "cumsum", "cumsum_"}
     | {"_embedding_bag", "segment_reduce", "bilinear", "histogram", "index_copy", "index_copy_"}
-    | {"max_unpool2d", "max_unpool3d", "nll_loss2d_forward"}
+    | {"max_unpool2d", "max_unpool3d", "nll_loss2d_forward", "_cudnn_ctc_loss"}
+    # Along the only dimension, as `cumsum`; PyTorch does not list them.
+    | {"cumprod", "cumprod_", "logcumsumexp", "_logcumsumexp"}
 )
+_CONVOLUTIONS = frozenset({"convolution", "_convolution", "cudnn_convolution", "cudnn_convolution_transpose"})
 # If two sources have the same target, the last write wins; a scalar source has no order.
 _LAST_ONE_STAYS_ON_CUDA = frozenset({("scatter", "src"), ("scatter_", "src")})
+
+# Recurrent layers with dropout between them: masks come from `dropout_state`, though schemas say that it is only read.
+_DRAW_ELSEWHERE = frozenset({"_cudnn_rnn", "miopen_rnn", "_cudnn_init_dropout_state"})
 
 # An index tensor of these types is a mask: it marks elements instead of giving their positions.
 _MASKS = frozenset({torch.bool, torch.uint8})
@@ -208,6 +219,7 @@ def facts_of(func: Any) -> OpFacts:
         writes = _unannotated_writes(namespace, name)
     is_unordered_on_cuda = name in _ATOMIC_ON_CUDA or (name, schema.overload_name) in _LAST_ONE_STAYS_ON_CUDA
     arguments = [argument.name for argument in schema.arguments]
+    dropout = "dropout" if name in _DRAW_ELSEWHERE else "dropout_p"
     is_collective = namespace in _COLLECTIVE_NAMESPACES
     is_foreign = namespace not in _REPLAYABLE_NAMESPACES and not is_collective
     tags = func.tags
@@ -222,6 +234,7 @@ def facts_of(func: Any) -> OpFacts:
         writes=writes,
         # A custom op can read the generator without a tag that says so (flash-attn's dropout does).
         is_random=torch.Tag.nondeterministic_seeded in tags or is_foreign,
+        draws_elsewhere=name in _DRAW_ELSEWHERE,
         keeps=not (writes or any("Tensor" in str(r.type) for r in returns))
         or name in _INDEX_LIKE
         or name in _GRAD_DEPENDENT
@@ -230,14 +243,15 @@ def facts_of(func: Any) -> OpFacts:
         or torch.Tag.data_dependent_output in tags
         or name in _MOVES,
         keeps_on_cuda=is_unordered_on_cuda,
+        keeps_if_searched=name in _CONVOLUTIONS,
         keeps_with_mask=name in _GATHERS,
         creates="undefined" if name in _UNDEFINED else "constant" if name in _CONSTANT else None,
         changes_layout_only=changes_layout_only,
         overwrites=name in _OVERWRITES,
         num_returns=None if any("[]" in str(r.type) or "List" in str(r.type) for r in returns) else len(returns),
-        dropout_position=arguments.index("dropout_p") if "dropout_p" in arguments else None,
+        dropout_position=arguments.index(dropout) if dropout in arguments else None,
         device_keyword=name == "_to_copy",
-        may_keep=is_unordered_on_cuda or name in _GATHERS or name == "_to_copy",
+        may_keep=is_unordered_on_cuda or name in _CONVOLUTIONS or name in _GATHERS or name == "_to_copy",
         changes_storage=bool(writes) or changes_layout_only or name in _LAZY_VIEWS,
         follows_settings=is_foreign or name in _FOLLOWS_SETTINGS,
         is_collective=is_collective,
@@ -260,10 +274,16 @@ def must_keep_result(facts: OpFacts, args: Any, output: Any, kwargs: Any) -> boo
     """Whether to keep this call's result: rule 4, on CUDA or for masks, or a copy between devices (it would sync)."""
     if facts.keeps_with_mask:
         return any(index is not None and index.dtype in _MASKS for index in args[1])
-    if facts.keeps_on_cuda:
-        return any(tensor.is_cuda for tensor in tensors_in(output))
+    if facts.keeps_on_cuda or facts.keeps_if_searched:
+        return varies_on_cuda(facts, output)
     # PyTorch also names the device in copies that stay on it (the last op of `rms_norm` in bf16).
     return facts.device_keyword and kwargs.get("device") is not None and bool(output.device != args[0].device)
+
+
+def varies_on_cuda(facts: OpFacts, output: Any) -> bool:
+    """Whether a second run of an op on a CUDA device need not give the same bits."""
+    varies = facts.keeps_on_cuda or (facts.keeps_if_searched and torch.backends.cudnn.benchmark)
+    return varies and any(tensor.is_cuda for tensor in tensors_in(output))
 
 
 class OpMode(TorchDispatchMode):

@@ -29,7 +29,7 @@ from recollect._torch_private import is_fake_tensor, is_traceable_wrapper_subcla
 from recollect.engine.captured import not_warmed_up
 from recollect.engine.content import checksums
 from recollect.engine.draws import FunctionDraws, cuda_generators, draws_unknown
-from recollect.engine.facts import OpFacts, OpMode, facts_of
+from recollect.engine.facts import OpFacts, OpMode, facts_of, varies_on_cuda
 from recollect.engine.function_call import Autocast, FunctionArguments, FunctionCall, autocast_now
 from recollect.engine.opcall import Settings
 from recollect.engine.self_check import SwitchedOff, switched_off
@@ -249,8 +249,8 @@ class FunctionRun:
         for tensor in tensors_in(output):
             if facts.keeps and not (tensor.is_floating_point() or tensor.is_complex()):
                 self.keep(f"it runs {facts.name}")
-            if facts.keeps_on_cuda and tensor.is_cuda:
-                self.keep(f"it runs {facts.name}, which adds in any order")
+            if varies_on_cuda(facts, tensor):
+                self.keep(f"it runs {facts.name}, which need not give the same bits again")
             if facts.device_keyword and any(
                 tensor.device != argument.device for argument in tensors_in((args, kwargs))
             ):

@@ -54,6 +54,35 @@ def other_thread() -> Iterator[None]:
     thread.join()
 
 
+@pytest.fixture
+def recurrent_kernel() -> Iterator[None]:
+    """Stands in on the CPU for cuDNN's layers with dropout: their masks come from a state, which a kernel moves on unseen."""
+
+    def run(x: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+        state = arguments[-1].numpy()
+        state += 1
+        mask = torch.rand(x.shape, generator=torch.Generator().manual_seed(int(state[0]))) > 0.5
+        return (x * mask, *(x.new_empty(0) for _ in range(4)))
+
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("_cudnn_rnn", run, "CPU")
+    yield
+    library._destroy()  # type: ignore[no-untyped-call]
+
+
+def recurrent() -> Computes:
+    """The op that `nn.LSTM` with `dropout=` runs on a GPU. [n, d] -> [n, d]."""
+
+    def run(self: Any, hidden: Tensor) -> Tensor:
+        x, lstm = hidden.detach() * 2, 2
+        arguments = [x, [], 0, None, x, None, lstm, 64, 0, 2, True, 0.5, True, False, [], self.state]
+        kept = ATEN._cudnn_rnn.default(*arguments)[0]
+        self.zero = kept == 0
+        return ((hidden * self.scale).cos() * kept).sin()
+
+    return Computes(run, scale=nn.Parameter(torch.ones(64)), state=torch.zeros(8, dtype=torch.uint8), zero=None)
+
+
 def count_wrong(unit: Computes, num_steps: int) -> int:
     wrong = 0
     for _ in range(num_steps):
@@ -69,6 +98,13 @@ def test_dropout_beside_a_thread_that_draws() -> None:
     unit = dropping()
     with apply_policy(unit, [""], FULL):
         assert count_wrong(unit, 400) == 0
+
+
+@pytest.mark.usefixtures("recurrent_kernel")
+def test_dropout_between_recurrent_layers() -> None:
+    unit = recurrent()
+    with apply_policy(unit, [""], FULL):
+        assert count_wrong(unit, 4) == 0
 
 
 def test_two_planned_models_in_two_threads() -> None:

@@ -43,7 +43,7 @@ from recollect._torch_compile import (
 from recollect.engine import facts as facts_of_ops
 from recollect.engine.compiled import joint_names
 from recollect.engine.compiled.joint_names import base_of, is_tensor, is_view, unit_of, value_names
-from recollect.engine.facts import facts_of
+from recollect.engine.facts import facts_of, varies_on_cuda
 from recollect.errors import ConfigError, PlanMismatchWarning
 from recollect.plans.action import Action
 from recollect.warning import warn_user
@@ -306,8 +306,7 @@ def _must_keep(op: Any, value: Any) -> bool:
     """Whether results of an op are kept whatever the plan says."""
     facts = facts_of(op)
     is_drawn = torch.Tag.nondeterministic_seeded in getattr(op, "tags", ())
-    is_unordered = facts.keeps_on_cuda and isinstance(value, torch.Tensor) and value.is_cuda
-    return facts.keeps or is_unordered or (facts.is_random and not is_drawn)
+    return facts.keeps or facts.draws_elsewhere or varies_on_cuda(facts, value) or (facts.is_random and not is_drawn)
 
 
 def _needed_by(joint: fx.GraphModule, outputs: Sequence[fx.Node]) -> dict[fx.Node, None]:
