@@ -457,6 +457,12 @@ MUTATIONS = (
         (("                if mode.is_captured:\n", "                if False:\n"),),
     ),
     Mutation(
+        "captured-mask-unplanned",
+        "a model that computes more while a graph is captured is planned as if none were",
+        "capturing",
+        (("        with told_of_capture():\n            profile", "        if True:\n            profile"),),
+    ),
+    Mutation(
         "captured-draws",
         "an op draws other random numbers in a replayed graph's backward than in its forward",
         "engine",

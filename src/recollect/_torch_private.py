@@ -285,11 +285,13 @@ current_raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRa
 
 
 _rehearses_capture = ContextVar("rehearses_capture", default=False)
+# PyTorch's own: `told_of_capture` answers for it.
+_stream_is_captured = torch.cuda.is_current_stream_capturing
 
 
 def is_capturing() -> bool:
     """Whether a CUDA graph is captured on this thread's current stream, or a capture is rehearsed."""
-    return _rehearses_capture.get() or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
+    return _rehearses_capture.get() or (torch.cuda.is_initialized() and _stream_is_captured())
 
 
 @contextmanager
@@ -307,10 +309,7 @@ _BUSY_CYCLES = 200_000
 
 
 def keep_busy(device: torch.device) -> None:
-    """Keep a CUDA device busy for a moment without using memory or bandwidth.
-
-    No public kernel does that; PyTorch's own tests and benchmarks use this one.
-    """
+    """Keep a CUDA device busy for a moment, as no public kernel does without memory or bandwidth."""
     with torch.cuda.device(device):
         torch.cuda._sleep(_BUSY_CYCLES)
 

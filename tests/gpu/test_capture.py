@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import recollect
+from device_steps import sized
 from recollect.capturing.captured_step import CapturedStep
 from recollect.errors import ConfigError
 from recollect.lab.models.architectures import llama_config
@@ -30,7 +32,7 @@ def model_and_batch(device: torch.device, dropout: float) -> tuple[GPTModel, dic
 
 def captured(model: nn.Module, batch: Any, budget: str, engine: Any = "tape") -> CapturedStep:
     optimizer = torch.optim.SGD(model.parameters())
-    if batch["tokens"].device.type == "cuda":
+    if next(iter(batch.values())).is_cuda:
         return recollect.capture(model, batch, optimizer, budget, engine=engine)
     step = Step(model, batch, None, optimizer, holds_output=False, gradients="freed")
     return CapturedStep(step, budget, graphs=partial(RepeatedRuns, model), engine=engine)
@@ -62,6 +64,23 @@ def test_replays_have_the_bits_of_the_captured_plain_step(device: torch.device, 
             # Within 1 %: workspaces may be made in a different order.
             assert step.pool_bytes == pytest.approx(step.predicted_pool_bytes, rel=0.01)
     assert all(map(torch.equal, got, expected))
+
+
+@pytest.mark.parametrize("engine", ["tape", "graph"])
+def test_masks_that_transformers_makes_in_captured_steps(device: torch.device, engine: Any) -> None:
+    """Without a cache, its models read positions to do without a mask; while a graph is captured, they make one."""
+    torch.manual_seed(0)
+    width, length = sized(device, (64, 256), (512, 1024))
+    sizes = {"hidden_size": width, "intermediate_size": 2 * width, "num_attention_heads": 8, "vocab_size": 512}
+    model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=6, use_cache=False, **sizes)).to(device)
+    tokens = torch.randint(512, (2, length), device=device)
+    batch = {"input_ids": tokens, "labels": tokens}
+    with captured(model, batch, "100%") as plain, captured(copy.deepcopy(model), batch, "80%", engine) as planned:
+        assert planned.plan.predicted_slowdown
+        for _ in range(3):
+            assert torch.equal(plain(batch), planned(batch))
+            for parameter in (*plain._step.model.parameters(), *planned._step.model.parameters()):
+                parameter.grad = None
 
 
 def test_a_pool_goes_with_its_step(cuda: torch.device) -> None:

@@ -16,6 +16,7 @@ from recollect.byte_format import format_bytes
 from recollect.capturing.cuda_graphs import Graphs
 from recollect.capturing.held import ModelState, StaticBatch, kind_of
 from recollect.capturing.plan_for_pool import PoolPlan, plan_for_pool, sized
+from recollect.engine.captured import told_of_capture
 from recollect.engine.placed_forward import Applied, Handle
 from recollect.errors import AlreadyAppliedError, ArgumentError, ConfigError
 from recollect.planning.planners import Engine
@@ -229,17 +230,18 @@ class CapturedStep(Handle):
                 f"cannot capture a step of {step.name}: it has a plan or is attached already. Remove that first: "
                 f"{placed[0].removal}."
             )
-        profile = record(
-            step.model,
-            static.batch,
-            optimizer=step.optimizer,
-            loss_fn=step.loss_fn,
-            units=self._units,
-            holds_output=False,
-            gradients=step.gradients,
-            engine=self._engine,
-            group="alone",
-        )
+        with told_of_capture():
+            profile = record(
+                step.model,
+                static.batch,
+                optimizer=step.optimizer,
+                loss_fn=step.loss_fn,
+                units=self._units,
+                holds_output=False,
+                gradients=step.gradients,
+                engine=self._engine,
+                group="alone",
+            )
         others = [kind.planned for kind in self._kinds.values()]
         if isinstance(self._budget, Plan):
             return sized(profile, self._budget, others)
@@ -298,8 +300,9 @@ class CapturedStep(Handle):
 def _run(step: Step) -> torch.Tensor:
     # Casts of weights from before the graph would never be renewed, and those in it would be used outside.
     torch.clear_autocast_cache()
-    output, loss = step.forward()
-    del output
-    loss.backward()
+    with told_of_capture():
+        output, loss = step.forward()
+        del output
+        loss.backward()
     torch.clear_autocast_cache()
     return loss.detach()

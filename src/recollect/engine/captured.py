@@ -6,8 +6,32 @@ tensor's content, a generator's state or a clock; `is_capturing` is asked once f
 made in the warm-up steps before: a unit without one is refused, as is anything that would need more.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import torch
+
+from recollect._torch_private import is_capturing
 from recollect.errors import ConfigError
 from recollect.plans.paths import unit_words
+
+_is_told = ContextVar("is_told", default=False)
+
+
+@contextmanager
+def told_of_capture(is_told: bool = True) -> Iterator[None]:
+    """Within the block, tell code that asks PyTorch on this thread that a CUDA graph is captured; or not, unless one is.
+
+    The masks of transformers ask: if none is, they read tensors, and make no mask where a captured step makes one.
+    """
+    asked, before = torch.cuda.is_current_stream_capturing, _is_told.set(is_told)
+    torch.cuda.is_current_stream_capturing = lambda: _is_told.get() or is_capturing()
+    try:
+        yield
+    finally:
+        torch.cuda.is_current_stream_capturing = asked
+        _is_told.reset(before)
 
 
 def refused(what: str, value: str, reason: str, advice: str) -> ConfigError:

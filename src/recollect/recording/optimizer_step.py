@@ -25,6 +25,7 @@ import torch
 
 from recollect._torch_fsdp import GatheredParameters
 from recollect._torch_private import FakeTensorMode, TorchDispatchMode
+from recollect.engine.captured import told_of_capture
 from recollect.measuring.meter import storages_of
 from recollect.profile import events
 from recollect.profile.profile import block_bytes
@@ -195,7 +196,8 @@ def _tried_out(
     is_sparse = isinstance(probe, torch.optim.SparseAdam)
     if hasattr(probe, "train"):  # Schedule-free optimizers must be in their training mode to step.
         probe.train()
-    with mode or nullcontext():
+    # Optimizers refuse to step while a graph is captured, unless they are `capturable`.
+    with mode or nullcontext(), told_of_capture(False):
         _give_gradients(probe, is_sparse=is_sparse)
         probe.step(*closures)
         _give_gradients(probe, is_sparse=is_sparse)

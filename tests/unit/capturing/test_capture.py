@@ -129,6 +129,26 @@ def test_capture_changes_nothing() -> None:
     assert len(fired) == 1
 
 
+class Asking(Model):
+    """Computes more while a graph is captured, as transformers' models make masks then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.answers: list[bool] = []
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        self.answers.append(torch.cuda.is_current_stream_capturing())
+        return super().forward(x.cos().exp() if self.answers[-1] else x, y)
+
+
+def test_code_that_asks_is_told_of_the_capture_from_the_recording_on() -> None:
+    model, asked = Asking(), torch.cuda.is_current_stream_capturing
+    with captured(model, torch.optim.AdamW(model.parameters())) as step:
+        step(batch_of())
+        assert len(model.answers) >= 6 and all(model.answers)
+    assert torch.cuda.is_current_stream_capturing is asked
+
+
 def test_given_gradients_are_added_to() -> None:
     model = Model().eval()
     step, batch = captured(model, gradients="accumulated"), batch_of()
