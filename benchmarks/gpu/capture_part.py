@@ -26,6 +26,7 @@ from gpu.prediction_part import Loop
 from recollect.byte_format import format_bytes
 from recollect.capturing.captured_step import CapturedStep
 from recollect.capturing.cuda_graphs import CudaGraphs, Graphs
+from recollect.engine.captured import told_of_capture
 from recollect.errors import BudgetTooSmallError
 from recollect.measuring.meter import storage_bytes
 from recollect.measuring.timing import wait_for
@@ -113,8 +114,9 @@ class Captures:
         parameters = list(self.loop.model.parameters())
 
         def step() -> torch.Tensor:
-            loss: torch.Tensor = self.loop.model(**self.loop.batch).loss
-            loss.backward()
+            with told_of_capture():  # Warm-up steps make the masks of the captured one.
+                loss: torch.Tensor = self.loop.model(**self.loop.batch).loss
+                loss.backward()
             return loss.detach()
 
         with recompute.on():
