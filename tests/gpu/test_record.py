@@ -98,6 +98,16 @@ def test_verify(name: str, device: torch.device, record_property: RecordProperty
     assert recollect.verify(model, batch, recollect.classic_plan(profile, "full"), compare="units").gradients_equal
 
 
+def test_coverage_says_what_layers_keep(device: torch.device) -> None:
+    case = decoder("llama", device)
+    model, batch = case.model(), case.data()
+    plain = recollect.coverage(model, batch).layers
+    with recollect.apply(model, recollect.classic_plan(recollect.record(model, batch), "full")):
+        full = recollect.coverage(model, batch).layers
+    assert not any(layer.covered for layer in plain) and all(layer.covered for layer in full)
+    assert all(0 < less.kept_bytes < layer.kept_bytes for layer, less in zip(plain, full, strict=True))
+
+
 @pytest.mark.parametrize("loop", LOOPS.values(), ids=LOOPS)
 @pytest.mark.parametrize("kind", ["keep_all", "full"])
 @every_model

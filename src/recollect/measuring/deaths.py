@@ -60,7 +60,8 @@ def reachable_storages() -> list[torch.UntypedStorage]:
 
 def is_of_the_allocator(storage: torch.UntypedStorage) -> bool:
     """Whether PyTorch allocated it: not a mapped file, shared memory, or an array of NumPy's."""
-    return storage.resizable() and not storage.is_shared()
+    # PyTorch says of all memory of accelerators that it is shared.
+    return storage.resizable() and (storage.device.type != "cpu" or not storage.is_shared())
 
 
 def allocated_storages() -> list[torch.UntypedStorage]:
