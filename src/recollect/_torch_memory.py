@@ -125,14 +125,14 @@ def _close() -> Any:
 class CudaAllocatorTrace:
     """The CUDA allocator's own history of allocations and frees, in the order in which the program asked for them.
 
-    There is no public form of it. A history that the user has switched on starts again.
+    There is no public form of it. A history that the user has switched on is cleared, and ends with it.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = torch.cuda.current_device() if device.index is None else device.index
 
     def start(self) -> None:
-        torch.cuda.memory._record_memory_history("all", context=None, device=self._device)
+        torch.cuda.memory._record_memory_history("all", context=None, device=self._device, clear_history=True)
 
     def events(self) -> list[tuple[int, int]]:
         """Return (address, bytes as asked for) of each event so far; a free has negative bytes."""

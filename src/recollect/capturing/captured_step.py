@@ -133,7 +133,8 @@ class CapturedStep(Handle):
 
         Args:
             batch: of a kind that has been captured: the same structure, shapes and types. Its tensors are copied, from any
-                device. A batch of a new kind is recorded, planned and captured first.
+                device; pinned ones without waiting, so write to them only when the device has come so far. A batch of a new
+                kind is recorded, planned and captured first.
 
         Raises:
             ArgumentError: the step was removed; or something in the batch is neither a tensor nor hashable.
