@@ -460,7 +460,7 @@ MUTATIONS = (
         "captured-mask-unplanned",
         "a model that computes more while a graph is captured is planned as if none were",
         "capturing",
-        (("        with told_of_capture():\n            profile", "        if True:\n            profile"),),
+        (("with self._graphs.running(), told_of_capture():", "with self._graphs.running():"),),
     ),
     Mutation(
         "captured-draws",

@@ -17,11 +17,9 @@ class RepeatedRuns:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self.num_warm_up = 0
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        self.num_warm_up += 1
         yield
 
     @contextmanager

@@ -231,7 +231,8 @@ class CapturedStep(Handle):
                 f"cannot capture a step of {step.name}: it has a plan or is attached already. Remove that first: "
                 f"{placed[0].removal}."
             )
-        with told_of_capture():
+        # Where steps are captured, so that the workspaces which libraries have for each stream are counted.
+        with self._graphs.running(), told_of_capture():
             profile = record(
                 step.model,
                 static.batch,

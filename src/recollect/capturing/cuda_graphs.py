@@ -1,5 +1,6 @@
 """Captures steps of one model as CUDA graphs, in one memory pool and on one stream."""
 
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
@@ -28,6 +29,12 @@ class Graphs(Protocol):
         """Return the size of the memory pool of all steps that are captured."""
 
 
+@functools.cache
+def _stream_of(device: torch.device) -> torch.cuda.Stream:
+    """Return the stream of all captures on a device, since what libraries have for a stream stays."""
+    return torch.cuda.Stream(device)
+
+
 class CudaGraphs:
     """Captures on a CUDA device.
 
@@ -41,15 +48,17 @@ class CudaGraphs:
         self._generators = [own for own in generators if own.device.type == "cuda"]
         self._pool = torch.cuda.graph_pool_handle()
         # Warm-up steps run on it, too: workspaces of libraries belong to a stream, and are then made outside of the pool.
-        self._stream = torch.cuda.Stream(device)
+        self._stream = _stream_of(device)
 
     @contextmanager
     def running(self) -> Iterator[None]:
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
-            yield
-        current.wait_stream(self._stream)
+        try:
+            with torch.cuda.stream(self._stream):
+                yield
+        finally:  # What a step has changed is restored on the current one.
+            current.wait_stream(self._stream)
 
     @contextmanager
     def rehearsing(self) -> Iterator[None]:
