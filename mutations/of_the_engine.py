@@ -31,6 +31,12 @@ MUTATIONS = (
         ),
     ),
     Mutation(
+        "copy-at-even-address",
+        "a copy of a slice begins at an even address where the slice does not, and a GPU's kernels add in another order",
+        "engine/values.py",
+        (("begin = tensor.storage_offset() % max(1, _EVEN_BYTES // tensor.itemsize)", "begin = 0"),),
+    ),
+    Mutation(
         "weights-of-autograd-and-recipes",
         "autograd and recipes hold a weight together: after a write through `.data`, one of them reads the wrong content",
         "engine/tape_mode.py",

@@ -27,6 +27,9 @@ NOTES = "_recollect_notes"
 # outlive the values that stand for them, step after step; other storages rarely see more than a handful.
 _SWEEP_LENGTH = 16
 
+# Kernels of GPUs, and cuBLAS where it chooses one, ask how even an address is, up to this.
+_EVEN_BYTES = 256
+
 # Not a valid version counter: marks a value whose tensor is not watched for changes.
 UNWATCHED = -1
 
@@ -344,7 +347,7 @@ def check_filled(tensor: torch.Tensor, unit: str, module: str = "", op: str = ""
 def private_copy(tensor: torch.Tensor) -> torch.Tensor:
     """Copy a tensor unseen by the active dispatch modes, because the copy is the tape's, not an op of the model.
 
-    It has the same strides: kernels add in a different order if rows have no gaps between them.
+    It has the same strides and as even an address: kernels may add in a different order otherwise.
     """
     if is_fake_tensor(tensor):
         return tensor.clone()
@@ -352,9 +355,11 @@ def private_copy(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.layout is not torch.strided or not tensor.numel():
             return tensor.clone()
         extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
-        if extent == tensor.numel():
+        begin = tensor.storage_offset() % max(1, _EVEN_BYTES // tensor.itemsize)
+        if extent == tensor.numel() and not begin:
             return tensor.clone()
-        return tensor.as_strided((extent,), (1,)).clone().as_strided(tensor.size(), tensor.stride())
+        part = tensor.as_strided((extent,), (1,))
+        return part.new_empty(begin + extent)[begin:].copy_(part).as_strided(tensor.size(), tensor.stride())
 
 
 def watch(value: TapeValue, storage: torch.UntypedStorage) -> None:

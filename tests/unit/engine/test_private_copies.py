@@ -23,6 +23,7 @@ def test_is_like_what_it_copies(tensor: torch.Tensor) -> None:
     if tensor.layout is torch.strided:
         assert copy.stride() == tensor.stride() or not tensor.numel()
         assert copy.data_ptr() != tensor.data_ptr() or not tensor.numel()
+        assert (copy.storage_offset() - tensor.storage_offset()) % 64 == 0 or not tensor.numel()
 
 
 def test_sums_of_slices_that_are_written_to_keep_their_bits() -> None:
