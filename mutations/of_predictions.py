@@ -8,6 +8,12 @@ __all__ = ["MUTATIONS"]
 
 MUTATIONS = (
     Mutation(
+        "masks-of-fake-tensors",
+        "on fake tensors a model of transformers makes a mask in each layer that it does without in eager mode",
+        "recording/fake_model.py",
+        (("        eager_masks(batch),\n", ""),),
+    ),
+    Mutation(
         "mapping-without-tensors",
         "no tensor is found in a batch that is a mapping but not a dict",
         "recording",

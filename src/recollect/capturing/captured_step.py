@@ -231,7 +231,7 @@ class CapturedStep(Handle):
                 f"cannot capture a step of {step.name}: it has a plan or is attached already. Remove that first: "
                 f"{placed[0].removal}."
             )
-        # Where steps are captured, so that the workspaces which libraries have for each stream are counted.
+        # Where steps are captured: what libraries have for each stream is then counted.
         with self._graphs.running(), told_of_capture():
             profile = record(
                 step.model,

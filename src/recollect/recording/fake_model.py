@@ -16,6 +16,7 @@ from recollect._torch_fsdp import other_sharded_parameters
 from recollect._torch_private import FakeTensorMode, HigherOrderOperator, is_traceable_wrapper_subclass, tree_map
 from recollect._torch_replicate import without_replicas
 from recollect.engine.facts import facts_of
+from recollect.recording.eager_masks import eager_masks
 from recollect.recording.restored_state import restored_attributes, restored_generators
 
 _composite_attention = F.scaled_dot_product_attention
@@ -194,6 +195,7 @@ def fake_run(
         restored_generators(model),
         other_sharded_parameters(model) as use_others,
         without_replicas(model),
+        eager_masks(batch),
         _FakeMode(kernels or device.type, on_op),
         cuda_kernels() if kernels == "cuda" != device.type else nullcontext(),
     ):

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 
 import recollect
@@ -64,6 +65,23 @@ def test_fake_recording_knows_no_workspaces(name: str) -> None:
     real = recollect.record(case.model().eval(), case.data(), loss_fn=case.loss_fn)
     fake = recollect.record(case.model().eval(), case.data(), loss_fn=case.loss_fn, fake=True)
     assert all(one <= other for one, other in zip(classic_peaks(fake), classic_peaks(real), strict=True))
+
+
+@pytest.mark.parametrize("given", ["", "attention_mask", "position_ids"])
+@pytest.mark.parametrize("kind", ["Llama", "Bert"])
+def test_models_of_transformers_make_the_masks_of_eager_mode(kind: str, given: str) -> None:
+    """None, where nothing is padded or packed, which fake tensors do not tell."""
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = getattr(transformers, f"{kind}Config")(**sizes, vocab_size=32, use_cache=False)
+    model = getattr(transformers, f"{kind}For{'CausalLM' if kind == 'Llama' else 'MaskedLM'}")(config).eval()
+    tokens = torch.randint(1, 32, (2, 64))
+    more = {"attention_mask": torch.ones_like(tokens), "position_ids": torch.arange(64).expand(2, 64)}
+    batch = {"input_ids": tokens, "labels": tokens, **({given: more[given]} if given else {})}
+    real, fake = (recollect.record(model, batch, fake=is_fake) for is_fake in (False, True))
+    assert [[op.name for op in graph.ops] for graph in fake.graphs] == [
+        [op.name for op in graph.ops] for graph in real.graphs
+    ]
+    assert classic_peaks(fake) == pytest.approx(classic_peaks(real), rel=0.001)
 
 
 def _resident_bytes() -> int:
