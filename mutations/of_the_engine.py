@@ -466,7 +466,7 @@ MUTATIONS = (
         "captured-mask-unplanned",
         "a model that computes more while a graph is captured is planned as if none were",
         "capturing",
-        (("with self._graphs.running(), told_of_capture():", "with self._graphs.running():"),),
+        (("with self._graphs.running(), _as_captured(static.batch):", "with self._graphs.running():"),),
     ),
     Mutation(
         "captured-draws",

@@ -30,6 +30,7 @@ from recollect.engine.captured import told_of_capture
 from recollect.errors import BudgetTooSmallError
 from recollect.measuring.meter import storage_bytes
 from recollect.measuring.timing import wait_for
+from recollect.recording.eager_masks import eager_masks
 from recollect.recording.model_step import Step, resident_tensors
 from recompute import Nothing, Recompute, Replaced
 from results_csv import Number
@@ -114,7 +115,8 @@ class Captures:
         parameters = list(self.loop.model.parameters())
 
         def step() -> torch.Tensor:
-            with told_of_capture():  # Warm-up steps make the masks of the captured one.
+            # Ours do the same: no masks, and in warm-up steps what is captured.
+            with told_of_capture(), eager_masks(self.loop.batch, is_like_others=True):
                 loss: torch.Tensor = self.loop.model(**self.loop.batch).loss
                 loss.backward()
             return loss.detach()

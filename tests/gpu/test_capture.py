@@ -66,16 +66,21 @@ def test_replays_have_the_bits_of_the_captured_plain_step(device: torch.device, 
     assert all(map(torch.equal, got, expected))
 
 
+@pytest.mark.parametrize("is_masked", [False, True])
 @pytest.mark.parametrize("engine", ["tape", "graph"])
-def test_masks_that_transformers_makes_in_captured_steps(device: torch.device, engine: Any) -> None:
-    """Without a cache, its models read positions to do without a mask; while a graph is captured, they make one."""
+def test_masks_that_transformers_makes_in_captured_steps(device: torch.device, engine: Any, is_masked: bool) -> None:
+    """Its models read tensors to do without a mask; while a graph is captured, they must not."""
     torch.manual_seed(0)
     width, length = sized(device, (64, 256), (512, 1024))
     sizes = {"hidden_size": width, "intermediate_size": 2 * width, "num_attention_heads": 8, "vocab_size": 512}
     model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=6, use_cache=False, **sizes)).to(device)
     other = copy.deepcopy(model)
     tokens = torch.randint(512, (2, length), device=device)
-    batch = {"input_ids": tokens, "labels": tokens}
+    batch = {
+        "input_ids": tokens,
+        "labels": tokens,
+        **({"attention_mask": torch.ones_like(tokens)} if is_masked else {}),
+    }
     with captured(model, batch, "100%") as plain, captured(other, batch, "80%", engine) as planned:
         assert planned.plan.predicted_slowdown
         for _ in range(3):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
-from contextlib import ExitStack
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Final, cast
@@ -21,6 +21,7 @@ from recollect.engine.placed_forward import Applied, Handle
 from recollect.errors import AlreadyAppliedError, ArgumentError, ConfigError
 from recollect.planning.planners import Engine
 from recollect.plans.plan import Plan
+from recollect.recording.eager_masks import eager_masks
 from recollect.recording.model_step import Step, as_dict, describe_batch
 from recollect.recording.record import record
 from recollect.recording.restored_state import free_gradients, undisturbed
@@ -232,7 +233,7 @@ class CapturedStep(Handle):
                 f"{placed[0].removal}."
             )
         # Where steps are captured: what libraries have for each stream is then counted.
-        with self._graphs.running(), told_of_capture():
+        with self._graphs.running(), _as_captured(static.batch):
             profile = record(
                 step.model,
                 static.batch,
@@ -299,10 +300,17 @@ class CapturedStep(Handle):
         return self._sums[parameter]
 
 
+@contextmanager
+def _as_captured(batch: Any) -> Iterator[None]:
+    """Within the block, a model does what it does while it is captured."""
+    with told_of_capture(), eager_masks(batch, is_like_others=True):
+        yield
+
+
 def _run(step: Step) -> torch.Tensor:
     # Casts of weights from before the graph would never be renewed, and those in it would be used outside.
     torch.clear_autocast_cache()
-    with told_of_capture():
+    with _as_captured(step.batch):
         output, loss = step.forward()
         del output
         loss.backward()

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 import recollect
@@ -147,6 +148,23 @@ def test_code_that_asks_is_told_of_the_capture_from_the_recording_on() -> None:
         step(batch_of())
         assert len(model.answers) >= 6 and all(model.answers)
     assert torch.cuda.is_current_stream_capturing is asked
+
+
+@pytest.mark.parametrize("given", ["", "attention_mask", "position_ids"])
+def test_models_of_transformers_make_masks_only_for_what_later_batches_may_change(given: str) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 2}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, vocab_size=64, use_cache=False))
+    tokens = torch.randint(64, (2, 128))
+    more = {"attention_mask": torch.ones_like(tokens), "position_ids": torch.arange(128).expand(2, 128)}
+    batch = {"input_ids": tokens, "labels": tokens, **({given: more[given]} if given else {})}
+    eager = recollect.record(model, batch, holds_output=False, gradients="freed")
+    with captured(model, batch=batch, budget="100%") as step:
+        found = step._last.profile
+    assert (list(map(ops_of, found.graphs)) == list(map(ops_of, eager.graphs))) == (not given)
+
+
+def ops_of(graph: Any) -> list[str]:
+    return [op.name for op in graph.ops]
 
 
 def test_given_gradients_are_added_to() -> None:
