@@ -8,33 +8,33 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from threading import get_ident
+from typing import Any, Final
 
 import torch
 
-_FIND_PACKED = "find_packed_sequence_indices"
-_SKIP_MASK = ("_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa")
-# Before transformers 5.24 this said without a tensor, too, that nothing can be read.
-_CANNOT_READ = "is_tracing"
+_FIND_PACKED: Final = "find_packed_sequence_indices"
+# Functions of transformers, and what they read of a batch.
+_READ: Final = {
+    _FIND_PACKED: "position_ids",
+    "_ignore_causal_mask_sdpa": "attention_mask",
+    "_ignore_bidirectional_mask_sdpa": "attention_mask",
+    # Whether anything can be read: before transformers 5.24 it was asked without a tensor, too.
+    "is_tracing": "",
+}
 
 
 @contextmanager
 def eager_masks(batch: Any, *, is_like_others: bool = False) -> Iterator[None]:
-    """Within the block, a model makes the masks that it makes of this batch, which is real, in eager mode.
+    """Within the block, a model makes on this thread the masks that it makes of this batch, which is real, in eager mode.
 
     `is_like_others`: it stands for batches with the same tensors and other numbers.
     """
     module = sys.modules.get("transformers.masking_utils")
-    names = (_FIND_PACKED, *_SKIP_MASK, _CANNOT_READ)
-    before = {name: getattr(module, name) for name in names if hasattr(module, name)}
-    positions, padding = (_given(batch, name) for name in ("position_ids", "attention_mask"))
+    before = {name: getattr(module, name) for name in _READ if hasattr(module, name)}
     for name, function in before.items():
-        if name == _CANNOT_READ:
-            setattr(module, name, partial(_cannot_read, function))
-        elif name == _FIND_PACKED and (positions is None or not (is_like_others or _is_packed(positions, function))):
-            setattr(module, name, _finds_none)
-        elif name in _SKIP_MASK and (padding is None or not (is_like_others or _is_padded(padding))):
-            setattr(module, name, partial(_without_padding, function))
+        here = _in_eager_mode(name, function, batch, is_like_others)
+        setattr(module, name, partial(_on_thread, get_ident(), here, function))
     try:
         yield
     finally:
@@ -42,26 +42,18 @@ def eager_masks(batch: Any, *, is_like_others: bool = False) -> Iterator[None]:
             setattr(module, name, function)
 
 
-def _given(batch: Any, name: str) -> torch.Tensor | None:
-    found = batch.get(name) if isinstance(batch, Mapping) else None
-    return found if isinstance(found, torch.Tensor) else None
+def _on_thread(thread: int, here: Callable[..., Any], elsewhere: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return (here if get_ident() == thread else elsewhere)(*args, **kwargs)
 
 
-def _is_packed(positions: torch.Tensor, find_packed: Callable[..., Any]) -> bool:
-    return positions.is_meta or find_packed(positions) is not None
-
-
-def _is_padded(padding: torch.Tensor) -> bool:
-    return padding.is_meta or not bool(padding.all())
-
-
-def _cannot_read(is_tracing: Callable[..., bool], tensor: Any = None) -> bool:
-    return tensor is not None and is_tracing(tensor)
-
-
-def _finds_none(*_: Any, **__: Any) -> None:
-    """Finds no packed sequences."""
-
-
-def _without_padding(skips_mask: Callable[..., Any], _padding: Any, *args: Any) -> Any:
-    return skips_mask(None, *args)
+def _in_eager_mode(name: str, function: Callable[..., Any], batch: Any, is_like_others: bool) -> Callable[..., Any]:
+    """Return what takes the place of a function of transformers."""
+    if name == "is_tracing":
+        return lambda tensor=None: tensor is not None and function(tensor)
+    finds_packed = name == _FIND_PACKED
+    read = batch.get(_READ[name]) if isinstance(batch, Mapping) else None
+    if isinstance(read, torch.Tensor):
+        cannot_read = is_like_others or read.is_meta or read.dim() != 2
+        if cannot_read or (function(read) is not None if finds_packed else not bool(read.all())):
+            return function
+    return (lambda *_: None) if finds_packed else lambda _padding, *others: function(None, *others)
