@@ -89,8 +89,8 @@ class Reserve:
             return Room()
         runs = [sum(number * _lean_bytes(known[path]) for path, number in group.items()) for group in spare]
         held_bytes = max(runs) + self._state_bytes(path for path in paths if path not in graphs)
-        alike = {self._kinds.get(path) for path in paths}
-        calls = [index for index, call in enumerate(profile.calls) if self._kinds.get(call.path) in alike]
+        alike = {self._kinds.get(path, path) for path in paths}
+        calls = [number for number, call in enumerate(profile.calls) if self._kinds.get(call.path, call.path) in alike]
         return room_for(profile, held_bytes, calls)
 
     def optimizer_bytes(self) -> int:

@@ -22,7 +22,7 @@ from recollect.simulation.playback import Playback
 from recollect.simulation.predicted import predicted_plan
 from recollect.simulation.program import Program
 from recollect.simulation.simulate import run
-from recollect.simulation.windows import windows
+from recollect.simulation.windows import edges_for, windows
 
 _KIND = "units_of_other_steps"
 """Under this name the bytes count in a profile as alive throughout the step."""
@@ -131,7 +131,7 @@ class _Levels(Playback):
     """Plays a step, and notes what is alive where its calls begin in forward and backward."""
 
     def __init__(self, profile: Profile, decisions: list[CallActions]) -> None:
-        program = Program(profile, windows(profile))
+        program = Program(profile, windows(profile), edges_for(profile, decisions))
         super().__init__(program, dict(enumerate(decisions)), calls_on_tape(decisions))
         self._begin_bytes: list[int] = [self.alive_bytes]
         run(self)
