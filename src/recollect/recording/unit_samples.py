@@ -24,6 +24,7 @@ from recollect._torch_private import (
     without_compiler,
 )
 from recollect.recording.restored_state import HOOKS, HOOKS_OF_RUNS
+from recollect.tensors import tensors_held
 
 # From this many bytes on, an excerpt of a tensor has one element in this many along its longest dimension.
 _LARGE_BYTES: Final = 1 << 13
@@ -83,8 +84,7 @@ class UnitSample:
 
     @property
     def held_bytes(self) -> int:
-        parts = (leaf.part if isinstance(leaf, Excerpt) else leaf for leaf in tree_leaves((self.args, self.kwargs)))
-        return sum(part.nbytes for part in parts if isinstance(part, torch.Tensor))
+        return sum(tensor.nbytes for tensor in tensors_held((self.args, self.kwargs)))
 
     def whole(self) -> UnitSample:
         args, kwargs = tree_map(
@@ -168,7 +168,7 @@ class UnitSamples:
                 for leaf in tree_leaves((args, kwargs))
             ]
         except (TypeError, RuntimeError, NotImplementedError, AttributeError):
-            return  # An argument with an open graph inside, or a lock: this unit is timed op by op.
+            return  # An argument that cannot be copied, such as a lock: this unit is timed op by op.
         requires_grad = tuple(isinstance(t, torch.Tensor) and t.requires_grad for t in tree_leaves((args, kwargs)))
         remaining = iter(leaves)
         args, kwargs = tree_map(lambda _: next(remaining), (args, kwargs))
@@ -222,7 +222,11 @@ def _copied(leaf: Any) -> Any:
         return leaf.detach().clone()
     if isinstance(leaf, nn.Module):
         raise TypeError("a module as an argument: a copy of it would not be the model's")
-    return leaf if isinstance(leaf, _PLAIN) else copy.deepcopy(leaf)
+    if isinstance(leaf, _PLAIN):
+        return leaf
+    # `deepcopy` refuses results of ops, such as the keys and values that layers before this one left in a cache.
+    made = {id(t): t.detach().clone().requires_grad_(t.requires_grad) for t in tensors_held(leaf) if not t.is_leaf}
+    return copy.deepcopy(leaf, made)
 
 
 def _runs_alone(module: nn.Module) -> bool:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -258,6 +259,27 @@ def test_a_unit_that_gets_hooks_while_its_model_runs_is_not_traced() -> None:
     profile = recollect.record(Hooked(), torch.randn(8, WIDTH), engine="graph")
     why = next(profile.graph_of(call).why_not_traced for call in profile.calls if call.path == "layers.0")
     assert why == "it gets hooks while its model runs"
+
+
+def test_a_unit_that_gets_what_others_computed_in_an_object_is_traced() -> None:
+    """As a layer with adapters gets the keys of those before it, in a cache; their own input needs no gradient."""
+
+    class Caching(Layers):
+        def forward(self, hidden: Tensor) -> Tensor:
+            cache = SimpleNamespace(keys=[])
+            for unit in self.layers:
+                hidden = unit(hidden, cache)
+            return hidden.square().mean()
+
+    def caches() -> Computes:
+        def run(self: Any, hidden: Tensor, cache: Any) -> Tensor:
+            cache.keys.append(self.linear(hidden))
+            return torch.tanh(hidden + cache.keys[-1])
+
+        return Computes(run, linear=nn.Linear(WIDTH, WIDTH))
+
+    profile = recollect.record(Caching(caches), torch.randn(8, WIDTH), engine="graph")
+    assert {graph.why_not_traced for graph in profile.graphs} == {""}
 
 
 def test_a_unit_that_cannot_be_traced_stays_on_the_tape() -> None:
