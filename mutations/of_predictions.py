@@ -333,7 +333,7 @@ MUTATIONS = (
         "costs-without-dtype",
         "an op in another dtype takes over the cost of the first one",
         "costs",
-        (("(argument.shape, argument.stride(), argument.dtype)", "(argument.shape, argument.stride())"),),
+        (("(argument.stride(), argument.dtype)", "(argument.stride(),)"),),
     ),
     Mutation(
         "fastest-host-link",

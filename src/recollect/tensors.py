@@ -55,6 +55,28 @@ def _parts(thing: Any) -> Iterable[Any]:
     return [*inside, *getattr(thing, "__dict__", {}).values()]
 
 
+def has_strides(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has a size and strides: not a sparse one, nor a nested one, though that may say that it is strided.
+
+    Example:
+        >>> import torch
+        >>> [has_strides(tensor) for tensor in (torch.eye(3), torch.eye(3).to_sparse())]
+        [True, False]
+    """
+    return tensor.layout is torch.strided and not tensor.is_nested
+
+
+def shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Return a tensor's shape; of a nested one, whose rows differ in length, the number of rows and that of elements.
+
+    Example:
+        >>> import torch
+        >>> shape_of(torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)], layout=torch.jagged))
+        (2, 18)
+    """
+    return (tensor.size(0), tensor.numel()) if tensor.is_nested else tuple(tensor.shape)
+
+
 def inner_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
     """Return the tensors that one of a wrapper subclass (DTensor and its kin) holds; none for any other tensor.
 

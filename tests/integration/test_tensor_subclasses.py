@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from policies import FEW_PLANS, FULL, Policy
 from predictions import LEAN_LOOP
 from rank_programs import run_on_ranks, tensor_parallel
 from recollect.applying import apply_policy
+from recollect.engine.content import has_same_bits
 from recollect.errors import MutatedValueError
 
 
@@ -145,3 +147,26 @@ def test_step_with_nested_tensors_is_recorded_and_planned() -> None:
     profile = recollect.record(model, data, loss_fn=square_sum, **LEAN_LOOP)
     plan = recollect.classic_plan(profile, "full")
     assert recollect.verify(model, data, plan, loss_fn=square_sum, time=False).equal
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.parametrize("engine", ["tape", "graph"])
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided], ids=str)
+def test_a_loop_on_nested_tensors_is_planned(layout: torch.layout, engine: Any) -> None:
+    """Sizes of jagged ones cannot be compared, and others have none; a step with longer rows is a larger one."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)) for _ in range(3)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    plain = copy.deepcopy(model)
+    plain_optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    said: list[str] = []
+    attached = recollect.attach(model, optimizer, "1GiB", engine=engine, log=said.append)
+    for longest in (5, 3, 9):
+        rows = torch.nested.nested_tensor([torch.randn(rows, 8) for rows in (4, longest)], layout=layout)
+        for one, its in ((plain, plain_optimizer), (model, optimizer)):
+            torch.cat(one(rows).unbind()).square().mean().backward()
+            its.step()
+            its.zero_grad()
+    assert attached.recorded_steps == [0, 2]
+    assert ["for 2 x 72" in said[0], "for 2 x 104" in said[-1]] == [True, True]
+    attached.remove()
+    assert all(map(has_same_bits, model.parameters(), plain.parameters()))

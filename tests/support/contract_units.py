@@ -925,6 +925,12 @@ def _nested_inside(self: Any, x: Tensor) -> Tensor:
     return self.first(x) * padded.sum()
 
 
+def _nested_with_gradients(self: Any, x: Tensor) -> Tensor:
+    """As attention packs rows of different lengths on a CPU."""
+    rows = torch.nested.as_nested_tensor(list(self.first(x).split([1, x.size(0) - 1])))
+    return torch.cat([row.sin() for row in self.second(nn.functional.gelu(rows)).unbind()])
+
+
 def _hooked(self: Any, x: Tensor) -> Tensor:
     x = self.first(x).sin()
     if x.requires_grad:
@@ -963,6 +969,7 @@ units(
         "saved on cpu inside": _saved_on_cpu,
         "inference inside": _inference_inside,
         "nested tensors inside": _nested_inside,
+        "nested tensors with gradients": _nested_with_gradients,
         "default dtype inside": _default_dtype_inside,
         "default dtype in a function": _default_dtype_in_a_function,
         "denormals flushed inside": _denormals_flushed_inside,
@@ -1180,7 +1187,13 @@ _WORDS: dict[str, tuple[str, ...]] = {
         *("lstm", "gru", "scripted part", "batch norm", "own generator", "seeds of its own", "random of python"),
         *("random of numpy", "layer drop", "input written", "data assigned", "resized", "jacobian", "force field"),
         *("saved on cpu inside", "context variable", "branch on data", "sparse buffer"),
-        *("nested tensors inside", "default dtype inside", "default dtype in a function", "denormals flushed inside"),
+        *(
+            "nested tensors inside",
+            "nested tensors with gradients",
+            "default dtype inside",
+            "default dtype in a function",
+            "denormals flushed inside",
+        ),
         *("full backward hook inside", "full backward pre hook inside"),
     ),
     "Attempt to trace forbidden callable": ("marked dynamic",),

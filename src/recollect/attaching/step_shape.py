@@ -28,6 +28,7 @@ from torch.nn.modules.module import (
 
 from recollect._torch_private import tree_leaves
 from recollect.engine.together import is_partitioned
+from recollect.tensors import shape_of
 from recollect.weak_hooks import register_weakly
 
 CONTEXT: Final = ("data types", "training mode", "autocast", "how the model is built")
@@ -156,7 +157,7 @@ def describe_call(
     autocast = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
     return Call(
         entry=path,
-        shapes=tuple(tuple(tensor.shape) for tensor in tensors),
+        shapes=tuple(map(shape_of, tensors)),
         context=(tuple(tensor.dtype for tensor in tensors), module.training, autocast, structure.version),
         arguments=tuple(_seen(leaf) for leaf in leaves if not isinstance(leaf, torch.Tensor)),
         trained=_bits(map(_requires_grad, structure.parameters)),

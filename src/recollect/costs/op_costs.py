@@ -19,6 +19,7 @@ from recollect.garbage import without_collections
 from recollect.measuring.deaths import Deaths
 from recollect.measuring.meter import CpuOpPeaks, CudaOpPeaks
 from recollect.measuring.timing import timed_by_events, timed_work
+from recollect.tensors import has_strides, shape_of
 
 T = TypeVar("T")
 Key = tuple[Any, ...]
@@ -169,9 +170,8 @@ def key_of(func: Any, args: Any, kwargs: Any) -> Key:
 
 def _signature(argument: Any) -> Any:
     if isinstance(argument, torch.Tensor):
-        return (
-            (argument.shape, argument.stride(), argument.dtype) if argument.layout is torch.strided else argument.shape
-        )
+        layout = (argument.stride(), argument.dtype) if has_strides(argument) else ()
+        return shape_of(argument), *layout
     if isinstance(argument, (list, tuple)):
         return tuple(_signature(a) for a in argument)
     return argument if isinstance(argument, (int, float, bool, str)) else None

@@ -15,7 +15,7 @@ import torch
 from torch.nn import Parameter
 
 from recollect._torch_private import disable_torch_dispatch
-from recollect.tensors import inner_tensors
+from recollect.tensors import has_strides, inner_tensors
 
 _SMALL_BYTES = 4096
 
@@ -137,7 +137,7 @@ def glance_at(tensor: torch.Tensor) -> bytes | int | None:
     """
     if not tensor.is_cpu or (type(tensor) is not torch.Tensor and type(tensor) is not Parameter):
         return None
-    if tensor.layout is not torch.strided:
+    if not has_strides(tensor):
         return None
     nbytes = tensor.nbytes
     if not nbytes or (nbytes > _SMALL_BYTES and tensor.untyped_storage().resizable()) or not tensor.is_contiguous():

@@ -35,7 +35,7 @@ from recollect.engine.opcall import Settings
 from recollect.engine.self_check import SwitchedOff, switched_off
 from recollect.engine.together import Agreement, can_be_gathered, is_partitioned
 from recollect.engine.values import Layout, is_known, layout_of
-from recollect.tensors import tensors_in
+from recollect.tensors import has_strides, tensors_in
 from recollect.weak_map import WeakMap
 
 # On a storage: which call made it, or was given it.
@@ -164,7 +164,7 @@ class FunctionRun:
 
     def _look_at_tensor(self, tensor: torch.Tensor) -> None:
         kind = type(tensor)
-        if tensor.layout is not torch.strided or is_traceable_wrapper_subclass(tensor):
+        if not has_strides(tensor) or is_traceable_wrapper_subclass(tensor):
             self.keep("an argument is not a plain tensor")
         elif is_partitioned(tensor):
             if not can_be_gathered(tensor):
@@ -180,7 +180,7 @@ class FunctionRun:
         while pending:
             thing = pending.pop()
             if isinstance(thing, torch.Tensor):
-                is_plain = _is_strided(thing) and not is_traceable_wrapper_subclass(thing)
+                is_plain = has_strides(thing) and not is_traceable_wrapper_subclass(thing)
                 if not is_plain or is_known(thing.untyped_storage()):
                     self.keep("an argument holds a tensor that is not plain")
                 else:
@@ -218,7 +218,7 @@ class FunctionRun:
         return checksums(self._plain_given())
 
     def _plain_given(self) -> list[torch.Tensor]:
-        return [tensor for tensor in self._given if _is_strided(tensor) and not is_traceable_wrapper_subclass(tensor)]
+        return [tensor for tensor in self._given if has_strides(tensor) and not is_traceable_wrapper_subclass(tensor)]
 
     # While it runs
 
@@ -245,7 +245,7 @@ class FunctionRun:
             self.keep(f"it runs {facts.name} with an unknown generator")
 
     def after_op(self, facts: OpFacts, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-        arguments = [tensor.untyped_storage() for tensor in tensors_in((args, kwargs)) if _is_strided(tensor)]
+        arguments = [tensor.untyped_storage() for tensor in tensors_in((args, kwargs)) if has_strides(tensor)]
         for tensor in tensors_in(output):
             if facts.keeps and not (tensor.is_floating_point() or tensor.is_complex()):
                 self.keep(f"it runs {facts.name}")
@@ -255,22 +255,22 @@ class FunctionRun:
                 tensor.device != argument.device for argument in tensors_in((args, kwargs))
             ):
                 self.keep("it copies between devices")
-            if not _is_strided(tensor):
+            if not has_strides(tensor):
                 continue
             if not any(tensor.untyped_storage() is storage for storage in arguments):
                 self._note_made(tensor)
 
     def after_view(self, facts: OpFacts, args: Any, output: Any) -> None:
         """Look at the result of an op that need not make a storage, but may (`to`, `reshape`)."""
-        if isinstance(output, torch.Tensor) and _is_strided(output) and args and isinstance(args[0], torch.Tensor):
-            if facts.is_lift or not (_is_strided(args[0]) and args[0].untyped_storage() is output.untyped_storage()):
+        if isinstance(output, torch.Tensor) and has_strides(output) and args and isinstance(args[0], torch.Tensor):
+            if facts.is_lift or not (has_strides(args[0]) and args[0].untyped_storage() is output.untyped_storage()):
                 self._note_made(output)
 
     def _note_made(self, tensor: torch.Tensor) -> None:
         vars(tensor.untyped_storage())[_MARK] = self._made_mark
 
     def _read(self, tensor: torch.Tensor, is_receipt: bool) -> None:
-        if not _is_strided(tensor):
+        if not has_strides(tensor):
             self.keep("it reads a tensor that is not strided")
             return
         storage = tensor.untyped_storage()
@@ -285,10 +285,10 @@ class FunctionRun:
             self.others.append(tensor)
 
     def _has_made(self, tensor: torch.Tensor) -> bool:
-        return _is_strided(tensor) and vars(tensor.untyped_storage()).get(_MARK) is self._made_mark
+        return has_strides(tensor) and vars(tensor.untyped_storage()).get(_MARK) is self._made_mark
 
     def _has_filled(self, tensor: torch.Tensor) -> bool:
-        return _is_strided(tensor) and any(tensor.untyped_storage() is storage for storage in self._filled)
+        return has_strides(tensor) and any(tensor.untyped_storage() is storage for storage in self._filled)
 
     # Afterwards
 
@@ -378,10 +378,6 @@ class FunctionWatch(OpMode):
         output = func(*args, **kwargs)
         self.run.after_op(facts, args, kwargs, output)
         return output
-
-
-def _is_strided(tensor: torch.Tensor) -> bool:
-    return tensor.layout is torch.strided
 
 
 def _version(tensor: torch.Tensor) -> int:

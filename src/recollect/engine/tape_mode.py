@@ -52,9 +52,9 @@ from recollect.engine.values import (
 from recollect.plans.action import Action
 from recollect.plans.value_names import value_stem
 from recollect.replay import Node, Recipes
+from recollect.tensors import has_strides
 
 # Module globals, because they are looked up several times per op.
-_STRIDED = torch.strided
 _RECOMPUTE = Action.RECOMPUTE
 _SHARD = Action.SHARD
 _OFFLOAD = Action.OFFLOAD
@@ -340,7 +340,7 @@ class TapeMode(OpMode):
         """Return the value of an op's argument: the dropped one if known, else one that holds the tensor."""
         if type(tensor) is Parameter:
             return self._parameter(tensor, in_hook=False)
-        if tensor.layout is not _STRIDED:
+        if not has_strides(tensor):
             return self._leaf(tensor, None, in_hook=False)
         storage = tensor.untyped_storage()
         return self.known_value(tensor, storage) or self._leaf(tensor, storage, in_hook=False)
@@ -384,9 +384,7 @@ class TapeMode(OpMode):
                 return PackedSubclass(tensor, self.pack)
             if is_opaque_subclass(tensor):
                 return held_whole(tensor, (self.unit_path, self.scope, ""))
-        if tensor.layout is not _STRIDED:
-            return self._leaf(tensor, None, in_hook=True)
-        known = self.known_value(tensor, tensor.untyped_storage())
+        known = self.known_value(tensor, tensor.untyped_storage()) if has_strides(tensor) else None
         if known is not None:
             self._saves_dropped.add((self.unit_path, self.scope))
             known.is_saved()

@@ -18,6 +18,7 @@ from recollect.engine.content import glance_at
 from recollect.engine.streams import read_here, stream_of
 from recollect.errors import FreedValueError, MutatedValueError
 from recollect.replay import Node, Recipes, Value
+from recollect.tensors import has_strides
 
 _RECORD = "_recollect_record"
 _LEAVES = "_recollect_leaves"
@@ -280,7 +281,7 @@ def record_of(storage: torch.UntypedStorage) -> StorageRecord | None:
 
 def is_dropped(tensor: Any) -> bool:
     """Whether this is a tensor that has a recipe; buffers and kept tensors are written to directly."""
-    is_strided = isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided
+    is_strided = isinstance(tensor, torch.Tensor) and has_strides(tensor)
     return is_strided and record_of(tensor.untyped_storage()) is not None
 
 
@@ -292,7 +293,7 @@ def is_known(storage: torch.UntypedStorage) -> bool:
 
 def is_new(result: Any) -> bool:
     """Whether an op has made a tensor with its own storage, not a view that its schema does not mention."""
-    is_strided = isinstance(result, torch.Tensor) and result.layout is torch.strided
+    is_strided = isinstance(result, torch.Tensor) and has_strides(result)
     return is_strided and not is_known(result.untyped_storage()) and not result.storage_offset()
 
 
@@ -340,7 +341,7 @@ def check_filled(tensor: torch.Tensor, unit: str, module: str = "", op: str = ""
     Raises:
         FreedValueError: FSDP2, or whoever else freed it, has not filled it again.
     """
-    if tensor.layout is torch.strided and not tensor.untyped_storage().nbytes() and tensor.numel():
+    if has_strides(tensor) and not tensor.untyped_storage().nbytes() and tensor.numel():
         raise FreedValueError(unit=unit, module=module, op=op, shape=tuple(tensor.shape))
 
 
@@ -352,7 +353,7 @@ def private_copy(tensor: torch.Tensor) -> torch.Tensor:
     if is_fake_tensor(tensor):
         return tensor.clone()
     with disable_torch_dispatch(), torch.no_grad():
-        if tensor.layout is not torch.strided or not tensor.numel():
+        if not has_strides(tensor) or not tensor.numel():
             return tensor.clone()
         extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
         begin = tensor.storage_offset() % max(1, _EVEN_BYTES // tensor.itemsize)

@@ -121,6 +121,8 @@ class Tracked:
 
     def copy_of(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
         """Return the tensor on a copy of the storage; callers share the copy while it lives."""
+        if tensor.is_nested:
+            return tensor.clone()
         # A copy has the stored bits; their interpretation is not part of the layout.
         if tensor.is_conj():
             return self.copy_of(tensor.conj(), storage).conj()

@@ -24,7 +24,7 @@ from recollect._torch_private import (
     without_compiler,
 )
 from recollect.recording.restored_state import HOOKS, HOOKS_OF_RUNS
-from recollect.tensors import tensors_held
+from recollect.tensors import has_strides, shape_of, tensors_held
 
 # From this many bytes on, an excerpt of a tensor has one element in this many along its longest dimension.
 _LARGE_BYTES: Final = 1 << 13
@@ -48,7 +48,12 @@ class Excerpt:
     @staticmethod
     def stands_for(leaf: Any) -> bool:
         """Whether an excerpt would suffice, and would be enough smaller to matter."""
-        return type(leaf) is torch.Tensor and leaf.is_floating_point() and leaf.nbytes >= _LARGE_BYTES
+        return (
+            type(leaf) is torch.Tensor
+            and has_strides(leaf)
+            and leaf.is_floating_point()
+            and leaf.nbytes >= _LARGE_BYTES
+        )
 
     def repeated(self) -> torch.Tensor:
         whole = torch.empty_strided(self._shape, self._stride, dtype=self.part.dtype, device=self.part.device)
@@ -239,5 +244,6 @@ def _runs_alone(module: nn.Module) -> bool:
 
 def _shapes(items: Any) -> tuple[Any, ...]:
     return tuple(
-        (item.shape, item.dtype, item.requires_grad) if isinstance(item, torch.Tensor) else type(item) for item in items
+        (shape_of(item), item.dtype, item.requires_grad) if isinstance(item, torch.Tensor) else type(item)
+        for item in items
     )

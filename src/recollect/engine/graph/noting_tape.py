@@ -18,7 +18,7 @@ from recollect.engine.graph.code_names import names_in, state_in
 from recollect.engine.policy import Policy
 from recollect.engine.tape import Tape
 from recollect.engine.together import Agreement
-from recollect.tensors import tensors_in
+from recollect.tensors import has_strides, tensors_in
 
 # Dynamo traces a Function's backward for gradients that are all there, and contiguous, under forward's autocast. One that asks
 # runs on the tape.
@@ -97,8 +97,6 @@ class _NotingMode(FunctionMode):
         output = super().__torch_dispatch__(func, types, args, kwargs)
         facts = facts_of(func)
         if output is not NotImplemented and not facts.changes_nothing and not self.is_foreign():
-            strided = (result for result in tensors_in(output) if result.layout is torch.strided)
-            results = [result for result in strided if not result.is_nested]
-            layouts = [(result.shape, result.stride()) for result in results]
+            layouts = [(result.shape, result.stride()) for result in tensors_in(output) if has_strides(result)]
             self._noted.append(NotedOp.of(self.scope, facts.name, layouts))
         return output
