@@ -164,7 +164,7 @@ MUTATIONS = (
         "mismatch-not-told",
         "a plan that does not name a value of the model is applied without a word",
         "engine",
-        (("        self._warn(unit_path, value_name)\n", ""),),
+        (("                if is_value:\n", "                if False:\n"),),
     ),
     Mutation(
         "collective-without-agreement",

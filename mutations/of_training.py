@@ -161,7 +161,12 @@ MUTATIONS = (
         "unnamed-values-kept",
         "an attached layer keeps what it computes at times, and no plan names, and steps exceed their budget",
         "engine/policy.py",
-        (("return Action.RECOMPUTE if unit.recomputes_anything else Action.KEEP", "return Action.KEEP"),),
+        (
+            (
+                "return Action.RECOMPUTE if self.departs is not None and unit.recomputes_anything",
+                "return Action.KEEP if True",
+            ),
+        ),
     ),
     Mutation(
         "error-holds-model",

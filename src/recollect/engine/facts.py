@@ -5,6 +5,7 @@ the library's dispatch modes that may be active while the user's model trains.
 """
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -268,6 +269,11 @@ def _unannotated_writes(namespace: str, name: str) -> tuple[int, ...]:
     if namespace == "c10d":
         return (0,) if name.endswith("_") else ()
     return (_UNANNOTATED_WRITES[name],) if name in _UNANNOTATED_WRITES else ()
+
+
+def results_of(output: Any) -> Sequence[Any]:
+    """Return what an op has made, be it one result or several."""
+    return output if isinstance(output, (tuple, list)) else (output,)
 
 
 def must_keep_result(facts: OpFacts, args: Any, output: Any, kwargs: Any) -> bool:

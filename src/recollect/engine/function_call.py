@@ -16,6 +16,7 @@ from torch.autograd.function import FunctionCtx
 from recollect._torch_functions import above_autograd, tree_flatten, tree_unflatten, watched_functions
 from recollect._torch_private import tree_leaves
 from recollect.engine.draws import FunctionDraws
+from recollect.engine.facts import results_of
 from recollect.engine.opcall import Settings, current_settings
 from recollect.engine.together import Agreement, gathered_parameter, group_of, is_partitioned
 from recollect.engine.values import Layout, layout_of
@@ -148,7 +149,7 @@ class FunctionCall:
             else:
                 output = function.forward(*args)
                 function.setup_context(context, args, output)
-        outputs = output if isinstance(output, (tuple, list)) else (output,)
+        outputs = results_of(output)
         results = [*outputs, *(saved for saved in context.to_save if saved is not None)]
         self._check(results)
         return results

@@ -84,6 +84,7 @@ class FunctionMode(TapeMode):
         """Drop the results of a call: make one value for each of them, and a record for each storage."""
         call = run.recipe(current_settings(self._modes_around), self.tape.agreement)
         actions = self.function_actions(run, call)
+        self.told(OpFacts(name=run.name, num_returns=run.num_storages), [made.tensor for made in run.made])
         if not actions:
             return
         if run.draws.is_unknown:

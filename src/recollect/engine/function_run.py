@@ -29,7 +29,7 @@ from recollect._torch_private import is_fake_tensor, is_traceable_wrapper_subcla
 from recollect.engine.captured import not_warmed_up
 from recollect.engine.content import checksums
 from recollect.engine.draws import FunctionDraws, cuda_generators, draws_unknown
-from recollect.engine.facts import OpFacts, OpMode, facts_of, varies_on_cuda
+from recollect.engine.facts import OpFacts, OpMode, facts_of, results_of, varies_on_cuda
 from recollect.engine.function_call import Autocast, FunctionArguments, FunctionCall, autocast_now
 from recollect.engine.opcall import Settings
 from recollect.engine.self_check import SwitchedOff, switched_off
@@ -301,7 +301,7 @@ class FunctionRun:
             self.keep("it changed an argument")
         if any(_identities(thing) != identities for thing, identities in self._objects):
             self.keep("it changed an object")
-        outputs = output if isinstance(output, (tuple, list)) else (output,)
+        outputs = results_of(output)
         self._num_outputs = len(outputs)
         storages: list[torch.UntypedStorage] = []
         for slot, tensor in enumerate([*outputs, *saved]):

@@ -9,7 +9,7 @@ One carries out a plan; the leanest one knows nothing of the model, or follows a
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple, Protocol
 
 import torch
@@ -55,9 +55,10 @@ class Policy(Protocol):
 
 
 class PlanPolicy:
-    """Looks values up in units' plans, and keeps values that it does not know; warns once if the model computes such.
+    """Looks values up in units' plans, and keeps values that it does not know; `tell` warns once if the model computes such.
 
     With `departs`, which is then told of unit and value, those of units that recompute others are recomputed, too.
+    `unnamed` are units and values that it was asked for, did not know, and has not told of yet.
 
     A loop inside a module (over the experts that got tokens) may run an op more or fewer times than when the plan was
     made. A call that the plan does not name follows the named calls of the same op in the same module, if they agree.
@@ -77,6 +78,7 @@ class PlanPolicy:
                 self._by_stem.setdefault((path, _without_count(name)), set()).add(action)
         self._has_warned = False
         self.departs: Callable[[str, str], object] | None = None
+        self.unnamed: set[tuple[str, str]] = set()
         self.drops_outputs = any(unit.output is Action.RECOMPUTE for unit in units.values())
 
     def action(self, unit_path: str, value_name: str) -> Action:
@@ -91,11 +93,8 @@ class PlanPolicy:
         alike = self._by_stem.get((unit_path, _without_count(value_name)), set())
         if len(alike) == 1:
             return next(iter(alike))
-        if self.departs is None:
-            self._warn(unit_path, value_name)
-            return Action.KEEP
-        self.departs(unit_path, value_name)
-        return Action.RECOMPUTE if unit.recomputes_anything else Action.KEEP
+        self.unnamed.add((unit_path, value_name))
+        return Action.RECOMPUTE if self.departs is not None and unit.recomputes_anything else Action.KEEP
 
     def acts_in(self, unit_path: str, module_path: str) -> bool:
         """Whether the plan does anything but keep all of a module's values."""
@@ -105,7 +104,11 @@ class PlanPolicy:
         unit = self._units.get(unit_path)
         return Action.KEEP if unit is None else unit.output
 
-    def _warn(self, unit_path: str, value_name: str) -> None:
+    def tell(self, unit_path: str, value_name: str) -> None:
+        """Say that a unit has computed a value that the plan does not name."""
+        if self.departs is not None:
+            self.departs(unit_path, value_name)
+            return
         if self._has_warned:
             return
         self._has_warned = True
@@ -213,6 +216,7 @@ class TapeState:
         self.settled: dict[ModuleKey, Watch] = {}
         self._runs_to_settle = runs_to_settle
         self._known: dict[OpKey, list[OpActions]] = {}
+        self.unnamed = policy.unnamed if isinstance(policy, PlanPolicy) else set()
         self._watched: dict[ModuleKey, Watch] = {}
         self._num_runs: Counter[ModuleKey] = Counter()
         # The mode of the unit that is running on each thread.
@@ -263,6 +267,16 @@ class TapeState:
             unit_path, module_path, name = key
             known.append(self._ask(unit_path, value_stem(module_path, name, len(known)), facts))
         return known[count]
+
+    def tell(self, key: OpKey, count: int, facts: OpFacts, are_values: Iterable[bool]) -> None:
+        """Say which values the plan does not name, of the results of a module's `count`-th call of an op."""
+        unit_path, module_path, name = key
+        names = result_names(value_stem(module_path, name, count), 1 if facts.writes else facts.num_returns)
+        for value_name, is_value in zip(names, are_values, strict=False):
+            if (unit_path, value_name) in self.unnamed and isinstance(self.policy, PlanPolicy):
+                self.unnamed.discard((unit_path, value_name))
+                if is_value:
+                    self.policy.tell(unit_path, value_name)
 
     def _ask(self, unit_path: str, stem: str, facts: OpFacts) -> OpActions:
         names = result_names(stem, 1 if facts.writes else facts.num_returns)

@@ -27,7 +27,7 @@ from recollect._torch_private import (
 )
 from recollect.engine.content import glance_at
 from recollect.engine.draws import Draw, draws_unknown, first_run, refuse_draws
-from recollect.engine.facts import OpFacts, OpMode, facts_of, must_keep_result
+from recollect.engine.facts import OpFacts, OpMode, facts_of, must_keep_result, results_of
 from recollect.engine.offload.flight import is_constant
 from recollect.engine.offload.offloaded import settle
 from recollect.engine.opcall import Arguments, CollectiveCall, OpCall, WriteCall, current_settings
@@ -74,6 +74,7 @@ class TapeMode(OpMode):
         self.call = Recipes()
         self.place = tape.next_place()
         self.scope = ""
+        self._unnamed = tape.unnamed
         self.settings = current_settings()
         self._modes_around = self.settings.modes
         self.is_watching = True
@@ -163,12 +164,13 @@ class TapeMode(OpMode):
             agreement.meet(name_of_group(args, kwargs))
         if torch.is_grad_enabled() or self.is_in_collective:
             actions = self._op_actions(facts, not facts.writes or is_dropped(args[0] if args else None))
-        if facts.writes:
-            return self._run_write(func, facts, args, kwargs, actions if _RECOMPUTE in actions else ALL_KEPT)
-        if not actions:
-            return func(*args, **kwargs)
+        if facts.writes or not actions:
+            output = self._run_write(func, facts, args, kwargs, actions) if facts.writes else func(*args, **kwargs)
+            return self.told(facts, output) if self._unnamed else output
         runs_again = _RECOMPUTE in actions
         output, draw = self.run_once(facts, func, args, kwargs) if runs_again else (func(*args, **kwargs), None)
+        if self._unnamed:
+            self.told(facts, output)
         if _OFFLOAD in actions:
             self._send_results(facts, output, actions)
             if not runs_again:
@@ -184,11 +186,8 @@ class TapeMode(OpMode):
         else:
             call = CollectiveCall(func, arguments, settings, agreement)
         node = Node(call, arguments.values, recipes=self.call)
-        if isinstance(output, torch.Tensor):
-            self._register(output, node, facts, actions[0])
-        elif isinstance(output, (tuple, list)):
-            for index, result in enumerate(output):
-                self._register(result, node, facts, actions[index] if len(actions) > 1 else actions[0])
+        for index, result in enumerate(results_of(output)):
+            self._register(result, node, facts, actions[index] if len(actions) > 1 else actions[0])
         return output
 
     def run_once(self, facts: OpFacts, func: Any, args: Any, kwargs: Any) -> tuple[Any, Draw | None]:
@@ -204,6 +203,14 @@ class TapeMode(OpMode):
         self.counts[key] = count + 1
         return self.tape.op_actions(key, count, facts, asks)
 
+    def told(self, facts: OpFacts, output: Any) -> Any:
+        """Return the output of the op that has just run; say what of it the plan does not name."""
+        key = (self.unit_path, self.scope, facts.name)
+        # Others are numbers, or sparse tensors.
+        are_values = [isinstance(one, torch.Tensor) and has_strides(one) for one in results_of(output)]
+        self.tape.tell(key, self.counts.get(key, 0) - 1, facts, are_values)
+        return output
+
     def _register(self, result: Any, node: Node, facts: OpFacts, action: Action) -> None:
         if action is _SHARD:
             self.hold_part(result, facts, len(node.outputs))
@@ -216,9 +223,8 @@ class TapeMode(OpMode):
         record = StorageRecord(value, layout_of(result), result._version, facts.creates, self.call)
         attach_record(storage, record)
         self.dropped.append(weakref.ref(storage))
-        if (
-            facts.creates is None and not facts.is_collective
-        ):  # Else something unseen may fill it, or it is not there yet.
+        # Else something unseen may fill it, or it is not there yet.
+        if facts.creates is None and not facts.is_collective:
             self.compare(result, storage, record.layout)
 
     def compare(self, tensor: torch.Tensor, storage: torch.UntypedStorage, layout: Layout) -> None:
@@ -238,7 +244,7 @@ class TapeMode(OpMode):
         self._store(result, Node(call, [part], recipes=self.call))
 
     def _send_results(self, facts: OpFacts, output: Any, actions: OpActions) -> None:
-        for index, result in enumerate(output if isinstance(output, (tuple, list)) else (output,)):
+        for index, result in enumerate(results_of(output)):
             if (actions[index] if len(actions) > 1 else actions[0]) is _OFFLOAD:
                 self.send_away(result, facts, index)
 
@@ -274,7 +280,7 @@ class TapeMode(OpMode):
         storages = snapshot_targets(targets, is_raised=is_raised)
         if self.tape.offload is not None:
             settle(storages, is_raised=is_raised)
-        write = self._bind_write(func, facts, args, kwargs) if actions and len(targets) == 1 else None
+        write = self._bind_write(func, facts, args, kwargs) if _RECOMPUTE in actions and len(targets) == 1 else None
         version = targets[0]._version if write is not None else 0
         call = None if write is None else write.call
         if isinstance(call, WriteCall):

@@ -21,7 +21,7 @@ from recollect._torch_private import (
 )
 from recollect.costs.modelled_costs import ModelledCosts
 from recollect.costs.op_costs import MeasuredCosts, OpRun
-from recollect.engine.facts import OpFacts
+from recollect.engine.facts import OpFacts, results_of
 from recollect.engine.subclasses import strided_tensors
 from recollect.engine.tape import asks_again
 from recollect.plans.value_names import result_names
@@ -282,7 +282,7 @@ class StepRecorder:
     def _note_op(self, index: int, facts: OpFacts, args: Any, kwargs: Any, output: Any, run: OpRun) -> None:
         call = self.calls[index]
         arguments = [storage_of(t) for t in tree_leaves((args, kwargs))]
-        results = output if isinstance(output, (tuple, list)) else (output,)
+        results = results_of(output)
         fresh = [
             (position, storage)
             for position, result in enumerate(results)

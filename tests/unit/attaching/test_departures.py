@@ -283,6 +283,28 @@ def test_what_a_unit_computes_at_times_is_recomputed_and_planned_once_it_was_rec
     assert all(map(has_same_bits, model.parameters(), plain.parameters()))
 
 
+def _scaled_by_a_number(x: Tensor) -> Tensor:
+    return x / x.detach().abs().max().item()
+
+
+def _plus_a_sparse_matrix(x: Tensor) -> Tensor:
+    return x + torch.sparse_coo_tensor([[0, 1]], [1.0, 2.0], x.shape[1:], check_invariants=True).to_dense()
+
+
+@pytest.mark.parametrize("act", [_scaled_by_a_number, _plus_a_sparse_matrix])
+@pytest.mark.parametrize("options", [{}, {"host_budget": "1GiB"}], ids=["", "host memory"])
+def test_numbers_and_sparse_tensors_are_no_values_that_a_plan_lacks(
+    model: Blocks, act: Any, options: dict[str, str]
+) -> None:
+    for block in model.blocks:
+        block[1] = Computes(lambda _, x: act(x.tanh()))
+    with attached_loop("60%", model, SGD, **options) as (_, optimizer, attached), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(3):
+            step(model, optimizer, rows=4096)
+        assert attached.recorded_steps == [0]
+
+
 def test_values_that_are_new_again_and_again_are_recomputed_only(model: Blocks) -> None:
     more: list[Any] = []
     for block in model.blocks:

@@ -364,7 +364,9 @@ class GraphForward(PlacedForward):
 def _is_kept(tape: NotingTape, path: str, op: TracedOp, index: int) -> bool:
     if op.count < 0 or op.keeps:
         return True
-    actions = tape.op_actions((path, op.scope, op.facts.name), op.count, op.facts, True)
+    key = path, op.scope, op.facts.name
+    actions = tape.op_actions(key, op.count, op.facts, True)
+    tape.tell(key, op.count, op.facts, [output is not None for output in op.outputs])
     if actions is ALL_KEPT:
         return True
     return (actions[index] if len(actions) > 1 else actions[0]) is not Action.RECOMPUTE
