@@ -90,7 +90,8 @@ class TracePlanner(Planner):
                 # The bound counts the tape's own work.
                 return replace(traced, budget_bytes=budget, bound_slowdown=None, source=weakref.ref(self.profile))
             try:
-                found = self._keeping.plan(max(0, (found.budget_bytes or 0) - excess))
+                # Of what the plan takes: its budget may be so much larger that less of it makes the same plan.
+                found = self._keeping.plan(max(0, (found.predicted_peak_bytes or 0) - excess))
             except BudgetTooSmallError:
                 break
         return self._on_tape.plan(budget)

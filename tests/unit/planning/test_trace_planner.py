@@ -10,6 +10,7 @@ from torch import nn
 import recollect
 from blocks import Block
 from recollect.errors import BudgetTooSmallError
+from recollect.planning import trace_planner
 from recollect.profile.profile import Profile
 
 
@@ -39,6 +40,22 @@ def test_a_plan_says_why_layers_stay_on_the_tape(profile: Profile) -> None:
     plan = recollect.plan(replace(profile, graphs=graphs), least, engine="graph")
     assert plan.note.endswith("16 of 16 layers run on the tape: it reads the clock")
     assert "layers" not in auto.note + recollect.plan(profile, "70%", engine="graph").note
+
+
+def test_what_traces_need_more_is_taken_from_what_a_plan_takes(
+    profile: Profile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its budget may be so much larger that a little less of that makes the same plan again and again."""
+    more: list[int] = []
+
+    def played(_: Profile, plan: recollect.Plan) -> recollect.Plan:
+        taken = plan.predicted_peak_bytes or 0
+        more.append((plan.budget_bytes or 0) - taken + 1)
+        return replace(plan, predicted_peak_bytes=taken + more[0], predicted_slowdown=0.1)
+
+    monkeypatch.setattr(trace_planner, "predicted_plan", played)
+    assert engines(recollect.plan(profile, "70%", engine="graph")) == {"graph"}
+    assert more[0] > 64, "or any way of taking it would do"
 
 
 def test_the_choice_of_an_engine(profile: Profile) -> None:
