@@ -10,6 +10,12 @@ _OFFLOAD = "engine/offload"
 
 MUTATIONS = (
     Mutation(
+        "nested-sent-away",
+        "host memory is planned for nested tensors, which the tape holds itself",
+        "recording/recording_tape.py",
+        (("            self.recorder.keep([tensor])  # The tape", "            pass  # The tape"),),
+    ),
+    Mutation(
         "copy-begins-at-once",
         "copies begin before the value, or the room for it, is there: rules 1 and 3",
         _OFFLOAD,

@@ -150,6 +150,22 @@ def test_step_with_nested_tensors_is_recorded_and_planned() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_no_host_memory_is_planned_for_nested_tensors() -> None:
+    """The tape holds them itself, as they have no layout by which it would know them again."""
+
+    def run(self: Any, hidden: Tensor) -> Tensor:
+        rows = torch.nested.as_nested_tensor(list(hidden.split([3, 17])))
+        return torch.cat(list(self.linear(rows).unbind())).exp()
+
+    model = nn.Sequential(*(Computes(run, linear=nn.Linear(8, 8)) for _ in range(2)))
+    profile = recollect.record(model, torch.randn(20, 8), loss_fn=square_sum, units=["0", "1"])
+    assert {value.name for value in profile.graphs[0].values if value.stays} == {
+        "_nested_tensor_from_tensor_list",
+        "linear.linear",
+    }
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 @pytest.mark.parametrize("engine", ["tape", "graph"])
 @pytest.mark.parametrize("layout", [torch.jagged, torch.strided], ids=str)
 def test_a_loop_on_nested_tensors_is_planned(layout: torch.layout, engine: Any) -> None:

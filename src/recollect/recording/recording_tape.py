@@ -166,6 +166,8 @@ class RecordingTape(Tape):
         tracker = tracker_of(storage)
         if storage is None or not isinstance(tracker, Tracked):
             return super().alias(tensor, in_hook)
+        if tensor.is_nested:
+            self.recorder.keep([tensor])  # The tape holds it whatever happens to other tensors on its memory.
         with self.recorder.unseen(), torch.no_grad():
             return tracker.copy_of(tensor, storage), UNWATCHED
 
