@@ -234,6 +234,9 @@ def _check_not_applied(model: nn.Module, forwards: Iterable[PlacedForward]) -> N
             raise already_applied(name, "a recollect plan", f"remove that plan first: {own.applied.removal}")
         if is_checkpoint_wrapper(module):
             raise already_applied(name, "torch's CheckpointWrapper", "build the model without checkpoint_wrapper")
+        if getattr(module, "activation_checkpoint_interval", 0):
+            remedy = "leave that out of PipelineModule and of the configuration, or call set_checkpoint_interval(0)"
+            raise already_applied(name, "DeepSpeed's activation_checkpoint_interval", remedy)
         # In diffusers the model has the flag, not its blocks.
         if getattr(module, "gradient_checkpointing", False) is True and (
             id(module) in inside or any(id(part) in planned for part in module.modules())

@@ -119,14 +119,14 @@ def _pipeline() -> object:
     return _engine(deepspeed.PipelineModule([nn.Linear(4, 4), nn.Linear(4, 4)], num_stages=1))
 
 
-def _attached_pipeline() -> str:
+def _attached_pipeline(interval: int = 0) -> str:
     """Whether a stage without ZeRO has the same weights with a plan, and its peak in percent of the one without."""
     ends = []
     for budget in (None, "90%"):
         torch.manual_seed(0)
         layers = [nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(4)]
         model = deepspeed.PipelineModule(
-            layers, num_stages=1, loss_fn=nn.functional.mse_loss, activation_checkpoint_interval=0
+            layers, num_stages=1, loss_fn=nn.functional.mse_loss, activation_checkpoint_interval=interval
         )
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         config = {"train_micro_batch_size_per_gpu": 256, "gradient_accumulation_steps": 2}
@@ -177,6 +177,7 @@ def main() -> None:
     deepspeed.init_distributed(dist_backend="gloo")
     # The first: what others leave in memory counts.
     _try("pipeline, attached", _attached_pipeline)
+    _try("pipeline, checkpointed", lambda: _attached_pipeline(interval=1))
     _try("plan", lambda: _engine(_planned()))
     _try("engine, stage 0", lambda: _on_a_batch(0))
     _try("engine, stage 2", lambda: _on_a_batch(2))
