@@ -122,6 +122,12 @@ MUTATIONS = (
         ((" and step.are_all_foreseen()", ""),),
     ),
     Mutation(
+        "growth-in-a-group-unseen",
+        "in a group, what a process comes to hold beside the step takes it over the budget in silence",
+        "attaching",
+        (("self.missed.note(calls, attempts=1, was_over=True)", "return True"),),
+    ),
+    Mutation(
         "gradients-of-others-covered",
         "where layers are frozen by turns within a step, a call is covered by one before which fewer parameters had gradients",
         "attaching",

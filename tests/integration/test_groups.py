@@ -80,6 +80,13 @@ def test_they_ask_in_few_steps_where_nothing_is_new(cases: AskedCases) -> None:
     assert first["current"] == second["current"]
 
 
+def test_both_record_when_one_comes_to_hold_more(cases: AskedCases) -> None:
+    first, second = cases["grown"]
+    assert first["equal"] and second["equal"]
+    # The step that finds it runs at its leanest in that process, and so do those up to the next one that asks.
+    assert first["recorded"] == second["recorded"] == [0, 6]
+
+
 @pytest.mark.parametrize(("name", "compared"), [("verify", "step"), ("verify where one does not fit", "units")])
 def test_verify_gives_one_report_for_all_ranks(name: str, compared: str, cases: AskedCases) -> None:
     first, second = cases[name]

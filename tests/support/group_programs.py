@@ -86,21 +86,26 @@ def train(
     budget: Any = BUDGET,
     seed: int = RANK,
     asked: Sequence[int] = (),
+    grows_after: int = -1,
     **options: Any,
 ) -> dict[str, Any]:
-    """Train for some steps; `lengths` are of the batches, `asked` grows with each question to the other process."""
-    asked_before = []
+    """Train for some steps; `lengths` are of the batches, `asked` grows with each question to the other process.
+
+    After the step `grows_after` the second process holds 4 MiB more.
+    """
+    asked_before, held = [], []
     optimizer = torch.optim.AdamW(made.parameters())
     attached = recollect.attach(made, optimizer, budget, log=lambda line: None, **options)
     torch.manual_seed(seed)
     with attached:
-        for length in lengths:
+        for number, length in enumerate(lengths):
             asked_before.append(len(asked))
             for _ in range(calls):
                 tokens = torch.randint(0, 64, (2, length))
                 made(tokens=tokens, labels=tokens).loss.backward()
             optimizer.step()
             optimizer.zero_grad()
+            held += [torch.zeros(1 << 20)] * (number == grows_after and RANK == 1)
         plans = [digest_of(step.plan.units) for step in attached.planned]
         return {
             "plans": plans,
@@ -121,16 +126,21 @@ def _collectives_again(step: PlannedStep) -> int:
 
 
 def same_training(
-    build: Callable[[], nn.Module], *, seed: int = RANK, records_first: bool = False, **options: Any
+    build: Callable[[], nn.Module],
+    # The longer batch comes to both in the same step.
+    lengths: Sequence[int] = (24, 24, 32, 24),
+    *,
+    seed: int = RANK,
+    records_first: bool = False,
+    **options: Any,
 ) -> dict[str, Any]:
     plain, planned = build(), build()
     if records_first:
         tokens = torch.zeros(2, 24, dtype=torch.int64)
         for is_fake in (True, False):
             recollect.record(planned, {"tokens": tokens, "labels": tokens}, fake=is_fake)
-    train_alike(plain, (24, 24, 32, 24), seed)
-    # The longer batch comes to both in the same step.
-    found = train(planned, 24, 24, 32, 24, seed=seed, **options)
+    train_alike(plain, lengths, seed)
+    found = train(planned, *lengths, seed=seed, **options)
     pairs = zip(plain.parameters(), planned.parameters(), strict=True)
     return {**found, "equal": all(has_same_bits(_local(a), _local(b)) for a, b in pairs)}
 
@@ -420,6 +430,7 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
     "TP and SP": lambda: same_training(split, seed=0, budget="82%"),
     "lengths": lambda: train(replicated(), *((24, 32, 24, 24) if RANK == 0 else (24, 24, 40, 24))),
     "steady": steady,
+    "grown": lambda: same_training(replicated, [24] * 8, grows_after=1),
     "pairs": pairs,
     "verify": lambda: verified(sharded()),
     "verify where one does not fit": lambda: verified(replicated(), fits=False),

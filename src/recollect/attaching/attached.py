@@ -214,9 +214,8 @@ class Attached(Handle):
         if chosen is not None and not (self._planner.missed.was_over and not self._lockstep.asks):
             self._placement.put(chosen)
             more_bytes = self._watch.missing_room(chosen) if is_first else 0
-            if more_bytes and self._lockstep.ranks.is_alone:
-                self._planner.make_room(more_bytes)
-            return State.PLANNED
+            if not more_bytes or self._planner.make_room(more_bytes, self._now.calls):
+                return State.PLANNED
         if is_refused:
             self._refuse(call)
             return State.PLANNED

@@ -245,15 +245,25 @@ class StepPlanner:
             return
         self.placement.put(self._plan_again(step, 0, profile=profile, why=f"since steps took {timed.slowdown:+.1%}"))
 
-    def make_room(self, more_bytes: int) -> None:
-        """Plan the step whose plan is in place again, since more is in memory before it than earlier."""
+    def make_room(self, more_bytes: int, calls: Sequence[Call]) -> bool:
+        """Have a step planned again before which more is in memory than earlier; return whether it can run under a plan now.
+
+        Where other processes take part, the next step is recorded.
+        """
         active = self.placement.active
         if active is None or not active.fits:
-            return
+            return True
         # Memory that the optimizers have since allocated is foreseen.
         more_bytes -= self._reserve.optimizer_bytes() - active.state_bytes
-        if beyond_noise(more_bytes, active):
+        if not beyond_noise(more_bytes, active):
+            return True
+        if self.lockstep.ranks.is_alone:
             self.placement.put(self._plan_again(active, more_bytes))
+            return True
+        if active.peak_bytes + more_bytes <= active.budget_bytes:
+            return True
+        self.missed.note(calls, attempts=1, was_over=True)
+        return active.needs_all_ranks
 
     def _plan_again(
         self, step: PlannedStep, more_bytes: int, *, profile: Profile | None = None, why: str = ""
