@@ -127,7 +127,7 @@ ERRORS = {
     "models": r"RecordError: .* different models: GPTModel with 21 .* rank 0, .* 15 .* rank 1; only rank 0 has decoder.*Build",
     "larger": r"LargerStepError: a step of 2 x 40 is not covered by the plan, which was made for 2 x 24\.",
     "cannot record": r"RecordError: rank 1 of 2 failed, so none continues: ValueError: nothing fits here",
-    "fewer calls": r"RecordError: rank 0 begins a step, rank 1 calls the model once more .* equally often .* Pass group=",
+    "fewer calls": r"RecordError: rank 0 began a step, rank 1 called the model once more .* equally often .* Pass group=",
     "without backward": r"RecordError: .* in which no backward ran",
     "uneven": r"RecordError: .* runs in join\(\).* Have as many batches in each; or pass group=\"alone\"",
     "verify units that are sharded": r"NotYetError: got compare='units': not yet: .* FSDP2 .* Verify a step that fits",
@@ -160,5 +160,5 @@ def test_who_does_not_call_is_named(cases: AskedCases) -> None:
 def test_the_end_of_a_process_ends_the_other(cases: AskedCases) -> None:
     (first,) = cases.last("ends")
     assert re.search(
-        r"RecordError: a process that begins a step got no answer from the others of ranks 0 and 1", first["error"]
+        r"RecordError: a process that began a step got no answer from the others of ranks 0 and 1", first["error"]
     )

@@ -26,15 +26,15 @@ _LONGEST_WAIT_S: Final = 120
 
 
 class Place(Enum):
-    """Where in its loop a process is."""
+    """Where in its loop a process is, as what one or several did last."""
 
-    START = "is in a call of recollect"
-    PLANNED = "has made its plan"
-    FIRST_CALL = "begins a step"
-    LATER_CALL = "calls the model once more in its step"
-    STEP_END = "ends a step that was recorded"
-    MEASURED = "has measured a step"
-    NEXT_STEP = "is about to take a step"
+    START = "called recollect"
+    PLANNED = "made a plan"
+    FIRST_CALL = "began a step"
+    LATER_CALL = "called the model once more in a step"
+    STEP_END = "ended a step that was recorded"
+    MEASURED = "measured a step"
+    NEXT_STEP = "went on to another step"
 
 
 class Ranks:
@@ -159,7 +159,10 @@ def group_of(ranks: Sequence[int], call: str) -> Ranks:
             "in every process that trains the model, since they run one plan. "
             'Call it in all of them; or pass group="alone" to have each plan for itself.'
         )
-    return Group(ranks, met.group())
+    group = Group(ranks, met.group())
+    group.all_of([], Place.START)
+    met.clear()
+    return group
 
 
 class _Meeting:
@@ -178,17 +181,24 @@ class _Meeting:
             self._world, self._group, self._number = dist.group.WORLD, None, 0
         self._number += 1
         store = meeting_place()
-        keys = {rank: f"{self._key}/{self._number}/{rank}" for rank in self._ranks}
+        keys = {rank: self._key_of(rank) for rank in self._ranks}
         store.set(keys[dist.get_rank()], "here")
         try:
             store.wait(list(keys.values()), timedelta(seconds=seconds))
         except RuntimeError:
             missing = [rank for rank, key in keys.items() if not store.check([key])]
             # As if this process had not arrived: the next time it waits for the same.
-            store.delete_key(keys[dist.get_rank()])
+            self.clear()
             self._number -= 1
             return missing
         return []
+
+    def clear(self) -> None:
+        """Remove the sign of this process, once all have seen it: torchrun's restarted processes meet at the same store."""
+        meeting_place().delete_key(self._key_of(dist.get_rank()))
+
+    def _key_of(self, rank: int) -> str:
+        return f"{self._key}/{self._number}/{rank}"
 
     def group(self) -> dist.ProcessGroup:
         if self._group is None:

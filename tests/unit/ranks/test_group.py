@@ -34,7 +34,7 @@ def test_at_different_places_all_raise_the_same() -> None:
 
     first, second = run_on_threads(meet)
     assert first.startswith(
-        "RecordError: rank 0 begins a step, rank 1 ends a step that was recorded: processes that train"
+        "RecordError: rank 0 began a step, rank 1 ended a step that was recorded: processes that train"
     )
     assert first == second
 
@@ -66,3 +66,15 @@ def test_who_cannot_connect_learns_what_torchruns_restarts_need(monkeypatch: pyt
         RecordError, match=r"ranks 0 and 1 could not connect .*Mesh failed\).* TORCH_DISABLE_SHARE_RDZV"
     ):
         group_of([0, 1], "fit()")
+
+
+@pytest.mark.usefixtures("_the_first_process")
+def test_torchruns_restarted_processes_find_no_sign_of_those_before_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They meet at the same store."""
+    met = of_groups._Meeting((0, 1))
+    monkeypatch.setattr(of_groups, "_meetings", {(0, 1): met})
+    monkeypatch.setattr(met, "group", lambda: dist.group.WORLD)
+    monkeypatch.setattr(Group, "all_of", lambda *_: [])
+    of_groups.meeting_place().set(f"{met._key}/1/1", "here")
+    group_of([0, 1], "fit()")
+    assert met._number == 1 and not of_groups.meeting_place().check([met._key_of(0)])
