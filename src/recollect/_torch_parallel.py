@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from recollect._torch_fsdp import is_flat_sharded, is_fully_sharded, parameter_groups
 from recollect._torch_private import accumulates_gradient
-from recollect._torch_replicate import begin_replicas, processes_of_replica, replica_states
+from recollect._torch_replicate import awaited_bucket_bytes, begin_replicas, processes_of_replica, replica_states
 from recollect.errors import ConfigError, RecordError
 
 # Empty where PyTorch has no torch.distributed.
@@ -333,6 +333,7 @@ class GradientBuckets:
         for replica in replicas if may_communicate else ():
             replica.reducer._rebuild_buckets()
         self.sizes_bytes = [size for replica in replicas for size in _bucket_sizes(replica)]
+        self.sizes_bytes += map(awaited_bucket_bytes, replica_states(model))
         self._unseen_bytes = Counter(self.sizes_bytes)
         self._replicas = replicas
 

@@ -63,6 +63,15 @@ def without_replicas(model: nn.Module) -> Iterator[None]:
             hooks.update(before)
 
 
+def awaited_bucket_bytes(state: Any) -> int:
+    """Return the size of all buckets that a state will have from the first forward on; 0 if it has them."""
+    if state.has_initialized:
+        return 0
+    module, ignored = state._init_args
+    left_out = {id(parameter) for other in ignored for parameter in other.parameters()}
+    return sum(p.nbytes for p in module.parameters() if p.requires_grad and id(p) not in left_out)
+
+
 def processes_of_replica(state: Any) -> Sequence[int]:
     """Return the processes of a state, whose arguments wait for the first forward."""
     if state.has_initialized:

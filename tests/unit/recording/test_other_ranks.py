@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._composable import replicate
 from torch.distributed._functional_collectives import all_reduce
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -54,6 +55,13 @@ def test_they_are_as_large_as_the_gradients(options: dict[str, Any]) -> None:
     for _ in range(3):
         assert sum(GradientBuckets(wrapped, may_communicate=True).sizes_bytes) == trained_bytes(model)
         wrapped(words).backward()
+
+
+def test_those_that_replicate_has_not_made_yet_count() -> None:
+    model = Words()
+    replicate(model, ignored_modules=[model.head])
+    profile = recollect.record(model, torch.randint(20, (2, 4)), fake=True)
+    assert profile.persistent["communication_buckets"] == trained_bytes(model) - trained_bytes(model.head)
 
 
 def test_sparse_gradients_have_none_and_unused_parameters_a_map() -> None:
