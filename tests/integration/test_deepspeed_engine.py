@@ -41,6 +41,7 @@ EXPECTED = {
     "compile": r"NotYetError: got compile.deepcompile=True: not yet: .* Drop it",
     "pipeline": r"NotYetError: got model='PipelineModule': not yet: .* Pass the model itself.* to recollect\.attach",
     "pipeline, attached": r"fine: True \[(8\d|90)\]",
+    "pipeline, ZeRO": r"NotYetError: got model='PipelineEngine': not yet: .* Train the pipeline in fp32 without ZeRO",
     "pipeline, checkpointed": r"AlreadyAppliedError: .* already, by .*_interval; .* call set_checkpoint_interval\(0\)",
     "no optimizer": r"ConfigError: got optimizer=None: nothing ends a training step.* Pass optimizer=",
     "no budget": r"QuantityError: .*90% of the device",

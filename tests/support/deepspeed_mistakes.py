@@ -119,7 +119,7 @@ def _pipeline() -> object:
     return _engine(deepspeed.PipelineModule([nn.Linear(4, 4), nn.Linear(4, 4)], num_stages=1))
 
 
-def _attached_pipeline(interval: int = 0) -> str:
+def _attached_pipeline(interval: int = 0, **settings: Any) -> str:
     """Whether a stage without ZeRO has the same weights with a plan, and its peak in percent of the one without."""
     ends = []
     for budget in (None, "90%"):
@@ -129,7 +129,7 @@ def _attached_pipeline(interval: int = 0) -> str:
             layers, num_stages=1, loss_fn=nn.functional.mse_loss, activation_checkpoint_interval=interval
         )
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        config = {"train_micro_batch_size_per_gpu": 256, "gradient_accumulation_steps": 2}
+        config = {"train_micro_batch_size_per_gpu": 256, "gradient_accumulation_steps": 2, **settings}
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
         if budget is not None:
             attached = recollect.attach(engine, optimizer, budget, log=lambda line: None)
@@ -178,6 +178,9 @@ def main() -> None:
     # The first: what others leave in memory counts.
     _try("pipeline, attached", _attached_pipeline)
     _try("pipeline, checkpointed", lambda: _attached_pipeline(interval=1))
+    _try(
+        "pipeline, ZeRO", lambda: _attached_pipeline(zero_optimization={"stage": 1}, zero_allow_untested_optimizer=True)
+    )
     _try("plan", lambda: _engine(_planned()))
     _try("engine, stage 0", lambda: _on_a_batch(0))
     _try("engine, stage 2", lambda: _on_a_batch(2))

@@ -14,7 +14,7 @@ from recollect.attaching.held import OnLarger
 from recollect.attaching.megatron_core import models_inside, replica_group
 from recollect.attaching.placement import abandon_open_steps
 from recollect.engine.self_check import check_steps_can_be_recorded
-from recollect.errors import AlreadyAppliedError, RecollectError, RecordError
+from recollect.errors import AlreadyAppliedError, NotYetError, RecollectError, RecordError
 from recollect.fitting import DEFAULT_BUDGET
 from recollect.measuring.device_memory import memory_bytes
 from recollect.measuring.host_memory import check_host_budget
@@ -84,6 +84,7 @@ def attach(
             has a different model, or calls the model less often in a step; or this PyTorch lacks features that recording needs.
         ConfigError: two processes of the group have different budgets, units or `on_larger`; or host memory is too small; or
             Megatron's model would run in CUDA graphs, or its groups do not exist.
+        NotYetError: the model is one of DeepSpeed's pipelines, with ZeRO or in 16 bits.
         QuantityError: the budget is not a number of bytes, is too small for any step, or is a percentage of a device whose
             memory size is unknown.
         AlreadyAppliedError: the model already recomputes.
@@ -168,8 +169,14 @@ def _check_words(on_larger: object, log: object) -> None:
 
 
 def _check_zero(model: nn.Module) -> None:
-    # Marks that ZeRO leaves: the first of stage 3, the other of all.
+    # Marks that ZeRO leaves: the first of stage 3, the other of all, and of 16 bits.
     if any(hasattr(parameter, mark) for parameter in model.parameters() for mark in ("ds_id", "_hp_mapping")):
+        if type(model).__name__ == "PipelineEngine":
+            raise NotYetError(
+                settings={"model": "PipelineEngine"},
+                needs="an optimizer that steps over the parameters, not ZeRO's or that of 16 bits, which steps over copies",
+                advice="Train the pipeline in fp32 without ZeRO.",
+            )
         raise RecordError(
             f"attach: DeepSpeed's ZeRO steps over its own parts of the parameters of {type(model).__name__}, expected an "
             "optimizer that steps over the parameters. Make the engine with recollect.integrations.deepspeed.initialize(..., "

@@ -230,8 +230,8 @@ def _check_model(deepspeed: Any, model: nn.Module, units: Iterable[str] | None) 
         raise NotYetError(
             settings={"model": kind},
             needs="several micro-batches that are in flight in one stage of a pipeline",
-            advice="Pass the model itself, and train with ZeRO; or, without ZeRO, pass the engine of deepspeed.initialize to "
-            "recollect.attach, and each stage has its own plan.",
+            advice="Pass the model itself, and train with ZeRO; or, in fp32 without ZeRO, pass the engine of "
+            "deepspeed.initialize to recollect.attach, and each stage has its own plan.",
         )
     for name, its in (("deepspeed", deepspeed.checkpointing), ("recollect.integrations.deepspeed", checkpointing)):
         if its.is_configured():
