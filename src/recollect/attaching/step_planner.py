@@ -262,6 +262,13 @@ class StepPlanner:
             return True
         if active.peak_bytes + more_bytes <= active.budget_bytes:
             return True
+        lean_bytes = self.lean_start.peak_bytes(self.steps.steps, calls[0], active.courses[0])
+        if active.needs_all_ranks or lean_bytes is None or lean_bytes + more_bytes > active.budget_bytes:
+            self.warn_once(
+                f"{format_bytes(more_bytes)} more are held beside a step than when it was planned, and it may need more than the "
+                f"budget of {format_bytes(active.budget_bytes)}; one of the next will be recorded, and planned again",
+                key="grown",
+            )
         self.missed.note(calls, attempts=1, was_over=True)
         return active.needs_all_ranks
 
