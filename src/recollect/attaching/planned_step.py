@@ -361,16 +361,16 @@ def grouped(calls: Sequence[Call], spare: Sequence[Mapping[str, int]]) -> list[M
 
 
 def difference(one: PlannedStep, other: PlannedStep) -> str:
+    """Return how two recorded steps differ, in words; "" if they do not, as where one was recorded again."""
     for mine, its in zip(one.calls, other.calls, strict=False):
         if text := _unlike(mine, its):
             return text
     if len(one.calls) != len(other.calls):
         return "the number of calls"
-    ran = [[course.units.keys() for course in step.courses] for step in (one, other)]
     more_bytes = other.profile.persistent_bytes - one.profile.persistent_bytes
-    if ran[0] == ran[1] and more_bytes:
+    if more_bytes and [mine.units.keys() for mine in one.courses] == [its.units.keys() for its in other.courses]:
         return f"{format_bytes(abs(more_bytes))} {'more' if more_bytes > 0 else 'less'} that live through it"
-    return "what runs in it"
+    return "" if one.courses == other.courses else "what runs in it"
 
 
 def _unlike(mine: Call, its: Call) -> str:

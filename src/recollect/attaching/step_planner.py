@@ -126,7 +126,8 @@ class StepPlanner:
             self._warn_of(recording.peak_bytes, excess, key=f"recording {calls[0]}")
         self.missed.end_attempt(is_met=self.lockstep.all_end(self.missed.is_met_by(planned)))
         if alike := [step for step in self.steps.steps if str(step).partition(" (")[0] == str(planned)]:
-            planned.unlike = f"step {self.recorded_steps[alike[-1].number]}: {difference(alike[-1], planned)}"
+            differs = difference(alike[-1], planned)
+            planned.unlike = differs and f"step {self.recorded_steps[alike[-1].number]}: {differs}"
         self.steps.add(planned)
         self.lockstep.note_plan(planned)
         self._renew()
@@ -265,8 +266,8 @@ class StepPlanner:
         lean_bytes = self.lean_start.peak_bytes(self.steps.steps, calls[0], active.courses[0])
         if active.needs_all_ranks or lean_bytes is None or lean_bytes + more_bytes > active.budget_bytes:
             self.warn_once(
-                f"{format_bytes(more_bytes)} more are held beside a step than when it was planned, and it may need more than the "
-                f"budget of {format_bytes(active.budget_bytes)}; one of the next will be recorded, and planned again",
+                f"{format_bytes(more_bytes)} more are held beside a step than when it was planned, and it may need more than "
+                f"the budget of {format_bytes(active.budget_bytes)}; one of the next will be recorded, and planned again",
                 key="grown",
             )
         self.missed.note(calls, attempts=1, was_over=True)
@@ -313,7 +314,7 @@ class StepPlanner:
             return False
         self.warn_once(
             f"{num_recorded} of {num_steps} steps were recorded, since each differs from those before it "
-            f"({difference(*last) if len(last) == 2 else 'what runs in it'}): steps that no plan covers run at their leanest "
+            f"({(len(last) == 2 and difference(*last)) or 'what runs in it'}): steps that no plan covers run at their leanest "
             "from now on",
             key="no end",
         )

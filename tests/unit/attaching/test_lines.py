@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import recollect
+from recollect.attaching.planned_step import difference
 from residual_model import Model, attached_loop, step
 
 
@@ -88,6 +89,7 @@ def test_a_step_that_was_planned_again_says_why() -> None:
         model(X).backward()
         optimizer.step()
         (planned,) = attached.planned
+    assert difference(planned, planned) == ""  # As where it was recorded again.
     assert re.search(r"predicted peak \S+ \S+, step \+0\.0%, full recompute \+\d+%, planned for ", planned.line(1.0))
     assert planned.line(1.0, ", with room for 1.0 MiB more,").endswith(
         ", planned again for 4 x 16 x 32, with room for 1.0 MiB more, in 1.0 s"
