@@ -3,6 +3,7 @@
 python group_programs.py RANK FOLDER
 """
 
+import contextlib
 import functools
 import itertools
 import os
@@ -297,6 +298,20 @@ def fewer_calls() -> dict[str, Any]:
     return train(made, 24, 24, 24, calls=1 + RANK, group=dist.group.WORLD)
 
 
+def raises_once() -> dict[str, Any]:
+    """The first call raises in one process, whose loop goes on, as does that of the other."""
+    made = model()
+    optimizer = torch.optim.SGD(made.parameters())
+    with recollect.attach(made, optimizer, BUDGET, group=dist.group.WORLD):
+        for tokens in (
+            torch.zeros(2, 24, dtype=torch.int64) if RANK == 0 else None,
+            torch.zeros(2, 24, dtype=torch.int64),
+        ):
+            with contextlib.suppress(TypeError):
+                made(tokens=tokens, labels=tokens).loss.backward()
+    return {}
+
+
 def without_backward() -> dict[str, Any]:
     made = model()
     optimizer = torch.optim.SGD(made.parameters())
@@ -456,6 +471,7 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
     "larger": lambda: train(replicated(), *((24, 24) if RANK == 0 else (24, 40)), on_larger="raise"),
     "cannot record": cannot_record,
     "fewer calls": fewer_calls,
+    "raises once": raises_once,
     "without backward": without_backward,
     "uneven": uneven,
     "capture": lambda: captured(replicated()),

@@ -186,7 +186,9 @@ class Attached(Handle):
         )
         call = self._planner.steps.as_known(described)
         step.begin_call(call, self._watcher.backwards)
-        if step.state is not State.RECORDING:
+        if step.state is State.RECORDING:
+            self._lockstep.at_recorded_call()
+        else:
             step.state = self._decide(call)
         is_planned, active = step.state is State.PLANNED, self._placement.active
         if is_planned and step.is_first and active is not None:

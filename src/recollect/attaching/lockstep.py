@@ -22,6 +22,7 @@ from typing import Final, TypeVar
 from torch import nn
 
 from recollect._torch_parallel import allows_uneven_inputs, is_data_parallel
+from recollect._torch_private import disable_torch_dispatch
 from recollect.attaching.planned_step import PlannedStep
 from recollect.engine.together import is_partitioned
 from recollect.errors import RecordError
@@ -82,6 +83,15 @@ class Lockstep:
         if is_first and self._num_steady >= _STEADY_STEPS:
             self._next_step = step + _ASKS_EVERY
         return steps, not none_missed
+
+    def at_recorded_call(self) -> None:
+        """Check that all call the model once more in the step that they record; one in which a call raised begins it anew.
+
+        Raises:
+            RecordError: one does.
+        """
+        with disable_torch_dispatch():  # It is not part of the step.
+            self.ranks.all_of([], Place.LATER_CALL)
 
     def note_plan(self, planned: PlannedStep) -> None:
         self._num_recorded += 1
