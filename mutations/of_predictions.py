@@ -537,6 +537,12 @@ MUTATIONS = (
         ),
     ),
     Mutation(
+        "buckets-of-the-first-step",
+        "the buckets that data parallelism makes anew before its second step count besides the first one",
+        "_torch_parallel.py",
+        (("replica.logger.set_runtime_stats_and_log()", "pass"),),
+    ),
+    Mutation(
         "gradient-of-a-different-size",
         "a gradient that is alive at the start of a step is freed where a gradient of a different size is made",
         "recording",

@@ -331,7 +331,9 @@ class GradientBuckets:
         replicas = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
         replicas += [state._ddp for state in replica_states(model) if state.has_initialized]
         for replica in replicas if may_communicate else ():
-            replica.reducer._rebuild_buckets()
+            if replica.reducer._rebuild_buckets() and replica.logger is not None:
+                # It knows their sizes then, and not only from the next forward on.
+                replica.logger.set_runtime_stats_and_log()
         self.sizes_bytes = [size for replica in replicas for size in _bucket_sizes(replica)]
         self.sizes_bytes += map(awaited_bucket_bytes, replica_states(model))
         self._unseen_bytes = Counter(self.sizes_bytes)

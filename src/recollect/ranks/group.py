@@ -34,7 +34,7 @@ class Place(Enum):
     LATER_CALL = "called the model once more in a step"
     STEP_END = "ended a step that was recorded"
     MEASURED = "measured a step"
-    NEXT_STEP = "went on to another step"
+    NEXT_STEP = "went on to the next step"
 
 
 class Ranks:

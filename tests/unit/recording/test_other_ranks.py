@@ -1,6 +1,6 @@
 """Recordings of one of several ranks: what communicates runs once, and buckets, buffers and copies of gradients count once."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -73,14 +73,14 @@ def test_sparse_gradients_have_none_and_unused_parameters_a_map() -> None:
     assert sum(sizes) == trained_bytes(model) - model.embedding.weight.nbytes + 8 * num_parameters
 
 
-def planned(*, views: bool) -> list[Any]:
+def planned(*, views: bool, lengths: Sequence[int]) -> list[Any]:
     """What a loop recorded, at its first step and where it grew, which reads gradients outside of forward and backward."""
     torch.manual_seed(0)
     words = torch.randint(20, (2, 1))
-    model = replicated(Words(), gradient_as_bucket_view=views)
+    model = replicated(Words(), gradient_as_bucket_view=views, bucket_cap_mb=0.0002)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with recollect.attach(model, optimizer, "1MiB", log=lambda line: None) as attached:
-        for length in (4, 4, 6):
+        for length in lengths:
             model(words.expand(2, length)).backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
@@ -89,10 +89,12 @@ def planned(*, views: bool) -> list[Any]:
     return attached.planned
 
 
-def test_profiles_count_them_once() -> None:
+# From the second step on there are several, in place of one of all gradients.
+@pytest.mark.parametrize("lengths", [(4, 6), (4, 4, 6)], ids=["as they change", "later"])
+def test_profiles_count_them_once(lengths: Sequence[int]) -> None:
     peaks_bytes = []
     for views in (False, True):
-        steps = planned(views=views)
+        steps = planned(views=views, lengths=lengths)
         for persistent in (step.profile.persistent for step in steps):
             assert persistent["communication_buckets"] == trained_bytes(Words())
             assert persistent.get("other_tensors", 0) < 256
