@@ -7,7 +7,7 @@ workspace besides. What a workspace adds to the peak depends on the plan: where 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from recollect.errors import BudgetTooSmallError
@@ -80,19 +80,17 @@ def with_room(profile: Profile, nbytes: int) -> Profile:
 
 
 def plan_with_room(
-    profile: Profile, room: Room, budget_bytes: int, planner_for: Callable[[Profile], Planner]
-) -> tuple[Profile, Planner, Plan, BudgetTooSmallError | None]:
-    """Plan a step with as little room as its plan needs; return the profile with that room.
+    held: Profile, room: Room, budget_bytes: int, planner: Planner
+) -> tuple[int, Plan, BudgetTooSmallError | None]:
+    """Plan a step with as little room for workspaces as its plan needs; return that, too.
 
-    If no plan fits, this is the leanest one, with the error.
+    `held`: the step's profile with room for what further units hold; `planner`: its planner. If no plan fits, this is the
+    leanest one, with an error.
     """
-    held = with_room(profile, room.held_bytes)
     tried: list[tuple[int, Plan]] = []
     spent_bytes, most_bytes = 0, room.most_bytes - room.held_bytes
     for number in range(1, _MOST_PLANS + 1):
-        planner = planner_for(with_room(profile, room.held_bytes + spent_bytes))
-        plan, problem = planner.plan_or_leanest(budget_bytes)
-        plan = replace(plan, predicted_peak_bytes=(plan.predicted_peak_bytes or 0) - spent_bytes)
+        plan, problem = planner.plan_or_leanest(max(1, budget_bytes - spent_bytes))
         tried.append((room.beyond(held, plan), plan))
         if _peak_bytes(tried[-1]) <= budget_bytes or problem is not None:
             break
@@ -100,12 +98,11 @@ def plan_with_room(
     if _peak_bytes(tried[-1]) > budget_bytes and not plan.is_compiled:
         tried.append(_leaner(held, room, tried[0][1], budget_bytes))
     beyond_bytes, plan = tried[-1]
-    roomy = with_room(profile, room.held_bytes + beyond_bytes)
-    planner = planner_for(roomy)
     peak_bytes = _peak_bytes(tried[-1])
-    bound = planner.bound_slowdown(budget_bytes) if peak_bytes <= budget_bytes else None
-    plan = replace(plan, predicted_peak_bytes=peak_bytes, bound_slowdown=bound)
-    return roomy, planner, plan, problem if peak_bytes > budget_bytes else None
+    fits = peak_bytes <= budget_bytes
+    bound = planner.bound_slowdown(budget_bytes - beyond_bytes) if fits else None
+    plan = replace(plan, budget_bytes=budget_bytes, predicted_peak_bytes=peak_bytes, bound_slowdown=bound)
+    return beyond_bytes, plan, None if fits else problem
 
 
 def _peak_bytes(tried: tuple[int, Plan]) -> int:

@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
-from functools import partial
 from typing import Final
 
 import torch
@@ -354,31 +353,32 @@ class StepPlanner:
         spare = self._spare(calls, courses, reserve)
         profile = reserve.with_state(profile)
         room = (reserve.room(profile, grouped(calls, spare)) or Room()).more(more_bytes + ahead_bytes)
-        planner_of = partial(planner_for, host_budget=self.host_bytes, engine=self.engine)
-        roomy = with_room(profile, room.most_bytes)
-        planner = planner_of(roomy)
+        # Processes agree on a plan by what each predicts for it, and copies change what is alive between units.
+        searches = bool(room.working_bytes) and ranks.is_alone and not self.host_bytes
+        roomy, spare_bytes = with_room(profile, room.held_bytes if searches else room.most_bytes), 0
+        planner = planner_for(roomy, self.host_bytes, engine=self.engine)
         plain_bytes = max(ranks.gather(planner.plain_peak_bytes, place))
         budget_bytes = parse_budget(budget, reference_bytes=plain_bytes, device_bytes=profile.device_memory_bytes)
-        # Processes agree on a plan by what each predicts for it, and copies change what is alive between units.
-        if room.working_bytes and ranks.is_alone and not self.host_bytes:
-            roomy, planner, own, problem = plan_with_room(profile, room, budget_bytes, planner_of)
+        if searches:
+            spare_bytes, own, problem = plan_with_room(roomy, room, budget_bytes, planner)
+            roomy = with_room(profile, room.held_bytes + spare_bytes)
         else:
             own, problem = planner.plan_or_leanest(budget_bytes)
-        profile = roomy
+        profile, plain_peak_bytes = roomy, planner.plain_peak_bytes + spare_bytes
         problems = [found for found in ranks.gather(problem, place) if found is not None]
         if problems and ahead_bytes:
             return self._planned(profile, calls, courses, budget, number, more_bytes)
         if problems and not self.steps.steps:
             raise max(problems, key=lambda error: error.least_peak_bytes)
         chosen, worst_slowdown = common_plan(
-            profile, own, plain_bytes=planner.plain_peak_bytes, budget_bytes=budget_bytes, ranks=ranks, place=place
+            profile, own, plain_bytes=plain_peak_bytes, budget_bytes=budget_bytes, ranks=ranks, place=place
         )
         planned = PlannedStep(
             calls=calls,
             profile=profile,
             plan=chosen,
             budget_bytes=budget_bytes,
-            plain_peak_bytes=planner.plain_peak_bytes,
+            plain_peak_bytes=plain_peak_bytes,
             full_slowdown=classic_plan(profile, "full").predicted_slowdown or 0.0,
             number=number,
             worst_slowdown=worst_slowdown,
