@@ -531,7 +531,7 @@ MUTATIONS = (
         "attaching",
         (
             (
-                "return max(0, max(tops, default=0) + profile.calibration_bytes - (plan.predicted_peak_bytes or 0))",
+                "return max(0, max(tops) + profile.calibration_bytes - (plan.predicted_peak_bytes or 0))",
                 "return 0",
             ),
         ),

@@ -85,7 +85,7 @@ class Lockstep:
         return steps, not none_missed
 
     def at_recorded_call(self) -> None:
-        """Check that all call the model once more in the step that they record; one in which a call raised begins it anew.
+        """Check that all call the model once more in the step that they record; one in which a call raised begins it again.
 
         Raises:
             RecordError: one does.

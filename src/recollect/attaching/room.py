@@ -51,9 +51,20 @@ class Room:
 
     def beyond(self, profile: Profile, plan: Plan) -> int:
         """Return by how much the peak is higher where a further unit works; `profile` has room for what they hold."""
+        if not self.working_bytes:
+            return 0
         levels = _Levels(profile, decide(profile, plan))
         tops = [levels.most_bytes(phase, self.calls) + nbytes for phase, nbytes in self.working_bytes.items()]
-        return max(0, max(tops, default=0) + profile.calibration_bytes - (plan.predicted_peak_bytes or 0))
+        return max(0, max(tops) + profile.calibration_bytes - (plan.predicted_peak_bytes or 0))
+
+    def working(self, held: Profile, plan: Plan) -> int:
+        """Return how much of the room for workspaces a plan needs; its predictions may count it."""
+        return self.beyond(held, predicted_plan(held, plan)) if self.working_bytes else 0
+
+    def predicted(self, held: Profile, plan: Plan) -> Plan:
+        """Return the plan with the predictions for a step that has further units; `held` has room for what they hold."""
+        plan = predicted_plan(held, plan)
+        return replace(plan, predicted_peak_bytes=(plan.predicted_peak_bytes or 0) + self.beyond(held, plan))
 
 
 def room_for(profile: Profile, held_bytes: int, calls: Sequence[int]) -> Room:
@@ -81,47 +92,45 @@ def with_room(profile: Profile, nbytes: int) -> Profile:
 
 def plan_with_room(
     held: Profile, room: Room, budget_bytes: int, planner: Planner
-) -> tuple[int, Plan, BudgetTooSmallError | None]:
-    """Plan a step with as little room for workspaces as its plan needs; return that, too.
+) -> tuple[Plan, BudgetTooSmallError | None]:
+    """Plan a step with as little room for workspaces as its plan needs; predictions count it.
 
     `held`: the step's profile with room for what further units hold; `planner`: its planner. If no plan fits, this is the
     leanest one, with an error.
     """
-    tried: list[tuple[int, Plan]] = []
+    if not room.working_bytes:
+        return planner.plan_or_leanest(budget_bytes)
+    tried: list[Plan] = []
     spent_bytes, most_bytes = 0, room.most_bytes - room.held_bytes
     for number in range(1, _MOST_PLANS + 1):
         plan, problem = planner.plan_or_leanest(max(1, budget_bytes - spent_bytes))
-        tried.append((room.beyond(held, plan), plan))
-        if _peak_bytes(tried[-1]) <= budget_bytes or problem is not None:
+        beyond_bytes = room.beyond(held, plan)
+        tried.append(replace(plan, predicted_peak_bytes=(plan.predicted_peak_bytes or 0) + beyond_bytes))
+        if _fits(tried[-1], budget_bytes) or problem is not None:
             break
-        spent_bytes = min(tried[-1][0], most_bytes) if number < _MOST_PLANS - 1 else most_bytes
-    if _peak_bytes(tried[-1]) > budget_bytes and not plan.is_compiled:
-        tried.append(_leaner(held, room, tried[0][1], budget_bytes))
-    beyond_bytes, plan = tried[-1]
-    peak_bytes = _peak_bytes(tried[-1])
-    fits = peak_bytes <= budget_bytes
-    bound = planner.bound_slowdown(budget_bytes - beyond_bytes) if fits else None
-    plan = replace(plan, budget_bytes=budget_bytes, predicted_peak_bytes=peak_bytes, bound_slowdown=bound)
-    return beyond_bytes, plan, None if fits else problem
+        spent_bytes = min(beyond_bytes, most_bytes) if number < _MOST_PLANS - 1 else most_bytes
+    if not _fits(tried[-1], budget_bytes) and not plan.is_compiled:
+        tried.append(_leaner(held, room, tried[0], budget_bytes))
+    fits = _fits(tried[-1], budget_bytes)
+    bound = planner.bound_slowdown(budget_bytes) if fits else None
+    return replace(tried[-1], budget_bytes=budget_bytes, bound_slowdown=bound), None if fits else problem
 
 
-def _peak_bytes(tried: tuple[int, Plan]) -> int:
-    return tried[0] + (tried[1].predicted_peak_bytes or 0)
+def _fits(plan: Plan, budget_bytes: int) -> bool:
+    return (plan.predicted_peak_bytes or 0) <= budget_bytes
 
 
-def _leaner(held: Profile, room: Room, plan: Plan, budget_bytes: int) -> tuple[int, Plan]:
+def _leaner(held: Profile, room: Room, plan: Plan, budget_bytes: int) -> Plan:
     """Drop all values of as few of the last units as it takes: less is then alive where further units run."""
     last = list({held.calls[call].path: call for call in room.calls}.items())[::-1]
 
-    def dropped(number: int) -> tuple[int, Plan]:
+    def dropped(number: int) -> Plan:
         units = dict(plan.units)
         for path, call in last[:number]:
             units[path] = _leanest(held, call, units[path].engine if path in units else EngineChoice.TAPE)
-        leaner = predicted_plan(held, replace(plan, units=units))
-        return room.beyond(held, leaner), leaner
+        return room.predicted(held, replace(plan, units=units))
 
-    fits = bisect_left(range(len(last)), True, key=lambda n: _peak_bytes(dropped(n)) <= budget_bytes)
-    return dropped(fits)
+    return dropped(bisect_left(range(len(last)), True, key=lambda number: _fits(dropped(number), budget_bytes)))
 
 
 class _Levels(Playback):

@@ -353,32 +353,27 @@ class StepPlanner:
         spare = self._spare(calls, courses, reserve)
         profile = reserve.with_state(profile)
         room = (reserve.room(profile, grouped(calls, spare)) or Room()).more(more_bytes + ahead_bytes)
-        # Processes agree on a plan by what each predicts for it, and copies change what is alive between units.
-        searches = bool(room.working_bytes) and ranks.is_alone and not self.host_bytes
-        roomy, spare_bytes = with_room(profile, room.held_bytes if searches else room.most_bytes), 0
+        if self.host_bytes:  # Copies change what is alive between units.
+            room = Room(room.most_bytes)
+        roomy = with_room(profile, room.held_bytes)
         planner = planner_for(roomy, self.host_bytes, engine=self.engine)
         plain_bytes = max(ranks.gather(planner.plain_peak_bytes, place))
         budget_bytes = parse_budget(budget, reference_bytes=plain_bytes, device_bytes=profile.device_memory_bytes)
-        if searches:
-            spare_bytes, own, problem = plan_with_room(roomy, room, budget_bytes, planner)
-            roomy = with_room(profile, room.held_bytes + spare_bytes)
-        else:
-            own, problem = planner.plan_or_leanest(budget_bytes)
-        profile, plain_peak_bytes = roomy, planner.plain_peak_bytes + spare_bytes
+        own, problem = plan_with_room(roomy, room, budget_bytes, planner)
         problems = [found for found in ranks.gather(problem, place) if found is not None]
         if problems and ahead_bytes:
             return self._planned(profile, calls, courses, budget, number, more_bytes)
         if problems and not self.steps.steps:
             raise max(problems, key=lambda error: error.least_peak_bytes)
-        chosen, worst_slowdown = common_plan(
-            profile, own, plain_bytes=plain_peak_bytes, budget_bytes=budget_bytes, ranks=ranks, place=place
-        )
+        known = {"plain_bytes": planner.plain_peak_bytes, "budget_bytes": budget_bytes}
+        chosen, worst_slowdown = common_plan(roomy, own, **known, ranks=ranks, place=place, predicted=room.predicted)
+        working_bytes = room.working(roomy, chosen)
         planned = PlannedStep(
             calls=calls,
-            profile=profile,
+            profile=with_room(profile, room.held_bytes + working_bytes),
             plan=chosen,
             budget_bytes=budget_bytes,
-            plain_peak_bytes=plain_peak_bytes,
+            plain_peak_bytes=planner.plain_peak_bytes + working_bytes,
             full_slowdown=classic_plan(profile, "full").predicted_slowdown or 0.0,
             number=number,
             worst_slowdown=worst_slowdown,

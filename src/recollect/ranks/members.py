@@ -9,7 +9,7 @@ So each process that has one leaves a note at the store where all of them met, b
 import hashlib
 import statistics
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal, TypeAlias
 
@@ -136,7 +136,14 @@ _MOST_TRIED: Final = 4
 
 
 def common_plan(
-    profile: Profile, own: Plan, *, plain_bytes: int, budget_bytes: int, ranks: Ranks, place: Place = Place.START
+    profile: Profile,
+    own: Plan,
+    *,
+    plain_bytes: int,
+    budget_bytes: int,
+    ranks: Ranks,
+    place: Place = Place.START,
+    predicted: Callable[[Profile, Plan], Plan] = predicted_plan,
 ) -> tuple[Plan, float]:
     """Return the plan that all processes run, with the predictions for this one; and the slowdown in the slowest.
 
@@ -150,7 +157,7 @@ def common_plan(
     # From the same profile, all have made the same plan.
     plans = (offered[process][1] for process in hungriest)
     tried = list({digest_of(plan.units, plan.loss_chunks): plan for plan in plans}.values())[:_MOST_TRIED]
-    mine = [predicted_plan(profile, plan) for plan in tried]
+    mine = [predicted(profile, plan) for plan in tried]
     results = ranks.gather(
         [(max(0, (p.predicted_peak_bytes or 0) - budget_bytes), p.predicted_slowdown or 0.0) for p in mine], place
     )
