@@ -1,15 +1,19 @@
 """The contract of the solver: candidates close to the bound, always the same, in any order; see also `test_optimality.py`."""
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
 
+from recollect.planning import fill
 from recollect.planning.bound import LowerBound
 from recollect.planning.chain_solver import ChainSolver
+from recollect.planning.hull import Evaluator, Option
 from recollect.planning.mix import Limits, Mix, Stage
 from recollect.profile.profile import Profile
 from recollect.simulation.decisions import CallActions
+from recollect.simulation.peak_sums import PeakSums
 from recollect.simulation.simulate import simulate
 from synthetic_step import random_step
 
@@ -81,3 +85,24 @@ def test_seconds_below_zero_end_the_search_of_a_mix() -> None:
         119: [0, 2],
         19: None,
     }
+
+
+def test_of_large_units_few_values_are_tried_where_a_plan_leaves_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    profile = random_step(2, num_values=40, num_units=3)
+    budget_bytes, start = plain_bytes(profile), ChainSolver(profile).leanest
+    num_tried, option = [0], Evaluator.option
+
+    def counted(self: Evaluator, *stored: Any) -> Option:
+        num_tried[0] += 1
+        return option(self, *stored)
+
+    monkeypatch.setattr(Evaluator, "option", counted)
+    found = {}
+    for fewest in (1000, 2):
+        monkeypatch.setattr(fill, "_FEWEST_VALUES", fewest)
+        monkeypatch.setattr(fill, "_OPS_OF_ALL_VALUES", 1)
+        num_tried[0] = 0
+        _, cost = fill.Filling(PeakSums.of(profile)).filled(start, budget_bytes)
+        assert cost.peak_bytes <= budget_bytes and cost.recompute_s < start.recompute_s
+        found[fewest] = num_tried[0]
+    assert found[2] < found[1000]
