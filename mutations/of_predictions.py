@@ -531,7 +531,7 @@ MUTATIONS = (
         "attaching",
         (
             (
-                "return max(0, max(tops) + profile.calibration_bytes - (plan.predicted_peak_bytes or 0))",
+                "return max(0, max(tops) + levels.profile.calibration_bytes - levels.simulation.peak_bytes)",
                 "return 0",
             ),
         ),

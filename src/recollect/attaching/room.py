@@ -12,14 +12,14 @@ from dataclasses import dataclass, field, replace
 
 from recollect.errors import BudgetTooSmallError
 from recollect.planning.choose import Planner
-from recollect.plans.action import Action, EngineChoice
+from recollect.plans.action import EngineChoice
 from recollect.plans.plan import Plan
 from recollect.plans.unit_plan import UnitPlan
 from recollect.profile.events import BACKWARD, FORWARD
 from recollect.profile.profile import Profile
-from recollect.simulation.decisions import CallActions, calls_on_tape, decide, decide_call
+from recollect.simulation.decisions import CallActions, calls_on_tape, decide, decide_call, recompute_all_unit
 from recollect.simulation.playback import Playback
-from recollect.simulation.predicted import predicted_plan
+from recollect.simulation.predicted import predicted_plan, simulated_plan
 from recollect.simulation.program import Program
 from recollect.simulation.simulate import run
 from recollect.simulation.windows import edges_for, windows
@@ -51,38 +51,33 @@ class Room:
 
     def beyond(self, profile: Profile, plan: Plan) -> int:
         """Return by how much the peak is higher where a further unit works; `profile` has room for what they hold."""
-        if not self.working_bytes:
-            return 0
-        levels = _Levels(profile, decide(profile, plan))
-        tops = [levels.most_bytes(phase, self.calls) + nbytes for phase, nbytes in self.working_bytes.items()]
-        return max(0, max(tops) + profile.calibration_bytes - (plan.predicted_peak_bytes or 0))
-
-    def working(self, held: Profile, plan: Plan) -> int:
-        """Return how much of the room for workspaces a plan needs; its predictions may count it."""
-        return self.beyond(held, predicted_plan(held, plan)) if self.working_bytes else 0
+        return self._beyond(_Levels(profile, decide(profile, plan))) if self.working_bytes else 0
 
     def predicted(self, held: Profile, plan: Plan) -> Plan:
         """Return the plan with the predictions for a step that has further units; `held` has room for what they hold."""
-        plan = predicted_plan(held, plan)
-        return replace(plan, predicted_peak_bytes=(plan.predicted_peak_bytes or 0) + self.beyond(held, plan))
+        if not self.working_bytes:
+            return predicted_plan(held, plan)
+        levels = _Levels(held, decide(held, plan))
+        plan = simulated_plan(held, plan, levels.simulation)
+        return replace(plan, predicted_peak_bytes=levels.simulation.peak_bytes + self._beyond(levels))
+
+    def _beyond(self, levels: _Levels) -> int:
+        tops = [levels.most_bytes(phase, self.calls) + nbytes for phase, nbytes in self.working_bytes.items()]
+        return max(0, max(tops) + levels.profile.calibration_bytes - levels.simulation.peak_bytes)
 
 
 def room_for(profile: Profile, held_bytes: int, calls: Sequence[int]) -> Room:
     """Return room for further unit runs that are like these calls, and hold so much."""
     decisions = decide(profile, Plan({}))
     for index in calls:
-        decisions[index] = decide_call(profile.graph_of(profile.calls[index]), _leanest(profile, index))
+        graph = profile.graph_of(profile.calls[index])
+        decisions[index] = decide_call(graph, recompute_all_unit(graph))
     levels = _Levels(profile, decisions)
     # The loss belongs to the last call.
     working_bytes = {
         phase: max(levels.rise_bytes(phase, index) for index in calls[:-1] or calls) for phase in (FORWARD, BACKWARD)
     }
     return Room(held_bytes, working_bytes, tuple(calls))
-
-
-def _leanest(profile: Profile, call: int, engine: EngineChoice = EngineChoice.TAPE) -> UnitPlan:
-    made = profile.graph_of(profile.calls[call]).made
-    return UnitPlan({value.name: Action.RECOMPUTE for _, value in made}, engine=engine)
 
 
 def with_room(profile: Profile, nbytes: int) -> Profile:
@@ -127,7 +122,8 @@ def _leaner(held: Profile, room: Room, plan: Plan, budget_bytes: int) -> Plan:
     def dropped(number: int) -> Plan:
         units = dict(plan.units)
         for path, call in last[:number]:
-            units[path] = _leanest(held, call, units[path].engine if path in units else EngineChoice.TAPE)
+            actions = recompute_all_unit(held.graph_of(held.calls[call])).actions
+            units[path] = UnitPlan(actions, engine=units[path].engine if path in units else EngineChoice.TAPE)
         return room.predicted(held, replace(plan, units=units))
 
     return dropped(bisect_left(range(len(last)), True, key=lambda number: _fits(dropped(number), budget_bytes)))
@@ -140,7 +136,7 @@ class _Levels(Playback):
         program = Program(profile, windows(profile), edges_for(profile, decisions))
         super().__init__(program, dict(enumerate(decisions)), calls_on_tape(decisions))
         self._begin_bytes: list[int] = [self.alive_bytes]
-        run(self)
+        self.simulation = run(self)
 
     def _end_window(self) -> None:
         super()._end_window()

@@ -367,7 +367,7 @@ class StepPlanner:
             raise max(problems, key=lambda error: error.least_peak_bytes)
         known = {"plain_bytes": planner.plain_peak_bytes, "budget_bytes": budget_bytes}
         chosen, worst_slowdown = common_plan(roomy, own, **known, ranks=ranks, place=place, predicted=room.predicted)
-        working_bytes = room.working(roomy, chosen)
+        working_bytes = room.beyond(roomy, chosen)
         planned = PlannedStep(
             calls=calls,
             profile=with_room(profile, room.held_bytes + working_bytes),

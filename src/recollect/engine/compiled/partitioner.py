@@ -43,7 +43,7 @@ from recollect._torch_compile import (
 from recollect.engine import facts as facts_of_ops
 from recollect.engine.compiled import joint_names
 from recollect.engine.compiled.joint_names import base_of, is_tensor, is_view, unit_of, value_names
-from recollect.engine.facts import facts_of, varies_on_cuda
+from recollect.engine.facts import facts_of, results_of, varies_on_cuda
 from recollect.errors import ConfigError, PlanMismatchWarning
 from recollect.plans.action import Action
 from recollect.warning import warn_user
@@ -222,7 +222,7 @@ def _partition(
 
 def _results(graph: fx.GraphModule) -> list[fx.Node | None]:
     (output,) = graph.graph.find_nodes(op="output")
-    found = output.args[0] if isinstance(output.args[0], (tuple, list)) else (output.args[0],)
+    found = results_of(output.args[0])
     return [node if isinstance(node, fx.Node) else None for node in found]
 
 
