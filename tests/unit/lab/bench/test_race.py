@@ -1,6 +1,8 @@
 """Contestants in turns: whose time is compared with whose."""
 
-from recollect.lab.bench.race import Contestant, Race, percentile
+import gc
+
+from recollect.lab.bench.race import Contestant, Race, few_objects, percentile
 
 
 def ignore(text: str) -> None:
@@ -65,3 +67,14 @@ def test_percentiles() -> None:
     assert percentile([5.0], 20) == 5.0
     assert percentile([3.0, 1.0, 2.0], 50) == 2.0
     assert percentile([0.0, 1.0, 2.0, 3.0, 4.0, 5.0], 80) == 4.0
+
+
+def test_what_others_have_excluded_from_collections_stays_so() -> None:
+    gc.unfreeze()
+    with few_objects():
+        assert gc.get_freeze_count()
+    assert not gc.get_freeze_count()
+    gc.freeze()
+    with few_objects():
+        pass
+    assert gc.get_freeze_count()
