@@ -141,7 +141,9 @@ def rows(name: str, layout: Layout, wanted: Sequence[str]) -> Iterator[Row]:
         for plan_name, plan, profile in made:
             if plan_name not in wanted:
                 continue
-            report = recollect.verify(model, batch, plan, optimizer=optimizer, loss_fn=loss_of, compare="step")
+            report = recollect.verify(
+                model, batch, plan, optimizer=optimizer, loss_fn=loss_of, compare="step", time=False
+            )
             with recollect.apply(model, plan):
                 with_plan = collectives(model, batch)
             yield Row(
