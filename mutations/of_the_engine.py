@@ -49,6 +49,12 @@ MUTATIONS = (
         (("if in_hook and type(tensor) is Parameter and not", "if False and not"),),
     ),
     Mutation(
+        "weights-known-by-their-address",
+        "an op that runs again reads a weight from before its `.data` was assigned to, or another one at the same address",
+        "engine/policy.py",
+        (("return is_same or is_partitioned(parameter)", "return True"),),
+    ),
+    Mutation(
         "version-not-checked",
         "a held value that was overwritten since forward is used as if it were the old one",
         "engine",

@@ -66,6 +66,17 @@ def has_strides(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided and not tensor.is_nested
 
 
+def version_of(tensor: torch.Tensor) -> int:
+    """Return how often a tensor was written to; -1 for one made in inference mode, which does not count.
+
+    Example:
+        >>> import torch
+        >>> version_of(torch.zeros(1).add_(1))
+        1
+    """
+    return -1 if tensor.is_inference() else tensor._version
+
+
 def shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
     """Return a tensor's shape; of a nested one, whose rows differ in length, the number of rows and that of elements.
 

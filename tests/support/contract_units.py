@@ -1181,12 +1181,60 @@ units(
     prepare=lambda model: setattr(model.units[1].second, "weight", model.units[1].first.weight),
 )
 
+
+def _weight_read_again(self: Any, x: Tensor) -> Tensor:
+    """One parameter that holds another weight for each layer, as where weights come from the host."""
+    for scale in (0.9, 0.8):
+        x = (x + self.first.bias).tanh()
+        self.first.bias.data = self.first.bias.data * scale
+    return self.second(x)
+
+
+def _weights_made_inside(self: Any, x: Tensor) -> Tensor:
+    """Each dies with its only reader, and the next one has its address."""
+    x = self.first(x)
+    for scale in (1.0, 2.0, 3.0):
+        x = (x + nn.Parameter(self.seen * scale, requires_grad=False)).tanh()
+    return x
+
+
+units({"weight assigned as data and read again": _weight_read_again, "weights made inside": _weights_made_inside})
+
+
+class _SparseWeight(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(ROWS).to_sparse(), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Any:
+        return torch.sparse.mm(self.weight, x.tanh()) + torch.sparse.mm(self.weight, x.exp())
+
+
+class _InferenceWeights(nn.Module):
+    """Tensors made in inference mode have no version counter; ops read one twice, and one before it is written to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.inference_mode():
+            self.bias = nn.Parameter(torch.ones(WIDTH), requires_grad=False)
+            self.register_buffer("seen", torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Any:
+        x = ((x + self.bias).sin() + self.bias).sin() - self.seen
+        with torch.inference_mode():
+            self.seen += 1
+        return x.exp() - self.seen
+
+
+modules({"sparse weight": _SparseWeight, "weights of inference mode": _InferenceWeights}, _inner)
+
 # What the graph engine says of units that it leaves to the tape; or Dynamo, whose words change.
 _WORDS: dict[str, tuple[str, ...]] = {
     ".": (
         *("lstm", "gru", "scripted part", "batch norm", "own generator", "seeds of its own", "random of python"),
         *("random of numpy", "layer drop", "input written", "data assigned", "resized", "jacobian", "force field"),
-        *("saved on cpu inside", "context variable", "branch on data", "sparse buffer"),
+        *("saved on cpu inside", "context variable", "branch on data", "sparse buffer", "weights made inside"),
+        *("sparse weight", "weights of inference mode"),
         *(
             "nested tensors inside",
             "nested tensors with gradients",
@@ -1214,6 +1262,7 @@ _WORDS: dict[str, tuple[str, ...]] = {
     "its calls differ, and each would have to be traced: 'count ==": ("counter",),
     "it writes to an input that needs a gradient": (
         *("embedding with a maximum norm", "weight written as data", "weight assigned as data"),
+        "weight assigned as data and read again",
     ),
     "would run again, and write to what is kept once more": ("statistics written",),
     "it runs other ops than in eager mode|a Function in it returns the same tensor twice": ("function in place",),

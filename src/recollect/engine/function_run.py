@@ -35,7 +35,7 @@ from recollect.engine.opcall import Settings
 from recollect.engine.self_check import SwitchedOff, switched_off
 from recollect.engine.together import Agreement, can_be_gathered, is_partitioned
 from recollect.engine.values import Layout, is_known, layout_of
-from recollect.tensors import has_strides, tensors_in
+from recollect.tensors import has_strides, tensors_in, version_of
 from recollect.weak_map import WeakMap
 
 # On a storage: which call made it, or was given it.
@@ -143,7 +143,7 @@ class FunctionRun:
             self.keep("it may communicate while it multiplies")
         self._given = [*self.arguments.tensors, *self.others, *self.partitioned]
         self.draws = FunctionDraws(function, cuda_generators(self._given), is_captured=is_captured)
-        self._versions = [_version(tensor) for tensor in self._given]
+        self._versions = [version_of(tensor) for tensor in self._given]
         if (positions := _unseen_writers.get(function)) is not None:
             self.keep("it writes to its arguments out of sight")
             self.wrote_unseen = [t for index, t in enumerate(self._plain_given()) if index in positions]
@@ -277,7 +277,7 @@ class FunctionRun:
         mark = vars(storage).get(_MARK)
         if mark is self._made_mark or mark is self._given_mark or self._has_filled(tensor):
             return
-        if _version(tensor) or is_known(storage):
+        if version_of(tensor) > 0 or is_known(storage):
             self.keep("it reads a tensor that is not an argument")
             return
         if not is_receipt:
@@ -297,7 +297,7 @@ class FunctionRun:
         self.saved = saved
         if not self.arguments.are_of(self.args):
             self.keep("it changed a list of arguments")
-        if has_written or [_version(tensor) for tensor in self._given] != self._versions:
+        if has_written or [version_of(tensor) for tensor in self._given] != self._versions:
             self.keep("it changed an argument")
         if any(_identities(thing) != identities for thing, identities in self._objects):
             self.keep("it changed an object")
@@ -325,7 +325,7 @@ class FunctionRun:
         positions = {
             index
             for index, (tensor, before, now) in enumerate(zip(given, self._before, checksums(given), strict=True))
-            if now != before and _version(tensor) == versions[id(tensor)]
+            if now != before and version_of(tensor) == versions[id(tensor)]
         }
         if not positions:
             _checked.setdefault(self.function, set()).add(self._check_key)
@@ -378,10 +378,6 @@ class FunctionWatch(OpMode):
         output = func(*args, **kwargs)
         self.run.after_op(facts, args, kwargs, output)
         return output
-
-
-def _version(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
 
 
 def _identities(thing: Any) -> list[int]:

@@ -20,7 +20,7 @@ from recollect.engine.facts import OpFacts
 from recollect.engine.offload.flight import Offload, Place
 from recollect.engine.self_check import SwitchedOff, switched_off
 from recollect.engine.together import Agreement, Shards, is_partitioned
-from recollect.engine.values import UNWATCHED, alias_in_hook, alias_in_mode
+from recollect.engine.values import UNWATCHED, alias_in_hook, alias_in_mode, layout_of
 from recollect.errors import PlanMismatchWarning
 from recollect.measuring.stopwatch import Stopwatch
 from recollect.plans.action import Action
@@ -28,6 +28,7 @@ from recollect.plans.paths import unit_words
 from recollect.plans.unit_plan import UnitPlan
 from recollect.plans.value_names import collective_kind, module_of, result_names, value_stem
 from recollect.replay import KeptPass
+from recollect.tensors import version_of
 from recollect.warning import warn_user
 from recollect.weak_map import WeakMap
 
@@ -248,7 +249,7 @@ class TapeState:
             held: torch.Tensor = tensor  # As autograd does, which reads what is assigned to its `.data` later.
         else:
             held = alias_in_hook(tensor) if in_hook else alias_in_mode(tensor)
-        return held, UNWATCHED if tensor.is_inference() else tensor._version
+        return held, version_of(tensor)
 
     def must_keep(self, facts: OpFacts) -> bool:
         """Whether the results of an op are kept whatever the policy says."""
@@ -287,3 +288,12 @@ class TapeState:
         if len(set(actions)) > 1:
             return actions
         return ALL_KEPT if actions[0] is Action.KEEP else actions[:1]
+
+
+def is_alias(held: torch.Tensor, parameter: torch.Tensor) -> bool:
+    """Whether a tensor is still what a parameter holds: not once its `.data` was assigned to, or it is another at its address.
+
+    ZeRO-3 gathers the same content again for each reader.
+    """
+    is_same = held.untyped_storage() is parameter.untyped_storage() and layout_of(held) == layout_of(parameter)
+    return is_same or is_partitioned(parameter)

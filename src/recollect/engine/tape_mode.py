@@ -31,7 +31,7 @@ from recollect.engine.facts import OpFacts, OpMode, facts_of, must_keep_result, 
 from recollect.engine.offload.flight import is_constant
 from recollect.engine.offload.offloaded import settle
 from recollect.engine.opcall import Arguments, CollectiveCall, OpCall, WriteCall, current_settings
-from recollect.engine.policy import ALL_KEPT, ModuleKey, OpActions, OpKey, TapeState, Watch
+from recollect.engine.policy import ALL_KEPT, ModuleKey, OpActions, OpKey, TapeState, Watch, is_alias
 from recollect.engine.self_check import SwitchedOff, switched_off
 from recollect.engine.subclasses import PackedSubclass, held_whole
 from recollect.engine.unseen_writes import Comparison, forget_content, forget_overwritten, forget_updated
@@ -52,7 +52,7 @@ from recollect.engine.values import (
 from recollect.plans.action import Action
 from recollect.plans.value_names import value_stem
 from recollect.replay import Node, Recipes
-from recollect.tensors import has_strides
+from recollect.tensors import has_strides, version_of
 
 # Module globals, because they are looked up several times per op.
 _RECOMPUTE = Action.RECOMPUTE
@@ -344,17 +344,17 @@ class TapeMode(OpMode):
 
     def _value_in_mode(self, tensor: torch.Tensor) -> TapeValue:
         """Return the value of an op's argument: the dropped one if known, else one that holds the tensor."""
-        if type(tensor) is Parameter:
-            return self._parameter(tensor, in_hook=False)
         if not has_strides(tensor):
             return self._leaf(tensor, None, in_hook=False)
+        if type(tensor) is Parameter:
+            return self._parameter(tensor, in_hook=False)
         storage = tensor.untyped_storage()
         return self.known_value(tensor, storage) or self._leaf(tensor, storage, in_hook=False)
 
     def _parameter(self, tensor: torch.Tensor, *, in_hook: bool) -> TapeValue:
-        """Return the value of a parameter: the same for all readers of one kind, until it is written to."""
+        """Return the value of a parameter: the same for all readers of one kind, until that is written or assigned to."""
         known = self._parameters.get((id(tensor), in_hook))
-        if known is None or known.version != tensor._version:
+        if known is None or known.version != version_of(tensor) or not (in_hook or is_alias(known.tensor, tensor)):
             storage = None if in_hook else tensor.untyped_storage()
             known = self._parameters[id(tensor), in_hook] = self._leaf(tensor, storage, in_hook=in_hook)
         return known

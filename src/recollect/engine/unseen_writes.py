@@ -17,6 +17,7 @@ import torch
 from recollect.engine.content import checksum
 from recollect.engine.values import NOTES, Layout, forget_record, leaves_of, record_of, snapshot_leaves
 from recollect.errors import MutatedValueError
+from recollect.tensors import version_of
 
 _Label = tuple[str, str, str]
 
@@ -89,7 +90,7 @@ class Comparison:
         Raises:
             MutatedValueError: it has changed, and its old content is needed.
         """
-        version = 0 if tensor.is_inference() else tensor._version
+        version = version_of(tensor)
         notes: dict[Layout, _Note] = vars(storage).setdefault(NOTES, {})
         if any(note.version != version for note in notes.values()):
             notes.clear()  # Of parts that were written to in sight, between units.

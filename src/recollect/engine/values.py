@@ -18,7 +18,7 @@ from recollect.engine.content import glance_at
 from recollect.engine.streams import read_here, stream_of
 from recollect.errors import FreedValueError, MutatedValueError
 from recollect.replay import Node, Recipes, Value
-from recollect.tensors import has_strides
+from recollect.tensors import has_strides, version_of
 
 _RECORD = "_recollect_record"
 _LEAVES = "_recollect_leaves"
@@ -31,7 +31,7 @@ _SWEEP_LENGTH = 16
 # Kernels of GPUs, and cuBLAS where it chooses one, ask how even an address is, up to this.
 _EVEN_BYTES = 256
 
-# Not a valid version counter: marks a value whose tensor is not watched for changes.
+# Marks a value whose tensor is not watched for changes; the version of those that do not count them.
 UNWATCHED = -1
 
 Layout = tuple[torch.Size, tuple[int, ...], int | torch.SymInt, torch.dtype]
@@ -116,7 +116,7 @@ class TapeValue(Value):
 
     def snapshot(self, num_raised: int = 0) -> None:
         """Take a private copy, because the tensor is about to be written to; its version is `num_raised` ahead of that."""
-        if self.tensor is not None and self.version + num_raised == self.tensor._version:
+        if self.tensor is not None and self.version + num_raised == version_of(self.tensor):
             self.tensor = private_copy(self.tensor)
             self.version = UNWATCHED
             self.content = None

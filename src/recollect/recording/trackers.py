@@ -31,6 +31,7 @@ from recollect.measuring.meter import storages_of
 from recollect.profile import events
 from recollect.profile.events import Event, Key
 from recollect.recording.event_log import Death, EventLog, Need
+from recollect.tensors import version_of
 
 _TRACKER = "_recollect_tracker"
 _NEEDS = "_recollect_needs"
@@ -128,7 +129,7 @@ class Tracked:
             return self.copy_of(tensor.conj(), storage).conj()
         if tensor.is_neg():
             return torch._neg_view(self.copy_of(torch._neg_view(tensor), storage))
-        content = self.value, 0 if tensor.is_inference() else tensor._version
+        content = self.value, version_of(tensor)
         copy = self._copy() if self._copy is not None and self._copied_content == content else None
         layout = tensor.size(), tensor.stride(), tensor.storage_offset()
         if copy is not None:
